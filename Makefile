@@ -1,0 +1,38 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.ready
+
+.PHONY: setup demo test lint types tests bench test-frameworks clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@tools/make-venv "$(PYTHON)" "$(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup
+	@$(BIN)/trimtab demo
+
+test: lint types tests
+
+lint: setup
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
+
+types: setup
+	@$(BIN)/mypy
+
+tests: setup
+	@tools/install-browser
+	@$(BIN)/pytest -n 2 --cov --cov-report=term
+
+bench: setup
+	@$(BIN)/python -m bench
+
+test-frameworks: setup
+	@tools/make-framework-envs && $(BIN)/pytest -m frameworks tests
+
+clean:
+	rm -rf $(VENV) .venv-* build dist out .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,44 @@
+"""What every dialect of a job file comes down to.
+
+A loader turns a file into a `Loaded`: the job to plan, the rules of the framework it belongs to, what had to be
+assumed, and a way to say a plan in the file's own keys. The planner and the command line know nothing else of dialects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.model.plan import CurrentPlacement, Plan, Rules
+from trimtab.model.workflow import Job
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A plan in a file's own keys: dotted key to value, in the order they are shown. A value of `None` removes a key.
+
+    `block` is the same as YAML text to read and to paste; `advice` are sentences on what keys alone cannot say.
+    """
+
+    values: Mapping[str, Any]
+    block: str
+    advice: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A job file, read.
+
+    `settings` raises InputError for a plan that the framework cannot express. `literal` says whether a dotted key
+    stands in the file itself (and not in one of its defaults, an interpolation, or on the command line).
+    """
+
+    dialect: str
+    path: Path
+    job: Job
+    settings: Callable[[Plan], Settings]
+    rules: Rules | None = None
+    assumptions: tuple[str, ...] = ()
+    current: CurrentPlacement | None = None

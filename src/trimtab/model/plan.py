@@ -1,0 +1,155 @@
+"""The nouns of an answer: a plan, its timeline, what it was compared with, and what a framework is able to run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Mode = Literal["collocated", "disaggregated", "hybrid"]
+Doing = Literal["run", "switch", "sync"]
+
+
+@dataclass(frozen=True)
+class AllowedGroup:
+    """Components that a framework can put on the same GPUs, and the group sizes it accepts (`None`: any)."""
+
+    components: frozenset[str]
+    sizes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which plans a framework can run; the search stays inside them.
+
+    `groupings` lists every allowed partition of the GPU components. With `whole_nodes`, a group of at most one node's
+    GPUs lies inside one node and a larger one takes whole nodes.
+    """
+
+    framework: str
+    groupings: tuple[tuple[AllowedGroup, ...], ...]
+    whole_nodes: bool = False
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One stretch of a timeline: a component doing one thing without a break."""
+
+    component: str
+    doing: Doing
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """Components that take turns on the same GPUs, in workflow order. `gpus` are global ranks, contiguous in a kind."""
+
+    components: tuple[str, ...]
+    gpus: tuple[int, ...]
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One component of a plan.
+
+    `seconds` is its own computing time for all batches; `start` and `end` are within the iteration; `gpus` are the
+    ranks it computes on (a group may hold more than one of its members can use). `idle_share` is the share of the
+    iteration in which the GPUs of its group do nothing at all (of CPU components: in which it does nothing).
+    """
+
+    name: str
+    gpus: tuple[int, ...]
+    variant: str
+    seconds: float
+    start: float
+    end: float
+    idle_share: float
+    extrapolated: bool = False
+    switch_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which GPUs each component gets, and the predicted iteration.
+
+    `components` stand in workflow order. `timeline` covers `timeline_seconds`: one iteration, or with staleness a few
+    in steady state, where `iteration_seconds` is the period.
+    """
+
+    groups: tuple[Group, ...]
+    components: tuple[Placed, ...]
+    iteration_seconds: float
+    sync_seconds: float
+    mode: Mode
+    timeline: tuple[Bar, ...]
+    timeline_seconds: float
+    idle_share: float
+    total_gpus: int
+
+    def placed(self, name: str) -> Placed:
+        """The component of that name."""
+        return next(component for component in self.components if component.name == name)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that the plan uses."""
+        return sum(len(group.gpus) for group in self.groups)
+
+    def describe(self) -> str:
+        """The grouping in a line: `rollout 6 | inference, trainer 10`."""
+        return " | ".join(f"{', '.join(group.components)} {len(group.gpus)}" for group in self.groups)
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A plan that was not chosen: which one it is (`all shared`, `your placement` ...), and why it loses.
+
+    `plan` is `None` where no such plan is feasible; the reason then says which constraint ruled it out.
+    """
+
+    label: str
+    plan: Plan | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """How far one component's cost may be off before the choice changes.
+
+    Factors of 5 % steps; `None` means it holds over the whole range tried (half to double). `*_becomes` describes
+    the plan that is then best.
+    """
+
+    component: str
+    lower_factor: float | None
+    upper_factor: float | None
+    lower_becomes: str | None = None
+    upper_becomes: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the planner says: the best plan with its proof, and what it was compared with.
+
+    `unrestricted` is the best plan without the framework's rules, where that is better.
+    """
+
+    best: Plan
+    lower_bound_seconds: float
+    optimal: bool
+    plans_considered: int
+    alternatives: tuple[Alternative, ...] = ()
+    near_ties: tuple[Plan, ...] = ()
+    sensitivity: tuple[Sensitivity, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    unrestricted: Plan | None = None
+
+
+@dataclass(frozen=True)
+class CurrentPlacement:
+    """Where the user's file puts the components now: name to global ranks, or to `None` where it does not say."""
+
+    ranks: Mapping[str, tuple[int, ...]]
+    where: str

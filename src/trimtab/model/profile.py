@@ -1,0 +1,38 @@
+"""What was measured of a run: seconds per component and iteration, with how far they can be trusted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ComponentProfile:
+    """One component's measured cost.
+
+    `seconds` are points (gpus, median seconds of one iteration), ascending. `spread` is half the interquartile range
+    over the median; `drift` the relative change from the first to the last third of the run. `waits` marks a time
+    that contains waiting for others, which is no cost and must not be planned with.
+    """
+
+    name: str
+    seconds: tuple[tuple[int, float], ...]
+    kind: str = ""
+    spread: float | None = None
+    drift: float | None = None
+    steps: int = 0
+    completion: tuple[tuple[float, float], ...] = ()
+    seconds_per_1k_tokens: float | None = None
+    waits: bool = False
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The costs of a whole workflow, from one source (`verl`, `rlinf`, `nemo_rl`, `timer` ...)."""
+
+    source: str
+    components: tuple[ComponentProfile, ...]
+    notes: tuple[str, ...] = ()
+
+    def component(self, name: str) -> ComponentProfile | None:
+        """The component of that name, if it was measured."""
+        return next((component for component in self.components if component.name == name), None)

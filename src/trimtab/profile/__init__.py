@@ -1,0 +1,1 @@
+"""Costs in: timers for components, memory from a model's configuration."""

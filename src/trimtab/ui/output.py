@@ -1,0 +1,43 @@
+"""One way to answer: the same data as text for people, or as JSON or YAML for programs.
+
+Only the answer goes to standard output; warnings, progress and errors go to standard error.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console
+
+
+class Format(str, enum.Enum):
+    """How an answer is written."""
+
+    text = "text"
+    json = "json"
+    yaml = "yaml"
+
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def answer(data: Mapping[str, Any], form: Format, text: Callable[[], None]) -> None:
+    """Write an answer: `data` for programs, or whatever `text()` prints for people."""
+    if form is Format.text:
+        text()
+    elif form is Format.json:
+        sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    else:
+        from trimtab.formats.yaml_text import dump
+
+        sys.stdout.write(dump(data))
+
+
+def warn(sentence: str) -> None:
+    """A warning for people, on standard error."""
+    err.print(f"[yellow]warning:[/] {sentence}", markup=True)
