@@ -1,0 +1,103 @@
+"""What a component costs on so many GPUs, from the points where it was measured.
+
+Measured points are kept. Between two of them time is linear in 1/gpus; below the smallest, and with a single point,
+the part above the stated floor is inversely proportional to the GPUs; above the largest, the line in 1/gpus through
+the last two goes on, but never promises more than perfect scaling from the last one. Whatever lies outside the
+measured range is marked as extrapolated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from trimtab.model.workflow import Cluster, Component, Variant
+
+Points = tuple[tuple[int, float], ...]
+
+MEMORY_TOLERANCE_GB = 1e-9
+"""Memory fits when it is at most the limit, to within rounding."""
+
+
+def seconds_at(points: Points, floor_seconds: float, gpus: int) -> float:
+    """Predicted seconds for all batches on so many GPUs. `points` ascend in GPUs."""
+    first_gpus, first_seconds = points[0]
+    last_gpus, last_seconds = points[-1]
+    if gpus < first_gpus or len(points) == 1:
+        return floor_seconds + (first_seconds - floor_seconds) * first_gpus / gpus
+    for (g0, s0), (g1, s1) in pairwise(points):
+        if g0 <= gpus <= g1:
+            return s0 if gpus == g0 else s1 if gpus == g1 else _line(g0, s0, g1, s1, gpus)
+    (g0, s0), (g1, s1) = points[-2:]
+    return max(_line(g0, s0, g1, s1, gpus), last_seconds * last_gpus / gpus)
+
+
+def is_extrapolated(points: Points, gpus: int) -> bool:
+    """Whether so many GPUs lie outside what was measured."""
+    return not points[0][0] <= gpus <= points[-1][0]
+
+
+def _line(g0: int, s0: float, g1: int, s1: float, gpus: int) -> float:
+    slope = (s0 - s1) / (1 / g0 - 1 / g1)
+    return s1 + slope * (1 / gpus - 1 / g1)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run a component inside a group: a variant on a count of GPUs, with its cost and memory per GPU."""
+
+    variant: int
+    gpus: int
+    seconds: float
+    active_gb: float
+    resident_gb: float
+    host_gb: float
+
+    def no_worse_than(self, other: Option) -> bool:
+        """Whether it is at least as good as another in every respect."""
+        return (
+            self.seconds <= other.seconds
+            and self.active_gb <= other.active_gb
+            and self.resident_gb <= other.resident_gb
+            and self.host_gb <= other.host_gb
+        )
+
+
+def options(component: Component, cluster: Cluster, kind: str, most_gpus: int) -> tuple[Option, ...]:
+    """Every way to run a component on up to so many GPUs of a kind, in order of count, then variant.
+
+    Counts whose active part alone exceeds the GPU's memory are left out.
+    """
+    limit = cluster.gpu_memory_gb(kind)
+    found = [
+        option
+        for index, variant in enumerate(component.variants)
+        for option in _variant_options(index, variant, kind, most_gpus)
+        if limit is None or fits(option.active_gb, limit)
+    ]
+    return tuple(sorted(found, key=lambda option: (option.gpus, option.variant)))
+
+
+def _variant_options(index: int, variant: Variant, kind: str, most_gpus: int) -> list[Option]:
+    points = variant.points(kind)
+    if not points:
+        return []
+    counts = range(variant.multiple_of, most_gpus + 1, variant.multiple_of) if variant.gpus is None else variant.gpus
+    active, resident = variant.memory.active, variant.memory.resident
+    return [
+        Option(
+            variant=index,
+            gpus=gpus,
+            seconds=seconds_at(points, variant.floor_seconds, gpus),
+            active_gb=active.at(gpus),
+            resident_gb=resident.at(gpus),
+            host_gb=variant.host_memory_gb,
+        )
+        for gpus in counts
+        if gpus <= most_gpus and variant.allows(gpus)
+    ]
+
+
+def fits(need_gb: float, limit_gb: float) -> bool:
+    """Whether memory fits."""
+    return need_gb <= limit_gb + MEMORY_TOLERANCE_GB

@@ -1,0 +1,297 @@
+"""One iteration under a plan, by simulation: the one judge of time for the search, the charts and the live run.
+
+The iteration is a (max,+) recurrence: batch b of a component ends at C[b+1] + max over b' <= b of (ready[b'] - C[b']),
+where C is the component's own cumulative time and `ready` what its inputs and its GPUs allow. It is computed for many
+plans at once. Batches are merged as far as every granularity allows, which changes no result.
+
+With staleness the iterations overlap; they form a (max,+)-linear system whose steady period is the largest mean weight
+of a cycle through the gates that one iteration opens for a later one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import gcd
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trimtab.model.workflow import Component, Workflow
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.intp]
+
+NEVER = -np.inf
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How components share GPUs, in workflow order: all that the simulation needs to know of a grouping.
+
+    `before[i]` is the component before i on its GPUs in the same iteration, or -1; `last[i]` the last of its group
+    (itself when alone); `switch[i]` what it pays before its first batch; `sync` the weight sync's seconds.
+    """
+
+    before: tuple[int, ...]
+    last: tuple[int, ...]
+    switch: tuple[float, ...]
+    sync: float
+
+
+def shape_of(order: tuple[Component, ...], workflow: Workflow, groups: tuple[tuple[int, ...], ...]) -> Shape:
+    """The shape of a grouping. `groups` hold positions in `order`, each ascending; CPU components are in none."""
+    before = [-1] * len(order)
+    last = list(range(len(order)))
+    switch = [0.0] * len(order)
+    for group in groups:
+        for position, index in enumerate(group):
+            previous = group[position - 1]
+            if position:
+                before[index] = previous
+            last[index] = group[-1]
+            engine = order[index].engine
+            if len(group) > 1 and (engine is None or engine != order[previous].engine):
+                switch[index] = order[index].switch_seconds
+    sync = 0.0
+    if workflow.weight_sync is not None:
+        source = next(i for i, c in enumerate(order) if c.name == workflow.weight_sync.source)
+        target = next(i for i, c in enumerate(order) if c.name == workflow.weight_sync.target)
+        shared = any(source in group and target in group for group in groups)
+        sync = workflow.weight_sync.shared_seconds if shared else workflow.weight_sync.separate_seconds
+    return Shape(tuple(before), tuple(last), tuple(switch), sync)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Shapes of many plans as arrays, one row a plan. `before` uses column n (always free at 0) for none."""
+
+    before: Ints
+    last: Ints
+    switch: Floats
+    sync: Floats
+
+    @staticmethod
+    def stack(shapes: list[Shape]) -> Shapes:
+        """One row for each shape."""
+        before = np.array([shape.before for shape in shapes], dtype=np.intp)
+        before[before < 0] = before.shape[1]
+        return Shapes(
+            before=before,
+            last=np.array([shape.last for shape in shapes], dtype=np.intp),
+            switch=np.array([shape.switch for shape in shapes]),
+            sync=np.array([shape.sync for shape in shapes]),
+        )
+
+    def take(self, rows: Ints) -> Shapes:
+        """The shapes of some rows, repeated as often as they are named."""
+        return Shapes(self.before[rows], self.last[rows], self.switch[rows], self.sync[rows])
+
+    def joined(self, other: Shapes) -> Shapes:
+        """These shapes and then the others."""
+        return Shapes(
+            np.concatenate([self.before, other.before]),
+            np.concatenate([self.last, other.last]),
+            np.concatenate([self.switch, other.switch]),
+            np.concatenate([self.sync, other.sync]),
+        )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the recurrence needs of one component.
+
+    Its inputs come in chunks; `inputs_at[k]` are, for parent k, the columns of that parent's ends that its chunks wait
+    for. `begin` is the share of its time done before each chunk; `ends` the share done after each batch that
+    somebody asks for, and `chunk` the chunk that batch belongs to (`None`: one to one).
+    """
+
+    parents: tuple[int, ...]
+    inputs_at: tuple[Ints, ...]
+    begin: Floats
+    ends: Floats
+    chunk: Ints | None
+
+
+@dataclass
+class Simulator:
+    """Predicts iteration times of one workflow under many plans."""
+
+    workflow: Workflow
+    order: tuple[Component, ...] = field(init=False)
+    units: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.order = self.workflow.in_order()
+        batches = self.workflow.batches
+        chunks = [min(c.granularity or batches, batches) for c in self.order if c.after]
+        # Nothing is decided between multiples of the common divisor: such runs of batches count as one unit.
+        self._unit = gcd(batches, *chunks) if chunks else batches
+        self.units = batches // self._unit
+        self._index = {component.name: i for i, component in enumerate(self.order)}
+        self._steps = self._make_steps(every_unit=False)
+        sync = self.workflow.weight_sync
+        self._source = self._index[sync.source] if sync else -1
+        self._target = self._index[sync.target] if sync else -1
+
+    def _make_steps(self, every_unit: bool) -> list[_Step]:
+        units = self.units
+        sizes = [self._chunk_units(component) for component in self.order]
+        starts = [np.arange(0, units, size) for size in sizes]
+        wanted = [np.minimum(start + size, units) - 1 for start, size in zip(starts, sizes, strict=True)]
+        columns: list[Ints] = []
+        for component in self.order:
+            children = [j for j, child in enumerate(self.order) if component.name in child.after]
+            asked = [wanted[j] for j in children] if not every_unit else [np.arange(units)]
+            columns.append(np.unique(np.concatenate([*asked, np.array([units - 1])])))
+        steps = []
+        for i, component in enumerate(self.order):
+            shares = completed(component.completion, np.arange(units + 1) / units)
+            parents = tuple(self._index[name] for name in component.after)
+            chunk = columns[i] // sizes[i]
+            steps.append(
+                _Step(
+                    parents=parents,
+                    inputs_at=tuple(np.searchsorted(columns[p], wanted[i]) for p in parents),
+                    begin=shares[starts[i]],
+                    ends=shares[columns[i] + 1],
+                    chunk=None if np.array_equal(chunk, np.arange(len(starts[i]))) else chunk,
+                )
+            )
+        return steps
+
+    def _chunk_units(self, component: Component) -> int:
+        if not component.after or component.granularity is None:
+            return self.units
+        return min(component.granularity, self.workflow.batches) // self._unit
+
+    def seconds(self, times: Floats, shapes: Shapes) -> Floats:
+        """Iteration time (with staleness: the steady period) of each plan. `times` is plans x components."""
+        if self.workflow.staleness:
+            return self._period(times, shapes)
+        first = shapes.before == times.shape[1]
+        ends = self._last_ends(times, shapes, np.where(first, shapes.switch, 0.0))
+        return np.asarray(ends.max(axis=1) + shapes.sync)
+
+    def _last_ends(self, times: Floats, shapes: Shapes, gates: Floats) -> Floats:
+        """When each component ends its last batch, if component i may not start before gates[:, i]."""
+        traces = _traces(self._steps, times, shapes, gates)
+        return np.stack([trace[:, -1] for trace in traces], axis=1)
+
+    def _period(self, times: Floats, shapes: Shapes) -> Floats:
+        """The steady period: the largest cycle mean over the gates between iterations.
+
+        Gate i is the moment before which component i cannot start for reasons of earlier iterations. Opening one gate
+        alone, at 0, shows how it delays every end of the iteration; each end then opens gates of later iterations:
+        the last of a group opens the first one's gate an iteration later (plus its switch), and the source of the
+        sync, plus the sync, opens its own next gate and the target's gate `staleness` + 1 iterations later.
+        """
+        plans, count = times.shape
+        # A lag of k + 1 iterations is a chain of k resting places, each one iteration apart.
+        size = count + self.workflow.staleness
+        weight = np.full((plans, size, size), NEVER)
+        first = shapes.before == count
+        rows = np.arange(plans)
+        for i in range(count):
+            gates = np.full_like(times, NEVER)
+            gates[:, i] = 0.0
+            ends = self._last_ends(times, shapes, gates)
+            for j in range(count):
+                arrival = ends[rows, shapes.last[:, j]] + shapes.switch[:, j]
+                weight[:, i, j] = np.where(first[:, j], arrival, NEVER)
+            synced = ends[:, self._source] + shapes.sync
+            weight[:, i, self._source] = np.maximum(weight[:, i, self._source], synced)
+            weight[:, i, count] = synced
+        for rest in range(count, size - 1):
+            weight[:, rest, rest + 1] = 0.0
+        weight[:, size - 1, self._target] = 0.0
+        return max_cycle_mean(weight)
+
+    def trace(self, times: Floats, shape: Shape, iterations: int = 1) -> list[list[Floats]]:
+        """Ends of every unit of one plan, for each iteration and component: what a timeline is drawn from."""
+        shapes = Shapes.stack([shape])
+        steps = self._make_steps(every_unit=True)
+        lag = self.workflow.staleness + 1
+        ends: list[Floats] = []
+        runs: list[list[Floats]] = []
+        for t in range(iterations):
+            gates = np.array([shape.switch[j] if shape.before[j] < 0 else 0.0 for j in range(len(self.order))])
+            if t:
+                for j in range(len(self.order)):
+                    if shape.before[j] < 0:
+                        gates[j] += ends[-1][shape.last[j]]
+                gates[self._source] = max(gates[self._source], ends[-1][self._source] + shape.sync)
+            if t >= lag:
+                gates[self._target] = max(gates[self._target], ends[t - lag][self._source] + shape.sync)
+            traces = _traces(steps, times[None, :], shapes, gates[None, :])
+            runs.append([trace[0] for trace in traces])
+            ends.append(np.array([trace[0, -1] for trace in traces]))
+        return runs
+
+    def heads_and_tails(self, fastest: Floats) -> tuple[Floats, Floats]:
+        """The least time before a component can start, and from its end to the end of the iteration."""
+        count = len(self.order)
+        head, tail = np.zeros(count), np.zeros(count)
+        units = self.units
+        shares = [completed(c.completion, np.arange(units + 1) / units) for c in self.order]
+        chunk = [self._chunk_units(component) for component in self.order]
+        for i, step in enumerate(self._steps):
+            for p in step.parents:
+                head[i] = max(head[i], head[p] + fastest[p] * shares[p][chunk[i]])
+        for i in reversed(range(count)):
+            last_chunk = (units - 1) // chunk[i] * chunk[i]
+            after = fastest[i] * (1 - shares[i][last_chunk]) + tail[i]
+            for p in self._steps[i].parents:
+                tail[p] = max(tail[p], after)
+        return head, tail
+
+    def unit_seconds(self, component: int, seconds: float) -> Floats:
+        """Computing time of each unit of a component that takes so long for all."""
+        shares = completed(self.order[component].completion, np.arange(self.units + 1) / self.units)
+        return np.diff(shares) * seconds
+
+
+def _traces(steps: list[_Step], times: Floats, shapes: Shapes, gates: Floats) -> list[Floats]:
+    """For each component the ends of its batches (those that somebody asks for), plans x batches."""
+    plans, count = times.shape
+    rows = np.arange(plans)
+    finished = np.full((plans, count + 1), NEVER)
+    traces: list[Floats] = []
+    for i, step in enumerate(steps):
+        free = np.maximum(finished[rows, shapes.before[:, i]] + shapes.switch[:, i], gates[:, i])
+        own = times[:, i, None]
+        offset = free[:, None]
+        if step.parents:
+            ready = traces[step.parents[0]][:, step.inputs_at[0]]
+            for parent, at in zip(step.parents[1:], step.inputs_at[1:], strict=True):
+                ready = np.maximum(ready, traces[parent][:, at])
+            offset = ready - own * step.begin
+            np.maximum(offset[:, 0], free, out=offset[:, 0])
+            np.maximum.accumulate(offset, axis=1, out=offset)
+        trace = own * step.ends + (offset if step.chunk is None else offset[:, step.chunk])
+        traces.append(trace)
+        finished[:, i] = trace[:, -1]
+    return traces
+
+
+def completed(points: tuple[tuple[float, float], ...], shares: Floats) -> Floats:
+    """Share of time at which a share of the batches is done: linear between points, from (0, 0)."""
+    if not points:
+        return shares
+    xs = np.array([0.0, *(x for x, _ in points)])
+    ys = np.array([0.0, *(y for _, y in points)])
+    return np.asarray(np.interp(shares, xs, ys))
+
+
+def max_cycle_mean(weight: Floats) -> Floats:
+    """The largest mean weight of a cycle, for each matrix [from, to] of a stack (Karp's theorem)."""
+    plans, size, _ = weight.shape
+    best: Floats = np.zeros((size + 1, plans, size))
+    for length in range(1, size + 1):
+        best[length] = (best[length - 1][:, :, None] + weight).max(axis=1)
+    lengths = size - np.arange(size)
+    with np.errstate(invalid="ignore"):
+        means = (best[size][None] - best[:size]) / lengths[:, None, None]
+    means[np.isnan(means)] = np.inf
+    least: Floats = means.min(axis=0)
+    least[~np.isfinite(best[size])] = NEVER
+    return np.asarray(least.max(axis=1))

@@ -1,0 +1,392 @@
+"""The space of plans: which components may share GPUs, on how many, and what each then costs.
+
+A grouping gives every GPU component a group and every group a kind of GPU; a plan adds a size to each group. For a
+group of components this module tabulates the sizes worth trying and the times of its members on each: time never
+grows with size, because a member may use fewer GPUs than its group has. Where memory lets the members not all run in
+their fastest way at once, a size has several configurations, none better than another in every member's time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trimtab.model.errors import InfeasibleError
+from trimtab.model.plan import Rules
+from trimtab.model.workflow import Job
+from trimtab.plan.cost import MEMORY_TOLERANCE_GB, Option, fits, options
+from trimtab.plan.simulate import Floats, Ints, Shape, Simulator, shape_of
+
+Members = tuple[int, ...]
+"""Positions in workflow order of the components of a group, ascending."""
+
+MAX_CONFIGURATIONS = 2_000
+
+
+@dataclass(frozen=True)
+class GroupTable:
+    """The sizes of a group that are worth trying, ascending, and its members' times on each.
+
+    `times[s, k]` is the least time of member k on `sizes[s]`. Where memory forbids that all have theirs at once, the
+    size stands in `contested`, with the configurations that they can have.
+    """
+
+    members: Members
+    kind: str
+    sizes: tuple[int, ...]
+    times: Floats
+    contested: Mapping[int, tuple[tuple[Option, ...], ...]]
+
+    @cached_property
+    def columns(self) -> Ints:
+        """The members as an index into a row of times."""
+        return np.array(self.members, dtype=np.intp)
+
+    @cached_property
+    def work(self) -> Floats:
+        """Least time of all members one after another, for each size."""
+        return np.asarray(self.times.sum(axis=1))
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """A partition of the GPU components into groups with a kind each; groups stand in file order of their first."""
+
+    tables: tuple[GroupTable, ...]
+
+    @property
+    def groups(self) -> tuple[Members, ...]:
+        """The members of each group."""
+        return tuple(table.members for table in self.tables)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of GPU of each group."""
+        return tuple(table.kind for table in self.tables)
+
+
+@dataclass
+class Space:
+    """All plans for a job, inside the rules of a framework where there are any."""
+
+    job: Job
+    rules: Rules | None = None
+    truncated: bool = field(default=False, init=False)
+    """Whether some configurations were left out because there were too many: then nothing is proven optimal."""
+
+    def __post_init__(self) -> None:
+        self.simulator = Simulator(self.job.workflow)
+        self.order = self.simulator.order
+        self.budgets = {kind: len(self.job.cluster.ranks(kind)) for kind in self.job.cluster.kinds}
+        position = {component.name: i for i, component in enumerate(self.order)}
+        # GPU components in file order: the order in which groups and ties are told apart.
+        self.on_gpu: Members = tuple(position[c.name] for c in self.job.workflow.components if not c.on_cpu)
+        self.cpu_times = {i: c.cpu_seconds for i, c in enumerate(self.order) if c.cpu_seconds is not None}
+        self._ways = {
+            (i, kind): _Ways(options(self.order[i], self.job.cluster, kind, most), most)
+            for i in self.on_gpu
+            for kind, most in self.budgets.items()
+        }
+        self.fastest = np.array(
+            [
+                self.cpu_times[i]
+                if i in self.cpu_times
+                else min(self._ways[i, kind].seconds[most] for kind, most in self.budgets.items())
+                for i in range(len(self.order))
+            ]
+        )
+        """The least time of each component in any plan at all."""
+        cluster = self.job.cluster
+        self._limits = {k: (cluster.gpu_memory_gb(k), cluster.host_memory_gb_per_gpu(k)) for k in self.budgets}
+        self._tables: dict[tuple[Members, str, tuple[int, ...] | None], GroupTable | None] = {}
+        self._nodes = {
+            kind: tuple(n.gpus for n in self.job.cluster.nodes if n.gpus and n.gpu == kind) for kind in self.budgets
+        }
+
+    def groupings(self) -> Iterator[Grouping]:
+        """Every grouping that has at least one size for each of its groups within the cluster."""
+        for groups, sizes in self._partitions():
+            for kinds in itertools.product(self.budgets, repeat=len(groups)):
+                grouping = self.grouping(groups, kinds, sizes)
+                if grouping is not None:
+                    yield grouping
+
+    def grouping(
+        self,
+        groups: tuple[Members, ...],
+        kinds: tuple[str, ...],
+        sizes: tuple[tuple[int, ...] | None, ...] | None = None,
+    ) -> Grouping | None:
+        """One grouping, or None where a group has no size or the least sizes together exceed the cluster."""
+        tables = []
+        need = dict.fromkeys(self.budgets, 0)
+        for index, (members, kind) in enumerate(zip(groups, kinds, strict=True)):
+            table = self.table(members, kind, sizes[index] if sizes else None)
+            if table is None:
+                return None
+            need[kind] += table.sizes[0]
+            tables.append(table)
+        if any(need[kind] > most for kind, most in self.budgets.items()):
+            return None
+        return Grouping(tuple(tables))
+
+    def shape(self, grouping: Grouping) -> Shape:
+        """What the simulation needs to know of a grouping."""
+        return shape_of(self.order, self.job.workflow, grouping.groups)
+
+    def _partitions(self) -> Iterator[tuple[tuple[Members, ...], tuple[tuple[int, ...] | None, ...] | None]]:
+        if self.rules is None:
+            for partition in set_partitions(self.on_gpu):
+                yield tuple(tuple(sorted(group)) for group in partition), None
+            return
+        position = {component.name: i for i, component in enumerate(self.order)}
+        for allowed in self.rules.groupings:
+            groups = [(tuple(sorted(position[name] for name in g.components)), g.sizes) for g in allowed]
+            groups.sort(key=lambda group: min(self.on_gpu.index(i) for i in group[0]))
+            yield tuple(members for members, _ in groups), tuple(sizes for _, sizes in groups)
+
+    def table(self, members: Members, kind: str, sizes: tuple[int, ...] | None = None) -> GroupTable | None:
+        """Sizes and times of a group on a kind of GPU, or None where it cannot run there at all."""
+        key = (members, kind, sizes)
+        if key not in self._tables:
+            self._tables[key] = self._make_table(members, kind, sizes)
+        return self._tables[key]
+
+    def _make_table(self, members: Members, kind: str, only: tuple[int, ...] | None) -> GroupTable | None:
+        ways = [self._ways[i, kind] for i in members]
+        if not all(way.options for way in ways):
+            return None
+        sizes = np.arange(max(way.least for way in ways), self.budgets[kind] + 1)
+        if only is not None or (self.rules is not None and self.rules.whole_nodes):
+            sizes = sizes[[self._size_allowed(int(g), kind, only) for g in sizes]]
+        times = np.stack([way.seconds[sizes] for way in ways], axis=1)
+        fit = self._fastest_fit(ways, sizes, kind)
+        contested: dict[int, tuple[tuple[Option, ...], ...]] = {}
+        for row in np.flatnonzero(~fit):
+            found = self._configurations([way.front(int(sizes[row])) for way in ways], kind)
+            if found:
+                fit[row] = True
+                times[row] = [min(c[k].seconds for c in found) for k in range(len(members))]
+                contested[int(sizes[row])] = found
+        sizes, times = sizes[fit], times[fit]
+        if not len(sizes):
+            return None
+        new = np.ones(len(sizes), dtype=bool)
+        new[1:] = (times[1:] != times[:-1]).any(axis=1)
+        for row in range(1, len(sizes)):
+            size, before = int(sizes[row]), int(sizes[row - 1])
+            if not new[row] and contested.get(size) != contested.get(before):
+                new[row] = True
+        return GroupTable(members, kind, tuple(int(g) for g in sizes[new]), times[new], contested)
+
+    def _fastest_fit(self, ways: list[_Ways], sizes: Ints, kind: str) -> NDArray[np.bool_]:
+        """For each size, whether all members fit in memory when each runs in its fastest way."""
+        fit = np.ones(len(sizes), dtype=bool)
+        gpu_limit, host_limit = self._limits[kind]
+        if gpu_limit is not None:
+            resident = np.sum([way.resident[sizes] for way in ways], axis=0)
+            for way in ways:
+                fit &= resident - way.resident[sizes] + way.active[sizes] <= gpu_limit + MEMORY_TOLERANCE_GB
+        if host_limit is not None and len(ways) > 1:
+            host = np.stack([way.host[sizes] for way in ways])
+            fit &= host.sum(axis=0) - host.min(axis=0) <= host_limit + MEMORY_TOLERANCE_GB
+        return fit
+
+    def configurations(self, table: GroupTable, gpus: int) -> tuple[tuple[Option, ...], ...]:
+        """What the members of a group can run at once on so many GPUs, none better than another in every time."""
+        found = table.contested.get(gpus)
+        return found or (tuple(self._ways[i, table.kind].front(gpus)[0] for i in table.members),)
+
+    def _size_allowed(self, gpus: int, kind: str, only: tuple[int, ...] | None) -> bool:
+        if only is not None and gpus not in only:
+            return False
+        if self.rules is None or not self.rules.whole_nodes:
+            return True
+        nodes = self._nodes[kind]
+        return gpus <= max(nodes) or gpus in itertools.accumulate(sorted(nodes))
+
+    def _configurations(self, fronts: list[list[Option]], kind: str) -> tuple[tuple[Option, ...], ...]:
+        """Option tuples that fit in memory together, none better than another in every time."""
+        limits = self._limits[kind]
+        if all(len(front) == 1 for front in fronts):
+            only = tuple(front[0] for front in fronts)
+            return (only,) if _fit_together(only, limits) else ()
+        partial: list[tuple[Option, ...]] = [()]
+        for front in fronts:
+            partial = [(*some, option) for some in partial for option in front]
+            partial = [some for some in partial if _fit_together(some, limits)]
+            if len(partial) > MAX_CONFIGURATIONS:
+                self.truncated = True
+                partial = sorted(partial, key=lambda some: sum(o.seconds for o in some))[:MAX_CONFIGURATIONS]
+        kept: list[tuple[Option, ...]] = []
+        for some in sorted(partial, key=lambda some: sum(option.seconds for option in some)):
+            if not any(all(a.seconds <= b.seconds for a, b in zip(k, some, strict=True)) for k in kept):
+                kept.append(some)
+        return tuple(kept)
+
+    def node_fit(self, sizes: tuple[int, ...], kinds: tuple[str, ...]) -> bool:
+        """With whole-node rules: whether groups of these sizes can lie in one node each, or have whole nodes."""
+        if self.rules is None or not self.rules.whole_nodes:
+            return True
+        for kind, nodes in self._nodes.items():
+            free = [(gpus, gpus) for gpus in sorted(nodes)]  # (still free, size of the node)
+            mine = sorted((s for s, k in zip(sizes, kinds, strict=True) if k == kind), reverse=True)
+            for size in mine:
+                if size <= max(nodes):
+                    room = next((node for node in sorted(free) if node[0] >= size), None)
+                    if room is None:
+                        return False
+                    free.remove(room)
+                    free.append((room[0] - size, room[1]))
+                    continue
+                left = size
+                while left > 0:
+                    whole = next((node for node in free if node[0] == node[1] <= left), None)
+                    if whole is None:
+                        return False
+                    free.remove(whole)
+                    left -= whole[0]
+        return True
+
+    def explain_infeasible(self) -> InfeasibleError:
+        """Why no plan exists: the first component, then the first constraint, that rules everything out."""
+        cluster = self.job.cluster
+        for i in self.on_gpu:
+            if any(self._ways[i, kind].options for kind in self.budgets):
+                continue
+            return self._explain_component(i)
+        framework = f" that {self.rules.framework} can run" if self.rules else ""
+        memory = ", ".join(f"{cluster.gpu_memory_gb(k)} GB" for k in self.budgets if cluster.gpu_memory_gb(k))
+        host = ", ".join(
+            f"{cluster.host_memory_gb_per_gpu(k):g} GB" for k in self.budgets if cluster.host_memory_gb_per_gpu(k)
+        )
+        alone = [self._least_alone(i) for i in self.on_gpu]
+        return InfeasibleError(
+            f"no placement{framework} fits on {cluster.gpus} GPUs",
+            where="workflow.components",
+            hint=(
+                f"apart, the components need at least {sum(alone)} GPUs ("
+                + ", ".join(f"{self.order[i].name} {n}" for i, n in zip(self.on_gpu, alone, strict=True))
+                + ")"
+                + (f"; sharing is ruled out by memory ({memory} a GPU)" if memory else "")
+                + (f"; each GPU's share of host memory is {host}" if host else "")
+            ),
+        )
+
+    def _least_alone(self, i: int) -> int:
+        return min(self._ways[i, kind].least for kind in self.budgets)
+
+    def _explain_component(self, i: int) -> InfeasibleError:
+        component = self.order[i]
+        where = f"workflow.components.{component.name}"
+        measured = any(variant.points(kind) for variant in component.variants for kind in self.budgets)
+        if not measured:
+            kinds = sorted({kind for variant in component.variants for kind in variant.seconds})
+            return InfeasibleError(
+                f"{component.name} was measured on {', '.join(kinds)}, and the cluster has {', '.join(self.budgets)}",
+                where=f"{where}.seconds",
+                hint="measure it on a kind that the cluster has, or state seconds without a kind",
+            )
+        counts = [
+            gpus
+            for kind, most in self.budgets.items()
+            for variant in component.variants
+            if variant.points(kind)
+            for gpus in range(1, most + 1)
+            if variant.allows(gpus)
+        ]
+        if not counts:
+            asked = "; ".join(
+                f"one of {list(v.gpus)}" if v.gpus is not None else f"a multiple of {v.multiple_of}"
+                for v in component.variants
+            )
+            return InfeasibleError(
+                f"no GPU count is allowed for {component.name}: it asks for {asked}, the cluster has "
+                + ", ".join(f"{most} {kind}".strip() for kind, most in self.budgets.items()),
+                where=f"{where}.gpus",
+                hint="allow a smaller count, or plan for a larger cluster",
+            )
+        least = min(
+            (variant.memory.active.at(gpus), gpus)
+            for kind, most in self.budgets.items()
+            for variant in component.variants
+            for gpus in range(1, most + 1)
+            if variant.points(kind) and variant.allows(gpus)
+        )
+        limit = max(self.job.cluster.gpu_memory_gb(kind) or 0.0 for kind in self.budgets)
+        return InfeasibleError(
+            f"{component.name} fits nowhere: it needs {least[0]:g} GB a GPU (on {least[1]}), a GPU has {limit:g} GB",
+            where=f"{where}.memory_gb.active",
+            hint="use a larger parallel size, a larger cluster, or GPUs with more memory",
+        )
+
+
+class _Ways:
+    """All ways to run one component on a kind of GPU, by the size of its group.
+
+    Arrays are indexed by size: the fastest way within that size and what it costs (infinite where there is none).
+    """
+
+    def __init__(self, ways: tuple[Option, ...], most: int) -> None:
+        self.options = ways
+        self.least = ways[0].gpus if ways else most + 1
+        self._fronts: list[list[Option]] = [[]]
+        waiting = iter(ways)
+        option = next(waiting, None)
+        for gpus in range(1, most + 1):
+            front = self._fronts[-1]
+            while option is not None and option.gpus <= gpus:
+                # An earlier option wins a draw: fewer GPUs, then file order.
+                if not any(old.no_worse_than(option) for old in front):
+                    front = [old for old in front if not option.no_worse_than(old)] + [option]
+                    front.sort(key=lambda o: (o.seconds, o.gpus, o.variant))
+                option = next(waiting, None)
+            self._fronts.append(front)
+        fastest = [front[0] if front else None for front in self._fronts]
+        self.seconds = np.array([o.seconds if o else np.inf for o in fastest])
+        self.active = np.array([o.active_gb if o else np.inf for o in fastest])
+        self.resident = np.array([o.resident_gb if o else 0.0 for o in fastest])
+        self.host = np.array([o.host_gb if o else 0.0 for o in fastest])
+
+    def front(self, gpus: int) -> list[Option]:
+        """The options within so many GPUs of which none is better than another in every respect, fastest first."""
+        return self._fronts[gpus]
+
+
+def _fit_together(some: tuple[Option, ...], limits: tuple[float | None, float | None]) -> bool:
+    """Whether members of one group fit: each one's active part beside the others' residents, and parked on hosts."""
+    gpu_limit, host_limit = limits
+    if gpu_limit is not None:
+        resident = sum(option.resident_gb for option in some)
+        if not all(fits(resident - option.resident_gb + option.active_gb, gpu_limit) for option in some):
+            return False
+    if host_limit is not None and len(some) > 1:
+        parked = sum(option.host_gb for option in some) - min(option.host_gb for option in some)
+        return fits(parked, host_limit)
+    return True
+
+
+def set_partitions(items: Members) -> Iterator[list[list[int]]]:
+    """Every partition of the items; groups in order of their first item, fewest groups not first."""
+    if not items:
+        yield []
+        return
+
+    def place(index: int, groups: list[list[int]]) -> Iterator[list[list[int]]]:
+        if index == len(items):
+            yield [list(group) for group in groups]
+            return
+        for group in groups:
+            group.append(items[index])
+            yield from place(index + 1, groups)
+            group.pop()
+        groups.append([items[index]])
+        yield from place(index + 1, groups)
+        groups.pop()
+
+    yield from place(0, [])
