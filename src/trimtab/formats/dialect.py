@@ -31,8 +31,9 @@ class Settings:
 class Loaded:
     """A job file, read.
 
-    `settings` raises InputError for a plan that the framework cannot express. `literal` says whether a dotted key
-    stands in the file itself (and not in one of its defaults, an interpolation, or on the command line).
+    `settings` raises InputError for a plan that the framework cannot express. `literal` says whether a dotted key can
+    be edited in the file itself (its value comes not from one of its defaults, an interpolation, or the command line);
+    `states` whether the file says that value already, so that nothing need be written.
     """
 
     dialect: str
@@ -42,3 +43,5 @@ class Loaded:
     rules: Rules | None = None
     assumptions: tuple[str, ...] = ()
     current: CurrentPlacement | None = None
+    literal: Callable[[str], bool] = lambda key: False
+    states: Callable[[str, Any], bool] = lambda key, value: False

@@ -63,7 +63,7 @@ class Option:
         )
 
 
-def options(component: Component, cluster: Cluster, kind: str, most_gpus: int) -> tuple[Option, ...]:
+def ways_to_run(component: Component, cluster: Cluster, kind: str, most_gpus: int) -> tuple[Option, ...]:
     """Every way to run a component on up to so many GPUs of a kind, in order of count, then variant.
 
     Counts whose active part alone exceeds the GPU's memory are left out.

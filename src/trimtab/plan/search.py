@@ -110,7 +110,7 @@ class _Hunt:
         self._kinds = [[table.kind for table in g.tables] for g in groupings]
         self._head, self._tail = space.simulator.heads_and_tails(space.fastest)
         self._bounds = [self._least_seconds(table) for table in self._tables]
-        self._base = np.array([space.cpu_times.get(i, 0.0) for i in range(len(space.order))])
+        self._base = space.cpu_row
         self._shapes: Shapes | None = None
         self._row_of: dict[int, int] = {}
         self._check_nodes = space.rules is not None and space.rules.whole_nodes
@@ -411,21 +411,8 @@ class _Hunt:
         ways = [self.space.configurations(t, size) for t, size in zip(grouping.tables, sizes, strict=True)]
         if all(len(way) == 1 for way in ways):
             return Found(grouping, sizes, tuple(way[0] for way in ways), seconds)
-        best: Found | None = None
-        row = np.array([self._row_of[g]], dtype=np.intp)
-        combinations = itertools.product(*ways)
-        while some := list(itertools.islice(combinations, ROWS)):
-            times = np.repeat(self._base[None, :], len(some), axis=0)
-            for line, configurations in zip(times, some, strict=True):
-                for table, options in zip(grouping.tables, configurations, strict=True):
-                    line[table.columns] = [option.seconds for option in options]
-            assert self._shapes is not None
-            results = self.space.simulator.seconds(times, self._shapes.take(np.repeat(row, len(some))))
-            self.considered += len(some)
-            winner = int(results.argmin())
-            if best is None or results[winner] < best.seconds:
-                best = Found(grouping, sizes, some[winner], float(results[winner]))
-        return best
+        options, seconds = self.space.best_of(grouping, sizes)
+        return Found(grouping, sizes, options, seconds)
 
     # -- ties ---------------------------------------------------------------------------------------------------
 

@@ -8,9 +8,10 @@ their fastest way at once, a size has several configurations, none better than a
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -19,8 +20,8 @@ from numpy.typing import NDArray
 from trimtab.model.errors import InfeasibleError
 from trimtab.model.plan import Rules
 from trimtab.model.workflow import Job
-from trimtab.plan.cost import MEMORY_TOLERANCE_GB, Option, fits, options
-from trimtab.plan.simulate import Floats, Ints, Shape, Simulator, shape_of
+from trimtab.plan.cost import MEMORY_TOLERANCE_GB, Option, fits, ways_to_run
+from trimtab.plan.simulate import Floats, Ints, Shape, Shapes, Simulator, shape_of
 
 Members = tuple[int, ...]
 """Positions in workflow order of the components of a group, ascending."""
@@ -41,6 +42,20 @@ class GroupTable:
     sizes: tuple[int, ...]
     times: Floats
     contested: Mapping[int, tuple[tuple[Option, ...], ...]]
+
+    def scaled(self, component: int, factor: float) -> GroupTable:
+        """The same table with one member's times multiplied."""
+        column = self.members.index(component)
+        times = self.times.copy()
+        times[:, column] *= factor
+        contested = {
+            size: tuple(
+                tuple(o if k != column else replace(o, seconds=o.seconds * factor) for k, o in enumerate(options))
+                for options in configurations
+            )
+            for size, configurations in self.contested.items()
+        }
+        return replace(self, times=times, contested=contested)
 
     @cached_property
     def columns(self) -> Ints:
@@ -88,7 +103,7 @@ class Space:
         self.on_gpu: Members = tuple(position[c.name] for c in self.job.workflow.components if not c.on_cpu)
         self.cpu_times = {i: c.cpu_seconds for i, c in enumerate(self.order) if c.cpu_seconds is not None}
         self._ways = {
-            (i, kind): _Ways(options(self.order[i], self.job.cluster, kind, most), most)
+            (i, kind): _Ways(ways_to_run(self.order[i], self.job.cluster, kind, most), most)
             for i in self.on_gpu
             for kind, most in self.budgets.items()
         }
@@ -178,10 +193,9 @@ class Space:
             return None
         new = np.ones(len(sizes), dtype=bool)
         new[1:] = (times[1:] != times[:-1]).any(axis=1)
-        for row in range(1, len(sizes)):
-            size, before = int(sizes[row]), int(sizes[row - 1])
-            if not new[row] and contested.get(size) != contested.get(before):
-                new[row] = True
+        for at in range(1, len(sizes)):
+            if contested.get(int(sizes[at])) != contested.get(int(sizes[at - 1])):
+                new[at] = True
         return GroupTable(members, kind, tuple(int(g) for g in sizes[new]), times[new], contested)
 
     def _fastest_fit(self, ways: list[_Ways], sizes: Ints, kind: str) -> NDArray[np.bool_]:
@@ -196,6 +210,29 @@ class Space:
             host = np.stack([way.host[sizes] for way in ways])
             fit &= host.sum(axis=0) - host.min(axis=0) <= host_limit + MEMORY_TOLERANCE_GB
         return fit
+
+    def best_of(self, grouping: Grouping, sizes: tuple[int, ...]) -> tuple[tuple[tuple[Option, ...], ...], float]:
+        """The fastest configurations of groups of these sizes, and the seconds of that plan."""
+        shape = self.shape(grouping)
+        ways = [self.configurations(table, size) for table, size in zip(grouping.tables, sizes, strict=True)]
+        best: tuple[tuple[tuple[Option, ...], ...], float] | None = None
+        combinations = itertools.product(*ways)
+        while some := list(itertools.islice(combinations, 512)):
+            times = np.tile(self.cpu_row, (len(some), 1))
+            for line, configurations in zip(times, some, strict=True):
+                for table, options in zip(grouping.tables, configurations, strict=True):
+                    line[table.columns] = [option.seconds for option in options]
+            seconds = self.simulator.seconds(times, Shapes.stack([shape] * len(some)))
+            winner = int(seconds.argmin())
+            if best is None or seconds[winner] < best[1]:
+                best = some[winner], float(seconds[winner])
+        assert best is not None
+        return best
+
+    @property
+    def cpu_row(self) -> Floats:
+        """A row of times with only the CPU components filled in."""
+        return np.array([self.cpu_times.get(i, 0.0) for i in range(len(self.order))])
 
     def configurations(self, table: GroupTable, gpus: int) -> tuple[tuple[Option, ...], ...]:
         """What the members of a group can run at once on so many GPUs, none better than another in every time."""
@@ -229,6 +266,24 @@ class Space:
                 kept.append(some)
         return tuple(kept)
 
+    def scaled(self, component: int, factor: float) -> Space:
+        """The same space with one component's times multiplied. Cheap: what does not change is shared."""
+        other = copy.copy(self)
+        name = self.order[component].name
+        workflow = self.job.workflow.scaled(name, factor)
+        other.job = replace(self.job, workflow=workflow)
+        other.simulator = Simulator(workflow)
+        other.order = other.simulator.order
+        other.fastest = self.fastest.copy()
+        other.fastest[component] *= factor
+        other.cpu_times = {i: s * factor if i == component else s for i, s in self.cpu_times.items()}
+        other._ways = {key: ways.scaled(factor) if key[0] == component else ways for key, ways in self._ways.items()}
+        other._tables = {
+            key: table and table.scaled(component, factor) if component in key[0] else table
+            for key, table in self._tables.items()
+        }
+        return other
+
     def node_fit(self, sizes: tuple[int, ...], kinds: tuple[str, ...]) -> bool:
         """With whole-node rules: whether groups of these sizes can lie in one node each, or have whole nodes."""
         if self.rules is None or not self.rules.whole_nodes:
@@ -257,29 +312,44 @@ class Space:
         """Why no plan exists: the first component, then the first constraint, that rules everything out."""
         cluster = self.job.cluster
         for i in self.on_gpu:
-            if any(self._ways[i, kind].options for kind in self.budgets):
-                continue
-            return self._explain_component(i)
+            if not any(self._ways[i, kind].options for kind in self.budgets):
+                return self._explain_component(i)
         framework = f" that {self.rules.framework} can run" if self.rules else ""
-        memory = ", ".join(f"{cluster.gpu_memory_gb(k)} GB" for k in self.budgets if cluster.gpu_memory_gb(k))
-        host = ", ".join(
-            f"{cluster.host_memory_gb_per_gpu(k):g} GB" for k in self.budgets if cluster.host_memory_gb_per_gpu(k)
-        )
-        alone = [self._least_alone(i) for i in self.on_gpu]
+        alone = self.least_sizes()
         return InfeasibleError(
             f"no placement{framework} fits on {cluster.gpus} GPUs",
             where="workflow.components",
             hint=(
-                f"apart, the components need at least {sum(alone)} GPUs ("
-                + ", ".join(f"{self.order[i].name} {n}" for i, n in zip(self.on_gpu, alone, strict=True))
-                + ")"
-                + (f"; sharing is ruled out by memory ({memory} a GPU)" if memory else "")
-                + (f"; each GPU's share of host memory is {host}" if host else "")
+                f"apart, the components need at least {sum(alone.values())} GPUs ("
+                + ", ".join(f"{name} {gpus}" for name, gpus in alone.items())
+                + f"); together: {self.why_not_together(tuple(sorted(self.on_gpu)))}"
             ),
         )
 
-    def _least_alone(self, i: int) -> int:
-        return min(self._ways[i, kind].least for kind in self.budgets)
+    def least_sizes(self) -> dict[str, int]:
+        """The fewest GPUs on which each component can run alone, in file order."""
+        return {self.order[i].name: min(self._ways[i, kind].least for kind in self.budgets) for i in self.on_gpu}
+
+    def why_not_together(self, members: Members) -> str:
+        """Why components cannot share GPUs, for the largest group there can be."""
+        for kind, most in self.budgets.items():
+            gpu_limit, host_limit = self._limits[kind]
+            fronts = [self._ways[i, kind].front(most) for i in members]
+            if not all(fronts):
+                continue
+            lean = [min(front, key=lambda o: o.resident_gb) for front in fronts]
+            resident = sum(option.resident_gb for option in lean)
+            for i, front, option in zip(members, fronts, lean, strict=True):
+                need = min(o.active_gb for o in front) + resident - option.resident_gb
+                if gpu_limit is not None and not fits(need, gpu_limit):
+                    return (
+                        f"memory: {self.order[i].name} beside the resident parts of the others needs {need:g} GB "
+                        f"a GPU, there are {gpu_limit:g}"
+                    )
+            parked = sum(o.host_gb for o in lean) - min(o.host_gb for o in lean)
+            if host_limit is not None and not fits(parked, host_limit):
+                return f"host memory: the parked components need {parked:g} GB a GPU, its share is {host_limit:g}"
+        return "no count of GPUs suits all of them, or memory forbids it"
 
     def _explain_component(self, i: int) -> InfeasibleError:
         component = self.order[i]
@@ -352,6 +422,15 @@ class _Ways:
         self.active = np.array([o.active_gb if o else np.inf for o in fastest])
         self.resident = np.array([o.resident_gb if o else 0.0 for o in fastest])
         self.host = np.array([o.host_gb if o else 0.0 for o in fastest])
+
+    def scaled(self, factor: float) -> _Ways:
+        """The same ways, all of them slower or faster."""
+        other = copy.copy(self)
+        other.seconds = self.seconds * factor
+        new = {id(option): replace(option, seconds=option.seconds * factor) for option in self.options}
+        other.options = tuple(new.values())
+        other._fronts = [[new[id(option)] for option in front] for front in self._fronts]
+        return other
 
     def front(self, gpus: int) -> list[Option]:
         """The options within so many GPUs of which none is better than another in every respect, fastest first."""

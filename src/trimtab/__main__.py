@@ -1,0 +1,21 @@
+"""The `trimtab` command. `--version` answers before anything large is imported."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line."""
+    if sys.argv[1:] in (["--version"], ["-V"]):
+        from trimtab import __version__
+
+        print(f"trimtab {__version__}")
+        return
+    from trimtab.ui.cli import run
+
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""What the dialects of frameworks share: components out of profiles, pools of whole nodes, and the check of a plan.
+
+A pool of a framework runs each of its members on all of its GPUs. So the sizes allowed for a pool are those on which
+every member can run, and a plan is expressible only where its grouping and its sizes stand in the rules. Nothing here
+may accept a plan that the framework would refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from trimtab.formats.hydra_config import Reader
+from trimtab.model.errors import InfeasibleError, InputError, nearest
+from trimtab.model.plan import AllowedGroup, Plan, Rules
+from trimtab.model.profile import ComponentProfile, Profile
+from trimtab.model.workflow import ANY_KIND, Cluster, Component, Node, Variant, WeightSync
+
+WEIGHT_SYNC = "weight_sync"
+"""The name under which profiles hold the copy of weights from the trainer to the rollout."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """On how many GPUs a component can run: multiples of a model-parallel size, and only listed counts if any."""
+
+    multiple_of: int = 1
+    gpus: tuple[int, ...] | None = None
+
+
+def even_cluster(nodes: int, gpus_per_node: int) -> Cluster:
+    """A cluster of like nodes."""
+    return Cluster(tuple(Node(name=f"node{index}", gpus=gpus_per_node) for index in range(nodes)))
+
+
+def component(
+    measured: ComponentProfile,
+    *,
+    after: Sequence[str] = (),
+    sizes: Sizes | None = None,
+    granularity: int | None = None,
+    on_cpu: bool = False,
+) -> Component:
+    """A component with the costs of a profile. Its inputs come all at once unless a granularity is given."""
+    if on_cpu:
+        return Component(
+            name=measured.name,
+            after=tuple(after),
+            granularity=granularity,
+            completion=measured.completion,
+            cpu_seconds=measured.seconds[-1][1],
+        )
+    sizes = sizes or Sizes()
+    variant = Variant(seconds={ANY_KIND: measured.seconds}, gpus=sizes.gpus, multiple_of=sizes.multiple_of)
+    return Component(
+        name=measured.name,
+        variants=(variant,),
+        after=tuple(after),
+        granularity=granularity,
+        completion=measured.completion,
+    )
+
+
+def costs(
+    profile: Profile | None, known: Sequence[str], required: Sequence[str], framework: str, where: str
+) -> dict[str, ComponentProfile]:
+    """The measured components that a framework knows, in its order; refuses what is missing or no cost."""
+    if profile is None:
+        raise InputError(
+            f"what each component costs is unknown: a {framework} config holds no times",
+            where=where,
+            hint="make a profile from the logs of a run with `trimtab profile logs`, and give it with --profile FILE",
+        )
+    found = {name: measured for name in known if (measured := profile.component(name)) is not None}
+    for measured in found.values():
+        refuse_waits(measured)
+    for name in required:
+        if name not in found:
+            near = nearest(name, [c.name for c in profile.components])
+            meant = f"; did you mean {near}?" if near else ""
+            raise InputError(
+                f"the profile has no {name}, and {framework} cannot train without it{meant}",
+                where=f"profile ({profile.source})",
+                hint=f"it knows: {', '.join(known)}",
+            )
+    return found
+
+
+def refuse_waits(measured: ComponentProfile) -> None:
+    """A time that contains waiting for others is no cost and must not be planned with."""
+    if measured.waits:
+        raise InputError(
+            f"the time of {measured.name} in this profile is a wait, not a cost",
+            where=f"profile: {measured.name}",
+            hint="take the profile from a synchronous run with shared GPUs",
+        )
+    if not measured.seconds:
+        raise InputError(f"the profile has no times for {measured.name}", where=f"profile: {measured.name}")
+
+
+def weight_sync(profile: Profile | None, source: str, target: str) -> WeightSync:
+    """The weight sync between two components, with the measured time where there is one, shared or separate alike."""
+    measured = profile.component(WEIGHT_SYNC) if profile else None
+    seconds = measured.seconds[-1][1] if measured and measured.seconds and not measured.waits else 0.0
+    return WeightSync(source=source, target=target, shared_seconds=seconds, separate_seconds=seconds)
+
+
+def not_placed(profile: Profile | None, known: Iterable[str]) -> tuple[str, ...]:
+    """A sentence on what a profile holds beyond the components, if anything."""
+    names = {*known, WEIGHT_SYNC}
+    others = [c.name for c in profile.components if c.name not in names] if profile else []
+    return (f"not part of the plan, though in the profile: {', '.join(others)}",) if others else ()
+
+
+def pool_sizes(cluster: Cluster) -> list[int]:
+    """Sizes of pools made of whole nodes, or of a part of one: what `nodes x GPUs per node` can say."""
+    most = max((node.gpus for node in cluster.nodes), default=0)
+    sizes = set(range(1, most + 1))
+    alike = {node.gpus for node in cluster.nodes}
+    for gpus in alike:
+        sizes.update(gpus * count for count in range(1, sum(node.gpus == gpus for node in cluster.nodes) + 1))
+    return sorted(sizes)
+
+
+def runnable(sizes: Iterable[int], members: Iterable[Component]) -> tuple[int, ...]:
+    """Those sizes on which every member can run."""
+    variants = [variant for member in members for variant in member.variants]
+    return tuple(size for size in sizes if all(variant.allows(size) for variant in variants))
+
+
+def groupings(
+    options: Iterable[Sequence[Sequence[str]]],
+    components: Mapping[str, Component],
+    sizes: Sequence[int],
+    where: str,
+) -> tuple[tuple[AllowedGroup, ...], ...]:
+    """The groupings of which every pool has at least one size that suits all its members."""
+    allowed = []
+    ruled_out: list[str] = []
+    for option in options:
+        pools = [AllowedGroup(frozenset(p), runnable(sizes, (components[name] for name in p))) for p in option if p]
+        bad = next((pool for pool in pools if not pool.sizes), None)
+        if bad is None:
+            allowed.append(tuple(pools))
+        else:
+            ruled_out.append(", ".join(sorted(bad.components)))
+    if not allowed:
+        raise InfeasibleError(
+            f"no number of GPUs suits the parallel sizes and batch sizes of: {ruled_out[0]}",
+            where=where,
+            hint="change the parallel sizes or the batch size so that some number of GPUs divides them",
+        )
+    return tuple(allowed)
+
+
+def check_expressible(plan: Plan, rules: Rules) -> None:
+    """Raise InputError where the framework cannot run a plan."""
+    groups = {frozenset(group.components): len(group.gpus) for group in plan.groups}
+    near: str | None = None
+    for grouping in rules.groupings:
+        if {allowed.components for allowed in grouping} != set(groups):
+            continue
+        wrong = [a for a in grouping if a.sizes is not None and groups[a.components] not in a.sizes]
+        if not wrong:
+            return
+        names = ", ".join(sorted(wrong[0].components))
+        near = f"{names} cannot have {groups[wrong[0].components]} GPUs, only {_listed(wrong[0].sizes or ())}"
+    raise InputError(
+        f"{rules.framework} cannot run this plan: {plan.describe()}",
+        hint=near or f"it can run: {'; or '.join(_grouping_text(grouping) for grouping in rules.groupings)}",
+    )
+
+
+def node_counts(ranks: Sequence[int], cluster: Cluster, name: str) -> tuple[int, int]:
+    """A pool as (nodes, GPUs of each): raises InputError where its nodes do not give the same number."""
+    counts: list[int] = []
+    first = 0
+    for node in cluster.nodes:
+        inside = sum(first <= rank < first + node.gpus for rank in ranks)
+        if inside:
+            counts.append(inside)
+        first += node.gpus
+    if not counts or len(set(counts)) > 1:
+        shape = " + ".join(str(count) for count in counts) or "none"
+        raise InputError(
+            f"the GPUs of {name} lie on nodes as {shape}, and a pool takes the same number on each of its nodes"
+        )
+    return len(counts), counts[0]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks as people write them: `0`, `0-3`, `0-1,4-5`."""
+    parts: list[str] = []
+    run: list[int] = []
+    for rank in [*sorted(ranks), None]:
+        if run and (rank is None or rank != run[-1] + 1):
+            parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+            run = []
+        if rank is not None:
+            run.append(rank)
+    return ",".join(parts)
+
+
+def divisors_of_batch(batch: int, model_parallel: int, most: int) -> tuple[int, ...]:
+    """GPU counts up to `most` whose data-parallel size divides a batch."""
+    return tuple(dp * model_parallel for dp in range(1, most // model_parallel + 1) if batch % dp == 0)
+
+
+def product(reader: Reader, keys: Iterable[str]) -> int:
+    """The product of parallel sizes; what is not stated counts 1."""
+    result = 1
+    for key in keys:
+        result *= int(reader.positive_int(key, 1))
+    return result
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    texts = [str(size) for size in sizes]
+    return ", ".join(texts if len(texts) <= 12 else [*texts[:10], "...", texts[-1]])
+
+
+def _grouping_text(grouping: Sequence[AllowedGroup]) -> str:
+    return " | ".join(", ".join(sorted(allowed.components)) for allowed in grouping)

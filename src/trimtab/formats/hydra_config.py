@@ -1,0 +1,422 @@
+"""Framework configs as Hydra and OmegaConf mean them: defaults, interpolations, overrides, resolved files.
+
+`compose` gives a `Composed`, whose `reader` resolves a key only when somebody reads it: a big framework config is
+full of resolvers and environment variables that planning does not need, and those must never stop it. A key that is
+read and cannot be resolved is an InputError that names the file and the key. Hydra is imported only here and only when
+a framework config is really read, because it costs start-up time that plain job files must not pay.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trimtab.formats import yaml_text
+from trimtab.model.errors import InputError, nearest
+
+MAX_EXPANDED_NODES = 500_000
+"""Aliases may multiply a small file without bound; more than this is no config."""
+MAX_PARENTS = 32
+
+_REQUIRED = object()
+
+
+class Reader:
+    """Typed access to a composed config by dotted keys; resolves only what is asked for."""
+
+    def __init__(self, config: Any, path: Path) -> None:
+        self._config = config
+        self.path = path
+
+    def where(self, key: str) -> str:
+        """The place to name in an error."""
+        return f"{self.path}: {key}"
+
+    def has(self, key: str) -> bool:
+        """Whether the key is stated (and not null); an interpolation counts as stated, resolvable or not."""
+        from omegaconf.errors import OmegaConfBaseException
+
+        try:
+            return self._select(key) is not None
+        except OmegaConfBaseException as error:
+            return "nterpolation" in type(error).__name__
+        except (RecursionError, ValueError, TypeError, AttributeError):
+            return False
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The plain value of a key, or the default where it is absent, null or `???`."""
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        try:
+            value = self._select(key)
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True)
+        except OmegaConfBaseException as error:
+            full_key = str(getattr(error, "full_key", None) or key)
+            if "nterpolation" in type(error).__name__:
+                raise InputError(
+                    f"this value cannot be resolved: {_first_line(error)}",
+                    where=self.where(full_key),
+                    hint=f"give it on the command line: {full_key}=VALUE",
+                ) from None
+            raise InputError(f"this cannot be read: {_first_line(error)}", where=self.where(full_key)) from None
+        except (RecursionError, ValueError, TypeError, AttributeError) as error:
+            raise InputError(f"this cannot be read: {_first_line(error)}", where=self.where(key)) from None
+        return default if value is None else value
+
+    def require(self, key: str, hint: str | None = None) -> Any:
+        """The plain value of a key that must be there."""
+        value = self.get(key)
+        if value is None:
+            raise InputError(
+                f"{key} is missing", where=self.where(key), hint=hint or f"add it to the file, or: {key}=VALUE"
+            )
+        return value
+
+    def positive_int(self, key: str, default: Any = _REQUIRED, hint: str | None = None) -> Any:
+        """A whole number above zero; without a default the key must be there."""
+        value = self._value(key, default, hint)
+        if value is default and default is not _REQUIRED:
+            return default
+        number = as_number(value)
+        if number is None or number != int(number) or number <= 0:
+            raise InputError(f"a whole number above 0 is expected, not {value!r}", where=self.where(key), hint=hint)
+        return int(number)
+
+    def number(self, key: str, default: Any = _REQUIRED, hint: str | None = None) -> Any:
+        """A finite number of at least zero."""
+        value = self._value(key, default, hint)
+        if value is default and default is not _REQUIRED:
+            return default
+        number = as_number(value)
+        if number is None or number < 0:
+            raise InputError(
+                f"a finite number of at least 0 is expected, not {value!r}", where=self.where(key), hint=hint
+            )
+        return number
+
+    def boolean(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self.get(key, default)
+        if isinstance(value, bool):
+            return value
+        raise InputError(f"true or false is expected, not {value!r}", where=self.where(key))
+
+    def text(self, key: str, default: str) -> str:
+        """A string."""
+        value = self.get(key, default)
+        if isinstance(value, str):
+            return value
+        raise InputError(f"a word is expected, not {value!r}", where=self.where(key))
+
+    def mapping(self, key: str) -> dict[Any, Any]:
+        """A mapping; empty where the key is absent."""
+        value = self.get(key, {})
+        if isinstance(value, dict):
+            return value
+        raise InputError(f"a mapping of keys is expected, not {value!r}", where=self.where(key))
+
+    def plain(self) -> dict[str, Any]:
+        """Everything as plain data; interpolations that cannot be resolved stay as they are written."""
+        from omegaconf import OmegaConf
+
+        def convert(node: Any) -> Any:
+            if OmegaConf.is_dict(node):
+                return {key: convert_item(node, key) for key in node}
+            if OmegaConf.is_list(node):
+                return [convert_item(node, index) for index in range(len(node))]
+            return node
+
+        def convert_item(node: Any, key: Any) -> Any:
+            try:
+                return convert(None if OmegaConf.is_missing(node, key) else node[key])
+            except Exception:  # any resolver may fail in any way; what is not read must not matter
+                return str(OmegaConf.to_container(node, resolve=False)[key])  # type: ignore[index]
+
+        return dict(convert(self._config))
+
+    def _select(self, key: str) -> Any:
+        from omegaconf import OmegaConf
+
+        return OmegaConf.select(self._config, key, throw_on_missing=False)
+
+    def _value(self, key: str, default: Any, hint: str | None) -> Any:
+        return self.require(key, hint) if default is _REQUIRED else self.get(key, default)
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A framework config with everything merged, and which of its keys can be edited in the file itself."""
+
+    path: Path
+    reader: Reader
+    overridden: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The whole config as plain data."""
+        return self.reader.plain()
+
+    def literal(self, key: str) -> bool:
+        """Whether the key can be edited in the file: its value stands there literally, or nowhere at all."""
+        from trimtab.formats import write_back
+
+        if self.on_command_line(key):
+            return False
+        standing = write_back.standing(self._text, key)
+        if standing == "absent":
+            return not self.reader.has(key)
+        # A defaults file may add to a mapping, or come after this file: then editing here would not do.
+        return standing == "literal" and self._own.get(key) == self.reader.get(key)
+
+    def states(self, key: str, value: Any) -> bool:
+        """Whether the file (without the command line) already says this."""
+        if self.on_command_line(key):
+            return False
+        found = self.reader.get(key)
+        return found == value and isinstance(found, bool) == isinstance(value, bool)
+
+    def on_command_line(self, key: str) -> bool:
+        """Whether an override touches the key, something above it or something below it."""
+        return any(key == k or key.startswith(f"{k}.") or k.startswith(f"{key}.") for k in self.overridden)
+
+    @cached_property
+    def _text(self) -> str:
+        return yaml_text.read_text(self.path)
+
+    @cached_property
+    def _own(self) -> Reader:
+        return Reader(_load(self.path), self.path)
+
+
+def compose(path: Path, overrides: Sequence[str] = ()) -> Composed:
+    """Read a framework config with its parents and with `key=value` overrides applied."""
+    own = _load(path)
+    defaults = _raw(own).get("defaults")
+    parsed = _parse_overrides(overrides)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # search paths that are not there show up as missing configs, if at all
+        if defaults is None or _names_files(defaults):
+            config = _with_parents(path, own, ())
+            _apply_overrides(config, parsed, path)
+        else:
+            config = _compose_with_hydra(path, overrides)
+    keys = frozenset(str(override.key_or_group) for override in parsed)
+    return Composed(path=path, reader=Reader(config, path), overridden=keys)
+
+
+def _load(path: Path) -> Any:
+    """One YAML file as OmegaConf reads it, without its parents."""
+    import yaml  # type: ignore[import-untyped]
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    text = yaml_text.read_text(path)
+    try:
+        _check_aliases(text, path)
+        config = OmegaConf.create(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
+        raise InputError(
+            f"this is not valid YAML: {error.problem or error.context or 'syntax error'}", where=place
+        ) from None
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise InputError(f"this cannot be read as a config: {_first_line(error)}", where=str(path)) from None
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError, OverflowError, AssertionError) as error:
+        raise InputError(f"this is not valid YAML: {_first_line(error)}", where=str(path)) from None
+    if not OmegaConf.is_dict(config):
+        raise InputError("a mapping of keys is expected at the top of the file", where=str(path))
+    return config
+
+
+def _check_aliases(text: str, path: Path) -> None:
+    """Refuse aliases that contain themselves or multiply beyond measure, before anything copies them out."""
+    if "*" not in text or "&" not in text:
+        return
+    import yaml
+
+    sizes: dict[int, int] = {}
+    open_nodes: set[int] = set()
+
+    def size(node: Any) -> int:
+        if isinstance(node, yaml.ScalarNode) or node is None:
+            return 1
+        key = id(node)
+        if key in open_nodes:
+            raise InputError("a YAML alias contains itself", where=str(path))
+        if key not in sizes:
+            open_nodes.add(key)
+            mapping = isinstance(node, yaml.MappingNode)
+            children = [child for pair in node.value for child in pair] if mapping else node.value
+            sizes[key] = 1 + sum(size(child) for child in children)
+            open_nodes.discard(key)
+        return sizes[key]
+
+    if size(yaml.compose(text, Loader=yaml.SafeLoader)) > MAX_EXPANDED_NODES:
+        raise InputError("the YAML aliases of this file expand without bound", where=str(path))
+
+
+def _raw(config: Any) -> dict[str, Any]:
+    """The top level as it is written: nothing is resolved, so nothing can fail."""
+    from omegaconf import OmegaConf
+
+    data: Any = OmegaConf.to_container(config, resolve=False)
+    return {str(key): value for key, value in data.items()}
+
+
+def _names_files(defaults: Any) -> bool:
+    """Whether `defaults` names parent files by path (NeMo RL) instead of Hydra's config groups."""
+    entries = [defaults] if isinstance(defaults, str) else list(defaults) if hasattr(defaults, "__iter__") else []
+    return bool(entries) and all(isinstance(e, str) and e.endswith((".yaml", ".yml")) for e in entries)
+
+
+def _with_parents(path: Path, config: Any, children: tuple[Path, ...]) -> Any:
+    """Merge parent files named by path below their child, depth first; later parents win over earlier ones."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    defaults = _raw(config).get("defaults")
+    if "defaults" in config:
+        del config["defaults"]
+    if defaults is None:
+        return config
+    if not _names_files(defaults):
+        raise InputError("a parent file cannot have a Hydra defaults list of its own", where=f"{path}: defaults")
+    here = path.resolve()
+    if here in children or len(children) >= MAX_PARENTS:
+        raise InputError("the parents named in `defaults` go round in a circle", where=f"{path}: defaults")
+    merged: Any = OmegaConf.create({})
+    for name in [defaults] if isinstance(defaults, str) else list(defaults):
+        parent = path.parent / str(name)
+        if not parent.is_file():
+            raise InputError(f"there is no parent file {parent}", where=f"{path}: defaults")
+        merged = _merge(merged, _with_parents(parent, _load(parent), (*children, here)), path)
+    try:
+        return _merge(merged, config, path)
+    except OmegaConfBaseException as error:
+        raise InputError(f"this cannot be merged: {_first_line(error)}", where=str(path)) from None
+
+
+def _merge(base: Any, child: Any, path: Path) -> Any:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        for key, raw in _raw(child).items():
+            if isinstance(raw, dict) and raw.get("_override_") is True:  # NeMo RL: this section replaces its parent's
+                child[key].pop("_override_")
+                base.pop(key, None)
+        return OmegaConf.merge(base, child)
+    except (OmegaConfBaseException, TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"a parent in `defaults` does not fit: {_first_line(error)}", where=str(path)) from None
+
+
+def _parse_overrides(overrides: Sequence[str]) -> list[Any]:
+    if not overrides:
+        return []
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    parsed = []
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except (HydraException, RecursionError, ValueError) as error:
+            raise InputError(
+                f"this override cannot be understood: {text}", where="command line", hint=_first_line(error)
+            ) from None
+        if override.is_sweep_override():
+            raise InputError(
+                f"a plan is made for one value at a time, not for a sweep: {text}",
+                where="command line",
+                hint="quote a value that contains commas: key='a,b'",
+            )
+        parsed.append(override)
+    return parsed
+
+
+def _apply_overrides(config: Any, parsed: list[Any], path: Path) -> None:
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from omegaconf import OmegaConf
+
+    OmegaConf.set_struct(config, True)
+    for override in parsed:
+        try:
+            ConfigLoaderImpl._apply_overrides_to_config(overrides=[override], cfg=config)
+        except Exception as error:  # noqa: PERF203 - they have no common root, and resolvers may raise anything
+            key = str(override.key_or_group)
+            near = nearest(key, _dotted_keys(config))
+            raise InputError(
+                f"this override does not fit the file: {override.input_line}",
+                where=f"{path}: {key}",
+                hint=f"did you mean {near}?" if near and near != key else _first_line(error),
+            ) from None
+    OmegaConf.set_struct(config, False)
+
+
+def _compose_with_hydra(path: Path, overrides: Sequence[str]) -> Any:
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import MissingConfigException
+    from omegaconf import OmegaConf
+
+    if path.suffix != ".yaml":
+        raise InputError("Hydra reads defaults only in files that end in .yaml", where=f"{path}: defaults")
+    full = path.resolve()
+    try:
+        with initialize_config_dir(config_dir=str(full.parent), version_base=None):
+            config = hydra_compose(config_name=full.name, overrides=list(overrides))
+    except MissingConfigException as error:
+        missing = getattr(error, "missing_cfg_file", None)
+        what = f"the config {missing} is not there" if missing else _first_line(error)
+        raise InputError(
+            f"a config that `defaults` names cannot be found: {what}",
+            where=f"{path}: defaults",
+            hint="plan in the folder it was written for, or give the resolved .hydra/config.yaml of a run",
+        ) from None
+    except Exception as error:  # Hydra raises its own, OmegaConf's, YAML's and plain Python's errors
+        raise InputError(
+            f"Hydra cannot compose this config: {_first_line(error)}",
+            where=str(path),
+            hint="set what it asks for, or give the resolved .hydra/config.yaml of a run",
+        ) from None
+    OmegaConf.set_struct(config, False)
+    return config
+
+
+def _dotted_keys(config: Any, prefix: str = "", depth: int = 0) -> list[str]:
+    from omegaconf import OmegaConf
+
+    data: Any = OmegaConf.to_container(config, resolve=False) if depth == 0 else config
+    keys: list[str] = []
+    for key, value in data.items() if isinstance(data, dict) else ():
+        keys.append(f"{prefix}{key}")
+        if isinstance(value, dict) and depth < 8:
+            keys.extend(_dotted_keys(value, f"{prefix}{key}.", depth + 1))
+    return keys
+
+
+def as_number(value: Any) -> float | None:
+    """A finite number, also where YAML or a shell made it a string (`1e3`, `'8'`); None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _first_line(error: BaseException) -> str:
+    while not str(error).strip() and (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]

@@ -1,0 +1,70 @@
+"""The one door for job files: finds out which dialect a file is in, and reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trimtab.formats import job, yaml_text
+from trimtab.formats.dialect import Loaded
+from trimtab.model.errors import InputError
+from trimtab.model.profile import Profile
+
+
+def load(path: Path, overrides: Sequence[str] = (), profile: Profile | None = None) -> Loaded:
+    """Read a job file in any dialect, with `key=value` overrides and a measured profile."""
+    text = yaml_text.read_text(path)
+    data = yaml_text.parse(text, str(path))
+    if not isinstance(data, Mapping):
+        found = "nothing" if data is None else type(data).__name__
+        raise InputError(
+            f"a job file is a mapping of keys, this one holds {found}",
+            where=str(path),
+            hint="see `trimtab plan --help` for a whole example",
+        )
+    if job.matches(data) and "${" not in text:
+        return job.read(_overridden(data, overrides), path, profile)
+    # Frameworks' files need OmegaConf and Hydra, whose import costs more than planning does.
+    from trimtab.formats import nemo_rl, rlinf, verl
+    from trimtab.formats.hydra_config import compose
+
+    composed = compose(path, overrides)
+    for matches, read in ((rlinf.matches, rlinf.read), (verl.matches, verl.read), (nemo_rl.matches, nemo_rl.read)):
+        if matches(composed.reader):
+            return read(composed, profile)
+    if job.matches(composed.config):
+        return job.read(composed.config, path, profile)
+    raise InputError(
+        "this is no job file that trimtab knows",
+        where=str(path),
+        hint="known are trimtab's own form (cluster, workflow) and the configs of RLinf, verl and NeMo RL",
+    )
+
+
+def _overridden(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The data with `a.b=value` applied; values are YAML."""
+    result: dict[str, Any] = _copy(data)
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        parts = key.strip().lstrip("+").split(".")
+        if not equals or not all(parts):
+            raise InputError(
+                f"this override cannot be understood: {override}",
+                where="command line",
+                hint="write key=value, for example workflow.batches=256",
+            )
+        place = result
+        for part in parts[:-1]:
+            following = place.get(part)
+            if following is None:
+                following = place[part] = {}
+            if not isinstance(following, dict):
+                raise InputError(f"{key} cannot be set: {part} is no mapping", where="command line")
+            place = following
+        place[parts[-1]] = yaml_text.parse(value, f"command line: {override}")
+    return result
+
+
+def _copy(data: Any) -> Any:
+    return {key: _copy(value) for key, value in data.items()} if isinstance(data, Mapping) else data

@@ -1,0 +1,129 @@
+"""What every log comes down to: numbered records of named values, whatever wrote them.
+
+A `Framework` says how its lines are read and what its timers mean; `logs` does the rest for all of them alike. Lines
+are cleaned here once (colours, Ray's prefixes, carriage returns of progress bars). Garbage is never an error: a
+line that is not understood is not a record.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trimtab.model.errors import InputError
+
+MAX_LINE_BYTES = 1 << 20
+
+_COLOURS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+_RAY_PREFIX = re.compile(r"^\((?:[^()]|\([^()]*\))*\bpid=\d+[^()]*\) ?")
+_RAY_REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
+_PREFIX_CHARACTERS = 300
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_WRAPPED = re.compile(r"[A-Za-z][\w.]*\(([^(),]*)(?:,[^()]*)?\)")
+
+MAX_STEP_DIGITS = 12
+MAX_NUMBER_CHARACTERS = 80
+LARGEST_VALUE = 1e15
+"""No time and no token count is larger; what is, is garbage."""
+
+
+@dataclass
+class Record:
+    """The values one step logged, under the framework's own names. `whole` is false where the line was cut off."""
+
+    step: int
+    values: dict[str, float] = field(default_factory=dict)
+    whole: bool = True
+
+
+@dataclass(frozen=True)
+class Framework:
+    """How one training framework logs.
+
+    `parts` maps a component to alternatives, each a set of timers that are added up; the first alternative with any
+    timer present counts. `waiting` looks at all names a run logged and tells which components' times are waits, and
+    why. `amounts` gives (response tokens of the step, mean answer length), either of which may be unknown. `last` is
+    the component whose timer may start before its input is there; `beside` are timers of no component that are part
+    of a step.
+    """
+
+    name: str
+    reads: str
+    prefix: str
+    kept: tuple[str, ...]
+    marker: re.Pattern[str]
+    parse: Callable[[Iterable[Line]], Iterator[Record]]
+    parts: Mapping[str, tuple[tuple[str, ...], ...]]
+    total: str
+    periodic: tuple[str, ...]
+    idle: tuple[str, ...]
+    waiting: Callable[[frozenset[str]], dict[str, str]]
+    amounts: Callable[[Mapping[str, float]], tuple[float | None, float | None]]
+    last: str = ""
+    beside: tuple[str, ...] = ()
+
+    def keeps(self, name: str) -> bool:
+        """Whether a logged value matters here; the rest is thrown away early, logs being large."""
+        return name.startswith(self.kept)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One cleaned line. `whole` is false for a last line without its end: it may have been cut off."""
+
+    text: str
+    whole: bool = True
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The lines of a log, one at a time and of bounded length, or an InputError."""
+    try:
+        with path.open("rb") as file:
+            while data := file.readline(MAX_LINE_BYTES):
+                whole = data.endswith(b"\n")
+                # A progress bar redraws itself with carriage returns: every state is a line of its own.
+                parts = data.decode("utf-8", errors="replace").rstrip("\n").split("\r")
+                for position, part in enumerate(parts):
+                    yield Line(clean(part), whole or position < len(parts) - 1)
+    except IsADirectoryError:
+        raise InputError(f"{path} is a folder, not a file", hint="name the files inside it") from None
+    except FileNotFoundError:
+        raise InputError(f"there is no file {path}", hint="check the path; relative paths start here") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def clean(text: str) -> str:
+    """A line without colours and without what Ray puts around it."""
+    text = _COLOURS.sub("", text) if "\x1b" in text else text
+    if text.startswith("("):
+        # Only the start is searched, so that no line, however odd, takes long.
+        text = _RAY_PREFIX.sub("", text[:_PREFIX_CHARACTERS], count=1) + text[_PREFIX_CHARACTERS:]
+    return _RAY_REPEATED.sub("", text) if "[repeated " in text else text
+
+
+def number(text: str) -> float | None:
+    """A finite number, plain or in a wrapper such as `np.float64(1.5)`; `None` for anything else."""
+    text = text.strip()
+    if len(text) > MAX_NUMBER_CHARACTERS:
+        return None
+    if text.endswith(")") and (inside := _WRAPPED.fullmatch(text)):
+        text = inside[1].strip()
+    if not _NUMBER.fullmatch(text):
+        return None
+    value = float(text)
+    return value if abs(value) <= LARGEST_VALUE else None
+
+
+def step_number(text: str) -> int | None:
+    """A step's number; `None` for what is no count."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= MAX_STEP_DIGITS else None
+
+
+def tokens_of(mean_length: float | None, answers: float | None) -> tuple[float | None, float | None]:
+    """(all response tokens, mean length), where each is known."""
+    length = mean_length if mean_length and mean_length > 0 else None
+    total = length * answers if length and answers and answers > 0 else None
+    return total, length

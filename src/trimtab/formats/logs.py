@@ -1,0 +1,367 @@
+"""Costs out of training logs: which framework wrote them, which steps count, what each component took.
+
+Rules that hold for every framework: warm-up steps are dropped after every start and restart; periodic work
+(validation, checkpoints) is no part of an iteration; a time that is a wait is marked and never passed off as a cost;
+GPU counts are said, never guessed. Whatever was left out or doubted stands in the profile's notes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from trimtab.formats import logs_gpus, measured, rollout_lengths, tensorboard_events
+from trimtab.formats.log_records import Framework, Record, read_lines
+from trimtab.formats.logs_gpus import RunFacts
+from trimtab.formats.logs_nemo_rl import NEMO_RL
+from trimtab.formats.logs_rlinf import RLINF
+from trimtab.formats.logs_verl import VERL
+from trimtab.formats.measured import Sample
+from trimtab.model.errors import InputError, nearest
+from trimtab.model.profile import ComponentProfile, Profile
+
+FRAMEWORKS: Mapping[str, Framework] = {framework.name: framework for framework in (VERL, RLINF, NEMO_RL)}
+
+OVERLAP = 1.15
+"""Components that together take so much longer than their step cannot have run one after another."""
+
+_FIRST_IN_CHAIN = ("rollout", "generation")
+_NO_TOKENS = ("weight_sync",)
+_NOT_WAITING = (*_FIRST_IN_CHAIN, "weight_sync")
+
+
+@dataclass
+class _Run:
+    """The steps of one log in order, cut where the run was started anew."""
+
+    pieces: list[list[Record]] = field(default_factory=list)
+    repeated: int = 0
+    cut_off: int = 0
+
+    def steps(self, warmup: int) -> list[Record]:
+        """The steps that count: without the warm-up of every piece."""
+        return [record for piece in self.pieces for record in piece[warmup:]]
+
+
+def read(
+    paths: Sequence[Path],
+    *,
+    facts: RunFacts | None = None,
+    framework: str | None = None,
+    config: Path | None = None,
+    warmup: int = measured.WARMUP_STEPS,
+    kind: str = "",
+    lengths: Sequence[Path] = (),
+    group_size: int | None = None,
+) -> Profile:
+    """The profile of one run, from its log files in order, or an InputError."""
+    if not paths:
+        raise InputError("no log file is given")
+    if warmup < 0:
+        raise InputError("--warmup cannot be negative")
+    files = list(itertools.chain.from_iterable(_files(path) for path in paths))
+    source = _framework(framework) if framework else detect(files)
+    said = facts or RunFacts()
+    facts = said
+    if config is not None:
+        facts = said.over(logs_gpus.from_config(config, source.name))
+    run = _join(source, files)
+    steps = run.steps(warmup)
+    found = sum(len(piece) for piece in run.pieces)
+    if not found:
+        raise InputError(
+            f"no step with timings of {source.name} is in {_named(files)}", hint=f"read are: {source.reads}"
+        )
+    if not steps:
+        raise InputError(
+            f"all {found} steps are warm-up (the first {warmup} after every start)",
+            where=_named(files),
+            hint="let the run go on for 10 steps or so, or give --warmup 0",
+        )
+    samples = _samples(source, steps, facts)
+    logs_gpus.check_names(said, samples)
+    curve = rollout_lengths.read(lengths, group_size) if lengths else ((), ())
+    return _profile(source, run, steps, samples, facts, warmup, kind, curve)
+
+
+def detect(files: Sequence[Path]) -> Framework:
+    """The framework that wrote these files, by the first line or tag that only one of them writes."""
+    for path in files:
+        if tensorboard_events.is_event_file(path):
+            for scalar in tensorboard_events.read_scalars(path, lambda _: True, lambda: None):
+                for framework in FRAMEWORKS.values():
+                    if scalar.tag.startswith(framework.prefix):
+                        return framework
+            continue
+        for line in read_lines(path):
+            for framework in FRAMEWORKS.values():
+                if framework.marker.search(line.text):
+                    return framework
+    known = "; ".join(framework.reads for framework in FRAMEWORKS.values())
+    hint = f"known are {known}"
+    if any(rollout_lengths.looks_like_dump(path) for path in files):
+        hint = "these are answers, not timings: give them with --lengths beside the run's log"
+    raise InputError("no framework that trimtab knows wrote these timings", where=_named(files), hint=hint)
+
+
+def _framework(name: str) -> Framework:
+    known = {**FRAMEWORKS, "nemo-rl": NEMO_RL, "nemo": NEMO_RL}
+    if name.lower() not in known:
+        near = nearest(name.lower(), FRAMEWORKS)
+        hint = f"did you mean {near}?" if near else f"known are: {', '.join(FRAMEWORKS)}"
+        raise InputError(f"--framework {name} is not known", hint=hint)
+    return known[name.lower()]
+
+
+def _files(path: Path) -> list[Path]:
+    """The file, or the logs in a folder: event files of one run, or JSON lines, oldest first by name."""
+    if not path.is_dir():
+        return [path]
+    try:
+        names = sorted(entry for entry in path.iterdir() if entry.is_file())
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    inside = [entry for entry in names if "tfevents" in entry.name] or [
+        entry for entry in names if entry.suffix in (".jsonl", ".log")
+    ]
+    if not inside:
+        raise InputError(f"the folder {path} holds no log", hint="name the log file itself")
+    return inside
+
+
+def _records(framework: Framework, path: Path, run: _Run) -> Iterator[Record]:
+    if not tensorboard_events.is_event_file(path):
+        yield from framework.parse(read_lines(path))
+        return
+
+    def cut_off() -> None:
+        run.cut_off += 1
+
+    record: Record | None = None
+    for scalar in tensorboard_events.read_scalars(path, framework.keeps, cut_off):
+        if record is None or scalar.step != record.step or scalar.tag in record.values:
+            if record is not None:
+                yield record
+            record = Record(scalar.step)
+        record.values[scalar.tag] = scalar.value
+    if record is not None:
+        yield record
+
+
+def _join(framework: Framework, files: Iterable[Path]) -> _Run:
+    """All steps with timings, in order; restarts open a new piece, repeated lines are dropped."""
+    run = _Run()
+    known: dict[int, list[dict[str, float]]] = {}
+    previous: Record | None = None
+    for record in itertools.chain.from_iterable(_records(framework, path, run) for path in files):
+        if not record.whole:
+            run.cut_off += 1
+            continue
+        if not any(name.startswith(framework.prefix) for name in record.values):
+            # Lines of validation scores and the like; what they say of the same step belongs to it.
+            if previous is not None and previous.step == record.step:
+                previous.values.update(record.values)
+            continue
+        again = previous is not None and previous.step == record.step
+        if previous is not None and again and not _disagree(framework, record, previous):
+            # A redrawn progress bar, or one step in two lines.
+            previous.values.update(record.values)
+            continue
+        if record.values in known.get(record.step, ()):
+            run.repeated += 1
+            continue
+        if previous is None or again or record.step < previous.step:
+            run.pieces.append([])
+        run.pieces[-1].append(record)
+        known.setdefault(record.step, []).append(record.values)
+        previous = record
+    return run
+
+
+def _disagree(framework: Framework, record: Record, previous: Record) -> bool:
+    """Whether two records of one step hold different times: then the step was run twice."""
+    return any(
+        name.startswith(framework.prefix) and previous.values.get(name, value) != value
+        for name, value in record.values.items()
+    )
+
+
+def _profile(
+    framework: Framework,
+    run: _Run,
+    steps: list[Record],
+    samples: dict[str, list[Sample]],
+    facts: RunFacts,
+    warmup: int,
+    kind: str,
+    completion: tuple[rollout_lengths.Curve, tuple[str, ...]],
+) -> Profile:
+    if not samples:
+        raise InputError(
+            f"no component's time is among what this {framework.name} log holds",
+            hint=f"timers read are: {', '.join(framework.prefix + name for name in _timers(framework))}",
+        )
+    missing = [name for name in samples if facts.gpus(name) is None]
+    if missing:
+        raise InputError(
+            f"on how many GPUs did these run: {', '.join(missing)}? A log does not say", hint=logs_gpus.HOW_TO_SAY
+        )
+    names = frozenset(name for record in steps for name in record.values)
+    waits = framework.waiting(names)
+    if facts.asynchronous:
+        waits.setdefault(_first(samples), f"in {facts.asynchronous} mode it runs beside the training")
+    notes = _step_notes(framework, run, steps, warmup)
+    iteration = _iteration(framework, steps)
+    overlap = _overlap(framework, steps, samples, waits)
+    if overlap and facts.shared and framework.last in samples and _derive_last(framework, steps, samples, waits):
+        notes.append(
+            f"{framework.last}'s timer contains waiting; as all components share their GPUs, "
+            "its cost is what the others leave of the step"
+        )
+    elif overlap:
+        for name in samples:
+            if name not in _NOT_WAITING:
+                waits.setdefault(name, overlap)
+    components: list[ComponentProfile] = []
+    for name, taken in samples.items():
+        component = measured.summarise(name, facts.gpus(name) or 0, taken, kind, waits=name in waits)
+        if component.seconds[0][1] <= 0:
+            notes.append(f"{name} took no time and is left out")
+            continue
+        if name in waits:
+            notes.append(f"{name} is marked as a wait, not a cost: {waits[name]}")
+        elif len(taken) < len(steps) and name != framework.last:
+            notes.append(f"{name} ran in {len(taken)} of {len(steps)} steps; its time is that of a step with it")
+        if name in _FIRST_IN_CHAIN and completion[0]:
+            component = replace(component, completion=completion[0])
+        components.append(component)
+        drift = measured.drift_note(component, taken, by_length=name not in _NO_TOKENS)
+        if drift:
+            notes.append(drift)
+    if iteration is not None:
+        notes.append(_iteration_note(iteration, components))
+    if not components:
+        raise InputError("every component's time in this log is 0")
+    return Profile(framework.name, tuple(components), (*notes, *completion[1]))
+
+
+def _samples(framework: Framework, steps: Iterable[Record], facts: RunFacts) -> dict[str, list[Sample]]:
+    samples: dict[str, list[Sample]] = {}
+    for record in steps:
+        tokens, length = framework.amounts(record.values)
+        if tokens is None and length is not None and facts.answers_per_step:
+            tokens = length * facts.answers_per_step
+        for name in framework.parts:
+            seconds = _seconds(framework, name, record)
+            if seconds is not None and seconds >= 0:
+                sample = Sample(seconds) if name in _NO_TOKENS else Sample(seconds, tokens, length)
+                samples.setdefault(name, []).append(sample)
+    return samples
+
+
+def _derive_last(
+    framework: Framework, steps: Iterable[Record], samples: dict[str, list[Sample]], waits: Mapping[str, str]
+) -> bool:
+    """Replace the last component's samples by what the others leave of each step; false where nothing is left."""
+    derived: list[Sample] = []
+    for record in _plain_steps(framework, steps):
+        others = [name for name in samples if name != framework.last and name not in waits]
+        taken = sum(_seconds(framework, name, record) or 0.0 for name in others)
+        taken += sum(record.values.get(framework.prefix + name, 0.0) for name in framework.beside)
+        left = record.values[framework.prefix + framework.total] - taken
+        if left <= 0:
+            return False
+        derived.append(Sample(left, *framework.amounts(record.values)))
+    samples[framework.last] = derived
+    return bool(derived)
+
+
+def _seconds(framework: Framework, component: str, record: Record) -> float | None:
+    for timers in framework.parts[component]:
+        found = [record.values[framework.prefix + t] for t in timers if framework.prefix + t in record.values]
+        # The first timer of an alternative is the component itself, the others are work that goes with it.
+        if found and framework.prefix + timers[0] in record.values:
+            return sum(found)
+    return None
+
+
+def _timers(framework: Framework) -> list[str]:
+    return [timers[0] for alternatives in framework.parts.values() for timers in alternatives]
+
+
+def _first(samples: Mapping[str, object]) -> str:
+    return next((name for name in _FIRST_IN_CHAIN if name in samples), next(iter(samples)))
+
+
+def _is_periodic(framework: Framework, record: Record) -> bool:
+    return any(record.values.get(framework.prefix + name, 0.0) > 0 for name in framework.periodic)
+
+
+def _plain_steps(framework: Framework, steps: Iterable[Record]) -> list[Record]:
+    """Steps without periodic work that state their total: only their totals are an iteration's."""
+    total = framework.prefix + framework.total
+    return [r for r in steps if r.values.get(total, 0.0) > 0 and not _is_periodic(framework, r)]
+
+
+def _iteration(framework: Framework, steps: Iterable[Record]) -> float | None:
+    totals = [r.values[framework.prefix + framework.total] for r in _plain_steps(framework, steps)]
+    return statistics.median(totals) if totals else None
+
+
+def _overlap(
+    framework: Framework, steps: Iterable[Record], samples: Mapping[str, object], waits: Mapping[str, str]
+) -> str | None:
+    """Why the components' times overlap, where they do: then all but the first contain waiting for their input."""
+    ratios = []
+    for record in _plain_steps(framework, steps):
+        taken = [_seconds(framework, name, record) or 0.0 for name in samples if name not in waits]
+        ratios.append(sum(taken) / record.values[framework.prefix + framework.total])
+    if not ratios or statistics.median(ratios) <= OVERLAP:
+        return None
+    return f"the components together take {statistics.median(ratios):.2f} times their step, so they ran side by side"
+
+
+def _step_notes(framework: Framework, run: _Run, steps: list[Record], warmup: int) -> list[str]:
+    notes: list[str] = []
+    found = sum(len(piece) for piece in run.pieces)
+    numbers = f"steps {steps[0].step} to {steps[-1].step}" if len(run.pieces) == 1 else "all pieces"
+    notes.append(f"{len(steps)} of {_steps(found)} count ({numbers}); {found - len(steps)} were warm-up")
+    if len(run.pieces) > 1:
+        again = len(run.pieces) - 1
+        times = "once" if again == 1 else f"{again} times"
+        notes.append(f"the step number goes back {times} (a restart): the first {_steps(warmup)} after it are warm-up")
+    if run.repeated:
+        notes.append(f"logged more than once, with the same values, and counted once: {_steps(run.repeated)}")
+    if run.cut_off:
+        notes.append(f"cut off in the log, and left out: {_steps(run.cut_off)}")
+    if len(steps) < measured.STEPS_TO_TRUST:
+        notes.append(f"{_steps(len(steps))} are few: medians of {measured.STEPS_TO_TRUST} or more are steadier")
+    periodic = sum(_is_periodic(framework, record) for record in steps)
+    if periodic:
+        notes.append(f"validation, checkpoints or the like fell into {_steps(periodic)}; their totals are left out")
+    idle = {
+        name.removeprefix(framework.prefix)
+        for record in steps
+        for name, value in record.values.items()
+        if value > 0 and name.startswith(tuple(framework.prefix + timer for timer in framework.idle))
+    }
+    if idle:
+        notes.append(f"waits, hence no costs, and left out: {', '.join(sorted(idle))}")
+    return notes
+
+
+def _iteration_note(iteration: float, components: Iterable[ComponentProfile]) -> str:
+    explained = sum(component.seconds[0][1] for component in components if not component.waits)
+    return f"an iteration took {iteration:.4g} s, the components that are costs {explained:.4g} s"
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
+
+
+def _named(files: Sequence[Path]) -> str:
+    shown = ", ".join(str(path) for path in files[:3])
+    return shown if len(files) <= 3 else f"{shown} and {len(files) - 3} more"

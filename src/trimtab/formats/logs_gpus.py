@@ -1,0 +1,197 @@
+"""How many GPUs each component of a logged run had: as the user says, or as the run's own configuration says.
+
+Never guessed: a log does not tell, and a profile with a wrong count makes every plan wrong. Only literal numbers
+are read from a configuration; what is computed there must be given by hand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trimtab.formats import yaml_text
+from trimtab.model.errors import InputError, nearest
+
+HOW_TO_SAY = "--gpus 16, or per component --gpus rollout=8 --gpus trainer=8, or --config with the run's configuration"
+
+ROLES: Mapping[str, tuple[str, ...]] = {
+    "rollout": ("rollout", "generation"),
+    "trainer": (
+        *("update_actor", "old_log_prob", "ref", "values", "update_critic"),
+        *("actor", "inference", "critic", "critic_inference"),
+        *("policy", "logprobs", "value_inference", "value_training"),
+    ),
+}
+"""Words for several components at once; a component's own name goes before them."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known of a run besides its log.
+
+    `asynchronous` names the mode where it is one; `shared` says that all components take turns on the same GPUs.
+    """
+
+    everywhere: int | None = None
+    by_name: Mapping[str, int] = field(default_factory=dict)
+    answers_per_step: int | None = None
+    asynchronous: str | None = None
+    shared: bool = False
+
+    def gpus(self, component: str) -> int | None:
+        """The GPUs of a component, or `None` where nothing says."""
+        if component in self.by_name:
+            return self.by_name[component]
+        for role, members in ROLES.items():
+            if component in members and role in self.by_name:
+                return self.by_name[role]
+        if self.everywhere is None and component == "weight_sync" and self.by_name:
+            # The copy reaches every GPU that takes part in it.
+            return max(self.by_name.values())
+        return self.everywhere
+
+    def over(self, other: RunFacts) -> RunFacts:
+        """These facts, and the other's where these are silent."""
+        return RunFacts(
+            everywhere=self.everywhere if self.everywhere is not None else other.everywhere,
+            # A count for all components is meant for all: it is not mixed with another source's exceptions.
+            by_name=dict(self.by_name) if self.everywhere is not None else {**other.by_name, **self.by_name},
+            answers_per_step=self.answers_per_step or other.answers_per_step,
+            asynchronous=self.asynchronous or other.asynchronous,
+            shared=self.shared or other.shared,
+        )
+
+
+def from_words(words: Iterable[str]) -> RunFacts:
+    """The counts of `--gpus`: `16`, or `rollout=8`."""
+    everywhere: int | None = None
+    by_name: dict[str, int] = {}
+    for word in words:
+        name, equals, count = word.rpartition("=")
+        name, count = name.strip(), count.strip()
+        gpus = int(count) if count.isascii() and count.isdigit() and len(count) < 8 else 0
+        if gpus < 1 or (equals and not name):
+            raise InputError(f"--gpus {word} is no count of GPUs", hint="--gpus 16, or --gpus rollout=8")
+        if name:
+            by_name[name] = gpus
+        else:
+            everywhere = gpus
+    return RunFacts(everywhere, by_name)
+
+
+def check_names(facts: RunFacts, components: Iterable[str]) -> None:
+    """Raise InputError where a count is given for a component that was not measured."""
+    known = list(components)
+    for name in facts.by_name:
+        if name not in known and not (name in ROLES and any(member in known for member in ROLES[name])):
+            near = nearest(name, [*known, *ROLES])
+            hint = f"did you mean {near}?" if near else f"measured here: {', '.join(known)}"
+            raise InputError(f"--gpus names {name}, which this log does not hold", hint=hint)
+
+
+def from_config(path: Path, framework: str) -> RunFacts:
+    """What a run's configuration says in literal numbers."""
+    config = yaml_text.read_mapping(path)
+    readers = {"verl": _verl, "rlinf": _rlinf, "nemo_rl": _nemo_rl}
+    return readers[framework](config, str(path))
+
+
+def _verl(config: Mapping[str, Any], name: str) -> RunFacts:
+    total = _count(config, "trainer.nnodes", name) * _count(config, "trainer.n_gpus_per_node", name)
+    by_name: dict[str, int] = {}
+    nodes = _get(config, "actor_rollout_ref.rollout.nnodes")
+    if isinstance(nodes, int) and nodes > 0:
+        by_name["rollout"] = nodes * _count(config, "actor_rollout_ref.rollout.n_gpus_per_node", name)
+    if _get(config, "reward.reward_model.enable_resource_pool") is True:
+        by_name["reward"] = _count(config, "reward.reward_model.nnodes", name) * _count(
+            config, "reward.reward_model.n_gpus_per_node", name
+        )
+    mode = _get(config, "trainer.v1.trainer_mode")
+    return RunFacts(total, by_name, asynchronous=mode if mode in ("colocate_async", "separate_async") else None)
+
+
+def _nemo_rl(config: Mapping[str, Any], name: str) -> RunFacts:
+    nodes, per_node = _count(config, "cluster.num_nodes", name), _count(config, "cluster.gpus_per_node", name)
+    answers = _product(config, "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt")
+    if _get(config, "policy.generation.colocated.enabled") is not False:
+        return RunFacts(nodes * per_node, answers_per_step=answers)
+    resources = "policy.generation.colocated.resources"
+    if nodes == 1:
+        generation = _count(config, f"{resources}.gpus_per_node", name)
+    else:
+        generation = _count(config, f"{resources}.num_nodes", name) * per_node
+    training = nodes * per_node - generation
+    if training < 1:
+        raise InputError("generation takes every GPU and leaves none for training", where=f"{name}: {resources}")
+    return RunFacts(training, {"generation": generation}, answers)
+
+
+def _rlinf(config: Mapping[str, Any], name: str) -> RunFacts:
+    nodes, per_node = _get(config, "cluster.num_nodes"), _get(config, "cluster.num_gpus_per_node")
+    total = nodes * per_node if _is_count(nodes) and _is_count(per_node) else None
+    answers = _product(config, "data.rollout_batch_size", "algorithm.group_size")
+    by_name: dict[str, int] = {}
+    placement = _get(config, "cluster.component_placement")
+    places = {str(value).strip().lower() for value in placement.values()} if isinstance(placement, Mapping) else set()
+    for names, value in placement.items() if isinstance(placement, Mapping) else ():
+        gpus = _ranks(value, total)
+        for component in str(names).split(","):
+            if gpus is None:
+                raise InputError(
+                    f"the GPUs of {component.strip()} cannot be counted from {value!r:.80}",
+                    where=f"{name}: cluster.component_placement",
+                    hint=HOW_TO_SAY,
+                )
+            by_name[component.strip()] = gpus
+    if "actor" in by_name:
+        # What has no place of its own (inference in shared mode) runs where the actor does.
+        by_name.setdefault("trainer", by_name["actor"])
+    if total is None and not by_name:
+        _count(config, "cluster.num_gpus_per_node", name)
+    return RunFacts(total, by_name, answers, shared=len(places) == 1)
+
+
+def _ranks(value: Any, total: int | None) -> int | None:
+    """How many GPUs a plain RLinf placement names: `all`, `3`, `0-7`, `0-3,6`."""
+    text = str(value).strip().lower()
+    if text == "all":
+        return total
+    count = 0
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
+        if not found or (found[2] and int(found[2]) < int(found[1])):
+            return None
+        count += int(found[2]) - int(found[1]) + 1 if found[2] else 1
+    return count
+
+
+def _get(config: Mapping[str, Any], dotted: str) -> Any:
+    value: Any = config
+    for key in dotted.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _count(config: Mapping[str, Any], dotted: str, name: str) -> int:
+    value = _get(config, dotted)
+    if not _is_count(value):
+        found = "is not stated" if value is None else f"is {value!r:.60}, no plain number above 0"
+        raise InputError(f"{dotted} {found}", where=name, hint=f"say the GPUs yourself: {HOW_TO_SAY}")
+    return int(value)
+
+
+def _product(config: Mapping[str, Any], *keys: str) -> int | None:
+    product = 1
+    for key in keys:
+        value = _get(config, key)
+        if not _is_count(value):
+            return None
+        product *= value
+    return product

@@ -1,0 +1,96 @@
+"""How NeMo RL logs: a block of bullets under `Timing:` for every step, and TensorBoard's `timing/train/*`.
+
+Asynchronous runs log `exposed_generation`, which is only the part of the generation that the trainer had to wait
+for; it is reported as a wait and never as the cost of generating. The blocks of validation and of worker start-up
+look alike and are no steps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from trimtab.formats.log_records import Framework, Line, Record, number, tokens_of
+
+_STEP = re.compile(r"=+ Step (\d{1,12})/\d+ =+")
+_TIMING = re.compile(r"^\W*Timing:\s*$")
+_BULLET = re.compile(r"^\s*• ([^:]{1,120}): ([0-9.eE+-]+)s(?: \(([0-9.]+)%\))?\s*$")
+_TOTAL = "Total step time"
+_LENGTH = re.compile(r"^\s*• Mean Generation Length: ([0-9.eE+-]+)\s*$")
+_TOTAL_BULLET = re.compile(r"^\s*• Total step time: [0-9.]+s")
+
+
+def _parse(lines: Iterable[Line]) -> Iterator[Record]:
+    step: int | None = None
+    seen = 0
+    length: float | None = None
+    block: Record | None = None
+    for line in lines:
+        text = line.text
+        bullet = _BULLET.match(text) if "•" in text else None
+        if block is not None and bullet:
+            name, seconds = bullet[1].strip(), number(bullet[2])
+            if seconds is not None and line.whole:
+                block.values["timing/train/" + ("total_step_time" if name == _TOTAL else name)] = seconds
+            block.whole = block.whole and line.whole
+            continue
+        if block is not None and text.strip() and _ends_block(text):
+            yield block
+            block = None
+        if found := _STEP.search(text):
+            step = int(found[1])
+        elif found := _LENGTH.match(text):
+            length = number(found[1])
+        elif _TIMING.match(text):
+            # Runs under the single controller print no step header: then blocks are counted.
+            seen = seen + 1 if step is None else step
+            step = None
+            block = Record(seen)
+            if length is not None:
+                block.values["train/mean_gen_tokens_per_sample"] = length
+                length = None
+    if block is not None:
+        yield block
+
+
+def _ends_block(text: str) -> bool:
+    """Whether a line inside a block is its end and not another process's output between two bullets."""
+    return bool(_STEP.search(text) or "Timing:" in text or "Performance Metrics:" in text or "Results:" in text)
+
+
+def _waiting(names: frozenset[str]) -> dict[str, str]:
+    if "timing/train/exposed_generation" not in names:
+        return {}
+    return {"generation": "in asynchronous runs exposed_generation is only what the trainer waited for"}
+
+
+def _amounts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
+    return tokens_of(values.get("train/mean_gen_tokens_per_sample"), values.get("train/global_valid_seqs"))
+
+
+NEMO_RL = Framework(
+    name="nemo_rl",
+    reads="NeMo RL: console blocks `Timing:` / `• Total step time: ...s`, TensorBoard",
+    prefix="timing/train/",
+    kept=("timing/train/", "train/mean_gen_tokens_per_sample", "train/global_valid_seqs"),
+    marker=_TOTAL_BULLET,
+    parse=_parse,
+    parts={
+        "generation": (("generation",), ("exposed_generation",)),
+        "reward": (("reward_calculation",),),
+        "logprobs": (("policy_and_reference_logprobs", "logprob_inference_prep"),),
+        "teacher_logprobs": (("teacher_logprob_inference", "teacher_logprob_inference_prep"),),
+        "value_inference": (("value_inference",),),
+        "value_training": (("value_training", "value_training_prep"),),
+        "policy": (("policy_training", "training_prep"),),
+        "weight_sync": (
+            ("weight_sync",),
+            ("prepare_for_generation/transfer_and_update_weights",),
+        ),
+    },
+    total="total_step_time",
+    periodic=("checkpointing", "validation", "total_validation_time", "idle/validation"),
+    idle=("idle/",),
+    waiting=_waiting,
+    amounts=_amounts,
+)

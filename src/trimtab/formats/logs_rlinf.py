@@ -1,0 +1,126 @@
+"""How RLinf logs: the metric table of `metrics.log`, the progress bar's `<name>_time=`, TensorBoard's `time/*`.
+
+The embodied runner prints the table; the reasoning runner shows its times behind the progress bar. Timers of workers
+that exchange data while they run (environment and rollout; every stage of a pipeline; rewards, which are computed as
+answers come; training with FSDP, whose timer starts with the step) contain waiting. Where a timer of the computing
+alone exists it is taken; otherwise the time is marked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from trimtab.formats.log_records import Framework, Line, Record, number, tokens_of
+
+_TABLE_STEP = re.compile(r"│\s*Global Step:\s*(\d{1,12})/\d+")
+_SECTION = re.compile(r"^\s*├─+ ([^─]+?) ─+┤\s*$")
+_PROGRESS = re.compile(r"(\d{1,12})/\d+ \[[^\[\]]*?[,<][^\[\]]*?, (?=\S+=)")
+_BAR_OR_TABLE = re.compile(r"├─+ Metric Table ─+┤|\d/\d+ \[.*\b(?:step|rollout|actor/training)_time=")
+_SECTIONS = {"Time": "time/", "Rollout": "rollout/"}
+
+
+def _parse(lines: Iterable[Line]) -> Iterator[Record]:
+    table: Record | None = None
+    prefix: str | None = None
+    for line in lines:
+        text = line.text
+        if "│" in text or "├" in text or "╰" in text:
+            if found := _TABLE_STEP.search(text):
+                if table is not None:
+                    yield table
+                table, prefix = Record(int(found[1]), whole=False), None
+            elif section := _SECTION.match(text):
+                prefix = _SECTIONS.get(section[1].strip())
+            elif table is not None and "╰" in text:
+                table.whole = line.whole
+                yield table
+                table, prefix = None, None
+            elif table is not None and prefix is not None:
+                _read_row(table, prefix, text)
+        elif "_time=" in text and (progress := _PROGRESS.search(text)):
+            yield _progress_record(int(progress[1]), text[progress.end() :])
+    if table is not None:
+        yield table
+
+
+def _read_row(table: Record, prefix: str, text: str) -> None:
+    for cell in text.split("│"):
+        name, equals, value = cell.strip().rpartition("=")
+        # A cell too narrow for its text ends in an ellipsis and is no number.
+        if equals and RLINF.keeps(prefix + name) and (read := number(value)) is not None:
+            table.values[prefix + name] = read
+
+
+def _progress_record(step: int, text: str) -> Record:
+    inside, bracket, _ = text.partition("]")
+    record = Record(step, whole=bool(bracket))
+    for item in inside.split(", "):
+        name, equals, value = item.strip().rpartition("=")
+        if not equals or (read := number(value)) is None:
+            continue
+        if name.endswith("_time"):
+            record.values["time/" + name[: -len("_time")]] = read
+        elif RLINF.keeps("rollout/" + name):
+            record.values["rollout/" + name] = read
+    return record
+
+
+def _waiting(names: frozenset[str]) -> dict[str, str]:
+    waits: dict[str, str] = {}
+    both = "environment and rollout answer each other inside this timer, so it contains waiting"
+    if "time/generate_rollouts" in names and not any(
+        name in names for name in ("time/rollout/predict", "time/rollout/predict_rtc")
+    ):
+        waits["rollout"] = both
+    if "time/env/interact" in names and "time/env/env_interact_step" not in names:
+        waits["env"] = both
+    if "time/reward" in names:
+        waits["reward"] = "the reward worker's timer runs from the step's start and contains waiting for answers"
+    elif "time/reward/compute_rewards" in names and "time/reward/compute_reward" not in names:
+        waits["reward"] = "the reward worker's timer contains waiting for the environment"
+    if "time/actor/wait_for_rollout_store_ready" in names:
+        waits["rollout"] = "in RLinf's asynchronous runners the rollout runs beside the training"
+    return waits
+
+
+def _amounts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
+    length = values.get("rollout/response_length") or values.get("rollout/average_response_length")
+    return tokens_of(length, values.get("rollout/total_num_sequence"))
+
+
+RLINF = Framework(
+    name="rlinf",
+    reads="RLinf: the metric table (metrics.log), the progress bar with `rollout_time=...`, TensorBoard",
+    prefix="time/",
+    kept=("time/", "rollout/response_length", "rollout/average_response_length", "rollout/total_num_sequence"),
+    marker=_BAR_OR_TABLE,
+    parse=_parse,
+    parts={
+        "rollout": (
+            ("rollout",),
+            ("rollout/predict",),
+            ("rollout/predict_rtc",),
+            ("generate_rollouts",),
+            ("rollout/rollout/generate",),
+        ),
+        "env": (("env/env_interact_step",), ("env/interact",)),
+        "reward": (("reward",), ("reward/compute_reward",), ("reward/compute_rewards",)),
+        "inference": (("actor/inference",), ("inference",)),
+        "critic_inference": (("critic/inference",),),
+        "actor": (
+            ("actor/training",),
+            ("actor_training", "cal_adv_and_returns"),
+            ("actor/run_training",),
+        ),
+        "critic": (("critic/training",),),
+        "weight_sync": (("sync_weights",),),
+    },
+    total="step",
+    periodic=("eval", "save_checkpoint", "evaluate"),
+    idle=("actor/wait_for_rollout_store_ready", "actor/recv_traj"),
+    waiting=_waiting,
+    amounts=_amounts,
+    last="actor",
+    beside=("prepare_data",),
+)

@@ -1,0 +1,128 @@
+"""How verl logs: console lines `step:3 - timing_s/gen:12.3 - ...`, the JSON lines of its file logger, TensorBoard.
+
+In verl's synchronous trainers `timing_s/gen` is the cost of generation. In its asynchronous ones (one_step_off,
+fully_async, separate_async) the same timer holds only how long the trainer waited for samples, so it must never
+be taken for a cost there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from trimtab.formats.log_records import Framework, Line, Record, number, step_number, tokens_of
+
+_STEP = re.compile(r"(?:^|[^\w:])step:(\d{1,12}) - ")
+_CONSOLE_OR_JSON = re.compile(r"step:\d{1,12} - .*\btiming_s/|^\s*\{\s*\"step\":\s*\d+,\s*\"data\":\s*\{")
+
+_ASYNCHRONOUS = {
+    "timing_s/generate_async": "one_step_off",
+    "timing_s/sync_rollout_weights": "one_step_off",
+    "timing_s/wait_for_enough_samples": "fully_async",
+    "timing_s/param_sync": "fully_async",
+    "timing_s/timing_s/param_sync": "fully_async",
+    "timing_s/switch_wait": "separate_async",
+    "timing_s/switch_to_trainer": "separate_async",
+    "timing_s/switch_to_rollout": "separate_async",
+}
+
+
+def _parse(lines: Iterable[Line]) -> Iterator[Record]:
+    for line in lines:
+        text = line.text.strip()
+        if text.startswith("{"):
+            record = _json_record(text)
+        elif found := _STEP.search(text):
+            record = _console_record(int(found[1]), text[found.end() :], line.whole)
+        else:
+            record = None
+        if record is not None:
+            yield record
+
+
+def _json_record(text: str) -> Record | None:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        # A last line that was cut off is no JSON: it is marked, not guessed at.
+        return Record(step=-1, whole=False) if text.startswith('{"step"') else None
+    if not isinstance(data, dict) or not isinstance(data.get("data"), dict):
+        return None
+    step = step_number(str(data.get("step")))
+    if step is None:
+        return None
+    values = {}
+    for key, value in data["data"].items():
+        if VERL.keeps(key) and isinstance(value, int | float) and not isinstance(value, bool):
+            read = number(repr(value))
+            if read is not None:
+                values[key] = read
+    return Record(step, values)
+
+
+def _console_record(step: int, text: str, whole: bool) -> Record:
+    record = Record(step, whole=whole)
+    for item in text.split(" - "):
+        key, colon, value = item.rpartition(":")
+        if colon and VERL.keeps(key.strip()) and (read := number(value)) is not None:
+            record.values[key.strip()] = read
+    return record
+
+
+def _waiting(names: frozenset[str]) -> dict[str, str]:
+    modes = sorted({mode for name, mode in _ASYNCHRONOUS.items() if name in names})
+    if not modes and any(name.startswith("fully_async/") for name in names):
+        modes = ["fully_async"]
+    if not modes:
+        return {}
+    return {"rollout": f"in verl's {modes[0]} mode timing_s/gen is the trainer's wait for samples"}
+
+
+def _amounts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
+    length = values.get("response_length/mean")
+    prompt = values.get("prompt_length/mean")
+    total = values.get("perf/total_num_tokens")
+    if length and total and prompt is not None and length + prompt > 0:
+        return total * length / (length + prompt), length
+    generation, per_token_ms = values.get("timing_s/gen"), values.get("timing_per_token_ms/gen")
+    if generation and per_token_ms and per_token_ms > 0:
+        return 1000 * generation / per_token_ms, length
+    return tokens_of(length, None)
+
+
+VERL = Framework(
+    name="verl",
+    reads="verl: console lines `step:1 - timing_s/gen:...`, the file logger's JSON lines, TensorBoard",
+    prefix="timing_s/",
+    kept=(
+        "timing_s/",
+        "timing_per_token_ms/gen",
+        "perf/total_num_tokens",
+        "response_length/mean",
+        "prompt_length/mean",
+        "fully_async/",
+    ),
+    marker=_CONSOLE_OR_JSON,
+    parse=_parse,
+    parts={
+        "rollout": (("gen", "gen_max"),),
+        "reward": (("reward",),),
+        "old_log_prob": (("old_log_prob",),),
+        "ref": (("ref",),),
+        "values": (("values",),),
+        "update_critic": (("update_critic",),),
+        "update_actor": (("update_actor", "adv"),),
+        "weight_sync": (
+            ("update_weights",),
+            ("sync_rollout_weights",),
+            ("param_sync",),
+            ("timing_s/param_sync",),
+        ),
+    },
+    total="step",
+    periodic=("save_checkpoint", "testing", "dump_rollout_generations", "start_profile", "stop_profile"),
+    idle=("generate_async", "wait_for_enough_samples", "switch_wait"),
+    waiting=_waiting,
+    amounts=_amounts,
+)

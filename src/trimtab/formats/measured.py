@@ -1,0 +1,85 @@
+"""From samples to a component's cost: the one place where medians, spreads and drifts are counted.
+
+The log importers and the timer both end here, so that a profile means the same wherever it came from. Nothing is
+smoothed or thrown away here; which samples count has been decided by the caller.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trimtab.model.profile import ComponentProfile
+
+WARMUP_STEPS = 2
+"""Steps dropped at the start of a run: compilation, CUDA graphs and cold caches make them longer."""
+
+STEPS_FOR_DRIFT = 6
+"""With fewer steps a third of the run is a single step or none, and a drift would be noise."""
+
+STEPS_TO_TRUST = 5
+DRIFT_WORTH_TELLING = 0.1
+SHORTEST = 1e-9
+"""Shares of less than this say nothing."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One component in one step. `tokens` are all response tokens of the step, `length` the mean answer's."""
+
+    seconds: float
+    tokens: float | None = None
+    length: float | None = None
+
+
+def summarise(name: str, gpus: int, samples: Sequence[Sample], kind: str = "", waits: bool = False) -> ComponentProfile:
+    """A component's cost on so many GPUs: median, spread and drift of at least one sample."""
+    seconds = [sample.seconds for sample in samples]
+    per_1k = [1000 * sample.seconds / sample.tokens for sample in samples if sample.tokens and sample.tokens >= 1]
+    return ComponentProfile(
+        name=name,
+        seconds=((gpus, statistics.median(seconds)),),
+        kind=kind,
+        spread=spread(seconds),
+        drift=drift(seconds),
+        steps=len(seconds),
+        seconds_per_1k_tokens=statistics.median(per_1k) if len(per_1k) == len(samples) else None,
+        waits=waits,
+    )
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """Half the interquartile range over the median; `None` where that says nothing."""
+    middle = statistics.median(values)
+    if len(values) < 2 or middle <= SHORTEST:
+        return None
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / 2 / middle
+
+
+def drift(values: Sequence[float]) -> float | None:
+    """The relative change from the first to the last third of the run; `None` for a short run."""
+    if len(values) < STEPS_FOR_DRIFT:
+        return None
+    third = len(values) // 3
+    first, last = statistics.median(values[:third]), statistics.median(values[-third:])
+    return (last - first) / first if first > SHORTEST else None
+
+
+def drift_note(component: ComponentProfile, samples: Sequence[Sample], by_length: bool = True) -> str | None:
+    """A sentence on where a drift comes from: longer answers, or a dearer token (where length matters at all)."""
+    if component.drift is None or abs(component.drift) < DRIFT_WORTH_TELLING:
+        return None
+    sentence = f"{component.name} drifts by {component.drift:+.0%} from the first to the last third of the run"
+    if not by_length:
+        return sentence
+    amounts = [sample.tokens or sample.length for sample in samples]
+    known = [amount for amount in amounts if amount and amount >= 1]
+    if len(known) < len(samples):
+        return f"{sentence}; answer lengths are not logged, so it may be longer answers"
+    length = drift(known)
+    cost = drift([sample.seconds / amount for sample, amount in zip(samples, known, strict=True)])
+    if length is None or cost is None:
+        return sentence
+    return f"{sentence}: answers {length:+.0%}, cost per token {cost:+.0%}"

@@ -1,0 +1,266 @@
+"""RLinf configs: the reasoning form, with costs in `profile_data` measured with all GPUs shared.
+
+RLinf runs a reasoning workflow in two ways only: everything on all GPUs, where the actor's own workers also do the
+inference, or every component on GPUs of its own with contiguous ranks. This module states those two as rules, says a
+plan as `cluster.component_placement`, and never writes another. The embodied form lives in `rlinf_embodied`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trimtab.formats import rlinf_embodied, rlinf_placement
+from trimtab.formats.dialect import Loaded, Settings
+from trimtab.formats.framework import (
+    Sizes,
+    check_expressible,
+    component,
+    even_cluster,
+    not_placed,
+    product,
+    refuse_waits,
+    runnable,
+    weight_sync,
+)
+from trimtab.formats.hydra_config import Composed, Reader
+from trimtab.model.errors import InputError
+from trimtab.model.plan import AllowedGroup, CurrentPlacement, Plan, Rules
+from trimtab.model.profile import ComponentProfile, Profile
+from trimtab.model.workflow import Component, Job, Workflow, check_workflow
+
+NAME = "rlinf"
+
+_ADD_PROFILE = (
+    "add profile_data: {actor_cost: SECONDS, inference_cost: SECONDS, rollout_cost: SECONDS}, each the seconds of one "
+    "iteration with all GPUs shared, or give --profile FILE"
+)
+
+
+def matches(reader: Reader) -> bool:
+    """Whether this is an RLinf config."""
+    return any(reader.has(key) for key in (rlinf_placement.KEY, "profile_data")) or (
+        reader.has("runner.task_type") and reader.has("cluster.num_nodes")
+    )
+
+
+def read(composed: Composed, profile: Profile | None) -> Loaded:
+    """An RLinf config as a job, with the two ways in which RLinf can run it."""
+    if rlinf_embodied.matches(composed.reader):
+        return rlinf_embodied.read(composed, profile)
+    return _Reasoning(composed, profile).loaded()
+
+
+class _Reasoning:
+    """One reasoning config, while it is being read."""
+
+    def __init__(self, composed: Composed, profile: Profile | None) -> None:
+        self.composed = composed
+        self.reader = composed.reader
+        self.profile = profile
+        self.nodes, self.gpus_per_node = rlinf_embodied.cluster_size(self.reader)
+        self.total = self.nodes * self.gpus_per_node
+        self.stated_batches: int | None = self.reader.positive_int("data.rollout_batch_size", None)
+        self.minibatches: int = self.reader.positive_int("algorithm.n_minibatches", 1)
+        self.recompute = self.reader.boolean("algorithm.recompute_logprobs", True)
+        self.assumptions: list[str] = []
+        self.costs = self._costs()
+        self.trainer = next(name for name in ("trainer", "actor") if name in self.costs)
+        stated = rlinf_placement.stated(self.reader)
+        self.written_trainer = next((n for n in ("actor", "trainer") if n in stated), self.trainer)
+        self.placed = self._placed()
+
+    def loaded(self) -> Loaded:
+        components = self._components()
+        workflow = Workflow(
+            components=components,
+            batches=self.stated_batches or 1,
+            weight_sync=weight_sync(self.profile, self.trainer, "rollout"),
+        )
+        check_workflow(workflow)
+        rules = self._rules(components)
+        return Loaded(
+            dialect=NAME,
+            path=self.composed.path,
+            job=Job(cluster=even_cluster(self.nodes, self.gpus_per_node), workflow=workflow),
+            settings=lambda plan: self._settings(plan, rules),
+            rules=rules,
+            assumptions=tuple(self.assumptions),
+            current=self._current(),
+            literal=self.composed.literal,
+            states=self.composed.states,
+        )
+
+    def _costs(self) -> dict[str, ComponentProfile]:
+        reader = self.reader
+        if self.profile is not None:
+            names = ["rollout", *(["inference"] if self.recompute else []), self._trainer_in(self.profile)]
+            found = {}
+            for name in names:
+                measured = self.profile.component(name)
+                if measured is None:
+                    raise InputError(
+                        f"the profile has no {name}",
+                        where=f"profile ({self.profile.source})",
+                        hint="without a separate inference set algorithm.recompute_logprobs=false"
+                        if name == "inference"
+                        else None,
+                    )
+                refuse_waits(measured)
+                found[name] = measured
+            self.assumptions.extend(not_placed(self.profile, [*names, "reward"]))
+            return found
+        if not reader.has("profile_data"):
+            raise InputError(
+                "there is no profile_data: what each component costs is unknown",
+                where=reader.where("profile_data"),
+                hint=_ADD_PROFILE,
+            )
+        reader.mapping("profile_data")
+        both = [name for name in ("trainer", "actor") if reader.has(f"profile_data.{name}_cost")]
+        if len(both) > 1:
+            raise InputError(
+                "trainer_cost and actor_cost are two names for one cost",
+                where=reader.where("profile_data"),
+                hint="keep the one whose name stands in cluster.component_placement",
+            )
+        trainer = both[0] if both else "actor"
+        measured_on: int = reader.positive_int("profile_data.gpus", self.total)
+        names = ["rollout", *(["inference"] if self.recompute else []), trainer]
+        self.assumptions.append(f"the costs in profile_data were measured with {measured_on} GPUs, all shared")
+        return {name: self._stated_cost(name, measured_on) for name in names}
+
+    def _trainer_in(self, profile: Profile) -> str:
+        return "trainer" if profile.component("trainer") else "actor"
+
+    def _stated_cost(self, name: str, measured_on: int) -> ComponentProfile:
+        key = f"profile_data.{name}_cost"
+        missing = _ADD_PROFILE
+        if name == "inference":
+            missing = "add it, or set algorithm.recompute_logprobs: false where the run has no such step"
+        seconds = self.reader.number(key, hint=None if self.reader.has(key) else missing)
+        return ComponentProfile(name=name, seconds=((measured_on, float(seconds)),))
+
+    def _components(self) -> tuple[Component, ...]:
+        streaming = self._streams()
+        minibatch = max(1, (self.stated_batches or 1) // self.minibatches) if streaming else None
+        components: list[Component] = []
+        for name, measured in self.costs.items():
+            components.append(
+                component(
+                    measured,
+                    after=[components[-1].name] if components else [],
+                    sizes=self._sizes(name),
+                    granularity=minibatch if name == self.trainer else (1 if streaming else None),
+                )
+            )
+        return tuple(components)
+
+    def _streams(self) -> bool:
+        """RLinf's pipelined mode hands batches on as they come, if advantages need no whole mini-batch."""
+        separate = len({self.placed[n] for n in ("rollout", self.trainer) if n in self.placed}) > 1
+        normalised = self.reader.boolean("algorithm.normalize_advantages", True)
+        if separate and not normalised and self.stated_batches is not None:
+            self.assumptions.append("streaming: the file is pipelined and algorithm.normalize_advantages is false")
+            return True
+        why = "algorithm.normalize_advantages is true" if normalised else "the file shares GPUs"
+        self.assumptions.append(f"no streaming: each component takes all its inputs at once ({why})")
+        return False
+
+    def _sizes(self, name: str) -> Sizes:
+        reader = self.reader
+        if name == "rollout":
+            return Sizes(product(reader, ["rollout.tensor_parallel_size", "rollout.pipeline_parallel_size"]))
+        section = "actor.model"
+        if name == "inference" and reader.has("inference.model"):
+            section = "inference.model"
+        keys = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+        model_parallel = product(reader, [f"{section}.{key}" for key in keys])
+        if self.stated_batches is None:
+            return Sizes(model_parallel)
+        group_size: int = reader.positive_int("algorithm.group_size", 1)
+        samples = self.stated_batches * group_size
+        if samples % self.minibatches:
+            raise InputError(
+                f"{samples} samples (data.rollout_batch_size x algorithm.group_size) do not divide into "
+                f"{self.minibatches} mini-batches",
+                where=reader.where("algorithm.n_minibatches"),
+            )
+        minibatch = samples // self.minibatches
+        allowed = {
+            dp * model_parallel
+            for dp in range(1, self.total // model_parallel + 1)
+            if minibatch % (dp * group_size) == 0
+        }
+        # The shared profile was taken on these counts, so they run, whatever the rule for mini-batches says.
+        allowed.update(g for g, _ in self.costs[name].seconds if g <= self.total and g % model_parallel == 0)
+        return Sizes(model_parallel, tuple(sorted(allowed)))
+
+    def _rules(self, components: tuple[Component, ...]) -> Rules:
+        names = [c.name for c in components]
+        groupings: list[tuple[AllowedGroup, ...]] = []
+        if runnable([self.total], components):
+            groupings.append((AllowedGroup(frozenset(names), (self.total,)),))
+        others = sorted(set(self.placed) - {*names, "reward", "actor", "trainer", "inference"})
+        if others:
+            self.assumptions.append(
+                f"{', '.join(others)} has no cost here, so it stays with everything else on all GPUs"
+            )
+        else:
+            groupings.append(tuple(AllowedGroup(frozenset([name])) for name in names))
+        if not groupings:
+            raise InputError(
+                f"everything must share all {self.total} GPUs, and their parallel sizes do not divide that",
+                where=self.reader.where("cluster"),
+            )
+        return Rules(framework="RLinf", groupings=tuple(groupings))
+
+    def _placed(self) -> dict[str, tuple[int, ...]]:
+        placed = rlinf_placement.ranks(self.reader, self.total)
+        aliases = {"actor": self.trainer, "trainer": self.trainer}
+        placed = {aliases.get(name, name): gpus for name, gpus in placed.items()}
+        planned = {name: placed[name] for name in self.costs if name in placed}
+        rlinf_placement.refuse_partial_overlap(planned, self.reader)
+        for name, gpus in planned.items():
+            if gpus != tuple(range(gpus[0], gpus[-1] + 1)):
+                raise InputError(
+                    f"the GPUs of {name} have gaps, and RLinf wants them contiguous",
+                    where=self.reader.where(f"{rlinf_placement.KEY}.{name}"),
+                )
+        return placed
+
+    def _current(self) -> CurrentPlacement | None:
+        ranks = {name: self.placed[name] for name in self.costs if name in self.placed}
+        if "inference" in self.costs and "inference" not in ranks and self.trainer in ranks:
+            ranks["inference"] = ranks[self.trainer]  # the actor's own workers do it
+        if set(ranks) != set(self.costs):
+            return None
+        return CurrentPlacement(ranks=ranks, where=self.reader.where(rlinf_placement.KEY))
+
+    def _settings(self, plan: Plan, rules: Rules) -> Settings:
+        check_expressible(plan, rules)
+        shared = len(plan.groups) == 1
+        placement: dict[str, Any] = {}
+        if shared:
+            placement[",".join(self._shared_names())] = "all"
+        else:
+            for name in self.costs:
+                written = self.written_trainer if name == self.trainer else name
+                placement[written] = rlinf_placement.text(plan.placed(name).gpus, self.total)
+            if self.written_trainer == "actor" or "reward" in self.placed:
+                placement["reward"] = placement["rollout"]  # a light worker; RLinf's own configs put it there
+        values: dict[str, Any] = {rlinf_placement.KEY: placement}
+        advice = []
+        if self.reader.get("cluster.auto_scheduler", False) is True:
+            values["cluster.auto_scheduler"] = False
+            advice.append("cluster.auto_scheduler is turned off: it moves GPUs by rules of its own")
+        if shared and self.reader.has("inference") and "inference" in self.placed:
+            advice.append("the inference key is gone: on shared GPUs the actor's own workers do the inference")
+        return Settings(
+            values=values, block=rlinf_embodied.block(self.reader, self.nodes, values), advice=tuple(advice)
+        )
+
+    def _shared_names(self) -> list[str]:
+        others = [n for n in self.placed if n not in {*self.costs, "reward", "inference"}]
+        if self.written_trainer == "trainer":
+            return ["rollout", "trainer", *others, *(["reward"] if "reward" in self.placed else [])]
+        return ["actor", *others, "rollout", "reward"]

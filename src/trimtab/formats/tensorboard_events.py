@@ -1,0 +1,136 @@
+"""Scalars out of TensorBoard event files, without TensorBoard.
+
+An event file is a row of records (length, checksum, bytes, checksum), each a protocol-buffer message with a step and
+a summary of tagged values. Only scalars are read. A run that still writes, or was killed, leaves a record cut off: what
+stands before it is read, and the cut is told. Checksums are not verified; nothing read here is ever executed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimtab.formats.log_records import LARGEST_VALUE
+from trimtab.model.errors import InputError
+
+MAX_RECORD_BYTES = 64 << 20
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """One logged value."""
+
+    step: int
+    tag: str
+    value: float
+
+
+def is_event_file(path: Path) -> bool:
+    """Whether the file starts as TensorBoard's do. A file that cannot be read is none; reading it will say why."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except (OSError, ValueError):
+        return False
+    return len(head) > 12 and b"brain.Event:" in head
+
+
+def read_scalars(path: Path, keeps: Callable[[str], bool], cut_off: Callable[[], None]) -> Iterator[Scalar]:
+    """The scalars whose tag is kept, in the order they were written; `cut_off` is called if the file ends early."""
+    try:
+        with path.open("rb") as file:
+            while head := file.read(12):
+                length = struct.unpack("<Q", head[:8])[0] if len(head) == 12 else MAX_RECORD_BYTES + 1
+                body = file.read(length + 4) if length <= MAX_RECORD_BYTES else b""
+                if len(body) != length + 4:
+                    cut_off()
+                    return
+                try:
+                    yield from _event(memoryview(body)[:length], keeps)
+                except (ValueError, struct.error, IndexError):
+                    cut_off()
+                    return
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _event(data: memoryview, keeps: Callable[[str], bool]) -> list[Scalar]:
+    step = 0
+    found: list[tuple[str, float]] = []
+    for field, kind, value, content in _fields(data):
+        if field == 2 and kind == _VARINT:
+            step = value - (1 << 64) if value >= 1 << 63 else value
+        elif field == 5 and kind == _BYTES:
+            for inner, inner_kind, _, summary in _fields(content):
+                if inner == 1 and inner_kind == _BYTES:
+                    tagged = _tagged_value(summary, keeps)
+                    if tagged is not None:
+                        found.append(tagged)
+    return [Scalar(step, tag, value) for tag, value in found if abs(value) <= LARGEST_VALUE]
+
+
+def _tagged_value(data: memoryview, keeps: Callable[[str], bool]) -> tuple[str, float] | None:
+    tag: str | None = None
+    value: float | None = None
+    for field, kind, _, content in _fields(data):
+        if field == 1 and kind == _BYTES:
+            tag = bytes(content).decode("utf-8", errors="replace")
+        elif field == 2 and kind == _FIXED32:
+            value = struct.unpack("<f", content)[0]
+        elif field == 8 and kind == _BYTES:
+            value = _tensor_scalar(content)
+    return (tag, value) if tag is not None and value is not None and keeps(tag) else None
+
+
+def _tensor_scalar(data: memoryview) -> float | None:
+    """The single number in a tensor: newer writers store scalars so. Types: 1 is float, 2 is double."""
+    form = {1: "<f", 2: "<d"}
+    dtype = 0
+    content: memoryview | None = None
+    for field, kind, value, inside in _fields(data):
+        if field == 1 and kind == _VARINT:
+            dtype = value
+        elif field in (4, 5, 6) and kind in (_BYTES, _FIXED32, _FIXED64):
+            content = inside
+    if content is None or dtype not in form or len(content) != struct.calcsize(form[dtype]):
+        return None
+    return float(struct.unpack(form[dtype], content)[0])
+
+
+def _fields(data: memoryview) -> Iterator[tuple[int, int, int, memoryview]]:
+    """(field number, wire type, number, bytes) of a message; ValueError where it is not one."""
+    position = 0
+    empty = data[:0]
+    while position < len(data):
+        key, position = _varint(data, position)
+        field, kind = key >> 3, key & 7
+        if kind == _VARINT:
+            value, position = _varint(data, position)
+            yield field, kind, value, empty
+            continue
+        if kind == _BYTES:
+            size, position = _varint(data, position)
+        elif kind in (_FIXED64, _FIXED32):
+            size = 8 if kind == _FIXED64 else 4
+        else:
+            raise ValueError(f"wire type {kind}")
+        if position + size > len(data):
+            raise ValueError("a field is longer than its message")
+        yield field, kind, 0, data[position : position + size]
+        position += size
+
+
+def _varint(data: memoryview, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < 64:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+    raise ValueError("a number is too long")

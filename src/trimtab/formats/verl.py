@@ -1,0 +1,275 @@
+"""verl configs: pools of whole nodes, and what each training mode lets apart.
+
+In verl everything that trains (old log-probs, reference, values, critic, actor) shares one pool, `trainer.nnodes` x
+`trainer.n_gpus_per_node`. The rollout shares it in the synchronous modes and has a pool of its own in the separate
+ones; that is the user's choice, because it decides whether training is on-policy, so a plan never changes it. A reward
+model may have a pool of its own, a teacher always has one. Costs come from a profile.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from trimtab.formats.dialect import Loaded, Settings
+from trimtab.formats.framework import (
+    Sizes,
+    check_expressible,
+    component,
+    costs,
+    divisors_of_batch,
+    groupings,
+    node_counts,
+    not_placed,
+    pool_sizes,
+    product,
+    weight_sync,
+)
+from trimtab.formats.hydra_config import Composed, Reader
+from trimtab.formats.write_back import block_text, nested
+from trimtab.model.errors import InputError
+from trimtab.model.plan import CurrentPlacement, Plan, Rules
+from trimtab.model.profile import Profile
+from trimtab.model.workflow import Cluster, Component, Job, Node, Workflow, check_workflow
+
+NAME = "verl"
+
+COMPONENTS = ("rollout", "reward", "old_log_prob", "ref", "values", "teacher", "update_critic", "update_actor")
+TRAINING = ("old_log_prob", "ref", "values", "update_critic", "update_actor")
+
+Mode = Literal["sync", "colocate_async", "separate_async", "one_step_off", "fully_async"]
+SEPARATE: tuple[Mode, ...] = ("separate_async", "one_step_off", "fully_async")
+
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def matches(reader: Reader) -> bool:
+    """Whether this is a verl config."""
+    return reader.has("actor_rollout_ref")
+
+
+def read(composed: Composed, profile: Profile | None) -> Loaded:
+    """A verl config and a profile as a job."""
+    return _Config(composed, profile).loaded()
+
+
+class _Config:
+    """One verl config, while it is being read."""
+
+    def __init__(self, composed: Composed, profile: Profile | None) -> None:
+        self.composed = composed
+        self.reader = composed.reader
+        self.profile = profile
+        self.mode = _mode(self.reader)
+        self.costs = costs(profile, COMPONENTS, ("rollout", "update_actor"), NAME, str(composed.path))
+        self.reward_key = "reward.reward_model" if self.reader.has("reward.reward_model") else "reward_model"
+        self.reward_model = self.reader.boolean(f"{self.reward_key}.enable", False)
+        in_own = self.mode in ("one_step_off", "fully_async")
+        self.rollout_pool = "rollout" if in_own else _ROLLOUT
+        self.pools = self._pools()
+        self.assumptions: list[str] = []
+        self.cluster = self._cluster()
+
+    def loaded(self) -> Loaded:
+        members = {name: self._component(name) for name in self.costs}
+        staleness = self._staleness()
+        workflow = Workflow(
+            components=tuple(members.values()),
+            batches=int(self.reader.positive_int("data.train_batch_size", 1)),
+            staleness=staleness,
+            weight_sync=weight_sync(self.profile, "update_actor", "rollout"),
+        )
+        check_workflow(workflow)
+        self._say_mode(staleness)
+        self.assumptions.extend(not_placed(self.profile, COMPONENTS))
+        rules = Rules(
+            framework=NAME,
+            groupings=groupings(self._options(), members, pool_sizes(self.cluster), str(self.composed.path)),
+            whole_nodes=True,
+        )
+        return Loaded(
+            dialect=NAME,
+            path=self.composed.path,
+            job=Job(cluster=self.cluster, workflow=workflow),
+            settings=lambda plan: self._settings(plan, rules),
+            rules=rules,
+            assumptions=tuple(self.assumptions),
+            current=self._current(),
+            literal=self.composed.literal,
+            states=self.composed.states,
+        )
+
+    # -- the cluster ------------------------------------------------------------------------------------------------
+
+    def _pools(self) -> dict[str, tuple[int, int]]:
+        """The pools that the file states now, as (nodes, GPUs of each)."""
+        pools = {"trainer": self._pool("trainer", 1, 8)}
+        if self.mode in SEPARATE:
+            pools["rollout"] = self._pool(self.rollout_pool, None, pools["trainer"][1])
+        # A pool of something without a cost stays as it is, on GPUs that are not part of this plan.
+        own_reward = self.reader.boolean(f"{self.reward_key}.enable_resource_pool", False)
+        if self.reward_model and own_reward and "reward" in self.costs:
+            pools["reward"] = self._pool(self.reward_key, None, None)
+        if "teacher" in self.costs:
+            pools["teacher"] = self._pool("distillation", None, None)
+        return pools
+
+    def _pool(self, key: str, nodes: int | None, gpus: int | None) -> tuple[int, int]:
+        read = self.reader.positive_int
+        return (
+            int(read(f"{key}.nnodes") if nodes is None else read(f"{key}.nnodes", nodes)),
+            int(read(f"{key}.n_gpus_per_node") if gpus is None else read(f"{key}.n_gpus_per_node", gpus)),
+        )
+
+    def _cluster(self) -> Cluster:
+        """The nodes: as stated for trimtab, else one for every node of every pool, which any real cluster can give."""
+        reader = self.reader
+        if reader.has("trimtab.nodes") or reader.has("trimtab.gpus_per_node"):
+            shape = [int(reader.positive_int("trimtab.gpus_per_node"))] * int(reader.positive_int("trimtab.nodes", 1))
+        else:
+            shape = [gpus for nodes, gpus in self.pools.values() for _ in range(nodes)]
+            if len(self.pools) > 1:
+                stated = " + ".join(f"{name} {n} x {g}" for name, (n, g) in self.pools.items())
+                self.assumptions.append(
+                    f"the cluster is the pools of the file ({stated}), each on nodes of its own; if it is not, add "
+                    "++trimtab.nodes=N ++trimtab.gpus_per_node=G"
+                )
+        return Cluster(tuple(Node(name=f"node{index}", gpus=gpus) for index, gpus in enumerate(shape)))
+
+    # -- the workflow -----------------------------------------------------------------------------------------------
+
+    def _component(self, name: str) -> Component:
+        middle: list[str] = [n for n in ("reward", "old_log_prob", "ref", "values", "teacher") if n in self.costs]
+        after: list[str] = []
+        if name in middle:
+            after = ["rollout"]
+        elif name != "rollout":
+            after = middle or ["rollout"]
+        on_cpu = name == "reward" and not self.reward_model
+        granularity = self._granularity() if after else None
+        return component(self.costs[name], after=after, sizes=self._sizes(name), granularity=granularity, on_cpu=on_cpu)
+
+    def _granularity(self) -> int | None:
+        """How much the trainer takes at a time: everything, or a mini-batch where samples stream."""
+        mini_batch: int | None = self.reader.positive_int(f"{_ACTOR}.ppo_mini_batch_size", None)
+        batches = int(self.reader.positive_int("data.train_batch_size", 1))
+        if mini_batch is None or self.mode not in ("separate_async", "fully_async"):
+            return None
+        if self.mode == "fully_async":
+            mini_batch *= int(self.reader.positive_int("async_training.require_batches", 1))
+        return mini_batch if mini_batch < batches else None
+
+    def _staleness(self) -> int:
+        if self.mode == "separate_async":
+            return max(1, math.ceil(float(self.reader.number("trainer.v1.separate_async.num_warmup_batches", 1))))
+        if self.mode == "fully_async":
+            return max(1, math.ceil(float(self.reader.number("async_training.staleness_threshold", 1))))
+        return 1 if self.mode == "one_step_off" else 0
+
+    def _say_mode(self, staleness: int) -> None:
+        if self.mode in SEPARATE:
+            what = "streaming by mini-batches, " if self._granularity() else ""
+            self.assumptions.append(
+                f"{self.mode}: {what}rollout beside training on weights up to {staleness} "
+                f"iteration{'s' if staleness > 1 else ''} old"
+            )
+            return
+        self.assumptions.append(f"no streaming: each component takes all its inputs at once ({self.mode})")
+        self.assumptions.append(
+            "rollout shares the training GPUs in this mode; to plan it apart: ++trainer.v1.trainer_mode=separate_async"
+        )
+
+    def _sizes(self, name: str) -> Sizes:
+        reader = self.reader
+        if name in ("rollout", "reward", "teacher"):
+            section = {"rollout": _ROLLOUT, "reward": f"{self.reward_key}.rollout"}.get(name)
+            if section is None:
+                return Sizes()
+            keys = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+            return Sizes(product(reader, [f"{section}.{key}" for key in keys]))
+        if reader.text(f"{_ACTOR}.strategy", "fsdp") == "megatron":
+            keys = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+            parallel = product(reader, [f"{_ACTOR}.megatron.{key}" for key in keys])
+            split = parallel
+        else:
+            parallel = int(reader.positive_int(f"{_ACTOR}.ulysses_sequence_parallel_size", 1))
+            split = 1  # verl wants the batch to divide by all GPUs here, whatever the sequence parallelism
+        if reader.get(f"{_ACTOR}.use_dynamic_bsz", False) is True or not reader.has("data.train_batch_size"):
+            return Sizes(parallel)
+        samples = int(reader.positive_int("data.train_batch_size")) * int(reader.positive_int(f"{_ROLLOUT}.n", 1))
+        if split > 1:
+            samples //= int(reader.positive_int(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", 1)) or 1
+        return Sizes(parallel, divisors_of_batch(max(samples, 1), split, self.cluster.gpus))
+
+    # -- plans ------------------------------------------------------------------------------------------------------
+
+    def _options(self) -> list[list[list[str]]]:
+        training = [name for name in TRAINING if name in self.costs]
+        alone = [["teacher"]] if "teacher" in self.costs else []
+        base = [training, ["rollout"], *alone] if self.mode in SEPARATE else [["rollout", *training], *alone]
+        if "reward" not in self.costs or not self.reward_model:
+            return [base]
+        apart = [*base, ["reward"]]
+        # A rollout that never pauses leaves no room for a reward model on the training GPUs.
+        return [apart] if self.mode in SEPARATE else [[[*base[0], "reward"], *alone], apart]
+
+    def _current(self) -> CurrentPlacement | None:
+        ranks: dict[str, tuple[int, ...]] = {}
+        first = 0
+        for pool, (nodes, gpus) in self.pools.items():
+            mine = tuple(range(first, first + nodes * gpus))
+            first += nodes * gpus
+            if pool == "trainer":
+                ranks.update({name: mine for name in self.costs if not self._on_cpu(name)})
+            elif pool in self.costs:
+                ranks[pool] = mine
+        if first > self.cluster.gpus:
+            raise InputError(
+                f"the pools take GPUs 0-{first - 1}, and the cluster has GPUs 0-{self.cluster.gpus - 1}",
+                where=self.reader.where("trainer"),
+            )
+        return CurrentPlacement(ranks=ranks, where=self.reader.where("trainer"))
+
+    def _on_cpu(self, name: str) -> bool:
+        return name == "reward" and not self.reward_model
+
+    def _settings(self, plan: Plan, rules: Rules) -> Settings:
+        check_expressible(plan, rules)
+        gpus = {name: group.gpus for group in plan.groups for name in group.components}
+        values: dict[str, Any] = {}
+
+        def put(key: str, name: str) -> None:
+            values[f"{key}.nnodes"], values[f"{key}.n_gpus_per_node"] = node_counts(gpus[name], self.cluster, name)
+
+        put("trainer", "update_actor")
+        if self.mode in SEPARATE:
+            put(self.rollout_pool, "rollout")
+        if "reward" in gpus:
+            apart = gpus["reward"] != gpus["update_actor"]
+            values[f"{self.reward_key}.enable_resource_pool"] = apart
+            if apart:
+                put(self.reward_key, "reward")
+        if "teacher" in gpus:
+            put("distillation", "teacher")
+        advice: tuple[str, ...] = ()
+        if self.mode in SEPARATE and self.reader.get(f"{_ROLLOUT}.checkpoint_engine.backend", "naive") == "naive":
+            advice = (f"{_ROLLOUT}.checkpoint_engine.backend must be nccl or another that crosses pools, not naive",)
+        return Settings(values=values, block=block_text(nested(values)), advice=advice)
+
+
+def _mode(reader: Reader) -> Mode:
+    if reader.has("async_training"):
+        return "fully_async"
+    if reader.has("rollout.nnodes"):
+        return "one_step_off"
+    mode = reader.text("trainer.v1.trainer_mode", "sync") if reader.get("trainer.use_v1", True) is True else "sync"
+    known: tuple[Mode, ...] = ("sync", "colocate_async", "separate_async")
+    for name in known:
+        if mode == name:
+            return name
+    raise InputError(
+        f"there is no trainer mode {mode!r}",
+        where=reader.where("trainer.v1.trainer_mode"),
+        hint="it is one of sync, colocate_async, separate_async",
+    )

@@ -1,0 +1,108 @@
+"""The placement planner's one door: a job in, an explained answer out.
+
+It decides which GPUs each component gets. It never leaves the rules of a framework, and it says what those rules cost.
+"""
+
+from __future__ import annotations
+
+from trimtab.model.errors import InfeasibleError
+from trimtab.model.plan import Alternative, Answer, CurrentPlacement, Plan, Rules
+from trimtab.model.workflow import Job, check_workflow
+from trimtab.plan.compare import current_plan, near_ties, runners_up, sensitivity
+from trimtab.plan.search import Outcome, search
+from trimtab.plan.space import Space
+from trimtab.plan.timeline import to_plan
+
+NOISE = 0.05
+"""Plans closer than this are not told apart by real runs."""
+
+
+def best_plan(job: Job, rules: Rules | None = None) -> tuple[Space, Outcome]:
+    """The best plan and its proof, and nothing else: what the search itself costs."""
+    check_workflow(job.workflow)
+    check_cluster(job)
+    space = Space(job, rules)
+    outcome = search(space)
+    if outcome.best is None:
+        raise space.explain_infeasible()
+    return space, outcome
+
+
+def explain(
+    space: Space,
+    outcome: Outcome,
+    *,
+    current: CurrentPlacement | None = None,
+    assumptions: tuple[str, ...] = (),
+    noise: float = NOISE,
+    with_sensitivity: bool = True,
+) -> Answer:
+    """The answer around a best plan: runners-up, near ties, sensitivity, what was assumed."""
+    found = outcome.best
+    assert found is not None
+    best = to_plan(space, found)
+    alternatives: list[Alternative] = list(runners_up(space, found))
+    if current is not None:
+        alternatives.append(current_plan(space, current, found))
+    unrestricted = None
+    if space.rules is not None:
+        free = Space(space.job)
+        anything = search(free, beat=best.iteration_seconds * (1 - 1e-9)).best
+        unrestricted = to_plan(free, anything) if anything else None
+    return Answer(
+        best=best,
+        lower_bound_seconds=outcome.lower_bound,
+        optimal=outcome.optimal,
+        plans_considered=outcome.considered,
+        alternatives=tuple(alternatives),
+        near_ties=near_ties(space, found, noise),
+        sensitivity=sensitivity(space, found, noise) if with_sensitivity else (),
+        assumptions=assumptions + _assumptions(space, best),
+        unrestricted=unrestricted,
+    )
+
+
+def plan_placement(job: Job, rules: Rules | None = None, *, current: CurrentPlacement | None = None) -> Answer:
+    """Where every component of a job should go, with everything that explains it."""
+    space, outcome = best_plan(job, rules)
+    return explain(space, outcome, current=current)
+
+
+def check_cluster(job: Job) -> None:
+    """Raise InfeasibleError where the cluster cannot run the workflow whatever the plan."""
+    cluster = job.cluster
+    if cluster.gpus == 0:
+        raise InfeasibleError(
+            "the cluster has no GPUs", where="cluster", hint="state cluster.nodes and cluster.gpus_per_node"
+        )
+    need = sum(component.cpus for component in job.workflow.components if component.on_cpu)
+    if cluster.cpus is not None and need > cluster.cpus:
+        raise InfeasibleError(
+            f"the CPU components need {need:g} CPUs together, the cluster has {cluster.cpus:g}",
+            where="workflow.components",
+            hint="lower their `cpus`, or plan for nodes with more",
+        )
+
+
+def _assumptions(space: Space, plan: Plan) -> tuple[str, ...]:
+    """What the prediction rests on beyond what was measured and stated."""
+    said = []
+    outside = [c.name for c in plan.components if c.extrapolated]
+    if outside:
+        said.append(f"extrapolated beyond what was measured: {', '.join(outside)}; measure there before you rely on it")
+    cluster, components = space.job.cluster, space.job.workflow.components
+    stated = any(v.memory.active.at(1) > 0 for c in components for v in c.variants)
+    if stated and any(cluster.gpu_memory_gb(kind) is None for kind in space.budgets):
+        said.append("GPU memory of the cluster is not stated (gpu_memory_gb): memory was not checked")
+    elif not stated:
+        said.append("no component states memory_gb: memory was not checked")
+    parked = any(v.host_memory_gb for c in components for v in c.variants)
+    if parked and any(cluster.host_memory_gb_per_gpu(kind) is None for kind in space.budgets):
+        said.append("host memory of the nodes is not stated (host_memory_gb): parked components were not checked")
+    streaming = [c.name for c in components if c.after and c.granularity is not None]
+    whole = [c.name for c in components if c.after and c.granularity is None]
+    if space.job.workflow.batches > 1 and streaming:
+        said.append(f"streaming: {', '.join(streaming)} start before their inputs are complete")
+    if whole and streaming:
+        said.append(f"not streaming: {', '.join(whole)} wait for all of their inputs")
+    return tuple(said)

@@ -1,0 +1,284 @@
+"""How much memory each component needs, from the model's architecture and how it is run.
+
+An estimate to plan with, every term of it shown: weights, gradients, optimiser state, activations, logits, KV cache and
+what a process takes on a GPU whatever it does. It must never be silently optimistic: peaks are counted as if they
+fell together. GB are 2^30 bytes, as `nvidia-smi` counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trimtab.model.errors import InputError, nearest
+from trimtab.profile.architecture import Architecture
+
+GB = 2**30
+PROCESS_GB = 1.5
+"""CUDA context (0.6 GB on an H200) and the buffers of the communication library, per process and GPU."""
+
+LOGIT_BYTES_TRAINING = 12
+"""Per token and word: in bf16 and in fp32, each with its gradient, as a plain cross-entropy keeps them."""
+LOGIT_BYTES_FORWARD = 6
+
+OPTIMIZERS: Mapping[str, tuple[float, str]] = {
+    "adam": (8, "two fp32 moments"),
+    "adamw": (8, "two fp32 moments"),
+    "adam8bit": (2, "two 8-bit moments"),
+    "adafactor": (0.1, "factored moments"),
+    "muon": (4, "one fp32 momentum"),
+    "sgd": (0, "no state"),
+    "sgd-momentum": (4, "one fp32 momentum"),
+}
+PRECISIONS: Mapping[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
+MOST = 10**9
+OFFLOADS = ("none", "optimizer", "all")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the model is run. Counts are per component; `kv_share` is the engine's share of a GPU's memory."""
+
+    gpus: int = 8
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    zero: int = 3
+    optimizer: str = "adam"
+    precision: str = "bf16"
+    master_weights: bool = True
+    gradients: str = "fp32"
+    checkpointing: bool = True
+    micro_batch: int = 1
+    sequence_length: int = 4096
+    offload: str = "all"
+    rollout_tp: int = 1
+    rollout_precision: str = "bf16"
+    kv_precision: str = "bf16"
+    kv_share: float = 0.6
+    gpu_memory_gb: float | None = None
+    concurrent: int = 64
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand: what it is, how it was reckoned, and the gigabytes on one GPU."""
+
+    name: str
+    formula: str
+    gb: float
+    divides_by_gpus: bool = False
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one component needs on each of its GPUs, and in host memory per GPU while it is parked."""
+
+    component: str
+    active: tuple[Term, ...]
+    resident: tuple[Term, ...]
+    host: tuple[Term, ...]
+    gpus: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def active_gb(self) -> float:
+        """While it runs."""
+        return sum(term.gb for term in self.active)
+
+    @property
+    def resident_gb(self) -> float:
+        """While another component of its group runs."""
+        return sum(term.gb for term in self.resident)
+
+    @property
+    def host_gb(self) -> float:
+        """In host memory while parked."""
+        return sum(term.gb for term in self.host)
+
+    def block(self) -> dict[str, Any]:
+        """The `memory_gb` of a job file, and its `host_memory_gb`."""
+        sharded = sum(term.gb for term in self.active if term.divides_by_gpus) * self.gpus
+        memory: dict[str, float] = {}
+        if sharded:
+            memory["sharded"] = _up(sharded)
+            memory["per_gpu"] = _up(self.active_gb - sharded / self.gpus)
+        else:
+            memory["active"] = _up(self.active_gb)
+        memory["resident"] = _up(self.resident_gb)
+        block: dict[str, Any] = {"memory_gb": memory}
+        if self.host_gb:
+            block["host_memory_gb"] = _up(self.host_gb)
+        return block
+
+
+def estimate(model: Architecture, settings: Settings) -> tuple[Need, ...]:
+    """What trainer, rollout and inference (or a reference model) need, or an InputError."""
+    settings = check(settings)
+    return _trainer(model, settings), _rollout(model, settings), _inference(model, settings)
+
+
+def check(settings: Settings) -> Settings:
+    """The settings with their words in order, or an InputError that names the option."""
+    for name in ("gpus", "tp", "pp", "ep", "micro_batch", "sequence_length", "rollout_tp", "concurrent"):
+        if not 1 <= getattr(settings, name) <= MOST:
+            raise InputError(f"--{name.replace('_', '-')} is a count from 1 to {MOST:,}")
+    if settings.zero not in (0, 1, 2, 3):
+        raise InputError("--zero is 0, 1, 2 or 3", hint="1 is a distributed optimiser, 3 is FSDP")
+    if not 0 < settings.kv_share <= 1:
+        raise InputError("--kv-share is above 0 and at most 1", hint="it is the engine's gpu_memory_utilization")
+    if settings.gpu_memory_gb is not None and not 0 < settings.gpu_memory_gb < math.inf:
+        raise InputError("--gpu-memory-gb must be more than 0")
+    settings = replace(
+        settings,
+        optimizer=_word("--optimizer", settings.optimizer, OPTIMIZERS),
+        precision=_word("--precision", settings.precision, PRECISIONS),
+        gradients=_word("--gradients", settings.gradients, PRECISIONS),
+        rollout_precision=_word("--rollout-precision", settings.rollout_precision, PRECISIONS),
+        kv_precision=_word("--kv-precision", settings.kv_precision, PRECISIONS),
+        offload=_word("--offload", settings.offload, dict.fromkeys(OFFLOADS)),
+    )
+    split = settings.tp * settings.pp
+    if settings.gpus % split:
+        raise InputError(f"--gpus {settings.gpus} is no multiple of tp x pp = {split}")
+    if settings.gpus // settings.pp % settings.ep:
+        raise InputError(f"--ep {settings.ep} does not divide the {settings.gpus // settings.pp} GPUs of a stage")
+    if settings.gpus % settings.rollout_tp:
+        raise InputError(f"--gpus {settings.gpus} is no multiple of --rollout-tp {settings.rollout_tp}")
+    return settings
+
+
+def _trainer(model: Architecture, run: Settings) -> Need:
+    replicas = run.gpus // (run.tp * run.pp)
+    weights = _states("weights", model, run, PRECISIONS[run.precision], sharded=run.zero >= 3, word=run.precision)
+    gradients = _states(
+        "gradients", model, run, PRECISIONS[run.gradients], sharded=run.zero >= 2, word=f"{run.gradients} gradients"
+    )
+    moments, meaning = OPTIMIZERS[run.optimizer]
+    master = 4.0 if run.master_weights and PRECISIONS[run.precision] < 4 else 0.0
+    said = f"{run.optimizer}: {meaning}" + (" + fp32 copy" if master else "")
+    optimizer = _states("optimiser", model, run, moments + master, sharded=run.zero >= 1, word=said)
+    working = [*_activations(model, run, training=True), _logits(model, run, LOGIT_BYTES_TRAINING)]
+    if run.zero >= 3 and replicas > 1:
+        layer = max(model.layer_parameters / model.layers, model.embedding) / run.tp
+        gathered = 2 * layer * PRECISIONS[run.precision] / GB
+        working.append(Term("gathered layers", f"2 x {layer:,.0f} parameters x {run.precision}", gathered))
+    process = _process()
+    moved = {"none": (), "optimizer": (optimizer,), "all": (weights, gradients, optimizer)}[run.offload]
+    kept = tuple(term for term in (weights, gradients, optimizer) if term not in moved)
+    # Gradients are nothing between steps: they are freed, not moved.
+    host = tuple(term for term in moved if term is not gradients)
+    return Need(
+        "trainer", (weights, gradients, optimizer, *working, process), (*kept, process), host, run.gpus, model.notes
+    )
+
+
+def _rollout(model: Architecture, run: Settings) -> Need:
+    precision = PRECISIONS[run.rollout_precision]
+    weights = Term(
+        "weights",
+        f"{model.parameters:,} x {precision:g} B / tp {run.rollout_tp}",
+        model.parameters * precision / run.rollout_tp / GB,
+    )
+    per_token = (
+        model.layers
+        * model.kv_per_token_and_layer
+        * PRECISIONS[run.kv_precision]
+        / min(run.rollout_tp, model.kv_shards)
+    )
+    process = _process()
+    notes: list[str] = []
+    if run.gpu_memory_gb is None:
+        cached = run.concurrent * run.sequence_length
+        formula = f"{run.concurrent} answers x {run.sequence_length} tokens x {per_token:,.0f} B"
+        cache = Term("KV cache", formula, cached * per_token / GB)
+        notes.append("without --gpu-memory-gb the KV cache is that of --concurrent answers of full length")
+    else:
+        engine = run.kv_share * run.gpu_memory_gb
+        room = engine - weights.gb - process.gb
+        formula = f"{run.kv_share:g} x {run.gpu_memory_gb:g} GB - weights - process"
+        cache = Term("KV cache", formula, max(0.0, room))
+        answers = int(room * GB / (per_token * run.sequence_length)) if room > 0 else 0
+        notes.append(f"the KV cache holds {answers} answers of {run.sequence_length} tokens at a time")
+        if answers < 1:
+            notes.append("that is not even one: raise --kv-share or --rollout-tp")
+    # An engine that sleeps gives up weights and cache; the next weight sync brings the weights back.
+    resident = (process,) if run.offload == "all" else (weights, process)
+    return Need("rollout", (weights, cache, process), resident, (), run.gpus, tuple(notes))
+
+
+def _inference(model: Architecture, run: Settings) -> Need:
+    weights = _states("weights", model, run, PRECISIONS[run.precision], sharded=run.zero >= 3, word=run.precision)
+    working = [*_activations(model, run, training=False), _logits(model, run, LOGIT_BYTES_FORWARD)]
+    process = _process()
+    moved = run.offload == "all"
+    resident = (process,) if moved else (weights, process)
+    return Need("inference", (weights, *working, process), resident, (weights,) if moved else (), run.gpus)
+
+
+def _states(name: str, model: Architecture, run: Settings, size: float, *, sharded: bool, word: str) -> Term:
+    """Bytes that go with every parameter: over all GPUs, or copied on every replica."""
+    if sharded:
+        formula = f"{model.parameters:,} x {size:g} B ({word}) / {run.gpus} GPUs"
+        return Term(name, formula, model.parameters * size / run.gpus / GB, divides_by_gpus=True)
+    parameters = _largest_stage(model, run)
+    formula = f"{parameters:,.0f} x {size:g} B ({word}), the largest of pp {run.pp} / tp {run.tp}"
+    return Term(name, formula, parameters * size / GB)
+
+
+def _largest_stage(model: Architecture, run: Settings) -> float:
+    """Parameters on one GPU of the stage that holds most of them."""
+    share = math.ceil(model.layers / run.pp) / model.layers
+    experts = model.expert_parameters / (run.ep if model.experts else 1)
+    layers = (model.layer_parameters - model.expert_parameters + experts) * share
+    both = model.embedding + model.head
+    ends = both if run.pp == 1 else max(model.embedding, model.head or model.embedding)
+    return (layers + ends + model.final_norm) / run.tp
+
+
+def _activations(model: Architecture, run: Settings, *, training: bool) -> list[Term]:
+    """What layers keep for the backward pass: around the norms, in the attention (never its scores), in the MLP.
+
+    The factors are those of plain PyTorch: on an H200 a 1.5B decoder kept 104,200 bytes per token and layer, and
+    this gives 103,424. Fused kernels keep less.
+    """
+    tokens = run.micro_batch * run.sequence_length
+    values = 8 * model.hidden + 2 * (model.heads + model.kv_heads) * model.head_size + 4 * model.mlp_width
+    layer = 2 * tokens * values / run.tp / GB
+    shown = f"{tokens:,} tokens x {values:,} values x 2 B / tp {run.tp}"
+    if not training:
+        return [Term("one layer", shown, layer)]
+    # With pipeline stages the first one holds as many micro-batches as there are stages.
+    depth = math.ceil(model.layers / run.pp) * run.pp
+    if not run.checkpointing:
+        return [Term("activations", f"{depth} layers x {shown}", depth * layer)]
+    inputs = 2 * tokens * model.hidden * depth / GB
+    return [
+        Term("checkpoints", f"{depth} layers x {tokens:,} tokens x {model.hidden:,} values x 2 B", inputs),
+        Term("one layer", shown, layer),
+    ]
+
+
+def _logits(model: Architecture, run: Settings, size: int) -> Term:
+    tokens = run.micro_batch * run.sequence_length
+    formula = f"{tokens:,} tokens x {model.vocabulary:,} words x {size} B / tp {run.tp}"
+    return Term("logits", formula, size * tokens * model.vocabulary / run.tp / GB)
+
+
+def _process() -> Term:
+    return Term("process", "CUDA context and communication buffers", PROCESS_GB)
+
+
+def _word(option: str, word: str, known: Mapping[str, object]) -> str:
+    if word.lower() in known:
+        return word.lower()
+    near = nearest(word.lower(), known)
+    hint = f"did you mean {near}?" if near else f"known are: {', '.join(known)}"
+    raise InputError(f"{option} {word} is not known", hint=hint)
+
+
+def _up(gb: float) -> float:
+    """Rounded up to a tenth: an estimate must not fit by rounding."""
+    return math.ceil(gb * 10 - 1e-9) / 10

@@ -1,0 +1,303 @@
+"""A timer for anybody's training loop: mark each component's work, get the profile the planner reads.
+
+It decides only what a sample is. Blocks of one component within an iteration add up to one sample; without iterations
+every block is one. The same component open more than once at a time (threads, nested calls) counts once, from the
+first opening to the last closing. Blocks of different components are independent: one inside the other is in both,
+and the profile says so. A block left by an exception makes its sample void. The timer never raises into the loop
+it measures, apart from wrong arguments, and never waits for a device by itself (see `sync`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from trimtab.model.profile import Profile
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+PATH_VARIABLE = "TRIMTAB_PROFILE"
+"""Names a file: the profile is saved there when the process ends. `{pid}` in it becomes the process's number."""
+
+_Key = tuple[str, int | None]
+
+
+@dataclass
+class _Open:
+    """A component that is running: since when, how many blocks of it are open, whether one of them failed."""
+
+    since: float
+    blocks: int = 1
+    failed: bool = False
+
+
+@dataclass
+class _Iteration:
+    seconds: dict[_Key, float] = field(default_factory=dict)
+    void: set[_Key] = field(default_factory=set)
+
+
+class Recorder:
+    """Collects what the components of one process take. Safe to use from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._open: dict[_Key, _Open] = {}
+        self._samples: dict[_Key, list[float]] = {}  # one per block, as long as no iteration has been marked
+        self._iterations: list[_Iteration] = []  # those that are over
+        self._current: _Iteration | None = None
+        self._marked = False
+        self._nested: set[tuple[str, str]] = set()  # (inner, outer) names that were open together in one thread
+        self._stack = threading.local()
+
+    def component(self, name: str, *, gpus: int | None = None, sync: Callable[[], object] | None = None) -> Block:
+        """Mark a component's work: `with component("rollout", gpus=8):`, or as a decorator.
+
+        `sync` is called before the clock is read, for work that only has been started, e.g. torch.cuda.synchronize.
+        """
+        if not isinstance(name, str) or not name:
+            raise ValueError("a component needs a name")
+        if gpus is not None and (not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1):
+            raise ValueError(f"a component runs on 1 GPU or more, not {gpus!r}")
+        return Block(self, (name, gpus), sync)
+
+    def iteration(self) -> AbstractContextManager[None]:
+        """Mark the start of an iteration, which ends the one before; as a context manager it also marks the end.
+
+        Once iterations are marked, what runs outside them (validation, checkpoints) is not counted.
+        """
+        with self._lock:
+            self._marked = True
+            self._end_iteration()
+            mine = self._current = _Iteration()
+        return _IterationMark(self, mine)
+
+    def profile(self, *, gpus: int | None = None, warmup: int = 2, kind: str = "") -> Profile:
+        """What was measured so far. `gpus` counts for components whose blocks name no count."""
+        from trimtab.formats.measured import Sample, drift_note, summarise
+        from trimtab.formats.profile_file import merge
+        from trimtab.model.errors import InputError
+        from trimtab.model.profile import Profile
+
+        with self._lock:
+            samples, notes = self._counted(warmup)
+            notes += [f"{inner} ran inside {outer}: its time is in both" for inner, outer in sorted(self._nested)]
+        if not samples:
+            raise InputError(
+                "the timer has nothing to save: no component finished often enough",
+                hint=f'mark work with `with trimtab.profile.component("rollout", gpus=8):`; warm-up is {warmup}',
+            )
+        unknown = sorted({name for name, stated in samples if stated is None}) if gpus is None else []
+        if unknown:
+            raise InputError(
+                f"on how many GPUs did these run: {', '.join(unknown)}?",
+                hint=f'component("{unknown[0]}", gpus=8), or save(path, gpus=8) for all',
+            )
+        runs = []
+        for (name, stated), seconds in samples.items():
+            taken = [Sample(value) for value in seconds]
+            one = summarise(name, stated or gpus or 0, taken, kind)
+            if one.seconds[0][1] <= 0:
+                notes.append(f"{name} took no time and is left out")
+                continue
+            told = drift_note(one, taken)
+            runs.append(Profile("timer", (one,), (told,) if told else ()))
+        if not runs:
+            raise InputError("every component's time is 0", hint="check the clock")
+        merged = merge(runs)
+        return Profile("timer", merged.components, (*notes, *merged.notes))
+
+    def save(self, path: str | os.PathLike[str], *, gpus: int | None = None, warmup: int = 2, kind: str = "") -> None:
+        """Write the profile to a file."""
+        from trimtab.formats.profile_file import write
+
+        write(self.profile(gpus=gpus, warmup=warmup, kind=kind), Path(path))
+
+    def _counted(self, warmup: int) -> tuple[dict[_Key, list[float]], list[str]]:
+        if not self._marked:
+            kept = {key: values[warmup:] for key, values in self._samples.items() if len(values) > warmup}
+            note = f"no iterations were marked: every block is a sample, the first {warmup} of each are warm-up"
+            return kept, [note]
+        ended = [*self._iterations, *([self._current] if self._current is not None else [])]
+        counted: dict[_Key, list[float]] = {}
+        for iteration in ended[warmup:]:
+            for key, seconds in iteration.seconds.items():
+                if key not in iteration.void:
+                    counted.setdefault(key, []).append(seconds)
+        notes = [
+            f"{max(0, len(ended) - warmup)} of {len(ended)} iterations count; {min(warmup, len(ended))} were warm-up"
+        ]
+        void = sum(len(iteration.void) for iteration in ended[warmup:])
+        if void:
+            notes.append(f"{void} samples were left by an exception and do not count")
+        return counted, notes
+
+    def _enter(self, key: _Key) -> None:
+        outer: list[str] = self._stack.__dict__.setdefault("names", [])
+        now = self._clock()
+        with self._lock:
+            if outer and outer[-1] != key[0]:
+                self._nested.add((key[0], outer[-1]))
+            running = self._open.get(key)
+            if running is None:
+                self._open[key] = _Open(now)
+            else:
+                running.blocks += 1
+        outer.append(key[0])
+
+    def _exit(self, key: _Key, failed: bool) -> None:
+        now = self._clock()
+        names: list[str] = self._stack.__dict__.get("names", [])
+        if names and key[0] in names:
+            # Coroutines of one thread may close in any order: the latest of this name is the one to go.
+            del names[len(names) - 1 - names[::-1].index(key[0])]
+        with self._lock:
+            running = self._open.get(key)
+            if running is None:
+                return
+            running.blocks -= 1
+            running.failed = running.failed or failed
+            if running.blocks:
+                return
+            del self._open[key]
+            self._count(key, now - running.since, running.failed)
+
+    def _count(self, key: _Key, seconds: float, failed: bool) -> None:
+        if self._current is not None:
+            if failed:
+                self._current.void.add(key)
+            self._current.seconds[key] = self._current.seconds.get(key, 0.0) + seconds
+        elif not self._marked and not failed:
+            self._samples.setdefault(key, []).append(seconds)
+
+    def _end_iteration(self) -> None:
+        if self._current is not None:
+            self._iterations.append(self._current)
+        self._current = None
+
+    def _close(self, iteration: _Iteration, failed: bool) -> None:
+        with self._lock:
+            if self._current is not iteration:
+                return
+            if failed:
+                self._current = None  # an iteration left by an exception is no iteration
+            else:
+                self._end_iteration()
+
+
+class Block:
+    """One component's work, as a context manager or a decorator. It may be kept and used again, also concurrently."""
+
+    __slots__ = ("_key", "_recorder", "_sync")
+
+    def __init__(self, recorder: Recorder, key: _Key, sync: Callable[[], object] | None) -> None:
+        self._recorder = recorder
+        self._key = key
+        self._sync = sync
+
+    def __enter__(self) -> None:
+        if self._sync is not None:
+            self._sync()
+        self._recorder._enter(self._key)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._sync is not None and kind is None:
+                self._sync()
+        except BaseException:
+            self._recorder._exit(self._key, failed=True)
+            raise
+        self._recorder._exit(self._key, failed=kind is not None)
+
+    def __call__(self, function: Function) -> Function:
+        """Time every call of a function; a coroutine function is timed until it has ended."""
+        import inspect
+
+        wrapped: Any
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def wrapped(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return await function(*args, **kwargs)
+
+        else:
+
+            @functools.wraps(function)
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return function(*args, **kwargs)
+
+        return wrapped  # type: ignore[no-any-return]
+
+
+class _IterationMark(AbstractContextManager[None]):
+    def __init__(self, recorder: Recorder, iteration: _Iteration) -> None:
+        self._recorder = recorder
+        self._iteration = iteration
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._recorder._close(self._iteration, failed=kind is not None)
+
+
+_default: Recorder | None = None
+_default_lock = threading.Lock()
+
+
+def recorder() -> Recorder:
+    """The process's own recorder, which the functions of this module use."""
+    global _default
+    if _default is None:
+        with _default_lock:
+            if _default is None:
+                _default = Recorder()
+                _save_at_exit(_default)
+    return _default
+
+
+def component(name: str, *, gpus: int | None = None, sync: Callable[[], object] | None = None) -> Block:
+    """Mark a component's work: `with trimtab.profile.component("rollout", gpus=8):`, or as a decorator."""
+    return recorder().component(name, gpus=gpus, sync=sync)
+
+
+def iteration() -> AbstractContextManager[None]:
+    """Mark the start of an iteration; as a context manager, also its end."""
+    return recorder().iteration()
+
+
+def save(path: str | os.PathLike[str], *, gpus: int | None = None, warmup: int = 2, kind: str = "") -> None:
+    """Write what was measured in this process so far."""
+    recorder().save(path, gpus=gpus, warmup=warmup, kind=kind)
+
+
+def _save_at_exit(measured: Recorder) -> None:
+    path = os.environ.get(PATH_VARIABLE)
+    if not path:
+        return
+    import atexit
+
+    def save_quietly() -> None:
+        from trimtab.model.errors import TrimtabError
+
+        try:
+            measured.save(path.replace("{pid}", str(os.getpid())))
+        except TrimtabError as error:
+            # A training run that ends must end well: the profile is told to be missing, and that is all.
+            print(f"trimtab: no profile written to {path}: {'; '.join(error.lines())}", file=sys.stderr)
+
+    atexit.register(save_quietly)

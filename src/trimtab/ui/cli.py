@@ -1,0 +1,93 @@
+"""The command line: verbs, exit statuses, and how errors look.
+
+Exit status: 0 done; 2 the input or the call is wrong; 3 nothing feasible exists; 4 a cluster or engine failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from trimtab import __version__
+from trimtab.model.errors import TrimtabError
+from trimtab.ui import plan_commands, profile_commands
+from trimtab.ui.output import err
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="trimtab",
+    help="Keeps RL post-training in trim: where every component goes, and why.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("plan")(plan_commands.plan)
+app.command("demo")(plan_commands.demo)
+app.add_typer(profile_commands.app, name="profile")
+
+_debug = False
+
+# typer brings its own copy of click or uses the installed one: the base of its exceptions is found through one of them.
+_WrongCall: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+@app.callback()
+def _common(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and detailed logs.")] = False,
+    version: Annotated[bool, typer.Option("--version", "-V", help="Show the version and exit.")] = False,
+) -> None:
+    global _debug
+    _debug = debug
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.WARNING,
+        format="%(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    if version:
+        print(f"trimtab {__version__}")
+        raise typer.Exit
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run a command and give its exit status; errors are one to three lines on standard error."""
+    try:
+        status = app(args=arguments, prog_name="trimtab", standalone_mode=False)
+    except TrimtabError as error:
+        if _debug:
+            raise
+        _show(error)
+        return error.exit_status
+    except KeyboardInterrupt:
+        err.print("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away (`trimtab plan ... | head`): nothing to say, and nowhere to say it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if isinstance(error, _WrongCall):
+            error.show()
+            return error.exit_code
+        if isinstance(error, typer.Abort):
+            err.print("interrupted")
+            return INTERRUPTED
+        if _debug:
+            raise
+        err.print(f"[red]error:[/] this is a fault in trimtab: {escape(type(error).__name__)}: {escape(str(error))}")
+        err.print("run it again with `trimtab --debug ...` and report what it prints")
+        return 1
+    return status if isinstance(status, int) else 0
+
+
+def _show(error: TrimtabError) -> None:
+    first, *rest = error.lines()
+    err.print(f"[red]error:[/] {escape(first)}")
+    for line in rest:
+        err.print(f"  {escape(line)}")

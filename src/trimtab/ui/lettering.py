@@ -1,0 +1,129 @@
+"""Words and numbers in pictures: what may stand in markup, how wide it is, and how people write a time.
+
+Called by the drawing and the reports. Widths are estimates for an unknown system font and err on the wide side, so that
+a label which fits here also fits in the browser. Text from the outside never reaches markup without `escape`.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+import unicodedata
+
+# XML knows no control characters and no surrogates; direction marks would reorder what stands beside them.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+_UNPRINTABLE_IN_BLOCKS = re.compile(_UNPRINTABLE.pattern.replace("\x00-\x1f", "\x00-\x09\x0b-\x1f"))
+_JOINERS = "\u200d\ufe0e\ufe0f"
+
+_STEPS_S = (60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
+_LESS_THAN_A_TICK = 1e-9
+
+
+def escape(text: str) -> str:
+    """Text as it may stand on one line of XML or HTML, inside an element or a quoted attribute."""
+    return html.escape(_UNPRINTABLE.sub("\ufffd", text.replace("\n", " ").replace("\t", " ")))
+
+
+def escape_block(text: str) -> str:
+    """The same for text whose line breaks are kept."""
+    return html.escape(_UNPRINTABLE_IN_BLOCKS.sub("\ufffd", text.expandtabs(4).replace("\r\n", "\n")))
+
+
+def text_width(text: str, size: float, *, bold: bool = False) -> float:
+    """How many pixels a text takes at most, at a font size."""
+    return sum(map(_em, text)) * size * (1.12 if bold else 1.0)
+
+
+def _em(character: str) -> float:
+    if character.isascii():
+        if character in "ijl.,:;'|! ":
+            return 0.36
+        if character in "ftr-()[]/":
+            return 0.44
+        return 1.0 if character in "mwMW@%" else 0.78 if character.isupper() else 0.65
+    if unicodedata.combining(character) or character in _JOINERS:
+        return 0.0
+    if character in "·–×…":
+        return 0.85 if character in "×…" else 0.55
+    code = ord(character)
+    return 0.8 if code < 0x590 else 1.4 if code >= 0x1F000 else 1.1
+
+
+def fit(text: str, width: float, size: float, *, bold: bool = False) -> str:
+    """The text, cut with an ellipsis where it is wider; nothing where not even two letters would remain."""
+    if text_width(text, size, bold=bold) <= width:
+        return text
+    room = width - text_width("…", size, bold=bold)
+    kept = ""
+    for character in text:
+        room -= text_width(character, size, bold=bold)
+        if room < 0:
+            break
+        kept += character
+    # An accent or half of a joined emoji must not be left hanging at the cut.
+    kept = kept.rstrip(_JOINERS + " ,")
+    return f"{kept}…" if len(kept) > 1 else ""
+
+
+def duration(seconds: float) -> str:
+    """A time for people: `250 ms`, `59.9 s`, `12 min 05 s`, `2 h 05 min`."""
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    if seconds == 0:
+        return "0 s"
+    if seconds < 0.9995:
+        factor, unit = (1e3, "ms") if seconds >= 0.9995e-3 else (1e6, "µs")
+        return f"{seconds * factor:.3g} {unit}"
+    if seconds < 599.95:
+        return f"{seconds:.1f} s"
+    if seconds < 7199.5:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest:02d} s"
+    if seconds < 1e7:
+        hours, rest = divmod(round(seconds / 60), 60)
+        return f"{hours:,} h {rest:02d} min"
+    return f"{seconds / 86400:.4g} days"
+
+
+def share(part: float) -> str:
+    """A part of one, as a percentage without false precision."""
+    percent = round(100 * part, 1)
+    return f"{percent:.0f} %" if abs(percent) >= 10 or percent == round(percent) else f"{percent:.1f} %"
+
+
+def wrap(text: str, width: float, size: float, *, bold: bool = False) -> list[str]:
+    """The text on one line or, broken at a space, on two; what is then still too wide is cut."""
+    if text_width(text, size, bold=bold) <= width:
+        return [text]
+    at = max((i for i, c in enumerate(text) if c == " " and text_width(text[:i], size, bold=bold) <= width), default=0)
+    lines = (text[:at], text[at + 1 :]) if at else (text,)
+    return [fit(line, width, size, bold=bold) for line in lines]
+
+
+def ranks(numbers: tuple[int, ...]) -> str:
+    """GPU ranks in short: `0-5, 8`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def ticks(seconds: float, most: int) -> list[tuple[float, str]]:
+    """Round times from 0 to `seconds`, at most `most` of them after 0, with their labels in one fitting unit."""
+    if not (seconds > 0 and math.isfinite(seconds)):
+        return [(0.0, "0")]
+    step = _step(seconds / max(1, most), minutes=seconds > 240)
+    size, unit = next((s, u) for s, u in ((3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (0, "µs")) if step >= s)
+    count = math.floor(seconds / step + _LESS_THAN_A_TICK)
+    return [(0.0, "0")] + [(i * step, f"{i * step / (size or 1e-6):.6g} {unit}") for i in range(1, count + 1)]
+
+
+def _step(at_least: float, *, minutes: bool) -> float:
+    if minutes and at_least <= _STEPS_S[-1]:
+        return next(step for step in _STEPS_S if step >= at_least)
+    power = 10.0 ** math.floor(math.log10(at_least))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= at_least * (1 - _LESS_THAN_A_TICK))

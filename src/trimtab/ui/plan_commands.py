@@ -1,0 +1,225 @@
+"""`trimtab plan` and `trimtab demo`: read a job, plan it, show it, write it back."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import shlex
+import sys
+import time
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trimtab.model.errors import InputError
+from trimtab.ui.output import Format, answer, err, out
+
+if TYPE_CHECKING:
+    from trimtab.formats.dialect import Loaded, Settings
+    from trimtab.model.plan import Answer
+
+log = logging.getLogger("trimtab.plan")
+
+EXAMPLE = "grpo.yaml"
+
+
+class PlanFormat(str, enum.Enum):
+    """How a plan is written."""
+
+    text = "text"
+    json = "json"
+    yaml = "yaml"
+    overrides = "overrides"
+
+
+def _percentage(text: str) -> float:
+    try:
+        value = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise typer.BadParameter(f"a share such as 5% or 0.05 is expected, not {text}")
+    return value
+
+
+def plan(
+    file: Annotated[Path, typer.Argument(help="A job file: trimtab's own form, or an RLinf, verl or NeMo RL config.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the file to override.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", "-p", help="Measured costs, from `trimtab profile logs`.")
+    ] = None,
+    form: Annotated[PlanFormat, typer.Option("--format", "-f", help="How to answer.")] = PlanFormat.text,
+    apply: Annotated[bool, typer.Option("--apply", help="Write the placement into FILE (a backup is kept).")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write FILE with the new placement to this file instead.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write a report with timelines, as one HTML file.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write the timeline of the plan as SVG.")] = None,
+    noise: Annotated[
+        str, typer.Option(help="Differences that real runs do not show: near ties and sensitivity use it.")
+    ] = "5%",
+    sensitivity: Annotated[
+        bool, typer.Option(help="Say how far each cost may be off before the choice changes.")
+    ] = True,
+) -> None:
+    """Where should every component go? The best placement under a job's measured costs, with the proof and the reasons.
+
+    A job file in trimtab's own form:
+
+        cluster: {nodes: 2, gpus_per_node: 8}
+
+        workflow:
+
+          batches: 512
+
+          components:
+
+            rollout: {seconds: {16: 59.9}}
+
+            trainer: {seconds: {16: 95.7}, after: [rollout], granularity: 128}
+
+    Examples:
+
+        trimtab plan job.yaml
+
+        trimtab plan job.yaml cluster.nodes=4 --report plan.html
+
+        trimtab plan verl_config.yaml --profile profile.yaml --format overrides
+    """
+    from trimtab.formats.load import load
+    from trimtab.plan.placement import best_plan, explain
+
+    share = _percentage(noise)
+    measured = None
+    if profile is not None:
+        from trimtab.formats import profile_file
+
+        measured = profile_file.read(profile)
+    loaded = load(file, overrides or [], measured)
+    log.debug("read %s as %s", file, loaded.dialect)
+    began = time.perf_counter()
+    space, outcome = best_plan(loaded.job, loaded.rules)
+    searched = time.perf_counter() - began
+    with err.status("comparing plans ...") if err.is_terminal else _nothing():
+        result = explain(
+            space,
+            outcome,
+            current=loaded.current,
+            assumptions=loaded.assumptions,
+            noise=share,
+            with_sensitivity=sensitivity,
+        )
+    settings = loaded.settings(result.best)
+    _write_pictures(result, settings, loaded, report, svg, searched)
+    _show(result, settings, loaded, form, searched, share)
+    if output is not None:
+        _write_to(output, loaded, settings)
+    if apply:
+        _apply(loaded, settings)
+
+
+class _nothing:  # noqa: N801 - reads as a context that does nothing
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _show(result: Answer, settings: Settings, loaded: Loaded, form: PlanFormat, searched: float, noise: float) -> None:
+    if form is PlanFormat.overrides:
+        from trimtab.formats.write_back import overrides
+
+        sys.stdout.write("".join(f"{shlex.quote(line)}\n" for line in overrides(settings)))
+        return
+    from trimtab.ui.plan_text import as_data, print_text
+
+    answer(
+        as_data(result, settings, loaded.dialect, searched),
+        Format(form.value),
+        lambda: print_text(out, result, settings, searched, noise),
+    )
+
+
+def _write_pictures(
+    result: Answer, settings: Settings, loaded: Loaded, report: Path | None, svg: Path | None, searched: float
+) -> None:
+    if report is not None:
+        from trimtab.ui.report import plan_report, write
+
+        page = plan_report(
+            result,
+            title=loaded.path.stem,
+            source=loaded.path.name,
+            block=settings.block,
+            command=shlex.join(["trimtab", *sys.argv[1:]]),
+            search_seconds=searched,
+        )
+        write(report, page)
+        err.print(f"report written to {report}")
+    if svg is not None:
+        from trimtab.ui.report import write
+        from trimtab.ui.timeline import plan_chart
+        from trimtab.ui.timeline import svg as draw
+
+        write(svg, draw(plan_chart(result.best, loaded.path.stem)))
+        err.print(f"timeline written to {svg}")
+
+
+def _write_to(output: Path, loaded: Loaded, settings: Settings) -> None:
+    from trimtab.formats import yaml_text
+    from trimtab.formats.write_back import edited, elsewhere
+    from trimtab.ui.report import write
+
+    stuck = elsewhere(settings, loaded.literal, loaded.states)
+    if stuck:
+        raise InputError(
+            f"not written: {', '.join(stuck)} does not stand in the file itself",
+            where=str(loaded.path),
+            hint="give the overrides on the command line of the run instead (--format overrides)",
+        )
+    write(output, edited(yaml_text.read_text(loaded.path), settings.values, str(loaded.path)))
+    err.print(f"{loaded.path} with the new placement written to {output}")
+
+
+def _apply(loaded: Loaded, settings: Settings) -> None:
+    from trimtab.formats.write_back import apply, elsewhere, overrides
+
+    stuck = elsewhere(settings, loaded.literal, loaded.states)
+    if stuck:
+        err.print(f"{loaded.path} is left as it is: {', '.join(stuck)} does not stand in the file itself.")
+        err.print("Give these overrides to the run instead:")
+        for line in overrides(settings):
+            err.print(f"  {shlex.quote(line)}", markup=False)
+        return
+    backup = apply(loaded.path, settings, loaded.literal, loaded.states)
+    err.print(f"{loaded.path} already says so" if backup is None else f"{loaded.path} changed; backup: {backup}")
+
+
+def demo(
+    folder: Annotated[Path, typer.Option("--folder", help="Where the report goes.")] = Path("out"),
+) -> None:
+    """Plan the bundled example and write its report."""
+    source = resources.files("trimtab") / "examples" / EXAMPLE
+    folder.mkdir(parents=True, exist_ok=True)
+    job = folder / EXAMPLE
+    job.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    report = folder / "plan.html"
+    plan(
+        job,
+        overrides=[],
+        profile=None,
+        form=PlanFormat.text,
+        apply=False,
+        output=None,
+        report=report,
+        svg=folder / "plan.svg",
+        noise="5%",
+        sensitivity=True,
+    )
+    out.print()
+    out.print("[bold]What to look at[/]")
+    out.print(f"  {report}   the plan as a timeline, beside the plans that lost: open it in a browser")
+    out.print(f"  {job}   the job file: change a cost and plan it again with")
+    out.print(f"  trimtab plan {job}")
