@@ -167,7 +167,9 @@ def group_choices(job: Job, group: list[str], kind: str, gpus: int) -> list[dict
                 )
         # A way that another one matches in time and in memory is not needed.
         mine = list(dict.fromkeys(mine))
-        ways.append([w for w in mine if not any(o != w and all(a <= b for a, b in zip(o, w, strict=True)) for o in mine)])
+        ways.append(
+            [w for w in mine if not any(o != w and all(a <= b for a, b in zip(o, w, strict=True)) for o in mine)]
+        )
     found = []
     for combination in itertools.product(*ways):
         if limit is not None and any(

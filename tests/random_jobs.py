@@ -68,7 +68,9 @@ def random_variant(rng: random.Random, gpus: int, kinds: list[str], name: str) -
     memory = Memory()
     if rng.random() < 0.5:
         memory = Memory(
-            active=rng.choice([GpuCurve(per_gpu=rng.choice([20.0, 50.0, 70.0])), GpuCurve(sharded=150.0, per_gpu=10.0)]),
+            active=rng.choice(
+                [GpuCurve(per_gpu=rng.choice([20.0, 50.0, 70.0])), GpuCurve(sharded=150.0, per_gpu=10.0)]
+            ),
             resident=GpuCurve(per_gpu=rng.choice([0.0, 5.0, 20.0])),
         )
     return Variant(

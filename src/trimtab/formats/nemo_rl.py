@@ -105,7 +105,8 @@ class _Config:
 
     def _mode_text(self, staleness: int) -> str:
         if self.is_async:
-            return f"asynchronous: generation beside training on weights up to {staleness} step{'s' if staleness > 1 else ''} old"
+            steps = "1 step" if staleness == 1 else f"{staleness} steps"
+            return f"asynchronous: generation beside training on weights up to {steps} old"
         return "no streaming: each component takes all its inputs at once (synchronous GRPO)"
 
     def _component(self, name: str) -> Component:

@@ -118,8 +118,8 @@ class Alternative:
 class Sensitivity:
     """How far one component's cost may be off before the choice changes.
 
-    Factors of 5 % steps; `None` means it holds over the whole range tried (half to double). `*_becomes` describes
-    the plan that is then best.
+    A factor is the first 5 % step at which another plan is faster than the chosen one by more than the noise; `None`
+    means that none is, down to half or up to double. `*_becomes` describes the plan that is then best.
     """
 
     component: str

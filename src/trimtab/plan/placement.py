@@ -5,7 +5,7 @@ It decides which GPUs each component gets. It never leaves the rules of a framew
 
 from __future__ import annotations
 
-from trimtab.model.errors import InfeasibleError
+from trimtab.model.errors import InfeasibleError, InputError
 from trimtab.model.plan import Alternative, Answer, CurrentPlacement, Plan, Rules
 from trimtab.model.workflow import Job, check_workflow
 from trimtab.plan.compare import current_plan, near_ties, runners_up, sensitivity
@@ -69,10 +69,10 @@ def plan_placement(job: Job, rules: Rules | None = None, *, current: CurrentPlac
 
 
 def check_cluster(job: Job) -> None:
-    """Raise InfeasibleError where the cluster cannot run the workflow whatever the plan."""
+    """Raise where the cluster has no GPUs at all, or too few CPUs for any plan."""
     cluster = job.cluster
     if cluster.gpus == 0:
-        raise InfeasibleError(
+        raise InputError(
             "the cluster has no GPUs", where="cluster", hint="state cluster.nodes and cluster.gpus_per_node"
         )
     need = sum(component.cpus for component in job.workflow.components if component.on_cpu)

@@ -37,7 +37,11 @@ SMALL = 96
 """A box of so many plans is simulated whole instead of being split further."""
 
 ROWS = 512
-"""Plans simulated in one call: bounds the memory."""
+CELLS = 2_000_000
+"""Plans simulated in one call, and (plan, batch) pairs: bounds the memory."""
+
+EFFORT = 2_000_000_000
+"""(plan, component, batch) triples after which a search gives up the proof: some twenty seconds."""
 
 LEVELS = 48
 """Steps of the scale on which groupings are first compared."""
@@ -76,12 +80,12 @@ def search(
     groupings: Iterable[Grouping] | None = None,
     *,
     beat: float = np.inf,
-    limit: int = 2_000_000,
+    limit: int = EFFORT,
     settle_ties: bool = True,
 ) -> Outcome:
     """The best plan among the groupings (all of the space unless given), if any is faster than `beat` seconds.
 
-    `limit` is the number of simulated plans after which the search gives up the proof and says how far it got.
+    `limit` is the effort after which the search gives up the proof and says how far it got.
     """
     hunt = _Hunt(space, list(space.groupings() if groupings is None else groupings), beat, limit)
     lower_bound = hunt.run()
@@ -102,6 +106,10 @@ class _Hunt:
         self.groupings = groupings
         self.limit = limit
         self.considered = 0
+        units = space.simulator.units
+        self._effort = 0
+        self._effort_a_plan = units * len(space.order) + 2_000  # the second part is what a plan costs at the least
+        self._rows = max(1, min(ROWS, CELLS // units))
         self.best: Found | None = None
         self._beat = beat
         self._tables = list({id(table): table for g in groupings for table in g.tables}.values())
@@ -167,7 +175,7 @@ class _Hunt:
                 if bound < self.ceiling * BEATS:
                     heapq.heappush(queue, (bound, next(numbers), g, low, high))
             boxes = []
-            if self.considered > self.limit:
+            if self._effort > self.limit:
                 floor = queue[0][0] if queue else np.inf
                 break
             before = self.ceiling
@@ -349,13 +357,14 @@ class _Hunt:
     def _simulate(self, plans: Sequence[tuple[int, Indices]]) -> Floats:
         """Seconds of plans when every member of a group has its least time: exact, or a bound where contested."""
         self.considered += len(plans)
+        self._effort += len(plans) * self._effort_a_plan
         missing = [g for g in dict.fromkeys(g for g, _ in plans) if g not in self._row_of]
         if missing:
             self._add_shapes(missing)
         assert self._shapes is not None
         seconds = np.empty(len(plans))
-        for begin in range(0, len(plans), ROWS):
-            some = plans[begin : begin + ROWS]
+        for begin in range(0, len(plans), self._rows):
+            some = plans[begin : begin + self._rows]
             times = np.repeat(self._base[None, :], len(some), axis=0)
             for row, (g, at) in enumerate(some):
                 line = times[row]
@@ -363,7 +372,7 @@ class _Hunt:
                     table = self._tables[t]
                     line[table.columns] = table.times[index]
             rows = np.array([self._row_of[g] for g, _ in some], dtype=np.intp)
-            seconds[begin : begin + ROWS] = self.space.simulator.seconds(times, self._shapes.take(rows))
+            seconds[begin : begin + self._rows] = self.space.simulator.seconds(times, self._shapes.take(rows))
         return seconds
 
     def _add_shapes(self, missing: list[int]) -> None:

@@ -62,6 +62,8 @@ class Architecture:
     shared_mlp: int
     router: int
     norms_per_layer: int
+    norm_count: int
+    qk_norm: bool
     final_norm: int
     kv_per_token_and_layer: int
     kv_shards: int
@@ -164,6 +166,7 @@ def from_config(data: Mapping[str, Any], name: str) -> Architecture:
         raise InputError("more experts per token than there are experts", where=f"{name}: num_experts_per_tok")
     shared, router = _shared_experts(fields, kind, hidden, experts, moe_width)
     norm = hidden * (2 if plain else 1)
+    norm_count = 4 if kind in FOUR_NORMS else 2
     return Architecture(
         model_type=kind,
         hidden=hidden,
@@ -182,7 +185,9 @@ def from_config(data: Mapping[str, Any], name: str) -> Architecture:
         experts_per_token=per_token,
         shared_mlp=shared,
         router=router,
-        norms_per_layer=norm * (4 if kind in FOUR_NORMS else 2),
+        norms_per_layer=norm * norm_count,
+        norm_count=norm_count,
+        qk_norm=kind in QK_NORM,
         final_norm=norm,
         kv_per_token_and_layer=kv_values,
         kv_shards=1 if latent else kv_heads,  # a compressed cache has no heads to divide between GPUs

@@ -241,11 +241,14 @@ def _largest_stage(model: Architecture, run: Settings) -> float:
 def _activations(model: Architecture, run: Settings, *, training: bool) -> list[Term]:
     """What layers keep for the backward pass: around the norms, in the attention (never its scores), in the MLP.
 
-    The factors are those of plain PyTorch: on an H200 a 1.5B decoder kept 104,200 bytes per token and layer, and
-    this gives 103,424. Fused kernels keep less.
+    The factors are those of plain PyTorch, found with a 1.5B Qwen2 on an H200 (104,200 bytes per token and layer, where
+    this gives 103,424; with a 4B Qwen3 for its norms of queries and keys) and checked with a 1.2B Llama. Fused kernels
+    keep less.
     """
     tokens = run.micro_batch * run.sequence_length
-    values = 8 * model.hidden + 2 * (model.heads + model.kv_heads) * model.head_size + 4 * model.mlp_width
+    # A norm keeps its input in fp32 and its output in bf16: three values of two bytes each.
+    heads = (model.heads + model.kv_heads) * model.head_size
+    values = (2 + 3 * model.norm_count) * model.hidden + (5 if model.qk_norm else 2) * heads + 4 * model.mlp_width
     layer = 2 * tokens * values / run.tp / GB
     shown = f"{tokens:,} tokens x {values:,} values x 2 B / tp {run.tp}"
     if not training:

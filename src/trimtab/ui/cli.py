@@ -74,7 +74,7 @@ def run(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, _WrongCall):
             error.show()
-            return error.exit_code
+            return int(error.exit_code)
         if isinstance(error, typer.Abort):
             err.print("interrupted")
             return INTERRUPTED

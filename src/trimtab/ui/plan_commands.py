@@ -7,13 +7,14 @@ import logging
 import shlex
 import sys
 import time
+from contextlib import nullcontext
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.model.errors import InputError
+from trimtab.model.errors import InputError, TrimtabError
 from trimtab.ui.output import Format, answer, err, out
 
 if TYPE_CHECKING:
@@ -101,18 +102,25 @@ def plan(
         measured = profile_file.read(profile)
     loaded = load(file, overrides or [], measured)
     log.debug("read %s as %s", file, loaded.dialect)
-    began = time.perf_counter()
-    space, outcome = best_plan(loaded.job, loaded.rules)
-    searched = time.perf_counter() - began
-    with err.status("comparing plans ...") if err.is_terminal else _nothing():
-        result = explain(
-            space,
-            outcome,
-            current=loaded.current,
-            assumptions=loaded.assumptions,
-            noise=share,
-            with_sensitivity=sensitivity,
-        )
+    try:
+        began = time.perf_counter()
+        space, outcome = best_plan(loaded.job, loaded.rules)
+        searched = time.perf_counter() - began
+        with err.status("comparing plans ...") if err.is_terminal else nullcontext():
+            result = explain(
+                space,
+                outcome,
+                current=loaded.current,
+                assumptions=loaded.assumptions,
+                noise=share,
+                with_sensitivity=sensitivity,
+            )
+    except TrimtabError as error:
+        # The planner knows keys of trimtab's own form only; which file they stand in is known here.
+        if error.where is None or not error.where.startswith(str(file)):
+            own = loaded.dialect == "trimtab" and error.where is not None
+            error.where = f"{file}: {error.where}" if own else str(file)
+        raise
     settings = loaded.settings(result.best)
     _write_pictures(result, settings, loaded, report, svg, searched)
     _show(result, settings, loaded, form, searched, share)
@@ -120,11 +128,6 @@ def plan(
         _write_to(output, loaded, settings)
     if apply:
         _apply(loaded, settings)
-
-
-class _nothing:  # noqa: N801 - reads as a context that does nothing
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
 
 
 def _show(result: Answer, settings: Settings, loaded: Loaded, form: PlanFormat, searched: float, noise: float) -> None:

@@ -1,0 +1,24 @@
+"""`make bench`: every table of this folder. `python -m bench placement` prints one of them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import sys
+
+TABLES = ("placement", "startup")
+
+
+def main() -> None:
+    wanted = sys.argv[1:] or TABLES
+    unknown = [name for name in wanted if name not in TABLES]
+    if unknown:
+        sys.exit(f"no bench is called {', '.join(unknown)}; there are: {', '.join(TABLES)}")
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
+    for name in wanted:
+        importlib.import_module(f"bench.{name}").main()
+        print()
+
+
+main()

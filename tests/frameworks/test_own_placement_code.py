@@ -1,0 +1,162 @@
+"""What is written for RLinf and verl is given to their own placement code, in environments of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dialect_plans import DATA, composed, plan_of, profile_of
+from trimtab.formats import rlinf, verl, write_back
+from trimtab.formats.hydra_config import compose
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.frameworks
+
+REASONING = """\
+cluster: {{num_nodes: {nodes}, num_gpus_per_node: 8, component_placement: {{"actor,rollout,reward": all}}}}
+algorithm: {{group_size: 8, n_minibatches: 4, recompute_logprobs: {recompute}, normalize_advantages: true}}
+data: {{rollout_batch_size: 512}}
+rollout: {{tensor_parallel_size: 2, pipeline_parallel_size: 1}}
+actor: {{model: {{tensor_model_parallel_size: 2, pipeline_model_parallel_size: 1}}}}
+profile_data: {{actor_cost: 95.7, inference_cost: 30.8, rollout_cost: 59.9}}
+"""
+VERL = [
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    "data.train_batch_size=1024",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=256",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
+]
+TRAINING = "old_log_prob ref update_actor"
+SECONDS = {"rollout": {16: 60.0}, "old_log_prob": {16: 10.0}, "ref": {16: 9.0}, "update_actor": {16: 40.0}}
+
+
+def ask(environment: str, script: str, cases: list[Any]) -> list[dict[str, Any]]:
+    python = ROOT / environment / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"there is no {environment}: run tools/make-framework-envs")
+    done = subprocess.run(
+        [python, Path(__file__).parent / script],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
+    line = next((text for text in done.stdout.splitlines() if text.startswith("ANSWERS")), None)
+    assert line is not None, done.stderr[-2000:]
+    answers: list[dict[str, Any]] = json.loads(line.removeprefix("ANSWERS"))
+    return answers
+
+
+def in_rlinf(folder: Path, text: str, groups: dict[str, range], nodes: int, embodied: bool = False) -> dict[str, Any]:
+    """The case for RLinf of a plan written into the user's file and read back."""
+    job = composed(folder, text)
+    settings = rlinf.read(job, None).settings(plan_of(groups, total=8 * nodes))
+    write_back.apply(job.path, settings, job.literal, job.states)
+    config = compose(job.path).config
+    return {"config": config, "nodes": nodes, "gpus_per_node": 8, "embodied": embodied}
+
+
+def test_rlinf_accepts_what_is_written_and_places_each_component_on_the_planned_gpus(tmp_path: Path) -> None:
+    one, two = (REASONING.format(nodes=n, recompute="true") for n in (1, 2))
+    plain = REASONING.format(nodes=1, recompute="false")
+    plans: list[tuple[str, dict[str, range], int, str]] = [
+        (one, {"rollout inference actor": range(8)}, 1, "COLLOCATED"),
+        (one, {"rollout": range(4), "inference": range(4, 6), "actor": range(6, 8)}, 1, "DISAGGREGATED"),
+        (two, {"rollout inference actor": range(16)}, 2, "COLLOCATED"),
+        (two, {"rollout": range(6), "inference": range(6, 8), "actor": range(8, 16)}, 2, "DISAGGREGATED"),
+        (plain, {"rollout actor": range(8)}, 1, "COLLOCATED"),
+        (plain, {"rollout": range(4), "actor": range(4, 8)}, 1, "DISAGGREGATED"),
+    ]
+    cases = []
+    for index, (text, groups, nodes, _) in enumerate(plans):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        cases.append(in_rlinf(folder, text, groups, nodes))
+    for (_, groups, _, mode), answer in zip(plans, ask(".venv-rlinf", "rlinf_places.py", cases), strict=True):
+        assert "error" not in answer, answer
+        assert answer["mode"] == mode
+        expected = {name: list(gpus) for names, gpus in groups.items() for name in names.split()}
+        if mode == "COLLOCATED":
+            expected.pop("inference", None)  # the actor's own workers do it
+        assert answer["ranks"] == {**expected, "reward": expected["rollout"]}
+
+
+def test_rlinf_accepts_every_grouping_of_the_embodied_form(tmp_path: Path) -> None:
+    text = (DATA / "rlinf_embodied.yaml").read_text()
+    plans = [
+        {"env rollout actor": range(8)},
+        {"env rollout": range(4), "actor": range(4, 8)},
+        {"env": range(4), "rollout actor": range(4, 8)},
+        {"env": range(2), "rollout": range(2, 5), "actor": range(5, 8)},
+    ]
+    cases = []
+    for index, groups in enumerate(plans):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        cases.append(in_rlinf(folder, text, groups, 1, embodied=True))
+    for groups, answer in zip(plans, ask(".venv-rlinf", "rlinf_places.py", cases), strict=True):
+        assert answer == {
+            "mode": "HYBRID",
+            "ranks": {name: list(gpus) for names, gpus in groups.items() for name in names.split()},
+        }
+
+
+def test_rlinf_refuses_the_placements_that_trimtab_refuses_to_read() -> None:
+    bad = [
+        {"actor": "0-4", "rollout": "4-7", "reward": "0-3"},
+        {"actor": "0-3", "rollout": "4-9", "reward": "0-3"},
+        {"actor": "0-3", "rollout": "7-4", "reward": "0-3"},
+        {"actor": "0-3", "rollout": "6,5", "reward": "0-3"},
+        {"actor": "0-3", "rollout": "4-7:0-2", "reward": "0-3"},
+        {"actor": "0,2", "rollout": "4-7", "reward": "0-3"},
+    ]
+    base = {"actor": {"model": {}}, "rollout": {}, "algorithm": {"recompute_logprobs": False}}
+    cases = [
+        {"config": {**base, "cluster": {"component_placement": p}}, "nodes": 1, "gpus_per_node": 8, "embodied": False}
+        for p in bad
+    ]
+    assert all("error" in answer for answer in ask(".venv-rlinf", "rlinf_places.py", cases))
+
+
+def test_verl_makes_the_planned_pools_from_the_overrides() -> None:
+    separate = ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=1")
+    reward = ("reward.reward_model.enable=true",)
+    teacher = ("distillation.enabled=true", "distillation.nnodes=1")
+    cases: list[tuple[tuple[str, ...], dict[str, float], dict[str, range], dict[str, list[int]], list[int]]] = [
+        ((), {}, {f"rollout {TRAINING}": range(16)}, {"global_pool": [8, 8]}, []),
+        ((), {}, {f"rollout {TRAINING}": range(4)}, {"global_pool": [4]}, []),
+        (separate, {}, {TRAINING: range(8), "rollout": range(8, 24)}, {"global_pool": [8]}, [8, 8]),
+        (
+            reward,
+            {"reward": 8.0},
+            {f"rollout {TRAINING}": range(8), "reward": range(8, 12)},
+            {"global_pool": [8], "reward_pool": [4]},
+            [],
+        ),
+        (reward, {"reward": 8.0}, {f"rollout reward {TRAINING}": range(16)}, {"global_pool": [8, 8]}, []),
+        (
+            teacher,
+            {"teacher": 8.0},
+            {f"rollout {TRAINING}": range(16), "teacher": range(16, 24)},
+            {"global_pool": [8, 8], "teacher_pool": [8]},
+            [],
+        ),
+    ]
+    lines = []
+    for overrides, extra, groups, _, _ in cases:
+        profile = profile_of({**SECONDS, **{name: {8: seconds} for name, seconds in extra.items()}})
+        loaded = verl.read(compose(DATA / "verl_sync.yaml", overrides), profile)
+        lines.append([*VERL, *overrides, *write_back.overrides(loaded.settings(plan_of(groups, total=24)))])
+    for case, answer in zip(cases, ask(".venv-verl", "verl_pools.py", lines), strict=True):
+        assert "error" not in answer, answer
+        assert answer["pools"] == case[3]
+        assert answer["rollout"] == case[4]
+    bad = [*VERL, "trainer.n_gpus_per_node=7"]
+    assert "divisible" in ask(".venv-verl", "verl_pools.py", [bad])[0]["error"]

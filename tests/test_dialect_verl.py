@@ -1,0 +1,175 @@
+"""verl configs and a profile become jobs with verl's pools; plans become its keys."""
+
+from __future__ import annotations
+
+import pytest
+
+from dialect_plans import DATA, plan_of, profile_of
+from trimtab.formats import verl
+from trimtab.formats.dialect import Loaded
+from trimtab.formats.hydra_config import compose
+from trimtab.model.errors import InfeasibleError, InputError
+
+SECONDS = {
+    "rollout": {16: 60.0},
+    "old_log_prob": {16: 10.0},
+    "ref": {16: 9.0},
+    "update_actor": {16: 40.0},
+}
+TRAINING = "old_log_prob ref update_actor"
+SEPARATE = ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=1")
+REWARD_MODEL = ("reward.reward_model.enable=true",)
+
+
+def load(*overrides: str, extra: dict[str, dict[int, float]] | None = None) -> Loaded:
+    return verl.read(compose(DATA / "verl_sync.yaml", overrides), profile_of({**SECONDS, **(extra or {})}))
+
+
+def groupings(loaded: Loaded) -> list[set[frozenset[str]]]:
+    assert loaded.rules is not None
+    return [{group.components for group in grouping} for grouping in loaded.rules.groupings]
+
+
+def test_only_measured_components_are_in_the_workflow_in_verls_order() -> None:
+    workflow = load(extra={"values": {16: 5.0}, "update_critic": {16: 12.0}}).job.workflow
+    assert workflow.names == ("rollout", "old_log_prob", "ref", "values", "update_critic", "update_actor")
+    assert workflow.component("ref").after == ("rollout",)
+    assert workflow.component("update_actor").after == ("old_log_prob", "ref", "values")
+    assert workflow.weight_sync is not None
+    assert (workflow.weight_sync.source, workflow.weight_sync.target) == ("update_actor", "rollout")
+    assert workflow.staleness == 0
+    assert workflow.batches == 1024
+
+
+def test_in_sync_mode_everything_shares_one_pool_of_whole_nodes() -> None:
+    loaded = load()
+    assert groupings(loaded) == [{frozenset(SECONDS)}]
+    assert loaded.rules is not None
+    assert loaded.rules.whole_nodes
+    assert loaded.rules.groupings[0][0].sizes == (2, 4, 8, 16)  # rollout by 2, and the batch divides by all GPUs
+    assert any("separate_async" in a for a in loaded.assumptions)
+    settings = loaded.settings(plan_of({f"rollout {TRAINING}": range(8)}, total=16))
+    assert settings.values == {"trainer.nnodes": 1, "trainer.n_gpus_per_node": 8}
+    assert settings.block == "trainer:\n  nnodes: 1\n  n_gpus_per_node: 8\n"
+
+
+def test_a_rollout_apart_from_a_sync_config_is_refused_because_it_would_change_the_algorithm() -> None:
+    with pytest.raises(InputError, match="verl cannot run this plan"):
+        load().settings(plan_of({"rollout": range(8), TRAINING: range(8, 16)}, total=16))
+
+
+def test_in_separate_mode_the_rollout_has_a_pool_and_streams_with_stale_weights() -> None:
+    loaded = load(*SEPARATE)
+    assert loaded.job.cluster.gpus == 24
+    assert groupings(loaded) == [{frozenset(["rollout"]), frozenset(TRAINING.split())}]
+    assert loaded.job.workflow.staleness == 1
+    assert loaded.job.workflow.component("update_actor").granularity == 256
+    settings = loaded.settings(plan_of({TRAINING: range(8), "rollout": range(8, 24)}, total=24))
+    assert settings.values == {
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": 8,
+        "actor_rollout_ref.rollout.nnodes": 2,
+        "actor_rollout_ref.rollout.n_gpus_per_node": 8,
+    }
+
+
+def test_one_step_off_and_fully_async_use_the_rollout_section() -> None:
+    pool = ("+rollout.nnodes=1", "+rollout.n_gpus_per_node=8")
+    one_step = load(*pool)
+    assert (one_step.job.workflow.staleness, one_step.job.workflow.component("update_actor").granularity) == (1, None)
+    fully = load(*pool, "+async_training.staleness_threshold=0.5", "+async_training.require_batches=2")
+    assert (fully.job.workflow.staleness, fully.job.workflow.component("update_actor").granularity) == (1, 512)
+    values = fully.settings(plan_of({TRAINING: range(16), "rollout": range(16, 24)}, total=24)).values
+    assert values["rollout.nnodes"] == 1
+    assert values["trainer.nnodes"] == 2
+
+
+def test_a_reward_without_a_model_runs_on_cpus() -> None:
+    assert load(extra={"reward": {16: 3.0}}).job.workflow.component("reward").cpu_seconds == 3.0
+
+
+def test_a_reward_model_may_share_or_have_its_own_pool() -> None:
+    loaded = load(*REWARD_MODEL, extra={"reward": {16: 8.0}})
+    everything = frozenset([*SECONDS, "reward"])
+    assert groupings(loaded) == [{everything}, {frozenset(SECONDS), frozenset(["reward"])}]
+    apart = loaded.settings(plan_of({f"rollout {TRAINING}": range(8), "reward": range(8, 12)}, total=16)).values
+    assert apart["reward.reward_model.enable_resource_pool"] is True
+    assert (apart["reward.reward_model.nnodes"], apart["reward.reward_model.n_gpus_per_node"]) == (1, 4)
+    shared = loaded.settings(plan_of({f"rollout reward {TRAINING}": range(16)}, total=16)).values
+    assert shared["reward.reward_model.enable_resource_pool"] is False
+
+
+def test_beside_a_separate_rollout_a_reward_model_must_be_apart() -> None:
+    pool = ("reward.reward_model.enable_resource_pool=true", "reward.reward_model.nnodes=1")
+    loaded = load(*SEPARATE, *REWARD_MODEL, *pool, extra={"reward": {8: 8.0}})
+    assert groupings(loaded) == [{frozenset(["rollout"]), frozenset(TRAINING.split()), frozenset(["reward"])}]
+
+
+def test_a_teacher_always_has_its_own_pool() -> None:
+    loaded = load("distillation.nnodes=1", extra={"teacher": {8: 8.0}})
+    assert groupings(loaded) == [{frozenset(SECONDS), frozenset(["teacher"])}]
+    values = loaded.settings(plan_of({f"rollout {TRAINING}": range(16), "teacher": range(16, 24)}, total=24)).values
+    assert (values["distillation.nnodes"], values["distillation.n_gpus_per_node"]) == (1, 8)
+
+
+def test_megatron_sizes_follow_its_parallel_sizes() -> None:
+    loaded = load(
+        "actor_rollout_ref.actor.strategy=megatron", "+actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4"
+    )
+    assert loaded.job.workflow.component("update_actor").variants[0].multiple_of == 4
+
+
+def test_the_nodes_can_be_stated_where_the_pools_do_not_say() -> None:
+    loaded = load(*SEPARATE, "++trimtab.nodes=3", "++trimtab.gpus_per_node=8")
+    assert [node.gpus for node in loaded.job.cluster.nodes] == [8, 8, 8]
+    with pytest.raises(InputError, match="take GPUs 0-23"):
+        load(*SEPARATE, "++trimtab.nodes=1", "++trimtab.gpus_per_node=8")
+
+
+def test_the_current_pools_follow_one_another() -> None:
+    current = load(*SEPARATE).current
+    assert current is not None
+    assert current.ranks["update_actor"] == tuple(range(16))
+    assert current.ranks["rollout"] == tuple(range(16, 24))
+
+
+def test_a_pool_that_lies_unevenly_on_nodes_is_refused() -> None:
+    with pytest.raises(InputError, match="same number on each"):
+        load().settings(plan_of({f"rollout {TRAINING}": range(6, 14)}, total=16))
+
+
+def test_without_a_profile_the_error_says_how_to_make_one() -> None:
+    with pytest.raises(InputError, match="holds no times") as caught:
+        verl.read(compose(DATA / "verl_sync.yaml"), None)
+    assert "trimtab profile logs" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "what"),
+    [
+        ({"rollout": {8: 1.0}}, "no update_actor"),
+        ({"update_actor": {8: 1.0}, "rollouts": {8: 1.0}}, "did you mean rollouts"),
+    ],
+)
+def test_a_profile_without_what_verl_needs_is_refused(seconds: dict[str, dict[int, float]], what: str) -> None:
+    with pytest.raises(InputError, match=what):
+        verl.read(compose(DATA / "verl_sync.yaml"), profile_of(seconds))
+
+
+def test_waits_are_refused() -> None:
+    with pytest.raises(InputError, match="a wait, not a cost"):
+        verl.read(compose(DATA / "verl_sync.yaml"), profile_of(SECONDS, waits=["rollout"]))
+
+
+def test_a_batch_that_no_pool_divides_is_infeasible_and_says_what() -> None:
+    with pytest.raises(InfeasibleError, match="no number of GPUs suits"):
+        load(
+            "data.train_batch_size=3",
+            "actor_rollout_ref.rollout.n=1",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=8",
+        )
+
+
+def test_an_unknown_mode_is_an_error() -> None:
+    with pytest.raises(InputError, match="no trainer mode"):
+        load("trainer.v1.trainer_mode=magic")

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trimtab.formats import logs, logs_gpus
+from trimtab.model.errors import InputError
+from trimtab.model.profile import Profile
+
+DATA = Path(__file__).parent / "data" / "logs"
+ROOT = Path(__file__).parent.parent
+SIXTEEN = logs_gpus.from_words(["16"])
+
+
+def timings(step: int, gen: float = 60.0, **more: float) -> dict[str, float]:
+    values = {"gen": gen, "old_log_prob": 15.0, "adv": 0.5, "update_actor": 95.0, "update_weights": 4.0, **more}
+    values.setdefault("step", sum(values.values()))
+    return {f"timing_s/{name}": value for name, value in values.items()}
+
+
+def jsonl(path: Path, steps: list[tuple[int, dict[str, float]]]) -> Path:
+    path.write_text("".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in steps))
+    return path
+
+
+def read(path: Path, **options: object) -> Profile:
+    return logs.read([path], facts=SIXTEEN, **options)  # type: ignore[arg-type]
+
+
+def seconds(profile: Profile, name: str) -> float:
+    component = profile.component(name)
+    assert component is not None
+    return component.seconds[0][1]
+
+
+def notes(profile: Profile) -> str:
+    return "\n".join(profile.notes)
+
+
+def test_the_file_logger_is_read_into_components() -> None:
+    profile = read(ROOT / "examples/logs/verl.jsonl")
+    assert profile.source == "verl"
+    assert [component.name for component in profile.components] == [
+        "rollout", "reward", "old_log_prob", "ref", "update_actor", "weight_sync",
+    ]  # fmt: skip
+    assert seconds(profile, "rollout") == pytest.approx(62.09, abs=0.01)
+    assert all(component.steps == 12 and not component.waits for component in profile.components)
+
+
+def test_console_lines_under_ray_are_read_with_colours_wrappers_and_a_restart() -> None:
+    profile = logs.read(
+        [DATA / "verl_console.log"], facts=logs_gpus.from_words(["rollout=8", "trainer=4", "reward=1"]), kind="H100"
+    )
+    by_name = {component.name: component.seconds[0][0] for component in profile.components}
+    assert by_name == {"rollout": 8, "reward": 1, "old_log_prob": 4, "ref": 4, "update_actor": 4, "weight_sync": 8}
+    assert all(component.kind == "H100" and component.steps == 7 for component in profile.components)
+    assert "restart" in notes(profile)
+    assert "cut off" in notes(profile)
+
+
+def test_warm_up_is_dropped_after_every_start(tmp_path: Path) -> None:
+    steps = [(n, timings(n, gen=500.0 if n < 3 else 60.0)) for n in range(1, 7)]
+    steps += [(n, timings(n, gen=900.0 if n < 6 else 61.0)) for n in range(4, 9)]
+    profile = read(jsonl(tmp_path / "run.jsonl", steps))
+    rollout = profile.component("rollout")
+    assert rollout is not None
+    assert rollout.steps == 7
+    assert 60.0 <= rollout.seconds[0][1] <= 61.0
+    assert "goes back once" in notes(profile)
+
+
+def test_a_run_of_nothing_but_warm_up_is_refused(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "run.jsonl", [(1, timings(1)), (2, timings(2))])
+    with pytest.raises(InputError, match="all 2 steps are warm-up"):
+        read(path)
+    assert "are few" in notes(read(path, warmup=0))
+
+
+def test_advantages_count_with_the_actor_and_periodic_work_with_nobody(tmp_path: Path) -> None:
+    steps = [(n, timings(n, **({"save_checkpoint": 50.0, "testing": 30.0} if n == 4 else {}))) for n in range(1, 8)]
+    profile = read(jsonl(tmp_path / "run.jsonl", steps))
+    assert seconds(profile, "update_actor") == pytest.approx(95.5)
+    assert profile.component("save_checkpoint") is None
+    assert "fell into 1 step" in notes(profile)
+    assert "an iteration took 174.5 s" in notes(profile)
+
+
+@pytest.mark.parametrize(
+    ("timer", "mode"),
+    [
+        ("generate_async", "one_step_off"),
+        ("sync_rollout_weights", "one_step_off"),
+        ("wait_for_enough_samples", "fully_async"),
+        ("timing_s/param_sync", "fully_async"),
+        ("switch_wait", "separate_async"),
+    ],
+)
+def test_the_wait_for_samples_of_an_asynchronous_run_is_no_cost(tmp_path: Path, timer: str, mode: str) -> None:
+    steps = [(n, {**timings(n), f"timing_s/{timer}": 5.0}) for n in range(1, 8)]
+    profile = read(jsonl(tmp_path / "run.jsonl", steps))
+    rollout, actor = profile.component("rollout"), profile.component("update_actor")
+    assert rollout is not None
+    assert actor is not None
+    assert rollout.waits
+    assert not actor.waits
+    assert mode in notes(profile)
+
+
+def test_a_drift_of_the_answers_is_told_from_a_drift_of_the_cost(tmp_path: Path) -> None:
+    steps = []
+    for n in range(1, 13):
+        length = 1000.0 + 50.0 * n
+        tokens = {
+            "response_length/mean": length,
+            "prompt_length/mean": 200.0,
+            "perf/total_num_tokens": 10 * (length + 200),
+        }
+        steps.append((n, {**timings(n, gen=length / 20), **tokens}))
+    profile = read(jsonl(tmp_path / "run.jsonl", steps))
+    rollout = profile.component("rollout")
+    assert rollout is not None
+    assert rollout.seconds_per_1k_tokens == pytest.approx(5.0)
+    assert "cost per token +0%" in notes(profile)
+
+
+def test_tokens_come_from_the_time_per_token_where_totals_are_missing(tmp_path: Path) -> None:
+    steps = [(n, {**timings(n), "timing_per_token_ms/gen": 0.06}) for n in range(1, 8)]
+    rollout = read(jsonl(tmp_path / "run.jsonl", steps)).component("rollout")
+    assert rollout is not None
+    assert rollout.seconds_per_1k_tokens == pytest.approx(0.06)
+
+
+def test_the_same_run_from_two_loggers_counts_once(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "run.jsonl", [(n, timings(n, gen=50.0 + n)) for n in range(1, 9)])
+    profile = logs.read([path, path], facts=SIXTEEN)
+    assert profile.components[0].steps == 6
+    assert "counted once" in notes(profile)
+
+
+def test_scores_of_a_step_in_a_line_of_their_own_are_no_second_step(tmp_path: Path) -> None:
+    steps = []
+    for n in range(1, 7):
+        steps += [(n, timings(n)), (n, {"val-core/acc": 0.5})]
+    assert read(jsonl(tmp_path / "run.jsonl", steps)).components[0].steps == 4
+
+
+def test_a_cut_off_last_line_is_left_out(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "run.jsonl", [(n, timings(n)) for n in range(1, 6)])
+    path.write_text(path.read_text() + '{"step":6,"data":{"timing_s/gen":1')
+    profile = read(path)
+    assert profile.components[0].steps == 3
+    assert "cut off" in notes(profile)
+
+
+def test_a_component_that_ran_now_and_then_says_so(tmp_path: Path) -> None:
+    steps = [(n, timings(n, **({"ref": 14.0} if n % 2 else {}))) for n in range(1, 9)]
+    profile = read(jsonl(tmp_path / "run.jsonl", steps))
+    assert seconds(profile, "ref") == 14.0
+    assert "ref ran in 3 of 6 steps" in notes(profile)
+
+
+def test_a_component_without_time_is_left_out(tmp_path: Path) -> None:
+    profile = read(jsonl(tmp_path / "run.jsonl", [(n, timings(n, reward=0.0)) for n in range(1, 6)]))
+    assert profile.component("reward") is None
+    assert "reward took no time" in notes(profile)
+
+
+def test_gpu_counts_are_never_guessed(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "run.jsonl", [(n, timings(n)) for n in range(1, 6)])
+    with pytest.raises(InputError, match="on how many GPUs") as error:
+        logs.read([path])
+    assert "--gpus" in str(error.value)
+    with pytest.raises(InputError, match="update_actor"):
+        logs.read([path], facts=logs_gpus.from_words(["rollout=8"]))
+    with pytest.raises(InputError, match="did you mean rollout"):
+        logs.read([path], facts=logs_gpus.from_words(["8", "rolout=8"]))
+
+
+@pytest.mark.parametrize("word", ["0", "-1", "many", "=8", "rollout=", "rollout=x", "1e3", "99999999999"])
+def test_a_wrong_count_is_told(word: str) -> None:
+    with pytest.raises(InputError, match="no count of GPUs"):
+        logs_gpus.from_words([word])
+
+
+def test_the_configuration_gives_the_counts(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "run.jsonl", [(n, timings(n)) for n in range(1, 6)])
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "trainer: {nnodes: 2, n_gpus_per_node: 8}\nactor_rollout_ref: {rollout: {nnodes: 1, n_gpus_per_node: 4}}\n"
+    )
+    profile = logs.read([path], config=config)
+    assert {component.name: component.seconds[0][0] for component in profile.components} == {
+        "rollout": 4, "old_log_prob": 16, "update_actor": 16, "weight_sync": 16,
+    }  # fmt: skip
+    over = logs.read([path], config=config, facts=logs_gpus.from_words(["rollout=2"]))
+    assert over.components[0].seconds[0][0] == 2
+
+
+def test_the_configuration_tells_an_asynchronous_mode(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "run.jsonl", [(n, timings(n)) for n in range(1, 6)])
+    config = tmp_path / "config.yaml"
+    config.write_text("trainer: {nnodes: 1, n_gpus_per_node: 8, v1: {trainer_mode: colocate_async}}\n")
+    assert logs.read([path], config=config).components[0].waits
+
+
+def test_a_configuration_without_literal_counts_is_told(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "run.jsonl", [(n, timings(n)) for n in range(1, 6)])
+    config = tmp_path / "config.yaml"
+    config.write_text("trainer: {nnodes: '${oc.env:NODES}', n_gpus_per_node: 8}\n")
+    with pytest.raises(InputError, match=r"trainer\.nnodes") as error:
+        logs.read([path], config=config)
+    assert str(config) in str(error.value)
