@@ -37,7 +37,7 @@ SMALL = 96
 """A box of so many plans is simulated whole instead of being split further."""
 
 ROWS = 512
-CELLS = 2_000_000
+CELLS = 500_000
 """Plans simulated in one call, and (plan, batch) pairs: bounds the memory."""
 
 EFFORT = 2_000_000_000
@@ -112,6 +112,8 @@ class _Hunt:
         self._rows = max(1, min(ROWS, CELLS // units))
         self.best: Found | None = None
         self._beat = beat
+        # Boxes with nothing better than the best, in which there may be plans as fast: (bound, box).
+        self._tied: list[tuple[float, Box]] = []
         self._tables = list({id(table): table for g in groupings for table in g.tables}.values())
         number = {id(table): index for index, table in enumerate(self._tables)}
         self._members = [[number[id(table)] for table in g.tables] for g in groupings]
@@ -125,8 +127,13 @@ class _Hunt:
 
     @property
     def ceiling(self) -> float:
-        """What a plan must stay below to matter."""
+        """What a plan must stay below to be better than what is known."""
         return min(self._beat, self.best.seconds if self.best else np.inf)
+
+    @property
+    def hopeless(self) -> float:
+        """The bound from which on a box holds nothing better, and nothing as fast either."""
+        return self.best.seconds * (1 + TIE) if self.best and self.best.seconds < self._beat else self.ceiling
 
     # -- bounds -------------------------------------------------------------------------------------------------
 
@@ -150,8 +157,8 @@ class _Hunt:
         return bound + sync
 
     def _least_sizes(self, ceiling: float) -> list[int]:
-        """For each table the index of the least size that can still beat the ceiling (its length where none can)."""
-        return [int(np.count_nonzero(bound >= ceiling * BEATS)) for bound in self._bounds]
+        """For each table the index of the least size that may stay within the ceiling (its length where none does)."""
+        return [int(np.count_nonzero(bound > ceiling)) for bound in self._bounds]
 
     # -- the search ---------------------------------------------------------------------------------------------
 
@@ -162,7 +169,7 @@ class _Hunt:
         self._climb()
         queue: list[tuple[float, int, int, Indices, Indices]] = []
         numbers = itertools.count()
-        least = self._least_sizes(self.ceiling)
+        least = self._least_sizes(self.hopeless)
         boxes: list[Box] = []
         for g in alive:
             tables = [self._tables[t] for t in self._members[g]]
@@ -172,7 +179,7 @@ class _Hunt:
         floor = np.inf
         while boxes or queue:
             for (g, low, high), bound in zip(boxes, self._corners(boxes), strict=True):
-                if bound < self.ceiling * BEATS:
+                if bound <= self.hopeless:
                     heapq.heappush(queue, (bound, next(numbers), g, low, high))
             boxes = []
             if self._effort > self.limit:
@@ -181,22 +188,21 @@ class _Hunt:
             before = self.ceiling
             opened: list[Box] = []
             while queue and len(opened) < BATCH:
-                bound, _, g, low, high = heapq.heappop(queue)
-                if bound >= self.ceiling * BEATS:
+                if queue[0][0] >= self.ceiling * BEATS:
+                    self._tied.extend((bound, (g, low, high)) for bound, _, g, low, high in queue)
                     queue.clear()
                     break
+                _, _, g, low, high = heapq.heappop(queue)
                 opened.append((g, low, high))
             self._try_inside(opened)
             if self.ceiling < before:
-                least = self._least_sizes(self.ceiling)
-            for g, low, high in opened:
-                if not self._check_nodes and self._affordable(g, high):
-                    continue  # nothing in it beats its corner, which has just been tried
-                for child_low, child_high in self._split(g, low, high):
-                    raised = tuple(max(a, least[t]) for a, t in zip(child_low, self._members[g], strict=True))
-                    box = self._tighten(g, raised, child_high)
-                    if box:
-                        boxes.append((g, *box))
+                least = self._least_sizes(self.hopeless)
+            opened = self._drop_settled(opened)
+            for g, low, high in self._branch(opened):
+                raised = tuple(max(a, least[t]) for a, t in zip(low, self._members[g], strict=True))
+                box = self._tighten(g, raised, high)
+                if box:
+                    boxes.append((g, *box))
             boxes = self._finish_small(boxes)
         if self.space.truncated and self.best:
             return min(floor, self._relaxed_floor(alive))
@@ -241,7 +247,7 @@ class _Hunt:
         # A grouping that is impossible one level lower takes longer than that level.
         longer_than = np.append(levels, np.inf)[np.maximum(level - 1, 0)]
         longer_than[level == 0] = 0.0
-        return [g for g, least in zip(alive, longer_than, strict=True) if least < self.ceiling * BEATS]
+        return [g for g, least in zip(alive, longer_than, strict=True) if least <= self.hopeless]
 
     def _climb(self) -> None:
         """Improve the best plan by moving GPUs between its groups, as long as that helps."""
@@ -289,11 +295,51 @@ class _Hunt:
             for table, a, b in zip(tables, low, high, strict=True)
         )
 
+    def _drop_settled(self, boxes: list[Box]) -> list[Box]:
+        """The boxes without those whose corner is a plan itself: nothing in them beats it, and it has been tried."""
+        if self._check_nodes:
+            return boxes
+        left = []
+        for box, bound in zip(boxes, self._corners(boxes), strict=True):
+            if not self._affordable(box[0], box[2]):
+                left.append(box)
+            elif bound <= self.hopeless:
+                self._tied.append((float(bound), box))
+        return left
+
     def _affordable(self, g: int, at: Indices) -> bool:
         need = dict.fromkeys(self.space.budgets, 0)
         for table, index in zip(self.groupings[g].tables, at, strict=True):
             need[table.kind] += table.sizes[index]
         return all(need[kind] <= budget for kind, budget in self.space.budgets.items())
+
+    def _branch(self, boxes: list[Box]) -> list[Box]:
+        """Smaller boxes that hold every plan of these that can still beat the best.
+
+        The lower half of each side is bounded first. Sides whose lower half is hopeless are all cut at once; only
+        where none is, the box is split in two, across the side whose lower half promises least.
+        """
+        asked: list[tuple[int, int]] = []
+        corners: list[tuple[int, Indices]] = []
+        for number, (g, low, high) in enumerate(boxes):
+            for j, (a, b) in enumerate(zip(low, high, strict=True)):
+                if a < b:
+                    asked.append((number, j))
+                    corners.append((g, (*high[:j], (a + b + 1) // 2 - 1, *high[j + 1 :])))
+        halves: list[list[tuple[float, int]]] = [[] for _ in boxes]
+        for (number, j), bound in zip(asked, self._simulate(corners) if corners else (), strict=True):
+            halves[number].append((float(bound), j))
+        smaller: list[Box] = []
+        for (g, low, high), sides in zip(boxes, halves, strict=True):
+            hopeless = {j for bound, j in sides if bound > self.hopeless}
+            middle = [(a + b + 1) // 2 for a, b in zip(low, high, strict=True)]
+            if hopeless:
+                smaller.append((g, tuple(middle[j] if j in hopeless else a for j, a in enumerate(low)), high))
+            elif sides:
+                _, cut = max(sides)
+                smaller.append((g, (*low[:cut], middle[cut], *low[cut + 1 :]), high))
+                smaller.append((g, low, (*high[:cut], middle[cut] - 1, *high[cut + 1 :])))
+        return smaller
 
     def _split(self, g: int, low: Indices, high: Indices) -> list[tuple[Indices, Indices]]:
         """Two halves of a box, cut across the group whose time it leaves most open."""
@@ -314,13 +360,19 @@ class _Hunt:
         """Simulate every plan that matters of small boxes; the other boxes are returned."""
         large: list[Box] = []
         plans: list[tuple[int, Indices]] = []
-        for g, low, high in boxes:
-            inside = self._points(g, low, high)
+        small: list[tuple[Box, slice]] = []
+        for box in boxes:
+            inside = self._points(*box)
             if inside is None:
-                large.append((g, low, high))
-            else:
-                plans.extend((g, at) for at in inside)
-        self._try(plans)
+                large.append(box)
+            elif inside:
+                small.append((box, slice(len(plans), len(plans) + len(inside))))
+                plans.extend((box[0], at) for at in inside)
+        seconds = self._try(plans)
+        for box, mine in small:
+            least = float(seconds[mine].min())
+            if least <= self.hopeless:
+                self._tied.append((least, box))
         return large
 
     def _points(self, g: int, low: Indices, high: Indices) -> list[Indices] | None:
@@ -401,15 +453,18 @@ class _Hunt:
             plans.append((g, at))
         self._try(plans)
 
-    def _try(self, plans: list[tuple[int, Indices]]) -> None:
-        """Simulate plans and keep the best."""
+    def _try(self, plans: list[tuple[int, Indices]]) -> Floats:
+        """Simulate plans and keep the best; their seconds (bounds where configurations are contested)."""
         if not plans:
-            return
-        for seconds, (g, at) in zip(self._simulate(plans), plans, strict=True):
-            if seconds < self.ceiling:
-                found = self._settle(g, at, float(seconds))
+            return np.empty(0)
+        results = self._simulate(plans)
+        for index in np.flatnonzero(results < self.ceiling):
+            if results[index] < self.ceiling:
+                g, at = plans[index]
+                found = self._settle(g, at, float(results[index]))
                 if found is not None and found.seconds < self.ceiling:
                     self.best = found
+        return results
 
     def _settle(self, g: int, at: Indices, seconds: float) -> Found | None:
         """A plan with its configurations: the fastest combination where memory makes the members choose."""
@@ -428,23 +483,14 @@ class _Hunt:
     def simplest(self, best: Found) -> Found:
         """Among plans as fast as the best: fewest groups, then fewest GPUs, then file order."""
         ceiling = best.seconds * (1 + TIE)
-        least = [int(np.count_nonzero(bound > ceiling)) for bound in self._bounds]
-        for groups in range(1, len(best.sizes) + 1):
-            boxes: list[Box] = []
-            for g, grouping in enumerate(self.groupings):
-                if len(grouping.tables) == groups:
-                    low = tuple(least[t] for t in self._members[g])
-                    box = self._tighten(g, low, tuple(len(table.sizes) - 1 for table in grouping.tables))
-                    if box:
-                        boxes.append((g, *box))
-            winner: Found | None = None
-            for (g, low, high), corner in zip(boxes, self._corners(boxes), strict=True):
-                if corner <= ceiling:
-                    found = self._fewest_gpus(g, low, high, ceiling, sum(winner.sizes) - 1 if winner else None)
-                    winner = found or winner
-            if winner is not None:
-                return winner
-        return best
+        boxes = sorted((len(low), g, low, high) for bound, (g, low, high) in self._tied if bound <= ceiling)
+        winner: Found | None = None
+        for groups, g, low, high in boxes:
+            if winner is not None and groups > len(winner.sizes):
+                break
+            found = self._fewest_gpus(g, low, high, ceiling, sum(winner.sizes) - 1 if winner else None)
+            winner = found or winner
+        return winner or best
 
     def _fewest_gpus(self, g: int, low: Indices, high: Indices, ceiling: float, most: int | None) -> Found | None:
         """The plan of a grouping with fewest GPUs (at most so many) within a time."""

@@ -186,7 +186,8 @@ class Space:
             found = self._configurations([way.front(int(sizes[row])) for way in ways], kind)
             if found:
                 fit[row] = True
-                times[row] = [min(c[k].seconds for c in found) for k in range(len(members))]
+                if not self.truncated:  # otherwise the fastest ways remain, as a bound that holds in any case
+                    times[row] = [min(c[k].seconds for c in found) for k in range(len(members))]
                 contested[int(sizes[row])] = found
         sizes, times = sizes[fit], times[fit]
         if not len(sizes):
