@@ -31,7 +31,7 @@ def random_job(rng: random.Random, components: int, gpus: int, batches: int, sta
     made = []
     for i, name in enumerate(names):
         after = () if i == 0 else tuple(rng.sample(names[:i], k=rng.choice([1, 1, 1, min(2, i)])))
-        on_cpu = 0 < i and rng.random() < 0.12 and components > 2
+        on_cpu = i > 0 and rng.random() < 0.12 and components > 2
         granularity = rng.choice([1, 1, None, 2, 3, 4])
         completion = ((0.5, 0.2), (0.9, 0.5), (1.0, 1.0)) if rng.random() < 0.25 else ()
         common = {

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from jobs import cluster, component, ppo_job, seed_job
 from random_jobs import random_job
-
 from trimtab.model.errors import InfeasibleError, InputError
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, Plan, Rules
 from trimtab.model.workflow import Cluster, GpuCurve, Job, Memory, Node, Variant, WeightSync, Workflow
@@ -128,7 +129,7 @@ def check_plan(job: Job, plan: Plan) -> None:
         bars = sorted(
             (bar.start, bar.end) for bar in plan.timeline if on_gpu.get(bar.component) is group and bar.doing == "run"
         )
-        assert all(a[1] <= b[0] + 1e-6 for a, b in zip(bars, bars[1:], strict=False)), "one at a time on shared GPUs"
+        assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(bars)), "one at a time on shared GPUs"
 
 
 def test_memory_that_does_not_fit_together_keeps_components_apart() -> None:

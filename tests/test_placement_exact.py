@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-import obvious
 import pytest
-from random_jobs import random_job
 
+import obvious
+from random_jobs import random_job
 from trimtab.plan.compare import plan_times
 from trimtab.plan.search import search
 from trimtab.plan.space import Space

@@ -11,8 +11,9 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 import plans_for_pictures as samples
+from trimtab.formats.files import write_text as write
 from trimtab.model.plan import Answer
-from trimtab.ui.report import plan_report, write
+from trimtab.ui.report import plan_report
 from trimtab.ui.timeline import plan_chart, svg
 
 WIDTHS = [400, 960, 1600]

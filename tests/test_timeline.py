@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 import plans_for_pictures as samples
 from trimtab.model.plan import Plan
+from trimtab.model.ranks import ranks_text
 from trimtab.ui.chart import Chart, Mark, Row, Stretch, gaps, joined
-from trimtab.ui.lettering import duration, escape, fit, ranks, share, text_width, ticks, wrap
+from trimtab.ui.lettering import duration, escape, fit, share, text_width, ticks, wrap
 from trimtab.ui.timeline import JOIN_PX, plan_chart, svg
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -343,4 +344,4 @@ def test_durations_read_as_people_write_them(seconds: float, text: str) -> None:
 
 def test_shares_and_ranks_are_short() -> None:
     assert [share(part) for part in (0, 0.05, 0.0512, 0.1234, 1)] == ["0 %", "5 %", "5.1 %", "12 %", "100 %"]
-    assert ranks((0, 1, 2, 5, 8, 9)) == "0-2, 5, 8-9"
+    assert ranks_text((0, 1, 2, 5, 8, 9), ", ") == "0-2, 5, 8-9"

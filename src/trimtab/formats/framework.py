@@ -188,19 +188,6 @@ def node_counts(ranks: Sequence[int], cluster: Cluster, name: str) -> tuple[int,
     return len(counts), counts[0]
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks as people write them: `0`, `0-3`, `0-1,4-5`."""
-    parts: list[str] = []
-    run: list[int] = []
-    for rank in [*sorted(ranks), None]:
-        if run and (rank is None or rank != run[-1] + 1):
-            parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
-            run = []
-        if rank is not None:
-            run.append(rank)
-    return ",".join(parts)
-
-
 def divisors_of_batch(batch: int, model_parallel: int, most: int) -> tuple[int, ...]:
     """GPU counts up to `most` whose data-parallel size divides a batch."""
     return tuple(dp * model_parallel for dp in range(1, most // model_parallel + 1) if batch % dp == 0)

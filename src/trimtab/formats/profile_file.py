@@ -7,15 +7,13 @@ profile to refuse them.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trimtab.formats import yaml_text
+from trimtab.formats import files, yaml_text
 from trimtab.model.errors import InputError, nearest
 from trimtab.model.profile import ComponentProfile, Profile
 
@@ -73,21 +71,7 @@ def as_data(profile: Profile) -> dict[str, Any]:
 
 def write(profile: Profile, path: Path) -> None:
     """Write the profile: the whole file or none of it."""
-    text = yaml_text.dump(as_data(profile))
-    try:
-        handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    except (OSError, ValueError) as error:
-        _unwritable(path, error)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        # mkstemp makes the file private; a profile is shared like any other file of the user's.
-        os.chmod(scratch, _mode(path))
-        os.replace(scratch, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(scratch)
-        _unwritable(path, error)
+    files.write_text(path, yaml_text.dump(as_data(profile)))
 
 
 def merge(profiles: Iterable[Profile]) -> Profile:

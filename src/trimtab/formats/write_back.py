@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from typing import Any, Literal
 from ruamel.yaml import YAML
 from ruamel.yaml.nodes import MappingNode, ScalarNode
 
-from trimtab.formats import yaml_text
+from trimtab.formats import files, yaml_text
 from trimtab.formats.dialect import Settings
 from trimtab.model.errors import InputError
 
@@ -333,24 +332,16 @@ def _override_value(value: Any) -> str:
 
 def _replace_file(target: Path, shown: Path, text: str) -> Path:
     """Backup, then a complete new file put in place of the old one in a single step."""
-    temporary: str | None = None
     backup: Path | None = None
     try:
         if not os.access(target, os.W_OK):
             raise PermissionError(13, "Permission denied")
         backup = _free_backup(shown)
-        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".new", dir=target.parent)
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        shutil.copymode(target, temporary)
         shutil.copy2(target, backup)
-        os.replace(temporary, target)
+        files.replace(target, text)
     except OSError as error:
-        for leftover in (temporary, backup):
-            if leftover is not None:
-                Path(leftover).unlink(missing_ok=True)
+        if backup is not None:
+            backup.unlink(missing_ok=True)
         raise InputError(
             f"{shown} cannot be written: {error.strerror or error}",
             where=str(shown),

@@ -101,17 +101,6 @@ def wrap(text: str, width: float, size: float, *, bold: bool = False) -> list[st
     return [fit(line, width, size, bold=bold) for line in lines]
 
 
-def ranks(numbers: tuple[int, ...]) -> str:
-    """GPU ranks in short: `0-5, 8`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
 def ticks(seconds: float, most: int) -> list[tuple[float, str]]:
     """Round times from 0 to `seconds`, at most `most` of them after 0, with their labels in one fitting unit."""
     if not (seconds > 0 and math.isfinite(seconds)):

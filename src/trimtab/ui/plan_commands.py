@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trimtab.formats.files import write_text
 from trimtab.model.errors import InputError, TrimtabError
 from trimtab.ui.output import Format, answer, err, out
 
@@ -149,7 +150,7 @@ def _write_pictures(
     result: Answer, settings: Settings, loaded: Loaded, report: Path | None, svg: Path | None, searched: float
 ) -> None:
     if report is not None:
-        from trimtab.ui.report import plan_report, write
+        from trimtab.ui.report import plan_report
 
         page = plan_report(
             result,
@@ -159,21 +160,19 @@ def _write_pictures(
             command=shlex.join(["trimtab", *sys.argv[1:]]),
             search_seconds=searched,
         )
-        write(report, page)
+        write_text(report, page)
         err.print(f"report written to {report}")
     if svg is not None:
-        from trimtab.ui.report import write
         from trimtab.ui.timeline import plan_chart
         from trimtab.ui.timeline import svg as draw
 
-        write(svg, draw(plan_chart(result.best, loaded.path.stem)))
+        write_text(svg, draw(plan_chart(result.best, loaded.path.stem)))
         err.print(f"timeline written to {svg}")
 
 
 def _write_to(output: Path, loaded: Loaded, settings: Settings) -> None:
     from trimtab.formats import yaml_text
     from trimtab.formats.write_back import edited, elsewhere
-    from trimtab.ui.report import write
 
     stuck = elsewhere(settings, loaded.literal, loaded.states)
     if stuck:
@@ -182,7 +181,7 @@ def _write_to(output: Path, loaded: Loaded, settings: Settings) -> None:
             where=str(loaded.path),
             hint="give the overrides on the command line of the run instead (--format overrides)",
         )
-    write(output, edited(yaml_text.read_text(loaded.path), settings.values, str(loaded.path)))
+    write_text(output, edited(yaml_text.read_text(loaded.path), settings.values, str(loaded.path)))
     err.print(f"{loaded.path} with the new placement written to {output}")
 
 

@@ -10,20 +10,16 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import os
-import stat
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache
 from importlib import resources
-from pathlib import Path
 
 from trimtab import __version__
-from trimtab.model.errors import InputError
 from trimtab.model.plan import Answer, Placed, Plan, Sensitivity
+from trimtab.model.ranks import ranks_text
 from trimtab.ui import timeline
 from trimtab.ui.chart import Mark
-from trimtab.ui.lettering import duration, escape, escape_block, ranks, share
+from trimtab.ui.lettering import duration, escape, escape_block, share
 
 # A runner-up many times slower must not squeeze the others into a corner: its chart is cut a little beyond theirs.
 _LONGEST_OVER_BEST = 2.5
@@ -66,42 +62,6 @@ def plan_report(
         _foot(answer, command, search_seconds),
     ]
     return "\n".join(part for part in parts if part) + "\n"
-
-
-def write(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file whole or not at all. Raises InputError where that cannot be done."""
-    target = Path(os.path.realpath(path))
-    try:
-        if target.exists() and not stat.S_ISREG(target.stat().st_mode) and not target.is_dir():
-            # A pipe or a terminal has nothing to replace.
-            target.write_text(text, encoding="utf-8")
-            return
-        _replace(target, text)
-    except OSError as fault:
-        raise InputError(
-            f"cannot write {path}: {fault.strerror or fault}",
-            where=str(path),
-            hint="name a file in a folder that exists and that you may write to",
-        ) from None
-
-
-def _replace(target: Path, text: str) -> None:
-    if target.is_dir():
-        raise IsADirectoryError(None, "it is a folder")
-    aside = target.with_name(f".{target.name[:200]}.{os.getpid()}.tmp")
-    try:
-        # Opened as new, so that the user's umask holds, unlike with a temporary file of the library's.
-        with open(aside, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        if target.exists():
-            aside.chmod(stat.S_IMODE(target.stat().st_mode))
-        os.replace(aside, target)
-    except BaseException:
-        with suppress(OSError):
-            aside.unlink()
-        raise
 
 
 @cache
@@ -176,7 +136,7 @@ def _component(plan: Plan, index: int, placed: Placed) -> str:
     else:
         count = len(placed.gpus)
         of = f" of {len(group.gpus)}" if count != len(group.gpus) else ""
-        which = ranks(placed.gpus)
+        which = ranks_text(placed.gpus, ", ")
         # A few ranks stay on one line with their count; a long list of them may break.
         css = ' class="count"' if len(which) < 20 else ""
         gpus = f"<span{css}>{count}{of} <small>{which}</small></span>"

@@ -12,8 +12,9 @@ from functools import cache
 from importlib import resources
 
 from trimtab.model.plan import Bar, Plan
+from trimtab.model.ranks import ranks_text
 from trimtab.ui.chart import Chart, Look, Mark, Row, Span, Stretch, gaps, joined
-from trimtab.ui.lettering import duration, escape, fit, ranks, share, text_width, ticks, wrap
+from trimtab.ui.lettering import duration, escape, fit, share, text_width, ticks, wrap
 
 COLOURS = 8
 JOIN_PX = 0.5
@@ -68,7 +69,7 @@ def plan_chart(
 
 
 def _gpus(numbers: tuple[int, ...]) -> str:
-    return f"GPU{'s' if len(numbers) != 1 else ''} {ranks(numbers)}"
+    return f"GPU{'s' if len(numbers) != 1 else ''} {ranks_text(numbers, ', ')}"
 
 
 def _stretch(plan: Plan, bar: Bar, row_gpus: int) -> Stretch:

@@ -1,0 +1,47 @@
+"""Writing files: whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from trimtab.model.errors import InputError
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file whole or not at all. Raises InputError where that cannot be done."""
+    try:
+        target = Path(os.path.realpath(path))
+        if target.exists() and not stat.S_ISREG(target.stat().st_mode) and not target.is_dir():
+            # A pipe or a terminal has nothing to replace.
+            target.write_text(text, encoding="utf-8")
+            return
+        replace(target, text)
+    except (OSError, ValueError) as fault:
+        raise InputError(
+            f"cannot write {path}: {getattr(fault, 'strerror', None) or fault}",
+            where=str(path),
+            hint="name a file in a folder that exists and that you may write to",
+        ) from None
+
+
+def replace(target: Path, text: str) -> None:
+    """Put a complete new file in place of a regular one, or of none, in a single step. Raises OSError."""
+    if target.is_dir():
+        raise IsADirectoryError(None, "it is a folder")
+    aside = target.with_name(f".{target.name[:200]}.{os.getpid()}.tmp")
+    try:
+        # Opened as new, so that the user's umask holds, unlike with a temporary file of the library's.
+        with open(aside, "x", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if target.exists():
+            aside.chmod(stat.S_IMODE(target.stat().st_mode))
+        os.replace(aside, target)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink()
+        raise
