@@ -103,10 +103,10 @@ def test_a_missing_file_and_a_syntax_error_are_told(tmp_path: Path) -> None:
 
 
 def test_an_unwritable_target_is_told_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError, match="cannot write"):
         profile_file.write(FULL, tmp_path / "no" / "such" / "folder.yaml")
     (tmp_path / "taken").mkdir()
-    with pytest.raises(InputError, match="cannot be written"):
+    with pytest.raises(InputError, match="cannot write"):
         profile_file.write(FULL, tmp_path / "taken")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["taken"]
 

@@ -248,7 +248,7 @@ def test_a_write_that_fails_half_way_keeps_the_old_file(tmp_path: Path, monkeypa
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("trimtab.ui.report.os.fsync", full)
+    monkeypatch.setattr("trimtab.formats.files.os.fsync", full)
     with pytest.raises(InputError, match="No space left"):
         write(target, "new")
     assert target.read_text() == "old"

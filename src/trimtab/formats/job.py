@@ -6,12 +6,22 @@ range. Nothing is guessed: what is not stated is not checked, and the answer say
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from trimtab.formats.dialect import Loaded, Settings
 from trimtab.formats.yaml_text import dump
@@ -51,6 +61,8 @@ def _whole(value: Any) -> Any:
 def _number(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("a number is expected, not true or false")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("a finite number is expected")
     return value
 
 
@@ -60,6 +72,28 @@ Gigabytes = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1e6, allow
 Share = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=100)]
 Points = dict[Count, Seconds]
+
+
+def _form(value: Any) -> str:
+    """Which of its forms a value has, so that an error speaks of that form alone."""
+    if isinstance(value, BaseModel):
+        return "<section>"
+    if isinstance(value, Mapping):
+        counts = all(isinstance(key, int) or (isinstance(key, str) and key.strip().isdecimal()) for key in value)
+        return "<points>" if counts else "<section>"
+    return "<list>" if isinstance(value, list) else "<one>"
+
+
+_Form = Discriminator(_form)
+SecondsForms = Annotated[
+    Annotated[Seconds, Tag("<one>")]
+    | Annotated[Points, Tag("<points>")]
+    | Annotated[dict[Name, Points], Tag("<section>")],
+    _Form,
+]
+GigabytesForms = Annotated[
+    Annotated[Gigabytes, Tag("<one>")] | Annotated[dict[Count, Gigabytes], Tag("<points>")], _Form
+]
 
 
 class _Section(BaseModel):
@@ -80,7 +114,11 @@ class NodeSection(_Section):
 class ClusterSection(_Section):
     """The `cluster` section."""
 
-    nodes: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MOST_GPUS, strict=True)] | list[NodeSection] = 1
+    nodes: Annotated[
+        Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MOST_GPUS, strict=True), Tag("<one>")]
+        | Annotated[list[NodeSection], Tag("<list>")],
+        _Form,
+    ] = 1
     gpus_per_node: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=1024, strict=True)] | None = None
     gpu: Name | None = None
     gpu_memory_gb: Gigabytes | None = None
@@ -91,8 +129,8 @@ class ClusterSection(_Section):
 class MemorySection(_Section):
     """`memory_gb` of a component or variant."""
 
-    active: Gigabytes | Points | None = None
-    resident: Gigabytes | Points = 0.0
+    active: GigabytesForms | None = None
+    resident: GigabytesForms = 0.0
     sharded: Gigabytes | None = None
     per_gpu: Gigabytes | None = None
 
@@ -106,11 +144,13 @@ class MemorySection(_Section):
 class CostSection(_Section):
     """What a component and a variant of it have in common."""
 
-    seconds: Seconds | Points | dict[Name, Seconds | Points] | None = None
+    seconds: SecondsForms | None = None
     gpus: list[Count] | None = None
     multiple_of: Count | None = None
     floor_seconds: Seconds | None = None
-    memory_gb: MemorySection | Gigabytes | None = None
+    memory_gb: (
+        Annotated[Annotated[Gigabytes, Tag("<one>")] | Annotated[MemorySection, Tag("<section>")], _Form] | None
+    ) = None
     host_memory_gb: Gigabytes | None = None
 
 
@@ -123,7 +163,9 @@ class VariantSection(CostSection):
 class ComponentSection(CostSection):
     """One component."""
 
-    after: list[Name] | Name = Field(default_factory=list)
+    after: Annotated[Annotated[list[Name], Tag("<list>")] | Annotated[Name, Tag("<one>")], _Form] = Field(
+        default_factory=list
+    )
     granularity: Count | Literal["all"] = 1
     completion: list[tuple[Share, Share]] | None = None
     switch_seconds: Seconds = 0.0
@@ -433,6 +475,12 @@ def _explained(error: ValidationError, name: str) -> InputError:
         )
     if fault["type"] == "missing":
         return InputError(f"{path[-1]} is missing", where=where, hint="see `trimtab plan --help` for a whole example")
+    if fault["type"].startswith("union_tag"):
+        return InputError(
+            f"{path[-1] if path else 'the file'} has a form that is not known here",
+            where=where,
+            hint="see `trimtab plan --help` for a whole example",
+        )
     message = fault["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     given = fault.get("input")
@@ -443,9 +491,7 @@ def _explained(error: ValidationError, name: str) -> InputError:
 def _is_branch(part: int | str) -> bool:
     """Whether a step of a pydantic location names a type of a union rather than a key of the file."""
     return isinstance(part, str) and (
-        part in {"int", "float", "str", "[key]"}
-        or part.startswith(("dict[", "list[", "constrained-", "function-", "literal[", "lax-or-strict", "tuple["))
-        or part.endswith("Section")
+        part in {"int", "float", "str", "[key]"} or part.startswith(("<", "constrained-", "function-", "literal["))
     )
 
 

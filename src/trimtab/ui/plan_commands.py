@@ -124,11 +124,11 @@ def plan(
         raise
     settings = loaded.settings(result.best)
     _write_pictures(result, settings, loaded, report, svg, searched)
-    _show(result, settings, loaded, form, searched, share)
     if output is not None:
         _write_to(output, loaded, settings)
     if apply:
         _apply(loaded, settings)
+    _show(result, settings, loaded, form, searched, share)
 
 
 def _show(result: Answer, settings: Settings, loaded: Loaded, form: PlanFormat, searched: float, noise: float) -> None:
