@@ -107,14 +107,14 @@ def test_without_recomputed_log_probs_there_is_no_inference(tmp_path: Path) -> N
     assert loaded.job.workflow.names == ("rollout", "actor")
 
 
-def test_a_pipelined_file_without_normalised_advantages_streams_by_mini_batches(tmp_path: Path) -> None:
+def test_separate_plans_stream_by_mini_batches_where_advantages_are_not_normalised(tmp_path: Path) -> None:
     apart = 'rollout: "0-3"\n    inference: "4-5"\n    actor: "6-7"\n    reward: "0-3"'
-    loaded = reasoning(tmp_path, placement=apart, normalize="false")
-    assert [c.granularity for c in loaded.job.workflow.components] == [1, 1, 128]
-    assert any(a.startswith("streaming") for a in loaded.assumptions)
-    for other in (reasoning(tmp_path, placement=apart), reasoning(tmp_path, normalize="false")):
-        assert [c.granularity for c in other.job.workflow.components] == [None, None, None]
-        assert any(a.startswith("no streaming") for a in other.assumptions)
+    for loaded in (reasoning(tmp_path, placement=apart, normalize="false"), reasoning(tmp_path, normalize="false")):
+        assert [c.granularity for c in loaded.job.workflow.components] == [1, 1, 128]
+        assert any(a.startswith("streaming") for a in loaded.assumptions)
+    other = reasoning(tmp_path, placement=apart)
+    assert [c.granularity for c in other.job.workflow.components] == [None, None, None]
+    assert any(a.startswith("no streaming") for a in other.assumptions)
 
 
 def test_the_current_placement_is_read_and_the_actor_does_the_inference_when_shared(tmp_path: Path) -> None:

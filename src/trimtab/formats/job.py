@@ -203,7 +203,7 @@ class JobFile(_Section):
 
 def matches(config: Mapping[str, Any]) -> bool:
     """Whether a file is in trimtab's own form."""
-    return "workflow" in config or not ({"profile_data", "actor_rollout_ref", "policy", "defaults"} & set(config))
+    return "workflow" in config or set(config) <= set(JobFile.model_fields)
 
 
 def read(config: Mapping[str, Any], path: Path, profile: Profile | None = None) -> Loaded:

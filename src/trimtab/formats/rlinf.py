@@ -156,13 +156,17 @@ class _Reasoning:
         return tuple(components)
 
     def _streams(self) -> bool:
-        """RLinf's pipelined mode hands batches on as they come, if advantages need no whole mini-batch."""
-        separate = len({self.placed[n] for n in ("rollout", self.trainer) if n in self.placed}) > 1
+        """RLinf's pipelined mode hands batches on as they come, if advantages need no whole mini-batch.
+
+        Separate placements are what selects that mode, so a separate plan streams whatever the file has now.
+        """
         normalised = self.reader.boolean("algorithm.normalize_advantages", True)
-        if separate and not normalised and self.stated_batches is not None:
-            self.assumptions.append("streaming: the file is pipelined and algorithm.normalize_advantages is false")
+        if not normalised and self.stated_batches is not None:
+            self.assumptions.append(
+                "streaming where placements are separate (pipelined): algorithm.normalize_advantages is false"
+            )
             return True
-        why = "algorithm.normalize_advantages is true" if normalised else "the file shares GPUs"
+        why = "algorithm.normalize_advantages is true" if normalised else "data.rollout_batch_size is not stated"
         self.assumptions.append(f"no streaming: each component takes all its inputs at once ({why})")
         return False
 

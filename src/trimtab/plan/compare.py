@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from trimtab.model.errors import InputError
 from trimtab.model.plan import Alternative, CurrentPlacement, Plan, Sensitivity
+from trimtab.plan.infeasible import why_not_apart, why_not_together
 from trimtab.plan.search import Found, search
 from trimtab.plan.simulate import Floats, Shapes
 from trimtab.plan.space import Grouping, Members, Space
@@ -84,14 +85,12 @@ def _busy(plan: Plan, components: tuple[str, ...]) -> float:
 
 def _why_none(space: Space, label: str) -> str:
     if space.rules is not None:
-        return f"{space.rules.framework} cannot run it, or its sizes fit no count of GPUs"
-    cluster = space.job.cluster
+        return f"{space.rules.framework} cannot run it, or not on these GPUs"
     if label == "all separate":
-        least = space.least_sizes()
-        return f"needs at least {sum(least.values())} GPUs ({', '.join(f'{k} {v}' for k, v in least.items())})"
+        return why_not_apart(space)
     if label == "all shared":
-        return space.why_not_together(tuple(sorted(space.on_gpu)))
-    return f"no such plan fits on {cluster.gpus} GPUs"
+        return why_not_together(space, tuple(sorted(space.on_gpu)))
+    return f"no such plan fits on {space.job.cluster.gpus} GPUs"
 
 
 def near_ties(space: Space, best: Found, noise: float) -> tuple[Plan, ...]:

@@ -9,6 +9,7 @@ from trimtab.model.errors import InfeasibleError, InputError
 from trimtab.model.plan import Alternative, Answer, CurrentPlacement, Plan, Rules
 from trimtab.model.workflow import Job, check_workflow
 from trimtab.plan.compare import current_plan, near_ties, runners_up, sensitivity
+from trimtab.plan.infeasible import why_infeasible
 from trimtab.plan.search import Outcome, search
 from trimtab.plan.space import Space
 from trimtab.plan.timeline import to_plan
@@ -24,7 +25,7 @@ def best_plan(job: Job, rules: Rules | None = None) -> tuple[Space, Outcome]:
     space = Space(job, rules)
     outcome = search(space)
     if outcome.best is None:
-        raise space.explain_infeasible()
+        raise why_infeasible(space)
     return space, outcome
 
 
@@ -57,7 +58,8 @@ def explain(
         alternatives=tuple(alternatives),
         near_ties=near_ties(space, found, noise),
         sensitivity=sensitivity(space, found, noise) if with_sensitivity else (),
-        assumptions=assumptions + _assumptions(space, best),
+        # A dialect says itself what it assumes of streaming.
+        assumptions=(*assumptions, *_assumptions(space, best, with_streaming=not assumptions)),
         unrestricted=unrestricted,
     )
 
@@ -84,7 +86,7 @@ def check_cluster(job: Job) -> None:
         )
 
 
-def _assumptions(space: Space, plan: Plan) -> tuple[str, ...]:
+def _assumptions(space: Space, plan: Plan, with_streaming: bool) -> tuple[str, ...]:
     """What the prediction rests on beyond what was measured and stated."""
     said = []
     outside = [c.name for c in plan.components if c.extrapolated]
@@ -101,8 +103,8 @@ def _assumptions(space: Space, plan: Plan) -> tuple[str, ...]:
         said.append("host memory of the nodes is not stated (host_memory_gb): parked components were not checked")
     streaming = [c.name for c in components if c.after and c.granularity is not None]
     whole = [c.name for c in components if c.after and c.granularity is None]
-    if space.job.workflow.batches > 1 and streaming:
+    if with_streaming and space.job.workflow.batches > 1 and streaming:
         said.append(f"streaming: {', '.join(streaming)} start before their inputs are complete")
-    if whole and streaming:
+    if with_streaming and whole and streaming:
         said.append(f"not streaming: {', '.join(whole)} wait for all of their inputs")
     return tuple(said)

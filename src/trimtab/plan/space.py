@@ -17,7 +17,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.model.errors import InfeasibleError
 from trimtab.model.plan import Rules
 from trimtab.model.workflow import Job
 from trimtab.plan.cost import MEMORY_TOLERANCE_GB, Option, fits, ways_to_run
@@ -102,8 +101,8 @@ class Space:
         # GPU components in file order: the order in which groups and ties are told apart.
         self.on_gpu: Members = tuple(position[c.name] for c in self.job.workflow.components if not c.on_cpu)
         self.cpu_times = {i: c.cpu_seconds for i, c in enumerate(self.order) if c.cpu_seconds is not None}
-        self._ways = {
-            (i, kind): _Ways(ways_to_run(self.order[i], self.job.cluster, kind, most), most)
+        self.ways = {
+            (i, kind): Ways(ways_to_run(self.order[i], self.job.cluster, kind, most), most)
             for i in self.on_gpu
             for kind, most in self.budgets.items()
         }
@@ -111,13 +110,13 @@ class Space:
             [
                 self.cpu_times[i]
                 if i in self.cpu_times
-                else min(self._ways[i, kind].seconds[most] for kind, most in self.budgets.items())
+                else min(self.ways[i, kind].seconds[most] for kind, most in self.budgets.items())
                 for i in range(len(self.order))
             ]
         )
         """The least time of each component in any plan at all."""
         cluster = self.job.cluster
-        self._limits = {k: (cluster.gpu_memory_gb(k), cluster.host_memory_gb_per_gpu(k)) for k in self.budgets}
+        self.limits = {k: (cluster.gpu_memory_gb(k), cluster.host_memory_gb_per_gpu(k)) for k in self.budgets}
         self._tables: dict[tuple[Members, str, tuple[int, ...] | None], GroupTable | None] = {}
         self._nodes = {
             kind: tuple(n.gpus for n in self.job.cluster.nodes if n.gpus and n.gpu == kind) for kind in self.budgets
@@ -173,7 +172,7 @@ class Space:
         return self._tables[key]
 
     def _make_table(self, members: Members, kind: str, only: tuple[int, ...] | None) -> GroupTable | None:
-        ways = [self._ways[i, kind] for i in members]
+        ways = [self.ways[i, kind] for i in members]
         if not all(way.options for way in ways):
             return None
         sizes = np.arange(max(way.least for way in ways), self.budgets[kind] + 1)
@@ -199,10 +198,10 @@ class Space:
                 new[at] = True
         return GroupTable(members, kind, tuple(int(g) for g in sizes[new]), times[new], contested)
 
-    def _fastest_fit(self, ways: list[_Ways], sizes: Ints, kind: str) -> NDArray[np.bool_]:
+    def _fastest_fit(self, ways: list[Ways], sizes: Ints, kind: str) -> NDArray[np.bool_]:
         """For each size, whether all members fit in memory when each runs in its fastest way."""
         fit = np.ones(len(sizes), dtype=bool)
-        gpu_limit, host_limit = self._limits[kind]
+        gpu_limit, host_limit = self.limits[kind]
         if gpu_limit is not None:
             resident = np.sum([way.resident[sizes] for way in ways], axis=0)
             for way in ways:
@@ -238,7 +237,7 @@ class Space:
     def configurations(self, table: GroupTable, gpus: int) -> tuple[tuple[Option, ...], ...]:
         """What the members of a group can run at once on so many GPUs, none better than another in every time."""
         found = table.contested.get(gpus)
-        return found or (tuple(self._ways[i, table.kind].front(gpus)[0] for i in table.members),)
+        return found or (tuple(self.ways[i, table.kind].front(gpus)[0] for i in table.members),)
 
     def _size_allowed(self, gpus: int, kind: str, only: tuple[int, ...] | None) -> bool:
         if only is not None and gpus not in only:
@@ -250,7 +249,7 @@ class Space:
 
     def _configurations(self, fronts: list[list[Option]], kind: str) -> tuple[tuple[Option, ...], ...]:
         """Option tuples that fit in memory together, none better than another in every time."""
-        limits = self._limits[kind]
+        limits = self.limits[kind]
         if all(len(front) == 1 for front in fronts):
             only = tuple(front[0] for front in fronts)
             return (only,) if _fit_together(only, limits) else ()
@@ -278,7 +277,7 @@ class Space:
         other.fastest = self.fastest.copy()
         other.fastest[component] *= factor
         other.cpu_times = {i: s * factor if i == component else s for i, s in self.cpu_times.items()}
-        other._ways = {key: ways.scaled(factor) if key[0] == component else ways for key, ways in self._ways.items()}
+        other.ways = {key: ways.scaled(factor) if key[0] == component else ways for key, ways in self.ways.items()}
         other._tables = {
             key: table and table.scaled(component, factor) if component in key[0] else table
             for key, table in self._tables.items()
@@ -309,95 +308,8 @@ class Space:
                     left -= whole[0]
         return True
 
-    def explain_infeasible(self) -> InfeasibleError:
-        """Why no plan exists: the first component, then the first constraint, that rules everything out."""
-        cluster = self.job.cluster
-        for i in self.on_gpu:
-            if not any(self._ways[i, kind].options for kind in self.budgets):
-                return self._explain_component(i)
-        framework = f" that {self.rules.framework} can run" if self.rules else ""
-        alone = self.least_sizes()
-        return InfeasibleError(
-            f"no placement{framework} fits on {cluster.gpus} GPUs",
-            where="workflow.components",
-            hint=(
-                f"apart, the components need at least {sum(alone.values())} GPUs ("
-                + ", ".join(f"{name} {gpus}" for name, gpus in alone.items())
-                + f"); together: {self.why_not_together(tuple(sorted(self.on_gpu)))}"
-            ),
-        )
 
-    def least_sizes(self) -> dict[str, int]:
-        """The fewest GPUs on which each component can run alone, in file order."""
-        return {self.order[i].name: min(self._ways[i, kind].least for kind in self.budgets) for i in self.on_gpu}
-
-    def why_not_together(self, members: Members) -> str:
-        """Why components cannot share GPUs, for the largest group there can be."""
-        for kind, most in self.budgets.items():
-            gpu_limit, host_limit = self._limits[kind]
-            fronts = [self._ways[i, kind].front(most) for i in members]
-            if not all(fronts):
-                continue
-            lean = [min(front, key=lambda o: o.resident_gb) for front in fronts]
-            resident = sum(option.resident_gb for option in lean)
-            for i, front, option in zip(members, fronts, lean, strict=True):
-                need = min(o.active_gb for o in front) + resident - option.resident_gb
-                if gpu_limit is not None and not fits(need, gpu_limit):
-                    return (
-                        f"memory: {self.order[i].name} beside the resident parts of the others needs {need:g} GB "
-                        f"a GPU, there are {gpu_limit:g}"
-                    )
-            parked = sum(o.host_gb for o in lean) - min(o.host_gb for o in lean)
-            if host_limit is not None and not fits(parked, host_limit):
-                return f"host memory: the parked components need {parked:g} GB a GPU, its share is {host_limit:g}"
-        return "no count of GPUs suits all of them, or memory forbids it"
-
-    def _explain_component(self, i: int) -> InfeasibleError:
-        component = self.order[i]
-        where = f"workflow.components.{component.name}"
-        measured = any(variant.points(kind) for variant in component.variants for kind in self.budgets)
-        if not measured:
-            kinds = sorted({kind for variant in component.variants for kind in variant.seconds})
-            return InfeasibleError(
-                f"{component.name} was measured on {', '.join(kinds)}, and the cluster has {', '.join(self.budgets)}",
-                where=f"{where}.seconds",
-                hint="measure it on a kind that the cluster has, or state seconds without a kind",
-            )
-        counts = [
-            gpus
-            for kind, most in self.budgets.items()
-            for variant in component.variants
-            if variant.points(kind)
-            for gpus in range(1, most + 1)
-            if variant.allows(gpus)
-        ]
-        if not counts:
-            asked = "; ".join(
-                f"one of {list(v.gpus)}" if v.gpus is not None else f"a multiple of {v.multiple_of}"
-                for v in component.variants
-            )
-            return InfeasibleError(
-                f"no GPU count is allowed for {component.name}: it asks for {asked}, the cluster has "
-                + ", ".join(f"{most} {kind}".strip() for kind, most in self.budgets.items()),
-                where=f"{where}.gpus",
-                hint="allow a smaller count, or plan for a larger cluster",
-            )
-        least = min(
-            (variant.memory.active.at(gpus), gpus)
-            for kind, most in self.budgets.items()
-            for variant in component.variants
-            for gpus in range(1, most + 1)
-            if variant.points(kind) and variant.allows(gpus)
-        )
-        limit = max(self.job.cluster.gpu_memory_gb(kind) or 0.0 for kind in self.budgets)
-        return InfeasibleError(
-            f"{component.name} fits nowhere: it needs {least[0]:g} GB a GPU (on {least[1]}), a GPU has {limit:g} GB",
-            where=f"{where}.memory_gb.active",
-            hint="use a larger parallel size, a larger cluster, or GPUs with more memory",
-        )
-
-
-class _Ways:
+class Ways:
     """All ways to run one component on a kind of GPU, by the size of its group.
 
     Arrays are indexed by size: the fastest way within that size and what it costs (infinite where there is none).
@@ -424,7 +336,7 @@ class _Ways:
         self.resident = np.array([o.resident_gb if o else 0.0 for o in fastest])
         self.host = np.array([o.host_gb if o else 0.0 for o in fastest])
 
-    def scaled(self, factor: float) -> _Ways:
+    def scaled(self, factor: float) -> Ways:
         """The same ways, all of them slower or faster."""
         other = copy.copy(self)
         other.seconds = self.seconds * factor

@@ -1,0 +1,165 @@
+"""The nouns of a pipeline: a chain of layers, the kinds of devices, the hosts, what joins them, and a schedule over them.
+
+Loaders build a `PipelineJob`, the planner turns it into a `PartitionAnswer`, and reports show that. Nothing here decides
+anything: no noun may know where a layer is best put. Units are in the names; MB are 2^20 bytes and Mbps 2^20 bits a
+second, as in the files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Objective = Literal["throughput", "latency"]
+
+
+@dataclass(frozen=True)
+class ModelChain:
+    """A model whose layers run one after another. `parameters_*` count elements of one item of a microbatch."""
+
+    name: str
+    mem_mb: tuple[float, ...]
+    parameters_in: int
+    parameters_out: tuple[int, ...]
+
+    @property
+    def layers(self) -> int:
+        """How many layers the chain has."""
+        return len(self.mem_mb)
+
+
+@dataclass(frozen=True)
+class DeviceType:
+    """A kind of device. Without `time_s` it was not profiled: it can hold no layer, but may feed or end a pipeline."""
+
+    name: str
+    bw_mbps: float
+    mem_mb: float
+    time_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Host:
+    """One device that can be used, under the name that the runtime resolves."""
+
+    name: str
+    type: str
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins two hosts, in both directions. `bw_mbps` of `None`: as their types say."""
+
+    hosts: tuple[str, str]
+    bw_mbps: float | None = None
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class PipelineJob:
+    """Everything that a partition is planned from.
+
+    `element_bytes` is the size of one element of the microbatch; `headroom` the share of every device's memory to keep
+    free. Data start at `source` and results must end at `sink`; where these are not named, both ends are free.
+    """
+
+    model: ModelChain
+    types: tuple[DeviceType, ...]
+    hosts: tuple[Host, ...]
+    batch_size: int = 8
+    element_bytes: int = 4
+    buffers_in: int = 2
+    buffers_out: int = 2
+    headroom: float = 0.0
+    links: tuple[Link, ...] = ()
+    source: str | None = None
+    sink: str | None = None
+    max_devices: int | None = None
+
+    def type_of(self, host: str) -> DeviceType:
+        """The type of a host of this job."""
+        name = next(h.type for h in self.hosts if h.name == host)
+        return next(t for t in self.types if t.name == name)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Layers `first` to `last` (from 1, both included) on one host.
+
+    `transfer_seconds` is what sending its output on takes: 0 after the last stage unless a sink is named.
+    """
+
+    host: str
+    type: str
+    first: int
+    last: int
+    compute_seconds: float
+    transfer_seconds: float
+    memory_bytes: float
+    memory_available_bytes: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Stages in the order of their layers. `input_seconds` is what bringing in the input takes, if a source is named."""
+
+    stages: tuple[Stage, ...]
+    input_seconds: float = 0.0
+
+    @property
+    def bottleneck_seconds(self) -> float:
+        """Time between two microbatches in the steady state."""
+        times = [self.input_seconds]
+        for stage in self.stages:
+            times += (stage.compute_seconds, stage.transfer_seconds)
+        return max(times)
+
+    @property
+    def latency_seconds(self) -> float:
+        """Time of one microbatch from end to end through an empty pipeline."""
+        return self.input_seconds + sum(s.compute_seconds + s.transfer_seconds for s in self.stages)
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    """The least bottleneck of at most so many devices."""
+
+    devices: int
+    bottleneck_seconds: float
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What limits a pipeline: the computing of a stage, or a transfer. `stage` counts from 0; -1 is the input."""
+
+    what: Literal["compute", "transfer"]
+    stage: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PartitionAnswer:
+    """A schedule with its proof.
+
+    `lower_bound_seconds` bounds what was minimised: the bottleneck, or the latency. `optimal` says that the schedule
+    reaches it; `ties_proven` that among schedules as good none has a lower latency or, then, fewer devices.
+    `limits` are what to improve, first one first.
+    """
+
+    job: PipelineJob
+    objective: Objective
+    schedule: Schedule
+    lower_bound_seconds: float
+    optimal: bool
+    ties_proven: bool
+    limits: tuple[Limit, ...]
+    method: str
+    frontier: tuple[FrontierPoint, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def throughput(self) -> float | None:
+        """Items a second in the steady state; `None` where nothing takes time."""
+        bottleneck = self.schedule.bottleneck_seconds
+        return self.job.batch_size / bottleneck if bottleneck > 0 else None
