@@ -349,3 +349,36 @@ def test_sensitivity_tells_when_another_plan_would_be_better() -> None:
             if factor is not None:
                 changed = replace(job, workflow=job.workflow.scaled(row.component, factor))
                 assert seconds(changed) < answer.best.iteration_seconds * max(factor, 1)
+
+
+def test_too_many_configurations_leave_a_bound_instead_of_a_false_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ways(name: str) -> tuple[Variant, ...]:
+        return tuple(
+            Variant(
+                f"{name}{k}",
+                {"": ((2, 10.0 + k),)},
+                gpus=(2,),
+                memory=Memory(active=GpuCurve(per_gpu=30.0), resident=GpuCurve(per_gpu=30.0 - 5 * k)),
+            )
+            for k in range(5)
+        )
+
+    parts = tuple(
+        replace(component(n, {2: 1.0}, after, granularity=None), variants=ways(n))
+        for n, after in (("a", ()), ("b", ("a",)), ("c", ("b",)))
+    )
+    job = Job(cluster(2, gpu_memory_gb=75.0), Workflow(parts))
+    exact = search(Space(job))
+    assert exact.optimal
+    monkeypatch.setattr("trimtab.plan.space.MAX_CONFIGURATIONS", 3)
+    cut = search(Space(job))
+    assert not cut.optimal
+    assert cut.lower_bound <= exact.best.seconds <= cut.best.seconds * (1 + 1e-9)
+
+
+def test_very_many_batches_stay_within_the_effort() -> None:
+    job = seed_job(64)
+    job = replace(job, workflow=replace(job.workflow, batches=65_536))
+    space, outcome = best_plan(job)
+    assert outcome.best is not None
+    assert space.simulator.units == 65_536

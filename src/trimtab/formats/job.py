@@ -46,7 +46,7 @@ from trimtab.model.workflow import (
 
 NAME = "trimtab"
 MOST_GPUS = 65_536
-MOST_BATCHES = 1_000_000
+MOST_BATCHES = 65_536
 
 
 def _whole(value: Any) -> Any:

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 
 from trimtab.model.errors import InputError
 from trimtab.model.plan import Alternative, CurrentPlacement, Plan, Sensitivity
+from trimtab.plan.boxes import Found
 from trimtab.plan.infeasible import why_not_apart, why_not_together
-from trimtab.plan.search import Found, search
+from trimtab.plan.search import search
 from trimtab.plan.simulate import Floats, Shapes
 from trimtab.plan.space import Grouping, Members, Space
 from trimtab.plan.timeline import to_plan

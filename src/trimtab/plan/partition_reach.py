@@ -154,3 +154,12 @@ def least_bottleneck(space: Space, vectors: Vectors) -> float | None:
         else:
             low = middle + 1
     return float(values[high]) if high < len(values) else None
+
+
+def fewest_devices(space: Space, vectors: Vectors, may: Allowed) -> int | None:
+    """The fewest devices that can hold all layers under what is allowed."""
+    found = reached(space, vectors, may)
+    if not found:
+        return None
+    flags = np.unpackbits(flags_of(found, vectors.size), count=vectors.size, bitorder="little").view(np.bool_)
+    return int(vectors.totals[flags].min())

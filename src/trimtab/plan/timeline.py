@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from trimtab.model.plan import Bar, Group, Mode, Placed, Plan
+from trimtab.plan.boxes import Found
 from trimtab.plan.cost import Option, is_extrapolated
 from trimtab.plan.ranks import Strip, lay_out
-from trimtab.plan.search import Found
 from trimtab.plan.simulate import Floats, Shape
 from trimtab.plan.space import Space
 
