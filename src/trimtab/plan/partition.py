@@ -36,6 +36,7 @@ from trimtab.plan.partition_reach import (
 from trimtab.plan.partition_space import (
     MIB,
     TIE,
+    UNLIMITED,
     Space,
     capacity_bytes,
     crossing_bytes,
@@ -113,7 +114,7 @@ def _exact(space: Space, classes: list[list[Host]], objective: Objective, fronti
     least = least_bottleneck(space, vectors)
     if least is None:
         return None
-    most = least * (1 + TIE) if objective == "throughput" else np.inf
+    most = least * (1 + TIE) if objective == "throughput" else UNLIMITED
     path = least_latency(space, vectors, most, allowed(space, most))
     assert path is not None
     unused = [iter(members) for members in classes]
@@ -149,11 +150,10 @@ def _frontier(space: Space, vectors: Vectors) -> tuple[FrontierPoint, ...]:
     spans = [(0, len(values) - 1)]
     while spans:
         low, high = spans.pop()
-        if high - low > 1 and need(low) != need(high):
+        different = need(low) != need(high)
+        if different and high - low > 1:
             middle = (low + high) // 2
             spans += [(low, middle), (middle, high)]
-        else:
-            need(low), need(high)
     points = []
     known = sorted((at, devices) for at, devices in needed.items() if devices is not None)
     for devices in range(1, space.most_devices + 1):
@@ -210,7 +210,7 @@ def why_not(job: PipelineJob) -> InfeasibleError:
         without = replace(job, max_devices=None)
         space = space_of(without, host_classes(without))
         if _small_enough(space):
-            fewest = fewest_devices(space, vectors_of(space), allowed(space, np.finfo(np.float64).max))
+            fewest = fewest_devices(space, vectors_of(space), allowed(space, UNLIMITED))
             if fewest is not None:
                 return InfeasibleError(
                     f"{_devices(job.max_devices)} cannot hold the model: at least {fewest} are needed",
@@ -233,11 +233,11 @@ def why_not(job: PipelineJob) -> InfeasibleError:
             )
     space = space_of(job, classes)
     endless = np.zeros(space.classes)
-    if not np.isfinite(Paths(space, np.inf).potentials(endless).whole):
+    if not np.isfinite(Paths(space, UNLIMITED).potentials(endless).whole):
         joined = replace(
             space, cut=np.zeros_like(space.cut), enter=np.zeros(space.classes), leave=np.zeros(space.classes)
         )
-        if np.isfinite(Paths(joined, np.inf).potentials(endless).whole):
+        if np.isfinite(Paths(joined, UNLIMITED).potentials(endless).whole):
             mute = sorted(kind.name for kind in job.types if kind.bw_mbps <= 0)
             without = f" ({', '.join(mute)})" if mute else ""
             return InfeasibleError(

@@ -12,7 +12,7 @@ import numpy as np
 from trimtab.model.pipeline import Host, Objective, PipelineJob
 from trimtab.plan.partition_paths import Paths
 from trimtab.plan.partition_reach import candidates
-from trimtab.plan.partition_space import TIE, Floats, Space
+from trimtab.plan.partition_space import TIE, UNLIMITED, Floats, Space
 
 EFFORT = 3e9
 """Additions after which the order is left as it is: some ten seconds."""
@@ -28,7 +28,7 @@ Score = tuple[float, float, int]
 def lower_bound(space: Space, objective: Objective) -> float:
     """What no schedule can be below: as many of each host as wanted, and no less than an equal share of the work."""
     if objective == "latency":
-        return Paths(space, np.inf).potentials(np.zeros(space.classes)).whole
+        return Paths(space, UNLIMITED).potentials(np.zeros(space.classes)).whole
     values = candidates(space)
     low, high = 0, len(values)
     while low < high:
@@ -83,9 +83,9 @@ def _better(a: Score, b: Score) -> bool:
 def best_in_order(space: Space, order: list[int], objective: Objective) -> tuple[Placed, Score] | None:
     """The best schedule whose hosts come in this order, and its score: first what is minimised, then the rest."""
     if objective == "latency":
-        found = _fold(space, order, np.inf, add=True)
+        found = _fold(space, order, UNLIMITED, add=True)
     else:
-        first = _fold(space, order, np.inf, add=False)
+        first = _fold(space, order, UNLIMITED, add=False)
         if first is None:
             return None
         found = _fold(space, order, _bottleneck(space, first) * (1 + TIE), add=True)

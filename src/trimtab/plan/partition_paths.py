@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.plan.partition_reach import Allowed, Vectors, completable, flags_of
-from trimtab.plan.partition_space import TIE, Floats, Ints, Space
+from trimtab.plan.partition_space import TIE, UNLIMITED, Floats, Ints, Space
 
 PRICE_ROUNDS = 40
 FIRST_GAP = 2e-4
@@ -274,7 +274,7 @@ class LabelSearch:
         found = self.potentials
         for t in range(self.space.classes):
             bound = self.paths.by_end[:, t, :] + found.ready[t][None, :] + found.rest_after[t][:, None]
-            ends, begins = np.nonzero(bound + found.prices[t] <= min(self.limit, np.finfo(np.float64).max))
+            ends, begins = np.nonzero(bound + found.prices[t] <= min(self.limit, UNLIMITED))
             at = np.searchsorted(ends, np.arange(self.space.layers + 2)).tolist()
             listed = begins.tolist()
             out.append([listed[at[b] : at[b + 1]] for b in range(self.space.layers + 1)])

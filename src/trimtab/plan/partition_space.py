@@ -22,6 +22,9 @@ MIB = float(2**20)
 TIE = 1e-9
 """Values that differ by less than this, relatively, are equal."""
 
+UNLIMITED = float(np.finfo(np.float64).max)
+"""A bottleneck that allows everything which ever ends; what never ends is infinite."""
+
 
 @dataclass(frozen=True)
 class Joins:

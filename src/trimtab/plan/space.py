@@ -259,7 +259,10 @@ class Space:
             partial = [some for some in partial if _fit_together(some, limits)]
             if len(partial) > MAX_CONFIGURATIONS:
                 self.truncated = True
-                partial = sorted(partial, key=lambda some: sum(o.seconds for o in some))[:MAX_CONFIGURATIONS]
+                # The fastest, and the leanest, so that whatever is still to come finds room.
+                fast = sorted(partial, key=lambda some: sum(o.seconds for o in some))
+                lean = sorted(partial, key=_peak_gb)
+                partial = list(dict.fromkeys(fast[: MAX_CONFIGURATIONS // 2] + lean[: MAX_CONFIGURATIONS // 2]))
         kept: list[tuple[Option, ...]] = []
         for some in sorted(partial, key=lambda some: sum(option.seconds for option in some)):
             if not any(all(a.seconds <= b.seconds for a, b in zip(k, some, strict=True)) for k in kept):
@@ -348,6 +351,11 @@ class Ways:
     def front(self, gpus: int) -> list[Option]:
         """The options within so many GPUs of which none is better than another in every respect, fastest first."""
         return self._fronts[gpus]
+
+
+def _peak_gb(some: tuple[Option, ...]) -> float:
+    """The most that any member needs on a GPU beside the others' residents."""
+    return sum(o.resident_gb for o in some) + max(o.active_gb - o.resident_gb for o in some)
 
 
 def _fit_together(some: tuple[Option, ...], limits: tuple[float | None, float | None]) -> bool:
