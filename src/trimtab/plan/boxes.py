@@ -228,8 +228,8 @@ class Ground:
         sizes = tuple(table.sizes[index] for table, index in zip(grouping.tables, at, strict=True))
         if not self.space.node_fit(sizes, grouping.kinds):
             return None
+        if any(size in table.contested for table, size in zip(grouping.tables, sizes, strict=True)):
+            options, seconds = self.space.best_of(grouping, sizes)
+            return Found(grouping, sizes, options, seconds)
         ways = [self.space.configurations(t, size) for t, size in zip(grouping.tables, sizes, strict=True)]
-        if all(len(way) == 1 for way in ways):
-            return Found(grouping, sizes, tuple(way[0] for way in ways), seconds)
-        options, seconds = self.space.best_of(grouping, sizes)
-        return Found(grouping, sizes, options, seconds)
+        return Found(grouping, sizes, tuple(way[0] for way in ways), seconds)

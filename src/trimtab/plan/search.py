@@ -126,7 +126,7 @@ class _Hunt:
             boxes = self._finish_small(self._raised(self._branch(self._drop_settled(opened))))
         if ground.space.truncated and self.best:
             # Where configurations were left out only the bound of every group at its largest is sure.
-            floor = min(floor, *ground.corners([ground.whole(g) for g in alive]))
+            floor = min(floor, float(min(ground.corners([ground.whole(g) for g in alive]), default=np.inf)))
         return min(floor, self.ceiling)
 
     def _raised(self, boxes: list[Box]) -> list[Box]:
