@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trimtab.model.errors import InfeasibleError
+from trimtab.model.errors import InfeasibleError, InputError
 from trimtab.model.pipeline import (
     FrontierPoint,
     Host,
@@ -51,6 +51,9 @@ from trimtab.plan.partition_space import (
 MOST_WORK = 4e10
 """Bits that one test of a bottleneck may touch in the exact search: about a second."""
 
+MOST_STAGES = 2e7
+"""Possible stages, over all kinds of hosts, for which costs may be held in memory: some 500 MB."""
+
 MOST_BYTES = 6e8
 """Memory that the sets of the exact search may take."""
 
@@ -77,6 +80,11 @@ def plan_partition(job: PipelineJob, objective: Objective = "throughput", *, fro
     if job.model.layers == 0:
         return PartitionAnswer(job, objective, Schedule(()), 0.0, True, True, (), EXACT)
     classes = host_classes(job)
+    if job.model.layers**2 * len(classes) > MOST_STAGES:
+        raise InputError(
+            f"{job.model.layers} layers on {len(classes)} kinds of hosts are too many to plan",
+            hint="join neighbouring layers into one, adding up their time_s and mem_MB",
+        )
     if not classes:
         raise InfeasibleError("no host can hold a layer", where="devices", hint="list hosts of a profiled type")
     space = space_of(job, classes)
@@ -239,9 +247,9 @@ def why_not(job: PipelineJob) -> InfeasibleError:
         )
         if np.isfinite(Paths(joined, UNLIMITED).potentials(endless).whole):
             mute = sorted(kind.name for kind in job.types if kind.bw_mbps <= 0)
-            without = f" ({', '.join(mute)})" if mute else ""
+            listed = f" ({', '.join(mute)})" if mute else ""
             return InfeasibleError(
-                f"the model needs more than one device, and devices without bandwidth{without} can pass nothing on",
+                f"the model needs more than one device, and devices without bandwidth{listed} can pass nothing on",
                 hint="state bw_Mbps of the device types, or use a device that holds the whole model",
             )
         return InfeasibleError(

@@ -7,6 +7,8 @@ what bounds it from below is `lower_bound`, which lets every stage take the best
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from trimtab.model.pipeline import Host, Objective, PipelineJob
@@ -149,7 +151,7 @@ def _latency(space: Space, placed: Placed) -> float:
 def _times(space: Space, placed: Placed) -> list[float]:
     out = [float(space.enter[placed[0][2]]), float(space.leave[placed[-1][2]])]
     out += [float(space.seconds[t, a, b]) for a, b, t in placed]
-    out += [float(space.cut[b, t, after[2]]) for (_, b, t), after in zip(placed, placed[1:], strict=False)]
+    out += [float(space.cut[b, t, after[2]]) for (_, b, t), after in pairwise(placed)]
     return out
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.plan.partition_reach import Allowed, Vectors, completable, flags_of
-from trimtab.plan.partition_space import TIE, UNLIMITED, Floats, Ints, Space
+from trimtab.plan.partition_space import TIE, UNLIMITED, Bools, Floats, Ints, Space
 
 PRICE_ROUNDS = 40
 FIRST_GAP = 2e-4
@@ -80,7 +80,7 @@ class Paths:
         # Contiguous along what is minimised over: begins for the way forward, ends for the way back.
         self.by_end = np.ascontiguousarray(cost.transpose(2, 0, 1))
         self.by_begin = np.ascontiguousarray(cost.transpose(1, 0, 2))
-        any_class = may.any(axis=0)
+        any_class: Bools = np.logical_or.reduce(may, axis=0)
         self.first_begin = np.where(any_class.any(axis=0), any_class.argmax(axis=0), np.arange(space.layers + 1))
         reversed_ends = any_class[:, ::-1]
         self.last_end = np.where(any_class.any(axis=1), space.layers - reversed_ends.argmax(axis=1), 0)

@@ -117,18 +117,22 @@ class Space:
         """The least time of each component in any plan at all."""
         cluster = self.job.cluster
         self.limits = {k: (cluster.gpu_memory_gb(k), cluster.host_memory_gb_per_gpu(k)) for k in self.budgets}
+        self._groupings: tuple[Grouping, ...] | None = None
         self._tables: dict[tuple[Members, str, tuple[int, ...] | None], GroupTable | None] = {}
         self._nodes = {
             kind: tuple(n.gpus for n in self.job.cluster.nodes if n.gpus and n.gpu == kind) for kind in self.budgets
         }
 
-    def groupings(self) -> Iterator[Grouping]:
+    def groupings(self) -> tuple[Grouping, ...]:
         """Every grouping that has at least one size for each of its groups within the cluster."""
-        for groups, sizes in self._partitions():
-            for kinds in itertools.product(self.budgets, repeat=len(groups)):
-                grouping = self.grouping(groups, kinds, sizes)
-                if grouping is not None:
-                    yield grouping
+        if self._groupings is None:
+            self._groupings = tuple(
+                grouping
+                for groups, sizes in self._partitions()
+                for kinds in itertools.product(self.budgets, repeat=len(groups))
+                if (grouping := self.grouping(groups, kinds, sizes)) is not None
+            )
+        return self._groupings
 
     def grouping(
         self,
@@ -285,6 +289,11 @@ class Space:
             key: table and table.scaled(component, factor) if component in key[0] else table
             for key, table in self._tables.items()
         }
+        now = {id(table): other._tables[key] for key, table in self._tables.items()}
+        other._groupings = tuple(
+            Grouping(tuple(table for old in grouping.tables if (table := now[id(old)]) is not None))
+            for grouping in self.groupings()
+        )
         return other
 
     def node_fit(self, sizes: tuple[int, ...], kinds: tuple[str, ...]) -> bool:

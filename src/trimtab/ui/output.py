@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 
 class Format(str, enum.Enum):
@@ -36,6 +37,11 @@ def answer(data: Mapping[str, Any], form: Format, text: Callable[[], None]) -> N
         from trimtab.formats.yaml_text import dump
 
         sys.stdout.write(dump(data))
+
+
+def plain_table(**options: Any) -> Table:
+    """A table as every command draws it: columns and space, no lines."""
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left", **options)
 
 
 def warn(sentence: str) -> None:

@@ -224,4 +224,6 @@ def demo(
     out.print("[bold]What to look at[/]")
     out.print(f"  {report}   the plan as a timeline, beside the plans that lost: open it in a browser")
     out.print(f"  {job}   the job file: change a cost and plan it again with")
-    out.print(f"  trimtab plan {job}")
+    # The command as it was called: make runs it from a virtual environment that is not on the path.
+    program = sys.argv[0] if Path(sys.argv[0]).name == "trimtab" else "trimtab"
+    out.print(f"  {program} plan {job}")

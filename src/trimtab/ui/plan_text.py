@@ -11,6 +11,7 @@ from rich.table import Table
 from trimtab.formats.dialect import Settings
 from trimtab.model.plan import Alternative, Answer, Plan, Sensitivity
 from trimtab.model.ranks import ranks_text
+from trimtab.ui.output import plain_table
 
 HEADING = "Best placement for this task is:"
 
@@ -136,7 +137,7 @@ def _rate(plan: Plan) -> str:
 
 
 def _components(plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     table.add_column("component")
     table.add_column("GPUs", justify="right")
     table.add_column("ranks")
@@ -158,7 +159,7 @@ def _components(plan: Plan) -> Table:
 
 
 def _alternatives(alternatives: tuple[Alternative, ...], best: Plan) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     table.add_column("compared with")
     table.add_column("seconds", justify="right")
     table.add_column("slower", justify="right")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.ui.output import Format, answer, out, warn
+from trimtab.ui.output import Format, answer, out, plain_table, warn
 
 if TYPE_CHECKING:
     from trimtab.model.profile import ComponentProfile, Profile
@@ -185,9 +185,8 @@ def _answer_profile(profile: Profile, output: Path | None, form: Format) -> None
 
 
 def _profile_text(profile: Profile, output: Path | None) -> None:
-    from rich.table import Table
 
-    table = Table(title=f"Profile of {profile.source}: seconds of one iteration", title_justify="left")
+    table = plain_table(title=f"Profile of {profile.source}: seconds of one iteration")
     table.add_column("component", no_wrap=True)
     for heading in ("GPUs", "seconds", "spread", "drift", "s per 1k tok", "steps"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -238,7 +237,6 @@ def _memory_data(shape: Architecture, needs: Iterable[Need]) -> dict[str, Any]:
 
 
 def _memory_text(shape: Architecture, needs: Iterable[Need]) -> None:
-    from rich.table import Table
 
     from trimtab.formats.yaml_text import dump
 
@@ -248,7 +246,7 @@ def _memory_text(shape: Architecture, needs: Iterable[Need]) -> None:
         out.print(f"- {note}", markup=False)
     blocks: dict[str, Mapping[str, Any]] = {}
     for need in needs:
-        table = Table(title=need.component, title_justify="left", show_footer=True)
+        table = plain_table(title=need.component, show_footer=True)
         table.add_column("while it runs", footer="sum")
         table.add_column("reckoned from")
         table.add_column("GB", justify="right", footer=f"{need.active_gb:.2f}")
