@@ -228,6 +228,23 @@ WORDS = (
     "granularity completion memory_gb active resident variants name device cpus weight_sync from to placement "
     "profile_data defaults policy actor_rollout_ref runner"
 )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cluster: &a {nodes: *a}\nworkflow: {components: {}}",
+        "workflow: &w {components: *w}\ncluster: {gpus_per_node: 8}",
+        "workflow: {}\nx: &a [1, 1]\n"
+        + "\n".join(f"x{i}: &a{i} [*a{i - 1 if i else ''}, *a{i - 1 if i else ''}]" for i in range(40)),
+    ],
+)
+def test_aliases_without_end_are_only_an_error(text: str, tmp_path: Path) -> None:
+    for overrides in ((), ("workflow.batches=3", "cluster.nodes=2")):
+        with pytest.raises(InputError):
+            read(text, tmp_path, *overrides)
+
+
 KEYS = st.sampled_from(WORDS.split(" "))
 VALUES = st.recursive(
     st.one_of(

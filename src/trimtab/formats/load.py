@@ -44,7 +44,7 @@ def load(path: Path, overrides: Sequence[str] = (), profile: Profile | None = No
 
 def _overridden(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """The data with `a.b=value` applied; values are YAML."""
-    result: dict[str, Any] = _copy(data)
+    result = dict(data)
     for override in overrides:
         key, equals, value = override.partition("=")
         parts = key.strip().lstrip("+").split(".")
@@ -56,15 +56,10 @@ def _overridden(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, 
             )
         place = result
         for part in parts[:-1]:
-            following = place.get(part)
-            if following is None:
-                following = place[part] = {}
-            if not isinstance(following, dict):
+            following = place.get(part, {})
+            if not isinstance(following, Mapping):
                 raise InputError(f"{key} cannot be set: {part} is no mapping", where="command line")
-            place = following
+            # Copied along the way only: aliases of a YAML file may make the whole of it without end.
+            place[part] = place = dict(following)
         place[parts[-1]] = yaml_text.parse(value, f"command line: {override}")
     return result
-
-
-def _copy(data: Any) -> Any:
-    return {key: _copy(value) for key, value in data.items()} if isinstance(data, Mapping) else data
