@@ -104,7 +104,7 @@ def _assumptions(space: Space, plan: Plan, with_streaming: bool) -> tuple[str, .
     streaming = [c.name for c in components if c.after and c.granularity is not None]
     whole = [c.name for c in components if c.after and c.granularity is None]
     if with_streaming and space.job.workflow.batches > 1 and streaming:
-        said.append(f"streaming: {', '.join(streaming)} start before their inputs are complete")
+        said.append(f"streaming (started before all inputs are there): {', '.join(streaming)}")
     if with_streaming and whole and streaming:
-        said.append(f"not streaming: {', '.join(whole)} wait for all of their inputs")
+        said.append(f"not streaming (started with all inputs there): {', '.join(whole)}")
     return tuple(said)
