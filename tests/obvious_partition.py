@@ -68,7 +68,7 @@ def schedules(job: PipelineJob) -> Iterator[Outcome]:
             compute = 0.0
             for last in range(done + 1, layers + 1):
                 compute += kind.time_s[last - 1]
-                if memory(job, done + 1, last) < kind.mem_mb * MIB * (1 - job.headroom):
+                if last % job.cut_every == 0 and memory(job, done + 1, last) < kind.mem_mb * MIB * (1 - job.headroom):
                     yield from go_on(
                         last, [*hosts, host.name], max(bottleneck, came, compute), latency + came + compute
                     )
@@ -128,4 +128,5 @@ def random_pipeline(rng: random.Random, *, links: bool = False, ends: bool = Fal
         source=rng.choice([None, *names]) if ends else None,
         sink=rng.choice([None, *names]) if ends else None,
         max_devices=rng.choice([None, None, 1, 2, 3]) if ends or links else None,
+        cut_every=2 if ends and layers % 2 == 0 and rng.random() < 0.4 else 1,
     )

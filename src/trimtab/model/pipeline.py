@@ -1,8 +1,8 @@
-"""The nouns of a pipeline: a chain of layers, the kinds of devices, the hosts, what joins them, and a schedule over them.
+"""The nouns of a pipeline: a chain of layers, kinds of devices, hosts, what joins them, and a schedule over them.
 
-Loaders build a `PipelineJob`, the planner turns it into a `PartitionAnswer`, and reports show that. Nothing here decides
-anything: no noun may know where a layer is best put. Units are in the names; MB are 2^20 bytes and Mbps 2^20 bits a
-second, as in the files.
+Loaders build a `PipelineJob`, the planner turns it into a `PartitionAnswer`, and reports show that. Nothing here
+decides anything: no noun may know where a layer is best put. Units are in the names; MB are 2^20 bytes and Mbps 2^20
+bits a second, as in the files.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class PipelineJob:
     """Everything that a partition is planned from.
 
     `element_bytes` is the size of one element of the microbatch; `headroom` the share of every device's memory to keep
-    free. Data start at `source` and results must end at `sink`; where these are not named, both ends are free.
+    free. Data start at `source` and results must end at `sink`; where these are not named, both ends are free. A stage
+    may only end after a multiple of `cut_every` layers.
     """
 
     model: ModelChain
@@ -75,6 +76,7 @@ class PipelineJob:
     source: str | None = None
     sink: str | None = None
     max_devices: int | None = None
+    cut_every: int = 1
 
     def type_of(self, host: str) -> DeviceType:
         """The type of a host of this job."""
@@ -101,7 +103,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Stages in the order of their layers. `input_seconds` is what bringing in the input takes, if a source is named."""
+    """Stages in the order of their layers. `input_seconds`: bringing in the input, where a source is named."""
 
     stages: tuple[Stage, ...]
     input_seconds: float = 0.0

@@ -25,6 +25,7 @@ from trimtab.model.pipeline import (
 )
 from trimtab.plan.partition_order import first_order, improve, lower_bound
 from trimtab.plan.partition_paths import Paths, least_latency
+from trimtab.plan.partition_prices import by_prices
 from trimtab.plan.partition_reach import (
     Vectors,
     allowed,
@@ -41,6 +42,7 @@ from trimtab.plan.partition_space import (
     capacity_bytes,
     crossing_bytes,
     host_classes,
+    hosts_for,
     join_of,
     link_table,
     space_of,
@@ -48,17 +50,17 @@ from trimtab.plan.partition_space import (
     transfer_seconds,
 )
 
-MOST_WORK = 4e10
-"""Bits that one test of a bottleneck may touch in the exact search: about a second."""
+MOST_WORK = 1.5e11
+"""Bits that one test of a bottleneck may touch in the exact search: some two seconds."""
 
 MOST_STAGES = 2e7
 """Possible stages, over all kinds of hosts, for which costs may be held in memory: some 500 MB."""
 
-MOST_BYTES = 6e8
+MOST_BYTES = 1e9
 """Memory that the sets of the exact search may take."""
 
 EXACT = "exact"
-ORDERED = "best order found by exchanging hosts; not proven, see the lower bound"
+UNPROVEN = "good orders and prices of hosts; not proven, see the lower bound"
 
 FORWARD_ONLY = "a forward pass: no gradients, optimiser state or 1F1B activations are counted"
 
@@ -88,10 +90,13 @@ def plan_partition(job: PipelineJob, objective: Objective = "throughput", *, fro
     if not classes:
         raise InfeasibleError("no host can hold a layer", where="devices", hint="list hosts of a profiled type")
     space = space_of(job, classes)
-    found = _exact(space, classes, objective, frontier) if _small_enough(space) else _by_order(job, objective)
+    if _small_enough(space):
+        found = _exact(job, space, classes, objective, frontier)
+    else:
+        found = _unproven(job, space, classes, objective)
     if found is None:
         raise why_not(job)
-    schedule = _schedule(job, found)
+    schedule = _schedule(job, found.pieces)
     said = [FORWARD_ONLY]
     if not schedule.bottleneck_seconds > 0:
         said.append("no stage takes any time: check time_s")
@@ -117,32 +122,50 @@ def _small_enough(space: Space) -> bool:
     return work <= MOST_WORK and size * space.layers * space.classes / 4 <= MOST_BYTES
 
 
-def _exact(space: Space, classes: list[list[Host]], objective: Objective, frontier: bool) -> _Found | None:
+def _exact(
+    job: PipelineJob, space: Space, classes: list[list[Host]], objective: Objective, frontier: bool
+) -> _Found | None:
     vectors = vectors_of(space)
-    least = least_bottleneck(space, vectors)
+    least = least_bottleneck(space, vectors) if objective == "throughput" else 0.0
     if least is None:
         return None
     most = least * (1 + TIE) if objective == "throughput" else UNLIMITED
     path = least_latency(space, vectors, most, allowed(space, most))
-    assert path is not None
-    unused = [iter(members) for members in classes]
-    pieces = tuple((a, b, next(unused[t])) for a, b, t in path.pieces)
+    if path is None:
+        return None
+    hosts = hosts_for(job, classes, [t for _, _, t in path.pieces])
+    pieces = tuple((a, b, host) for (a, b, _), host in zip(path.pieces, hosts, strict=True))
     points = _frontier(space, vectors) if frontier else ()
     if objective == "latency":
         return _Found(pieces, path.lower_bound, path.proven, path.proven, EXACT, points)
     return _Found(pieces, least, True, path.proven, EXACT, points)
 
 
-def _by_order(job: PipelineJob, objective: Objective) -> _Found | None:
-    hosts = [member for members in host_classes(job) for member in members]
-    space = space_of(job, [[host] for host in hosts])
-    found = improve(space, first_order(job, hosts), objective)
-    if found is None:
+def _unproven(job: PipelineJob, space: Space, classes: list[list[Host]], objective: Objective) -> _Found | None:
+    """The better of two good schedules, with the better of two bounds."""
+    best: tuple[float, tuple[tuple[int, int, Host], ...]] | None = None
+    placed, bound = by_prices(space, objective)
+    if placed is not None:
+        hosts = hosts_for(job, classes, [t for _, _, t in placed])
+        pieces = tuple((a, b, host) for (a, b, _), host in zip(placed, hosts, strict=True))
+        best = (_score(job, pieces, objective), pieces)
+    every = [member for members in classes for member in members]
+    single = space_of(job, [[host] for host in every])
+    found = improve(single, first_order(job, every), objective)
+    if found is not None:
+        pieces = tuple((a, b, every[t]) for a, b, t in found[0])
+        score = _score(job, pieces, objective)
+        if best is None or score < best[0] * (1 - TIE):
+            best = (score, pieces)
+    if best is None:
         return None
-    placed, score = found
-    bound = lower_bound(space, objective)
-    optimal = score[0] <= bound * (1 + TIE)
-    return _Found(tuple((a, b, hosts[t]) for a, b, t in placed), bound, optimal, False, ORDERED)
+    bound = max(bound, lower_bound(single, objective))
+    return _Found(best[1], min(bound, best[0]), best[0] <= bound * (1 + TIE), False, UNPROVEN)
+
+
+def _score(job: PipelineJob, pieces: tuple[tuple[int, int, Host], ...], objective: Objective) -> float:
+    schedule = _schedule(job, pieces)
+    return schedule.bottleneck_seconds if objective == "throughput" else schedule.latency_seconds
 
 
 def _frontier(space: Space, vectors: Vectors) -> tuple[FrontierPoint, ...]:
@@ -171,15 +194,15 @@ def _frontier(space: Space, vectors: Vectors) -> tuple[FrontierPoint, ...]:
     return tuple(points)
 
 
-def _schedule(job: PipelineJob, found: _Found) -> Schedule:
+def _schedule(job: PipelineJob, pieces: tuple[tuple[int, int, Host], ...]) -> Schedule:
     """The stages with their costs, each summed over its own layers."""
     kinds = {kind.name: kind for kind in job.types}
     links = link_table(job)
     crossing, need = crossing_bytes(job), stage_bytes(job)
     by_name = {host.name: host for host in job.hosts}
     stages = []
-    receivers = [host for _, _, host in found.pieces[1:]] + [by_name[job.sink] if job.sink else None]
-    for (a, b, host), receiver in zip(found.pieces, receivers, strict=True):
+    receivers = [host for _, _, host in pieces[1:]] + [by_name[job.sink] if job.sink else None]
+    for (a, b, host), receiver in zip(pieces, receivers, strict=True):
         sent = 0.0
         if receiver is not None and receiver.name != host.name:
             sent = transfer_seconds(float(crossing[b]), *join_of(job, links, host, receiver))
@@ -196,7 +219,7 @@ def _schedule(job: PipelineJob, found: _Found) -> Schedule:
                 capacity_bytes(job, kind),
             )
         )
-    first = found.pieces[0][2]
+    first = pieces[0][2]
     brought = 0.0
     if job.source is not None and job.source != first.name:
         brought = transfer_seconds(float(crossing[0]), *join_of(job, links, by_name[job.source], first))
@@ -241,11 +264,11 @@ def why_not(job: PipelineJob) -> InfeasibleError:
             )
     space = space_of(job, classes)
     endless = np.zeros(space.classes)
-    if not np.isfinite(Paths(space, UNLIMITED).potentials(endless).whole):
+    if not np.isfinite(Paths(space, UNLIMITED).priced(endless).whole):
         joined = replace(
             space, cut=np.zeros_like(space.cut), enter=np.zeros(space.classes), leave=np.zeros(space.classes)
         )
-        if np.isfinite(Paths(joined, UNLIMITED).potentials(endless).whole):
+        if np.isfinite(Paths(joined, UNLIMITED).priced(endless).whole):
             mute = sorted(kind.name for kind in job.types if kind.bw_mbps <= 0)
             listed = f" ({', '.join(mute)})" if mute else ""
             return InfeasibleError(
@@ -256,11 +279,17 @@ def why_not(job: PipelineJob) -> InfeasibleError:
             "no way of cutting the model fits: wherever it is cut, some stage with its buffers exceeds every device",
             hint="use a smaller batch size, fewer buffers, or a device with more memory",
         )
+    if not _small_enough(space):
+        return InfeasibleError(
+            "no schedule was found, and there are too many unlike hosts to prove that there is none",
+            hint="leave out links that hardly differ, or hosts; or use a smaller batch size or fewer buffers",
+        )
     held = sum(len(members) for members in classes)
+    spared = f" ({job.headroom:.0%} stays free)" if job.headroom else ""
     total = sum(len(members) * capacity_bytes(job, kind) for members, kind in zip(classes, kinds, strict=True))
     return InfeasibleError(
         f"the devices together are too small: the layers take {math.fsum(job.model.mem_mb):.0f} MB without buffers, "
-        f"{_devices(held)} {'have' if held != 1 else 'has'} {total / MIB:.0f} MB{kept_free}, and no split fits",
+        f"{_devices(held)} {'have' if held != 1 else 'has'} {total / MIB:.0f} MB for them{spared}, and no split fits",
         hint="add devices, or use a smaller batch size or fewer buffers",
     )
 

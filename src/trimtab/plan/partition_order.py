@@ -16,8 +16,11 @@ from trimtab.plan.partition_paths import Paths
 from trimtab.plan.partition_reach import candidates
 from trimtab.plan.partition_space import TIE, UNLIMITED, Floats, Space
 
-EFFORT = 3e9
-"""Additions after which the order is left as it is: some ten seconds."""
+EFFORT = 1.5e9
+"""Steps after which the order is left as it is: some five seconds."""
+
+ONE_HOST = 20_000
+"""Steps that looking at one host costs besides its sums."""
 
 LEAST_ORDERS = 40
 
@@ -30,12 +33,12 @@ Score = tuple[float, float, int]
 def lower_bound(space: Space, objective: Objective) -> float:
     """What no schedule can be below: as many of each host as wanted, and no less than an equal share of the work."""
     if objective == "latency":
-        return Paths(space, UNLIMITED).potentials(np.zeros(space.classes)).whole
+        return Paths(space, UNLIMITED).priced(np.zeros(space.classes)).whole
     values = candidates(space)
     low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2
-        whole = Paths(space, values[middle]).potentials(np.zeros(space.classes)).whole
+        whole = Paths(space, values[middle]).priced(np.zeros(space.classes)).whole
         low, high = (low, middle) if np.isfinite(whole) else (middle + 1, high)
     steps = np.arange(space.layers)
     work = float(space.seconds[:, steps, steps + 1].min(axis=0).sum())
@@ -45,7 +48,7 @@ def lower_bound(space: Space, objective: Objective) -> float:
 def improve(space: Space, order: list[int], objective: Objective) -> tuple[Placed, Score] | None:
     """A good schedule of hosts that are each a class of their own, starting from an order of them."""
     best = best_in_order(space, order, objective)
-    one = space.layers**2 * len(order) ** 2 / 4
+    one = 2 * len(order) * (ONE_HOST + space.layers**2 + space.layers * len(order))
     left = max(LEAST_ORDERS, int(EFFORT / one))
     better = True
     while better and left > 0:

@@ -4,8 +4,8 @@ Without limits on devices this is a shortest path over cuts and classes. A price
 turns that path into a lower bound with the limits in force, and also bounds every half-finished schedule. Labels, one
 for each cut, class and vector of used devices, are then built cut by cut; those whose bound exceeds a threshold, or
 from which the rest cannot be placed, are dropped. The threshold starts at the lower bound and is raised until a
-schedule is found under it: every schedule below was kept, so the one found is the best. Prices only decide how much
-work there is, never the answer.
+schedule is found under it: every schedule below was kept, so the one found is the best. Where few labels can be
+finished at all, prices are not needed. They only decide how much work there is, never the answer.
 """
 
 from __future__ import annotations
@@ -17,15 +17,21 @@ import numpy as np
 from trimtab.plan.partition_reach import Allowed, Vectors, completable, flags_of
 from trimtab.plan.partition_space import TIE, UNLIMITED, Bools, Floats, Ints, Space
 
-PRICE_ROUNDS = 40
-FIRST_GAP = 2e-4
-"""How far above the lower bound, relatively, the first threshold lies."""
+PRICE_ROUNDS = 48
+FIRST_PRICE, FASTER = 0.1, 1.6
+"""First step of a price, as a part of what a stage costs; and how steps grow."""
 
-WIDER = 3.0
-"""How much wider the gap is made when nothing was found under a threshold."""
+GAPS = (1 / 16, 1 / 4, 1 / 2, 1.0)
+"""Thresholds to try, as parts of the gap between the lower bound and the best schedule known."""
+
+FEW_LABELS = 60_000
+"""So many labels are searched through without looking for prices first."""
 
 MOST_LABELS = 20_000_000
 """Labels after which the search stops and gives what it has, without the proof: some 400 MB."""
+
+FEW_TO_COMPARE = 64
+"""So few labels are not compared with each other."""
 
 BEAM = 64
 """Labels kept at each cut and class where only a good schedule is wanted, not the best."""
@@ -55,16 +61,14 @@ class Path:
 
 
 @dataclass(frozen=True)
-class Potentials:
-    """Least priced costs: up to a cut with a class about to begin (`ready`) or just ended (`ended`), and from there on.
+class Priced:
+    """Least costs when every device costs its class's price: `ready[class, cut]` before a stage on that class begins.
 
-    Arrays are [class, cut]. `whole` is the least priced cost of a complete path, and `used` its devices.
+    `whole` is the least of a complete path, `used` its devices by class and `pieces` its stages.
     """
 
     prices: Floats
     ready: Floats
-    rest_after: Floats
-    rest_before: Floats
     whole: float
     used: Ints
     pieces: Pieces
@@ -81,30 +85,31 @@ class Paths:
         self.by_end = np.ascontiguousarray(cost.transpose(2, 0, 1))
         self.by_begin = np.ascontiguousarray(cost.transpose(1, 0, 2))
         any_class: Bools = np.logical_or.reduce(may, axis=0)
-        self.first_begin = np.where(any_class.any(axis=0), any_class.argmax(axis=0), np.arange(space.layers + 1))
+        begins = np.where(any_class.any(axis=0), any_class.argmax(axis=0), np.arange(space.layers + 1))
+        self.first_begin: list[int] = begins.tolist()
         reversed_ends = any_class[:, ::-1]
-        self.last_end = np.where(any_class.any(axis=1), space.layers - reversed_ends.argmax(axis=1), 0)
+        ends = np.where(any_class.any(axis=1), space.layers - reversed_ends.argmax(axis=1), 0)
+        self.last_end: list[int] = ends.tolist()
         self.cut = np.where(space.cut <= bottleneck, space.cut, np.inf)
         self.enter = np.where(space.enter <= bottleneck, space.enter, np.inf)
         self.leave = np.where(space.leave <= bottleneck, space.leave, np.inf)
 
-    def potentials(self, prices: Floats) -> Potentials:
-        """Least priced costs to and from every cut."""
+    def priced(self, prices: Floats) -> Priced:
+        """Least priced costs up to every cut, and the path of least priced cost."""
         layers, size = self.space.layers, self.space.classes
         ready = np.full((size, layers + 1), np.inf)
         ended = np.full((size, layers + 1), np.inf)
         ready[:, 0] = self.enter
-        for b in range(1, layers + 1):
-            a = self.first_begin[b]
+        for b, a in enumerate(self.first_begin):
             if a < b:
-                ended[:, b] = (ready[:, a:b] + self.by_end[b, :, a:b]).min(axis=1) + prices
+                now = np.minimum.reduce(ready[:, a:b] + self.by_end[b, :, a:b], axis=1) + prices
+                ended[:, b] = now
                 if b < layers:
-                    ready[:, b] = (ended[:, b, None] + self.cut[b]).min(axis=0)
-        rest_after, rest_before = self.rests(prices)
+                    ready[:, b] = np.minimum.reduce(now[:, None] + self.cut[b], axis=0)
         whole = float((ended[:, layers] + self.leave).min())
         pieces = self.trace(ready, ended) if np.isfinite(whole) else ()
         used = np.bincount([t for _, _, t in pieces], minlength=size)
-        return Potentials(prices, ready, rest_after, rest_before, whole, used, pieces)
+        return Priced(prices, ready, whole, used, pieces)
 
     def rests(self, prices: Floats) -> tuple[Floats, Floats]:
         """Least priced costs from each cut to the end: after a stage, and before one begins."""
@@ -115,9 +120,10 @@ class Paths:
         for a in range(layers - 1, -1, -1):
             b = self.last_end[a]
             if b > a:
-                before[:, a] = (after[:, a + 1 : b + 1] + self.by_begin[a, :, a + 1 : b + 1]).min(axis=1) + prices
+                ways = after[:, a + 1 : b + 1] + self.by_begin[a, :, a + 1 : b + 1]
+                before[:, a] = np.minimum.reduce(ways, axis=1) + prices
                 if a > 0:
-                    after[:, a] = (before[None, :, a] + self.cut[a]).min(axis=1)
+                    after[:, a] = np.minimum.reduce(before[None, :, a] + self.cut[a], axis=1)
         return after, before
 
     def trace(self, ready: Floats, ended: Floats) -> Pieces:
@@ -126,7 +132,7 @@ class Paths:
         b = self.space.layers
         t = int((ended[:, b] + self.leave).argmin())
         while True:
-            first = int(self.first_begin[b])
+            first = self.first_begin[b]
             a = first + int((ready[t, first:b] + self.by_end[b, t, first:b]).argmin())
             out.append((a, b, t))
             if a == 0:
@@ -146,100 +152,137 @@ class Paths:
 def least_latency(space: Space, vectors: Vectors, bottleneck: float, may: Allowed) -> Path | None:
     """The best schedule among those whose bottleneck is at most this; `None` where there is none."""
     paths = Paths(space, bottleneck)
-    free = paths.potentials(np.zeros(space.classes))
+    free = paths.priced(np.zeros(space.classes))
     if not np.isfinite(free.whole):
         return None
-    can_finish = None
-    known: Known | None = None
-    best, bound = free, free.whole
+    searches = _Searches(paths, vectors)
     if (free.used <= np.array(space.counts)).all() and free.used.sum() <= space.most_devices:
-        known = (paths.latency(free.pieces), free.pieces)
-    else:
-        can_finish = completable(space, vectors, may)
-        if not any(can_finish[0]):
-            return None
-        known = LabelSearch(paths, vectors, free, 0.0, can_finish, np.inf, BEAM).run()
-        assert known is not None
-        best, bound, known = _price(paths, free, known)
-        beam = LabelSearch(paths, vectors, best, best.whole - bound, can_finish, np.inf, BEAM).run()
-        assert beam is not None
-        known = min(known, beam)
-    gap = FIRST_GAP * bound
-    while True:
-        ceiling = known[0] * (1 + 2 * TIE)
-        threshold = ceiling if ceiling <= bound + WIDER * gap else bound + gap
-        try:
-            found = LabelSearch(paths, vectors, best, best.whole - bound, can_finish, threshold).run()
-        except TooManyLabels:
-            return Path(known[1], known[0], bound, False)
+        # No limit binds: only ties are left to compare.
+        latency = paths.latency(free.pieces)
+        ties = searches.run(free, free.whole, latency * (1 + 2 * TIE), MOST_LABELS)
+        return Path((ties or (latency, free.pieces))[1], latency, latency, ties is not None)
+    searches.can_finish = completable(space, vectors, may)
+    if not any(searches.can_finish[0]):
+        return None
+    known = searches.run(free, free.whole, np.inf, FEW_LABELS)
+    if known is not None:
+        return Path(known[1], known[0], known[0], True)
+    best, bound, known = price(paths, free)
+    if known is None or known[0] > bound * (1 + TIE):
+        beam = searches.beam(best, bound, BEAM)
+        known = beam if known is None else min(known, beam)
+    for part in GAPS:
+        threshold = bound + part * (known[0] * (1 + 2 * TIE) - bound)
+        found = searches.run(best, bound, threshold, MOST_LABELS)
+        if searches.gave_up:
+            break
         if found is not None and found[0] * (1 + TIE) <= threshold:
             return Path(found[1], found[0], found[0], True)
-        gap *= WIDER
+    return Path(known[1], known[0], bound, False)
 
 
-def _price(paths: Paths, free: Potentials, known: Known) -> tuple[Potentials, float, Known]:
-    """Good prices, the lower bound they prove, and the best schedule within the limits that is known by then.
+def price(paths: Paths, free: Priced) -> tuple[Priced, float, Known | None]:
+    """Good prices, the lower bound they prove, and the best schedule within the limits met on the way.
 
-    Steps along the excess over the limits, as long as the gap to the known schedule asks for (Polyak's rule).
+    Every price has a step of its own: it grows while the class stays over (or under) its limit, and is halved where
+    that turns. On sums of many devices this settles faster than one step along the excess.
     """
     space = paths.space
     limits = np.array([*space.counts, space.most_devices], dtype=np.float64)
     best, bound, now = free, free.whole, free
     # The last price is for all devices together.
     prices = np.zeros(space.classes + 1)
-    step, stuck = 1.0, 0
+    steps = np.full(space.classes + 1, FIRST_PRICE * free.whole / len(free.pieces))
+    known: Known | None = None
+    before = np.zeros(space.classes + 1)
     for _ in range(PRICE_ROUNDS):
         over = np.append(now.used, now.used.sum()) - limits
         value = now.whole - float(prices @ limits)
-        stuck += 1
         if value > bound:
-            best, bound, stuck = now, value, 0
+            best, bound = now, value
         if (over <= 0).all():
-            known = min(known, (paths.latency(now.pieces), now.pieces))
-        if known[0] <= bound * (1 + TIE) or not over.any():
+            met = (paths.latency(now.pieces), now.pieces)
+            known = met if known is None else min(known, met)
+        if (known is not None and known[0] <= bound * (1 + TIE)) or not over.any():
             break
-        if stuck >= 3:
-            step, stuck = step / 2, 0
-        prices = np.maximum(prices + step * (known[0] - value) / float(over @ over) * over, 0.0)
-        now = paths.potentials(prices[:-1] + prices[-1])
+        turned = np.sign(over) * before
+        steps *= np.where(turned > 0, FASTER, np.where(turned < 0, 0.5, 1.0))
+        before = np.sign(over)
+        prices = np.maximum(prices + before * steps, 0.0)
+        now = paths.priced(prices[:-1] + prices[-1])
     return best, bound, known
+
+
+class _Searches:
+    """Passes over one space: what they share is made once."""
+
+    def __init__(self, paths: Paths, vectors: Vectors) -> None:
+        self.paths, self.vectors = paths, vectors
+        self.can_finish: list[list[int]] | None = None
+        self.gave_up = False
+        self.may_grow = [
+            np.unpackbits(flags_of(bits, vectors.size), count=vectors.size, bitorder="little").view(np.bool_)
+            for bits in vectors.growing
+        ]
+        # Which vectors have a device of each class.
+        shape = [count + 1 for count in reversed(paths.space.counts)]
+        self.has: list[Bools] = []
+        for t, count in enumerate(paths.space.counts):
+            along = [1] * len(shape)
+            along[-1 - t] = -1
+            digit = (np.arange(count + 1) > 0).reshape(along)
+            self.has.append(np.ascontiguousarray(np.broadcast_to(digit, shape)).reshape(-1))
+        # Empty between uses: all infinite, and all unmarked.
+        self.least = np.full(vectors.size, np.inf)
+        self.marked = np.zeros(vectors.size, dtype=np.bool_)
+
+    def run(self, priced: Priced, bound: float, threshold: float, most_labels: int) -> Known | None:
+        """The best schedule under a threshold, or `None`: there is none, or (then `gave_up`) too many labels pass."""
+        self.gave_up = False
+        try:
+            return LabelSearch(self, priced, bound, threshold, most_labels).run()
+        except TooManyLabels:
+            self.gave_up = True
+            return None
+
+    def beam(self, priced: Priced, bound: float, width: int) -> Known:
+        """A good schedule: at every cut and class only the most promising labels are kept."""
+        found = LabelSearch(self, priced, bound, np.inf, MOST_LABELS, width).run()
+        # What is kept can be finished, so something always is.
+        assert found is not None
+        return found
 
 
 class LabelSearch:
     """One pass over the cuts that keeps every label whose bound is at most the threshold.
 
     `ended[b][t]` holds the labels of schedules whose last stage ends at cut b on class t, `ready[a][t]` those about to
-    begin one. `refund` is what the prices of all the devices there are come to: a bound is cost plus prices less that.
+    begin one. A label's bound is its cost, plus the prices of its devices and of the rest of the way, less what the
+    prices of all the devices there are come to.
     """
 
     def __init__(
         self,
-        paths: Paths,
-        vectors: Vectors,
-        potentials: Potentials,
-        refund: float,
-        can_finish: list[list[int]] | None,
+        shared: _Searches,
+        priced: Priced,
+        bound: float,
         threshold: float,
-        most: int | None = None,
+        most_labels: int,
+        width: int | None = None,
     ) -> None:
-        self.paths, self.space, self.vectors, self.potentials = paths, paths.space, vectors, potentials
-        self.limit = threshold + refund
+        self.shared, self.paths, self.vectors = shared, shared.paths, shared.vectors
+        self.space = self.paths.space
+        self.from_here, self.most_labels, self.width = priced, most_labels, width
+        self.rest_after, self.rest_before = self.paths.rests(priced.prices)
+        self.limit = threshold + (priced.whole - bound)
         # Rounding must not drop a label that lies on the threshold.
         self.limit += 1e-12 * abs(self.limit) if np.isfinite(self.limit) else 0.0
-        self.can_finish, self.most = can_finish, most
-        self.priced = np.zeros(vectors.size)
-        digits = [np.arange(count + 1) for count in self.space.counts]
-        for t in range(self.space.classes):
+        self.prices_of = np.zeros([count + 1 for count in reversed(self.space.counts)])
+        for t, count in enumerate(self.space.counts):
             shape = [1] * self.space.classes
             shape[-1 - t] = -1
-            grid = self.priced.reshape([len(d) for d in reversed(digits)])
-            grid += (digits[t] * potentials.prices[t]).reshape(shape)
-        self.may_grow = [
-            np.unpackbits(flags_of(bits, vectors.size), count=vectors.size, bitorder="little").view(np.bool_)
-            for bits in vectors.growing
-        ]
-        self.least = np.full(vectors.size, np.inf)
-        self.marked = np.zeros(vectors.size, dtype=np.bool_)
+            self.prices_of += (np.arange(count + 1) * priced.prices[t]).reshape(shape)
+        self.prices_of = self.prices_of.reshape(-1)
         nothing: Labels = (np.zeros(0, dtype=np.int64), np.zeros(0))
         self.ended = [[nothing] * self.space.classes for _ in range(self.space.layers + 1)]
         self.ready = [[nothing] * self.space.classes for _ in range(self.space.layers + 1)]
@@ -262,7 +305,7 @@ class LabelSearch:
                     if len(codes)
                 ]
                 if pieces:
-                    self.ended[b][t] = self.kept(self.merged(pieces), self.potentials.rest_after[t, b], b, t)
+                    self.ended[b][t] = self.kept(self.merged(pieces), self.rest_after[t, b], b, t)
             if b < space.layers:
                 for t in classes:
                     self.ready[b][t] = self.beginning(b, t)
@@ -271,9 +314,9 @@ class LabelSearch:
     def promising(self) -> list[list[list[int]]]:
         """For each class and cut, where a stage that ends there may have begun without exceeding the threshold."""
         out = []
-        found = self.potentials
+        found = self.from_here
         for t in range(self.space.classes):
-            bound = self.paths.by_end[:, t, :] + found.ready[t][None, :] + found.rest_after[t][:, None]
+            bound = self.paths.by_end[:, t, :] + found.ready[t][None, :] + self.rest_after[t][:, None]
             ends, begins = np.nonzero(bound + found.prices[t] <= min(self.limit, UNLIMITED))
             at = np.searchsorted(ends, np.arange(self.space.layers + 2)).tolist()
             listed = begins.tolist()
@@ -283,13 +326,13 @@ class LabelSearch:
     def beginning(self, b: int, t: int) -> Labels:
         """Labels at cut b to which a stage on class t may be added."""
         pieces = []
-        rest = self.potentials.rest_before[t, b]
+        rest = self.rest_before[t, b]
         for u in range(self.space.classes):
             codes, costs = self.ended[b][u]
             over = self.paths.cut[b, u, t]
             if not len(codes) or not np.isfinite(over + rest):
                 continue
-            keep = self.may_grow[t][codes] & (costs + self.priced[codes] <= self.limit - over - rest)
+            keep = self.shared.may_grow[t][codes] & (costs + self.prices_of[codes] <= self.limit - over - rest)
             if keep.any():
                 pieces.append((codes[keep], costs[keep] + over))
         if not pieces:
@@ -301,37 +344,53 @@ class LabelSearch:
     def kept(self, labels: Labels, rest: float, b: int, t: int) -> Labels:
         """Those labels whose bound is within the threshold and from which the rest can be placed."""
         codes, costs = labels
-        bound = costs + self.priced[codes]
+        bound = costs + self.prices_of[codes]
         keep = bound <= self.limit - rest
-        if self.can_finish is not None:
-            flags = flags_of(self.can_finish[b][t], self.vectors.size)
+        if self.shared.can_finish is not None:
+            flags = flags_of(self.shared.can_finish[b][t], self.vectors.size)
             keep &= (flags[codes >> 3] >> (codes & 7) & 1) != 0
-        if self.most is not None and int(keep.sum()) > self.most:
+        if self.width is not None and int(keep.sum()) > self.width:
             at = np.flatnonzero(keep)
-            keep[np.delete(at, np.argpartition(bound[at], self.most)[: self.most])] = False
-        labels = codes[keep], costs[keep]
+            keep[np.delete(at, np.argpartition(bound[at], self.width)[: self.width])] = False
+        labels = self.undominated((codes[keep], costs[keep]))
         self.count(len(labels[0]))
         return labels
+
+    def undominated(self, labels: Labels) -> Labels:
+        """Without those that another beats or equals with one device less: whatever follows suits that one too."""
+        codes, costs = labels
+        if len(codes) < FEW_TO_COMPARE:
+            return labels
+        least = self.shared.least
+        least[codes] = costs
+        keep = np.ones(len(codes), dtype=np.bool_)
+        for stride, has in zip(self.vectors.strides, self.shared.has, strict=True):
+            # Without a device of the class, one less would be another vector altogether: it is compared with itself.
+            fewer = codes - stride * has[codes]
+            keep &= (least[fewer] > costs) | (fewer == codes)
+        least[codes] = np.inf
+        return codes[keep], costs[keep]
 
     def count(self, more: int) -> None:
         """Give up where memory would run out."""
         self.held += more
-        if self.held > MOST_LABELS:
+        if self.held > self.most_labels:
             raise TooManyLabels
 
     def merged(self, pieces: list[Labels]) -> Labels:
         """The least cost of every vector, vectors in order."""
         if len(pieces) == 1:
             return pieces[0]
+        least, marked = self.shared.least, self.shared.marked
         for codes, costs in pieces:
-            self.least[codes] = np.minimum(self.least[codes], costs)
-            self.marked[codes] = True
+            least[codes] = np.minimum(least[codes], costs)
+            marked[codes] = True
         low = min(int(codes[0]) for codes, _ in pieces)
         high = max(int(codes[-1]) for codes, _ in pieces) + 1
-        codes = np.flatnonzero(self.marked[low:high]) + low
-        costs = self.least[codes]
-        self.least[codes] = np.inf
-        self.marked[codes] = False
+        codes = marked[low:high].nonzero()[0] + low
+        costs = least[codes]
+        least[codes] = np.inf
+        marked[codes] = False
         return codes, costs
 
     def best(self) -> Known | None:
@@ -357,7 +416,7 @@ class LabelSearch:
         b = self.space.layers
         while True:
             before = code - self.vectors.strides[t]
-            begins = range(int(self.paths.first_begin[b]), b)
+            begins = range(self.paths.first_begin[b], b)
             a = min(begins, key=lambda a: _cost_of(self.ready[a][t], before) + self.paths.by_end[b, t, a])
             out.append((a, b, t))
             if a == 0:

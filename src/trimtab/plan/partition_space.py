@@ -58,7 +58,7 @@ class Space:
 
 
 def stage_bytes(job: PipelineJob) -> Floats:
-    """Memory that a stage (a, b) needs, in bytes; infinite where a >= b."""
+    """Memory that a stage (a, b) needs, in bytes; infinite where a >= b or a cut is not allowed."""
     layers = job.model.layers
     crossing = crossing_bytes(job)
     held = np.concatenate(([0.0], np.cumsum(np.asarray(job.model.mem_mb, dtype=np.float64)))) * MIB
@@ -67,6 +67,9 @@ def stage_bytes(job: PipelineJob) -> Floats:
     given_out = crossing * (1.0 + job.buffers_out)
     need = held[None, :] - held[:, None] + taken_in[:, None] + given_out[None, :]
     need[np.tril_indices(layers + 1)] = np.inf
+    if job.cut_every > 1:
+        inside = np.arange(layers + 1) % job.cut_every != 0
+        need[inside, :] = need[:, inside] = np.inf
     return np.asarray(need, dtype=np.float64)
 
 
@@ -105,12 +108,24 @@ def join_of(job: PipelineJob, links: dict[tuple[str, str], Link], a: Host, b: Ho
 def host_classes(job: PipelineJob) -> list[list[Host]]:
     """The hosts that can hold layers, in classes that no schedule could tell apart; hosts in file order.
 
-    Source and sink stand alone: a stage on them has nothing to send there. Comparing with a class's first member is
-    enough: exchanging it with each of the others makes every exchange.
+    A first stage on the source's class may as well stand on the source itself, where it need not be sent its input; a
+    last stage on the sink's class likewise. Only where both are of one class can one schedule not always have both:
+    then they stand alone.
+    """
+    classes = _classes(job, ())
+    ends = [name for name in (job.source, job.sink) if name is not None]
+    if len(ends) == 2 and any({host.name for host in members}.issuperset(ends) for members in classes):
+        return _classes(job, tuple(ends))
+    return classes
+
+
+def _classes(job: PipelineJob, alone: tuple[str, ...]) -> list[list[Host]]:
+    """Classes of hosts, with some hosts in classes of their own.
+
+    Comparing with a class's first member is enough: exchanging it with each of the others makes every exchange.
     """
     kinds = {kind.name: kind for kind in job.types}
     links = link_table(job)
-    special = [job.source, job.sink]
     seen: dict[tuple[object, ...], list[list[Host]]] = {}
     for host in job.hosts:
         kind = kinds[host.type]
@@ -119,13 +134,25 @@ def host_classes(job: PipelineJob) -> list[list[Host]]:
         alike = seen.setdefault((kind.bw_mbps, kind.mem_mb, kind.time_s), [])
         for members in alike:
             first = members[0]
-            if host.name in special or first.name in special or not _interchangeable(job, links, first, host):
+            if host.name in alone or first.name in alone or not _interchangeable(job, links, first, host):
                 continue
             members.append(host)
             break
         else:
             alike.append([host])
     return [members for alike in seen.values() for members in alike]
+
+
+def hosts_for(job: PipelineJob, classes: list[list[Host]], stages: list[int]) -> list[Host]:
+    """A host for every stage, of its class: the ends where they save a transfer, else in file order."""
+    chosen: dict[int, Host] = {}
+    for at, name in ((0, job.source), (len(stages) - 1, job.sink)):
+        for host in classes[stages[at]]:
+            if host.name == name:
+                chosen[at] = host
+    taken = {host.name for host in chosen.values()}
+    unused = [iter([host for host in members if host.name not in taken]) for members in classes]
+    return [chosen[at] if at in chosen else next(unused[t]) for at, t in enumerate(stages)]
 
 
 def _interchangeable(job: PipelineJob, links: dict[tuple[str, str], Link], a: Host, b: Host) -> bool:

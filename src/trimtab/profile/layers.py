@@ -9,9 +9,11 @@ the result home. It never writes a file and never changes a model's weights, apa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -61,7 +63,7 @@ class Chain:
 
     def run(self, model_input: Any) -> Any:
         """The result of the whole chain in this process."""
-        with _torch().inference_mode():
+        with import_torch().inference_mode():
             carried = self.begin(model_input)
             for block in self.blocks:
                 carried = step(block, carried)
@@ -125,7 +127,7 @@ def profile_layers(
     for what, value, least in (("batch size", batch_size, 1), ("repeats", repeats, 1), ("warm-up", warmup, 0)):
         if value < least:
             raise InputError(f"the {what} is {least} or more, not {value}")
-    torch = _torch()
+    torch = import_torch()
     if threads is not None:
         if threads < 1:
             raise InputError(f"the number of threads is 1 or more, not {threads}")
@@ -151,7 +153,12 @@ def profile_layers(
             carried, used = _measured_memory(block, carried, place)
             activations.append(round(used / MB, 6))
             crossing.append(_crossing(carried, batch_size, kind, notes, last=number == len(chain.blocks)))
-        samples, whole = _timed(chain, start, place, warmup, repeats, progress)
+        with torch.cuda.device(place) if place.type == "cuda" else contextlib.nullcontext():
+            samples, whole = _timed(chain, start, place, warmup, repeats, progress)
+    if max(whole) > 1.5 * statistics.median(whole):
+        notes[
+            f"the slowest pass took {max(whole) / statistics.median(whole):.1f} times the median: a busy machine?"
+        ] = None
     weights = [_weights(block) for block in chain.blocks]
     return LayerProfile(
         model=model_name or factory.rpartition(":")[2],
@@ -179,7 +186,7 @@ def profile_layers(
 
 def load_chain(factory: str, *, blocks: str = "", dtype: str = "torch.float32", device: str = "cpu") -> Chain:
     """Build the model, in a dtype and on a device, and find its blocks."""
-    torch = _torch()
+    torch = import_torch()
     made = load(factory)
     if callable(made) and not isinstance(made, torch.nn.Module):
         made = _call(made, factory)
@@ -216,10 +223,10 @@ def load_chain(factory: str, *, blocks: str = "", dtype: str = "torch.float32", 
     if len(names) != len(parts):  # one block object that stands in the row several times
         names = tuple(f"{prefix}{index}" for index in range(len(parts)))
     if not blocks:
-        return Chain(parts, names, Carried, imports=factory)
+        return Chain(parts, names, Carried, imports=_anywhere(factory))
     inside = {id(parameter) for block in parts for parameter in block.parameters()}
     outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
-    return Chain(parts, names, lambda given: _first_call(model, parts, names, given), outside, factory)
+    return Chain(parts, names, lambda given: _first_call(model, parts, names, given), outside, _anywhere(factory))
 
 
 def input_maker(text: str, *, batch_size: int, dtype: str, device: str) -> Callable[[int], Any]:
@@ -227,7 +234,7 @@ def input_maker(text: str, *, batch_size: int, dtype: str, device: str) -> Calla
 
     The maker takes the number of the input, so that several inputs differ and yet come back the same.
     """
-    torch = _torch()
+    torch = import_torch()
     kind, place = dtype_of(dtype), device_of(device)
     hint = "--input 128,2048 (a shape without the batch), or --input package.module:make_input (takes a batch size)"
     if not text:
@@ -290,9 +297,15 @@ def load(spec: str) -> Any:
     return found
 
 
+def _anywhere(spec: str) -> str:
+    """The same object, named so that a process in another folder finds it."""
+    module_name, _, name = spec.rpartition(":")
+    return f"{os.path.realpath(module_name)}:{name}" if module_name.endswith(".py") else spec
+
+
 def dtype_of(name: str) -> Any:
     """The torch dtype that a name such as torch.bfloat16, bfloat16 or bf16 stands for."""
-    torch = _torch()
+    torch = import_torch()
     short = name.removeprefix("torch.")
     found = getattr(torch, _SHORT_DTYPES.get(short, short), None)
     if not isinstance(found, torch.dtype):
@@ -304,7 +317,7 @@ def dtype_of(name: str) -> Any:
 
 def device_of(name: str) -> Any:
     """The torch device, which must be there."""
-    torch = _torch()
+    torch = import_torch()
     try:
         place = torch.device(name)
     except (RuntimeError, ValueError):
@@ -318,7 +331,7 @@ def device_of(name: str) -> Any:
 
 def on_device(value: Any, device: Any, dtype: Any = None) -> Any:
     """The same nest of tuples, lists and mappings with its tensors on a device, floating ones in a dtype."""
-    torch = _torch()
+    torch = import_torch()
     if isinstance(value, torch.Tensor):
         return value.to(device=device, dtype=dtype if dtype is not None and value.is_floating_point() else None)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -328,14 +341,14 @@ def on_device(value: Any, device: Any, dtype: Any = None) -> Any:
     if type(value) is dict:
         return {key: on_device(part, device, dtype) for key, part in value.items()}
     if isinstance(value, Carried):
-        parts = (on_device(part, device, dtype) for part in (value.value, value.rest, dict(value.named)))
-        return Carried(*parts, value.hand_over)
+        inner, rest, named = on_device((value.value, value.rest, dict(value.named)), device, dtype)
+        return Carried(inner, rest, named, value.hand_over)
     return value
 
 
 def tensors_in(value: Any, strange: set[str] | None = None) -> Iterator[Any]:
     """Every tensor in a nest of tuples, lists, mappings and dataclasses; names of other types go into `strange`."""
-    if isinstance(value, _torch().Tensor):
+    if isinstance(value, import_torch().Tensor):
         yield value
     elif isinstance(value, tuple | list):
         for part in value:
@@ -412,7 +425,7 @@ def _no_chain(why: str) -> NoReturn:
 
 
 def _same(one: Any, other: Any) -> bool:
-    torch = _torch()
+    torch = import_torch()
     if one is other:
         return True
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
@@ -454,7 +467,7 @@ def _weights(block: Any) -> tuple[int, int]:
 
 def _measured_memory(block: Any, carried: Carried, device: Any) -> tuple[Carried, int]:
     """Run a block; give its output and the most bytes it held besides weights, input and output."""
-    torch = _torch()
+    torch = import_torch()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
@@ -475,7 +488,7 @@ def _live_tensors() -> Any:
     """A mode under which torch tells every tensor it makes: the memory of a block on a CPU, kernels' scratch aside."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class LiveTensors(TorchDispatchMode):
+    class LiveTensors(TorchDispatchMode):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.most = 0
@@ -513,7 +526,7 @@ def _timed(
     chain: Chain, start: Carried, device: Any, warmup: int, repeats: int, progress: Callable[[str], None]
 ) -> tuple[list[list[float]], list[float]]:
     """Seconds of every block in every counted pass, and of every pass."""
-    torch = _torch()
+    torch = import_torch()
     samples: list[list[float]] = [[] for _ in chain.blocks]
     whole: list[float] = []
     on_gpu = device.type == "cuda"
@@ -534,7 +547,7 @@ def _timed(
         if number < warmup:
             continue
         whole.append(ended - begun)
-        for index, (one, other) in enumerate(zip(marks, marks[1:], strict=False)):
+        for index, (one, other) in enumerate(itertools.pairwise(marks)):
             samples[index].append(one.elapsed_time(other) / 1000 if on_gpu else other - one)
     return samples, whole
 
@@ -614,19 +627,19 @@ def _file_module(path: str) -> Any:
 
 def _device_name(device: Any) -> str:
     if device.type == "cuda":
-        return str(_torch().cuda.get_device_name(device))
+        return str(import_torch().cuda.get_device_name(device))
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "CPU")
     except OSError:
         model = "CPU"
-    return f"{model}, {_torch().get_num_threads()} threads"
+    return f"{model}, {import_torch().get_num_threads()} threads"
 
 
 def _device_memory(device: Any) -> int:
     """Bytes of the whole device."""
     if device.type == "cuda":
-        return int(_torch().cuda.get_device_properties(device).total_memory)
+        return int(import_torch().cuda.get_device_properties(device).total_memory)
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
@@ -637,7 +650,8 @@ def _short(seconds: float) -> float:
     return float(f"{seconds:.6g}")
 
 
-def _torch() -> Any:
+def import_torch() -> Any:
+    """The torch module, or an error that says how to get it."""
     try:
         import torch
     except ImportError:

@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from trimtab import __version__
 from trimtab.model.errors import TrimtabError
-from trimtab.ui import plan_commands, profile_commands
+from trimtab.ui import layer_commands, partition_commands, plan_commands, profile_commands
 from trimtab.ui.output import err
 
 INTERRUPTED = 130
@@ -29,7 +29,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("plan")(plan_commands.plan)
+app.command("partition")(partition_commands.partition)
 app.command("demo")(plan_commands.demo)
+profile_commands.app.command("layers")(layer_commands.layers)
 app.add_typer(profile_commands.app, name="profile")
 
 _debug = False

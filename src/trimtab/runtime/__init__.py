@@ -1,0 +1,1 @@
+"""Carries out what the pure rooms decide: on Ray, with real processes, clocks and deadlines."""
