@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 
-TABLES = ("placement", "startup")
+TABLES = ("placement", "partition", "startup")
 
 
 def main() -> None:

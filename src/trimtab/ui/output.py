@@ -14,6 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from trimtab.model.errors import InputError
+
 
 class Format(str, enum.Enum):
     """How an answer is written."""
@@ -37,6 +39,17 @@ def answer(data: Mapping[str, Any], form: Format, text: Callable[[], None]) -> N
         from trimtab.formats.yaml_text import dump
 
         sys.stdout.write(dump(data))
+
+
+def share(text: str, option: str) -> float:
+    """A share as people write it: `5%` or `0.05`."""
+    try:
+        value = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise InputError(f"a share such as 5% or 0.05 is expected, not {text}", where=f"command line: {option}")
+    return value
 
 
 def plain_table(**options: Any) -> Table:

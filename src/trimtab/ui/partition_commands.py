@@ -22,8 +22,8 @@ from rich.markup import escape
 
 from trimtab.formats.files import write_text
 from trimtab.formats.pipeline_split import Engine
-from trimtab.model.errors import InfeasibleError, InputError, TrimtabError
-from trimtab.ui.output import Format, answer, err, out, warn
+from trimtab.model.errors import InfeasibleError, TrimtabError
+from trimtab.ui.output import Format, answer, err, out, share, warn
 
 if TYPE_CHECKING:
     from trimtab.formats.pipeedge import Request
@@ -38,16 +38,6 @@ class Goal(str, enum.Enum):
 
     throughput = "throughput"
     latency = "latency"
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise InputError(f"--headroom {text}: a share such as 10% or 0.1 is expected")
-    return value
 
 
 def partition(
@@ -84,6 +74,22 @@ def partition(
         str | None,
         typer.Option(metavar="ADDRESS", help="Print a devices file of a running Ray cluster (auto: the local one)."),
     ] = None,
+    run: Annotated[
+        bool, typer.Option("--run", help="Run the schedule with the model, as a pipeline of Ray actors.")
+    ] = False,
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="Run it with stages that take the profiled times, on any machine.")
+    ] = False,
+    factory: Annotated[
+        str | None, typer.Option(help="What builds the model to run: package.module:factory or file.py:factory.")
+    ] = None,
+    blocks: Annotated[str, typer.Option(help="Path of the row of blocks inside the model.")] = "",
+    model_input: Annotated[str, typer.Option("--input", help="What makes its input, or a shape: 128,2048.")] = "",
+    microbatches: Annotated[int, typer.Option(min=1, help="How many microbatches to run.")] = 24,
+    stretch: Annotated[float | None, typer.Option(help="Make emulated times longer by this factor.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each stage.")] = 1,
+    address: Annotated[str | None, typer.Option(help="Ray cluster to run on; a local one is started if none.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which a run is given up.")] = None,
 ) -> None:
     """Which layers go on which device? The pipeline with the best throughput on unlike devices, with the proof.
 
@@ -99,6 +105,8 @@ def partition(
         trimtab partition --frontier --max-devices 6
 
         trimtab partition --emit vllm --cut-every 4
+
+        trimtab partition --emulate
     """
     if devices_from_ray is not None:
         from trimtab.formats.pipeedge import devices_yaml
@@ -113,7 +121,7 @@ def partition(
         batch_size,
         buffers_in,
         buffers_out,
-        _share(headroom),
+        share(headroom, "--headroom"),
         source,
         sink,
         max_devices,
@@ -135,7 +143,31 @@ def partition(
         return
     from trimtab.ui.partition_text import as_data, print_text
 
-    answer(as_data(found, searched), form, lambda: print_text(out, found, searched))
+    if not (run or emulate):
+        answer(as_data(found, searched), form, lambda: print_text(out, found, searched))
+        return
+    from trimtab.ui.pipeline_run import run_answer, run_data, run_text
+
+    done = run_answer(
+        found,
+        emulate=emulate,
+        dtype=dtype,
+        factory=factory,
+        blocks=blocks,
+        model_input=model_input,
+        microbatches=microbatches,
+        stretch=stretch,
+        threads=threads,
+        address=address,
+        timeout_s=timeout,
+    )
+
+    def text() -> None:
+        print_text(out, found, searched)
+        out.print()
+        run_text(done)
+
+    answer({**as_data(found, searched), "run": run_data(done)}, form, text)
 
 
 def _plan(

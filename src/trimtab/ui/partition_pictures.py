@@ -9,8 +9,9 @@ from __future__ import annotations
 from trimtab.model.pipeline import PartitionAnswer, Stage
 from trimtab.ui.chart import Chart, Row, Span, Stretch
 from trimtab.ui.lettering import duration, escape, fit, share, text_width, ticks
+from trimtab.ui.marks import px, rect, text_at
 from trimtab.ui.partition_text import MIB, limit_words
-from trimtab.ui.timeline import COLOURS, _n, _rect, _text
+from trimtab.ui.timeline import COLOURS
 
 PERIODS = 4
 """How many periods of the steady state are drawn."""
@@ -48,21 +49,21 @@ def stages_svg(answer: PartitionAnswer, width: int, prefix: str) -> str:
             tip = f"{stage.host} to {stages[index + 1].host}: {duration(stage.transfer_seconds)}"
             middle = y + _BOX_HEIGHT / 2
             if column + 1 < in_row:
-                out += _arrow(f"M{_n(x + box + 4)} {_n(middle)}H{_n(x + box + gap - 6)}", tip)
-                out.append(_text(x + box + gap / 2, middle - 8, words, "quiet", anchor="middle"))
+                out += _arrow(f"M{px(x + box + 4)} {px(middle)}H{px(x + box + gap - 6)}", tip)
+                out.append(text_at(x + box + gap / 2, middle - 8, words, "quiet", anchor="middle"))
             else:
                 # The next row begins at the left: the line runs between the rows.
                 between = y + _BOX_HEIGHT + _ROW_GAP / 2
-                way = f"M{_n(x + box / 2)} {_n(y + _BOX_HEIGHT + 3)}V{_n(between)}H{_n(1 + box / 2)}"
-                out += _arrow(f"{way}V{_n(between + _ROW_GAP / 2 - 5)}", tip)
+                way = f"M{px(x + box / 2)} {px(y + _BOX_HEIGHT + 3)}V{px(between)}H{px(1 + box / 2)}"
+                out += _arrow(f"{way}V{px(between + _ROW_GAP / 2 - 5)}", tip)
                 left = (x + 1 + box) / 2 if in_row > 1 else 1 + box / 2 + 8 + text_width(words, 12) / 2
-                out.append(_text(left, between - 5, words, "quiet", anchor="middle"))
+                out.append(text_at(left, between - 5, words, "quiet", anchor="middle"))
     height = y + _BOX_HEIGHT + 2
     title = f"Pipeline of {len(stages)} stages"
     listed = "; ".join(f"{s.host}: layers {s.first} to {s.last}" for s in stages)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {width} {_n(height)}" width="{width}" '
-        f'height="{_n(height)}" role="img" aria-labelledby="{prefix}-title {prefix}-desc">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {width} {px(height)}" width="{width}" '
+        f'height="{px(height)}" role="img" aria-labelledby="{prefix}-title {prefix}-desc">'
         f'<title id="{prefix}-title">{title}</title><desc id="{prefix}-desc">{escape(listed)}</desc>'
         f"{''.join(out)}</svg>\n"
     )
@@ -85,9 +86,9 @@ def _head(way: str) -> str:
         elif part[0] == "V":
             y = float(part[1:])
     down = numbers[-1][0] == "V"
-    drawn = f"M{_n(x - 4)} {_n(y - 5)}L{_n(x)} {_n(y)}L{_n(x + 4)} {_n(y - 5)}"
+    drawn = f"M{px(x - 4)} {px(y - 5)}L{px(x)} {px(y)}L{px(x + 4)} {px(y - 5)}"
     if not down:
-        drawn = f"M{_n(x - 5)} {_n(y - 4)}L{_n(x)} {_n(y)}L{_n(x - 5)} {_n(y + 4)}"
+        drawn = f"M{px(x - 5)} {px(y - 4)}L{px(x)} {px(y)}L{px(x - 5)} {px(y + 4)}"
     return f'<path class="bracket" d="{drawn}"/>'
 
 
@@ -113,23 +114,23 @@ def _box(answer: PartitionAnswer, index: int, stage: Stage, x: float, y: float, 
     bar = inner * 0.24
     layers = f"layers {stage.first}–{stage.last}" if stage.first != stage.last else f"layer {stage.first}"
     out = [
-        _rect(x, y, wide, _BOX_HEIGHT, "surface", tip, rx=6),
-        _rect(x, y, wide, _BOX_HEIGHT, "inside rest", rx=6),
-        _rect(x, y + 8, 5, _BOX_HEIGHT - 16, f"inside k{colour}", rx=2),
-        _text(x + 16, y + 21, fit(stage.host, room, 13, bold=True), "name"),
-        _text(x + 16, y + 38, fit(f"{layers} · {stage.type}", inner, 12), "quiet"),
+        rect(x, y, wide, _BOX_HEIGHT, "surface", tip, rx=6),
+        rect(x, y, wide, _BOX_HEIGHT, "inside rest", rx=6),
+        rect(x, y + 8, 5, _BOX_HEIGHT - 16, f"inside k{colour}", rx=2),
+        text_at(x + 16, y + 21, fit(stage.host, room, 13, bold=True), "name"),
+        text_at(x + 16, y + 38, fit(f"{layers} · {stage.type}", inner, 12), "quiet"),
     ]
     if mark:
-        out.append(_text(x + wide - 12, y + 21, mark, "small", anchor="end"))
+        out.append(text_at(x + wide - 12, y + 21, mark, "small", anchor="end"))
         out.append(
-            f'<rect class="inside end" x="{_n(x)}" y="{_n(y)}" width="{_n(wide)}" height="96" rx="6" fill="none"/>'
+            f'<rect class="inside end" x="{px(x)}" y="{px(y)}" width="{px(wide)}" height="96" rx="6" fill="none"/>'
         )
     for row, (part, words) in enumerate(((busy, f"{duration(stage.compute_seconds)} · {share(busy)}"), (full, used))):
         top = y + 50 + row * 22
-        out.append(_rect(x + 16, top + 4, bar, 7, "inside idle", rx=2))
+        out.append(rect(x + 16, top + 4, bar, 7, "inside idle", rx=2))
         css = f"inside k{colour}" if row == 0 else "inside sync"
-        out.append(_rect(x + 16, top + 4, max(1.0, bar * min(part, 1.0)), 7, css, rx=2))
-        out.append(_text(x + 16 + bar + 8, top + 12, fit(words, inner - bar - 8, 12), "small"))
+        out.append(rect(x + 16, top + 4, max(1.0, bar * min(part, 1.0)), 7, css, rx=2))
+        out.append(text_at(x + 16 + bar + 8, top + 12, fit(words, inner - bar - 8, 12), "small"))
     return out
 
 
@@ -205,29 +206,29 @@ def frontier_svg(answer: PartitionAnswer, width: int, prefix: str) -> str:
 
     out = []
     for value, words in ticks(most, 4):
-        out.append(f'<path class="grid" d="M{_n(left)} {_n(y(value))}H{_n(right)}"/>')
-        out.append(_text(left - 8, y(value) + 4, words, "quiet", anchor="end"))
+        out.append(f'<path class="grid" d="M{px(left)} {px(y(value))}H{px(right)}"/>')
+        out.append(text_at(left - 8, y(value) + 4, words, "quiet", anchor="end"))
     every = max(1, -(-(last - first + 1) // int((right - left) / 34)))
     out += [
-        _text(x(devices), bottom + 18, str(devices), "quiet", anchor="middle")
+        text_at(x(devices), bottom + 18, str(devices), "quiet", anchor="middle")
         for devices in range(first, last + 1, every)
     ]
-    line = "L".join(f"{_n(x(p.devices))} {_n(y(p.bottleneck_seconds))}" for p in points)
+    line = "L".join(f"{px(x(p.devices))} {px(y(p.bottleneck_seconds))}" for p in points)
     out.append(f'<path d="M{line}" fill="none" stroke="var(--tt-0)" stroke-width="2"/>')
     used = len(answer.schedule.stages)
     for point in points:
         words = f"{point.devices} device{'s' if point.devices != 1 else ''}: {duration(point.bottleneck_seconds)}"
         radius = 5.5 if point.devices == used else 3.5
         out.append(
-            f'<circle class="bar k0 edged" cx="{_n(x(point.devices))}" cy="{_n(y(point.bottleneck_seconds))}" '
+            f'<circle class="bar k0 edged" cx="{px(x(point.devices))}" cy="{px(y(point.bottleneck_seconds))}" '
             f'r="{radius}"><title>{escape(words)}</title></circle>'
         )
-    out.append(_text((left + right) / 2, bottom + 38, "devices", "quiet", anchor="middle"))
+    out.append(text_at((left + right) / 2, bottom + 38, "devices", "quiet", anchor="middle"))
     height = bottom + 46
     listed = "; ".join(f"{p.devices}: {duration(p.bottleneck_seconds)}" for p in points)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {width} {_n(height)}" width="{width}" '
-        f'height="{_n(height)}" role="img" aria-labelledby="{prefix}-title {prefix}-desc">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {width} {px(height)}" width="{width}" '
+        f'height="{px(height)}" role="img" aria-labelledby="{prefix}-title {prefix}-desc">'
         f'<title id="{prefix}-title">Bottleneck over the number of devices</title>'
         f'<desc id="{prefix}-desc">{escape(listed)}</desc>{"".join(out)}</svg>\n'
     )

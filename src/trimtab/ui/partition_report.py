@@ -15,14 +15,14 @@ from trimtab.ui.partition_pictures import frontier_svg, stages_svg, steady_chart
 from trimtab.ui.partition_text import MIB, improve_sentence
 
 # The frame of a page and its copy button are the placement report's: all reports look and behave alike.
-from trimtab.ui.report import _NARROW_PX, _SCRIPT, _WIDE_PX, _head
+from trimtab.ui.report import COPY_SCRIPT, NARROW_PX, WIDE_PX, page_head
 
-_WIDTHS = (("wide", _WIDE_PX), ("narrow", _NARROW_PX))
+_WIDTHS = (("wide", WIDE_PX), ("narrow", NARROW_PX))
 
 
 def partition_report(answer: PartitionAnswer, *, command: str | None, search_seconds: float | None) -> str:
     """The report of an answer as HTML. `command` is what made it."""
-    parts = [_head(answer.job.model.name), _headline(answer)]
+    parts = [page_head(answer.job.model.name), _headline(answer)]
     if answer.schedule.stages:
         parts += [_pipeline(answer), _steady(answer), _frontier(answer)]
     parts += [_schedule(schedule_yaml(answer.schedule)), _said(answer), _foot(command, search_seconds)]
@@ -180,5 +180,5 @@ def _foot(command: str | None, search_seconds: float | None) -> str:
     made = f" Made by <code>{escape(command)}</code>." if command else ""
     return (
         f"</main>\n<footer><p>trimtab {escape(__version__)}.{took}{made}</p></footer>\n"
-        f"<script>{_SCRIPT}</script>\n</body>\n</html>"
+        f"<script>{COPY_SCRIPT}</script>\n</body>\n</html>"
     )

@@ -16,7 +16,7 @@ import typer
 
 from trimtab.formats.files import write_text
 from trimtab.model.errors import InputError, TrimtabError
-from trimtab.ui.output import Format, answer, err, out
+from trimtab.ui.output import Format, answer, err, out, share
 
 if TYPE_CHECKING:
     from trimtab.formats.dialect import Loaded, Settings
@@ -34,16 +34,6 @@ class PlanFormat(str, enum.Enum):
     json = "json"
     yaml = "yaml"
     overrides = "overrides"
-
-
-def _percentage(text: str) -> float:
-    try:
-        value = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise typer.BadParameter(f"a share such as 5% or 0.05 is expected, not {text}")
-    return value
 
 
 def plan(
@@ -95,7 +85,7 @@ def plan(
     from trimtab.formats.load import load
     from trimtab.plan.placement import best_plan, explain
 
-    share = _percentage(noise)
+    noise_share = share(noise, "--noise")
     measured = None
     if profile is not None:
         from trimtab.formats import profile_file
@@ -113,7 +103,7 @@ def plan(
                 outcome,
                 current=loaded.current,
                 assumptions=loaded.assumptions,
-                noise=share,
+                noise=noise_share,
                 with_sensitivity=sensitivity,
             )
     except TrimtabError as error:
@@ -128,7 +118,7 @@ def plan(
         _write_to(output, loaded, settings)
     if apply:
         _apply(loaded, settings)
-    _show(result, settings, loaded, form, searched, share)
+    _show(result, settings, loaded, form, searched, noise_share)
 
 
 def _show(result: Answer, settings: Settings, loaded: Loaded, form: PlanFormat, searched: float, noise: float) -> None:

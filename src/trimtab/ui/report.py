@@ -24,11 +24,11 @@ from trimtab.ui.lettering import duration, escape, escape_block, share
 # A runner-up many times slower must not squeeze the others into a corner: its chart is cut a little beyond theirs.
 _LONGEST_OVER_BEST = 2.5
 _ROOM_BEYOND = 1.15
-_WIDE_PX, _NARROW_PX = 960, 420
+WIDE_PX, NARROW_PX = 960, 420
 _LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
 
 # Without scripts the block is still there to be selected; the button appears only where it would work.
-_SCRIPT = """
+COPY_SCRIPT = """
 for (const box of document.querySelectorAll(".copy")) {
   if (!navigator.clipboard) break;
   const button = document.createElement("button");
@@ -51,7 +51,7 @@ def plan_report(
     `source` is the job file's name, `block` the placement in its own keys, `command` what made the report.
     """
     parts = [
-        _head(title),
+        page_head(title),
         _headline(answer, title, source),
         _chosen(answer.best),
         _block(block),
@@ -69,8 +69,9 @@ def _style() -> str:
     return resources.files("trimtab.ui").joinpath("assets/report.css").read_text(encoding="utf-8") + timeline.style()
 
 
-def _head(title: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+def page_head(title: str) -> str:
+    """The head of a report: one file, one look, and nothing from anywhere else."""
+    digest = base64.b64encode(hashlib.sha256(COPY_SCRIPT.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
         "base-uri 'none'; form-action 'none'"
@@ -163,7 +164,7 @@ def _pictures(
     chart = timeline.plan_chart(plan, title, keys=keys, axis_seconds=axis_seconds, marks=(mark,) if mark else ())
     compact = axis_seconds is not None
     out = ""
-    for name, width in (("wide", _WIDE_PX), ("narrow", _NARROW_PX)):
+    for name, width in (("wide", WIDE_PX), ("narrow", NARROW_PX)):
         drawn = timeline.svg(chart, width, standalone=False, compact=compact, prefix=f"{prefix}-{name}")
         out += drawn.replace('class="tt"', f'class="tt {name}"', 1)
     return out
@@ -336,7 +337,7 @@ def _foot(answer: Answer, command: str | None, search_seconds: float | None) -> 
     made = f" Made by <code>{escape(command)}</code>." if command else ""
     return (
         f"</main>\n<footer><p>trimtab {escape(__version__)}. {answer.plans_considered:,} plans considered{took}.{made}"
-        f"</p></footer>\n<script>{_SCRIPT}</script>\n</body>\n</html>"
+        f"</p></footer>\n<script>{COPY_SCRIPT}</script>\n</body>\n</html>"
     )
 
 

@@ -15,6 +15,7 @@ from trimtab.model.plan import Bar, Plan
 from trimtab.model.ranks import ranks_text
 from trimtab.ui.chart import Chart, Look, Mark, Row, Span, Stretch, gaps, joined
 from trimtab.ui.lettering import duration, escape, fit, share, text_width, ticks, wrap
+from trimtab.ui.marks import px, rect, text_at
 
 COLOURS = 8
 JOIN_PX = 0.5
@@ -129,7 +130,7 @@ class _Canvas:
     def draw(self) -> str:
         if self.standalone and self.chart.title:
             title = fit(self.chart.title, self.width - 2 * self.pad, 15, bold=True)
-            self.out.append(_text(self.pad, self.y + 13, title, "heading"))
+            self.out.append(text_at(self.pad, self.y + 13, title, "heading"))
             self.y += 34
         if not self.compact:
             self.legend()
@@ -146,13 +147,13 @@ class _Canvas:
     def page(self, height: float) -> str:
         p, chart = self.prefix, self.chart
         head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {self.width} {_n(height)}" '
-            f'width="{self.width}" height="{_n(height)}" role="img" aria-labelledby="{p}-title {p}-desc">'
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {self.width} {px(height)}" '
+            f'width="{self.width}" height="{px(height)}" role="img" aria-labelledby="{p}-title {p}-desc">'
             f'<title id="{p}-title">{escape(chart.title)}</title><desc id="{p}-desc">{escape(chart.description)}</desc>'
         )
         if self.standalone:
             head += f"<style>{style()}</style>"
-            head += f'<rect class="surface" width="{self.width}" height="{_n(height)}" rx="8"/>'
+            head += f'<rect class="surface" width="{self.width}" height="{px(height)}" rx="8"/>'
         head += (
             f'<defs><pattern id="{p}-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
             'patternTransform="rotate(45)"><path class="hatch" d="M0 0V6"/></pattern></defs>'
@@ -180,10 +181,10 @@ class _Canvas:
             taken = 18 + text_width(words, 12)
             if x > self.pad and x + taken > self.width - self.pad:
                 x, self.y = self.pad, self.y + 20
-            self.out.append(_rect(x, self.y + 1, 12, 12, f"swatch {css}", rx=2))
+            self.out.append(rect(x, self.y + 1, 12, 12, f"swatch {css}", rx=2))
             if hatched:
                 self.out.append(self.hatch(x, self.y + 1, 12, 12))
-            self.out.append(_text(x + 18, self.y + 11, words, "small"))
+            self.out.append(text_at(x + 18, self.y + 11, words, "small"))
             x += taken + 16
         self.y += 34 if entries else 0
 
@@ -207,15 +208,15 @@ class _Canvas:
                 level = len(lines)
                 lines.append([])
             lines[level].append(taken)
-            self.out.append(_text(middle, self.y + 11 + 16 * level, words, "quiet", anchor="middle"))
+            self.out.append(text_at(middle, self.y + 11 + 16 * level, words, "quiet", anchor="middle"))
         self.y += 16 * len(lines)
         if self.chart.spans:
             y = self.y + 6
             for span in self.chart.spans:
                 if span.start < self.axis:
                     x0, x1 = self.x(span.start), self.x(span.end)
-                    close = "V" + _n(y + 4) if span.end <= self.axis * (1 + 1e-9) else ""
-                    self.out.append(f'<path class="bracket" d="M{_n(x0)} {_n(y + 4)}V{_n(y)}H{_n(x1)}{close}"/>')
+                    close = "V" + px(y + 4) if span.end <= self.axis * (1 + 1e-9) else ""
+                    self.out.append(f'<path class="bracket" d="M{px(x0)} {px(y + 4)}V{px(y)}H{px(x1)}{close}"/>')
             self.y += 20 if self.narrow else 14
         elif lines:
             self.y += 4
@@ -234,9 +235,9 @@ class _Canvas:
             idle = sum(b - a for a, b in empty)
             of_all = f" of {duration(self.chart.seconds)} ({share(idle / self.chart.seconds)})" if idle else ""
             words = f"{row.label}: idle {duration(idle)}{of_all}"
-            self.out.append(_rect(self.left, self.y, self.x(end) - self.left, height, "track idle", words, rx=2))
+            self.out.append(rect(self.left, self.y, self.x(end) - self.left, height, "track idle", words, rx=2))
         else:
-            self.out.append(_rect(self.left, self.y, self.x(end) - self.left, height, "track rest", rx=2))
+            self.out.append(rect(self.left, self.y, self.x(end) - self.left, height, "track rest", rx=2))
         for stretch in joined(row.stretches, self.join_px / self.scale if self.scale else 0.0):
             if stretch.start < self.axis:
                 self.bar(stretch, height)
@@ -257,15 +258,15 @@ class _Canvas:
             left = room - text_width(name, size, bold=True) - 8
             detail = row.detail if text_width(row.detail, 12) <= left else ""
             aside = f'<tspan class="quiet" font-weight="400" dx="8">{escape(detail)}</tspan>' if detail else ""
-            self.out.append(_text(self.pad, y, name, css, tip=tip, more=aside))
+            self.out.append(text_at(self.pad, y, name, css, tip=tip, more=aside))
             self.y += 18 if self.narrow else 0
             return
         lines = self.name(row)
         y = self.y + height / 2 + 4.5 - 8 * len(lines)
         for words in lines:
-            self.out.append(_text(self.pad, y, words, css, tip=tip))
+            self.out.append(text_at(self.pad, y, words, css, tip=tip))
             y += 16
-        self.out.append(_text(self.pad, y, fit(row.detail, room, 12), "quiet", tip=tip))
+        self.out.append(text_at(self.pad, y, fit(row.detail, room, 12), "quiet", tip=tip))
 
     def name(self, row: Row) -> list[str]:
         """A row's name on the lines that it takes to the left of the row."""
@@ -284,7 +285,7 @@ class _Canvas:
         tip += f"\n{stretch.note}" if stretch.note else ""
         css = f"bar {stretch.look} {colour}".replace("sync sync", "sync") + (" edged" if x1 - x0 >= 4 else "")
         faded = f' fill-opacity="{max(stretch.busy, 0.2):.2f}"' if stretch.busy < 0.995 else ""
-        self.out.append(_rect(x0, y, x1 - x0, tall, css, tip, rx=2 if x1 - x0 >= 6 else 0, more=faded))
+        self.out.append(rect(x0, y, x1 - x0, tall, css, tip, rx=2 if x1 - x0 >= 6 else 0, more=faded))
         if stretch.look == "switch":
             self.out.append(self.hatch(x0, y, x1 - x0, tall))
         elif not self.compact and stretch.busy > 0.6:
@@ -296,11 +297,11 @@ class _Canvas:
         """The first of the choices that fits between two edges, or nothing."""
         for words in choices:
             if text_width(words, 12) + 14 <= x1 - x0:
-                self.out.append(_text((x0 + x1) / 2, middle + 4.3, words, f"inside {css}", anchor="middle"))
+                self.out.append(text_at((x0 + x1) / 2, middle + 4.3, words, f"inside {css}", anchor="middle"))
                 return
 
     def hatch(self, x: float, y: float, width: float, height: float) -> str:
-        return _rect(x, y, width, height, "inside", more=f' fill="url(#{self.prefix}-hatch)"')
+        return rect(x, y, width, height, "inside", more=f' fill="url(#{self.prefix}-hatch)"')
 
     def grid(self, top: float, bottom: float) -> list[str]:
         out = []
@@ -310,7 +311,7 @@ class _Canvas:
             out.append(self.line("grid", x, top - 2, bottom))
             middle = max(min(x, self.right + 2 - half), self.pad + half)
             if middle - half >= free_from:
-                out.append(_text(middle, bottom + 14, words, "quiet", anchor="middle"))
+                out.append(text_at(middle, bottom + 14, words, "quiet", anchor="middle"))
                 free_from = middle + half + 4
         return out
 
@@ -326,25 +327,4 @@ class _Canvas:
     def line(self, css: str, x: float, top: float, bottom: float) -> str:
         """An upright line; broken where the names of rows stand between them."""
         bands = [(a - 2, b + 2) for a, b in self.bands] if self.narrow else [(top, bottom)]
-        return f'<path class="{css}" d="{"".join(f"M{_n(x)} {_n(a)}V{_n(b)}" for a, b in bands)}"/>'
-
-
-def _n(number: float) -> str:
-    return f"{number:.2f}".rstrip("0").rstrip(".")
-
-
-def _rect(
-    x: float, y: float, width: float, height: float, css: str, tip: str = "", *, rx: float = 0, more: str = ""
-) -> str:
-    # Both edges are rounded, not the width: neighbours then meet exactly.
-    wide = round(x + width, 2) - round(x, 2)
-    rounded = f' rx="{_n(rx)}"' if rx else ""
-    start = f'<rect class="{css}" x="{_n(x)}" y="{_n(y)}" width="{_n(wide)}" height="{_n(height)}"{rounded}{more}'
-    # A tooltip keeps its line breaks as references: as plain characters an XML reader may fold them.
-    return f"{start}><title>{'&#10;'.join(map(escape, tip.splitlines()))}</title></rect>" if tip else f"{start}/>"
-
-
-def _text(x: float, y: float, words: str, css: str, *, anchor: str = "", tip: str = "", more: str = "") -> str:
-    anchored = f' text-anchor="{anchor}"' if anchor else ""
-    title = f"<title>{escape(tip)}</title>" if tip and tip != words else ""
-    return f'<text class="{css}" x="{_n(x)}" y="{_n(y)}"{anchored}>{escape(words)}{more}{title}</text>'
+        return f'<path class="{css}" d="{"".join(f"M{px(x)} {px(a)}V{px(b)}" for a, b in bands)}"/>'
