@@ -4,6 +4,9 @@ Seeded pipelines of three kinds, each row in a fresh process on one core; the wo
 their tie-breaks. The plain program keeps the best value of every vector of used devices at every cut, vectorised over
 the vectors: once for the bottleneck, then for the latency under it. Where it would take over twenty seconds it is
 timed on its first cuts, scaled by the stages it looks at, and marked with ~. Times are CPU seconds.
+
+Where the public `sched-pipeline` has been built, PUBLIC_SCHED_PIPELINE=/path/to/it measures it in the same run, on the
+same pipeline, as whole programs from start to end: files in, schedule out.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ import random
 import resource
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -31,6 +36,7 @@ SEEDS = 12
 KINDS = ("blocks", "random", "tight")
 PLAIN_SECONDS = 20.0
 MOST_BYTES = 2e9
+PUBLIC_SECONDS = 120
 
 
 def pipeline_job(seed: int, layers: int, devices: int, types: int) -> PipelineJob:
@@ -104,6 +110,54 @@ def plain_seconds(job: PipelineJob) -> tuple[float, bool, float, float]:
     return spent + more, done < space.layers, bottleneck, latency
 
 
+def write_files(job: PipelineJob, folder: Path) -> None:
+    """A pipeline as the three files that both programs read."""
+    model = job.model
+    chain = {"layers": model.layers, "mem_MB": list(model.mem_mb), "parameters_in": model.parameters_in}
+    chain["parameters_out"] = list(model.parameters_out)
+    types = {
+        kind.name: {
+            "bw_Mbps": int(kind.bw_mbps),
+            "mem_MB": int(kind.mem_mb),
+            "model_profiles": {
+                model.name: [{"batch_size": job.batch_size, "dtype": "torch.float32", "time_s": list(kind.time_s)}]
+            },
+        }
+        for kind in job.types
+    }
+    devices = {kind.name: [host.name for host in job.hosts if host.type == kind.name] for kind in job.types}
+    for name, data in (("models", {model.name: chain}), ("device_types", types), ("devices", devices)):
+        (folder / f"{name}.yml").write_text(json.dumps(data))
+
+
+def public_ratio(job: PipelineJob) -> str:
+    """How long the public program takes, as a multiple of ours; both started as commands on the same files."""
+    public = os.environ.get("PUBLIC_SCHED_PIPELINE")
+    if not public:
+        return ""
+    ours = [sys.executable, "-c", "import sys; from trimtab.ui.partition_commands import sched_pipeline as s; s()"]
+    with tempfile.TemporaryDirectory() as folder:
+        write_files(job, Path(folder))
+        seconds = []
+        for command in (ours, [public]):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            try:
+                subprocess.run(
+                    [*command, "-m", job.model.name],
+                    cwd=folder,
+                    capture_output=True,
+                    check=True,
+                    timeout=PUBLIC_SECONDS,
+                )
+            except subprocess.TimeoutExpired:
+                return f"over {PUBLIC_SECONDS / seconds[0]:,.0f}x as long (stopped)"
+            except subprocess.CalledProcessError:
+                return "failed"
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return f"{seconds[1] / seconds[0]:,.1f}x as long ({seconds[1]:.2f} s)"
+
+
 def measure(layers: int, devices: int, types: int) -> None:
     """One row, in a process of its own: what it finds goes to standard output as JSON."""
     os.sched_setaffinity(0, {0})
@@ -137,6 +191,7 @@ def measure(layers: int, devices: int, types: int) -> None:
                 "mb": peak_mb,
                 "ratio": None if np.isnan(plain) else plain / mine,
                 "estimated": estimated,
+                "public": public_ratio(job),
             }
         )
     )
@@ -145,7 +200,8 @@ def measure(layers: int, devices: int, types: int) -> None:
 def main() -> None:
     print(f"Partition search: {SEEDS} pipelines a row, one core, ties broken (goal in brackets, for both objectives)")
     head = ("layers", "devices", "types", "median s", "worst s", "latency s", "goal s", "proven", "MB", "plain program")
-    print("{:>6} {:>7} {:>5} {:>9} {:>8} {:>9} {:>7} {:>6} {:>5}  {}".format(*head))
+    public = "public program" if os.environ.get("PUBLIC_SCHED_PIPELINE") else ""
+    print("{:>6} {:>7} {:>5} {:>9} {:>8} {:>9} {:>7} {:>6} {:>5}  {:<22}  {}".format(*head, public).rstrip())
     for layers, devices, types in ROWS:
         run = subprocess.run(
             [sys.executable, "-c", f"from bench.partition import measure; measure({layers}, {devices}, {types})"],
@@ -160,7 +216,8 @@ def main() -> None:
             plain = f"{'~' if row['estimated'] else ''}{row['ratio']:,.1f}x as long"
         print(
             f"{layers:>6} {devices:>7} {types:>5} {row['median']:>9.3f} {row['worst']:>8.3f} {row['latency']:>9.3f} "
-            f"{f'[{goal}]' if goal else '':>7} {'all' if row['proven'] else 'no':>6} {row['mb']:>5.0f}  {plain}",
+            f"{f'[{goal}]' if goal else '':>7} {'all' if row['proven'] else 'no':>6} {row['mb']:>5.0f}  "
+            f"{plain:<22}  {row['public']}".rstrip(),
             flush=True,
         )
 
