@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from typing import Annotated, Any
 
 import typer
@@ -63,7 +64,7 @@ def run(arguments: list[str] | None = None) -> int:
         status = app(args=arguments, prog_name="trimtab", standalone_mode=False)
     except TrimtabError as error:
         if _debug:
-            raise
+            traceback.print_exc()
         _show(error)
         return error.exit_status
     except KeyboardInterrupt:
@@ -81,7 +82,7 @@ def run(arguments: list[str] | None = None) -> int:
             err.print("interrupted")
             return INTERRUPTED
         if _debug:
-            raise
+            traceback.print_exc()
         err.print(f"[red]error:[/] this is a fault in trimtab: {escape(type(error).__name__)}: {escape(str(error))}")
         err.print("run it again with `trimtab --debug ...` and report what it prints")
         return 1
