@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser
 
-from test_report_browser import ARGUMENTS, CONTRASTS, OUTSIDE, SCHEMES, WIDTHS
+from pages import CONTRASTS, OUTSIDE, SCHEMES, WIDTHS
 from trimtab.formats.pipeedge import Request, load
 from trimtab.model.pipeline import DeviceType, Host, ModelChain, PartitionAnswer, PipelineJob
 from trimtab.plan.partition import plan_partition
@@ -45,16 +43,6 @@ ANSWERS = {
     "many": lambda: synthetic(40),
     "hostile": lambda: synthetic(5, "<script>alert(1)</script>&\"'" + "w" * 60),
 }
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    chromium = shutil.which("chromium")
-    assert chromium, "no chromium here; install it (apt-get install chromium)"
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
-        yield started
-        started.close()
 
 
 def page_of(name: str, folder: Path) -> Path:

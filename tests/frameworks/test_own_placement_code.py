@@ -37,8 +37,7 @@ SECONDS = {"rollout": {16: 60.0}, "old_log_prob": {16: 10.0}, "ref": {16: 9.0}, 
 
 def ask(environment: str, script: str, cases: list[Any]) -> list[dict[str, Any]]:
     python = ROOT / environment / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"there is no {environment}: run tools/make-framework-envs")
+    assert python.exists(), f"there is no {environment}: run tools/make-framework-envs"
     done = subprocess.run(
         [python, Path(__file__).parent / script],
         input=json.dumps(cases),

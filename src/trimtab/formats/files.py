@@ -1,4 +1,4 @@
-"""Writing files: whole or not at all."""
+"""Files: written whole or not at all, and one wording for those that cannot be read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from trimtab.model.errors import InputError
+
+
+def unreadable(path: Path, error: OSError | ValueError) -> InputError:
+    """Why a file cannot be read."""
+    if isinstance(error, IsADirectoryError):
+        return InputError(f"{path} is a folder, not a file", hint="name the file inside it")
+    if isinstance(error, FileNotFoundError):
+        return InputError(f"there is no file {path}", hint="check the path; relative paths start here")
+    return InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

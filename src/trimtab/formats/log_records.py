@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trimtab.model.errors import InputError
+from trimtab.formats.files import unreadable
 
 MAX_LINE_BYTES = 1 << 20
 
@@ -87,12 +87,8 @@ def read_lines(path: Path) -> Iterator[Line]:
                 parts = data.decode("utf-8", errors="replace").rstrip("\n").split("\r")
                 for position, part in enumerate(parts):
                     yield Line(clean(part), whole or position < len(parts) - 1)
-    except IsADirectoryError:
-        raise InputError(f"{path} is a folder, not a file", hint="name the files inside it") from None
-    except FileNotFoundError:
-        raise InputError(f"there is no file {path}", hint="check the path; relative paths start here") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise unreadable(path, error) from None
 
 
 def clean(text: str) -> str:

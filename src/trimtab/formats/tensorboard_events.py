@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from trimtab.formats.files import unreadable
 from trimtab.formats.log_records import LARGEST_VALUE
-from trimtab.model.errors import InputError
 
 MAX_RECORD_BYTES = 64 << 20
 
@@ -55,7 +55,7 @@ def read_scalars(path: Path, keeps: Callable[[str], bool], cut_off: Callable[[],
                     cut_off()
                     return
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise unreadable(path, error) from None
 
 
 def _event(data: memoryview, keeps: Callable[[str], bool]) -> list[Scalar]:

@@ -10,6 +10,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from trimtab.formats.files import unreadable
 from trimtab.model.errors import InputError
 
 MAX_BYTES = 8 * 2**20
@@ -19,12 +20,8 @@ def read_text(path: Path) -> str:
     """The text of a file, or an InputError that says why it cannot be read."""
     try:
         data = path.read_bytes()
-    except IsADirectoryError:
-        raise InputError(f"{path} is a folder, not a file", hint="name the file inside it") from None
-    except FileNotFoundError:
-        raise InputError(f"there is no file {path}", hint="check the path; relative paths start here") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise unreadable(path, error) from None
     if len(data) > MAX_BYTES:
         raise InputError(f"{path} is larger than {MAX_BYTES >> 20} MiB: that is no job file")
     try:
