@@ -200,7 +200,7 @@ def test_overrides_say_the_same_to_hydra_itself(tmp_path: Path, values: dict[str
 
 
 def test_words_for_a_shell_are_quoted() -> None:
-    words = write_back.shell_words(settings_of(SHARED))
+    words = " ".join(write_back.shell_words(settings_of(SHARED)))
     assert words == (
         "'~cluster.component_placement' '+cluster.component_placement={actor\\,rollout\\,reward:'\"'\"'all'\"'\"'}'"
     )

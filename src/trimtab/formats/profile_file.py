@@ -8,10 +8,9 @@ profile to refuse them.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from trimtab.formats import files, yaml_text
 from trimtab.model.errors import InputError, nearest
@@ -247,17 +246,3 @@ def _number(value: Any, where: str) -> float:
 
 def _short(value: float) -> float:
     return float(f"{value:.6g}")
-
-
-def _mode(path: Path) -> int:
-    try:
-        return path.stat().st_mode & 0o777
-    except OSError:
-        mask = os.umask(0)
-        os.umask(mask)
-        return 0o666 & ~mask
-
-
-def _unwritable(path: Path, error: Exception) -> NoReturn:
-    reason = getattr(error, "strerror", None) or str(error)
-    raise InputError(f"{path} cannot be written: {reason}", hint="check that its folder exists and is yours") from None

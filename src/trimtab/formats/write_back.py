@@ -92,9 +92,9 @@ def overrides(settings: Settings) -> list[str]:
     return lines
 
 
-def shell_words(settings: Settings) -> str:
+def shell_words(settings: Settings) -> list[str]:
     """The overrides as words to paste into a shell."""
-    return " ".join(shlex.quote(line) for line in overrides(settings))
+    return [shlex.quote(line) for line in overrides(settings)]
 
 
 def elsewhere(

@@ -29,14 +29,6 @@ class Vectors:
     totals: npt.NDArray[np.int16]
     everything: int
 
-    def digits(self, code: int) -> tuple[int, ...]:
-        """The count of each class in a vector."""
-        out = []
-        for t, stride in enumerate(self.strides):
-            above = self.strides[t + 1] if t + 1 < len(self.strides) else self.size
-            out.append(code % above // stride)
-        return tuple(out)
-
 
 def vectors_of(space: Space) -> Vectors:
     """The numbering for a space."""

@@ -61,11 +61,6 @@ class GroupTable:
         """The members as an index into a row of times."""
         return np.array(self.members, dtype=np.intp)
 
-    @cached_property
-    def work(self) -> Floats:
-        """Least time of all members one after another, for each size."""
-        return np.asarray(self.times.sum(axis=1))
-
 
 @dataclass(frozen=True)
 class Grouping:

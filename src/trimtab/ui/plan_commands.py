@@ -123,9 +123,9 @@ def plan(
 
 def _show(result: Answer, settings: Settings, loaded: Loaded, form: PlanFormat, searched: float, noise: float) -> None:
     if form is PlanFormat.overrides:
-        from trimtab.formats.write_back import overrides
+        from trimtab.formats.write_back import shell_words
 
-        sys.stdout.write("".join(f"{shlex.quote(line)}\n" for line in overrides(settings)))
+        sys.stdout.write("".join(f"{word}\n" for word in shell_words(settings)))
         return
     from trimtab.ui.plan_text import as_data, print_text
 
@@ -176,14 +176,14 @@ def _write_to(output: Path, loaded: Loaded, settings: Settings) -> None:
 
 
 def _apply(loaded: Loaded, settings: Settings) -> None:
-    from trimtab.formats.write_back import apply, elsewhere, overrides
+    from trimtab.formats.write_back import apply, elsewhere, shell_words
 
     stuck = elsewhere(settings, loaded.literal, loaded.states)
     if stuck:
         err.print(f"{loaded.path} is left as it is: {', '.join(stuck)} does not stand in the file itself.")
         err.print("Give these overrides to the run instead:")
-        for line in overrides(settings):
-            err.print(f"  {shlex.quote(line)}", markup=False)
+        for word in shell_words(settings):
+            err.print(f"  {word}", markup=False)
         return
     backup = apply(loaded.path, settings, loaded.literal, loaded.states)
     err.print(f"{loaded.path} already says so" if backup is None else f"{loaded.path} changed; backup: {backup}")
