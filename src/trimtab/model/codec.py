@@ -1,0 +1,94 @@
+"""Frozen facts as plain data (what JSON can hold) and back, by their types.
+
+Fields that have their default value are left out, so a fact of an older version reads as long as new fields have
+defaults. Runs nobody's code: types come from the declarations here, never from the data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+import typing
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from trimtab.model.resources import Resources
+
+Fact = TypeVar("Fact")
+
+
+def encode(fact: Any) -> Any:
+    """Plain data for a fact."""
+    if fact is None or type(fact) in (str, int, float, bool):
+        return fact
+    if isinstance(fact, enum.Enum):
+        return fact.value
+    if isinstance(fact, Resources):
+        return dict(fact.units)
+    if isinstance(fact, (tuple, list)):
+        return [encode(one) for one in fact]
+    if isinstance(fact, dict):
+        return {str(key): encode(value) for key, value in fact.items()}
+    return {
+        name: encode(value)
+        for name, default in _defaults(type(fact))
+        if (value := getattr(fact, name)) != default or value is not default and default is dataclasses.MISSING
+    }
+
+
+def decode(kind: type[Fact], data: Any) -> Fact:
+    """The fact of a type that plain data stand for."""
+    return typing.cast(Fact, _reader(kind)(data))
+
+
+@lru_cache(maxsize=None)
+def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
+    return tuple((one.name, one.default) for one in dataclasses.fields(kind))
+
+
+@lru_cache(maxsize=None)
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    if kind is Resources:
+        return lambda data: Resources(tuple(sorted(data.items())))
+    if kind is Any or kind in (str, int, bool, type(None)):
+        return lambda data: data
+    if kind is float:
+        return float
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return kind
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return _dataclass_reader(kind)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        inner = [one for one in arguments if one is not type(None)]
+        if len(inner) != 1:
+            raise TypeError(f"{kind} cannot be read")
+        read = _reader(inner[0])
+        return lambda data: None if data is None else read(data)
+    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
+        each = _reader(arguments[0])
+        return lambda data: tuple([each(one) for one in data])
+    if origin is tuple:
+        readers = [_reader(one) for one in arguments]
+        return lambda data: tuple([read(one) for read, one in zip(readers, data, strict=True)])
+    if origin is dict:
+        value_of = _reader(arguments[1])
+        return lambda data: {key: value_of(value) for key, value in data.items()}
+    if origin is list:
+        each = _reader(arguments[0])
+        return lambda data: [each(one) for one in data]
+    raise TypeError(f"{kind} cannot be read")
+
+
+def _dataclass_reader(kind: type) -> Callable[[Any], Any]:
+    hints = typing.get_type_hints(kind)
+    readers: dict[str, Callable[[Any], Any]] = {}
+
+    def read(data: dict[str, Any]) -> Any:
+        if not readers:
+            readers.update({one.name: _reader(hints[one.name]) for one in dataclasses.fields(kind)})
+        return kind(**{name: readers[name](value) for name, value in data.items()})
+
+    return read

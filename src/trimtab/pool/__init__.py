@@ -1,0 +1,1 @@
+"""Who runs now, and who yields: a pure state machine. Events in, instructions out."""
