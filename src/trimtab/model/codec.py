@@ -11,7 +11,7 @@ import enum
 import types
 import typing
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any, TypeVar
 
 from trimtab.model.resources import Resources
@@ -31,24 +31,21 @@ def encode(fact: Any) -> Any:
         return [encode(one) for one in fact]
     if isinstance(fact, dict):
         return {str(key): encode(value) for key, value in fact.items()}
-    return {
-        name: encode(value)
-        for name, default in _defaults(type(fact))
-        if (value := getattr(fact, name)) != default or value is not default and default is dataclasses.MISSING
-    }
+    return {name: encode(value) for name, default in _defaults(type(fact)) if (value := getattr(fact, name)) != default}
 
 
 def decode(kind: type[Fact], data: Any) -> Fact:
     """The fact of a type that plain data stand for."""
-    return typing.cast(Fact, _reader(kind)(data))
+    key: Any = kind
+    return typing.cast(Fact, _reader(key)(data))
 
 
-@lru_cache(maxsize=None)
-def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
+@cache
+def _defaults(kind: Any) -> tuple[tuple[str, Any], ...]:
     return tuple((one.name, one.default) for one in dataclasses.fields(kind))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _reader(kind: Any) -> Callable[[Any], Any]:
     if kind is Resources:
         return lambda data: Resources(tuple(sorted(data.items())))
