@@ -18,6 +18,8 @@ from trimtab.model.resources import Resources
 
 Fact = TypeVar("Fact")
 
+_DEFAULTS: dict[Any, tuple[tuple[str, Any], ...]] = {}
+
 
 def encode(fact: Any) -> Any:
     """Plain data for a fact."""
@@ -40,9 +42,11 @@ def decode(kind: type[Fact], data: Any) -> Fact:
     return typing.cast(Fact, _reader(key)(data))
 
 
-@cache
 def _defaults(kind: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple((one.name, one.default) for one in dataclasses.fields(kind))
+    known = _DEFAULTS.get(kind)
+    if known is None:
+        known = _DEFAULTS[kind] = tuple((one.name, one.default) for one in dataclasses.fields(kind))
+    return known
 
 
 @cache

@@ -182,6 +182,8 @@ class TaskSpec:
             _finite("notice_s", self.notice_s, where, least=0.0)
         if not self.bundles:
             raise InputError("a task needs at least one bundle of resources", where=where)
+        if any(not bundle for bundle in self.bundles):
+            raise InputError("a task must ask for something", where=where, hint="a share of a CPU is enough: cpu 0.01")
         for name, bundles in (("residual", self.residual), ("room", self.room)):
             if bundles and len(bundles) != len(self.bundles):
                 raise InputError(
@@ -191,6 +193,11 @@ class TaskSpec:
             raise InputError("its room is smaller than what it asks", where=where)
         if any(not rest.within(ask) for rest, ask in zip(self.residual, self.bundles, strict=False)):
             raise InputError("its residual is larger than what it asks", where=where)
+
+    @property
+    def size(self) -> tuple[Resources, ...]:
+        """The slots it is given: what it asks, or more where others will share them."""
+        return self.room or self.bundles
 
     @property
     def gang(self) -> bool:
@@ -288,6 +295,7 @@ class Explanation:
     evictions: int = 0
     evicted_s: float = 0.0  # how long it was out in all
     attempts: int = 0
+    how: str = ""  # what it runs in, and why
     story: tuple[Chapter, ...] = field(default=())
 
 

@@ -1,0 +1,328 @@
+"""Everything the pool machine remembers, and the sums and indexes that follow from it.
+
+Keeps books and decides nothing: the machine decides, `room` looks for room, `telling` explains. A snapshot holds the
+records alone; all the rest is worked out again from them, so the two can never disagree.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trimtab.model.codec import decode, encode
+from trimtab.model.pool import ENDED, IN_QUEUE, Chapter, Policy, State
+from trimtab.model.resources import Resources
+from trimtab.pool import events as e
+from trimtab.pool.candidates import Candidates
+from trimtab.pool.ledger import Ledger, Vector
+from trimtab.pool.queue import Queue
+from trimtab.pool.records import Claim, Eviction, Group, Kind, Pool, Stand, Task
+
+
+@dataclass
+class Shelf:
+    """The placement groups of one pool."""
+
+    groups: dict[str, Group] = field(default_factory=dict)
+    reserved: dict[str, Group] = field(default_factory=dict)
+    idle: dict[tuple[Resources, ...], dict[str, Group]] = field(default_factory=dict)  # dynamic ones, by size
+    dynamic_bundles: int = 0  # also of groups that are being made or removed
+    idle_bundles: int = 0
+    kept_bundles: int = 0  # that claims will make
+
+
+class Books:
+    """Records, and what follows from them."""
+
+    def __init__(self) -> None:
+        self.pools: dict[str, Pool] = {}
+        self.tasks: dict[str, Task] = {}  # all that are not forgotten; ended ones are forgotten in the order they ended
+        self.groups: dict[str, Group] = {}  # until they are gone
+        self.claims: dict[str, Claim] = {}  # by the task that room is made for; such a task is not in the queue
+        self.nodes: dict[str, e.NodeJoined] = {}
+        self.policy: Policy | None = None  # until one is set nobody is evicted
+        self.evictions: list[Eviction] = []  # the latest
+        self.eviction_count = 0
+        self.now = 0.0
+        self.seq = 0
+        self.ended: list[str] = []
+        self.node_stories: dict[str, list[Chapter]] = {}
+        # What follows can be worked out from the above, and is not in a snapshot.
+        self.ledger = Ledger()
+        self.candidates = Candidates(self.ledger)
+        self.waiting = Queue()  # tasks in the queue that neither have a claim nor share slots
+        self.shelves: dict[str, Shelf] = {}
+        self.kept: dict[str, tuple[list[tuple[str, Vector]], Vector, int]] = {}  # for claims: nodes, quota, slots
+        self.timers: list[tuple[float, str, str]] = []
+
+    # ---- time ----
+
+    def timer(self, at: float | None, kind: str, name: str) -> None:
+        """Something is due: of a "task" or a "group" (its deadline), or a "recheck" of the queue."""
+        if at is not None:
+            heapq.heappush(self.timers, (at, kind, name))
+
+    def next_deadline(self) -> float | None:
+        """When a Tick is due at the latest."""
+        while self.timers:
+            at, kind, name = self.timers[0]
+            record: Task | Group | None = self.groups.get(name) if kind == "group" else self.tasks.get(name)
+            if kind == "recheck" or (record is not None and record.deadline == at):
+                return at
+            heapq.heappop(self.timers)
+        return None
+
+    # ---- tasks ----
+
+    def use(self, task: Task, uses: tuple[Resources, ...]) -> None:
+        """What the task uses of its quota changes."""
+        self.ledger.use(task.spec.pool, task.uses, -1)
+        self.ledger.use(task.spec.pool, uses, 1)
+        task.uses = uses
+
+    def candidate(self, task: Task) -> None:
+        """The task holds slots: it may have to leave them one day."""
+        group = self.groups[task.places[0].group]
+        self.candidates.drop(task.id)
+        if task.state in (State.starting, State.running):
+            self.candidates.add(task, group, len(group.tenants) == 1)
+
+    def may_evict(self, task: Task) -> bool:
+        """Whether others may have to leave for it: an evicted task that returns is content with what is free."""
+        returning = task.state is State.evicted and not self.pools[task.spec.pool].spec.return_preempts
+        return task.spec.may_evict and not returning
+
+    # ---- groups ----
+
+    def add_pool(self, pool: Pool) -> None:
+        """A pool is there."""
+        self.pools[pool.spec.name] = pool
+        self.shelves[pool.spec.name] = Shelf()
+        self.ledger.set_pool(pool.spec.name, pool.spec.quota)
+
+    def add_group(self, group: Group) -> None:
+        """A group is being made: its room is held from now on."""
+        self.groups[group.id] = group
+        shelf = self.shelves[group.pool]
+        shelf.groups[group.id] = group
+        if group.kind is Kind.reserved:
+            shelf.reserved[group.id] = group
+        else:
+            shelf.dynamic_bundles += len(group.bundles)
+        self.ledger.hold(group.nodes, group.bundles)
+
+    def drop_group(self, group: Group) -> None:
+        """Nothing of the group is left."""
+        del self.groups[group.id]
+        shelf = self.shelves[group.pool]
+        del shelf.groups[group.id]
+        if group.kind is Kind.reserved:
+            del shelf.reserved[group.id]
+        else:
+            shelf.dynamic_bundles -= len(group.bundles)
+        self.ledger.release(group.nodes, group.bundles)
+
+    def set_idle(self, group: Group, idle: bool) -> None:
+        """A dynamic group fell idle, or is about to become anything else. Saying it twice changes nothing."""
+        if group.kind is Kind.reserved:
+            return
+        shelf = self.shelves[group.pool]
+        line = shelf.idle.setdefault(group.bundles, {})
+        if idle != (group.id in line):
+            sign = 1 if idle else -1
+            shelf.idle_bundles += sign * len(group.bundles)
+            self.ledger.set_idle(group.nodes, group.bundles, idle)
+            if idle:
+                line[group.id] = group
+            else:
+                del line[group.id]
+        if not line:
+            del shelf.idle[group.bundles]
+
+    def usable(self, group: Group) -> bool:
+        """Whether every node of the group is there and takes something new."""
+        rows = [self.ledger.row_of.get(node) for node in group.nodes]
+        return all(row is not None and self.ledger.usable[row] for row in rows)
+
+    # ---- claims ----
+
+    def keep(self, claim: Claim) -> None:
+        """Keep for a claim what is free already of what it needs: all that does not come from those who are leaving."""
+        self.unkeep(claim)
+        task, ledger = self.tasks[claim.task], self.ledger
+        needs: dict[str, Vector] = {}
+        if claim.nodes:
+            for node, bundle in zip(claim.nodes, task.spec.size, strict=True):
+                vector = ledger.vector(bundle)
+                needs[node] = needs[node] + vector if node in needs else vector.copy()
+        slots = len(claim.nodes)
+        for name in claim.groups:
+            group = self.groups[name]
+            if group.kind is Kind.dynamic and group.pool == task.spec.pool:
+                slots -= len(group.bundles)
+            for node, bundle in zip(group.nodes, group.bundles, strict=True):
+                if node in needs:
+                    needs[node] = needs[node] - ledger.vector(bundle)
+        quota = ledger.sum_vector(task.spec.bundles).copy()
+        for name in claim.tasks:
+            if self.tasks[name].spec.pool == task.spec.pool:
+                quota -= ledger.sum_vector(self.tasks[name].uses)
+        quota = np.maximum(0, quota)
+        nodes = [(node, np.maximum(0, vector)) for node, vector in needs.items()]
+        for node, vector in nodes:
+            ledger.keep(node, vector, 1)
+        ledger.quota_kept[task.spec.pool] += quota
+        self.shelves[task.spec.pool].kept_bundles += max(0, slots)
+        self.kept[claim.task] = (nodes, quota, max(0, slots))
+
+    def unkeep(self, claim: Claim) -> None:
+        """Keep nothing for the claim any more."""
+        kept = self.kept.pop(claim.task, None)
+        if kept is not None:
+            nodes, quota, slots = kept
+            pool = self.tasks[claim.task].spec.pool
+            for node, vector in nodes:
+                self.ledger.keep(node, vector, -1)
+            self.ledger.quota_kept[pool] -= quota
+            self.shelves[pool].kept_bundles -= slots
+
+    # ---- snapshots ----
+
+    def dump(self) -> dict[str, Any]:
+        """All that is remembered, as plain data."""
+        return {
+            "now": self.now,
+            "seq": self.seq,
+            "policy": encode(self.policy),
+            "pools": [encode(pool) for pool in self.pools.values()],
+            "tasks": [encode(task) for task in self.tasks.values()],
+            "groups": [encode(group) for group in self.groups.values()],
+            "claims": [encode(claim) for claim in self.claims.values()],
+            "nodes": [encode(node) for node in self.nodes.values()],
+            "rows": list(self.ledger.nodes),
+            "cordoned": sorted(self.ledger.cordoned),
+            "ended": list(self.ended),
+            "evictions": [encode(one) for one in self.evictions],
+            "eviction_count": self.eviction_count,
+            "node_stories": {name: [encode(one) for one in story] for name, story in self.node_stories.items()},
+            "rechecks": sorted([at, name] for at, kind, name in self.timers if kind == "recheck"),
+        }
+
+    def read(self, data: dict[str, Any]) -> None:
+        """Fill empty books from a snapshot."""
+        self.now, self.seq = float(data["now"]), int(data["seq"])
+        self.policy = None if data["policy"] is None else decode(Policy, data["policy"])
+        ledger = self.ledger
+        for node in (decode(e.NodeJoined, one) for one in data["nodes"]):
+            self.nodes[node.node] = node
+        ledger.cordoned.update(data["cordoned"])
+        for row, name in enumerate(data["rows"]):
+            ledger.set_row(row, name)
+            if name is not None:
+                ledger.set_node(name, self.nodes[name].total, self.nodes[name].outside)
+        for pool in (decode(Pool, one) for one in data["pools"]):
+            self.add_pool(pool)
+        for task in (decode(Task, one) for one in data["tasks"]):
+            self.tasks[task.id] = task
+        for group in (decode(Group, one) for one in data["groups"]):
+            self.add_group(group)
+            if group.idle:
+                self.set_idle(group, True)
+            self.timer(group.deadline, "group", group.id)
+        for claim in (decode(Claim, one) for one in data["claims"]):
+            self.claims[claim.task] = claim
+        for task in self.tasks.values():
+            self.timer(task.deadline, "task", task.id)
+            if task.places:
+                ledger.use(task.spec.pool, task.uses, 1)
+                self.candidate(task)
+            elif task.state in IN_QUEUE and task.id not in self.claims and task.shares is None:
+                self.waiting.add(task, self.may_evict(task))
+        for claim in self.claims.values():
+            self.keep(claim)
+        self.ended = list(data["ended"])
+        self.evictions = [decode(Eviction, one) for one in data["evictions"]]
+        self.eviction_count = int(data["eviction_count"])
+        self.node_stories = {
+            name: [decode(Chapter, one) for one in story] for name, story in data["node_stories"].items()
+        }
+        for at, name in data["rechecks"]:
+            self.timer(float(at), "recheck", name)
+
+    # ---- invariants ----
+
+    def check(self) -> None:
+        """Verify every invariant against the records; raises AssertionError."""
+        ledger = self.ledger
+        held, idle = np.zeros_like(ledger.held), np.zeros_like(ledger.idle)
+        for group in self.groups.values():
+            assert group.pool in self.pools, f"{group.id} is of no pool"
+            for node, bundle in zip(group.nodes, group.bundles, strict=True):
+                assert node == "" or node in self.nodes, f"{group.id} lies on a node that is not there"
+                if node:
+                    held[ledger.row_of[node]] += ledger.vector(bundle)
+                    if group.idle and group.kind is Kind.dynamic:
+                        idle[ledger.row_of[node]] += ledger.vector(bundle)
+            lost = "" in group.nodes
+            assert not lost or group.stand in (Stand.broken, Stand.removing), f"{group.id} is trusted after a loss"
+            assert group.active is None or group.active in group.tenants, f"{group.id} has an active stranger"
+            for name in group.tenants:
+                self._check_tenant(group, name)
+            assert group.stand is not Stand.removing or not group.tenants, f"{group.id} is removed under a tenant"
+        assert (held == ledger.held).all(), "what groups hold is not what the books say"
+        assert (idle == ledger.idle).all(), "what is idle is not what the books say"
+        ours = ledger.held + ledger.kept
+        over = (ours > ledger.total - ledger.outside) & (ledger.outside == 0)
+        assert not over.any(), "more is held or kept than a node has"
+        for name, pool in self.pools.items():
+            used = np.zeros_like(ledger.used[name])
+            for task in self.tasks.values():
+                if task.spec.pool == name and task.uses:
+                    used = used + ledger.sum_vector(task.uses)
+            assert (used == ledger.used[name]).all(), f"what pool {name} uses is not what the books say"
+            assert (ledger.quota_left(name) >= 0).all(), f"pool {name} is over its quota"
+            shelf = self.shelves[name]
+            there = sum(len(one.bundles) for one in shelf.groups.values() if one.kind is Kind.dynamic)
+            assert there == shelf.dynamic_bundles, f"dynamic slots of pool {name} are miscounted"
+            limit = pool.spec.dynamic_limit
+            assert limit is None or there + shelf.kept_bundles <= limit, f"pool {name} is over its limit of slots"
+        for task in self.tasks.values():
+            self._check_task(task)
+        for claim in self.claims.values():
+            assert self.tasks[claim.task].state in IN_QUEUE, f"{claim.task} claims room and does not wait"
+            assert claim.tasks or claim.groups, f"the room of {claim.task} is there and not taken"
+            assert all(self.tasks[name].state is State.cancelling for name in claim.tasks), "a victim does not leave"
+
+    def _check_tenant(self, group: Group, name: str) -> None:
+        task = self.tasks[name]
+        if task.places:
+            assert task.places[0].group == group.id, f"{name} is in two groups"
+            for at, slot in enumerate(group.bundles):
+                uses = Resources()
+                for one in group.tenants:
+                    if self.tasks[one].uses:
+                        uses = uses.plus(self.tasks[one].uses[at])
+                assert uses.within(slot), f"slot {at} of {group.id} is overfull"
+        else:
+            assert name in self.claims or task.shares is not None, f"{name} sits in {group.id} without a right"
+
+    def _check_task(self, task: Task) -> None:
+        assert bool(task.places) == task.holds, f"{task.id} is {task.state.value} with places {task.places}"
+        assert task.holds or not task.uses, f"{task.id} uses quota without a slot"
+        assert task.reason.sentence, f"{task.id} has no reason"
+        if task.places:
+            group = self.groups.get(task.places[0].group)
+            assert group is not None, f"{task.id} is in a group that is not there"
+            assert task.id in group.tenants, f"{task.id} is in a group that does not know it"
+            if task.state in (State.starting, State.running):
+                assert group.active == task.id, f"{task.id} runs out of turn"
+        if task.state in IN_QUEUE:
+            assert task.deadline is not None, f"{task.id} waits without a deadline"
+            places = (task.id in self.waiting, task.id in self.claims, task.shares is not None)
+            assert sum(places) == 1, f"{task.id} waits in {sum(places)} ways"
+        if task.state in (State.starting, State.cancelling):
+            assert task.deadline is not None, f"{task.id} is {task.state.value} without a deadline"
+        assert (task.state in ENDED) == (task.id in self.ended), f"{task.id} is {task.state.value}, ended or not"

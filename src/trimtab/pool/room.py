@@ -1,0 +1,256 @@
+"""Looks for room: where a task could go as things are, who would have to leave, and whether it can ever run.
+
+Reads the books and changes nothing, so that everything here can be asked as a dry run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trimtab.model.errors import InputError, nearest
+from trimtab.model.pool import ENDED, Code, Reason, Strategy, TaskSpec
+from trimtab.model.resources import total
+from trimtab.pool.books import Books
+from trimtab.pool.ledger import Vector
+from trimtab.pool.placing import could_ever, place
+from trimtab.pool.records import Group, Pool, Task
+from trimtab.pool.victims import Choice, Victims
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a task can go: a group that is there, or nodes for a new one; and why."""
+
+    group: str | None
+    nodes: tuple[str, ...]
+    reason: Reason
+
+
+def strategy_of(books: Books, spec: TaskSpec) -> Strategy:
+    """How the task's bundles are to lie."""
+    return spec.strategy or books.pools[spec.pool].spec.strategy
+
+
+def spot(books: Books, task: Task) -> Spot | Reason:
+    """Where the task could go with nobody leaving, or why it cannot."""
+    spec, ledger = task.spec, books.ledger
+    pool = books.pools[spec.pool].spec
+    short_of = ledger.sum_vector(spec.bundles) - ledger.quota_left(spec.pool)
+    if (short_of > 0).any():
+        lacking = ledger.resources(short_of)
+        return Reason(Code.quota, f"the quota of pool {spec.pool} is short of {lacking} for {total(spec.bundles)}")
+    owner = spec.priority >= pool.reserved_priority
+    reserved = _idle_reserved(books, spec) if owner or pool.borrow else None
+    if reserved is not None and owner:
+        return Spot(reserved.id, (), Reason(Code.reserved, "a reserved slot of its pool was free"))
+    for group in books.shelves[spec.pool].idle.get(spec.size, {}).values():
+        if books.usable(group) and _lies_as(group, strategy_of(books, spec)):
+            return Spot(group.id, (), Reason(Code.reused, "an idle slot of its size was there"))
+    left = slots_left(books, spec.pool)
+    if pool.dynamic and (left is None or left >= len(spec.size)):
+        rows = place(ledger.free, ledger.usable, _asks(books, spec), strategy_of(books, spec))
+        if rows is not None:
+            nodes = tuple(str(ledger.nodes[row]) for row in rows)
+            return Spot(None, nodes, Reason(Code.placed, f"{_on(nodes)} had room"))
+    if reserved is not None:
+        return Spot(reserved.id, (), Reason(Code.borrowed, "borrows an idle reserved slot"))
+    if not pool.dynamic:
+        return Reason(Code.slot_limit, f"every reserved slot of pool {spec.pool} that it may use is taken")
+    if left is not None and left < len(spec.size):
+        return Reason(Code.slot_limit, f"pool {spec.pool} has all of its {pool.dynamic_limit} dynamic slots")
+    never = never_on_nodes(books, spec)
+    if never is not None:
+        return Reason(Code.no_node, never)
+    return Reason(Code.no_room, _shortage(books, spec))
+
+
+def choose(books: Books, task: Task, now: float, *, everyone: bool = False) -> Choice:
+    """Who would have to leave for the task; with `everyone`, as if anybody could."""
+    policy = books.policy
+    shelf = books.shelves[task.spec.pool]
+    budget_left, recent = None, []
+    if policy is not None and policy.budget is not None and not everyone:
+        begin = now - policy.budget_window_s
+        recent = [one.at for one in books.evictions if one.at > begin and one.by is not None]
+        budget_left = max(0, policy.budget - len(recent))
+    choice = Victims(books).choose(
+        task,
+        now,
+        may_evict=books.may_evict(task),
+        budget_left=budget_left,
+        slots_left=slots_left(books, task.spec.pool),
+        idle_slots=shelf.idle_bundles,
+        everyone=everyone,
+    )
+    if not choice.found and recent and policy is not None:
+        window_ends = min(recent) + policy.budget_window_s
+        choice = replace(choice, again_at=min(window_ends, choice.again_at or window_ends))
+    return choice
+
+
+def slots_left(books: Books, pool: str) -> int | None:
+    """Dynamic bundles that the pool may still make; those being removed count until they are gone."""
+    limit = books.pools[pool].spec.dynamic_limit
+    shelf = books.shelves[pool]
+    return None if limit is None else limit - shelf.dynamic_bundles - shelf.kept_bundles
+
+
+def keep_for_patience(books: Books, task: Task) -> list[tuple[str, Vector]]:
+    """What is free where the task lacks least, by node: to be kept while others are looked at."""
+    ledger = books.ledger
+    rows = np.nonzero(ledger.usable[: len(ledger.nodes)])[0]
+    free = np.maximum(0, ledger.free)
+    kept = []
+    for ask in _asks(books, task.spec):
+        fits = rows[(ledger.total[rows] >= ask).all(axis=1)]
+        if not len(fits):
+            continue
+        lack = (np.maximum(0, ask - free[fits]) / np.maximum(1, ask)).max(axis=1)
+        row = int(fits[np.argmin(lack)])
+        part = np.minimum(ask, free[row])
+        free[row] -= part
+        kept.append((str(ledger.nodes[row]), part))
+    return kept
+
+
+# ---- certainties ----
+
+
+def never(books: Books, spec: TaskSpec) -> str | None:
+    """Why the task can never run as things are, if that is certain."""
+    pool = books.pools[spec.pool].spec
+    whole = total(spec.bundles)
+    if not whole.within(pool.quota):
+        return f"it asks {whole}, more than the quota of pool {spec.pool}: {pool.quota}"
+    if spec.shares is not None:
+        return None
+    may_reserved = len(spec.size) == 1 and (spec.priority >= pool.reserved_priority or pool.borrow)
+    if may_reserved and any(spec.size[0].within(one) for one in pool.reserved):
+        return None
+    if not pool.dynamic:
+        return f"pool {spec.pool} makes no dynamic slots, and none of its reserved ones may take it"
+    if pool.dynamic_limit is not None and len(spec.size) > pool.dynamic_limit:
+        return f"it needs {len(spec.size)} dynamic slots, and pool {spec.pool} may have {pool.dynamic_limit}"
+    return never_on_nodes(books, spec) if books.nodes else None
+
+
+def never_on_nodes(books: Books, spec: TaskSpec) -> str | None:
+    """Why the nodes that are there could not take it even if they were empty."""
+    ledger = books.ledger
+    asks = _asks(books, spec)
+    there = np.zeros(len(ledger.total), np.bool_)
+    there[list(ledger.row_of.values())] = True
+    why = could_ever(ledger.total, there, asks, strategy_of(books, spec))
+    return None if why is None else f"it asks {total(spec.size)}, and {why}"
+
+
+def check_submission(books: Books, spec: TaskSpec) -> None:
+    """Raise for a task that cannot be taken, with nothing changed."""
+    pool = known_pool(books, spec.pool)
+    if pool.dropped:
+        raise InputError(f"pool {spec.pool} is being removed")
+    known = books.tasks.get(spec.id)
+    if known is not None and known.state not in ENDED:
+        raise InputError(f"task {spec.id} exists and is {known.state.value}", hint="give the new one another id")
+    if spec.shares is not None:
+        _check_sharing(books, spec)
+
+
+def _check_sharing(books: Books, spec: TaskSpec) -> None:
+    where = f"task {spec.id}"
+    owner = books.tasks.get(spec.shares or "")
+    if owner is None or owner.state in ENDED:
+        raise InputError(f"it cannot share the slot of {spec.shares}, which is not there", where=where)
+    if owner.spec.pool != spec.pool or owner.shares is not None or not owner.spec.room:
+        raise InputError(
+            f"it cannot share the slot of {spec.shares}",
+            where=where,
+            hint="whoever is to share its slots is of the same pool, has slots of its own, and states `room` for them",
+        )
+    size = owner.spec.room
+    if len(size) != len(spec.bundles):
+        raise InputError(f"{spec.shares} has {len(size)} slots, and it needs {len(spec.bundles)}", where=where)
+    tenants = [one.spec for one in books.tasks.values() if one.shares == spec.shares and one.state not in ENDED]
+    tenants += [owner.spec, spec]
+    for at, room in enumerate(size):
+        for active in tenants:
+            rest = total([one.residual[at] for one in tenants if one is not active and one.residual])
+            if not active.bundles[at].plus(rest).within(room):
+                raise InputError(
+                    f"slot {at + 1} of {spec.shares} has {room}, too little for {active.id} and what others keep",
+                    where=where,
+                )
+
+
+def known_pool(books: Books, name: str) -> Pool:
+    """The pool, or an error that names those that exist."""
+    pool = books.pools.get(name)
+    if pool is None:
+        near = nearest(name, books.pools)
+        exist = "make it first; pools that exist: " + (", ".join(books.pools) or "none")
+        raise InputError(f"there is no pool {name}", hint=f"did you mean {near}?" if near else exist)
+    return pool
+
+
+def known_task(books: Books, name: str) -> Task:
+    """The task, or an error."""
+    task = books.tasks.get(name)
+    if task is None:
+        near = nearest(name, books.tasks)
+        raise InputError(f"there is no task {name}", hint=f"did you mean {near}?" if near else None)
+    return task
+
+
+def short(node: str) -> str:
+    """A node's id as people can bear it."""
+    return node[:8] if len(node) > 24 else node
+
+
+def _asks(books: Books, spec: TaskSpec) -> list[Vector]:
+    for bundle in spec.size:
+        books.ledger.vector(bundle)
+    return [books.ledger.vector(bundle) for bundle in spec.size]  # all of one width now
+
+
+def _idle_reserved(books: Books, spec: TaskSpec) -> Group | None:
+    """The smallest idle reserved slot that the task fits into."""
+    if spec.gang:
+        return None
+    fitting = [
+        group
+        for group in books.shelves[spec.pool].reserved.values()
+        if group.idle and spec.size[0].within(group.bundles[0]) and books.usable(group)
+    ]
+    return min(fitting, key=lambda group: (group.bundles[0].units, group.spec_index or 0), default=None)
+
+
+def _lies_as(group: Group, strategy: Strategy) -> bool:
+    distinct = len(set(group.nodes))
+    if strategy is Strategy.strict_pack:
+        return distinct == 1
+    return strategy is not Strategy.strict_spread or distinct == len(group.nodes)
+
+
+def _shortage(books: Books, spec: TaskSpec) -> str:
+    """Where most of it would fit, and what is missing there."""
+    ledger = books.ledger
+    ask = ledger.vector(max(spec.size, key=lambda one: (one.get("gpu"), one.get("cpu"))))
+    rows = np.nonzero(ledger.usable[: len(ledger.nodes)])[0]
+    if not len(rows):
+        return "no node takes anything new"
+    lack = np.maximum(0, ask - ledger.free[rows])
+    nearest_row = int(np.argmin((lack / np.maximum(1, ask)).max(axis=1)))
+    lacking = ledger.resources(lack[nearest_row])
+    what = "it" if len(spec.size) == 1 else f"all {len(spec.size)} bundles of it"
+    if not lacking:
+        return f"no room for {what} at once: {len(rows)} nodes hold parts of it"
+    node = short(str(ledger.nodes[int(rows[nearest_row])]))
+    return f"no node has room for {what}; node {node} comes nearest and lacks {lacking}"
+
+
+def _on(nodes: Sequence[str]) -> str:
+    distinct = list(dict.fromkeys(nodes))
+    return f"node {short(distinct[0])}" if len(distinct) == 1 else f"{len(distinct)} nodes"
