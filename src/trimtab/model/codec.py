@@ -18,7 +18,7 @@ from trimtab.model.resources import Resources
 
 Fact = TypeVar("Fact")
 
-_DEFAULTS: dict[Any, tuple[tuple[str, Any], ...]] = {}
+_FIELDS: dict[Any, tuple[tuple[str, Any, bool], ...]] = {}
 
 
 def encode(fact: Any) -> Any:
@@ -33,7 +33,11 @@ def encode(fact: Any) -> Any:
         return [encode(one) for one in fact]
     if isinstance(fact, dict):
         return {str(key): encode(value) for key, value in fact.items()}
-    return {name: encode(value) for name, default in _defaults(type(fact)) if (value := getattr(fact, name)) != default}
+    return {
+        name: float(value) if is_float and value is not None else encode(value)
+        for name, default, is_float in _fields(fact.__class__)
+        if (value := getattr(fact, name)) != default
+    }
 
 
 def decode(kind: type[Fact], data: Any) -> Fact:
@@ -42,10 +46,13 @@ def decode(kind: type[Fact], data: Any) -> Fact:
     return typing.cast(Fact, _reader(key)(data))
 
 
-def _defaults(kind: Any) -> tuple[tuple[str, Any], ...]:
-    known = _DEFAULTS.get(kind)
+def _fields(kind: Any) -> tuple[tuple[str, Any, bool], ...]:
+    """Name, default, and whether it is a floating-point number, which a whole one given for it becomes."""
+    known = _FIELDS.get(kind)
     if known is None:
-        known = _DEFAULTS[kind] = tuple((one.name, one.default) for one in dataclasses.fields(kind))
+        known = _FIELDS[kind] = tuple(
+            (one.name, one.default, one.type in ("float", "float | None")) for one in dataclasses.fields(kind)
+        )
     return known
 
 

@@ -287,6 +287,8 @@ class Books:
             shelf = self.shelves[name]
             there = sum(len(one.bundles) for one in shelf.groups.values() if one.kind is Kind.dynamic)
             assert there == shelf.dynamic_bundles, f"dynamic slots of pool {name} are miscounted"
+            idle_names = {one.id for one in shelf.groups.values() if one.idle and one.kind is Kind.dynamic}
+            assert {key for line in shelf.idle.values() for key in line} == idle_names, f"idle slots of {name} differ"
             limit = pool.spec.dynamic_limit
             assert limit is None or there + shelf.kept_bundles <= limit, f"pool {name} is over its limit of slots"
         for task in self.tasks.values():

@@ -109,31 +109,23 @@ class Candidates:
         del self.parts[at]
         self._holes.append(at)
 
-    def allowed(
-        self, task: Task, owner: bool, now: float, policy: Policy | None
-    ) -> tuple[NDArray[np.bool_], float | None]:
-        """Who may be evicted for the task; and when, at the earliest, youth protects somebody else no longer.
-
-        `owner`: it has a right to reserved slots, so those who borrow them must leave whatever the gap.
-        """
-        spec = task.spec
-        evictable = self["evictable"]
-        same = self["pool"] == self._pools.get(spec.pool, -1)
-        borrowers = same & self["borrowed"] & evictable if owner else np.zeros(len(self.names), np.bool_)
+    def allowed(self, task: Task, now: float, policy: Policy | None) -> tuple[NDArray[np.bool_], float | None]:
+        """Whom the policy lets leave for the task; and when youth first protects somebody else no longer."""
         if policy is None:
-            return borrowers, None
+            return np.zeros(len(self.names), np.bool_), None
+        spec = task.spec
+        same = self.same_pool(spec.pool)
         gap = spec.priority - self["priority"] + GAP_GRAIN
-        by_rule = self._by_rule(spec.labels, policy)[self["labels"]] & (gap >= policy.label_gap)
-        may = same & by_rule
+        may = same & self._by_rule(spec.labels, policy)[self["labels"]] & (gap >= policy.label_gap)
         if policy.same_pool:
             may |= same & (gap >= policy.same_pool_gap)
         if policy.cross_pool:
-            shielded = np.zeros(len(self._pools), np.bool_)
+            shielded = np.zeros(max(1, len(self._pools)), np.bool_)
             for pool in policy.protected_pools:
                 if pool in self._pools:
                     shielded[self._pools[pool]] = True
             may |= ~same & (gap >= policy.cross_pool_gap) & ~shielded[self["pool"]]
-        may &= evictable
+        may &= self["evictable"]
         again_at = None
         if policy.min_runtime_s > 0:
             grown_at = self["since"] + policy.min_runtime_s
@@ -141,20 +133,17 @@ class Candidates:
             if young.any():
                 again_at = float(grown_at[young].min())
                 may &= ~young
-        return may | borrowers, again_at
+        return may, again_at
 
-    def reason(self, at: int, task: Task, owner: bool, policy: Policy | None) -> Code:
+    def reason(self, at: int, task: Task, policy: Policy | None) -> Code:
         """What allows this eviction."""
         spec = task.spec
         if self["pool"][at] != self._pools.get(spec.pool, -1):
             return Code.cross_pool
         gap = spec.priority - float(self["priority"][at]) + GAP_GRAIN
-        if policy is not None:
-            if gap >= policy.label_gap and self._by_rule(spec.labels, policy)[self["labels"][at]]:
-                return Code.label_rule
-            if policy.same_pool and gap >= policy.same_pool_gap:
-                return Code.priority
-        return Code.owner_returned
+        if policy is not None and gap >= policy.label_gap and self._by_rule(spec.labels, policy)[self["labels"][at]]:
+            return Code.label_rule
+        return Code.priority
 
     def same_pool(self, pool: str) -> NDArray[np.bool_]:
         """Who is in the pool."""

@@ -34,7 +34,6 @@ from trimtab.model.resources import NOTHING, Resources
 from trimtab.pool import events as e
 from trimtab.pool import room, telling
 from trimtab.pool.books import Books
-from trimtab.pool.ledger import Vector
 from trimtab.pool.placing import place
 from trimtab.pool.queue import Kind as QueueKind
 from trimtab.pool.records import After, Claim, Eviction, Group, Kind, Pool, Stand, Task
@@ -46,6 +45,7 @@ REMOVE_GROUP_S = 60.0
 START_GRACE_S = 30.0  # beyond its own deadline, until a start counts as lost
 STOP_GRACE_S = 60.0  # beyond telling and saving, until a stop is issued again
 TURN_S = 300.0
+START_TRIES = 3
 BACK_OFF_S = 0.25  # doubles with every loss
 BACK_OFF_MOST_S = 30.0
 ENDED_KEPT = 10_000
@@ -73,7 +73,7 @@ class PoolMachine(Books):
 
     def handle(self, event: e.Event, now: float) -> list[e.Instruction]:
         """What is to be done about the event. Raises InputError for a wrong ask, with nothing changed."""
-        now = max(now, self.now)
+        now = max(float(now), self.now)
         self._out = []
         getattr(self, "_on_" + _snake(type(event).__name__))(event, now)
         self.now = now
@@ -123,13 +123,15 @@ class PoolMachine(Books):
         spec = event.spec
         room.check_submission(self, spec)
         self.seq += 1
-        if spec.id in self.tasks:
+        before = self.tasks.pop(spec.id, None)
+        if before is not None:
             self.ended.remove(spec.id)
         pool = self.pools[spec.pool]
         wait_s = pool.spec.wait_s if spec.wait_s is None else spec.wait_s
         queued = Reason(Code.queued, "just submitted")
         task = Task(spec, self.seq, now, State.waiting, queued, now, now + wait_s, shares=spec.shares)
-        self.tasks.pop(spec.id, None)
+        # Late news of an earlier task of this id must not be taken for news of this one.
+        task.attempt = before.attempt if before is not None else 0
         self.tasks[spec.id] = task
         task.story.append(Chapter(now, task.state.value, queued))
         never = room.never(self, spec)
@@ -146,7 +148,7 @@ class PoolMachine(Books):
         task = room.known_task(self, event.task)
         if task.state in ENDED:
             return
-        after = After.done if task.attempt else After.cancelled
+        after = After.done if task.holds or task.evictions or task.losses else After.cancelled
         reason = Reason(Code.completed, "said to be complete")
         self._end(task, after, reason, now, keep_slot=event.keep_slot, tell=False)
 
@@ -299,9 +301,9 @@ class PoolMachine(Books):
             after, reason = After.failed, Reason(Code.raised, event.error)
         if task.state in (State.starting, State.running, State.parked):
             self._to_cancelling(task, after, reason, now, tell=False)
-        elif task.state is State.cancelling and task.after in (After.evicted, After.again):
-            # It came to its end before it could be stopped.
+        elif task.state is State.cancelling and task.after is After.again:
             self._set_after(task, after, reason)
+        # One that was told to leave may return early from its work: that is not its end.
 
     def _on_died(self, event: e.Died, now: float) -> None:
         task = self._current(event.task, event.attempt)
@@ -341,18 +343,21 @@ class PoolMachine(Books):
         self._next_turn(self.groups[task.places[0].group], now)
 
     def _on_tick(self, event: e.Tick, now: float) -> None:
+        due = []
         while self.timers and self.timers[0][0] <= now:
-            at, kind, name = heapq.heappop(self.timers)
-            if kind == "recheck":
-                self._freed()
-            elif kind == "group":
-                group = self.groups.get(name)
-                if group is not None and group.deadline == at:
-                    self._group_overdue(group, now)
+            due.append(heapq.heappop(self.timers))
+        if any(kind == "recheck" for _, kind, _ in due):
+            # Before anybody is given up, whoever can start does: time may have leapt.
+            self._freed()
+            self._schedule(now)
+        for at, kind, name in due:
+            record = self.groups.get(name) if kind == "group" else self.tasks.get(name) if kind == "task" else None
+            if record is None or record.deadline != at:
+                continue
+            if isinstance(record, Group):
+                self._group_overdue(record, now)
             else:
-                task = self.tasks.get(name)
-                if task is not None and task.deadline == at:
-                    self._task_overdue(task, now)
+                self._task_overdue(record, now)
 
     # ---- deadlines -------------------------------------------------------------------------------------------------
 
@@ -393,39 +398,45 @@ class PoolMachine(Books):
 
     def _schedule(self, now: float) -> None:
         """Start whoever can start, in the order of the queue."""
-        again = True
-        while again:  # what is given up on the way (an idle slot, a refused task) may free something
+        self._dirty = True
+        while self._dirty:  # what is given up on the way (a refused task) may free something
             self._dirty = False
             self._make_reserved(now)
-            kept: list[tuple[str, Vector]] = []
-            patient: set[str] = set()  # pools that keep room for their first waiter
+            patient: dict[str, room.Kept] = {}  # by pool: what is kept for its first waiter, while all are looked at
+            behind: list[Task] = []
             heap = self.waiting.heads()
             while heap:
                 entry, kind = heapq.heappop(heap)
                 task = self.tasks[entry[2]]
                 following = self.waiting.after(kind, entry)
-                go_on = True
-                looked_at = task.not_before <= now and (kind in self._blocked or not self._try(task, now))
-                if looked_at and task.spec.wait_s == 0 and task.state is State.waiting:
-                    refused = Reason(Code.refused, f"cannot start at once: {task.reason.sentence}")
-                    self._end(task, After.failed, refused, now)
-                elif looked_at:
-                    self._blocked.add(kind)
-                    go_on = False
-                    overdue = now - task.since >= self.pools[task.spec.pool].spec.patience_s
-                    if overdue and task.spec.pool not in patient and not self.pools[task.spec.pool].drained:
-                        patient.add(task.spec.pool)
-                        for node, part in room.keep_for_patience(self, task):
-                            self.ledger.keep(node, part, 1)
-                            kept.append((node, part))
-                if go_on and following is not None:
+                if task.not_before <= now and (kind in self._blocked or not self._try(task, now)):
+                    if task.spec.wait_s == 0 and task.state is State.waiting:
+                        refused = Reason(Code.refused, f"cannot start at once: {task.reason.sentence}")
+                        self._end(task, After.failed, refused, now)
+                    else:
+                        self._blocked.add(kind)
+                        following = None
+                        self._be_patient(task, patient, now)
+                        if patient:
+                            behind.append(task)
+                if following is not None:
                     heapq.heappush(heap, (following, kind))
-            for node, vector in kept:
-                self.ledger.keep(node, vector, -1)
-            if kept:
-                # Their failures were due to room that is kept only while everybody is looked at.
-                self._blocked.clear()
-            again = self._dirty
+            for kept in patient.values():
+                room.give_back(self, kept)
+            if patient:
+                self._blocked.clear()  # some failed for room that was kept only until now
+                self._tell_who_is_behind(behind, now)
+
+    def _be_patient(self, task: Task, patient: dict[str, room.Kept], now: float) -> None:
+        """One who has waited too long has what is free kept for it, while those behind it are looked at."""
+        pool = self.pools[task.spec.pool]
+        if now - task.since >= pool.spec.patience_s and task.spec.pool not in patient and not pool.drained:
+            patient[task.spec.pool] = room.keep_for(self, task)
+
+    def _tell_who_is_behind(self, tasks: list[Task], now: float) -> None:
+        for task in tasks:
+            if task.id in self.waiting and isinstance(room.spot(self, task), Spot):
+                self._wait(task, Reason(Code.behind, "there is room, kept for one who has waited longer"), now)
 
     def _try(self, task: Task, now: float) -> bool:
         """Start the task, or begin to make room for it. False: it waits, and its reason says why."""
@@ -452,7 +463,7 @@ class PoolMachine(Books):
 
     def _wait(self, task: Task, reason: Reason, now: float) -> None:
         if reason.code is not task.reason.code:
-            self._write(task, task.state.value, reason, now)
+            self._write(task, State.waiting.value, reason, now)
         task.reason = reason
 
     # ---- claims ----------------------------------------------------------------------------------------------------
@@ -668,8 +679,10 @@ class PoolMachine(Books):
 
     def _after_a_loss(self, task: Task, reason: Reason, now: float) -> None:
         task.losses += 1
-        if 0 <= task.spec.restarts < task.losses:
-            if task.spec.restarts:
+        # A start that failed by bad luck has done nothing yet: it is tried again in any case.
+        allowed = max(task.spec.restarts, START_TRIES if reason.code is Code.start_failed else 0)
+        if task.spec.restarts >= 0 and allowed < task.losses:
+            if allowed:
                 reason = Reason(Code.restarts_used, f"lost {task.losses} times, the last time: {reason.sentence}")
             self._to_ended(task, State.failed, reason, now)
             return
@@ -859,7 +872,7 @@ class PoolMachine(Books):
                 pool.retired.append(group.spec_index)
             self._standing_to_removing(group, now)
         elif keep and pool.spec.reuse and not pool.dropped and not wanted and self.usable(group):
-            self.ledger.set_idle(group.nodes, group.bundles, True)
+            self.set_idle(group, True)
         else:
             self._standing_to_removing(group, now)
 
@@ -921,9 +934,6 @@ class PoolMachine(Books):
             return
         if any(task.spec.pool == name and task.state not in ENDED for task in self.tasks.values()):
             return
-        for task in [task for task in self.tasks.values() if task.spec.pool == name]:
-            self.ended.remove(task.id)
-            del self.tasks[task.id]
         del self.pools[name], self.shelves[name]
 
     # ---- what can be asked -----------------------------------------------------------------------------------------

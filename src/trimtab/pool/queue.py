@@ -44,6 +44,7 @@ class Queue:
             spec.labels,
             spec.strategy,
             may_evict,
+            spec.evictable,
             spec.over_quota_waits,
             spec.wait_s == 0 and task.state is State.waiting,
         )

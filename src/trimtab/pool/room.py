@@ -43,7 +43,7 @@ def spot(books: Books, task: Task) -> Spot | Reason:
         lacking = ledger.resources(short_of)
         return Reason(Code.quota, f"the quota of pool {spec.pool} is short of {lacking} for {total(spec.bundles)}")
     owner = spec.priority >= pool.reserved_priority
-    reserved = _idle_reserved(books, spec) if owner or pool.borrow else None
+    reserved = _idle_reserved(books, spec) if owner or (pool.borrow and spec.evictable) else None
     if reserved is not None and owner:
         return Spot(reserved.id, (), Reason(Code.reserved, "a reserved slot of its pool was free"))
     for group in books.shelves[spec.pool].idle.get(spec.size, {}).values():
@@ -98,22 +98,65 @@ def slots_left(books: Books, pool: str) -> int | None:
     return None if limit is None else limit - shelf.dynamic_bundles - shelf.kept_bundles
 
 
-def keep_for_patience(books: Books, task: Task) -> list[tuple[str, Vector]]:
-    """What is free where the task lacks least, by node: to be kept while others are looked at."""
-    ledger = books.ledger
+@dataclass
+class Kept:
+    """What is kept for one who has waited too long, while others are looked at."""
+
+    pool: str
+    nodes: list[tuple[str, Vector]]
+    quota: Vector
+    slots: int
+    groups: list[str]  # idle ones
+
+
+def keep_for(books: Books, task: Task) -> Kept:
+    """Keep what the task could use of what is free: where it lacks least, of its quota, and of its pool's slots."""
+    spec, ledger = task.spec, books.ledger
+    quota = np.minimum(ledger.sum_vector(spec.bundles), np.maximum(0, ledger.quota_left(spec.pool)))
+    left = slots_left(books, spec.pool)
+    kept = Kept(spec.pool, [], quota, 0 if left is None else max(0, min(left, len(spec.size))), [])
     rows = np.nonzero(ledger.usable[: len(ledger.nodes)])[0]
     free = np.maximum(0, ledger.free)
-    kept = []
-    for ask in _asks(books, task.spec):
+    idle = ledger.idle.copy()
+    for ask in _asks(books, spec):
         fits = rows[(ledger.total[rows] >= ask).all(axis=1)]
         if not len(fits):
             continue
-        lack = (np.maximum(0, ask - free[fits]) / np.maximum(1, ask)).max(axis=1)
+        lack = (np.maximum(0, ask - free[fits] - idle[fits]) / np.maximum(1, ask)).max(axis=1)
         row = int(fits[np.argmin(lack)])
         part = np.minimum(ask, free[row])
         free[row] -= part
-        kept.append((str(ledger.nodes[row]), part))
+        kept.nodes.append((str(ledger.nodes[row]), part))
+        missing = ask - part
+        for group in _idle_on(books, str(ledger.nodes[row])):
+            if (missing > 0).any() and group.id not in kept.groups:
+                kept.groups.append(group.id)
+                for node, bundle in zip(group.nodes, group.bundles, strict=True):
+                    idle[ledger.row_of[node]] -= ledger.vector(bundle)
+                    if node == ledger.nodes[row]:
+                        missing = missing - ledger.vector(bundle)
+    for node, part in kept.nodes:
+        ledger.keep(node, part, 1)
+    ledger.quota_kept[spec.pool] += kept.quota
+    books.shelves[spec.pool].kept_bundles += kept.slots
+    for name in kept.groups:
+        books.set_idle(books.groups[name], False)
     return kept
+
+
+def give_back(books: Books, kept: Kept) -> None:
+    """Keep it no longer."""
+    for node, part in kept.nodes:
+        books.ledger.keep(node, part, -1)
+    books.ledger.quota_kept[kept.pool] -= kept.quota
+    books.shelves[kept.pool].kept_bundles -= kept.slots
+    for name in kept.groups:
+        books.set_idle(books.groups[name], True)
+
+
+def _idle_on(books: Books, node: str) -> list[Group]:
+    lines = [line for shelf in books.shelves.values() for line in shelf.idle.values()]
+    return [group for line in lines for group in line.values() if node in group.nodes]
 
 
 # ---- certainties ----
@@ -127,7 +170,7 @@ def never(books: Books, spec: TaskSpec) -> str | None:
         return f"it asks {whole}, more than the quota of pool {spec.pool}: {pool.quota}"
     if spec.shares is not None:
         return None
-    may_reserved = len(spec.size) == 1 and (spec.priority >= pool.reserved_priority or pool.borrow)
+    may_reserved = len(spec.size) == 1 and (spec.priority >= pool.reserved_priority or (pool.borrow and spec.evictable))
     if may_reserved and any(spec.size[0].within(one) for one in pool.reserved):
         return None
     if not pool.dynamic:

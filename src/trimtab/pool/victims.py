@@ -84,16 +84,16 @@ class Victims:
         pool = books.pools[spec.pool]
         owner = spec.priority >= pool.spec.reserved_priority
         again_at: float | None = None
+        search.may_evict = may_evict
         if may_evict:
-            search.may, again_at = candidates.allowed(task, owner, now, policy)
+            search.may, again_at = candidates.allowed(task, now, policy)
         if everyone:
             search.may = np.array([name is not None for name in candidates.names], np.bool_)
         search.slots_left = None if slots_left is None else slots_left + idle_slots
         ways: list[_Way] = []
         if len(spec.bundles) == 1:
-            ways += search.into_slots(
-                list(books.shelves[spec.pool].reserved.values()), owner=owner, borrow=pool.spec.borrow
-            )
+            slots = list(books.shelves[spec.pool].reserved.values())
+            ways += search.into_slots(slots, owner=owner, borrow=pool.spec.borrow and spec.evictable)
         if pool.spec.dynamic:
             strategy = spec.strategy or pool.spec.strategy
             way = search.onto_nodes(strategy)
@@ -104,10 +104,15 @@ class Victims:
         if not ways:
             return Choice(again_at=again_at)
         best = min(ways, key=lambda way: (search.cost(way.lines), way.group is None))
-        victims = tuple(
-            (str(candidates.names[line]), candidates.reason(line, task, owner, policy))
-            for line in sorted(best.lines, key=lambda line: search.cost([line]))
-        )
+        tenants = books.groups[best.group].tenants if best.group else []
+
+        def why(line: int) -> Code:
+            # Whoever borrowed the very slot leaves because its owner is back, whatever the policy says.
+            here = candidates["borrowed"][line] and candidates.names[line] in tenants
+            return Code.owner_returned if here else candidates.reason(line, task, policy)
+
+        order = sorted(best.lines, key=lambda line: search.cost([line]))
+        victims = tuple((str(candidates.names[line]), why(line)) for line in order)
         nodes = tuple(str(books.ledger.nodes[row]) for row in best.rows)
         reclaims = () if best.group else search.reclaims(best, slots_left)
         return Choice(nodes, best.group, victims, reclaims)
@@ -121,6 +126,7 @@ class _Search:
         self.books, self.ledger, self.candidates = books, ledger, candidates
         self.task = task
         self.may: NDArray[np.bool_] = np.zeros(len(candidates.names), np.bool_)
+        self.may_evict = False
         self.slots_left: int | None = None
         self.lost = candidates.lost(now)
         spec = task.spec
@@ -161,7 +167,7 @@ class _Search:
                 continue
             if group.idle and (owner or borrow):
                 base: list[int] = []
-            elif owner and len(group.tenants) == 1 and self._may(group.tenants[0]):
+            elif owner and len(group.tenants) == 1 and self._may_leave_slot(group.tenants[0]):
                 base = [self.candidates.at[group.tenants[0]]]
             else:
                 continue
@@ -170,9 +176,13 @@ class _Search:
                 ways.append(_Way((), group.id, lines))
         return ways
 
-    def _may(self, task: str) -> bool:
+    def _may_leave_slot(self, task: str) -> bool:
+        """Whether the policy lets it leave a reserved slot, or the switch under which it borrowed it."""
         at = self.candidates.at.get(task)
-        return at is not None and bool(self.may[at])
+        if at is None:
+            return False
+        borrower = self.candidates["borrowed"][at] and self.candidates["evictable"][at] and self.may_evict
+        return bool(self.may[at] or borrower)
 
     # ---- nodes ----
 
