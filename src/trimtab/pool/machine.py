@@ -183,6 +183,8 @@ class PoolMachine(Books):
         known = self.nodes.get(event.node)
         if known == event:
             return
+        if known is not None:
+            self.changed_nodes.add(event.node)
         self.nodes[event.node] = event
         self.ledger.set_node(event.node, event.total, event.outside)
         if known is None:
@@ -201,6 +203,7 @@ class PoolMachine(Books):
         if event.node not in self.nodes:
             return
         del self.nodes[event.node]
+        self.changed_nodes.discard(event.node)
         reason = Reason(Code.node_lost, f"node {room.short(event.node)} was lost")
         hit = [group for group in self.groups.values() if event.node in group.nodes]
         for group in hit:
@@ -664,13 +667,16 @@ class PoolMachine(Books):
         self.candidates.drop(task.id)
         self.use(task, ())
         group = self.groups[task.places[0].group]
+        had_begun = task.started
         task.places = ()
         task.borrowed = task.started = False
         task.started_at = None
         self._leave(task, group, now)
         self._claims_hear(now, task=task.id)
         self._freed()
-        if after is After.again:
+        if after is After.again and not had_begun:
+            self._to_queue(task, State.waiting, reason, now)
+        elif after is After.again:
             self._after_a_loss(task, reason, now)
         elif after is After.evicted:
             self._to_queue(task, State.evicted, reason, now)
