@@ -34,6 +34,15 @@ class Shelf:
     kept_bundles: int = 0  # that claims will make
 
 
+@dataclass
+class Need:
+    """What a claim still needs beyond what those who are leaving will give up; negative: they give up more."""
+
+    nodes: dict[str, Vector]
+    quota: Vector
+    slots: int
+
+
 class Books:
     """Records, and what follows from them."""
 
@@ -56,7 +65,9 @@ class Books:
         self.candidates = Candidates(self.ledger)
         self.waiting = Queue()  # tasks in the queue that neither have a claim nor share slots
         self.shelves: dict[str, Shelf] = {}
-        self.kept: dict[str, tuple[list[tuple[str, Vector]], Vector, int]] = {}  # for claims: nodes, quota, slots
+        self.needs: dict[str, Need] = {}  # of claims
+        self.node_epoch = 0  # changes whenever a node does
+        self.nevers: dict[tuple[object, ...], tuple[int, str | None]] = {}  # by epoch, what nodes can never hold
         self.timers: list[tuple[float, str, str]] = []
 
     # ---- time ----
@@ -152,43 +163,50 @@ class Books:
 
     def keep(self, claim: Claim) -> None:
         """Keep for a claim what is free already of what it needs: all that does not come from those who are leaving."""
-        self.unkeep(claim)
         task, ledger = self.tasks[claim.task], self.ledger
-        needs: dict[str, Vector] = {}
+        need = self.needs[claim.task] = Need({}, ledger.sum_vector(task.spec.bundles).copy(), len(claim.nodes))
         if claim.nodes:
             for node, bundle in zip(claim.nodes, task.spec.size, strict=True):
                 vector = ledger.vector(bundle)
-                needs[node] = needs[node] + vector if node in needs else vector.copy()
-        slots = len(claim.nodes)
+                need.nodes[node] = need.nodes[node] + vector if node in need.nodes else vector.copy()
         for name in claim.groups:
-            group = self.groups[name]
-            if group.kind is Kind.dynamic and group.pool == task.spec.pool:
-                slots -= len(group.bundles)
-            for node, bundle in zip(group.nodes, group.bundles, strict=True):
-                if node in needs:
-                    needs[node] = needs[node] - ledger.vector(bundle)
-        quota = ledger.sum_vector(task.spec.bundles).copy()
+            self._lean(need, self.groups[name], task.spec.pool, 1)
         for name in claim.tasks:
             if self.tasks[name].spec.pool == task.spec.pool:
-                quota -= ledger.sum_vector(self.tasks[name].uses)
-        quota = np.maximum(0, quota)
-        nodes = [(node, np.maximum(0, vector)) for node, vector in needs.items()]
-        for node, vector in nodes:
-            ledger.keep(node, vector, 1)
-        ledger.quota_kept[task.spec.pool] += quota
-        self.shelves[task.spec.pool].kept_bundles += max(0, slots)
-        self.kept[claim.task] = (nodes, quota, max(0, slots))
+                need.quota = need.quota - ledger.sum_vector(self.tasks[name].uses)
+        self._hold_back(need, task.spec.pool, 1)
+
+    def keep_instead(self, claim: Claim, used: tuple[Resources, ...], group: Group | None) -> None:
+        """Somebody whom the claim leaned on is gone: what it was to give is free now, and kept."""
+        pool = self.tasks[claim.task].spec.pool
+        need = self.needs[claim.task]
+        self._hold_back(need, pool, -1)
+        if used:
+            need.quota = self.ledger.fitted(need.quota) + self.ledger.sum_vector(used)
+        if group is not None:
+            self._lean(need, group, pool, -1)
+        self._hold_back(need, pool, 1)
 
     def unkeep(self, claim: Claim) -> None:
         """Keep nothing for the claim any more."""
-        kept = self.kept.pop(claim.task, None)
-        if kept is not None:
-            nodes, quota, slots = kept
-            pool = self.tasks[claim.task].spec.pool
-            for node, vector in nodes:
-                self.ledger.keep(node, vector, -1)
-            self.ledger.quota_kept[pool] -= quota
-            self.shelves[pool].kept_bundles -= slots
+        need = self.needs.pop(claim.task, None)
+        if need is not None:
+            self._hold_back(need, self.tasks[claim.task].spec.pool, -1)
+
+    def _lean(self, need: Need, group: Group, pool: str, sign: int) -> None:
+        """The need is less by what a group will give up; or, with -1, again as large."""
+        ledger = self.ledger
+        if group.kind is Kind.dynamic and group.pool == pool:
+            need.slots -= sign * len(group.bundles)
+        for node, bundle in zip(group.nodes, group.bundles, strict=True):
+            if node in need.nodes:
+                need.nodes[node] = ledger.fitted(need.nodes[node]) - sign * ledger.vector(bundle)
+
+    def _hold_back(self, need: Need, pool: str, sign: int) -> None:
+        for node, vector in need.nodes.items():
+            self.ledger.keep(node, np.maximum(0, vector), sign)
+        self.ledger.quota_kept[pool] += sign * np.maximum(0, self.ledger.fitted(need.quota))
+        self.shelves[pool].kept_bundles += sign * max(0, need.slots)
 
     # ---- snapshots ----
 

@@ -91,6 +91,12 @@ class Ledger:
 
     # ---- nodes ----
 
+    def there(self) -> NDArray[np.bool_]:
+        """Which rows are nodes."""
+        found = np.zeros(len(self.total), np.bool_)
+        found[list(self.row_of.values())] = True
+        return found
+
     def set_node(self, node: str, amounts: Resources, outside: Resources) -> None:
         """A node is there, with these figures."""
         self.vector(amounts), self.vector(outside)
@@ -179,11 +185,17 @@ class Ledger:
         """A dynamic group fell idle, or is not idle any more."""
         self._add(self.idle, nodes, bundles, 1 if idle else -1, 0)
 
+    def fitted(self, vector: Vector) -> Vector:
+        """A vector made before a resource was first heard of, as wide as vectors are now."""
+        missing = self.total.shape[1] - len(vector)
+        return np.concatenate([vector, np.zeros(missing, np.int64)]) if missing else vector
+
     def keep(self, node: str, vector: Vector, sign: int) -> None:
         """Keep free capacity of a node for a claim, or stop keeping it."""
         row = self.row_of.get(node)
         if row is None:
             return
+        vector = self.fitted(vector)
         self.kept[row] += sign * vector
         if self._free is not None:
             self._free[row] -= sign * vector

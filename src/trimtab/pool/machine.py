@@ -58,7 +58,9 @@ class PoolMachine(Books):
 
     def __init__(self) -> None:
         super().__init__()
-        self._blocked: set[QueueKind] = set()  # kinds that found no room since anything was freed
+        # Since anything was freed: kinds that found no room, and no way to make any; and why sizes found none.
+        self._blocked: set[QueueKind] = set()
+        self._no_spot: dict[tuple[object, ...], Reason] = {}
         self._dirty = False
         self._out: list[e.Instruction] = []
 
@@ -186,6 +188,7 @@ class PoolMachine(Books):
         if known is not None:
             self.changed_nodes.add(event.node)
         self.nodes[event.node] = event
+        self.node_epoch += 1
         self.ledger.set_node(event.node, event.total, event.outside)
         if known is None:
             self._tell_node(event.node, now, "joined", f"it has {event.total}")
@@ -203,6 +206,7 @@ class PoolMachine(Books):
         if event.node not in self.nodes:
             return
         del self.nodes[event.node]
+        self.node_epoch += 1
         self.changed_nodes.discard(event.node)
         reason = Reason(Code.node_lost, f"node {room.short(event.node)} was lost")
         hit = [group for group in self.groups.values() if event.node in group.nodes]
@@ -216,8 +220,6 @@ class PoolMachine(Books):
             group.nodes = tuple("" if node == event.node else node for node in group.nodes)
             self._break(group, reason, now)
         self._tell_node(event.node, now, "lost", f"{len(hit)} placement groups were on it")
-        for claim in list(self.claims.values()):
-            self.keep(claim)
         self._freed()
 
     def _tell_node(self, node: str, now: float, what: str, sentence: str) -> None:
@@ -280,7 +282,6 @@ class PoolMachine(Books):
         task.started_at = now
         self._to(task, State.running, task.reason, now, None)
         self.candidate(task)
-        self._freed()
         group = self.groups[task.places[0].group]
         if group.turns:
             self._next_turn(group, now)
@@ -393,6 +394,7 @@ class PoolMachine(Books):
     def _freed(self) -> None:
         """Something may have room now that had none: everybody is looked at again."""
         self._blocked.clear()
+        self._no_spot.clear()
         self._dirty = True
 
     def _enqueue(self, task: Task) -> None:
@@ -428,6 +430,7 @@ class PoolMachine(Books):
                 room.give_back(self, kept)
             if patient:
                 self._blocked.clear()  # some failed for room that was kept only until now
+                self._no_spot.clear()
                 self._tell_who_is_behind(behind, now)
 
     def _be_patient(self, task: Task, patient: dict[str, room.Kept], now: float) -> None:
@@ -447,7 +450,8 @@ class PoolMachine(Books):
         if pool.drained:
             self._wait(task, Reason(Code.drained, f"pool {pool.spec.name} takes nothing new"), now)
             return False
-        spot = room.spot(self, task)
+        alike = room.alike(self, task.spec)
+        spot = self._no_spot.get(alike) or room.spot(self, task)
         if isinstance(spot, Spot):
             self.waiting.remove(task.id)
             self._to_starting(task, spot, now)
@@ -455,6 +459,7 @@ class PoolMachine(Books):
         if spot.code is Code.quota and not task.spec.over_quota_waits:
             self._end(task, After.failed, Reason(Code.refused, spot.sentence), now)
             return True
+        self._no_spot[alike] = spot
         choice = room.choose(self, task, now)
         if choice.found:
             self._claim(task, choice, now)
@@ -527,16 +532,19 @@ class PoolMachine(Books):
             self._enqueue(self.tasks[claim.task])
         self._freed()
 
-    def _claims_hear(self, now: float, *, task: str | None = None, group: str | None = None) -> None:
+    def _claims_hear(
+        self, now: float, *, task: Task | None = None, used: tuple[Resources, ...] = (), group: Group | None = None
+    ) -> None:
         """Somebody whom claims wait for is gone."""
         for claim in list(self.claims.values()):
-            if task in claim.tasks:
-                claim.tasks.remove(str(task))
-            elif group in claim.groups:
-                claim.groups.remove(str(group))
+            if task is not None and task.id in claim.tasks:
+                claim.tasks.remove(task.id)
+            elif group is not None and group.id in claim.groups:
+                claim.groups.remove(group.id)
             else:
                 continue
-            self.keep(claim)
+            same_pool = task is not None and task.spec.pool == self.tasks[claim.task].spec.pool
+            self.keep_instead(claim, used if same_pool else (), group)
             self._claim_if_ready(claim, now)
 
     def _claim_if_ready(self, claim: Claim, now: float) -> None:
@@ -596,7 +604,9 @@ class PoolMachine(Books):
         for other in [other for other in self.tasks.values() if other.shares == task.id] if spec.room else ():
             if other.state in IN_QUEUE and other.id not in group.tenants:
                 self._join_slots(other, now)
-        self._freed()
+        # Nothing was freed, but here is one more who might have to leave for others.
+        self._blocked.clear()
+        self._dirty = True
 
     def _seat(self, task: Task, group: Group, now: float) -> None:
         """The task is the active tenant of the group."""
@@ -665,6 +675,7 @@ class PoolMachine(Books):
         after, reason = task.after or After.again, task.after_reason or task.reason
         task.after = task.after_reason = None
         self.candidates.drop(task.id)
+        used = task.uses
         self.use(task, ())
         group = self.groups[task.places[0].group]
         had_begun = task.started
@@ -672,7 +683,7 @@ class PoolMachine(Books):
         task.borrowed = task.started = False
         task.started_at = None
         self._leave(task, group, now)
-        self._claims_hear(now, task=task.id)
+        self._claims_hear(now, task=task, used=used)
         self._freed()
         if after is After.again and not had_begun:
             self._to_queue(task, State.waiting, reason, now)
@@ -895,7 +906,7 @@ class PoolMachine(Books):
     def _gone(self, group: Group, now: float) -> None:
         """Nothing of the group is left."""
         self.drop_group(group)
-        self._claims_hear(now, group=group.id)
+        self._claims_hear(now, group=group)
         self._forget_pool(group.pool)
         self._freed()
 

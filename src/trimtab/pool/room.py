@@ -34,6 +34,12 @@ def strategy_of(books: Books, spec: TaskSpec) -> Strategy:
     return spec.strategy or books.pools[spec.pool].spec.strategy
 
 
+def alike(books: Books, spec: TaskSpec) -> tuple[object, ...]:
+    """What the answer of `spot` rests on: tasks that are alike in it find room together, or do not."""
+    owner = spec.priority >= books.pools[spec.pool].spec.reserved_priority
+    return spec.pool, spec.bundles, spec.room, spec.strategy, owner, spec.evictable
+
+
 def spot(books: Books, task: Task) -> Spot | Reason:
     """Where the task could go with nobody leaving, or why it cannot."""
     spec, ledger = task.spec, books.ledger
@@ -64,13 +70,16 @@ def spot(books: Books, task: Task) -> Spot | Reason:
     never = never_on_nodes(books, spec)
     if never is not None:
         return Reason(Code.no_node, never)
-    return Reason(Code.no_room, _shortage(books, spec))
+    return Reason(Code.no_room, f"no node has room for {'it' if len(spec.size) == 1 else 'all of it'} now")
 
 
 def choose(books: Books, task: Task, now: float, *, everyone: bool = False) -> Choice:
     """Who would have to leave for the task; with `everyone`, as if anybody could."""
     policy = books.policy
     shelf = books.shelves[task.spec.pool]
+    may_evict = books.may_evict(task)
+    if not everyone and not may_evict and not any(one.idle for one in books.shelves.values()):
+        return Choice()
     budget_left, recent = None, []
     if policy is not None and policy.budget is not None and not everyone:
         begin = now - policy.budget_window_s
@@ -79,7 +88,7 @@ def choose(books: Books, task: Task, now: float, *, everyone: bool = False) -> C
     choice = Victims(books).choose(
         task,
         now,
-        may_evict=books.may_evict(task),
+        may_evict=may_evict,
         budget_left=budget_left,
         slots_left=slots_left(books, task.spec.pool),
         idle_slots=shelf.idle_bundles,
@@ -182,12 +191,16 @@ def never(books: Books, spec: TaskSpec) -> str | None:
 
 def never_on_nodes(books: Books, spec: TaskSpec) -> str | None:
     """Why the nodes that are there could not take it even if they were empty."""
-    ledger = books.ledger
-    asks = _asks(books, spec)
-    there = np.zeros(len(ledger.total), np.bool_)
-    there[list(ledger.row_of.values())] = True
-    why = could_ever(ledger.total, there, asks, strategy_of(books, spec))
-    return None if why is None else f"it asks {total(spec.size)}, and {why}"
+    strategy = strategy_of(books, spec)
+    known = books.nevers.get((spec.size, strategy))
+    if known is None or known[0] != books.node_epoch:
+        ledger = books.ledger
+        why = could_ever(ledger.total, ledger.there(), _asks(books, spec), strategy)
+        if len(books.nevers) > 1_000:
+            books.nevers.clear()
+        known = (books.node_epoch, None if why is None else f"it asks {total(spec.size)}, and {why}")
+        books.nevers[spec.size, strategy] = known
+    return known[1]
 
 
 def check_submission(books: Books, spec: TaskSpec) -> None:
@@ -277,7 +290,7 @@ def _lies_as(group: Group, strategy: Strategy) -> bool:
     return strategy is not Strategy.strict_spread or distinct == len(group.nodes)
 
 
-def _shortage(books: Books, spec: TaskSpec) -> str:
+def shortage(books: Books, spec: TaskSpec) -> str:
     """Where most of it would fit, and what is missing there."""
     ledger = books.ledger
     ask = ledger.vector(max(spec.size, key=lambda one: (one.get("gpu"), one.get("cpu"))))

@@ -53,6 +53,8 @@ def explain(books: Books, name: str, now: float) -> Explanation:
             found = room.spot(books, task)
             if isinstance(found, Reason):
                 reason = found
+                if found.code is Code.no_room:
+                    reason = Reason(found.code, room.shortage(books, task.spec))
                 needs = tuple(victim for victim, _ in room.choose(books, task, now, everyone=True).victims)
             else:
                 reason = Reason(Code.behind, "there is room, kept for one who has waited longer")

@@ -24,7 +24,7 @@ from trimtab.pool.records import Group, Stand, Task
 
 # Effort: nodes that are solved exactly after a solution is known, subsets that are tried on one node, and candidates
 # that are looked at one by one. Beyond them the choice is still sufficient and has nobody to spare in it.
-NODES_COMPARED = 64
+NODES_COMPARED = 16
 SUBSETS_TRIED = 3_000
 
 Cost = tuple[int, tuple[tuple[int, float], ...], float, tuple[int, ...]]
@@ -111,7 +111,7 @@ class Victims:
             here = candidates["borrowed"][line] and candidates.names[line] in tenants
             return Code.owner_returned if here else candidates.reason(line, task, policy)
 
-        order = sorted(best.lines, key=lambda line: search.cost([line]))
+        order = sorted(best.lines, key=search.price)
         victims = tuple((str(candidates.names[line]), why(line)) for line in order)
         nodes = tuple(str(books.ledger.nodes[row]) for row in best.rows)
         reclaims = () if best.group else search.reclaims(best, slots_left)
@@ -126,6 +126,7 @@ class _Search:
         self.books, self.ledger, self.candidates = books, ledger, candidates
         self.task = task
         self.may: NDArray[np.bool_] = np.zeros(len(candidates.names), np.bool_)
+        self._prices: dict[int, tuple[int, float, float, int]] = {}
         self.may_evict = False
         self.slots_left: int | None = None
         self.lost = candidates.lost(now)
@@ -138,14 +139,24 @@ class _Search:
 
     # ---- what it costs ----
 
+    def price(self, at: int) -> tuple[int, float, float, int]:
+        """What one costs: borrowers least, then by priority, work lost, and who came last."""
+        known = self._prices.get(at)
+        if known is None:
+            columns = self.candidates
+            known = self._prices[at] = (
+                0 if columns["borrowed"][at] else 1,
+                float(columns["priority"][at]),
+                float(self.lost[at]),
+                -int(columns["seq"][at]),
+            )
+        return known
+
     def cost(self, lines: Sequence[int]) -> Cost:
-        """To be compared: how many, how high (borrowers lowest), how much work, and then who came last."""
-        columns = self.candidates
-        levels = sorted(
-            ((0 if columns["borrowed"][at] else 1, float(columns["priority"][at])) for at in lines), reverse=True
-        )
-        seqs = tuple(sorted(-int(columns["seq"][at]) for at in lines))
-        return len(lines), tuple(levels), float(sum(self.lost[at] for at in lines)), seqs
+        """What a set costs: how many, how high (the highest first), how much work, and then who came last."""
+        prices = [self.price(at) for at in lines]
+        levels = sorted([(one[0], one[1]) for one in prices], reverse=True)
+        return len(lines), tuple(levels), sum(one[2] for one in prices), tuple(sorted(one[3] for one in prices))
 
     def _cheapest(self, lines: NDArray[np.int64]) -> int:
         columns = self.candidates
@@ -224,6 +235,10 @@ class _Search:
         rows = columns["row"][lines]
         count = len(available)
         release = columns["release"]
+        if not gangs:
+            alone = self._one_alone(available, usable, ask, slots_needed, base, lines)
+            if alone is not None:
+                return int(columns["row"][alone]), [alone]
         lack = np.maximum(0, ask[wanted] - available[:, wanted])
         gain = np.zeros((count, len(wanted)))
         largest = np.zeros((count, len(wanted)), np.int64)
@@ -278,6 +293,27 @@ class _Search:
             if best is None or cost < best[0]:
                 best = (cost, row, chosen)
         return None if best is None else (best[1], best[2])
+
+    def _one_alone(
+        self,
+        available: Vector,
+        usable: NDArray[np.bool_],
+        ask: Vector,
+        slots_needed: int,
+        base: list[int],
+        lines: NDArray[np.int64],
+    ) -> int | None:
+        """The cheapest one that is enough all by itself."""
+        columns = self.candidates
+        rows = columns["row"][lines]
+        enough = usable[rows] & (available[rows] + columns["release"][lines] >= ask).all(axis=1)
+        if not self._pool_covered(base, slots_needed):
+            leaving = [at for at in base if self.mine[at]]
+            uses, slots = columns["uses"], columns["slots"]
+            quota = self.quota_lack - (uses[leaving].sum(axis=0) if leaving else 0)
+            needed = slots_needed - int(sum(slots[at] for at in leaving))
+            enough &= self.mine[lines] & (uses[lines] >= quota).all(axis=1) & (slots[lines] >= needed)
+        return self._cheapest(lines[enough]) if enough.any() else None
 
     def _cover_node(
         self, row: int, lack: Vector, here: list[int], slots_needed: int, base: list[int]
@@ -337,8 +373,7 @@ class _Search:
                 if covered >= lacks[place_at]:
                     least = max(least, number)
                     break
-        costs = {at: self.cost([at]) for at in lines}
-        lines.sort(key=costs.__getitem__)
+        lines.sort(key=self.price)
 
         def enough(kept: Sequence[int]) -> bool:
             return all(sum(gains[at][place_at] for at in kept) >= lacks[place_at] for place_at in wanted)
@@ -371,7 +406,7 @@ class _Search:
     def _taken_back(self, lines: Sequence[int], enough: Callable[[list[int]], bool]) -> list[int]:
         """Without whoever could be spared, the dearest first."""
         kept = list(lines)
-        for at in sorted(lines, key=lambda one: self.cost([one]), reverse=True):
+        for at in sorted(lines, key=self.price, reverse=True):
             without = [one for one in kept if one != at]
             if enough(without):
                 kept = without
