@@ -436,7 +436,8 @@ class PoolMachine(Books):
     def _be_patient(self, task: Task, patient: dict[str, room.Kept], now: float) -> None:
         """One who has waited too long has what is free kept for it, while those behind it are looked at."""
         pool = self.pools[task.spec.pool]
-        if now - task.since >= pool.spec.patience_s and task.spec.pool not in patient and not pool.drained:
+        overdue = now - task.since >= pool.spec.patience_s and task.spec.pool not in patient and not pool.drained
+        if overdue and room.would_fit_alone(self, task.spec):
             patient[task.spec.pool] = room.keep_for(self, task)
 
     def _tell_who_is_behind(self, tasks: list[Task], now: float) -> None:

@@ -118,6 +118,18 @@ class Kept:
     groups: list[str]  # idle ones
 
 
+def would_fit_alone(books: Books, spec: TaskSpec) -> bool:
+    """Whether it would find room if every task ended: reserved slots and what others hold may stand in its way."""
+    ledger = books.ledger
+    empty = ledger.total - ledger.outside
+    for shelf in books.shelves.values():
+        for group in shelf.reserved.values():
+            for node, bundle in zip(group.nodes, group.bundles, strict=True):
+                if node in ledger.row_of:
+                    empty[ledger.row_of[node]] -= ledger.vector(bundle)
+    return place(empty, ledger.usable, _asks(books, spec), strategy_of(books, spec)) is not None
+
+
 def keep_for(books: Books, task: Task) -> Kept:
     """Keep what the task could use of what is free: where it lacks least, of its quota, and of its pool's slots."""
     spec, ledger = task.spec, books.ledger

@@ -22,10 +22,11 @@ from trimtab.pool.ledger import Vector
 from trimtab.pool.placing import place, tightest
 from trimtab.pool.records import Group, Stand, Task
 
-# Effort: nodes that are solved exactly after a solution is known, subsets that are tried on one node, and candidates
-# that are looked at one by one. Beyond them the choice is still sufficient and has nobody to spare in it.
+# Effort: nodes that are solved exactly after a solution is known, subsets that are tried on one node, and tasks of one
+# pool among which subsets are tried. Beyond them the choice is still sufficient and has nobody to spare in it.
 NODES_COMPARED = 16
 SUBSETS_TRIED = 3_000
+POOL_TRIED = 24
 
 Cost = tuple[int, tuple[tuple[int, float], ...], float, tuple[int, ...]]
 
@@ -438,10 +439,28 @@ class _Search:
         if alone.any():
             return [*base, self._cheapest(lines[alone])]
         wanted = [int(column) for column in np.nonzero(quota > 0)[0]]
-        lacks = [int(quota[column]) for column in wanted] + [needed]
-        gains = {int(at): [int(uses[at][column]) for column in wanted] + [int(slots[at])] for at in lines}
-        chosen = self._cover(lacks, gains)
-        return None if chosen is None else base + chosen
+        if len(lines) <= POOL_TRIED:
+            lacks = [int(quota[column]) for column in wanted] + [needed]
+            gains = {int(at): [int(uses[at][column]) for column in wanted] + [int(slots[at])] for at in lines}
+            chosen = self._cover(lacks, gains)
+            return None if chosen is None else base + chosen
+        gain = np.column_stack([uses[lines][:, wanted], slots[lines]])
+        lack = np.array([*(quota[column] for column in wanted), max(0, needed)], np.int64)
+        if (gain.sum(axis=0) < lack).any():
+            return None
+        order = np.lexsort(
+            (-columns["seq"][lines], self.lost[lines], columns["priority"][lines], ~columns["borrowed"][lines])
+        )
+        lines, gain = lines[order], gain[order]
+        more: list[int] = []
+        while (lack > 0).any():
+            # Whoever covers most of what is lacking; of equals the cheapest, who stands first.
+            share = (np.minimum(gain, np.maximum(0, lack)) / np.maximum(1, lack)).sum(axis=1)
+            best = int(np.argmax(share))
+            more.append(int(lines[best]))
+            lack = lack - gain[best]
+            gain[best] = 0
+        return base + self._taken_back(more, lambda some: self._pool_covered(base + some, slots_needed))
 
     # ---- gangs over several nodes ----
 
@@ -465,7 +484,10 @@ class _Search:
             if row is None:
                 row = tightest(available, open_rows, ask)
             if row is None:
+                # Quota and limit are covered at the end, for all bundles together.
+                lack, self.quota_lack = self.quota_lack, np.zeros_like(self.quota_lack)
                 found = self._one_node(available, open_rows, ask, 0, leaving)
+                self.quota_lack = lack
                 if found is None:
                     return None
                 row, more = found
