@@ -556,6 +556,13 @@ class PoolMachine(Books):
         del self.claims[claim.task]
         if claim.group is not None:
             self.groups[claim.group].tenants.remove(task.id)
+        if not room.still_there(self, claim):
+            # The node shrank or was cordoned meanwhile.
+            if claim.group is not None and not self.groups[claim.group].tenants:
+                self._idle_or_remove(self.groups[claim.group], now)
+            self._enqueue(task)
+            self._freed()
+            return
         names = ", ".join(claim.victims)
         made = f"{names} left for it" if names else "idle slots were removed for it"
         code = Code.preempted if claim.victims else Code.placed

@@ -16,7 +16,7 @@ from trimtab.model.resources import total
 from trimtab.pool.books import Books
 from trimtab.pool.ledger import Vector
 from trimtab.pool.placing import could_ever, place
-from trimtab.pool.records import Group, Pool, Task
+from trimtab.pool.records import Claim, Group, Pool, Task
 from trimtab.pool.victims import Choice, Victims
 
 
@@ -98,6 +98,20 @@ def choose(books: Books, task: Task, now: float, *, everyone: bool = False) -> C
         window_ends = min(recent) + policy.budget_window_s
         choice = replace(choice, again_at=min(window_ends, choice.again_at or window_ends))
     return choice
+
+
+def still_there(books: Books, claim: Claim) -> bool:
+    """Whether the room that was made for a claim is there, with nothing kept for it any more."""
+    if claim.group is not None:
+        return books.usable(books.groups[claim.group])
+    ledger = books.ledger
+    free = {}
+    for node, ask in zip(claim.nodes, _asks(books, books.tasks[claim.task].spec), strict=True):
+        row = ledger.row_of.get(node)
+        if row is None or not ledger.usable[row]:
+            return False
+        free[row] = free.get(row, ledger.free[row]) - ask
+    return all((left >= 0).all() for left in free.values())
 
 
 def slots_left(books: Books, pool: str) -> int | None:
