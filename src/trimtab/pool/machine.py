@@ -518,7 +518,8 @@ class PoolMachine(Books):
             self._standing_to_removing(self.groups[group], now)
         for victim, (_, code) in zip(victims, choice.victims, strict=True):
             self._evict(victim, task, _eviction_reason(code, victim, task), now)
-        self._claim_if_ready(claim, now)
+        if self.claims.get(task.id) is claim:  # victims that had not begun are gone already
+            self._claim_if_ready(claim, now)
 
     def _drop_claim(self, claim: Claim, now: float, *, requeue: bool) -> None:
         """The room cannot be had, or is not wanted any more."""

@@ -105,7 +105,7 @@ def still_there(books: Books, claim: Claim) -> bool:
     if claim.group is not None:
         return books.usable(books.groups[claim.group])
     ledger = books.ledger
-    free = {}
+    free: dict[int, Vector] = {}
     for node, ask in zip(claim.nodes, _asks(books, books.tasks[claim.task].spec), strict=True):
         row = ledger.row_of.get(node)
         if row is None or not ledger.usable[row]:

@@ -1,0 +1,371 @@
+"""The journal of a machine: every event on disk, so that a controller killed at any moment finds its way back.
+
+An append-only file of JSON lines `[now, "EventType", {fields}]` after a header with the format's version. Each event is
+handed to the operating system before anything is done about it, and forced to the disk at most every 100 ms. From time
+to time the machine's whole state is written beside it (temp file, fsync, rename), and older segments go. Reading runs
+nobody's code: it knows the types of events and nothing else. One controller writes a journal; a lock holds others off.
+
+    journal-00000000.jsonl     events from the beginning
+    snapshot-00000001.json     the state at the end of segment 0
+    journal-00000001.jsonl     events after that snapshot
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+import time
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.model.codec import decode, encode
+from trimtab.model.errors import InputError
+from trimtab.pool import events as pool_events
+from trimtab.runtime.locks import DirectoryLock
+
+FORMAT = "trimtab-journal"
+VERSION = 1
+SYNC_EVERY_S = 0.1
+EVENT_TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(pool_events.Event)}
+_NAMES = re.compile(r"(journal|snapshot)-(\d{8})\.jsonl?")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a journal holds: a state, if one was written, and what happened after it."""
+
+    snapshot: dict[str, Any] | None
+    events: tuple[tuple[float, pool_events.Event], ...]
+    last_time: float  # of the last event or the snapshot; 0 where there is none
+    notes: tuple[str, ...] = ()  # sentences about this journal as a whole, kept from segment to segment
+    torn: str | None = None  # says which half-written last line was left out
+    segment: int = 0  # the one to go on with
+    length: int = 0  # bytes of it that are whole lines
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was ever written here."""
+        return self.snapshot is None and not self.events
+
+
+def read_journal(directory: str | Path, *, before: int | None = None) -> Found:
+    """What stands in the journal of a directory, or before one of its segments; changes nothing, takes no lock."""
+    try:
+        return _read_journal(directory, before)
+    except FileNotFoundError:  # a snapshot came to stand meanwhile, and what it stands for went
+        return _read_journal(directory, before)
+
+
+def _read_journal(directory: str | Path, before: int | None) -> Found:
+    segments, snapshots = _files(Path(directory))
+    if before is not None:
+        segments = {number: path for number, path in segments.items() if number < before}
+        snapshots = {number: path for number, path in snapshots.items() if number < before}
+    snapshot, last_time, first = None, 0.0, 0
+    if snapshots:
+        first = max(snapshots)
+        snapshot, last_time = _read_snapshot(snapshots[first])
+    wanted = [number for number in sorted(segments) if number >= first]
+    if wanted and wanted != list(range(first, wanted[-1] + 1)):
+        missing = next(number for number in range(first, wanted[-1] + 1) if number not in segments)
+        raise InputError(
+            f"a part of the journal is missing: {_segment_name(missing)}",
+            where=str(directory),
+            hint="put it back, or start with another journal_dir",
+        )
+    found: list[tuple[float, pool_events.Event]] = []
+    notes: tuple[str, ...] = ()
+    torn, length = None, 0
+    for number in wanted:
+        read = _read_segment(segments[number], last=number == wanted[-1])
+        found += read.events
+        notes = read.notes or notes
+        torn, length = read.torn, read.length
+    if found:
+        last_time = max(last_time, found[-1][0])
+    return Found(snapshot, tuple(found), last_time, notes, torn, wanted[-1] if wanted else first, length)
+
+
+class Journal:
+    """A journal that is being written: opened with its lock, read once, then appended to.
+
+    `append` and `snapshot` belong to one thread. A disk that refuses (full, gone) does not stop the machine: what could
+    not be written is kept and tried again with the next event, and `fault` says so.
+    """
+
+    def __init__(self, directory: str | Path, *, owner: str = "", lock_wait_s: float = 15.0) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._lock = DirectoryLock(self.directory, owner, wait_s=lock_wait_s)
+        try:
+            found = read_journal(self.directory)
+            self.fault: str | None = None
+            self.notes = found.notes
+            self.since_snapshot = len(found.events)
+            self._found: Found | None = found
+            self._unwritten = bytearray()
+            self._segment = found.segment
+            self._fd = self._open_segment(self._segment, found.length)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._dirty = threading.Event()
+        self._writing = threading.Lock()  # held to change or sync the descriptor
+        self._closed = False
+        self._beside: list[Path] = []  # files that are to reach the disk before the events that speak of them
+        self._syncer = threading.Thread(target=self._sync_forever, name="trimtab-journal-sync", daemon=True)
+        self._syncer.start()
+
+    def take_found(self) -> Found:
+        """What stood in it when it was opened; once, for it is large."""
+        found, self._found = self._found, None
+        return found if found is not None else read_journal(self.directory)
+
+    def append(self, now: float, event: pool_events.Event) -> None:
+        """Write one event; on return the operating system has it, or `fault` says why not."""
+        self._write(_line([now, type(event).__name__, encode(event)]))
+        self.since_snapshot += 1
+
+    def note(self, sentence: str) -> None:
+        """Keep a sentence about the journal as a whole; it is written with the next snapshot."""
+        self.notes = (*self.notes, sentence)
+
+    def beside(self, path: Path) -> None:
+        """A file that the next event speaks of; it is forced to the disk before that event."""
+        with self._writing:
+            self._beside.append(path)
+
+    def rotate(self) -> int:
+        """Go on in a fresh segment, whose number is given: what was before it can be compacted now."""
+        with self._writing:
+            self._flush()
+            self.since_snapshot = 0
+            if self._unwritten:
+                return self._segment  # the disk is full; what it does not have cannot be left behind
+            self._fsync()
+            self._next_segment()
+        return self._segment
+
+    def snapshot(self, now: float, state: dict[str, Any]) -> None:
+        """Go on in a fresh segment after this state, whatever became of what was written before."""
+        with self._writing:
+            self._unwritten.clear()  # part of the state
+            self.directory.mkdir(parents=True, exist_ok=True)
+            try:
+                write_snapshot(self.directory, self._segment + 1, now, state)
+                self._next_segment()
+            except OSError as fault:
+                self.fault = f"no snapshot in {self.directory}: {fault.strerror}"
+
+    def _next_segment(self) -> None:
+        fresh = self._open_segment(self._segment + 1, 0)
+        os.close(self._fd)
+        self._fd = fresh
+        self._segment += 1
+        self.since_snapshot = 0
+
+    @property
+    def vanished(self) -> bool:
+        """Whether somebody deleted the file that is being written; a snapshot makes the journal whole again."""
+        try:
+            return os.fstat(self._fd).st_nlink == 0
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Force everything to the disk and let others at the journal."""
+        if self._closed:
+            return
+        self._closed = True
+        self._dirty.set()
+        self._syncer.join(timeout=10)
+        with self._writing:
+            self._flush()
+            self._fsync()
+            os.close(self._fd)
+        self._lock.release()
+
+    def _open_segment(self, number: int, length: int) -> int:
+        path = self.directory / _segment_name(number)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(descriptor, length)
+        os.lseek(descriptor, length, os.SEEK_SET)
+        if length == 0:
+            header = {"format": FORMAT, "version": VERSION, "segment": number, "notes": list(self.notes)}
+            os.write(descriptor, _line(header))
+            _sync_directory(self.directory)
+        return descriptor
+
+    def _write(self, line: bytes) -> None:
+        with self._writing:
+            self._unwritten += line
+            self._flush()
+        self._dirty.set()
+
+    def _flush(self) -> None:
+        try:
+            while self._unwritten:
+                written = os.write(self._fd, self._unwritten)
+                del self._unwritten[:written]
+            self.fault = None
+        except OSError as fault:
+            self.fault = f"the journal in {self.directory} cannot be written: {fault.strerror}"
+
+    def _fsync(self) -> None:
+        try:
+            os.fsync(self._fd)
+        except OSError as fault:
+            self.fault = f"the journal in {self.directory} cannot be forced to disk: {fault.strerror}"
+
+    def _sync_forever(self) -> None:
+        while not self._closed:
+            if not self._dirty.wait(timeout=self._lock.renew_s):
+                self._lock.renew()
+                continue
+            self._dirty.clear()
+            with self._writing:
+                copy = os.dup(self._fd)
+                files, self._beside = self._beside, []
+            try:  # on a copy: appending goes on meanwhile, and a snapshot may close the original
+                for path in files:
+                    _sync_file(path)
+                os.fsync(copy)
+            except OSError as fault:
+                self.fault = f"the journal in {self.directory} cannot be forced to disk: {fault.strerror}"
+            finally:
+                os.close(copy)
+            self._lock.renew()
+            if not self._closed:
+                time.sleep(SYNC_EVERY_S)
+
+
+def write_snapshot(directory: Path, number: int, now: float, state: dict[str, Any]) -> None:
+    """Write the state at the beginning of a segment; once it stands, what it stands for is deleted."""
+    text = _line({"format": FORMAT, "version": VERSION, "time": now, "machine": state})
+    write_file(directory / f"snapshot-{number:08d}.json", text, sync=True)
+    segments, snapshots = _files(directory)
+    for older, path in (*segments.items(), *snapshots.items()):
+        if older < number:
+            path.unlink(missing_ok=True)
+
+
+def write_file(path: Path, data: bytes, *, sync: bool = False) -> None:
+    """Write a file so that it is there whole or not at all: a temp file beside it, then a rename."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if sync:
+        _sync_directory(path.parent)
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Segment:
+    events: list[tuple[float, pool_events.Event]]
+    notes: tuple[str, ...]
+    torn: str | None
+    length: int
+
+
+def _files(directory: Path) -> tuple[dict[int, Path], dict[int, Path]]:
+    segments: dict[int, Path] = {}
+    snapshots: dict[int, Path] = {}
+    if directory.is_dir():
+        for path in directory.iterdir():
+            if matched := _NAMES.fullmatch(path.name):
+                (segments if matched[1] == "journal" else snapshots)[int(matched[2])] = path
+    return segments, snapshots
+
+
+def _read_snapshot(path: Path) -> tuple[dict[str, Any], float]:
+    try:
+        data = json.loads(path.read_bytes())
+        _same_format(data, path)
+        return dict(data["machine"]), float(data["time"])
+    except (ValueError, KeyError, TypeError):
+        raise InputError(
+            "the snapshot is damaged",
+            where=str(path),
+            hint="put it back from a copy, or start with another journal_dir",
+        ) from None
+
+
+def _read_segment(path: Path, *, last: bool) -> _Segment:
+    read = _Segment([], (), None, 0)
+    lines = list(_lines(path))
+    for number, line in enumerate(lines, 1):
+        try:
+            data = json.loads(line) if line.endswith(b"\n") else None
+            if number == 1 and data is not None:
+                _same_format(data, path)
+                read.notes = tuple(data.get("notes", ()))
+            elif data is not None:
+                read.events.append((float(data[0]), decode(EVENT_TYPES[data[1]], data[2])))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            data = None
+        if data is None:
+            if last and number == len(lines):
+                read.torn = f"line {number} of {path} was half written and is left out"
+                return read
+            raise InputError(
+                "the journal is damaged",
+                where=f"{path}, line {number}",
+                hint="put the file back from a copy, or start with another journal_dir",
+            )
+        read.length += len(line)
+    return read
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        yield from file
+
+
+def _same_format(data: Any, path: Path) -> None:
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ValueError("no header")
+    if data.get("version", 0) > VERSION:
+        raise InputError(
+            f"the journal has format {data['version']}, newer than {VERSION}, the newest that is known here",
+            where=str(path),
+            hint="use the version of trimtab that wrote it, or start with another journal_dir",
+        )
+
+
+def _segment_name(number: int) -> str:
+    return f"journal-{number:08d}.jsonl"
+
+
+def _line(data: Any) -> bytes:
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+
+
+def _sync_file(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:  # its task may be forgotten by now
+        os.fsync(file.fileno())
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # some shared file systems cannot; their renames are in order anyway
+        pass
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,113 @@
+"""A lock on a directory: one writer at a time, also where the directory is shared between machines.
+
+`flock` where the file system has it, which ends with the process however it ends. Elsewhere a file made with O_EXCL
+that names its owner; one of this machine counts as left behind when its process is gone, one of another machine when it
+was not renewed for a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+from trimtab.model.errors import InputError
+
+STALE_S = 60.0
+_NO_FLOCK = (errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.ENOSYS)
+
+
+class DirectoryLock:
+    """Held from construction until `release`; raises InputError where another holds it all through `wait_s`."""
+
+    renew_s = 5.0  # how often `renew` is to be called
+
+    def __init__(self, directory: Path, owner: str, *, wait_s: float) -> None:
+        self._path = directory / "lock"
+        self._claim = directory / "lock.owner"
+        self._descriptor: int | None = None
+        self._claimed = False
+        self._renewed = time.monotonic()
+        self._identity = json.dumps(
+            {"owner": owner, "host": socket.gethostname(), "pid": os.getpid(), "born": born(os.getpid())}
+        )
+        deadline = time.monotonic() + wait_s
+        while not self._take():
+            if time.monotonic() >= deadline:
+                raise InputError(
+                    f"another controller writes this journal: {self._holder()}",
+                    where=str(directory),
+                    hint="one controller, one journal: give this one a journal_dir of its own",
+                )
+            time.sleep(0.05)
+
+    def renew(self) -> None:
+        """Say that the owner lives; needed only where there is no flock."""
+        if self._claimed and time.monotonic() - self._renewed > self.renew_s:
+            self._renewed = time.monotonic()
+            with contextlib.suppress(OSError):
+                os.utime(self._claim)
+
+    def release(self) -> None:
+        """Let others in."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        if self._claimed:
+            self._claimed = False
+            self._claim.unlink(missing_ok=True)
+
+    def _take(self) -> bool:
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as fault:
+            os.close(descriptor)
+            return self._take_claim() if fault.errno in _NO_FLOCK else False
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, self._identity.encode(), 0)
+        self._descriptor = descriptor
+        return True
+
+    def _take_claim(self) -> bool:
+        try:
+            descriptor = os.open(self._claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            if self._left_behind():
+                self._claim.unlink(missing_ok=True)
+            return False  # the next try makes it
+        os.write(descriptor, self._identity.encode())
+        os.close(descriptor)
+        self._claimed = True
+        return True
+
+    def _left_behind(self) -> bool:
+        try:
+            claim = json.loads(self._claim.read_text())
+            age_s = time.time() - self._claim.stat().st_mtime
+        except (OSError, ValueError):
+            return False
+        if claim.get("host") == socket.gethostname():
+            return bool(born(int(claim["pid"])) != claim["born"])
+        return age_s > STALE_S
+
+    def _holder(self) -> str:
+        for path in (self._claim, self._path):
+            with contextlib.suppress(OSError, ValueError):
+                held = json.loads(path.read_text())
+                return f"{held['owner'] or 'unnamed'}, process {held['pid']} on {held['host']}"
+        return "unknown"
+
+
+def born(pid: int) -> int | None:
+    """When a process of this machine started, in clock ticks since boot; None where there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])

@@ -1,0 +1,287 @@
+"""The controller: the one actor of a cluster that clients ask about pools and tasks.
+
+Named, detached, restartable, on the head node. These are its doors; behind them the driver drives the machine. Killed
+at any moment it comes back by itself, with all it knew. It runs nobody's code (hosts do) and never waits without a
+deadline. Clients reach it through `trimtab.runtime.ray.client`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trimtab.model.codec import encode
+from trimtab.model.errors import InputError, UnreachableError, nearest
+from trimtab.model.pool import ENDED, Explanation, Policy, PoolSpec, State, TaskSpec
+from trimtab.pool.events import Event, PolicySet, PoolEnsured, Submitted
+from trimtab.runtime.ray.deeds import read_payload
+from trimtab.runtime.ray.doors import TaskSeen, door
+from trimtab.runtime.ray.driver import ASKS, Driver, say_fault
+from trimtab.runtime.shelf import unpack
+
+TRY_AGAIN_S = 5.0  # after a failed attempt to come up
+_LARGE = 2**20  # bytes that are written beside the loop
+
+
+class Controller:
+    """The actor. Its public methods are doors for clients; answers are read with `doors.value_of`."""
+
+    def __init__(self, name: str, journal_dir: str | None, state_dir: str | None) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        self._name = name
+        self._settings = (journal_dir, state_dir)
+        self._driver: Driver
+        self._is_there = False
+        self._closing = False
+        self._try_to_come_up()
+
+    # ---- coming up ------------------------------------------------------------------------------------------
+
+    def _try_to_come_up(self) -> None:
+        self._tried = time.monotonic()
+        self._up = asyncio.get_running_loop().create_task(self._come_up())
+        self._up.add_done_callback(say_fault)
+
+    async def _come_up(self) -> None:
+        import ray
+
+        journal_dir, state_dir = self._settings
+        directory = Path(journal_dir) if journal_dir else session_dir(ray) / "trimtab" / self._name
+        self._driver = Driver(self._name, directory, state_dir, ray)
+        await self._driver.come_up()
+        self._is_there = True
+
+    async def _up_now(self, *, again: bool = False) -> Driver:
+        """The driver, once it is up. One that could not come up tries again, now and then or as asked."""
+        if self._closing:
+            raise UnreachableError(f"the controller {self._name} is shutting down", hint="connect again for a new one")
+        failed = self._up.done() and not self._is_there
+        if failed and (again or time.monotonic() - self._tried > TRY_AGAIN_S):
+            self._try_to_come_up()
+        await asyncio.shield(self._up)
+        return self._driver
+
+    @door
+    async def ready(self, journal_dir: str | None = None, state_dir: str | None = None) -> dict[str, Any]:
+        """Wait until the controller is up; after a failed start, try once more with these settings."""
+        if self._up.done() and not self._is_there:
+            self._settings = (journal_dir or self._settings[0], state_dir or self._settings[1])
+        driver = await self._up_now(again=True)
+        for word, asked, has in (
+            ("journal_dir", journal_dir, str(driver.directory)),
+            ("state_dir", state_dir, self._settings[1]),
+        ):
+            if asked is not None and (has is None or Path(asked) != Path(has)):
+                raise InputError(
+                    f"the controller {self._name} runs with {word} {has}, not {asked}",
+                    hint="connect without it, or give this controller another name",
+                )
+        return {"name": self._name, "journal_dir": str(driver.directory), "notes": list(driver.journal.notes)}
+
+    # ---- asking ---------------------------------------------------------------------------------------------
+
+    @door
+    async def ensure_pool(self, spec: PoolSpec) -> None:
+        """Have a pool."""
+        (await self._up_now()).handle(PoolEnsured(spec))
+
+    @door
+    async def set_state_handlers(self, pool: str, handlers: bytes) -> None:
+        """Keep what saves and restores the tasks of a pool that do not do so themselves; counts from the next start."""
+        driver = await self._up_now()
+        self._known_pool(pool)
+        driver.shelf.put("handlers", pool, handlers)
+
+    @door
+    async def set_policy(self, policy: Policy) -> list[str]:
+        """Decide who may evict whom; warnings come back."""
+        (await self._up_now()).handle(PolicySet(policy))
+        return self._rules_nobody_has(policy)
+
+    @door
+    async def submit(self, spec: TaskSpec, payload: bytes) -> TaskSeen:
+        """Take a task. The same submission sent twice (its answer was lost) is taken once."""
+        driver = await self._up_now()
+        if spec.id in driver.machine.tasks and self._token_of(spec.id) == unpack(payload)[0]["token"]:
+            return self._seen(spec.id)
+        handlers = driver.shelf.get("handlers", spec.pool)
+        if handlers is not None:
+            spec = replace(spec, saves=True)
+        if len(payload) < _LARGE:
+            staged = driver.shelf.stage("payloads", spec.id, payload)
+        else:
+            staged = await asyncio.to_thread(driver.shelf.stage, "payloads", spec.id, payload)
+        try:
+            driver.handle(Submitted(spec), staged)
+        except BaseException:
+            staged.discard()
+            raise
+        driver.deeds.submitted(spec.id, read_payload(payload, handlers))
+        if spec.client:
+            driver.leases[spec.client] = time.monotonic()
+        return self._seen(spec.id)
+
+    @door
+    async def ask(self, event: Event) -> None:
+        """Something else that users ask: to cancel, complete, evict, take a turn, drain, drop, cordon."""
+        driver = await self._up_now()
+        if not isinstance(event, ASKS):
+            raise InputError(f"{type(event).__name__} is nothing to ask for")
+        driver.handle(event)
+
+    @door
+    async def renew(self, client: str) -> bool:
+        """A client says that it lives; false where it was given up already."""
+        leases = (await self._up_now()).leases
+        if client not in leases:
+            return False
+        leases[client] = time.monotonic()
+        return True
+
+    @door
+    async def leave(self, client: str) -> None:
+        """A client goes: what was to end with it ends."""
+        (await self._up_now()).end_tasks_of(client)
+
+    @door
+    async def shutdown(self, destroy: bool = True, timeout_s: float = 30.0) -> None:
+        """Let go of the journal; with `destroy` first end every task, slot and process. The caller ends the actor."""
+        driver = await self._up_now()
+        try:
+            await driver.close(destroy, timeout_s)
+        finally:
+            self._closing = True
+
+    # ---- looking --------------------------------------------------------------------------------------------
+
+    @door
+    async def explain(self, task: str) -> Explanation:
+        """Why a task is where it is."""
+        driver = await self._up_now()
+        self._known_task(task)
+        return driver.machine.explain(task, driver.now())
+
+    @door
+    async def see(self, task: str) -> TaskSeen:
+        """Where a task is, and the members to call."""
+        await self._up_now()
+        return self._seen(task)
+
+    @door
+    async def tasks(self, pool: str | None = None) -> list[TaskSeen]:
+        """All tasks that are remembered, or those of one pool."""
+        driver = await self._up_now()
+        if pool is not None:
+            self._known_pool(pool)
+        return [self._seen(one.id) for one in driver.machine.tasks.values() if pool in (None, one.spec.pool)]
+
+    @door
+    async def pool(self, name: str) -> PoolSpec:
+        """A pool's specification."""
+        driver = await self._up_now()
+        self._known_pool(name)
+        return driver.machine.pools[name].spec
+
+    @door
+    async def wait(self, task: str, states: Collection[State], timeout_s: float) -> TaskSeen:
+        """The task, as soon as it is in one of these states or ended, or as it is after so long."""
+        driver = await self._up_now()
+        self._known_task(task)
+        await driver.wait(task, frozenset(states).union(ENDED), timeout_s)
+        return self._seen(task)
+
+    @door
+    async def result(self, task: str) -> bytes | None:
+        """What came out of an ended task, packed; None where it had nothing to say."""
+        driver = await self._up_now()
+        self._known_task(task)
+        return await asyncio.to_thread(driver.shelf.get, "results", task)
+
+    @door
+    async def would_evict(self, spec: TaskSpec) -> Any:
+        """Who would be evicted if this were submitted now; nobody is."""
+        driver = await self._up_now()
+        return driver.machine.would_evict(spec, driver.now())
+
+    @door
+    async def status(self) -> dict[str, Any]:
+        """How everything stands; plain data."""
+        driver = await self._up_now()
+        machine, journal = driver.machine, driver.journal
+        states: dict[str, int] = {}
+        for one in machine.tasks.values():
+            states[one.state.value] = states.get(one.state.value, 0) + 1
+        return {
+            "controller": self._name,
+            "pid": os.getpid(),
+            "time": driver.now(),
+            "journal": {"dir": str(driver.directory), "fault": journal.fault, "notes": list(journal.notes)},
+            "nodes": [
+                {"node": one.node, "total": one.total.floats(), "outside": one.outside.floats()}
+                for one in driver.watch.known.values()
+            ],
+            "ray": driver.watch.fault,
+            "pools": {name: encode(machine.pool_view(name)) for name in machine.pools},
+            "totals": encode(machine.totals()),
+            "tasks": states,
+            "warm_hosts": driver.members.warm_counts(),
+            "clients": len(driver.leases),
+            "faults": driver.faults[-20:],
+        }
+
+    # ---- what is known --------------------------------------------------------------------------------------
+
+    def _seen(self, task: str) -> TaskSeen:
+        self._known_task(task)
+        one = self._driver.machine.tasks[task]
+        running = one.state in (State.running, State.parked, State.cancelling)
+        return TaskSeen(
+            id=one.id,
+            pool=one.spec.pool,
+            state=one.state,
+            reason=one.reason,
+            priority=one.spec.priority,
+            labels=one.spec.labels,
+            attempt=one.attempt,
+            evictions=one.evictions,
+            how=one.how,
+            members=tuple(self._driver.deeds.running.get(task, ())) if running else (),
+        )
+
+    def _known_task(self, task: str) -> None:
+        known = self._driver.machine.tasks
+        if task not in known:
+            lost = " (history was lost)" if self._driver.journal.notes else ""
+            near = nearest(task, known)
+            hint = f"did you mean {near}?" if near else "`session.tasks()` lists those that are"
+            raise InputError(f"no task {task} is known here{lost}", hint=hint)
+
+    def _known_pool(self, pool: str) -> None:
+        pools = self._driver.machine.pools
+        if pool not in pools:
+            raise InputError(f"there is no pool {pool}", hint=f"pools: {', '.join(sorted(pools)) or 'none yet'}")
+
+    def _token_of(self, task: str) -> str | None:
+        data = self._driver.shelf.get("payloads", task)
+        return None if data is None else str(unpack(data)[0]["token"])
+
+    def _rules_nobody_has(self, policy: Policy) -> list[str]:
+        machine = self._driver.machine
+        labels = {key for task in machine.tasks.values() for key, _ in task.spec.labels}
+        labels |= {key for pool in machine.pools.values() for key, _ in pool.spec.labels}
+        return [
+            f"no task or pool has the label {label} yet, which a rule names"
+            for label, _ in policy.label_rules
+            if label not in labels
+        ]
+
+
+def session_dir(ray: Any) -> Path:
+    """Where this Ray cluster keeps its own files on this node: a fresh cluster begins with a fresh journal."""
+    return Path(ray._private.worker._global_node.get_session_dir_path())

@@ -1,0 +1,467 @@
+"""Carries out what the pool machine instructs, and tells it how that went.
+
+Every instruction ends in the event that `trimtab.pool.events` names beside it, also when it fails, takes too long, or
+something here is wrong. Decides nothing about who runs where. The controller calls it, on its loop; processes and
+placement groups are made and ended by `members`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from trimtab.pool.events import (
+    Died,
+    Ended,
+    Event,
+    GroupFailed,
+    GroupGone,
+    GroupMade,
+    Instruction,
+    MakeGroup,
+    Park,
+    Parked,
+    RemoveGroup,
+    Start,
+    Started,
+    StartFailed,
+    Stop,
+    Stopped,
+    Unpark,
+    Unparked,
+)
+from trimtab.pool.machine import PoolMachine
+from trimtab.runtime.ray.members import (
+    DiedError,
+    GroupError,
+    Member,
+    Members,
+    Outcome,
+    ParkError,
+    Payload,
+    StartError,
+    StopOutcome,
+)
+from trimtab.runtime.shelf import Shelf, pack, unpack
+
+log = logging.getLogger("trimtab.controller")
+
+SLACK_S = 10.0  # beyond its own deadline, until a deed that should have ended by itself is given up
+STOP_SLACK_S = 60.0
+RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+_WORST = ("timed out", "raised", "returned", "not called")
+_LARGE = 2**20  # bytes that are read and written beside the loop
+
+
+class World(Protocol):
+    """What deeds need of the controller."""
+
+    machine: PoolMachine
+
+    def feed(self, event: Event) -> None:
+        """Tell the machine; never raises."""
+
+    def now(self) -> float:
+        """The machine's time."""
+
+    def alive(self, node: str) -> bool:
+        """Whether Ray has the node."""
+
+    async def look_again(self, nodes: Collection[str], without: str) -> None:
+        """A group could not be made there: have a fresh look at what others hold."""
+
+
+class Deeds:
+    """What is being carried out, and the processes of tasks that run."""
+
+    def __init__(self, world: World, members: Members, shelf: Shelf, *, hosts_save: bool) -> None:
+        self._world = world
+        self._members = members
+        self._shelf = shelf
+        self._hosts_save = hosts_save  # into a directory that every node has
+        self.running: dict[str, list[Member]] = {}  # by task: members that were started and not stopped
+        self._starting: dict[str, asyncio.Task[None]] = {}
+        self._stopping: set[str] = set()
+        self._outcomes: dict[str, asyncio.Task[None]] = {}
+        self._dead: dict[tuple[str, int], str] = {}  # died while its start was under way
+        self._making: dict[str, asyncio.Task[None]] = {}
+        self._removing: set[str] = set()
+        self._pools: dict[str, str] = {}  # of groups
+        self._fresh: dict[str, Payload] = {}  # submitted a moment ago; saves reading the file
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    # ---- the door -------------------------------------------------------------------------------------------
+
+    def begin(self, instruction: Instruction) -> None:
+        """Carry out one instruction, beside everything else."""
+        if isinstance(instruction, MakeGroup):
+            self._pools[instruction.group] = instruction.pool
+            self._making[instruction.group] = self._spawn(self._make_group(instruction))
+        elif isinstance(instruction, RemoveGroup):
+            if instruction.group not in self._removing:  # what is tried until it succeeds needs no second asking
+                self._removing.add(instruction.group)
+                self._spawn(self._remove_group(instruction))
+        elif isinstance(instruction, Start):
+            self._starting[instruction.task] = self._spawn(self._start(instruction))
+        elif isinstance(instruction, Stop):
+            if instruction.task not in self._stopping:
+                self._stopping.add(instruction.task)
+                self._spawn(self._stop(instruction))
+        elif isinstance(instruction, Park):
+            self._spawn(self._turn(instruction, self._members.park, Parked(instruction.task, instruction.attempt)))
+        else:
+            self._spawn(self._turn(instruction, self._members.unpark, Unparked(instruction.task, instruction.attempt)))
+
+    def submitted(self, task: str, payload: Payload) -> None:
+        """Keep a payload at hand for the first start."""
+        if len(payload.actor) < _LARGE:
+            self._fresh[task] = payload
+
+    def attach(self, task: str, members: Sequence[Member]) -> None:
+        """These run already: from before the controller came back."""
+        self.running[task] = sorted(members, key=lambda member: member.rank)
+
+    def follow(self, task: str, attempt: int) -> None:
+        """Wait for the outcome of a task that runs, where it has one."""
+        payload = self._fresh.get(task) or self._payload(task)
+        if payload is not None and payload.entry is not None and task not in self._stopping:
+            self._outcomes[task] = self._spawn(self._await_outcomes(task, attempt, list(self.running[task])))
+
+    def resume(self, instruction: Start, members: Sequence[Member]) -> None:
+        """A start that was under way when the controller went: every member is there, constructed or nearly."""
+        self._starting[instruction.task] = self._spawn(self._resume(instruction, members))
+
+    def on_death(self, member: Member, why: str) -> None:
+        """A process is gone, unasked."""
+        key = (member.task, member.attempt)
+        if member.task in self._stopping:
+            return
+        if member.task in self._starting:
+            self._dead[key] = why
+        elif any(one.attempt == member.attempt for one in self.running.get(member.task, ())):
+            self._world.feed(Died(*key, why))
+
+    def node_lost(self, node: str) -> None:
+        """Forget the members of a lost node; the machine knows about the node."""
+        for task, members in self.running.items():
+            self.running[task] = [member for member in members if member.node != node]
+
+    def forget(self, tasks: Collection[str]) -> None:
+        """Keep nothing of tasks that the machine has forgotten."""
+        for task in [one for one in self._fresh if one not in tasks]:
+            del self._fresh[task]
+
+    async def close(self) -> None:
+        """Stop carrying things out. What runs goes on."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, deed: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(deed)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # ---- groups ---------------------------------------------------------------------------------------------
+
+    async def _make_group(self, one: MakeGroup) -> None:
+        why = None
+        try:
+            limit_s = max(0.0, one.deadline - self._world.now()) + SLACK_S
+            await asyncio.wait_for(self._members.make_group(one, self._world.now), limit_s)
+        except GroupError as fault:
+            why = str(fault)
+        except asyncio.TimeoutError:
+            why = "Ray did not answer in time"
+        except Exception as fault:
+            log.exception("group %s could not be made", one.group)
+            why = _said(fault)
+        self._making.pop(one.group, None)
+        if why is None:
+            self._world.feed(GroupMade(one.group))
+            return
+        try:
+            await asyncio.wait_for(self._world.look_again(set(one.nodes), one.group), SLACK_S)
+        except Exception:
+            log.exception("no fresh look at nodes")
+        self._world.feed(GroupFailed(one.group, why))
+
+    async def _remove_group(self, one: RemoveGroup) -> None:
+        making = self._making.pop(one.group, None)
+        if making is not None:  # it took too long
+            making.cancel()
+            await asyncio.wait([making], timeout=STOP_SLACK_S)
+        group = self._world.machine.groups.get(one.group)
+        pool = self._pools.get(one.group) or (group.pool if group else "")
+        await self._until_done(
+            lambda: self._members.remove_group(one.group, pool), f"group {one.group} could not be removed"
+        )
+        self._pools.pop(one.group, None)
+        self._removing.discard(one.group)
+        self._world.feed(GroupGone(one.group))
+
+    async def _until_done(self, deed: Callable[[], Awaitable[Any]], failure: str) -> Any:
+        """Try until it succeeds: what Ray still holds must not be called free."""
+        tries = 0
+        while True:
+            try:
+                return await asyncio.wait_for(deed(), STOP_SLACK_S)
+            except Exception as fault:
+                log.warning("%s: %s; trying again", failure, _said(fault))
+            await asyncio.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
+            tries += 1
+
+    # ---- starting -------------------------------------------------------------------------------------------
+
+    async def _start(self, one: Start) -> None:
+        key = (one.task, one.attempt)
+        try:
+            members, how = await self._started(one)
+        except asyncio.CancelledError:  # somebody stops it, or everything
+            self._dead.pop(key, None)
+            raise
+        except StartError as fault:
+            self._start_failed(one, fault.why, fault.fatal)
+        except asyncio.TimeoutError:
+            self._start_failed(one, "it was not constructed in time", False)
+        except Exception as fault:
+            log.exception("task %s could not be started", one.task)
+            self._start_failed(one, _said(fault), False)
+        else:
+            self._is_started(one, members, how)
+
+    async def _resume(self, one: Start, members: Sequence[Member]) -> None:
+        limit_s = max(1.0, one.deadline - self._world.now())
+        self.attach(one.task, members)  # for whoever stops it meanwhile
+        try:
+            ready = await asyncio.gather(*(self._members.ready(member, limit_s) for member in members))
+        except Exception:
+            log.exception("a half-made start of %s", one.task)
+            ready = [False]
+        if all(ready):
+            self._is_started(one, members, "found running after the controller came back")
+            return
+        stop = Stop(one.task, one.attempt, self._world.machine.tasks[one.task].reason, tell_s=0.0)
+        await asyncio.gather(*(self._stop_member(member, stop) for member in members))
+        self.running.pop(one.task, None)
+        self._dead.pop((one.task, one.attempt), None)
+        await self._start(one)
+
+    def _is_started(self, one: Start, members: Sequence[Member], how: str) -> None:
+        key = (one.task, one.attempt)
+        self._starting.pop(one.task, None)
+        self.attach(one.task, members)
+        self._world.feed(Started(*key, how))
+        self.follow(*key)
+        self._fresh.pop(one.task, None)
+        if key in self._dead:
+            self._world.feed(Died(*key, self._dead.pop(key)))
+
+    def _start_failed(self, one: Start, why: str, fatal: bool) -> None:
+        self._starting.pop(one.task, None)
+        self._dead.pop((one.task, one.attempt), None)
+        self._world.feed(StartFailed(one.task, one.attempt, why, fatal))
+
+    async def _started(self, one: Start) -> tuple[list[Member], str]:
+        record = self._world.machine.tasks[one.task]
+        pool = self._world.machine.pools[record.spec.pool].spec
+        payload = self._fresh.get(one.task) or await asyncio.to_thread(self._payload, one.task)
+        if payload is None:
+            raise StartError("the file with its class is gone from the journal's directory", fatal=True)
+        state = await self._state(one) if one.restore else None
+        limit_s = max(0.0, one.deadline - self._world.now())
+        start = self._members.start(
+            one.task,
+            one.attempt,
+            pool.name,
+            one.places,
+            record.spec.bundles,
+            payload,
+            state,
+            limit_s,
+            preload=pool.preload,
+        )
+        return await asyncio.wait_for(start, limit_s + SLACK_S)
+
+    def _payload(self, task: str) -> Payload | None:
+        data = self._shelf.get("payloads", task)
+        if data is None:
+            return None
+        record = self._world.machine.tasks.get(task)
+        handlers = self._shelf.get("handlers", record.spec.pool) if record else None
+        return read_payload(data, handlers)
+
+    async def _state(self, one: Start) -> dict[int, bytes | str]:
+        paths = await asyncio.to_thread(self._shelf.latest_state, one.task, len(one.places))
+        if paths is None:
+            raise StartError("the state it saved is gone", fatal=True)
+        if self._hosts_save:
+            return {rank: str(path) for rank, path in enumerate(paths)}
+        return dict(enumerate(await asyncio.gather(*(asyncio.to_thread(path.read_bytes) for path in paths))))
+
+    # ---- outcomes -------------------------------------------------------------------------------------------
+
+    async def _await_outcomes(self, task: str, attempt: int, members: Sequence[Member]) -> None:
+        """Wait for the entry of every member; the first that raises ends the waiting, for others may wait for it."""
+        waits = {asyncio.ensure_future(self._outcome(member)): member for member in members}
+        outcomes: dict[int, Outcome] = {}
+        try:
+            pending = set(waits)
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for one in done:
+                    outcome = one.result()
+                    if outcome is None:
+                        return  # the machine was told that it died
+                    outcomes[waits[one].rank] = outcome
+                    if outcome.error is not None:
+                        pending = set()
+        finally:
+            for one in waits:
+                one.cancel()
+        if self._closed or task in self._stopping:
+            return
+        await self._keep_result(task, outcomes)
+        error = next((one.error for _, one in sorted(outcomes.items()) if one.error is not None), None)
+        self._world.feed(Ended(task, attempt, error))
+
+    async def _keep_result(self, task: str, outcomes: dict[int, Outcome]) -> None:
+        ranks = sorted(outcomes)
+        header = {
+            "errors": [outcomes[rank].error for rank in ranks],
+            "traces": [outcomes[rank].trace for rank in ranks],
+        }
+        data = pack(header, [outcomes[rank].value for rank in ranks])
+        try:
+            if len(data) < _LARGE:
+                self._shelf.put("results", task, data)
+            else:
+                await asyncio.to_thread(self._shelf.put, "results", task, data)
+        except OSError as fault:
+            log.error("the result of %s could not be kept: %s", task, fault)
+
+    async def _outcome(self, member: Member) -> Outcome | None:
+        """What the entry came to; None where the process is gone, of which the machine is told."""
+        try:
+            return await self._members.outcome(member)
+        except DiedError as fault:
+            why = str(fault)
+        except Exception as fault:
+            log.exception("the outcome of %s could not be had", member.task)
+            why = _said(fault)
+        if member in self.running.get(member.task, ()):
+            self.on_death(member, why)
+        return None
+
+    # ---- stopping -------------------------------------------------------------------------------------------
+
+    async def _stop(self, one: Stop) -> None:
+        starting = self._starting.pop(one.task, None)
+        if starting is not None:
+            starting.cancel()
+            await asyncio.wait([starting], timeout=STOP_SLACK_S)
+        members = [member for member in self.running.get(one.task, ()) if member.attempt == one.attempt]
+        outcomes = await asyncio.gather(*(self._stop_member(member, one) for member in members))
+        waiting = self._outcomes.pop(one.task, None)
+        if waiting is not None:
+            waiting.cancel()
+        saved, notes = await self._keep_state(one, members, outcomes)
+        cancel = min((outcome.cancel for outcome in outcomes), key=_WORST.index, default="not called")
+        self.running.pop(one.task, None)
+        self._stopping.discard(one.task)
+        notes += [outcome.note for outcome in outcomes if outcome.note]
+        self._world.feed(Stopped(one.task, one.attempt, cancel, saved, "; ".join(dict.fromkeys(notes))))
+
+    async def _stop_member(self, member: Member, one: Stop) -> StopOutcome:
+        path = str(self._state_path(member)) if self._hosts_save and one.save_s else None
+        limit_s = one.tell_s + one.save_s + STOP_SLACK_S
+        tell_s, save_s, tries = one.tell_s, one.save_s, 0
+        while True:
+            try:
+                return await asyncio.wait_for(self._members.stop(member, tell_s, one.notice, save_s, path), limit_s)
+            except Exception as fault:
+                if not self._world.alive(member.node):
+                    return StopOutcome("not called", note="its node is gone")
+                log.warning("a process of %s could not be stopped: %s; trying again", member.task, _said(fault))
+            # Its slot is not given on before it is gone for certain.
+            tell_s = save_s = 0.0
+            await asyncio.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
+            tries += 1
+
+    def _state_path(self, member: Member) -> Path:
+        return self._shelf.state_path(member.task, member.attempt, member.rank)
+
+    async def _keep_state(
+        self, one: Stop, members: Sequence[Member], outcomes: Sequence[StopOutcome]
+    ) -> tuple[bool, list[str]]:
+        record = self._world.machine.tasks.get(one.task)
+        if not one.save_s or record is None:
+            return False, []
+        world = len(record.spec.bundles)
+        try:
+            for member, outcome in zip(members, outcomes, strict=True):
+                if outcome.saved and outcome.state is not None:
+                    await asyncio.to_thread(self._shelf.put_state, one.task, one.attempt, member.rank, outcome.state)
+            # Files decide, not answers: those of a stop that a crash of the controller cut short count as well.
+            saved = await asyncio.to_thread(self._shelf.has_state, one.task, one.attempt, world)
+            if saved:
+                await asyncio.to_thread(self._shelf.drop_old_states, one.task, one.attempt)
+        except OSError as fault:
+            log.error("the state of %s could not be kept: %s", one.task, fault)
+            return False, [f"its state could not be kept: {fault.strerror}"]
+        return saved, []
+
+    # ---- taking turns ---------------------------------------------------------------------------------------
+
+    async def _turn(
+        self, one: Park | Unpark, deed: Callable[[Member, float], Awaitable[None]], done: Parked | Unparked
+    ) -> None:
+        limit_s = max(0.0, one.deadline - self._world.now())
+        members = list(self.running.get(one.task, ()))
+        try:
+            await asyncio.wait_for(asyncio.gather(*(deed(member, limit_s) for member in members)), limit_s + SLACK_S)
+        except ParkError as fault:
+            self._world.feed(Died(one.task, one.attempt, str(fault)))
+        except Exception as fault:
+            self._world.feed(Died(one.task, one.attempt, _said(fault)))
+        else:
+            self._world.feed(done)
+
+
+def write_payload(payload: Payload, token: str) -> bytes:
+    """A payload as a file: what is plain as JSON, what is pickled as bytes that nobody here unpacks."""
+    header = {
+        "token": token,
+        "entry": payload.entry,
+        "ray_options": payload.ray_options,
+        "plain": payload.plain,
+        "namespace": payload.namespace,
+        "sys_path": list(payload.sys_path),
+    }
+    return pack(header, [payload.actor, payload.entry_args, payload.handlers])
+
+
+def read_payload(data: bytes, handlers: bytes | None = None) -> Payload:
+    """The payload of a file; `handlers` of its pool where it has none of its own."""
+    header, (actor, entry_args, own) = unpack(data)
+    return Payload(
+        actor=actor or b"",
+        entry=header["entry"],
+        entry_args=entry_args,
+        ray_options=header["ray_options"],
+        plain=header["plain"],
+        namespace=header["namespace"],
+        handlers=own or handlers,
+        sys_path=tuple(header["sys_path"]),
+    )
+
+
+def _said(fault: BaseException) -> str:
+    lines = str(fault).strip().splitlines()
+    return f"{type(fault).__name__}: {lines[0]}" if lines else type(fault).__name__

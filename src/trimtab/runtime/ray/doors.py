@@ -1,0 +1,71 @@
+"""What goes through the controller's doors: answers, with errors as values, and what is said of a task.
+
+Ray wraps what an actor raises; errors of ours travel as values instead, so that they arrive as themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+from trimtab.model import errors
+from trimtab.model.pool import Labels, Reason, State
+from trimtab.runtime.ray.members import Member
+
+log = logging.getLogger("trimtab.controller")
+
+NAMESPACE = "trimtab"  # of Ray
+
+Params = ParamSpec("Params")
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class TaskSeen:
+    """What the controller says of a task."""
+
+    id: str
+    pool: str
+    state: State
+    reason: Reason
+    priority: float
+    labels: Labels
+    attempt: int
+    evictions: int
+    how: str  # what it runs in, and why
+    members: tuple[Member, ...] = ()
+
+
+def controller_name(name: str) -> str:
+    """The name of a controller's actor."""
+    return f"trimtab:{name}:controller"
+
+
+def door(method: Callable[Params, Awaitable[Value]]) -> Callable[Params, Awaitable[tuple[str, Any]]]:
+    """A method that clients call: its value or its error, as a value."""
+
+    @functools.wraps(method)
+    async def answer(*args: Params.args, **kwargs: Params.kwargs) -> tuple[str, Any]:
+        try:
+            return "value", await method(*args, **kwargs)
+        except errors.TrimtabError as fault:
+            return "error", (type(fault).__name__, fault.what, fault.where, fault.hint)
+        except Exception as fault:
+            log.exception("a call failed")
+            said = f"{type(fault).__name__}: {fault}"
+            return "error", ("TrimtabError", f"the controller failed: {said}", None, "its log has the traceback")
+
+    return answer
+
+
+def value_of(answer: tuple[str, Any]) -> Any:
+    """The value of an answer, or its error raised."""
+    kind, content = answer
+    if kind == "value":
+        return content
+    name, what, where, hint = content
+    known = {one.__name__: one for one in (errors.InputError, errors.InfeasibleError, errors.UnreachableError)}
+    raise known.get(name, errors.TrimtabError)(what, where=where, hint=hint)

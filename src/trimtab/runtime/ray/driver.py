@@ -1,0 +1,345 @@
+"""Drives the pool machine: events through the machine, then into the journal, and only then is anything done.
+
+Comes up by replaying the journal and bringing it together with what is alive; wakes the machine at its deadlines; keeps
+house (leases of clients, snapshots, groups that vanish). It decides nothing (the machine does), and no fault of a deed
+or an event stops it. The controller's doors call it, on the controller's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from trimtab.model.errors import InputError, TrimtabError, UnreachableError
+from trimtab.model.pool import ENDED, Code, State
+from trimtab.pool import events
+from trimtab.pool.events import Event, PoolDropped, PoolEnsured, Submitted, Tick
+from trimtab.pool.machine import PoolMachine
+from trimtab.pool.records import Stand
+from trimtab.runtime.journal import Journal
+from trimtab.runtime.ray import nodes, recovery
+from trimtab.runtime.ray.deeds import Deeds
+from trimtab.runtime.ray.members import Member, Members
+from trimtab.runtime.shelf import Shelf, Staged
+
+log = logging.getLogger("trimtab.controller")
+
+COMPACT_EVERY = 20_000  # events
+LEASE_S = 10.0  # a client that was not heard of for so long is dead
+KEEP_HOUSE_S = 1.0
+LOOK_AT_GROUPS_S = 5.0
+LOCK_WAIT_S = 5.0  # for a controller that has just died to let go of its journal
+LEAST_TICK_S = 0.01
+ASKS = (
+    events.PoolDrained,
+    events.PoolDropped,
+    events.CompleteAsked,
+    events.CancelAsked,
+    events.EvictAsked,
+    events.TurnAsked,
+    events.NodeCordoned,
+)
+
+
+class Clock:
+    """Wall-clock seconds that never go back: neither when the clock is set back nor across restarts."""
+
+    def __init__(self, not_before: float) -> None:
+        self._base = max(time.time(), not_before) - time.monotonic()
+
+    def now(self) -> float:
+        """The time."""
+        return self._base + time.monotonic()
+
+
+class Driver:
+    """The machine, its journal, and everything that is carried out for it."""
+
+    def __init__(self, name: str, directory: Path, state_dir: str | None, ray: Any) -> None:
+        self._name = name
+        self._ray = ray
+        self._state_dir = state_dir
+        self.directory = directory
+        self.faults: list[str] = []  # of our own, for status
+        self.leases: dict[str, float] = {}  # client -> when it was heard of
+        self._waiters: dict[str, set[tuple[frozenset[State], asyncio.Future[None]]]] = {}
+        self._loops: list[asyncio.Task[None]] = []
+        self._woken = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._warm: dict[str, dict[tuple[str, ...], int]] = {}
+        self._compactor: subprocess.Popen[bytes] | None = None
+        self.closing = False
+
+    # ---- coming up ------------------------------------------------------------------------------------------
+
+    async def come_up(self) -> None:
+        """Replay the journal and take hold of what is there."""
+        began = time.monotonic()
+        with _nothing_collected():
+            self.journal = await asyncio.to_thread(Journal, self.directory, owner=self._name, lock_wait_s=LOCK_WAIT_S)
+            try:
+                self.shelf = Shelf(self.directory, self._state_dir)
+                self.machine, is_fresh = self._replay()
+            except BaseException:
+                self.journal.close()
+                raise
+        try:
+            self.shelf.keep_only(self.machine.tasks)
+            await self._take_hold(is_fresh)
+        except BaseException:
+            for one in self._loops:
+                one.cancel()
+            self.journal.close()
+            raise
+        took_s = time.monotonic() - began
+        log.info("controller %s is up after %.2f s, journal in %s", self._name, took_s, self.directory)
+
+    def _replay(self) -> tuple[PoolMachine, bool]:
+        """The machine as the journal says, and whether that said nothing."""
+        found = self.journal.take_found()
+        if found.torn:
+            log.warning(found.torn)
+        self._clock = Clock(found.last_time)
+        machine = PoolMachine.load(found.snapshot) if found.snapshot is not None else PoolMachine()
+        for now, event in found.events:
+            machine.handle(event, now)
+        return machine, found.empty
+
+    async def _take_hold(self, is_fresh: bool) -> None:
+        self.members = Members(self._name, self._state_dir, self._on_death)
+        self.deeds = Deeds(self, self.members, self.shelf, hosts_save=self._state_dir is not None)
+        self.watch = nodes.NodeWatch(self, self.members, lambda: nodes.look(self._ray), self.deeds.node_lost)
+        there = await asyncio.to_thread(nodes.look, self._ray)
+        await asyncio.gather(*(self._warden(one.node) for one in there))
+        if is_fresh and (lost := await recovery.clear_unowned(self.members)):
+            log.error(lost)
+            self.journal.note(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {lost}")
+            self.journal.snapshot(self.now(), self.machine.dump())
+        self.watch.adopt(self.machine.nodes)
+        now = time.monotonic()
+        self.leases = {task.spec.client: now for task in self.machine.tasks.values() if task.spec.client}
+        await recovery.reconcile(self, self.members, self.deeds, self.watch)
+        loop = asyncio.get_running_loop()
+        for forever in (self.watch.watch(), self._keep_house(), self._look_at_groups()):
+            self._loops.append(loop.create_task(forever))
+        self._wake_soon()
+
+    def _on_death(self, member: Member, why: str) -> None:
+        self.deeds.on_death(member, why)
+
+    async def _warden(self, node: str) -> None:
+        try:
+            await self.members.node_joined(node)
+        except Exception as fault:
+            log.warning("no warden on node %s yet: %s", node[:12], fault)
+
+    # ---- the one door of the machine ------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """The machine's time."""
+        return self._clock.now()
+
+    def feed(self, event: Event) -> None:
+        """News: tell the machine and do what it says. A fault is kept for `status`; the controller goes on."""
+        try:
+            self.handle(event)
+        except InputError as fault:  # news of something that is not known any more
+            log.info("%s was not taken: %s", type(event).__name__, fault.what)
+        except Exception as fault:
+            log.exception("the machine failed on %s", event)
+            self.faults.append(f"{type(event).__name__}: {type(fault).__name__}: {fault}")
+
+    def handle(self, event: Event, staged: Staged | None = None) -> None:
+        """An event, with the file that it speaks of. Raises InputError where the machine refuses, nothing touched."""
+        if self.closing and isinstance(event, (*ASKS, Submitted, PoolEnsured)):
+            raise UnreachableError(f"the controller {self._name} is shutting down")
+        now = self.now()
+        second_life = isinstance(event, Submitted) and event.spec.id in self.machine.tasks
+        instructions = self.machine.handle(event, now)
+        if isinstance(event, Submitted) and staged is not None:
+            if second_life:
+                self.shelf.forget_life(event.spec.id)
+            staged.commit()
+            self.journal.beside(staged.path)
+        self.journal.append(now, event)
+        for one in instructions:
+            self.deeds.begin(one)
+        self._wake_soon()
+
+    def alive(self, node: str) -> bool:
+        """Whether Ray has the node."""
+        return node in self.watch.known
+
+    async def look_again(self, nodes: Collection[str], without: str) -> None:
+        """A group could not be made there: have a fresh look at what others hold."""
+        await self.watch.look_again(nodes, without)
+
+    # ---- waiting --------------------------------------------------------------------------------------------
+
+    async def wait(self, task: str, states: frozenset[State], timeout_s: float) -> None:
+        """Return when the task is in one of the states or forgotten, or after so long."""
+        record = self.machine.tasks.get(task)
+        if record is None or record.state in states or timeout_s <= 0:
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = self._waiters.setdefault(task, set())
+        waiting.add((states, future))
+        try:
+            await asyncio.wait([future], timeout=timeout_s)
+        finally:
+            waiting.discard((states, future))
+            if not waiting:
+                self._waiters.pop(task, None)
+
+    def _wake_soon(self) -> None:
+        """After everything that happens in this turn of the loop: waiters, timer, warm hosts, snapshot."""
+        if not self._woken:
+            self._woken = True
+            asyncio.get_running_loop().call_soon(self._wake)
+
+    def _wake(self) -> None:
+        self._woken = False
+        for task, waiting in self._waiters.items():
+            record = self.machine.tasks.get(task)
+            for states, future in waiting:
+                if not future.done() and (record is None or record.state in states or self.closing):
+                    future.set_result(None)
+        if self.closing:
+            return
+        self._set_timer()
+        targets = self.machine.warm_targets()
+        if targets != self._warm:
+            self._warm = targets
+            asyncio.get_running_loop().create_task(self.members.warm(targets)).add_done_callback(say_fault)
+        if self.journal.since_snapshot >= COMPACT_EVERY:
+            self._compact()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self.machine.next_deadline()
+        if deadline is not None:
+            delay_s = max(LEAST_TICK_S, deadline - self.now())
+            self._timer = asyncio.get_running_loop().call_later(min(delay_s, 3600.0), self.feed, Tick())
+
+    def _compact(self) -> None:
+        """Have the journal made shorter by a process of its own, and files of forgotten tasks deleted."""
+        if self._compactor is not None:
+            return  # the next event asks again
+        segment = self.journal.rotate()
+        command = [sys.executable, "-m", "trimtab.runtime.compact", str(self.directory), str(segment)]
+        self._compactor = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        self.deeds.forget(self.machine.tasks)
+        asyncio.get_running_loop().run_in_executor(
+            None, self.shelf.keep_only, set(self.machine.tasks), time.time()
+        ).add_done_callback(say_fault)
+
+    def _look_at_compactor(self) -> None:
+        if self._compactor is not None and (status := self._compactor.poll()) is not None:
+            self._compactor = None
+            if status:
+                self.faults.append(f"the journal in {self.directory} could not be compacted; it is kept as it is")
+
+    # ---- loops ----------------------------------------------------------------------------------------------
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(KEEP_HOUSE_S)
+            try:
+                self._end_tasks_of_the_dead()
+                self._look_at_compactor()
+                if self.journal.vanished:
+                    log.error("somebody deleted the journal in %s; it is written anew", self.directory)
+                    self.journal.snapshot(self.now(), self.machine.dump())
+                    self.shelf.make_folders()
+            except Exception:
+                log.exception("keeping house")
+
+    def _end_tasks_of_the_dead(self) -> None:
+        late = time.monotonic() - LEASE_S
+        for client in [client for client, heard in self.leases.items() if heard < late]:
+            log.warning("client %s is gone", client)
+            self.end_tasks_of(client)
+
+    def end_tasks_of(self, client: str) -> None:
+        """Cancel what was to end with a client."""
+        self.leases.pop(client, None)
+        for record in list(self.machine.tasks.values()):
+            if record.spec.client == client and record.state not in ENDED:
+                self.feed(events.CancelAsked(record.id, code=Code.client_died))
+
+    async def _look_at_groups(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_AT_GROUPS_S)
+            # Only what stood before Ray was asked can be missed in its answer.
+            standing = [one for one in self.machine.groups.values() if one.stand is Stand.standing]
+            try:
+                seen = await asyncio.wait_for(self.members.groups(), nodes.ANSWER_S)
+            except Exception as fault:
+                log.warning("Ray does not say which placement groups there are: %s", fault)
+                continue
+            for group in standing:
+                if group.id not in self.machine.groups or group.stand is not Stand.standing:
+                    continue
+                if group.id not in seen:
+                    self.feed(events.GroupLost(group.id, "somebody removed the placement group"))
+                elif not seen[group.id].intact and all(self.alive(node) for node in group.nodes):
+                    self.feed(events.GroupLost(group.id, "Ray has not all of its bundles placed"))
+
+    # ---- the end --------------------------------------------------------------------------------------------
+
+    async def close(self, destroy: bool, timeout_s: float) -> None:
+        """Let go of the journal; with `destroy` first end every task, slot and process."""
+        if destroy:
+            for pool in list(self.machine.pools):
+                self.feed(PoolDropped(pool))
+            await self._all_ended(timeout_s)
+        self.closing = True
+        for one in self._loops:
+            one.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        self.watch.close()
+        await self.deeds.close()
+        if destroy:
+            await asyncio.wait_for(self.members.close(), timeout_s)
+        if self._compactor is not None:
+            self._compactor.kill()  # what it has not finished stays as it was
+            self._compactor.wait()
+        self.journal.close()
+        self._wake()
+
+    async def _all_ended(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if all(one.state in ENDED for one in self.machine.tasks.values()):
+                return
+            await asyncio.sleep(0.02)
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Without the garbage collector, which would look again and again at what is being read, all of which stays."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def say_fault(task: asyncio.Task[Any] | asyncio.Future[Any]) -> None:
+    """Log what went wrong in a task that nobody waits for."""
+    if not task.cancelled() and (fault := task.exception()) is not None:
+        if isinstance(fault, TrimtabError):
+            log.warning("%s", fault)
+        else:
+            log.error("%s", fault, exc_info=fault)

@@ -1,0 +1,538 @@
+"""The processes of tasks: starts them in their slots, hears of their ends, stops them for certain.
+
+Carries out what the controller is told to and knows nothing of why. A start or a group that fails leaves nothing
+behind; when a stop returns, the process does not exist; a death is reported once. User code is never loaded here. All
+coroutines run on the controller's loop, and no call of Ray that could take long blocks it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimtab.model.errors import InputError, UnreachableError
+from trimtab.model.pool import Place
+from trimtab.model.resources import Resources
+from trimtab.pool.events import MakeGroup
+from trimtab.runtime.ray import plain
+from trimtab.runtime.ray.host import Order, Seat
+from trimtab.runtime.ray.slots import GroupError, GroupSeen, Slots, ray_resources
+from trimtab.runtime.ray.warden import EXIT_WAIT_S, NAMESPACE, Wardens
+from trimtab.runtime.ray.warm import WarmHost, WarmHosts
+
+__all__ = [
+    "DiedError", "GroupError", "GroupSeen", "Member", "Members", "Outcome", "ParkError", "Payload", "StartError",
+    "StopOutcome",
+]  # fmt: skip
+
+_ANSWER_S = 15.0  # what a warden's answer may take beyond what it waits for itself
+_END_S = EXIT_WAIT_S + _ANSWER_S
+
+Key = tuple[str, int, float]  # node, pid, born: one process
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What runs: made by the client, kept as a file beside the journal, unpickled only where it runs."""
+
+    actor: bytes  # cloudpickle of (class, args, kwargs)
+    entry: str | None = None  # method run after construction; its return value is the task's result
+    entry_args: bytes | None = None  # cloudpickle of (args, kwargs)
+    ray_options: dict[str, Any] = field(default_factory=dict)  # what the user asked of Ray
+    plain: str | None = None  # None: a host may serve it; else why a plain Ray actor is needed (sentence)
+    namespace: str = ""  # Ray namespace of the submitting client
+    handlers: bytes | None = None  # cloudpickle of (preserver, restorer) of the pool
+    sys_path: tuple[str, ...] = ()  # where the client's own modules lie; appended before anything is unpickled
+
+
+@dataclass(frozen=True)
+class Member:
+    """One running process of a task: facts only, so JSON can hold it."""
+
+    task: str
+    attempt: int
+    rank: int
+    world: int
+    kind: str  # "host" or "actor"
+    actor: str  # name of the Ray actor
+    namespace: str  # of that name
+    node: str
+    pid: int
+    born: float  # start of the process in seconds since boot, so that a reused pid is never killed
+
+    @property
+    def key(self) -> Key:
+        """The process."""
+        return self.node, self.pid, self.born
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the entry method came to: a value, or an error."""
+
+    value: bytes | None = None  # cloudpickle of what it returned
+    error: str | None = None  # type and first line of what it raised
+    trace: str = ""  # the traceback, for people
+
+
+@dataclass(frozen=True)
+class StopOutcome:
+    """How a member ended; its process does not exist any more."""
+
+    cancel: str  # "returned", "raised", "timed out" or "not called"
+    saved: bool = False
+    state: bytes | None = None  # where it was saved without a path
+    note: str = ""
+
+
+class StartError(Exception):
+    """A start failed, and nothing of it is left. `fatal`: trying again would fail the same way."""
+
+    def __init__(self, why: str, *, fatal: bool) -> None:
+        super().__init__(why)
+        self.why = why
+        self.fatal = fatal
+
+
+class DiedError(Exception):
+    """The process is gone."""
+
+
+class ParkError(Exception):
+    """The task could not be parked or unparked: it has no such method, it raised, or it took too long."""
+
+
+class Members:
+    """All processes of one controller, on all nodes."""
+
+    def __init__(self, controller: str, state_dir: str | None, on_death: Callable[[Member, str], None]) -> None:
+        if not controller or any(character in controller for character in ":/\\\n\0"):
+            raise InputError(f"{controller!r} cannot be the name of a controller", hint="letters, digits, - . and _")
+        self.state_dir = state_dir
+        self._controller = controller
+        self._on_death = on_death
+        self._wardens = Wardens(controller, self._died)
+        self._hosts = WarmHosts(controller, self._wardens)
+        self._slots = Slots(controller)
+        self._live: dict[Key, Member] = {}  # taken for a task and not known to be dead, nor being stopped
+        self._settled: set[Key] = set()  # of those: started whole, so that a death is the controller's business
+        self._handles: dict[Key, Any] = {}  # of hosts
+        self._entries: dict[Key, Any] = {}  # references to what the entry of a host comes to
+
+    # ---- nodes and warm hosts
+
+    async def node_joined(self, node: str) -> None:
+        """Have a warden there, and take over what warm hosts an earlier controller left. UnreachableError if not."""
+        if await self._wardens.join(node):
+            await self._hosts.adopt(node, await self._wardens.ask(node, "records", timeout_s=_ANSWER_S))
+
+    async def node_lost(self, node: str) -> None:
+        """Forget the node and all that was there; no death is reported for it."""
+        self._wardens.lost(node)
+        self._hosts.lost(node)
+        for key in [key for key in self._live if key[0] == node]:
+            self._forget(key)
+
+    async def warm(self, targets: Mapping[str, Mapping[tuple[str, ...], int]]) -> None:
+        """Keep so many hosts warm, by node and modules to import ahead; works behind."""
+        self._hosts.aim(targets)
+
+    def warm_counts(self) -> dict[str, dict[str, int]]:
+        """How many hosts are ready and starting, by node."""
+        return self._hosts.counts()
+
+    # ---- slots
+
+    async def make_group(self, instruction: MakeGroup, now: Callable[[], float]) -> None:
+        """The placement group, standing on its nodes; else GroupError."""
+        await self._slots.make(instruction, instruction.deadline - now())
+
+    async def remove_group(self, group: str, pool: str) -> None:
+        """The placement group does not exist any more."""
+        await self._slots.remove(group, pool)
+
+    async def groups(self) -> dict[str, GroupSeen]:
+        """The placement groups of this controller that exist now."""
+        return await self._slots.seen()
+
+    # ---- members
+
+    async def start(
+        self,
+        task: str,
+        attempt: int,
+        pool: str,
+        places: Sequence[Place],
+        bundles: Sequence[Resources],
+        payload: Payload,
+        state: Mapping[int, bytes | str] | None,
+        timeout_s: float,
+        *,
+        preload: tuple[str, ...] = (),
+    ) -> tuple[list[Member], str]:
+        """A member in each place, all constructed, their entry begun; and how. Else StartError."""
+        deadline = time.monotonic() + timeout_s
+        taken: list[Member] = []
+        orders = [
+            Order(
+                Seat(task, attempt, rank, len(places), pool),
+                (),
+                payload.actor,
+                payload.entry,
+                payload.entry_args,
+                payload.handlers,
+                (state or {}).get(rank),
+                payload.sys_path,
+            )
+            for rank in range(len(places))
+        ]
+        try:
+            if payload.plain is None:
+                works = [
+                    self._bind_host(order, place, bundle, preload, taken)
+                    for order, place, bundle in zip(orders, places, bundles, strict=True)
+                ]
+            else:
+                works = [
+                    self._make_actor(order, place, bundle, payload, deadline, taken)
+                    for order, place, bundle in zip(orders, places, bundles, strict=True)
+                ]
+            hows = await asyncio.wait_for(_together(works), timeout_s)
+            members = sorted(taken, key=lambda member: member.rank)
+            await self._begin(members, payload)
+            for member in members:
+                if member.key not in self._live:
+                    raise StartError(f"process {member.pid} died while the others were starting", fatal=False)
+        except asyncio.TimeoutError:
+            await self._end(taken)
+            raise StartError(f"it was not constructed within {timeout_s:.3g} s", fatal=False) from None
+        except (UnreachableError, GroupError) as fault:
+            await self._end(taken)
+            raise StartError(str(fault), fatal=False) from None
+        except BaseException:
+            await asyncio.shield(self._end(taken))
+            raise
+        self._settled.update(member.key for member in members)
+        return members, "; ".join(sorted(set(hows)))
+
+    async def ready(self, member: Member, timeout_s: float) -> bool:
+        """Wait until a member that was found is constructed; False: that failed, it is gone, or the time is over."""
+        with contextlib.suppress(UnreachableError):
+            asked = self._wardens.ask(
+                member.node, "ready", member.pid, member.born, timeout_s, timeout_s=timeout_s + _ANSWER_S
+            )
+            return bool(await asked)
+        return False
+
+    async def outcome(self, member: Member) -> Outcome:
+        """What the entry came to, as long as it takes; DiedError where the process is gone."""
+        from ray.exceptions import RayError
+
+        try:
+            if member.kind == "host":
+                entry = self._entries.get(member.key)
+                if entry is None:  # after a recovery
+                    handle = await asyncio.to_thread(self.handle, member)
+                    entry = self._entries[member.key] = handle.run_entry.options(name=f"{member.task}.entry").remote()
+                return Outcome(*await entry)
+            await self._let_begin(member)
+            found = await self._wardens.ask(member.node, "outcome", member.pid, member.born, timeout_s=float("inf"))
+        except (RayError, UnreachableError, ValueError) as fault:
+            raise DiedError(f"process {member.pid} of {member.task} is gone: {_line(fault)}") from None
+        if found is None:
+            raise DiedError(f"process {member.pid} of {member.task} is gone")
+        return Outcome(*found)
+
+    async def stop(
+        self, member: Member, tell_s: float, notice: bool, save_s: float, state_path: str | None
+    ) -> StopOutcome:
+        """Tell it, save it, end it. On return the process does not exist, whatever it did.
+
+        UnreachableError only where its node is there, but nobody on it can be asked.
+        """
+        self._forget(member.key)
+        try:
+            answer = await self._wardens.ask(
+                member.node, "stop", member.pid, member.born, tell_s, notice, save_s, state_path,
+                timeout_s=max(0.0, tell_s) + max(0.0, save_s) + _END_S,
+            )  # fmt: skip
+        except UnreachableError as fault:
+            if member.node in self._wardens.nodes:  # the warden hangs
+                await self._wardens.renew(member.node)
+                await self._wardens.ask(member.node, "end", member.pid, member.born, timeout_s=2 * _END_S)
+            return StopOutcome("not called", note=fault.what)
+        return StopOutcome(*answer)
+
+    async def park(self, member: Member, timeout_s: float) -> None:
+        """Have it give its devices up."""
+        await self._turn(member, "park", timeout_s)
+
+    async def unpark(self, member: Member, timeout_s: float) -> None:
+        """Have it take its devices again."""
+        await self._turn(member, "unpark", timeout_s)
+
+    def handle(self, member: Member) -> Any:
+        """Ray's handle of a host: `handle.call.remote(method, ...)`. Plain actors are found by their name."""
+        import ray
+
+        if member.key not in self._handles:
+            self._handles[member.key] = ray.get_actor(member.actor, member.namespace)
+        return self._handles[member.key]
+
+    # ---- recovery and the end
+
+    async def seen(self) -> list[Member]:
+        """Every member that is alive now, on any node."""
+        await self._join_all()
+        found = []
+        for node in self._wardens.nodes:
+            records = await self._records(node)
+            found += [_member(one) for one in records if one["kind"] != "making" and one["seat"]]
+        return found
+
+    async def sweep(self, keep: Collection[Member]) -> int:
+        """End every member that is not to be kept, and watch those that are; a kept one that is gone is reported."""
+        await self._join_all()
+        keys = {member.key for member in keep} | set(self._live)
+        ends = []
+        for node in self._wardens.nodes:
+            for record in await self._records(node):
+                if record["kind"] == "making":
+                    ends.append(self._end_made(node, record))
+                elif record["seat"] and _member(record).key not in keys:
+                    ends.append(self._end([_member(record)]))
+        await asyncio.gather(*ends)
+        for member in keep:
+            if member.key not in self._live:
+                self._live[member.key] = member
+                self._settled.add(member.key)
+                with contextlib.suppress(UnreachableError):
+                    await self._wardens.watch(member.node, member.pid, member.born)
+        return len(ends)
+
+    async def close(self) -> None:
+        """End all of this controller: hosts, plain actors, wardens, placement groups."""
+        await self._join_all()
+        await self._hosts.close()
+        self._live.clear()
+        self._settled.clear()
+        await asyncio.gather(*(self._clear(node) for node in self._wardens.nodes))
+        groups = await self.groups()
+        await asyncio.gather(*(self.remove_group(one.group, one.pool) for one in groups.values()))
+        await self._wardens.close()
+        await asyncio.to_thread(_end_by_prefix, f"trimtab:{self._controller}:host:")
+
+    # ---- the steps of a start
+
+    async def _bind_host(
+        self, order: Order, place: Place, bundle: Resources, preload: tuple[str, ...], taken: list[Member]
+    ) -> str:
+        from ray.exceptions import RayError
+
+        seat = order.seat
+        host, ahead = await self._hosts.take(place.node, preload)
+        member = Member(
+            seat.task,
+            seat.attempt,
+            seat.rank,
+            seat.world,
+            "host",
+            host.actor,
+            NAMESPACE,
+            host.node,
+            host.pid,
+            host.born,
+        )
+        taken.append(member)
+        self._live[member.key] = member
+        self._handles[member.key] = host.handle
+        devices = await self._slots.devices(place, seat.pool, bundle)
+        try:
+            bind = host.handle.bind.options(name=f"{seat.task}.start")
+            fault = await bind.remote(_with(order, devices))
+        except RayError as died:
+            raise StartError(f"its process died while it was constructed: {_line(died)}", fatal=False) from None
+        if fault is not None:
+            raise StartError(fault, fatal=True)
+        return "a warm host" if ahead else "a host started for it: none was warm"
+
+    async def _make_actor(
+        self, order: Order, place: Place, bundle: Resources, payload: Payload, deadline: float, taken: list[Member]
+    ) -> str:
+        from ray.exceptions import RayError
+
+        seat, asked = order.seat, payload.ray_options
+        name, namespace = asked.get("name"), payload.namespace
+        if name is None:
+            name, namespace = f"trimtab:{self._controller}:actor:{uuid.uuid4().hex[:8]}", NAMESPACE
+        elif seat.world > 1:
+            name = f"{name}.{seat.rank}"
+        amounts = ray_resources(bundle)
+        options = {
+            **plain.actor_options(asked, seat),
+            "num_cpus": amounts.pop("CPU", 0),
+            "num_gpus": amounts.pop("GPU", 0),
+            "memory": amounts.pop("memory", None),
+            "resources": amounts,
+            "lifetime": "detached",
+            "max_restarts": 0,
+            "scheduling_strategy": await self._slots.strategy(
+                place, seat.pool, bool(asked.get("placement_group_capture_child_tasks", False))
+            ),
+        }
+        maker, _ = await self._hosts.take(place.node, ())
+        left = deadline - time.monotonic()
+        make = maker.handle.make.options(name=f"{seat.task}.make")
+        facts = None
+        try:
+            facts, why, fatal = await make.remote(
+                self._controller, place.node, order, name, namespace or NAMESPACE, options, left
+            )
+        except RayError as died:
+            raise StartError(f"its process died while it was made: {_line(died)}", fatal=False) from None
+        finally:
+            await asyncio.shield(self._end_maker(maker, None if facts else seat))
+        if facts is None:
+            raise StartError(why, fatal=fatal)
+        member = _member({**facts, "seat": vars(seat)})
+        taken.append(member)
+        self._live[member.key] = member
+        await self._wardens.watch(member.node, member.pid, member.born)
+        return f"a plain Ray actor: {payload.plain}"
+
+    async def _begin(self, members: Sequence[Member], payload: Payload) -> None:
+        """All are constructed: the entry may run."""
+        if payload.entry is None:
+            return
+        for member in members:
+            if member.kind == "host":
+                name = f"{member.task}.{payload.entry}"
+                self._entries[member.key] = self._handles[member.key].run_entry.options(name=name).remote()
+            else:
+                await self._let_begin(member)
+
+    async def _let_begin(self, member: Member) -> None:
+        await self._wardens.ask(member.node, "begin", member.pid, member.born, _ANSWER_S, timeout_s=2 * _ANSWER_S)
+
+    # ---- ends
+
+    def _died(self, node: str, pid: int, born: float) -> None:
+        key = (node, pid, born)
+        member, settled = self._live.get(key), key in self._settled
+        self._forget(key)
+        if member is None:
+            self._hosts.died(node, pid, born)
+        elif settled:
+            self._on_death(member, f"process {pid} on node {node[:12]} died")
+
+    def _forget(self, key: Key) -> None:
+        self._wardens.unwatch(*key)
+        self._live.pop(key, None)
+        self._settled.discard(key)
+        self._handles.pop(key, None)
+        self._entries.pop(key, None)
+
+    async def _end(self, members: Sequence[Member]) -> None:
+        for member in members:
+            self._forget(member.key)
+        await asyncio.gather(*(self._end_process(*member.key) for member in members))
+
+    async def _end_process(self, node: str, pid: int, born: float) -> None:
+        with contextlib.suppress(UnreachableError):
+            await self._wardens.ask(node, "end", pid, born, timeout_s=_END_S)
+
+    async def _clear(self, node: str) -> None:
+        """End every process of this controller on a node."""
+        for record in await self._records(node):
+            if record["kind"] == "making":
+                await self._end_made(node, record)
+        left = [one for one in await self._records(node) if one["kind"] != "making"]
+        await asyncio.gather(*(self._end_process(node, one["pid"], one["born"]) for one in left))
+
+    async def _end_made(self, node: str, record: dict[str, Any]) -> None:
+        """An actor that was being made when its controller was lost."""
+        import ray
+
+        await self._end_process(node, *record["maker"])
+        ender = ray.remote(max_calls=1)(plain.end_named).options(num_cpus=0)
+        await ender.remote(record["actor"], record["namespace"])
+        with contextlib.suppress(UnreachableError):
+            await self._wardens.ask(node, "drop", record["file"], timeout_s=_ANSWER_S)
+
+    async def _end_maker(self, maker: WarmHost, failed: Seat | None) -> None:
+        """Throw a maker away; and what it was making, where that failed or was called off."""
+        self._wardens.unwatch(maker.node, maker.pid, maker.born)
+        await self._end_process(maker.node, maker.pid, maker.born)
+        for record in await self._records(maker.node) if failed else ():
+            if record["seat"] == vars(failed):
+                made = record["kind"] != "making"
+                await (self._end([_member(record)]) if made else self._end_made(maker.node, record))
+
+    async def _turn(self, member: Member, do: str, timeout_s: float) -> None:
+        try:
+            word, note = await self._wardens.ask(
+                member.node, "turn", member.pid, member.born, do, timeout_s, timeout_s=timeout_s + _ANSWER_S
+            )
+        except UnreachableError as fault:
+            raise ParkError(str(fault)) from None
+        if word != "returned":
+            raise ParkError(f"{do}() {word}: {note}" if note else f"{do}() {word}")
+
+    async def _join_all(self) -> None:
+        import ray
+
+        nodes = await asyncio.to_thread(ray.nodes)
+        joins = [self._wardens.join(node["NodeID"]) for node in nodes if node["Alive"]]
+        for joined in await asyncio.gather(*joins, return_exceptions=True):
+            if isinstance(joined, BaseException) and not isinstance(joined, UnreachableError):
+                raise joined  # a node that cannot be reached is lost, or will be
+
+    async def _records(self, node: str) -> list[dict[str, Any]]:
+        try:
+            found: list[dict[str, Any]] = await self._wardens.ask(node, "records", timeout_s=_ANSWER_S)
+        except UnreachableError:
+            return []
+        return found
+
+
+async def _together(works: list[Coroutine[Any, Any, str]]) -> list[str]:
+    """All of them; when one fails, the others are called off before that is said."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _with(order: Order, devices: tuple[str, ...]) -> Order:
+    return Order(**{**vars(order), "devices": devices})
+
+
+def _member(record: dict[str, Any]) -> Member:
+    seat = record["seat"]
+    return Member(
+        seat["task"], seat["attempt"], seat["rank"], seat["world"],
+        record["kind"], record["actor"], record["namespace"], record["node"], record["pid"], record["born"],
+    )  # fmt: skip
+
+
+def _end_by_prefix(prefix: str) -> None:
+    """Hosts that were still starting, so that no warden knew them."""
+    import ray
+
+    for known in ray.util.list_named_actors(all_namespaces=True):
+        if known["namespace"] == NAMESPACE and known["name"].startswith(prefix):
+            with contextlib.suppress(ValueError):
+                ray.kill(ray.get_actor(known["name"], NAMESPACE))
+
+
+def _line(fault: BaseException) -> str:
+    lines = str(fault).strip().splitlines()
+    return lines[0] if lines else type(fault).__name__

@@ -1,0 +1,235 @@
+"""Figures of pools for Ray's exporter, which puts `ray_` before every name (and `_total` behind a counter's).
+
+Reads the machine and changes nothing. Where a figure cannot be had or told, metrics stop and `fault` says why:
+scheduling goes on. Latencies are read from the stories of tasks, so they hold over a restart of the controller;
+counters begin at nothing with every process, as Prometheus expects. The driver calls `heard` after every event, which
+costs microseconds, and `sample` about once a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from trimtab.model.pool import IN_QUEUE, Chapter, Code, State
+from trimtab.pool.events import Event, Started, Stopped
+from trimtab.pool.machine import PoolMachine
+from trimtab.pool.records import Stand, Task
+
+log = logging.getLogger("trimtab.controller")
+
+SAMPLE_EVERY_S = 0.9  # at most, and more seldom where there is much to look at
+SAMPLE_SHARE = 0.01  # of the controller's time, at most, goes into sampling
+SLICE = 500  # records looked at in one turn of the loop: less than a millisecond
+BUCKETS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 10e3, 20e3, 30e3, 60e3, 120e3, 300e3, 600e3)
+_IN_QUEUE = frozenset(state.value for state in IN_QUEUE)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric as it is made; every one has the label `controller`, too."""
+
+    name: str
+    kind: str  # counter, histogram or gauge
+    labels: tuple[str, ...]
+    meaning: str
+
+    @property
+    def exported(self) -> str:
+        """The name that Prometheus sees; a histogram has it with _bucket, _sum and _count."""
+        return f"ray_{self.name}{'_total' if self.kind == 'counter' else ''}"
+
+
+PREEMPTIONS = Metric("trimtab_preemption_count", "counter", ("pool", "reason"), "Tasks that were evicted from a pool.")
+PREEMPTION_MS = Metric(
+    "trimtab_preemption_execution_latency_ms",
+    "histogram",
+    ("pool",),
+    "From the order to leave until the task that room was made for has started (evicted by hand: until it is gone).",
+)
+SCHEDULE_MS = Metric(
+    "trimtab_task_schedule_latency_ms",
+    "histogram",
+    ("pool",),
+    "From submission, or the return to the queue, until the task has started.",
+)
+QUEUE = Metric("trimtab_queue_length", "gauge", ("pool",), "Tasks that wait, evicted ones among them.")
+OLDEST_S = Metric("trimtab_queue_oldest_wait_s", "gauge", ("pool",), "How long the one that waits longest has waited.")
+SLOTS = Metric("trimtab_slots", "gauge", ("pool", "state"), "Slots: idle, taken, making, removing, wanted.")
+TASKS = Metric("trimtab_tasks", "gauge", ("pool", "state"), "Tasks that are remembered, by state.")
+WARM = Metric("trimtab_warm_hosts", "gauge", ("node", "state"), "Warm hosts that are ready, and that are starting.")
+WARM_TARGET = Metric("trimtab_warm_hosts_target", "gauge", ("pool",), "Warm hosts that the pool asks for.")
+METRICS = (PREEMPTIONS, PREEMPTION_MS, SCHEDULE_MS, QUEUE, OLDEST_S, SLOTS, TASKS, WARM, WARM_TARGET)
+
+Record = TypeVar("Record")
+Recorder = Callable[[float, dict[str, str]], None]
+
+
+class Meter:
+    """Tells Ray's exporter what the machine does."""
+
+    def __init__(self, controller: str, machine: PoolMachine, make: Callable[[Metric], Recorder] | None = None) -> None:
+        self._machine = machine
+        self._controller = {"controller": controller}
+        self._counted = machine.eviction_count  # what was evicted before this process is not told again
+        self._told: dict[str, set[tuple[str, ...]]] = {}  # labels of gauges, so that what is gone becomes nothing
+        self._next_sample = 0.0
+        self._recorders: dict[str, Recorder] = {}
+        self.fault: str | None = None
+        try:
+            self._recorders = {one.name: (make or _in_ray)(one) for one in METRICS}
+        except Exception as fault:
+            self._give_up(fault)
+
+    def heard(self, event: Event) -> None:
+        """The machine has handled an event. Never raises."""
+        if self.fault is not None:
+            return
+        try:
+            if self._machine.eviction_count != self._counted:
+                self._count_evictions()
+            if isinstance(event, Started):
+                self._time_start(event)
+            elif isinstance(event, Stopped):
+                self._time_leaving(event)
+        except Exception as fault:
+            self._give_up(fault)
+
+    async def sample(self, warm_counts: Mapping[str, Mapping[str, int]]) -> None:
+        """Tell how everything stands, if it is time for that. Never raises."""
+        began = time.monotonic()
+        if self.fault is not None or began < self._next_sample:
+            return
+        worked = time.thread_time()
+        try:
+            await self._sample(warm_counts)
+        except Exception as fault:
+            self._give_up(fault)
+        self._next_sample = began + max(SAMPLE_EVERY_S, (time.thread_time() - worked) / SAMPLE_SHARE)
+
+    # ---- what happened --------------------------------------------------------------------------------------
+
+    def _count_evictions(self) -> None:
+        new = self._machine.eviction_count - self._counted
+        self._counted = self._machine.eviction_count
+        for one in self._machine.evictions[-new:]:
+            self._record(PREEMPTIONS, 1, one.victim_pool, one.reason.code.value)
+
+    def _time_start(self, event: Started) -> None:
+        task = self._machine.tasks.get(event.task)
+        if task is None or task.attempt != event.attempt or task.started_at != self._machine.now:
+            return  # late news, which changed nothing
+        queued_at, claimed_at = _waited_since(task)
+        if queued_at is not None:
+            self._record(SCHEDULE_MS, (self._machine.now - queued_at) * 1e3, task.spec.pool)
+        if task.reason.code is Code.preempted and claimed_at is not None:
+            self._record(PREEMPTION_MS, (self._machine.now - claimed_at) * 1e3, task.spec.pool)
+
+    def _time_leaving(self, event: Stopped) -> None:
+        """An eviction that makes room for nobody is over when its task is gone."""
+        task = self._machine.tasks.get(event.task)
+        told_at = _left_by_hand(task.story, self._machine.now) if task is not None else None
+        if task is not None and told_at is not None:
+            self._record(PREEMPTION_MS, (self._machine.now - told_at) * 1e3, task.spec.pool)
+
+    # ---- how everything stands ------------------------------------------------------------------------------
+
+    async def _sample(self, warm_counts: Mapping[str, Mapping[str, int]]) -> None:
+        machine = self._machine
+        pools = {name: pool.spec for name, pool in machine.pools.items()}
+        states: dict[str, list[State]] = {pool: [] for pool in pools}
+        since: dict[str, list[float]] = {pool: [] for pool in pools}
+        async for task in _in_slices(machine.tasks.values()):
+            state, pool = task.state, task.spec.pool
+            if pool in states:
+                states[pool].append(state)
+                if state is State.waiting or state is State.evicted:
+                    since[pool].append(task.since)
+        now = max(machine.now, time.time())
+        self._tell(QUEUE, {(pool,): len(since[pool]) for pool in pools})
+        self._tell(OLDEST_S, {(pool,): now - min(since[pool], default=now) for pool in pools})
+        self._tell(TASKS, {(pool, state.value): states[pool].count(state) for pool in pools for state in State})
+        slots = {pool: dict.fromkeys(("idle", "taken", "making", "removing", "wanted"), 0) for pool in pools}
+        async for group in _in_slices(machine.groups.values()):
+            if group.pool in slots:
+                word = group.stand.value if group.stand is not Stand.broken else "removing"
+                if group.stand is Stand.standing:
+                    word = "taken" if group.tenants else "idle"
+                slots[group.pool][word] += len(group.bundles)
+        for name, pool in machine.pools.items():
+            if name in slots:
+                there = len(machine.shelves[name].reserved) + len(pool.retired)
+                slots[name]["wanted"] = len(pool.spec.reserved) - there
+        self._tell(SLOTS, {(pool, state): n for pool, by in slots.items() for state, n in by.items()})
+        self._tell(WARM, {(node[:12], state): n for node, by in warm_counts.items() for state, n in by.items()})
+        self._tell(WARM_TARGET, {(name,): spec.target_hosts for name, spec in pools.items()})
+
+    def _tell(self, metric: Metric, figures: Mapping[tuple[str, ...], float]) -> None:
+        told = self._told.setdefault(metric.name, set())
+        for labels in told.difference(figures):
+            self._record(metric, 0, *labels)
+        for labels, figure in figures.items():
+            self._record(metric, figure, *labels)
+        self._told[metric.name] = set(figures)
+
+    def _record(self, metric: Metric, figure: float, *labels: str) -> None:
+        tags = {**self._controller, **dict(zip(metric.labels, labels, strict=True))}
+        self._recorders[metric.name](max(0.0, float(figure)), tags)
+
+    def _give_up(self, fault: Exception) -> None:
+        self.fault = f"metrics stopped: {type(fault).__name__}: {fault}"
+        log.error(self.fault, exc_info=fault)
+
+
+async def _in_slices(records: Collection[Record]) -> AsyncIterator[Record]:
+    """All of them, with turns for others of the loop in between."""
+    for at, record in enumerate(list(records), 1):
+        yield record
+        if at % SLICE == 0:
+            await asyncio.sleep(0)
+
+
+def _waited_since(task: Task) -> tuple[float | None, float | None]:
+    """Since when a task that has just started was in the queue, and since when room was made for it."""
+    queued_at = claimed_at = None
+    left = False
+    for chapter in reversed(task.story):
+        if chapter.state in _IN_QUEUE:
+            left = True
+            queued_at = chapter.at
+            if claimed_at is None and chapter.reason.code is Code.evicting:
+                claimed_at = chapter.at
+        elif left:
+            break
+    return queued_at, claimed_at
+
+
+def _left_by_hand(story: list[Chapter], now: float) -> float | None:
+    """When a task that has left just now was told to by a person; None where it did not, or for another reason."""
+    gone = False
+    for chapter in reversed(story):
+        if chapter.state == State.cancelling.value:
+            return chapter.at if gone and chapter.reason.code is Code.by_hand else None
+        if chapter.at < now:
+            return None
+        gone = gone or chapter.state == State.evicted.value
+    return None
+
+
+def _in_ray(metric: Metric) -> Recorder:
+    """Make the metric in this process, which must be one of Ray's."""
+    from ray.util import metrics
+
+    common: dict[str, Any] = {"description": metric.meaning, "tag_keys": ("controller", *metric.labels)}
+    recorder: Recorder
+    if metric.kind == "counter":
+        recorder = metrics.Counter(metric.name, **common).inc
+    elif metric.kind == "histogram":
+        recorder = metrics.Histogram(metric.name, boundaries=list(BUCKETS_MS), **common).observe
+    else:
+        recorder = metrics.Gauge(metric.name, **common).set
+    return recorder

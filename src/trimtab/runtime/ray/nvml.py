@@ -1,0 +1,51 @@
+"""Which processes hold memory on the GPUs of this node, asked of NVIDIA's driver; none where there is no such driver.
+
+Asked in-process, because starting `nvidia-smi` takes longer than stopping a task. Never raises: not to know is not to
+wait. In a container the driver may know processes by other numbers; then none of ours is ever listed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+_MOST_PROCESSES = 1024
+
+
+class _Process(ctypes.Structure):
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used_bytes", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
+def users() -> set[int]:
+    """Processes that compute on any GPU here."""
+    driver = _driver()
+    if driver is None:
+        return set()
+    found: set[int] = set()
+    devices = ctypes.c_uint()
+    if driver.nvmlDeviceGetCount_v2(ctypes.byref(devices)):
+        return set()
+    for index in range(devices.value):
+        device, count = ctypes.c_void_p(), ctypes.c_uint(_MOST_PROCESSES)
+        listed = (_Process * _MOST_PROCESSES)()
+        if driver.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0 and (
+            driver.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), listed) == 0
+        ):
+            found.update(one.pid for one in listed[: count.value])
+    return found
+
+
+@cache
+def _driver() -> Any:
+    """NVIDIA's management library, ready to be asked; None where there is none."""
+    try:
+        driver = ctypes.CDLL("libnvidia-ml.so.1")
+        return None if driver.nvmlInit_v2() else driver
+    except (OSError, AttributeError):
+        return None

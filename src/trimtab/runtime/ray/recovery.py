@@ -1,0 +1,136 @@
+"""After a restart: what the journal says is brought together with what is alive.
+
+Processes of tasks that still run are taken up again, what is gone is told to the machine, what nobody owns is ended,
+and what was being carried out is carried out again. Nothing here starts a task a second time: a start that was under
+way goes on if all its processes are there, and begins afresh only after what there was of it is gone. Without a
+journal nothing that is alive can be owned, so all of it is ended, and said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from trimtab.model.pool import HOLDS_SLOTS, State
+from trimtab.pool.events import Died, Event, GroupLost, Instruction, MakeGroup, Start
+from trimtab.pool.machine import PoolMachine
+from trimtab.pool.records import Stand, Task
+from trimtab.runtime.ray.deeds import Deeds
+from trimtab.runtime.ray.members import GroupSeen, Member, Members
+from trimtab.runtime.ray.nodes import NodeWatch
+
+log = logging.getLogger("trimtab.controller")
+
+ANSWER_S = 60.0
+
+
+class World(Protocol):
+    """What recovery needs of the controller."""
+
+    machine: PoolMachine
+
+    def feed(self, event: Event) -> None:
+        """Tell the machine; never raises."""
+
+
+async def clear_unowned(members: Members) -> str | None:
+    """The journal is empty: end whatever of this controller is alive; a sentence if there was anything."""
+    seen, groups = await _ask(members)
+    if not seen and not groups:
+        return None
+    tasks = sorted({member.task for member in seen})
+    await asyncio.wait_for(members.sweep(()), ANSWER_S)
+    await _remove(members, groups.values())
+    named = f": {', '.join(tasks[:20])}{' ...' if len(tasks) > 20 else ''}" if tasks else ""
+    return (
+        f"history was lost: the journal was gone while {len(tasks)} tasks and {len(groups)} placement groups "
+        f"of this controller were alive; they were ended{named}"
+    )
+
+
+async def reconcile(world: World, members: Members, deeds: Deeds, watch: NodeWatch) -> None:
+    """Bring the machine, as the journal left it, together with what is there."""
+    before = world.machine.outstanding()
+    seen, groups = await _ask(members)
+    starts = {(one.task, one.attempt): one for one in before if isinstance(one, Start)}
+    kept, resumed = _take_up(world.machine, deeds, seen, starts)
+    await asyncio.wait_for(members.sweep(kept), ANSWER_S)
+    making = {one.group for one in before if isinstance(one, MakeGroup)}
+    unowned = [one for one in groups.values() if one.group not in world.machine.groups or one.group in making]
+    await _remove(members, unowned)
+    # From here on the machine learns; what it says is carried out at once.
+    await watch.step(wait=True)
+    _tell_lost_groups(world, groups)
+    _tell_dead(world, deeds)
+    _carry_on(world.machine, deeds, before, resumed)
+
+
+def _take_up(
+    machine: PoolMachine, deeds: Deeds, seen: Sequence[Member], starts: dict[tuple[str, int], Start]
+) -> tuple[list[Member], set[Start]]:
+    """Attach the processes that belong to a task's present attempt; which they are, and which starts go on."""
+    by_start: dict[tuple[str, int], list[Member]] = {}
+    for member in seen:
+        by_start.setdefault((member.task, member.attempt), []).append(member)
+    kept: list[Member] = []
+    resumed: set[Start] = set()
+    for key, found in by_start.items():
+        record = machine.tasks.get(key[0])
+        if record is None or record.attempt != key[1] or record.state not in HOLDS_SLOTS:
+            continue
+        start = starts.get(key)
+        if start is not None:
+            if not _whole(record, found):
+                continue
+            resumed.add(start)
+            deeds.resume(start, found)
+        else:
+            deeds.attach(record.id, found)
+            if record.state in (State.running, State.parked) and _whole(record, found):
+                deeds.follow(*key)
+        kept += found
+    return kept, resumed
+
+
+def _whole(record: Task, found: Collection[Member]) -> bool:
+    return {member.rank for member in found} == set(range(len(record.spec.bundles)))
+
+
+def _tell_lost_groups(world: World, seen: dict[str, GroupSeen]) -> None:
+    for group in list(world.machine.groups.values()):
+        if group.stand is not Stand.standing:
+            continue
+        there = seen.get(group.id)
+        if there is None:
+            world.feed(GroupLost(group.id, "the placement group is gone"))
+        elif not there.intact or there.nodes != group.nodes:
+            world.feed(GroupLost(group.id, "Ray has not all of its bundles where they were"))
+
+
+def _tell_dead(world: World, deeds: Deeds) -> None:
+    for record in list(world.machine.tasks.values()):
+        if record.state in (State.running, State.parked) and not _whole(record, deeds.running.get(record.id, ())):
+            world.feed(Died(record.id, record.attempt, "its process ended while the controller was away"))
+
+
+def _carry_on(
+    machine: PoolMachine, deeds: Deeds, before: Sequence[Instruction], resumed: Collection[Instruction]
+) -> None:
+    """Begin again what was under way and is still wanted."""
+    wanted = machine.outstanding()
+    for one in before:
+        if one in wanted and one not in resumed:
+            deeds.begin(one)
+
+
+async def _ask(members: Members) -> tuple[list[Member], dict[str, GroupSeen]]:
+    return await asyncio.wait_for(members.seen(), ANSWER_S), await asyncio.wait_for(members.groups(), ANSWER_S)
+
+
+async def _remove(members: Members, groups: Collection[GroupSeen]) -> None:
+    removed = [asyncio.wait_for(members.remove_group(one.group, one.pool), ANSWER_S) for one in groups]
+    for one, fault in zip(groups, await asyncio.gather(*removed, return_exceptions=True), strict=True):
+        if fault is not None:
+            log.warning("group %s could not be removed: %s", one.group, fault)

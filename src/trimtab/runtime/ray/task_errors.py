@@ -1,0 +1,34 @@
+"""What can come of a task instead of its result, each with the controller's explanation."""
+
+from __future__ import annotations
+
+from trimtab.model.errors import TrimtabError
+from trimtab.model.pool import Explanation
+
+
+class TaskError(TrimtabError):
+    """A task did not do what was asked of it; `explanation` says why, as far as the controller could be asked."""
+
+    exit_status = 4
+
+    def __init__(self, what: str, explanation: Explanation | None = None, *, hint: str | None = None) -> None:
+        super().__init__(what, hint=hint)
+        self.explanation = explanation
+
+
+class TaskTimeoutError(TaskError, TimeoutError):
+    """The task is not so far yet; it goes on."""
+
+
+class TaskInterruptedError(TaskError):
+    """The process ended under a call. If the task was evicted or has restarts left, it runs again."""
+
+
+class TaskFailedError(TaskError):
+    """The task failed; `trace` is the traceback of its entry method, where that raised."""
+
+    trace: str = ""
+
+
+class TaskCancelledError(TaskError):
+    """Somebody ended the task."""

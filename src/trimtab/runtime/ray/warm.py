@@ -1,0 +1,260 @@
+"""Warm hosts, kept ready on each node and handed out in milliseconds.
+
+Starting a process costs a core for half a second, so few are started at once, more where somebody waits for one, and
+what was handed out is replaced a moment later, behind the work. Never hands out a host that is known to be dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.model.errors import UnreachableError
+from trimtab.runtime.ray.host import Host
+from trimtab.runtime.ray.warden import EXIT_WAIT_S, NAMESPACE, Wardens
+
+Preload = tuple[str, ...]
+
+_START_WAIT_S = 300.0  # modules to import ahead can take minutes on slow disks
+_REFILL_AFTER_S = 0.2  # the task that took a host goes first
+_MOST_BACK_OFF_S = 30.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WarmHost:
+    """A process that is ready to be bound."""
+
+    node: str
+    actor: str
+    handle: Any
+    pid: int
+    born: float
+    preload: Preload
+
+
+class WarmHosts:
+    """The warm hosts of one controller."""
+
+    def __init__(self, controller: str, wardens: Wardens) -> None:
+        self._controller = controller
+        self._wardens = wardens
+        self._targets: dict[str, dict[Preload, int]] = {}
+        self._ready: dict[str, list[WarmHost]] = {}
+        self._starting: dict[str, Counter[Preload]] = {}
+        self._waiting: dict[str, list[tuple[Preload, asyncio.Future[WarmHost]]]] = {}
+        self._failures: Counter[str] = Counter()  # in a row, by node
+        self._resting: set[str] = set()  # nodes where the last start failed a moment ago
+        self._own: set[str] = set()  # names of hosts that this object started or adopted
+        self._behind: set[asyncio.Task[None]] = set()
+        self._said: set[str] = set()
+        self._closed = False
+
+    def aim(self, targets: Mapping[str, Mapping[Preload, int]]) -> None:
+        """Keep so many ready; what is too many is ended."""
+        self._targets = {node: dict(wanted) for node, wanted in targets.items()}
+        for node, ready in self._ready.items():
+            kept: Counter[Preload] = Counter()
+            for host in list(ready):
+                kept[host.preload] += 1
+                if kept[host.preload] > self._targets.get(node, {}).get(host.preload, 0):
+                    ready.remove(host)
+                    self._do(self._end(host))
+        for node in self._targets:
+            self._pump(node)
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """How many are ready and starting, by node."""
+        return {
+            node: {"ready": len(self._ready.get(node, ())), "starting": self._starting[node].total()}
+            if node in self._starting
+            else {"ready": len(self._ready.get(node, ())), "starting": 0}
+            for node in self._wardens.nodes
+        }
+
+    async def take(self, node: str, preload: Preload) -> tuple[WarmHost, bool]:
+        """A host of the node, the likest that is ready; else the next to become so. And whether it was ready."""
+        ready = self._ready.get(node, [])
+        for likeness in (preload, (), None):
+            for host in ready:
+                if likeness is None or host.preload == likeness:
+                    ready.remove(host)
+                    self._own.discard(host.actor)
+                    asyncio.get_running_loop().call_later(_REFILL_AFTER_S, self._pump, node)
+                    return host, True
+        if self._closed or node not in self._wardens.nodes:
+            raise UnreachableError(f"node {node[:12]} is gone")
+        place: asyncio.Future[WarmHost] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(node, [])
+        waiting.append((preload, place))
+        self._pump(node)
+        try:
+            return await asyncio.shield(place), False
+        except asyncio.CancelledError:
+            if (preload, place) in waiting:
+                waiting.remove((preload, place))
+            elif place.done() and not place.exception():
+                self._keep(place.result())
+            raise
+
+    async def adopt(self, node: str, records: list[dict[str, Any]]) -> None:
+        """Take over warm hosts that an earlier controller left; what does not answer is ended."""
+        for record in records:
+            if record.get("kind") == "host" and record["seat"] is None and record["actor"] not in self._own:
+                self._own.add(record["actor"])
+                self._starting.setdefault(node, Counter())[()] += 1
+                self._do(self._adopt(node, record))
+
+    def died(self, node: str, pid: int, born: float) -> None:
+        """A process is gone; if it was a warm host, another is started."""
+        ready = self._ready.get(node, [])
+        ready[:] = [host for host in ready if (host.pid, host.born) != (pid, born)]
+        self._pump(node)
+
+    def lost(self, node: str) -> None:
+        """The node is gone."""
+        self._targets.pop(node, None)
+        self._ready.pop(node, None)
+        self._starting.pop(node, None)
+        self._failures.pop(node, None)
+        for _, place in self._waiting.pop(node, []):
+            place.set_exception(UnreachableError(f"node {node[:12]} is gone"))
+
+    async def close(self) -> None:
+        """Start nothing more."""
+        self._closed = True
+        self._targets, self._ready = {}, {}
+        for task in list(self._behind):
+            task.cancel()
+        await asyncio.gather(*self._behind, return_exceptions=True)
+
+    def _pump(self, node: str) -> None:
+        """Start what is lacking, as many at once as the node can take."""
+        if self._closed or node not in self._wardens.nodes:
+            return
+        cores = self._wardens.facts.get(node, {}).get("cores", 1)
+        starting = self._starting.setdefault(node, Counter())
+        waiting = self._waiting.get(node, [])
+        while len(waiting) > starting.total() and starting.total() < max(2, cores):
+            self._launch(node, waiting[starting.total()][0])
+        while starting.total() - len(waiting) < max(1, cores // 2) and starting.total() < max(2, cores):
+            held = Counter(host.preload for host in self._ready.get(node, ())) + starting
+            spare = -len(waiting)  # those that start now go to those who wait
+            lacking = [preload for preload, most in self._targets.get(node, {}).items() if held[preload] + spare < most]
+            if not lacking or node in self._resting:
+                return
+            self._launch(node, lacking[0])
+
+    def _launch(self, node: str, preload: Preload) -> None:
+        self._starting[node][preload] += 1
+        self._do(self._start(node, preload))
+
+    async def _start(self, node: str, preload: Preload) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        name = f"trimtab:{self._controller}:host:{uuid.uuid4().hex[:8]}"
+        self._own.add(name)
+        kind = ray.remote(Host).options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        making = asyncio.ensure_future(asyncio.to_thread(kind.remote, self._controller, node, name, NAMESPACE, preload))
+        try:
+            handle = await asyncio.shield(making)
+            facts = await asyncio.wait_for(_answer(handle.ready.remote()), _START_WAIT_S)
+            await self._wardens.watch(node, facts["pid"], facts["born"])
+        except BaseException as fault:
+            self._own.discard(name)
+            with contextlib.suppress(Exception):
+                ray.kill(await making)
+            if not isinstance(fault, Exception):
+                raise
+            await self._failed(node, preload, fault)
+            return
+        self._failures.pop(node, None)
+        self._say(facts["missing"])
+        self._arrived(WarmHost(node, name, handle, facts["pid"], facts["born"], preload), preload)
+
+    async def _adopt(self, node: str, record: dict[str, Any]) -> None:
+        import ray
+
+        try:
+            handle = await asyncio.to_thread(ray.get_actor, record["actor"], NAMESPACE)
+            facts = await asyncio.wait_for(_answer(handle.ready.remote()), 10.0)
+            await self._wardens.watch(node, facts["pid"], facts["born"])
+        except Exception:
+            self._starting.get(node, Counter())[()] -= 1
+            with contextlib.suppress(UnreachableError):
+                await self._wardens.ask(node, "end", record["pid"], record["born"], timeout_s=EXIT_WAIT_S + 5.0)
+            self._pump(node)
+            return
+        preload = tuple(facts["preload"])
+        if facts["phase"] != "warm":  # the earlier controller bound it after all: a sweep finds it
+            self._starting.get(node, Counter())[()] -= 1
+            self._wardens.unwatch(node, facts["pid"], facts["born"])
+            return
+        self._arrived(WarmHost(node, record["actor"], handle, facts["pid"], facts["born"], preload), ())
+
+    def _arrived(self, host: WarmHost, counted_as: Preload) -> None:
+        if host.node in self._starting:
+            self._starting[host.node][counted_as] -= 1
+            self._keep(host)
+        else:
+            self._do(self._end(host))
+
+    def _keep(self, host: WarmHost) -> None:
+        """To whoever waits, else to the ready ones."""
+        waiting = self._waiting.get(host.node, [])
+        if waiting:
+            waiting.pop(0)[1].set_result(host)
+        else:
+            self._ready.setdefault(host.node, []).append(host)
+        self._pump(host.node)
+
+    async def _failed(self, node: str, preload: Preload, fault: Exception) -> None:
+        """Try again later; whoever waits hears of it, for waiting would not help."""
+        if node not in self._starting:
+            return
+        self._failures[node] += 1
+        if self._failures[node] >= 3:
+            for _, place in self._waiting.pop(node, []):
+                place.set_exception(fault)
+        log.warning("a warm host on node %s did not start: %s", node[:12], str(fault).strip().splitlines()[0])
+        self._resting.add(node)
+        await asyncio.sleep(min(_MOST_BACK_OFF_S, 0.25 * 2 ** min(self._failures[node], 10)))
+        self._resting.discard(node)
+        if node in self._starting:
+            self._starting[node][preload] -= 1
+            self._pump(node)
+
+    async def _end(self, host: WarmHost) -> None:
+        self._wardens.unwatch(host.node, host.pid, host.born)
+        with contextlib.suppress(UnreachableError):
+            await self._wardens.ask(host.node, "end", host.pid, host.born, timeout_s=EXIT_WAIT_S + 5.0)
+
+    def _do(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._behind.add(task)
+        task.add_done_callback(self._behind.discard)
+
+    def _say(self, missing: list[str]) -> None:
+        for one in missing:
+            if one not in self._said:
+                self._said.add(one)
+                log.warning("hosts cannot preload %s", one)
+
+
+async def _answer(ref: Any) -> Any:
+    return await ref

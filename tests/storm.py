@@ -1,0 +1,123 @@
+"""A storm over a real cluster: processes of tasks, controllers and whole nodes are killed while tasks run.
+
+`Storm` keeps a cluster of nodes on this machine, kills by a seeded plan, and has lost nodes replaced. A node is lost as
+a machine is: every process of it at once. Whatever it kills it has started itself.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+# Ray then notices a killed node in a second or two instead of a quarter of a minute.
+HEALTH_CHECKS = {
+    "RAY_health_check_initial_delay_ms": "500",
+    "RAY_health_check_period_ms": "300",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+
+class Work:
+    """A task that works for a while, and writes down that it began, and whether an earlier start of it still lived."""
+
+    def __init__(self, name: str, directory: str, seconds: float) -> None:
+        self.name, self.directory, self.seconds = name, Path(directory), seconds
+
+    def run(self) -> str:
+        log = self.directory / f"{self.name}.log"
+        before = log.read_text().split() if log.exists() else []
+        overlaps = [f"overlap-with-{pid}" for pid in before if pid.isdigit() and lives(int(pid))]
+        with log.open("a") as file:
+            file.write("\n".join([str(os.getpid()), *overlaps]) + "\n")
+        deadline = time.monotonic() + self.seconds
+        while time.monotonic() < deadline and not (self.directory / "calm").exists():
+            time.sleep(0.05)
+        return f"result of {self.name}"
+
+
+class Storm:
+    """A cluster of a head without CPUs and some nodes, and whoever kills in it."""
+
+    def __init__(self, nodes: int, cpus: int, seed: int) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.random = random.Random(seed)
+        self.kills = {"host": 0, "controller": 0, "node": 0}
+        self._cpus = cpus
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        self.nodes = [self.cluster.add_node(num_cpus=cpus, wait=False) for _ in range(nodes)]
+        self.cluster.wait_for_nodes()
+
+    def kill_host(self, pids: Iterable[int]) -> None:
+        """Kill the process of some task."""
+        known = sorted(pids)
+        if known and kill(self.random.choice(known)):
+            self.kills["host"] += 1
+
+    def kill_controller(self, pid: int) -> None:
+        """Kill the controller."""
+        if kill(pid):
+            self.kills["controller"] += 1
+
+    def kill_node(self) -> None:
+        """Lose a node with all its processes, and have another join."""
+        node = self.nodes.pop(self.random.randrange(len(self.nodes)))
+        raylets = [info.process.pid for info in node.all_processes["raylet"]]
+        for pid in [one for raylet in raylets for one in (raylet, *below(raylet))]:
+            kill(pid)
+        self.kills["node"] += 1
+        self.cluster.remove_node(node, allow_graceful=False)
+        self.nodes.append(self.cluster.add_node(num_cpus=self._cpus, wait=False))
+
+
+def wait_until(true: Callable[[], bool], seconds: float, what: str) -> None:
+    """Wait for something, and say what did not happen."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def kill(pid: int) -> bool:
+    """Whether there was such a process to kill."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def lives(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return _stat(pid)[0] != "Z"
+    except OSError:
+        return False
+
+
+def below(pid: int) -> set[int]:
+    """All descendants of a process."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents.setdefault(int(_stat(int(entry.name))[1]), []).append(int(entry.name))
+            except OSError:
+                continue
+    found: set[int] = set()
+    todo = [pid]
+    while todo:
+        more = parents.get(todo.pop(), [])
+        found.update(more)
+        todo += more
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent and what follows."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,0 +1,99 @@
+"""Random kills during a run of many tasks: every task ends done exactly once, and nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import storm as storms
+from storm import HEALTH_CHECKS, Storm, Work, lives, wait_until
+from trimtab.model.errors import TrimtabError
+from trimtab.model.pool import ENDED, State
+from trimtab.runtime.ray.client import Session, connect
+
+NODES, CPUS, TASKS = 4, 2, 100
+
+
+@pytest.fixture(scope="module")
+def storm() -> Iterator[Storm]:
+    import ray
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(storms)
+    before = dict(os.environ)
+    os.environ.update(HEALTH_CHECKS, RAY_USAGE_STATS_ENABLED="0")
+    one = Storm(NODES, CPUS, seed=7)
+    ray.init(address=one.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    yield one
+    ray.shutdown()
+    one.cluster.shutdown()
+    os.environ.clear()
+    os.environ.update(before)
+    cloudpickle.unregister_pickle_by_value(storms)
+
+
+def rage(storm: Storm, session: Session, kills: int, pause_s: float) -> None:
+    """So many kills: of fifteen one is of a controller, of forty one is of a node, the others of tasks' processes."""
+    last_controller = 0
+    for number in range(1, 10 * kills):
+        if sum(storm.kills.values()) >= kills:
+            return
+        time.sleep(pause_s)
+        with contextlib.suppress(TrimtabError):
+            if number % 40 == 20:
+                storm.kill_node()
+            elif number % 13 == 0:
+                pid = session.status()["pid"]
+                # Only one that has come back since: Ray restarts it when it sees it dead.
+                if pid != last_controller:
+                    storm.kill_controller(pid)
+                    last_controller = pid
+            else:
+                running = [member.pid for seen in session.tasks() for member in seen.members]
+                storm.kill_host(pid for pid in running if lives(pid))
+    raise AssertionError(f"only {storm.kills} of {kills} kills")
+
+
+def weather(storm: Storm, directory: Path, kills: int, tasks: int, pause_s: float) -> None:
+    import ray
+
+    with connect(name="storm") as session:
+        pool = session.pool("p", quota={"cpu": NODES * CPUS}, warm_hosts=NODES, wait_s=600.0)
+        names = [f"t{at:03d}" for at in range(tasks)]
+        for name in names:
+            work = (name, str(directory), 4.0)
+            pool.submit(
+                Work, work, resources={"cpu": 1}, id=name, run="run", restarts=-1, priority=float(int(name[1:]) % 3)
+            )
+        rage(storm, session, kills, pause_s)
+        (directory / "calm").touch()
+        for name in names:
+            assert session.task(name).result(timeout=120.0) == f"result of {name}"
+        pids = set()
+        for name in names:
+            explanation = session.explain(name)
+            ends = [chapter.state for chapter in explanation.story if chapter.state in [one.value for one in ENDED]]
+            assert ends == [State.done.value], f"{name} ended as {ends}"
+            lines = (directory / f"{name}.log").read_text().split()
+            assert not [line for line in lines if not line.isdigit()], f"two processes of {name} at once: {lines}"
+            assert 1 <= len(lines) <= explanation.attempts, f"{name} began {len(lines)} times in {explanation.attempts}"
+            pids |= {int(line) for line in lines}
+        status = session.status()
+        assert not status["journal"]["fault"]
+        session.shutdown()
+        wait_until(lambda: not any(lives(pid) for pid in pids), 30, "a process of a task is left behind")
+        groups = ray.util.placement_group_table().values()
+        assert [one["name"] for one in groups if one["state"] != "REMOVED"] == []
+        left = ray.util.list_named_actors(all_namespaces=True)
+        assert [one for one in left if one["name"].startswith("trimtab:storm:")] == []
+
+
+def test_two_hundred_kills_lose_and_double_nothing(storm: Storm, tmp_path: Path):
+    weather(storm, tmp_path, kills=int(os.environ.get("STORM_KILLS", "200")), tasks=TASKS, pause_s=0.45)
+    assert all(storm.kills.values()), storm.kills
