@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 
-TABLES = ("placement", "partition", "startup")
+TABLES = ("placement", "partition", "pools", "hosts", "startup")
 
 
 def main() -> None:
