@@ -371,7 +371,7 @@ class PoolMachine(Lives):
                 task = self.tasks[entry[2]]
                 following = self.waiting.after(kind, entry)
                 if task.not_before <= now and (kind in self._blocked or not self._try(task, now)):
-                    if task.spec.wait_s == 0 and task.state is State.waiting:
+                    if task.spec.wait_s == 0 and not task.came_back:
                         refused = Reason(Code.refused, f"cannot start at once: {task.reason.sentence}")
                         self._end(task, After.failed, refused, now)
                     else:
@@ -413,7 +413,7 @@ class PoolMachine(Lives):
             self.waiting.remove(task.id)
             self._to_starting(task, spot, now)
             return True
-        if spot.code is Code.quota and not task.spec.over_quota_waits:
+        if spot.code is Code.quota and not task.spec.over_quota_waits and not task.came_back:
             self._end(task, After.failed, Reason(Code.refused, spot.sentence), now)
             return True
         self._no_spot[alike] = spot

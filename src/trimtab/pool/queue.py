@@ -11,7 +11,6 @@ import bisect
 import heapq
 from collections.abc import Iterator
 
-from trimtab.model.pool import State
 from trimtab.pool.records import Task
 
 AGEING_S_PER_POINT = 60.0
@@ -46,7 +45,8 @@ class Queue:
             may_evict,
             spec.evictable,
             spec.over_quota_waits,
-            spec.wait_s == 0 and task.state is State.waiting,
+            spec.wait_s == 0,
+            task.came_back,
         )
         entry = (age_key(task), task.seq, task.id)
         bisect.insort(self._kinds.setdefault(kind, []), entry)

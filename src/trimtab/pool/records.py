@@ -62,6 +62,11 @@ class Task:
         return self.spec.id
 
     @property
+    def came_back(self) -> bool:
+        """Whether it ran before: it was accepted, and waits like others to return, however impatient it was."""
+        return bool(self.evictions or self.losses)
+
+    @property
     def holds(self) -> bool:
         """Whether it holds slots."""
         return self.state in HOLDS_SLOTS

@@ -61,6 +61,14 @@ class Shelf:
         except FileNotFoundError:
             return None
 
+    def header(self, kind: str, task: str) -> dict[str, Any] | None:
+        """The header of packed data of a task, without reading the rest; None where there is none."""
+        try:
+            with open(self._folders[kind] / file_name(task), "rb") as file:
+                return header_of(file.readline())
+        except FileNotFoundError:
+            return None
+
     def state_path(self, task: str, attempt: int, rank: int) -> Path:
         """Where a member's state goes. Every attempt has its own, so a gang never mixes two savings."""
         return self._folders["states"] / f"{file_name(task)}.{attempt}.{rank}.state"
@@ -147,6 +155,12 @@ def pack(header: dict[str, Any], parts: Sequence[bytes | None]) -> bytes:
     sizes = [None if part is None else len(part) for part in parts]
     text = json.dumps({**header, "sizes": sizes}, separators=(",", ":")).encode()
     return b"\n".join((text, b"".join(part for part in parts if part is not None)))
+
+
+def header_of(data: bytes) -> dict[str, Any]:
+    """The header alone of packed data."""
+    header: dict[str, Any] = json.loads(data[: data.index(b"\n")])
+    return header
 
 
 def unpack(data: bytes) -> tuple[dict[str, Any], list[bytes | None]]:

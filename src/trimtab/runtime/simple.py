@@ -355,7 +355,10 @@ class SimpleScheduler:
         session = self._open()
         pools = []
         for name, view in session.status()["pools"].items():
-            spec = session.pool(name).spec
+            try:
+                spec = session.pool(name).spec
+            except InputError:  # removed since
+                continue
             pools.append(
                 {
                     "name": name,
@@ -374,13 +377,14 @@ class SimpleScheduler:
     def stats(self) -> Answer:
         """Preemptions so far, the last ten of them, and how many tasks run."""
         totals = self._open().status()["totals"]
+        by_state = dict(totals.get("by_state", {}))
         return {
             "total_preemptions": totals["evictions"],
             "same_pool_preemptions": totals["same_pool"],
             "cross_pool_preemptions": totals["cross_pool"],
-            "running_tasks": totals["by_state"].get(State.running.value, 0),
-            "tasks": dict(totals["by_state"]),
-            "recent_preemptions": [_eviction(one) for one in totals["latest"]],
+            "running_tasks": by_state.get(State.running.value, 0),
+            "tasks": by_state,
+            "recent_preemptions": [_eviction(one) for one in totals.get("latest", ())],
         }
 
     def pg_pool_stats(self, pool: str) -> Answer:

@@ -40,6 +40,7 @@ from trimtab.runtime.ray.task import Task
 log = logging.getLogger("trimtab")
 
 RENEW_EVERY_S = 2.0
+SUBMIT_S = 300.0  # what is sent may be large
 
 Amounts = Mapping[str, float]
 
@@ -313,7 +314,7 @@ class Pool:
             namespace=session._ray.get_runtime_context().namespace,
             where=f"task {id}",
         )
-        session.ask("submit", spec, write_payload(payload, uuid.uuid4().hex))
+        session.ask("submit", spec, write_payload(payload, uuid.uuid4().hex), timeout_s=SUBMIT_S)
         if ends_with_me:
             session._live_with()
         return Task(session, id)

@@ -23,7 +23,7 @@ from trimtab.pool.events import Event, PolicySet, PoolEnsured, Submitted
 from trimtab.runtime.ray.deeds import read_payload
 from trimtab.runtime.ray.doors import TaskSeen, door
 from trimtab.runtime.ray.driver import ASKS, Driver, say_fault
-from trimtab.runtime.shelf import unpack
+from trimtab.runtime.shelf import header_of
 
 TRY_AGAIN_S = 5.0  # after a failed attempt to come up
 _LARGE = 2**20  # bytes that are written beside the loop
@@ -108,7 +108,7 @@ class Controller:
     async def submit(self, spec: TaskSpec, payload: bytes) -> TaskSeen:
         """Take a task. The same submission sent twice (its answer was lost) is taken once."""
         driver = await self._up_now()
-        if spec.id in driver.machine.tasks and self._token_of(spec.id) == unpack(payload)[0]["token"]:
+        if spec.id in driver.machine.tasks and self._token_of(spec.id) == header_of(payload)["token"]:
             return self._seen(spec.id)
         handlers = driver.shelf.get("handlers", spec.pool)
         if handlers is not None:
@@ -122,7 +122,8 @@ class Controller:
         except BaseException:
             staged.discard()
             raise
-        driver.deeds.submitted(spec.id, read_payload(payload, handlers))
+        if len(payload) < _LARGE:
+            driver.deeds.submitted(spec.id, read_payload(payload, handlers))
         if spec.client:
             driver.leases[spec.client] = time.monotonic()
         return self._seen(spec.id)
@@ -268,8 +269,8 @@ class Controller:
             raise InputError(f"there is no pool {pool}", hint=f"pools: {', '.join(sorted(pools)) or 'none yet'}")
 
     def _token_of(self, task: str) -> str | None:
-        data = self._driver.shelf.get("payloads", task)
-        return None if data is None else str(unpack(data)[0]["token"])
+        header = self._driver.shelf.header("payloads", task)
+        return None if header is None else str(header["token"])
 
     def _rules_nobody_has(self, policy: Policy) -> list[str]:
         machine = self._driver.machine

@@ -118,8 +118,7 @@ class Deeds:
 
     def submitted(self, task: str, payload: Payload) -> None:
         """Keep a payload at hand for the first start."""
-        if len(payload.actor) < _LARGE:
-            self._fresh[task] = payload
+        self._fresh[task] = payload
 
     def attach(self, task: str, members: Sequence[Member]) -> None:
         """These run already: from before the controller came back."""
@@ -127,8 +126,8 @@ class Deeds:
 
     def follow(self, task: str, attempt: int) -> None:
         """Wait for the outcome of a task that runs, where it has one."""
-        payload = self._fresh.get(task) or self._payload(task)
-        if payload is not None and payload.entry is not None and task not in self._stopping:
+        header = self._shelf.header("payloads", task)
+        if header is not None and header["entry"] is not None and task not in self._stopping:
             self._outcomes[task] = self._spawn(self._await_outcomes(task, attempt, list(self.running[task])))
 
     def resume(self, instruction: Start, members: Sequence[Member]) -> None:
@@ -165,8 +164,13 @@ class Deeds:
     def _spawn(self, deed: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(deed)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
         return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (fault := task.exception()) is not None:
+            log.error("a deed failed: %s", fault, exc_info=fault)
 
     # ---- groups ---------------------------------------------------------------------------------------------
 
@@ -372,7 +376,7 @@ class Deeds:
         if waiting is not None:
             waiting.cancel()
         saved, notes = await self._keep_state(one, members, outcomes)
-        cancel = min((outcome.cancel for outcome in outcomes), key=_WORST.index, default="not called")
+        cancel = next((word for word in _WORST if any(one.cancel == word for one in outcomes)), "not called")
         self.running.pop(one.task, None)
         self._stopping.discard(one.task)
         notes += [outcome.note for outcome in outcomes if outcome.note]

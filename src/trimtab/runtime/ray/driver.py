@@ -75,6 +75,7 @@ class Driver:
         self._woken = False
         self._timer: asyncio.TimerHandle | None = None
         self._warm: dict[str, dict[tuple[str, ...], int]] = {}
+        self._said: str | None = None  # the fault of the journal that was logged last
         self._compactor: subprocess.Popen[bytes] | None = None
         self.closing = False
 
@@ -257,12 +258,18 @@ class Driver:
             try:
                 self._end_tasks_of_the_dead()
                 self._look_at_compactor()
+                self._say_journal_fault()
                 if self.journal.vanished:
                     log.error("somebody deleted the journal in %s; it is written anew", self.directory)
                     self.journal.snapshot(self.now(), self.machine.dump())
                     self.shelf.make_folders()
             except Exception:
                 log.exception("keeping house")
+
+    def _say_journal_fault(self) -> None:
+        if self.journal.fault != self._said:
+            self._said = self.journal.fault
+            log.error(self._said or "the journal can be written again")
 
     def _end_tasks_of_the_dead(self) -> None:
         late = time.monotonic() - LEASE_S

@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 from trimtab.model.pool import IN_QUEUE, Chapter, Code, State
 from trimtab.pool.events import Event, Started, Stopped
 from trimtab.pool.machine import PoolMachine
-from trimtab.pool.records import Stand, Task
+from trimtab.pool.records import Group, Stand, Task
 
 log = logging.getLogger("trimtab.controller")
 
 SAMPLE_EVERY_S = 0.9  # at most, and more seldom where there is much to look at
 SAMPLE_SHARE = 0.01  # of the controller's time, at most, goes into sampling
-SLICE = 500  # records looked at in one turn of the loop: less than a millisecond
+PART = 500  # records looked at in one turn of the loop: less than a millisecond
 BUCKETS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 10e3, 20e3, 30e3, 60e3, 120e3, 300e3, 600e3)
 _IN_QUEUE = frozenset(state.value for state in IN_QUEUE)
 
@@ -139,34 +139,37 @@ class Meter:
     # ---- how everything stands ------------------------------------------------------------------------------
 
     async def _sample(self, warm_counts: Mapping[str, Mapping[str, int]]) -> None:
-        machine = self._machine
-        pools = {name: pool.spec for name, pool in machine.pools.items()}
+        await self._sample_tasks(list(self._machine.pools))
+        await self._sample_slots(list(self._machine.pools))
+        self._tell(WARM, {(node[:12], state): n for node, by in warm_counts.items() for state, n in by.items()})
+        self._tell(WARM_TARGET, {(name,): pool.spec.target_hosts for name, pool in self._machine.pools.items()})
+
+    async def _sample_tasks(self, pools: list[str]) -> None:
         states: dict[str, list[State]] = {pool: [] for pool in pools}
         since: dict[str, list[float]] = {pool: [] for pool in pools}
-        async for task in _in_slices(machine.tasks.values()):
-            state, pool = task.state, task.spec.pool
-            if pool in states:
-                states[pool].append(state)
-                if state is State.waiting or state is State.evicted:
-                    since[pool].append(task.since)
-        now = max(machine.now, time.time())
+        async for part in _in_parts(self._machine.tasks.values()):
+            for task in part:
+                state, pool = task.state, task.spec.pool
+                if pool in states:
+                    states[pool].append(state)
+                    if state is State.waiting or state is State.evicted:
+                        since[pool].append(task.since)
+        now = max(self._machine.now, time.time())
         self._tell(QUEUE, {(pool,): len(since[pool]) for pool in pools})
         self._tell(OLDEST_S, {(pool,): now - min(since[pool], default=now) for pool in pools})
         self._tell(TASKS, {(pool, state.value): states[pool].count(state) for pool in pools for state in State})
+
+    async def _sample_slots(self, pools: list[str]) -> None:
         slots = {pool: dict.fromkeys(("idle", "taken", "making", "removing", "wanted"), 0) for pool in pools}
-        async for group in _in_slices(machine.groups.values()):
-            if group.pool in slots:
-                word = group.stand.value if group.stand is not Stand.broken else "removing"
-                if group.stand is Stand.standing:
-                    word = "taken" if group.tenants else "idle"
-                slots[group.pool][word] += len(group.bundles)
-        for name, pool in machine.pools.items():
+        async for part in _in_parts(self._machine.groups.values()):
+            for group in part:
+                if group.pool in slots:
+                    slots[group.pool][_standing(group)] += len(group.bundles)
+        for name, pool in self._machine.pools.items():
             if name in slots:
-                there = len(machine.shelves[name].reserved) + len(pool.retired)
+                there = len(self._machine.shelves[name].reserved) + len(pool.retired)
                 slots[name]["wanted"] = len(pool.spec.reserved) - there
         self._tell(SLOTS, {(pool, state): n for pool, by in slots.items() for state, n in by.items()})
-        self._tell(WARM, {(node[:12], state): n for node, by in warm_counts.items() for state, n in by.items()})
-        self._tell(WARM_TARGET, {(name,): spec.target_hosts for name, spec in pools.items()})
 
     def _tell(self, metric: Metric, figures: Mapping[tuple[str, ...], float]) -> None:
         told = self._told.setdefault(metric.name, set())
@@ -185,12 +188,18 @@ class Meter:
         log.error(self.fault, exc_info=fault)
 
 
-async def _in_slices(records: Collection[Record]) -> AsyncIterator[Record]:
+async def _in_parts(records: Collection[Record]) -> AsyncIterator[list[Record]]:
     """All of them, with turns for others of the loop in between."""
-    for at, record in enumerate(list(records), 1):
-        yield record
-        if at % SLICE == 0:
-            await asyncio.sleep(0)
+    everything = list(records)
+    for start in range(0, len(everything), PART):
+        yield everything[start : start + PART]
+        await asyncio.sleep(0)
+
+
+def _standing(group: Group) -> str:
+    if group.stand is Stand.standing:
+        return "taken" if group.tenants else "idle"
+    return "making" if group.stand is Stand.making else "removing"
 
 
 def _waited_since(task: Task) -> tuple[float | None, float | None]:

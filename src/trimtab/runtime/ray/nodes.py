@@ -87,7 +87,10 @@ class NodeWatch:
         """Look, again and again."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            await self.step()
+            try:
+                await self.step()
+            except Exception:
+                log.exception("looking at nodes")
 
     async def step(self, *, wait: bool = False) -> None:
         """Look once. With `wait`, newcomers are joined on return."""
