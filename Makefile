@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup demo test lint types tests bench test-frameworks clean
+.PHONY: setup demo test lint types tests bench test-long test-frameworks clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,9 @@ tests: setup
 
 bench: setup
 	@$(BIN)/python -m bench
+
+test-long: setup
+	@$(BIN)/pytest -m long tests
 
 test-frameworks: setup
 	@tools/make-framework-envs && $(BIN)/pytest -m frameworks tests

@@ -17,7 +17,7 @@ from trimtab.model.errors import TrimtabError
 from trimtab.model.pool import ENDED, State
 from trimtab.runtime.ray.client import Session, connect
 
-NODES, CPUS, TASKS = 4, 2, 100
+NODES, CPUS, TASKS, KILLS = 4, 2, 100, 200
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +38,11 @@ def storm() -> Iterator[Storm]:
     cloudpickle.unregister_pickle_by_value(storms)
 
 
-def rage(storm: Storm, session: Session, kills: int, pause_s: float) -> None:
-    """So many kills: of fifteen one is of a controller, of forty one is of a node, the others of tasks' processes."""
+def rage(storm: Storm, session: Session, wanted: int, pause_s: float) -> None:
+    """Until so many kills were made: of thirteen one is of a controller, of forty one is of a node, the others of tasks' processes."""
     last_controller = 0
-    for number in range(1, 10 * kills):
-        if sum(storm.kills.values()) >= kills:
+    for number in range(1, 10 * wanted):
+        if sum(storm.kills.values()) >= wanted:
             return
         time.sleep(pause_s)
         with contextlib.suppress(TrimtabError):
@@ -57,32 +57,31 @@ def rage(storm: Storm, session: Session, kills: int, pause_s: float) -> None:
             else:
                 running = [member.pid for seen in session.tasks() for member in seen.members]
                 storm.kill_host(pid for pid in running if lives(pid))
-    raise AssertionError(f"only {storm.kills} of {kills} kills")
+    raise AssertionError(f"only {storm.kills} of {wanted} kills")
 
 
-def weather(storm: Storm, directory: Path, kills: int, tasks: int, pause_s: float) -> None:
+def weather(storm: Storm, directory: Path, name: str, kills: int, count: int, pause_s: float) -> None:
     import ray
 
-    with connect(name="storm") as session:
+    wanted = sum(storm.kills.values()) + kills
+    with connect(name=name) as session:
         pool = session.pool("p", quota={"cpu": NODES * CPUS}, warm_hosts=NODES, wait_s=600.0)
-        names = [f"t{at:03d}" for at in range(tasks)]
-        for name in names:
-            work = (name, str(directory), 4.0)
-            pool.submit(
-                Work, work, resources={"cpu": 1}, id=name, run="run", restarts=-1, priority=float(int(name[1:]) % 3)
-            )
-        rage(storm, session, kills, pause_s)
+        tasks = [f"t{at:03d}" for at in range(count)]
+        for at, task in enumerate(tasks):
+            settings = {"id": task, "run": "run", "restarts": -1, "priority": float(at % 3)}
+            pool.submit(Work, (task, str(directory), 4.0), resources={"cpu": 1}, **settings)
+        rage(storm, session, wanted, pause_s)
         (directory / "calm").touch()
-        for name in names:
-            assert session.task(name).result(timeout=120.0) == f"result of {name}"
+        for task in tasks:
+            assert session.task(task).result(timeout=120.0) == f"result of {task}"
         pids = set()
-        for name in names:
-            explanation = session.explain(name)
+        for task in tasks:
+            explanation = session.explain(task)
             ends = [chapter.state for chapter in explanation.story if chapter.state in [one.value for one in ENDED]]
-            assert ends == [State.done.value], f"{name} ended as {ends}"
-            lines = (directory / f"{name}.log").read_text().split()
-            assert not [line for line in lines if not line.isdigit()], f"two processes of {name} at once: {lines}"
-            assert 1 <= len(lines) <= explanation.attempts, f"{name} began {len(lines)} times in {explanation.attempts}"
+            assert ends == [State.done.value], f"{task} ended as {ends}"
+            lines = (directory / f"{task}.log").read_text().split()
+            assert not [line for line in lines if not line.isdigit()], f"two processes of {task} at once: {lines}"
+            assert 1 <= len(lines) <= explanation.attempts, f"{task} began {len(lines)} times in {explanation.attempts}"
             pids |= {int(line) for line in lines}
         status = session.status()
         assert not status["journal"]["fault"]
@@ -91,9 +90,14 @@ def weather(storm: Storm, directory: Path, kills: int, tasks: int, pause_s: floa
         groups = ray.util.placement_group_table().values()
         assert [one["name"] for one in groups if one["state"] != "REMOVED"] == []
         left = ray.util.list_named_actors(all_namespaces=True)
-        assert [one for one in left if one["name"].startswith("trimtab:storm:")] == []
+        assert [one for one in left if one["name"].startswith(f"trimtab:{name}:")] == []
 
 
 def test_two_hundred_kills_lose_and_double_nothing(storm: Storm, tmp_path: Path):
-    weather(storm, tmp_path, kills=int(os.environ.get("STORM_KILLS", "200")), tasks=TASKS, pause_s=0.45)
+    weather(storm, tmp_path, "storm", KILLS, TASKS, pause_s=0.4)
     assert all(storm.kills.values()), storm.kills
+
+
+@pytest.mark.long
+def test_a_storm_of_a_thousand_kills_loses_and_doubles_nothing(storm: Storm, tmp_path: Path):
+    weather(storm, tmp_path, "long-storm", 5 * KILLS, 3 * TASKS, pause_s=0.3)
