@@ -1,0 +1,327 @@
+"""The journal on real files: what is written is read, what is torn is said, what is damaged is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trimtab.model.errors import InputError
+from trimtab.model.pool import Code, Place, PoolSpec, TaskSpec
+from trimtab.model.resources import Resources
+from trimtab.pool.events import (
+    CancelAsked,
+    Event,
+    NodeJoined,
+    PoolEnsured,
+    Started,
+    Stopped,
+    Submitted,
+    Tick,
+)
+from trimtab.pool.machine import PoolMachine
+from trimtab.runtime import locks
+from trimtab.runtime.journal import Journal, read_journal
+from trimtab.runtime.shelf import Shelf, file_name, header_of, pack, unpack
+
+EVENTS: list[Event] = [
+    NodeJoined("n0", Resources.of(cpu=8, memory=2**33), Resources.of(cpu=0.5), (("zone", "a"),)),
+    PoolEnsured(PoolSpec("p", Resources.of(cpu=4), reserved=(Resources.of(cpu=1),))),
+    Submitted(TaskSpec("täsk 1", "p", (Resources.of(cpu=1), Resources.of(gpu=0.25)), labels=(("role", "train"),))),
+    Started("täsk 1", 1, "a warm host"),
+    CancelAsked("täsk 1", keep_slot=False, code=Code.client_died),
+    Stopped("täsk 1", 1, "timed out", saved=True, note="line\nbreak"),
+    Tick(),
+]
+
+
+def written(directory: Path, events: list[Event] = EVENTS, start: float = 100.0) -> None:
+    journal = Journal(directory)
+    for number, event in enumerate(events):
+        journal.append(start + number, event)
+    journal.close()
+
+
+def segment(directory: Path, number: int = 0) -> Path:
+    return directory / f"journal-{number:08d}.jsonl"
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    written(tmp_path)
+    found = read_journal(tmp_path)
+    assert [event for _, event in found.events] == EVENTS
+    assert [now for now, _ in found.events] == [100.0 + number for number in range(len(EVENTS))]
+    assert found.snapshot is None
+    assert found.torn is None
+    assert found.last_time == 106.0
+
+
+def test_an_empty_directory_is_an_empty_journal(tmp_path: Path) -> None:
+    assert read_journal(tmp_path / "nothing").empty
+    written(tmp_path, [])
+    assert read_journal(tmp_path).empty
+
+
+def test_it_is_plain_json_lines_with_a_header(tmp_path: Path) -> None:
+    written(tmp_path)
+    lines = [json.loads(line) for line in segment(tmp_path).read_text().splitlines()]
+    assert lines[0]["version"] == 1
+    assert lines[4] == [103.0, "Started", {"task": "täsk 1", "attempt": 1, "how": "a warm host"}]
+
+
+@pytest.mark.parametrize("tail", [b'[107.0,"Tick"', b'[107.0,"Tick",{}]', b"\0\0\0\0", b'[107.0,"Ti\n'])
+def test_a_torn_last_line_is_dropped_said_and_written_over(tmp_path: Path, tail: bytes) -> None:
+    written(tmp_path)
+    with open(segment(tmp_path), "ab") as file:
+        file.write(tail)
+    found = read_journal(tmp_path)
+    assert len(found.events) == len(EVENTS)
+    assert found.torn is not None
+    assert "line 9" in found.torn
+    written(tmp_path, [Tick()], start=200.0)
+    again = read_journal(tmp_path)
+    assert again.torn is None
+    assert again.events[-1] == (200.0, Tick())
+    assert len(again.events) == len(EVENTS) + 1
+
+
+def test_a_torn_header_is_an_empty_journal(tmp_path: Path) -> None:
+    segment(tmp_path).write_bytes(b'{"format": "trimtab-j')
+    written(tmp_path)
+    assert len(read_journal(tmp_path).events) == len(EVENTS)
+
+
+@pytest.mark.parametrize(
+    "damage", [b"garbage\n", b'[1.0,"NoSuchEvent",{}]\n', b'[1.0,"Started",{"no_such":1}]\n', b"{}\n"]
+)
+def test_a_damaged_line_in_the_middle_is_refused_with_file_and_line(tmp_path: Path, damage: bytes) -> None:
+    written(tmp_path)
+    lines = segment(tmp_path).read_bytes().splitlines(keepends=True)
+    lines[3] = damage
+    segment(tmp_path).write_bytes(b"".join(lines))
+    with pytest.raises(InputError) as refused:
+        Journal(tmp_path)
+    assert refused.value.where == f"{segment(tmp_path)}, line 4"
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    segment(tmp_path).write_text('{"format":"trimtab-journal","version":99}\n')
+    with pytest.raises(InputError, match="format 99"):
+        Journal(tmp_path)
+    (tmp_path / "snapshot-00000001.json").write_text('{"format":"trimtab-journal","version":99}\n')
+    with pytest.raises(InputError, match="format 99"):
+        read_journal(tmp_path)
+
+
+def test_after_a_snapshot_only_what_followed_is_read(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for number in range(50):
+        journal.append(float(number), Tick())
+    journal.note("history was lost")
+    journal.snapshot(50.0, {"tasks": ["a"]})
+    journal.append(51.0, Tick())
+    journal.close()
+    found = read_journal(tmp_path)
+    assert found.snapshot == {"tasks": ["a"]}
+    assert found.last_time == 51.0
+    assert found.events == ((51.0, Tick()),)
+    assert found.notes == ("history was lost",)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "journal-00000001.jsonl",
+        "lock",
+        "snapshot-00000001.json",
+    ]
+
+
+def test_a_crash_before_a_snapshot_stands_loses_nothing(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.append(1.0, Tick())
+    assert journal.rotate() == 1
+    journal.append(3.0, Tick())
+    journal.close()
+    found = read_journal(tmp_path)
+    assert found.snapshot is None
+    assert [now for now, _ in found.events] == [1.0, 3.0]
+    assert [now for now, _ in read_journal(tmp_path, before=1).events] == [1.0]
+
+
+def test_compacting_gives_the_state_that_replaying_gives_and_the_writer_goes_on(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    live = PoolMachine()
+    for number, event in enumerate(EVENTS):
+        journal.append(100.0 + number, event)
+        live.handle(event, 100.0 + number)
+    before = journal.rotate()
+    state = live.dump()
+    last = CancelAsked("täsk 1")
+    journal.append(200.0, last)
+    live.handle(last, 200.0)
+    compact = [sys.executable, "-m", "trimtab.runtime.compact", str(tmp_path), str(before)]
+    subprocess.run(compact, check=True, timeout=60)
+    journal.close()
+    assert not segment(tmp_path).exists()
+    found = read_journal(tmp_path)
+    assert found.snapshot == json.loads(json.dumps(state))
+    replayed = PoolMachine.load(found.snapshot)
+    for now, event in found.events:
+        replayed.handle(event, now)
+    assert replayed.dump() == live.dump()
+
+
+def test_a_full_disk_keeps_the_segment_that_it_could_not_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    journal = Journal(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        journal.append(1.0, Tick())
+        assert journal.rotate() == 0
+    journal.close()
+    assert read_journal(tmp_path).events == ((1.0, Tick()),)
+
+
+def test_a_missing_segment_is_refused(tmp_path: Path) -> None:
+    written(tmp_path)
+    segment(tmp_path).rename(segment(tmp_path, 2))
+    with pytest.raises(InputError, match="missing: journal-00000000"):
+        read_journal(tmp_path)
+
+
+def test_a_damaged_snapshot_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "snapshot-00000003.json").write_text('{"format":"trimtab-journal","version":1,"ti')
+    with pytest.raises(InputError, match="snapshot is damaged"):
+        read_journal(tmp_path)
+
+
+def test_a_deleted_journal_is_noticed_and_made_whole_by_a_snapshot(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    journal.append(1.0, Tick())
+    assert not journal.vanished
+    segment(tmp_path / "j").unlink()
+    assert journal.vanished
+    journal.snapshot(2.0, {"tasks": ["a"]})
+    assert not journal.vanished
+    journal.append(3.0, Tick())
+    journal.close()
+    assert read_journal(tmp_path / "j").snapshot == {"tasks": ["a"]}
+
+
+def test_a_full_disk_is_said_and_nothing_is_lost_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path)
+    write = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        if len(data) > 5:
+            return write(descriptor, bytes(data)[:5])  # half a line fits
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        journal.append(1.0, Tick())
+        assert journal.fault is not None
+        assert "No space left" in journal.fault
+    journal.append(2.0, Tick())
+    assert journal.fault is None
+    journal.close()
+    assert read_journal(tmp_path).events == ((1.0, Tick()), (2.0, Tick()))
+
+
+def test_killed_in_the_middle_of_writing_every_appended_event_is_there(tmp_path: Path) -> None:
+    script = (
+        "import sys; from trimtab.runtime.journal import Journal; from trimtab.pool.events import Tick\n"
+        "journal = Journal(sys.argv[1])\n"
+        "for number in range(10**9):\n"
+        "    journal.append(float(number), Tick()); print(number, flush=True)\n"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    for _ in range(500):
+        said = int(writer.stdout.readline())
+    writer.send_signal(signal.SIGKILL)
+    rest = writer.stdout.read().split("\n")
+    writer.stdout.close()
+    writer.wait(timeout=10)
+    said = max([said, *(int(one) for one in rest[:-1])])
+    assert read_journal(tmp_path).last_time >= said
+    Journal(tmp_path).close()  # the lock died with its owner
+
+
+def test_two_controllers_cannot_write_one_journal(tmp_path: Path) -> None:
+    first = Journal(tmp_path, owner="first")
+    with pytest.raises(InputError, match=f"first, process {os.getpid()}"):
+        Journal(tmp_path, lock_wait_s=0.1)
+    first.close()
+    Journal(tmp_path, lock_wait_s=0).close()
+
+
+def test_without_flock_a_claim_file_does_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(locks.fcntl, "flock", none)
+    first = Journal(tmp_path, owner="first")
+    with pytest.raises(InputError, match="first, process"):
+        Journal(tmp_path, lock_wait_s=0.1)
+    first.close()
+    claim = tmp_path / "lock.owner"
+    gone = {"owner": "dead", "host": locks.socket.gethostname(), "pid": os.getpid(), "born": 1}
+    claim.write_text(json.dumps(gone))
+    Journal(tmp_path, lock_wait_s=1).close()
+    claim.write_text(json.dumps({**gone, "host": "elsewhere"}))
+    with pytest.raises(InputError, match="on elsewhere"):
+        Journal(tmp_path, lock_wait_s=0.1)
+    long_ago = time.time() - 3600
+    os.utime(claim, (long_ago, long_ago))
+    Journal(tmp_path, lock_wait_s=1).close()
+
+
+def test_files_of_tasks_are_whole_or_not_there_and_go_with_their_task(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    staged = shelf.stage("payloads", "a", b"class")
+    assert shelf.get("payloads", "a") is None
+    staged.commit()
+    assert shelf.get("payloads", "a") == b"class"
+    shelf.stage("payloads", "a", b"refused").discard()
+    shelf.put("results", "a", b"42")
+    shelf.put("payloads", "b", b"other")
+    shelf.put_state("a", 1, 0, b"s")
+    shelf.keep_only(["b"])
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["b"]
+    shelf.keep_only([])
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_gang_returns_with_the_newest_state_that_every_member_saved(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path, str(tmp_path / "elsewhere"))
+    assert shelf.latest_state("g", 2) is None
+    for attempt, rank in ((1, 0), (1, 1), (2, 0)):  # in its second life only one member got its state out
+        shelf.put_state("g", attempt, rank, b"")
+    assert shelf.latest_state("g", 2) == [shelf.state_path("g", 1, 0), shelf.state_path("g", 1, 1)]
+    shelf.put_state("g", 2, 1, b"")
+    shelf.drop_old_states("g", 2)
+    assert shelf.latest_state("g", 2) == [shelf.state_path("g", 2, 0), shelf.state_path("g", 2, 1)]
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 2
+
+
+def test_every_id_is_a_file_name_of_its_own() -> None:
+    ids = ["a", "a b", "ä", "..", ".hidden", "x" * 500, "x" * 499 + "y", "%2e", "a:b", "CON", "~"]
+    names = [file_name(one) for one in ids]
+    assert len(set(names)) == len(ids)
+    assert all(len(name) <= 140 and not name.startswith(".") and "/" not in name for name in names)
+
+
+def test_parts_are_packed_with_a_header_and_come_out_as_they_were() -> None:
+    header, parts = {"entry": "run", "place": list(Place("g", 0, "n").__dict__.values())}, [b"a\nb", None, b"", b"\0c"]
+    assert unpack(pack(header, parts)) == (header, parts)
+    assert header_of(pack(header, parts))["entry"] == "run"
