@@ -456,22 +456,35 @@ def test_a_new_controller_on_an_old_journal_goes_on_where_the_last_one_stopped(t
 # ---- the journal ------------------------------------------------------------------------------------------------
 
 
-def test_a_journal_that_is_gone_is_said_and_what_it_owned_is_ended(tmp_path: Path, cluster: Any) -> None:
+def test_a_journal_that_is_gone_is_said_and_what_runs_is_taken_up_again(tmp_path: Path, cluster: Any) -> None:
     journal = tmp_path / "journal"
     with own_session(journal_dir=str(journal)) as session:
-        pool = session.pool("p", {"cpu": 2})
-        task = pool.submit(Counter, resources=CPU, id="orphan")
-        member, controller = task.call("pid"), session.status()["pid"]
+        pool = session.pool("p", {"cpu": 3}, reserved=[{"cpu": 1}])
+        task = pool.submit(Counter, resources=CPU, id="orphan", priority=7.0, labels={"role": "rollout"})
+        owner = pool.submit(Counter, resources=CPU, id="owner", priority=9.0)
+        assert (task.call("add", 2), owner.call("add", 3)) == (2, 3)
+        pids, controller = (task.call("pid"), owner.call("pid")), session.status()["pid"]
         os.kill(controller, signal.SIGSTOP)
         shutil.rmtree(journal)
         os.kill(controller, signal.SIGKILL)
         status = until(lambda: session.status())
         assert "history was lost" in status["journal"]["notes"][0]
         assert "orphan" in status["journal"]["notes"][0]
-        assert not exists(member)
+        assert (task.call("pid"), owner.call("pid")) == pids
+        assert (task.call("add", 1), owner.call("add", 1)) == (3, 4)
+        explanation = session.explain("orphan")
+        assert (explanation.reason.code, explanation.priority) == (Code.found, 7.0)
         with pytest.raises(InputError, match="history was lost"):
-            session.task("orphan")
-        assert session.pool("p", {"cpu": 2}).submit(Counter, resources=CPU).call("add", 1, timeout=30) == 1
+            session.task("unheard-of")
+        # The pool is as it was: its quota is used by what was taken up, its reserved slot is no second one.
+        again = session.pool("p", {"cpu": 3}, reserved=[{"cpu": 1}])
+        third = again.submit(Counter, resources=CPU, id="third")
+        assert third.call("add", 1, timeout=30) == 1
+        assert session.status()["pools"]["p"]["slots"]["reserved"] == 1
+        assert session.would_evict("p", CPU).found is False
+        task.complete()
+        task.wait("ended", timeout=30)
+        assert not exists(pids[0])
 
 
 def test_a_journal_deleted_under_a_living_controller_is_written_anew(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ class Code(str, enum.Enum):
     borrowed = "BORROWED"  # an idle reserved slot of others
     reused = "REUSED"  # an idle dynamic slot
     preempted = "PREEMPTED"  # room made by evicting others
+    found = "FOUND"  # it was running when nothing was remembered of it
     # evictions and stops
     priority = "PRIORITY"  # same pool, by priority gap
     label_rule = "LABEL_RULE"  # same pool, by a label rule

@@ -208,6 +208,25 @@ class Unparked:
 
 
 @dataclass(frozen=True)
+class FoundTask:
+    """A task that runs though nothing is remembered of it; `reserved`: which of its pool's reserved slots it is in."""
+
+    spec: TaskSpec
+    attempt: int
+    group: str
+    nodes: tuple[str, ...]
+    reserved: int | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The journal was lost, and these pools and tasks are there. What cannot be taken up is left to be ended."""
+
+    pools: tuple[PoolSpec, ...]
+    tasks: tuple[FoundTask, ...]
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time has passed: deadlines are looked at."""
 
@@ -236,6 +255,7 @@ Event = (
     | Stopped
     | Parked
     | Unparked
+    | Found
     | Tick
 )
 

@@ -7,6 +7,8 @@ a task is claimed until it has it; a group that is lost in part is given up whol
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trimtab.model.pool import ENDED, IN_QUEUE, Chapter, Code, Place, Policy, Reason, State, Strategy
 from trimtab.model.resources import Resources
 from trimtab.pool import events as e
@@ -200,6 +202,26 @@ class Lives(Books):
         # Nothing was freed, but here is one more who might have to leave for others.
         self._blocked.clear()
         self._dirty = True
+
+    def _to_found(self, found: e.FoundTask, now: float) -> None:
+        """A task that nobody remembers runs: from now on it is remembered."""
+        spec = found.spec
+        pool = self.pools[spec.pool]
+        kind = Kind.dynamic if found.reserved is None else Kind.reserved
+        size = spec.size if found.reserved is None else (pool.spec.reserved[found.reserved],)
+        group = Group(found.group, spec.pool, kind, size, found.nodes, Stand.standing, None, spec_index=found.reserved)
+        self.add_group(group)
+        # New groups are numbered on from here, so that no name is used twice.
+        number = found.group.removeprefix("g")
+        self.seq = max(self.seq + 1, int(number) if number.isdecimal() else 0)
+        reason = Reason(Code.found, "it was running when the journal was lost")
+        task = Task(replace(spec, shares=None), self.seq, now, State.running, reason, now, None, attempt=found.attempt)
+        self.tasks[spec.id] = task
+        self._seat(task, group, now)
+        task.started, task.started_at = True, now
+        task.borrowed = kind is Kind.reserved and spec.priority < pool.spec.reserved_priority
+        self._write(task, task.state.value, reason, now)
+        self.candidate(task)
 
     def _seat(self, task: Task, group: Group, now: float) -> None:
         """The task is the active tenant of the group."""

@@ -312,6 +312,15 @@ class PoolMachine(Lives):
         self._to(task, State.running, Reason(Code.turn, "it has its turn"), now, None)
         self._next_turn(self.groups[task.places[0].group], now)
 
+    def _on_found(self, event: e.Found, now: float) -> None:
+        for spec in event.pools:
+            if spec.name not in self.pools:
+                self.add_pool(Pool(spec))
+        for found in event.tasks:
+            if room.can_be_taken_up(self, found):
+                self._to_found(found, now)
+        self._freed()
+
     def _on_tick(self, event: e.Tick, now: float) -> None:
         due = []
         while self.timers and self.timers[0][0] <= now:

@@ -14,6 +14,7 @@ from trimtab.model.errors import InputError, nearest
 from trimtab.model.pool import ENDED, Code, Reason, Strategy, TaskSpec
 from trimtab.model.resources import total
 from trimtab.pool.books import Books
+from trimtab.pool.events import FoundTask
 from trimtab.pool.ledger import Vector
 from trimtab.pool.placing import could_ever, place
 from trimtab.pool.records import Claim, Group, Pool, Task
@@ -227,6 +228,22 @@ def never_on_nodes(books: Books, spec: TaskSpec) -> str | None:
         known = (books.node_epoch, None if why is None else f"it asks {total(spec.size)}, and {why}")
         books.nevers[spec.size, strategy] = known
     return known[1]
+
+
+def can_be_taken_up(books: Books, found: FoundTask) -> bool:
+    """Whether a task that nobody remembers fits into the books as it is found."""
+    spec = found.spec
+    if spec.pool not in books.pools or spec.id in books.tasks or found.group in books.groups:
+        return False
+    if any(node not in books.nodes for node in found.nodes) or len(found.nodes) != len(spec.size):
+        return False
+    left = slots_left(books, spec.pool)
+    if found.reserved is None and left is not None and left < len(spec.size):
+        return False
+    pool = books.pools[spec.pool].spec
+    if found.reserved is not None and not 0 <= found.reserved < len(pool.reserved):
+        return False
+    return bool((books.ledger.sum_vector(spec.bundles) <= books.ledger.quota_left(spec.pool)).all())
 
 
 def check_submission(books: Books, spec: TaskSpec) -> None:

@@ -8,11 +8,14 @@ placement groups are made and ended by `members`.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from trimtab.model.codec import encode
+from trimtab.model.pool import PoolSpec
 from trimtab.pool.events import (
     Died,
     Ended,
@@ -34,6 +37,7 @@ from trimtab.pool.events import (
     Unparked,
 )
 from trimtab.pool.machine import PoolMachine
+from trimtab.pool.records import Task
 from trimtab.runtime.ray.members import (
     DiedError,
     GroupError,
@@ -290,8 +294,15 @@ class Deeds:
             state,
             limit_s,
             preload=pool.preload,
+            facts=self._facts(record, pool),
         )
         return await asyncio.wait_for(start, limit_s + SLACK_S)
+
+    def _facts(self, record: Task, pool: PoolSpec) -> str:
+        """What the processes of a task carry with them, for the day on which the journal is lost."""
+        group = self._world.machine.groups[record.places[0].group]
+        facts = {"spec": encode(record.spec), "pool": encode(pool), "reserved": group.spec_index}
+        return json.dumps(facts)
 
     def _payload(self, task: str) -> Payload | None:
         data = self._shelf.get("payloads", task)

@@ -120,11 +120,13 @@ class Driver:
         self.watch = nodes.NodeWatch(self, self.members, lambda: nodes.look(self._ray), self.deeds.node_lost)
         there = await asyncio.to_thread(nodes.look, self._ray)
         await asyncio.gather(*(self._warden(one.node) for one in there))
-        if is_fresh and (lost := await recovery.clear_unowned(self.members)):
-            log.error(lost)
-            self.journal.note(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {lost}")
-            self.journal.snapshot(self.now(), self.machine.dump())
         self.watch.adopt(self.machine.nodes)
+        if is_fresh:
+            await self.watch.step(wait=True)
+            if lost := await recovery.take_up_unknown(self, self.members):
+                log.error(lost)
+                self.journal.note(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {lost}")
+                self.journal.snapshot(self.now(), self.machine.dump())
         now = time.monotonic()
         self.leases = {task.spec.client: now for task in self.machine.tasks.values() if task.spec.client}
         await recovery.reconcile(self, self.members, self.deeds, self.watch)

@@ -39,6 +39,8 @@ class Seat:
     rank: int
     world: int
     pool: str
+    group: str = ""
+    facts: str = ""  # what is known of the task, as JSON: for those who find it when the journal is lost
 
 
 @dataclass(frozen=True)

@@ -174,13 +174,14 @@ class Members:
         timeout_s: float,
         *,
         preload: tuple[str, ...] = (),
+        facts: str = "",
     ) -> tuple[list[Member], str]:
         """A member in each place, all constructed, their entry begun; and how. Else StartError."""
         deadline = time.monotonic() + timeout_s
         taken: list[Member] = []
         orders = [
             Order(
-                Seat(task, attempt, rank, len(places), pool),
+                Seat(task, attempt, rank, len(places), pool, places[rank].group, facts),
                 (),
                 payload.actor,
                 payload.entry,
@@ -288,11 +289,16 @@ class Members:
 
     async def seen(self) -> list[Member]:
         """Every member that is alive now, on any node."""
+        return list(await self.seats())
+
+    async def seats(self) -> dict[Member, Seat]:
+        """Every member that is alive now, with what its process knows of itself."""
         await self._join_all()
-        found = []
+        found = {}
         for node in self._wardens.nodes:
-            records = await self._records(node)
-            found += [_member(one) for one in records if one["kind"] != "making" and one["seat"]]
+            for record in await self._records(node):
+                if record["kind"] != "making" and record["seat"]:
+                    found[_member(record)] = Seat(**record["seat"])
         return found
 
     async def sweep(self, keep: Collection[Member]) -> int:

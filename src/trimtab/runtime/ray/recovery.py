@@ -2,22 +2,26 @@
 
 Processes of tasks that still run are taken up again, what is gone is told to the machine, what nobody owns is ended,
 and what was being carried out is carried out again. Nothing here starts a task a second time: a start that was under
-way goes on if all its processes are there, and begins afresh only after what there was of it is gone. Without a
-journal nothing that is alive can be owned, so all of it is ended, and said.
+way goes on if all its processes are there, and begins afresh only after what there was of it is gone. Where the
+journal itself is gone, what runs is asked what it is and taken up again, and it is said that history is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from trimtab.model.pool import HOLDS_SLOTS, State
-from trimtab.pool.events import Died, Event, GroupLost, Instruction, MakeGroup, Start
+from trimtab.model.codec import decode
+from trimtab.model.errors import TrimtabError
+from trimtab.model.pool import HOLDS_SLOTS, PoolSpec, State, TaskSpec
+from trimtab.pool.events import Died, Event, Found, FoundTask, GroupLost, Instruction, MakeGroup, Start
 from trimtab.pool.machine import PoolMachine
 from trimtab.pool.records import Stand, Task
 from trimtab.runtime.ray.deeds import Deeds
+from trimtab.runtime.ray.host import Seat
 from trimtab.runtime.ray.members import GroupSeen, Member, Members
 from trimtab.runtime.ray.nodes import NodeWatch
 
@@ -35,18 +39,41 @@ class World(Protocol):
         """Tell the machine; never raises."""
 
 
-async def clear_unowned(members: Members) -> str | None:
-    """The journal is empty: end whatever of this controller is alive; a sentence if there was anything."""
-    seen, groups = await _ask(members)
-    if not seen and not groups:
+async def take_up_unknown(world: World, members: Members) -> str | None:
+    """The journal is empty: take up whatever runs whole and knows what it is; a sentence if anything was alive.
+
+    What is left over is ended when the rest is reconciled. Who may evict whom was in the journal alone.
+    """
+    seats = await asyncio.wait_for(members.seats(), ANSWER_S)
+    groups = await asyncio.wait_for(members.groups(), ANSWER_S)
+    if not seats and not groups:
         return None
-    tasks = sorted({member.task for member in seen})
-    await asyncio.wait_for(members.sweep(()), ANSWER_S)
-    await _remove(members, groups.values())
-    named = f": {', '.join(tasks[:20])}{' ...' if len(tasks) > 20 else ''}" if tasks else ""
+    by_start: dict[tuple[str, int], list[Seat]] = {}
+    for seat in seats.values():
+        by_start.setdefault((seat.task, seat.attempt), []).append(seat)
+    pools: dict[str, PoolSpec] = {}
+    found = []
+    for (task, attempt), together in by_start.items():
+        seat = together[0]
+        group = groups.get(seat.group)
+        if group is None or not group.intact or {one.rank for one in together} != set(range(seat.world)):
+            continue
+        try:
+            facts = json.loads(seat.facts)
+            spec, pool = decode(TaskSpec, facts["spec"]), decode(PoolSpec, facts["pool"])
+        except (ValueError, KeyError, TypeError, TrimtabError):
+            log.warning("task %s does not say what it is", task)
+            continue
+        pools[pool.name] = pool
+        nodes = tuple(str(node) for node in group.nodes)
+        found.append(FoundTask(spec, attempt, seat.group, nodes, facts["reserved"]))
+    world.feed(Found(tuple(pools.values()), tuple(found)))
+    known = [one.spec.id for one in found if one.spec.id in world.machine.tasks]
+    lost = sorted({task for task, _ in by_start} - set(known))
+    ended = f"; ended, for they could not be: {', '.join(lost)}" if lost else ""
     return (
-        f"history was lost: the journal was gone while {len(tasks)} tasks and {len(groups)} placement groups "
-        f"of this controller were alive; they were ended{named}"
+        f"history was lost: the journal was gone while {len(by_start)} tasks and {len(groups)} placement groups "
+        f"of this controller were alive; taken up again: {', '.join(sorted(known)) or 'none'}{ended}"
     )
 
 

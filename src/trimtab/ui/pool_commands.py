@@ -1,0 +1,220 @@
+"""`trimtab status`, `explain` and `pool`: what runs, what waits and why.
+
+They look at a controller that is there, and start neither a cluster nor a controller: where nothing is, they say so
+and how to get it. Only `pool drain` changes anything. What is shown is put together in `pool_text`; what they need is
+imported when they run, so that the command line starts quickly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trimtab.model.errors import InputError, nearest
+from trimtab.ui.output import Format, answer
+
+if TYPE_CHECKING:
+    from trimtab.runtime.ray.client import Session
+
+app = typer.Typer(help="Pools: their quota, slots and tasks.", no_args_is_help=True)
+
+AddressOption = Annotated[
+    str | None,
+    typer.Option("--address", "-a", help="The Ray cluster; else RAY_ADDRESS, else the one that runs on this machine."),
+]
+NameOption = Annotated[str, typer.Option("--name", "-n", help="The controller, where a cluster has several.")]
+FormatOption = Annotated[Format, typer.Option("--format", "-f", help="How the answer is written.")]
+CONTROLLER = "trimtab"
+
+
+def status(address: AddressOption = None, name: NameOption = CONTROLLER, form: FormatOption = Format.text) -> None:
+    """What is going on: pools and their quota, slots, tasks, who waits and why, nodes, warm hosts, journal, metrics.
+
+    Examples:
+
+        trimtab status
+
+        trimtab status --address 10.0.0.1:6379 --format json
+    """
+    from trimtab.ui import pool_text
+
+    with looking(address, name) as session:
+        seen = session.status()
+        nodes = session._ray.nodes()
+        data = pool_text.status_data(seen, session.tasks(), nodes, pool_text.exporter(nodes, seen.get("metrics")))
+    answer(data, form, lambda: pool_text.print_status(data))
+
+
+def explain(
+    task: Annotated[str, typer.Argument(help="The id of a task, or the beginning of a node's id.")],
+    address: AddressOption = None,
+    name: NameOption = CONTROLLER,
+    form: FormatOption = Format.text,
+) -> None:
+    """Why a task is where it is: the reason, its place in the queue, what would have to end, and its story.
+
+    Examples:
+
+        trimtab explain rollout-03
+
+        trimtab explain 4f1c09
+    """
+    from trimtab.ui import pool_text
+
+    with looking(address, name) as session:
+        try:
+            explanation = session.explain(task)
+        except InputError as unknown:
+            data = _node_data(session, task, unknown)
+            answer(data, form, lambda: pool_text.print_node(data))
+            return
+        seen = session.status()
+    data = pool_text.explanation_data(explanation, seen)
+    answer(data, form, lambda: pool_text.print_explanation(data))
+
+
+@app.command("list")
+def list_pools(address: AddressOption = None, name: NameOption = CONTROLLER, form: FormatOption = Format.text) -> None:
+    """All pools: quota used, slots, tasks by state.
+
+    Example:
+
+        trimtab pool list --format yaml
+    """
+    from trimtab.ui import pool_text
+
+    with looking(address, name) as session:
+        data = {"pools": session.status()["pools"]}
+    answer(data, form, lambda: pool_text.print_pools(data["pools"]))
+
+
+@app.command()
+def show(
+    pool: Annotated[str, typer.Argument(help="The pool.")],
+    address: AddressOption = None,
+    name: NameOption = CONTROLLER,
+    form: FormatOption = Format.text,
+) -> None:
+    """One pool: how it is configured, what it uses, and its tasks.
+
+    Example:
+
+        trimtab pool show rlhf
+    """
+    from trimtab.ui import pool_text
+
+    with looking(address, name) as session:
+        view = _known(session, pool)
+        data = pool_text.pool_data(session.pool(pool).spec, view, session.tasks(pool))
+    answer(data, form, lambda: pool_text.print_pool(data))
+
+
+@app.command()
+def drain(
+    pool: Annotated[str, typer.Argument(help="The pool.")],
+    off: Annotated[bool, typer.Option("--off", help="Take tasks again.")] = False,
+    address: AddressOption = None,
+    name: NameOption = CONTROLLER,
+    form: FormatOption = Format.text,
+) -> None:
+    """Have a pool start nothing new. What runs goes on; what waits keeps waiting, with DRAINED as its reason.
+
+    Examples:
+
+        trimtab pool drain rlhf
+
+        trimtab pool drain rlhf --off
+    """
+    from trimtab.ui import pool_text
+
+    with looking(address, name) as session:
+        _known(session, pool)
+        session.pool(pool).drain(not off)
+        view = _known(session, pool)
+    answer({"pool": pool, **view}, form, lambda: pool_text.print_drained(pool, view))
+
+
+@contextmanager
+def looking(address: str | None, name: str) -> Iterator[Session]:
+    """A session with the controller that is there; raises UnreachableError where there is none."""
+    from trimtab.runtime.ray.client import Session
+
+    link = _ray(address)
+    try:
+        session = Session(link, _controller(link.ray, name))
+    except BaseException:
+        link.close()
+        raise
+    with session:
+        yield session
+
+
+def _ray(address: str | None) -> Any:
+    from trimtab.model.errors import UnreachableError
+    from trimtab.runtime.ray.link import RayLink
+
+    hint = "--address names a cluster; `trimtab.connect()` or `ray start --head` starts one"
+
+    class Found(RayLink):
+        """Ray, where it runs."""
+
+        def _join_what_is_there(self) -> list[str]:
+            passed = super()._join_what_is_there()
+            if not self._ours:
+                raise UnreachableError(f"there is no Ray to look at: {'; '.join(passed)}", hint=hint)
+            return passed
+
+        def _start(self, *_: object) -> None:
+            raise InputError("a local Ray would be a new one, with nothing to look at", hint=hint)
+
+    return Found(address)
+
+
+def _controller(ray: Any, name: str) -> Any:
+    from trimtab.model.errors import UnreachableError
+    from trimtab.runtime.ray.link import ControllerLink
+
+    class Found(ControllerLink):
+        """The controller, where there is one."""
+
+        def _made(self, *_: object) -> Any:
+            there = _controllers(ray)
+            raise UnreachableError(
+                f"this Ray has no controller {name}",
+                hint=f"--name is one of: {', '.join(there)}" if there else "`trimtab.connect()` in Python makes one",
+            )
+
+    return Found(ray, name, None, None, timeout_s=30.0)
+
+
+def _controllers(ray: Any) -> list[str]:
+    from trimtab.runtime.ray.doors import NAMESPACE
+
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    names = [one["name"].split(":") for one in actors if one["namespace"] == NAMESPACE]
+    return sorted(parts[1] for parts in names if len(parts) == 3 and parts[2] == "controller")
+
+
+def _known(session: Session, pool: str) -> dict[str, Any]:
+    pools: dict[str, dict[str, Any]] = session.status()["pools"]
+    if pool not in pools:
+        near = nearest(pool, pools)
+        known = f"pools: {', '.join(sorted(pools)) or 'none yet'}"
+        raise InputError(f"there is no pool {pool}", hint=f"did you mean {near}?" if near else known)
+    return pools[pool]
+
+
+def _node_data(session: Session, name: str, unknown: InputError) -> dict[str, Any]:
+    """A node's story, where the name is one of a node; else what was unknown."""
+    from trimtab.ui import pool_text
+
+    try:
+        node, story = session.ask("node_story", name)
+    except InputError:
+        if not (unknown.hint or "").startswith("did you mean"):
+            unknown.hint = "`trimtab status` shows what runs and waits, `trimtab pool show POOL` all tasks of a pool"
+        raise unknown from None
+    return pool_text.node_data(node, story, session.status(), session.tasks())
