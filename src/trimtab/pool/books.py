@@ -7,6 +7,7 @@ records alone; all the rest is worked out again from them, so the two can never 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +23,46 @@ from trimtab.pool.queue import Queue
 from trimtab.pool.records import Claim, Eviction, Group, Kind, Pool, Stand, Task
 
 
+class IdleLine:
+    """Idle groups of one size, the oldest first whatever the order in which they fell idle."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, Group] = {}
+        self._order: list[int] = []  # a heap; may hold some that are not idle any more
+
+    def __contains__(self, group: Group) -> bool:
+        return group.seq in self._groups
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, group: Group) -> None:
+        """The group fell idle."""
+        self._groups[group.seq] = group
+        heapq.heappush(self._order, group.seq)
+
+    def remove(self, group: Group) -> None:
+        """The group is not idle any more."""
+        del self._groups[group.seq]
+
+    def __iter__(self) -> Iterator[Group]:
+        while self._order and self._order[0] not in self._groups:
+            heapq.heappop(self._order)
+        if self._order:
+            first = self._order[0]
+            yield self._groups[first]
+            for seq in sorted(self._groups):
+                if seq != first:
+                    yield self._groups[seq]
+
+
 @dataclass
 class Shelf:
     """The placement groups of one pool."""
 
     groups: dict[str, Group] = field(default_factory=dict)
     reserved: dict[str, Group] = field(default_factory=dict)
-    idle: dict[tuple[Resources, ...], dict[str, Group]] = field(default_factory=dict)  # dynamic ones, by size
+    idle: dict[tuple[Resources, ...], IdleLine] = field(default_factory=dict)  # dynamic ones, by size
     dynamic_bundles: int = 0  # also of groups that are being made or removed
     idle_bundles: int = 0
     kept_bundles: int = 0  # that claims will make
@@ -142,15 +176,15 @@ class Books:
         if group.kind is Kind.reserved:
             return
         shelf = self.shelves[group.pool]
-        line = shelf.idle.setdefault(group.bundles, {})
-        if idle != (group.id in line):
+        line = shelf.idle.setdefault(group.bundles, IdleLine())
+        if idle != (group in line):
             sign = 1 if idle else -1
             shelf.idle_bundles += sign * len(group.bundles)
             self.ledger.set_idle(group.nodes, group.bundles, idle)
             if idle:
-                line[group.id] = group
+                line.add(group)
             else:
-                del line[group.id]
+                line.remove(group)
         if not line:
             del shelf.idle[group.bundles]
 
@@ -310,7 +344,8 @@ class Books:
             there = sum(len(one.bundles) for one in shelf.groups.values() if one.kind is Kind.dynamic)
             assert there == shelf.dynamic_bundles, f"dynamic slots of pool {name} are miscounted"
             idle_names = {one.id for one in shelf.groups.values() if one.idle and one.kind is Kind.dynamic}
-            assert {key for line in shelf.idle.values() for key in line} == idle_names, f"idle slots of {name} differ"
+            known = {one.id for line in shelf.idle.values() for one in line}
+            assert known == idle_names, f"idle slots of {name} differ"
             limit = pool.spec.dynamic_limit
             assert limit is None or there + shelf.kept_bundles <= limit, f"pool {name} is over its limit of slots"
         for task in self.tasks.values():

@@ -149,9 +149,14 @@ class Candidates:
         """Who is in the pool."""
         return np.asarray(self["pool"] == self._pools.get(pool, -1))
 
-    def lost(self, now: float) -> NDArray[np.float64]:
+    def lost(self, lines: NDArray[np.int64], now: float) -> NDArray[np.float64]:
         """The work that would be lost, in seconds."""
-        return lost_work(np.maximum(0.0, now - self["since"]), self["estimate"], self["saves"])
+        elapsed = np.maximum(0.0, now - self["since"][lines])
+        return lost_work(elapsed, self["estimate"][lines], self["saves"][lines])
+
+    def lost_by(self, at: int, now: float) -> float:
+        """The work that one would lose."""
+        return float(self.lost(np.array([at]), now)[0])
 
     def _by_rule(self, labels: Labels, policy: Policy) -> NDArray[np.bool_]:
         """Which label sets may be evicted by somebody with these labels."""

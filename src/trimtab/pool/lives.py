@@ -197,7 +197,7 @@ class Lives(Books):
         if group.stand is Stand.standing:
             self._issue_start(task, now)
         for other in [other for other in self.tasks.values() if other.shares == task.id] if spec.room else ():
-            if other.state in IN_QUEUE and other.id not in group.tenants:
+            if other.state in IN_QUEUE and self._group_shared_by(other) is None:
                 self._join_slots(other, now)
         # Nothing was freed, but here is one more who might have to leave for others.
         self._blocked.clear()
@@ -209,11 +209,21 @@ class Lives(Books):
         pool = self.pools[spec.pool]
         kind = Kind.dynamic if found.reserved is None else Kind.reserved
         size = spec.size if found.reserved is None else (pool.spec.reserved[found.reserved],)
-        group = Group(found.group, spec.pool, kind, size, found.nodes, Stand.standing, None, spec_index=found.reserved)
-        self.add_group(group)
         # New groups are numbered on from here, so that no name is used twice.
         number = found.group.removeprefix("g")
         self.seq = max(self.seq + 1, int(number) if number.isdecimal() else 0)
+        group = Group(
+            found.group,
+            spec.pool,
+            kind,
+            size,
+            found.nodes,
+            Stand.standing,
+            None,
+            spec_index=found.reserved,
+            seq=self.seq,
+        )
+        self.add_group(group)
         reason = Reason(Code.found, "it was running when the journal was lost")
         task = Task(replace(spec, shares=None), self.seq, now, State.running, reason, now, None, attempt=found.attempt)
         self.tasks[spec.id] = task
@@ -376,12 +386,9 @@ class Lives(Books):
         """The group in which the task takes turns."""
         if task.places:
             return self.groups[task.places[0].group]
-        owner = self.tasks.get(task.shares or "")
-        candidates = (self.groups[owner.places[0].group],) if owner is not None and owner.places else ()
-        for group in candidates or self.shelves[task.spec.pool].groups.values():
-            if task.id in group.tenants:
-                return group
-        return None
+        if task.shares is None:
+            return None
+        return next((group for group in self.shelves[task.spec.pool].groups.values() if task.id in group.tenants), None)
 
     def _leave_turns(self, task: Task, now: float) -> None:
         group = self._group_shared_by(task) if task.shares else None
@@ -466,7 +473,7 @@ class Lives(Books):
         now: float,
     ) -> Group:
         self.seq += 1
-        group = Group(f"g{self.seq}", pool, kind, bundles, nodes, Stand.making, now + MAKE_GROUP_S)
+        group = Group(f"g{self.seq}", pool, kind, bundles, nodes, Stand.making, now + MAKE_GROUP_S, seq=self.seq)
         self.add_group(group)
         self.timer(group.deadline, "group", group.id)
         self._out.append(e.MakeGroup(group.id, pool, bundles, nodes, strategy, now + MAKE_GROUP_S))

@@ -406,8 +406,12 @@ class PoolMachine(Lives):
             patient[task.spec.pool] = room.keep_for(self, task)
 
     def _tell_who_is_behind(self, tasks: list[Task], now: float) -> None:
+        found: dict[tuple[object, ...], bool] = {}
         for task in tasks:
-            if task.id in self.waiting and isinstance(room.spot(self, task), Spot):
+            alike = room.alike(self, task.spec)
+            if alike not in found:
+                found[alike] = isinstance(room.spot(self, task), Spot)
+            if task.id in self.waiting and found[alike]:
                 self._wait(task, Reason(Code.behind, "there is room, kept for one who has waited longer"), now)
 
     def _try(self, task: Task, now: float) -> bool:

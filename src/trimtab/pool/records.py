@@ -104,6 +104,7 @@ class Group:
     active: str | None = None  # the tenant that has its devices
     spec_index: int | None = None  # which of the pool's reserved slots it is
     used: int = 0  # how many tasks it has had
+    seq: int = 0  # order in which groups were made; breaks ties
 
     @property
     def idle(self) -> bool:

@@ -53,7 +53,7 @@ def spot(books: Books, task: Task) -> Spot | Reason:
     reserved = _idle_reserved(books, spec) if owner or (pool.borrow and spec.evictable) else None
     if reserved is not None and owner:
         return Spot(reserved.id, (), Reason(Code.reserved, "a reserved slot of its pool was free"))
-    for group in books.shelves[spec.pool].idle.get(spec.size, {}).values():
+    for group in books.shelves[spec.pool].idle.get(spec.size, ()):
         if books.usable(group) and _lies_as(group, strategy_of(books, spec)):
             return Spot(group.id, (), Reason(Code.reused, "an idle slot of its size was there"))
     left = slots_left(books, spec.pool)
@@ -192,7 +192,7 @@ def give_back(books: Books, kept: Kept) -> None:
 
 def _idle_on(books: Books, node: str) -> list[Group]:
     lines = [line for shelf in books.shelves.values() for line in shelf.idle.values()]
-    return [group for line in lines for group in line.values() if node in group.nodes]
+    return sorted((group for line in lines for group in line if node in group.nodes), key=lambda group: group.seq)
 
 
 # ---- certainties ----

@@ -25,7 +25,7 @@ from trimtab.pool.records import Group, Stand, Task
 # Effort: nodes that are solved exactly after a solution is known, subsets that are tried on one node, and tasks of one
 # pool among which subsets are tried. Beyond them the choice is still sufficient and has nobody to spare in it.
 NODES_COMPARED = 16
-SUBSETS_TRIED = 3_000
+SUBSETS_TRIED = 500
 POOL_TRIED = 24
 
 Cost = tuple[int, tuple[tuple[int, float], ...], float, tuple[int, ...]]
@@ -130,7 +130,7 @@ class _Search:
         self._prices: dict[int, tuple[int, float, float, int]] = {}
         self.may_evict = False
         self.slots_left: int | None = None
-        self.lost = candidates.lost(now)
+        self.now = now
         spec = task.spec
         self.asks = [ledger.vector(bundle) for bundle in spec.size]
         self.asks = [ledger.vector(bundle) for bundle in spec.size]  # again: all of one width now
@@ -148,7 +148,7 @@ class _Search:
             known = self._prices[at] = (
                 0 if columns["borrowed"][at] else 1,
                 float(columns["priority"][at]),
-                float(self.lost[at]),
+                self.candidates.lost_by(at, self.now),
                 -int(columns["seq"][at]),
             )
         return known
@@ -160,11 +160,15 @@ class _Search:
         return len(lines), tuple(levels), sum(one[2] for one in prices), tuple(sorted(one[3] for one in prices))
 
     def _cheapest(self, lines: NDArray[np.int64]) -> int:
+        """By price; whoever is dearer in the first respect is not looked at in the next."""
         columns = self.candidates
-        order = np.lexsort(
-            (-columns["seq"][lines], self.lost[lines], columns["priority"][lines], ~columns["borrowed"][lines])
-        )
-        return int(lines[order[0]])
+        borrowers = lines[columns["borrowed"][lines]]
+        lines = borrowers if len(borrowers) else lines
+        priorities = columns["priority"][lines]
+        lines = lines[priorities == priorities.min()]
+        lost = columns.lost(lines, self.now)
+        lines = lines[lost == lost.min()]
+        return int(lines[np.argmax(columns["seq"][lines])])
 
     # ---- slots that are there ----
 
@@ -307,7 +311,9 @@ class _Search:
         """The cheapest one that is enough all by itself."""
         columns = self.candidates
         rows = columns["row"][lines]
-        enough = usable[rows] & (available[rows] + columns["release"][lines] >= ask).all(axis=1)
+        enough = usable[rows]
+        for column in np.nonzero(ask)[0]:
+            enough &= available[rows, column] + columns["release"][lines, column] >= ask[column]
         if not self._pool_covered(base, slots_needed):
             leaving = [at for at in base if self.mine[at]]
             uses, slots = columns["uses"], columns["slots"]
@@ -448,9 +454,8 @@ class _Search:
         lack = np.array([*(quota[column] for column in wanted), max(0, needed)], np.int64)
         if (gain.sum(axis=0) < lack).any():
             return None
-        order = np.lexsort(
-            (-columns["seq"][lines], self.lost[lines], columns["priority"][lines], ~columns["borrowed"][lines])
-        )
+        lost = columns.lost(lines, self.now)
+        order = np.lexsort((-columns["seq"][lines], lost, columns["priority"][lines], ~columns["borrowed"][lines]))
         lines, gain = lines[order], gain[order]
         more: list[int] = []
         while (lack > 0).any():
@@ -501,12 +506,25 @@ class _Search:
         if lines is None:
             return None
 
+        # Only nodes that could take a bundle at all, once everybody has left, matter from here on.
+        everybody = begun.copy()
+        for line in lines:
+            for there, vector in columns.parts[line]:
+                everybody[there] += vector
+        fit = np.zeros(len(begun), np.bool_)
+        for ask in self.asks:
+            fit |= (everybody >= ask).all(axis=1)
+        (few,) = np.nonzero(fit & usable)
+        place_of = {int(row): at for at, row in enumerate(few)}
+
         def rows_without(kept: list[int]) -> tuple[int, ...] | None:
-            freed = begun.copy()
+            freed = begun[few]
             for line in kept:
                 for there, vector in columns.parts[line]:
-                    freed[there] += vector
-            return place(freed, self.ledger.usable, self.asks, strategy)
+                    if there in place_of:
+                        freed[place_of[there]] += vector
+            found = place(freed, usable[few], self.asks, strategy)
+            return None if found is None else tuple(int(few[at]) for at in found)
 
         kept = self._taken_back(
             lines, lambda some: self._pool_covered(some, slots_needed) and rows_without(some) is not None
@@ -533,9 +551,9 @@ class _Search:
         chosen: list[Group] = []
         if slots > 0 or any((lack > 0).any() for lack in lacks.values()):
             shelves = self.books.shelves.values()
-            idle = [group for shelf in shelves for line in shelf.idle.values() for group in line.values()]
+            idle = [group for shelf in shelves for line in shelf.idle.values() for group in line]
             # Those of its own pool first: they also make room under its limit.
-            idle.sort(key=lambda group: (group.pool != pool, group.id))
+            idle.sort(key=lambda group: (group.pool != pool, group.seq))
             for group in idle:
                 on_rows = any(ledger.row_of.get(node) in lacks for node in group.nodes)
                 if on_rows or (slots > 0 and group.pool == pool):
