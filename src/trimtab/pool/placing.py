@@ -18,9 +18,18 @@ from trimtab.pool.ledger import Vector
 CPU, GPU = 0, 1  # columns of the ledger
 
 
+def fitting(free: Vector, ask: Vector) -> NDArray[np.bool_]:
+    """Which rows have room for the ask."""
+    # Column by column, and only those that are asked for: several times faster than comparing whole rows.
+    found = np.ones(len(free), np.bool_)
+    for column in np.flatnonzero(ask):
+        found &= free[:, column] >= ask[column]
+    return found
+
+
 def tightest(free: Vector, usable: NDArray[np.bool_], ask: Vector) -> int | None:
     """The row that has room for the ask and is left with the least."""
-    (rows,) = np.nonzero((free >= ask).all(axis=1) & usable[: len(free)])
+    rows = np.flatnonzero(fitting(free, ask) & usable[: len(free)])
     if not len(rows):
         return None
     if len(rows) == 1:
