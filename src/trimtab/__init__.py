@@ -1,7 +1,8 @@
 """trimtab keeps an RL post-training run in trim.
 
-From Python: `trimtab.load` reads a job file of any dialect, `trimtab.plan_placement` plans it, and
-`trimtab.profile.component` times the components of anybody's loop. All of them are imported when first used.
+From Python: `trimtab.load` reads a job file of any dialect, `trimtab.plan_placement` plans it,
+`trimtab.profile.component` times the components of anybody's loop, and `trimtab.connect` has pools on a Ray cluster
+(`SimpleScheduler` is another way to them). All of them are imported when first used.
 """
 
 from __future__ import annotations
@@ -15,10 +16,39 @@ if TYPE_CHECKING:
     from trimtab import profile as profile
     from trimtab.formats.load import load as load
     from trimtab.plan.placement import plan_placement as plan_placement
+    from trimtab.runtime.ray.client import Pool as Pool
+    from trimtab.runtime.ray.client import Session as Session
+    from trimtab.runtime.ray.client import connect as connect
+    from trimtab.runtime.ray.task import Task as Task
+    from trimtab.runtime.simple import PreemptionAggressiveness as PreemptionAggressiveness
+    from trimtab.runtime.simple import SimpleScheduler as SimpleScheduler
+    from trimtab.runtime.simple import SimpleTaskSpec as SimpleTaskSpec
 
-__all__ = ["__version__", "load", "plan_placement", "profile"]
+_HOMES = {
+    "load": "trimtab.formats.load",
+    "plan_placement": "trimtab.plan.placement",
+    "connect": "trimtab.runtime.ray.client",
+    "Session": "trimtab.runtime.ray.client",
+    "Pool": "trimtab.runtime.ray.client",
+    "Task": "trimtab.runtime.ray.task",
+    "SimpleScheduler": "trimtab.runtime.simple",
+    "SimpleTaskSpec": "trimtab.runtime.simple",
+    "PreemptionAggressiveness": "trimtab.runtime.simple",
+}
 
-_HOMES = {"load": "trimtab.formats.load", "plan_placement": "trimtab.plan.placement"}
+__all__ = [
+    "Pool",
+    "PreemptionAggressiveness",
+    "Session",
+    "SimpleScheduler",
+    "SimpleTaskSpec",
+    "Task",
+    "__version__",
+    "connect",
+    "load",
+    "plan_placement",
+    "profile",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from trimtab import __version__
 from trimtab.model.errors import TrimtabError
-from trimtab.ui import layer_commands, partition_commands, plan_commands, profile_commands
+from trimtab.ui import layer_commands, partition_commands, plan_commands, pool_commands, profile_commands
 from trimtab.ui.output import err
 
 INTERRUPTED = 130
@@ -34,6 +34,9 @@ app.command("partition")(partition_commands.partition)
 app.command("demo")(plan_commands.demo)
 profile_commands.app.command("layers")(layer_commands.layers)
 app.add_typer(profile_commands.app, name="profile")
+app.command("status")(pool_commands.status)
+app.command("explain")(pool_commands.explain)
+app.add_typer(pool_commands.app, name="pool")
 
 _debug = False
 

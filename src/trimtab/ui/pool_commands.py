@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.model.errors import InputError, nearest
+from trimtab.model.errors import InputError, UnreachableError, nearest
 from trimtab.ui.output import Format, answer
 
 if TYPE_CHECKING:
@@ -25,12 +25,13 @@ AddressOption = Annotated[
     str | None,
     typer.Option("--address", "-a", help="The Ray cluster; else RAY_ADDRESS, else the one that runs on this machine."),
 ]
-NameOption = Annotated[str, typer.Option("--name", "-n", help="The controller, where a cluster has several.")]
+NameOption = Annotated[str | None, typer.Option("--name", "-n", help="The controller, where a cluster has several.")]
 FormatOption = Annotated[Format, typer.Option("--format", "-f", help="How the answer is written.")]
-CONTROLLER = "trimtab"
+USUAL_NAME = "trimtab"  # of a controller, where nobody said another
+ANSWER_S = 30.0
 
 
-def status(address: AddressOption = None, name: NameOption = CONTROLLER, form: FormatOption = Format.text) -> None:
+def status(address: AddressOption = None, name: NameOption = None, form: FormatOption = Format.text) -> None:
     """What is going on: pools and their quota, slots, tasks, who waits and why, nodes, warm hosts, journal, metrics.
 
     Examples:
@@ -39,11 +40,12 @@ def status(address: AddressOption = None, name: NameOption = CONTROLLER, form: F
 
         trimtab status --address 10.0.0.1:6379 --format json
     """
+    from trimtab.runtime.ray.cluster import import_ray
     from trimtab.ui import pool_text
 
     with looking(address, name) as session:
         seen = session.status()
-        nodes = session._ray.nodes()
+        nodes = import_ray().nodes()
         data = pool_text.status_data(seen, session.tasks(), nodes, pool_text.exporter(nodes, seen.get("metrics")))
     answer(data, form, lambda: pool_text.print_status(data))
 
@@ -51,7 +53,7 @@ def status(address: AddressOption = None, name: NameOption = CONTROLLER, form: F
 def explain(
     task: Annotated[str, typer.Argument(help="The id of a task, or the beginning of a node's id.")],
     address: AddressOption = None,
-    name: NameOption = CONTROLLER,
+    name: NameOption = None,
     form: FormatOption = Format.text,
 ) -> None:
     """Why a task is where it is: the reason, its place in the queue, what would have to end, and its story.
@@ -77,7 +79,7 @@ def explain(
 
 
 @app.command("list")
-def list_pools(address: AddressOption = None, name: NameOption = CONTROLLER, form: FormatOption = Format.text) -> None:
+def list_pools(address: AddressOption = None, name: NameOption = None, form: FormatOption = Format.text) -> None:
     """All pools: quota used, slots, tasks by state.
 
     Example:
@@ -95,7 +97,7 @@ def list_pools(address: AddressOption = None, name: NameOption = CONTROLLER, for
 def show(
     pool: Annotated[str, typer.Argument(help="The pool.")],
     address: AddressOption = None,
-    name: NameOption = CONTROLLER,
+    name: NameOption = None,
     form: FormatOption = Format.text,
 ) -> None:
     """One pool: how it is configured, what it uses, and its tasks.
@@ -117,7 +119,7 @@ def drain(
     pool: Annotated[str, typer.Argument(help="The pool.")],
     off: Annotated[bool, typer.Option("--off", help="Take tasks again.")] = False,
     address: AddressOption = None,
-    name: NameOption = CONTROLLER,
+    name: NameOption = None,
     form: FormatOption = Format.text,
 ) -> None:
     """Have a pool start nothing new. What runs goes on; what waits keeps waiting, with DRAINED as its reason.
@@ -138,13 +140,14 @@ def drain(
 
 
 @contextmanager
-def looking(address: str | None, name: str) -> Iterator[Session]:
+def looking(address: str | None, name: str | None) -> Iterator[Session]:
     """A session with the controller that is there; raises UnreachableError where there is none."""
     from trimtab.runtime.ray.client import Session
+    from trimtab.runtime.ray.link import ControllerLink, RayLink
 
-    link = _ray(address)
+    link = RayLink(address, start=False)
     try:
-        session = Session(link, _controller(link.ray, name))
+        session = Session(link, ControllerLink(link.ray, _wanted(link.ray, name), None, None, ANSWER_S, make=False))
     except BaseException:
         link.close()
         raise
@@ -152,42 +155,12 @@ def looking(address: str | None, name: str) -> Iterator[Session]:
         yield session
 
 
-def _ray(address: str | None) -> Any:
-    from trimtab.model.errors import UnreachableError
-    from trimtab.runtime.ray.link import RayLink
-
-    hint = "--address names a cluster; `trimtab.connect()` or `ray start --head` starts one"
-
-    class Found(RayLink):
-        """Ray, where it runs."""
-
-        def _join_what_is_there(self) -> list[str]:
-            passed = super()._join_what_is_there()
-            if not self._ours:
-                raise UnreachableError(f"there is no Ray to look at: {'; '.join(passed)}", hint=hint)
-            return passed
-
-        def _start(self, *_: object) -> None:
-            raise InputError("a local Ray would be a new one, with nothing to look at", hint=hint)
-
-    return Found(address)
-
-
-def _controller(ray: Any, name: str) -> Any:
-    from trimtab.model.errors import UnreachableError
-    from trimtab.runtime.ray.link import ControllerLink
-
-    class Found(ControllerLink):
-        """The controller, where there is one."""
-
-        def _made(self, *_: object) -> Any:
-            there = _controllers(ray)
-            raise UnreachableError(
-                f"this Ray has no controller {name}",
-                hint=f"--name is one of: {', '.join(there)}" if there else "`trimtab.connect()` in Python makes one",
-            )
-
-    return Found(ray, name, None, None, timeout_s=30.0)
+def _wanted(ray: Any, name: str | None) -> str:
+    """The controller of the name; without one the only one there is, or that of the usual name."""
+    there = _controllers(ray)
+    if name is not None and there and name not in there:
+        raise UnreachableError(f"this Ray has no controller {name}", hint=f"--name is one of: {', '.join(there)}")
+    return name or (there[0] if len(there) == 1 else USUAL_NAME)
 
 
 def _controllers(ray: Any) -> list[str]:

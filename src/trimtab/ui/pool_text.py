@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 EXPORTER_S = 2.0
 WAITING_SHOWN = 20
 TASKS_SHOWN = 50
+PIPE_WIDTH = 400
 CHOSEN_BY_RAY = 32768  # ports from here on are given out by the system
 Data = Mapping[str, Any]
 
@@ -150,7 +152,7 @@ def exporter(nodes: Sequence[Data], fault: str | None) -> dict[str, Any]:
     if fault is not None:
         why = fault
     elif port >= CHOSEN_BY_RAY and why is None:
-        why = "no port was set, so it is another one after a restart: `ray start --metrics-export-port=8080` sets it"
+        why = "no port seems to be set, so it changes with every start: `ray start --metrics-export-port=8080` sets one"
     return {"url": url, "series": series, "why": why}
 
 
@@ -160,7 +162,7 @@ def _scraped(url: str) -> tuple[int, str | None]:
     try:
         with direct.open(url, timeout=EXPORTER_S) as page:
             text = page.read().decode("utf-8", "replace")
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError, http.client.HTTPException) as fault:
         return 0, f"the exporter does not answer here: {getattr(fault, 'reason', None) or fault}"
     series = sum(1 for line in text.splitlines() if line.startswith("ray_trimtab_"))
     late = "nothing of trimtab is there yet: Ray reports every 10 s (RAY_metrics_report_interval_ms)"
@@ -204,10 +206,10 @@ def print_status(data: Data) -> None:
     print_pools(data["pools"])
     if data["waiting"]:
         out.print()
-        out.print(_waiting_table(data["waiting"][:WAITING_SHOWN]))
+        _show(_waiting_table(data["waiting"][:WAITING_SHOWN]))
         _say_more(len(data["waiting"]), WAITING_SHOWN)
     out.print()
-    out.print(_nodes_table(data["nodes"]))
+    _show(_nodes_table(data["nodes"]))
     if data["faults"]:
         out.print("\n[bold]Faults of the controller[/]; its log says more")
         for fault in data["faults"]:
@@ -233,7 +235,7 @@ def print_pools(pools: Mapping[str, Data]) -> None:
             _counts(view["tasks"], view["tasks"]),
             str(sum(view["evictions"].values())),
         )
-    out.print(table)
+    _show(table)
 
 
 def print_pool(data: Data) -> None:
@@ -261,7 +263,7 @@ def print_pool(data: Data) -> None:
             nodes = ", ".join(node[:12] for node in one["nodes"]) or "-"
             table.add_row(escape(one["id"]), one["state"], f"{one['priority']:g}", nodes, _why(one["reason"]))
         out.print()
-        out.print(table)
+        _show(table)
         _say_more(len(data["tasks"]), TASKS_SHOWN)
 
 
@@ -336,7 +338,7 @@ def _print_story(story: Sequence[Data]) -> None:
     for one in story:
         table.add_row(_clock(one["at"]), one["state"], _why(one))
     out.print()
-    out.print(table)
+    _show(table)
 
 
 def _facts(*rows: tuple[str, str]) -> None:
@@ -345,7 +347,13 @@ def _facts(*rows: tuple[str, str]) -> None:
     table.add_column(overflow="fold")
     for word, sentence in rows:
         table.add_row(word, escape(sentence))
-    out.print(table)
+    _show(table)
+
+
+def _show(table: Table) -> None:
+    """As wide as the terminal; for a program that reads lines, a row is a line."""
+    console = out if out.is_terminal else Console(highlight=False, soft_wrap=True, width=PIPE_WIDTH)
+    console.print(table)
 
 
 def _metrics_line(metrics: Data) -> str:

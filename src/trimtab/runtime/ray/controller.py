@@ -18,7 +18,7 @@ from typing import Any
 
 from trimtab.model.codec import encode
 from trimtab.model.errors import InputError, UnreachableError, nearest
-from trimtab.model.pool import ENDED, Explanation, Policy, PoolSpec, State, TaskSpec
+from trimtab.model.pool import ENDED, Chapter, Explanation, Policy, PoolSpec, State, TaskSpec
 from trimtab.pool.events import Event, PolicySet, PoolEnsured, Submitted
 from trimtab.runtime.ray.deeds import read_payload
 from trimtab.runtime.ray.doors import TaskSeen, door
@@ -169,6 +169,15 @@ class Controller:
         return driver.machine.explain(task, driver.now())
 
     @door
+    async def node_story(self, node: str) -> tuple[str, tuple[Chapter, ...]]:
+        """A node's id and history, by its id or the beginning of it."""
+        stories = (await self._up_now()).machine.node_stories
+        found = [one for one in stories if node and one.startswith(node)]
+        if len(found) != 1:
+            raise InputError(f"{len(found) or 'no'} nodes begin with {node}", hint="`trimtab status` lists nodes")
+        return found[0], tuple(stories[found[0]])
+
+    @door
     async def see(self, task: str) -> TaskSeen:
         """Where a task is, and the members to call."""
         await self._up_now()
@@ -234,6 +243,7 @@ class Controller:
             "warm_hosts": driver.members.warm_counts(),
             "clients": len(driver.leases),
             "faults": driver.faults[-20:],
+            "metrics": driver.meter.fault,
         }
 
     # ---- what is known --------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from trimtab.runtime.journal import Journal
 from trimtab.runtime.ray import nodes, recovery
 from trimtab.runtime.ray.deeds import Deeds
 from trimtab.runtime.ray.members import Member, Members
+from trimtab.runtime.ray.metrics import Meter
 from trimtab.runtime.shelf import Shelf, Staged
 
 log = logging.getLogger("trimtab.controller")
@@ -115,6 +116,7 @@ class Driver:
         return machine, found.empty
 
     async def _take_hold(self, is_fresh: bool) -> None:
+        self.meter = Meter(self._name, self.machine)
         self.members = Members(self._name, self._state_dir, self._on_death)
         self.deeds = Deeds(self, self.members, self.shelf, hosts_save=self._state_dir is not None)
         self.watch = nodes.NodeWatch(self, self.members, lambda: nodes.look(self._ray), self.deeds.node_lost)
@@ -175,6 +177,7 @@ class Driver:
         self.journal.append(now, event)
         for one in instructions:
             self.deeds.begin(one)
+        self.meter.heard(event)
         self._wake_soon()
 
     def alive(self, node: str) -> bool:
@@ -260,6 +263,7 @@ class Driver:
             try:
                 self._end_tasks_of_the_dead()
                 self._look_at_compactor()
+                await self.meter.sample(self.members.warm_counts())
                 self._say_journal_fault()
                 if self.journal.vanished:
                     log.error("somebody deleted the journal in %s; it is written anew", self.directory)

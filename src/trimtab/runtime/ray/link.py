@@ -23,9 +23,19 @@ ANSWER_S = 30.0
 
 
 class RayLink:
-    """A connection to Ray. `how` says to which one and why; `embedded` whether it was started here."""
+    """A connection to Ray. `how` says to which one and why; `embedded` whether it was started here.
 
-    def __init__(self, address: str | None, *, cpus: int | None = None, metrics_port: int | None = None) -> None:
+    With `start` false none is started: UnreachableError where there is none.
+    """
+
+    def __init__(
+        self,
+        address: str | None,
+        *,
+        cpus: int | None = None,
+        metrics_port: int | None = None,
+        start: bool = True,
+    ) -> None:
         self.ray = import_ray()
         self.embedded = False
         self._ours = False
@@ -39,6 +49,11 @@ class RayLink:
         else:
             passed = [] if address == "local" else self._join_what_is_there()
             if not self._ours:
+                if not start:
+                    raise UnreachableError(
+                        f"there is no Ray to look at: {'; '.join(passed) or 'a local one would be new'}",
+                        hint="--address names a cluster; `trimtab.connect()` or `ray start --head` starts one",
+                    )
                 self._start(cpus, metrics_port)
                 self.how = "a local Ray of its own" + (f": {'; '.join(passed)}" if passed else ", as asked")
 
@@ -91,7 +106,8 @@ class RayLink:
 
     def _init(self, failure: str, **settings: Any) -> None:
         try:
-            self.ray.init(log_to_driver=False, logging_level=logging.ERROR, **settings)
+            # A namespace of our own: in an anonymous one nobody else finds a user's named actors.
+            self.ray.init(log_to_driver=False, logging_level=logging.ERROR, namespace=NAMESPACE, **settings)
         except BaseException as fault:
             self.ray.shutdown()
             if not isinstance(fault, Exception):
@@ -105,18 +121,35 @@ class RayLink:
 
 
 class ControllerLink:
-    """The controller of a name: found, or made on the head node."""
+    """The controller of a name: found, or made on the head node; with `make` false, found or UnreachableError."""
 
     def __init__(
-        self, ray: Any, name: str, journal_dir: str | None, state_dir: str | None, timeout_s: float = 120.0
+        self,
+        ray: Any,
+        name: str,
+        journal_dir: str | None,
+        state_dir: str | None,
+        timeout_s: float = 120.0,
+        *,
+        make: bool = True,
     ) -> None:
         if not name or any(character in name for character in ":/\\\n\0"):
             raise InputError(f"{name!r} cannot be the name of a controller", hint="letters, digits, - . and _")
         self.ray = ray
         self.name = name
         settings = tuple(None if path is None else os.path.abspath(path) for path in (journal_dir, state_dir))
-        self._actor = self._found() or self._made(*settings)
-        self.facts: dict[str, Any] = self.ask("ready", *settings, timeout_s=timeout_s)
+        found = self._found()
+        if found is None and not make:
+            raise UnreachableError(
+                f"this Ray has no controller {name}", hint="`trimtab.connect()` in Python makes one; --name names one"
+            )
+        self._actor = found or self._made(*settings)
+        try:
+            self.facts: dict[str, Any] = self.ask("ready", *settings, timeout_s=timeout_s)
+        except BaseException:
+            if found is None:  # made by us, and of no use: not left behind
+                self.end()
+            raise
 
     def ask(self, method: str, *args: Any, timeout_s: float = ANSWER_S) -> Any:
         """Call a door and give its value, or raise its error. Lasts over a restart of the controller."""
@@ -125,6 +158,8 @@ class ControllerLink:
         deadline = time.monotonic() + timeout_s
         while True:
             left_s = deadline - time.monotonic()
+            if not self.ray.is_initialized():  # asked now, Ray would join whatever cluster runs here
+                raise UnreachableError("Ray is gone: this process has left it", hint="connect again")
             try:
                 return value_of(self.ray.get(getattr(self._actor, method).remote(*args), timeout=max(0.01, left_s)))
             except exceptions.GetTimeoutError:
@@ -143,11 +178,16 @@ class ControllerLink:
                 time.sleep(0.05)
             except (exceptions.RaySystemError, ConnectionError) as fault:
                 raise UnreachableError(f"Ray is gone: {str(fault).splitlines()[0]}") from None
+            except Exception as fault:
+                if "Failed to submit task to actor" not in str(fault):  # Ray's words, in a plain Exception
+                    raise
+                raise UnreachableError("this process has joined another Ray since", hint="connect again") from None
 
     def end(self) -> None:
         """End the controller's process for good."""
         with contextlib.suppress(Exception):
-            self.ray.kill(self._actor, no_restart=True)
+            if self.ray.is_initialized():
+                self.ray.kill(self._actor, no_restart=True)
 
     def _found(self) -> Any:
         try:
