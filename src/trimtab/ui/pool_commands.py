@@ -158,9 +158,10 @@ def looking(address: str | None, name: str | None) -> Iterator[Session]:
 def _wanted(ray: Any, name: str | None) -> str:
     """The controller of the name; without one the only one there is, or that of the usual name."""
     there = _controllers(ray)
-    if name is not None and there and name not in there:
-        raise UnreachableError(f"this Ray has no controller {name}", hint=f"--name is one of: {', '.join(there)}")
-    return name or (there[0] if len(there) == 1 else USUAL_NAME)
+    wanted = name or (there[0] if len(there) == 1 else USUAL_NAME)
+    if there and wanted not in there:
+        raise UnreachableError(f"this Ray has no controller {wanted}", hint=f"--name is one of: {', '.join(there)}")
+    return wanted
 
 
 def _controllers(ray: Any) -> list[str]:
