@@ -39,7 +39,7 @@ def storm() -> Iterator[Storm]:
 
 
 def rage(storm: Storm, session: Session, wanted: int, pause_s: float) -> None:
-    """Until so many kills were made: of thirteen one is of a controller, of forty one is of a node, the others of tasks' processes."""
+    """Until so many kills were made: every thirteenth of the controller, every fortieth of a node, others of tasks."""
     last_controller = 0
     for number in range(1, 10 * wanted):
         if sum(storm.kills.values()) >= wanted:

@@ -16,7 +16,14 @@ from rich.markup import escape
 
 from trimtab import __version__
 from trimtab.model.errors import TrimtabError
-from trimtab.ui import layer_commands, partition_commands, plan_commands, pool_commands, profile_commands
+from trimtab.ui import (
+    demo_commands,
+    layer_commands,
+    partition_commands,
+    plan_commands,
+    pool_commands,
+    profile_commands,
+)
 from trimtab.ui.output import err
 
 INTERRUPTED = 130
@@ -31,7 +38,7 @@ app = typer.Typer(
 )
 app.command("plan")(plan_commands.plan)
 app.command("partition")(partition_commands.partition)
-app.command("demo")(plan_commands.demo)
+app.add_typer(demo_commands.app, name="demo")
 profile_commands.app.command("layers")(layer_commands.layers)
 app.add_typer(profile_commands.app, name="profile")
 app.command("status")(pool_commands.status)

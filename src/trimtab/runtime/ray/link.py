@@ -50,10 +50,10 @@ class RayLink:
             passed = [] if address == "local" else self._join_what_is_there()
             if not self._ours:
                 if not start:
-                    raise UnreachableError(
-                        f"there is no Ray to look at: {'; '.join(passed) or 'a local one would be new'}",
-                        hint="--address names a cluster; `trimtab.connect()` or `ray start --head` starts one",
-                    )
+                    hint = "--address names a cluster; `trimtab.connect()` or `ray start --head` starts one"
+                    if address == "local":
+                        raise InputError("a local Ray would be a new one, with nothing to look at", hint=hint)
+                    raise UnreachableError(f"there is no Ray to look at: {'; '.join(passed)}", hint=hint)
                 self._start(cpus, metrics_port)
                 self.how = "a local Ray of its own" + (f": {'; '.join(passed)}" if passed else ", as asked")
 
