@@ -104,10 +104,10 @@ def fresh_actors(ray: Any, kind: type, rounds: int) -> list[float]:
 def submits(session: Any, pool: Any, kind: type, rounds: int, settle: bool = True) -> list[float]:
     """One after another; with `settle`, a host is warm again before the next."""
     found, tasks = [], []
-    warm(session, pool.spec.target_hosts)
+    warm(session, sum(one["target_hosts"] for one in session.status()["pools"].values()))
     for _ in range(rounds):
         if settle:
-            warm(session, 1)
+            warm(session, sum(one["target_hosts"] for one in session.status()["pools"].values()))
         began = time.perf_counter()
         task = pool.submit(kind, resources={"cpu": 1})
         task.call("ping", timeout=120)
@@ -129,7 +129,7 @@ def preempts(session: Any, pool: Any, rounds: int) -> list[float]:
         task.wait("running", timeout=120)
     found = []
     for _ in range(rounds):
-        warm(session, 2)
+        warm(session, WARM)
         began = time.perf_counter()
         task = pool.submit(Plain, resources={"cpu": 4}, priority=9.0)
         task.call("ping", timeout=120)

@@ -93,6 +93,7 @@ class Books:
         self.now = 0.0
         self.seq = 0
         self.ended: list[str] = []
+        self.rechecks: set[float] = set()  # when the queue is to be looked at again
         self.node_stories: dict[str, list[Chapter]] = {}
         # What follows can be worked out from the above, and is not in a snapshot.
         self.ledger = Ledger()
@@ -102,14 +103,20 @@ class Books:
         self.needs: dict[str, Need] = {}  # of claims
         self.node_epoch = 0  # changes whenever a node does
         self.nevers: dict[tuple[object, ...], tuple[int, str | None]] = {}  # by epoch, what nodes can never hold
-        self.timers: list[tuple[float, str, str]] = []
+        self.timers: list[tuple[float, str, str]] = []  # a heap; deadlines that have changed since are passed over
 
     # ---- time ----
 
     def timer(self, at: float | None, kind: str, name: str) -> None:
-        """Something is due: of a "task" or a "group" (its deadline), or a "recheck" of the queue."""
+        """The deadline of a "task" or a "group"."""
         if at is not None:
             heapq.heappush(self.timers, (at, kind, name))
+
+    def recheck(self, at: float) -> None:
+        """The queue is to be looked at again then, whatever happens until then."""
+        if at not in self.rechecks:
+            self.rechecks.add(at)
+            heapq.heappush(self.timers, (at, "recheck", ""))
 
     def next_deadline(self) -> float | None:
         """When a Tick is due at the latest."""
@@ -262,7 +269,7 @@ class Books:
             "evictions": [encode(one) for one in self.evictions],
             "eviction_count": self.eviction_count,
             "node_stories": {name: [encode(one) for one in story] for name, story in self.node_stories.items()},
-            "rechecks": sorted([at, name] for at, kind, name in self.timers if kind == "recheck"),
+            "rechecks": sorted(self.rechecks),
         }
 
     def read(self, data: dict[str, Any]) -> None:
@@ -304,8 +311,8 @@ class Books:
         self.node_stories = {
             name: [decode(Chapter, one) for one in story] for name, story in data["node_stories"].items()
         }
-        for at, name in data["rechecks"]:
-            self.timer(float(at), "recheck", name)
+        for at in data["rechecks"]:
+            self.recheck(float(at))
 
     # ---- invariants ----
 

@@ -38,9 +38,9 @@ class Lives(Books):
 
     def __init__(self) -> None:
         super().__init__()
-        # Since anything was freed: kinds that found no room, and no way to make any; and why sizes found none.
+        # Kinds of waiting tasks that found no room since anything was freed, and no way to make any.
         self._blocked: set[QueueKind] = set()
-        self._no_spot: dict[tuple[object, ...], Reason] = {}
+        self._no_spot: dict[tuple[object, ...], Reason] = {}  # why sizes found none, while one event is handled
         self._dirty = False
         self._out: list[e.Instruction] = []
 
@@ -53,7 +53,11 @@ class Lives(Books):
         self._dirty = True
 
     def _enqueue(self, task: Task) -> None:
-        self.waiting.add(task, self.may_evict(task))
+        kind, alone = self.waiting.add(task, self.may_evict(task))
+        if alone:
+            self._blocked.discard(kind)
+        elif kind in self._blocked:
+            self._wait(task, Reason(Code.queued, "others that ask the same came first"), task.since)
         self._dirty = True
 
     def _wait(self, task: Task, reason: Reason, now: float) -> None:
@@ -187,8 +191,6 @@ class Lives(Books):
                 pool.reuse_count += 1
         task.attempt += 1
         self._seat(task, group, now)
-        owner = spec.priority >= pool.spec.reserved_priority
-        task.borrowed = group.kind is Kind.reserved and not owner
         if task.state is State.evicted:
             task.evicted_s += now - task.since
         task.not_before = 0.0
@@ -200,7 +202,7 @@ class Lives(Books):
             if other.state in IN_QUEUE and self._group_shared_by(other) is None:
                 self._join_slots(other, now)
         # Nothing was freed, but here is one more who might have to leave for others.
-        self._blocked.clear()
+        self._blocked = {kind for kind in self._blocked if not kind.may_evict}
         self._dirty = True
 
     def _to_found(self, found: e.FoundTask, now: float) -> None:
@@ -229,7 +231,6 @@ class Lives(Books):
         self.tasks[spec.id] = task
         self._seat(task, group, now)
         task.started, task.started_at = True, now
-        task.borrowed = kind is Kind.reserved and spec.priority < pool.spec.reserved_priority
         self._write(task, task.state.value, reason, now)
         self.candidate(task)
 
@@ -241,6 +242,9 @@ class Lives(Books):
         group.used += 1
         task.places = tuple(Place(group.id, at, node) for at, node in enumerate(group.nodes))
         task.started, task.started_at, task.keep_slot = False, None, True
+        pool = self.pools[task.spec.pool].spec
+        owner = task.spec.priority >= pool.reserved_priority
+        task.borrowed = group.kind is Kind.reserved and not owner and pool.borrow
         self.use(task, task.spec.bundles)
 
     def _issue_start(self, task: Task, now: float) -> None:
@@ -335,7 +339,7 @@ class Lives(Books):
     def _back_off(self, task: Task, seconds: float, now: float) -> None:
         task.not_before = now + seconds
         if seconds:
-            self.timer(task.not_before, "recheck", task.id)
+            self.recheck(task.not_before)
 
     def _to_queue(self, task: Task, state: State, reason: Reason, now: float) -> None:
         pool = self.pools[task.spec.pool]

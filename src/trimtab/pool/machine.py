@@ -44,7 +44,13 @@ class PoolMachine(Lives):
         """A machine that goes on from a snapshot."""
         machine = cls()
         machine.read(data)
+        machine._blocked = {machine.waiting.kind_of(name) for name in data["blocked"]}
         return machine
+
+    def dump(self) -> dict[str, Any]:
+        """All that is remembered, as plain data."""
+        # Who is looked at next is remembered as well, so that a machine read from it goes on alike in every respect.
+        return {**super().dump(), "blocked": sorted(self.waiting.firsts(self._blocked))}
 
     # ---- the door --------------------------------------------------------------------------------------------------
 
@@ -221,7 +227,7 @@ class PoolMachine(Lives):
         pool = self.pools[group.pool]
         if group.kind is Kind.reserved:
             pool.not_before = now + BACK_OFF_S * 4
-            self.timer(pool.not_before, "recheck", group.pool)
+            self.recheck(pool.not_before)
         self._send_back(group, reason, now)
 
     def _on_group_gone(self, event: e.GroupGone, now: float) -> None:
@@ -325,6 +331,7 @@ class PoolMachine(Lives):
         due = []
         while self.timers and self.timers[0][0] <= now:
             due.append(heapq.heappop(self.timers))
+        self.rechecks.difference_update(at for at, kind, _ in due if kind == "recheck")
         if any(kind == "recheck" for _, kind, _ in due):
             # Before anybody is given up, whoever can start does: time may have leapt.
             self._freed()
@@ -368,35 +375,41 @@ class PoolMachine(Lives):
 
     def _schedule(self, now: float) -> None:
         """Start whoever can start, in the order of the queue."""
+        self._no_spot.clear()
         self._dirty = True
         while self._dirty:  # what is given up on the way (a refused task) may free something
             self._dirty = False
             self._make_reserved(now)
             patient: dict[str, room.Kept] = {}  # by pool: what is kept for its first waiter, while all are looked at
-            behind: list[Task] = []
+            waits: list[tuple[Task, Reason]] = []
             heap = self.waiting.heads()
             while heap:
                 entry, kind = heapq.heappop(heap)
                 task = self.tasks[entry[2]]
                 following = self.waiting.after(kind, entry)
-                if task.not_before <= now and (kind in self._blocked or not self._try(task, now)):
-                    if task.spec.wait_s == 0 and not task.came_back:
-                        refused = Reason(Code.refused, f"cannot start at once: {task.reason.sentence}")
-                        self._end(task, After.failed, refused, now)
-                    else:
+                if task.not_before <= now:
+                    reason = task.reason if kind in self._blocked else self._try(task, now)
+                    if reason is not None and task.spec.wait_s == 0 and not task.came_back:
+                        self._end(
+                            task, After.failed, Reason(Code.refused, f"cannot start at once: {reason.sentence}"), now
+                        )
+                    elif reason is not None:
                         self._blocked.add(kind)
                         following = None
                         self._be_patient(task, patient, now)
-                        if patient:
-                            behind.append(task)
+                        waits.append((task, reason))
                 if following is not None:
                     heapq.heappush(heap, (following, kind))
             for kept in patient.values():
                 room.give_back(self, kept)
             if patient:
-                self._blocked.clear()  # some failed for room that was kept only until now
+                # Some failed for room that was kept only until now.
+                self._blocked.clear()
                 self._no_spot.clear()
-                self._tell_who_is_behind(behind, now)
+                waits = self._behind(waits)
+            for task, reason in waits:
+                if task.id in self.waiting:
+                    self._wait(task, reason, now)
 
     def _be_patient(self, task: Task, patient: dict[str, room.Kept], now: float) -> None:
         """One who has waited too long has what is free kept for it, while those behind it are looked at."""
@@ -405,39 +418,40 @@ class PoolMachine(Lives):
         if overdue and room.would_fit_alone(self, task.spec):
             patient[task.spec.pool] = room.keep_for(self, task)
 
-    def _tell_who_is_behind(self, tasks: list[Task], now: float) -> None:
+    def _behind(self, waits: list[tuple[Task, Reason]]) -> list[tuple[Task, Reason]]:
+        """With room kept for the patient: whoever would find some otherwise says so."""
+        kept = Reason(Code.behind, "there is room, kept for one who has waited longer")
         found: dict[tuple[object, ...], bool] = {}
-        for task in tasks:
+        said = []
+        for task, reason in waits:
             alike = room.alike(self, task.spec)
             if alike not in found:
                 found[alike] = isinstance(room.spot(self, task), Spot)
-            if task.id in self.waiting and found[alike]:
-                self._wait(task, Reason(Code.behind, "there is room, kept for one who has waited longer"), now)
+            said.append((task, kept if found[alike] else reason))
+        return said
 
-    def _try(self, task: Task, now: float) -> bool:
-        """Start the task, or begin to make room for it. False: it waits, and its reason says why."""
+    def _try(self, task: Task, now: float) -> Reason | None:
+        """Start the task, or begin to make room for it; else why it waits."""
         pool = self.pools[task.spec.pool]
         if pool.drained:
-            self._wait(task, Reason(Code.drained, f"pool {pool.spec.name} takes nothing new"), now)
-            return False
+            return Reason(Code.drained, f"pool {pool.spec.name} takes nothing new")
         alike = room.alike(self, task.spec)
         spot = self._no_spot.get(alike) or room.spot(self, task)
         if isinstance(spot, Spot):
             self.waiting.remove(task.id)
             self._to_starting(task, spot, now)
-            return True
+            return None
         if spot.code is Code.quota and not task.spec.over_quota_waits and not task.came_back:
             self._end(task, After.failed, Reason(Code.refused, spot.sentence), now)
-            return True
+            return None
         self._no_spot[alike] = spot
         choice = room.choose(self, task, now)
         if choice.found:
             self._claim(task, choice, now)
-            return True
+            return None
         if choice.again_at is not None:
-            self.timer(choice.again_at, "recheck", task.id)
-        self._wait(task, spot, now)
-        return False
+            self.recheck(choice.again_at)
+        return spot
 
     def _known_node(self, name: str) -> None:
         if name not in self.nodes:

@@ -9,13 +9,32 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
+from trimtab.model.pool import Labels, Strategy
+from trimtab.model.resources import Resources
 from trimtab.pool.records import Task
 
 AGEING_S_PER_POINT = 60.0
 
-Kind = tuple[object, ...]
+
+class Kind(NamedTuple):
+    """All that decides where a task could go and whom it could have leave."""
+
+    pool: str
+    bundles: tuple[Resources, ...]
+    room: tuple[Resources, ...]
+    strategy: Strategy | None
+    priority: float
+    labels: Labels
+    may_evict: bool
+    evictable: bool
+    over_quota_waits: bool
+    at_once: bool
+    came_back: bool
+
+
 Entry = tuple[float, int, str]
 
 
@@ -32,16 +51,16 @@ class Queue:
     def __contains__(self, task: str) -> bool:
         return task in self._kind_of
 
-    def add(self, task: Task, may_evict: bool) -> None:
-        """The task waits."""
+    def add(self, task: Task, may_evict: bool) -> tuple[Kind, bool]:
+        """The task waits; its kind, and whether it is the only one of it."""
         spec = task.spec
-        kind = (
+        kind = Kind(
             spec.pool,
             spec.bundles,
             spec.room,
+            spec.strategy,
             spec.priority,
             spec.labels,
-            spec.strategy,
             may_evict,
             spec.evictable,
             spec.over_quota_waits,
@@ -49,8 +68,18 @@ class Queue:
             task.came_back,
         )
         entry = (age_key(task), task.seq, task.id)
-        bisect.insort(self._kinds.setdefault(kind, []), entry)
+        line = self._kinds.setdefault(kind, [])
+        bisect.insort(line, entry)
         self._kind_of[task.id] = (kind, entry)
+        return kind, len(line) == 1
+
+    def kind_of(self, task: str) -> Kind:
+        """The kind of a waiting task."""
+        return self._kind_of[task][0]
+
+    def firsts(self, kinds: Iterable[Kind]) -> list[str]:
+        """The first of each kind that somebody waits of."""
+        return [self._kinds[kind][0][2] for kind in kinds if kind in self._kinds]
 
     def remove(self, task: str) -> None:
         """The task waits no longer."""
@@ -80,7 +109,7 @@ class Queue:
 
     def in_order(self, pool: str | None = None) -> Iterator[str]:
         """All of them, or those of one pool, in the order they are looked at."""
-        lines = [line for kind, line in self._kinds.items() if pool is None or kind[0] == pool]
+        lines = [line for kind, line in self._kinds.items() if pool is None or kind.pool == pool]
         for _, _, task in heapq.merge(*lines):
             yield task
 
