@@ -189,7 +189,8 @@ class Controller:
         driver = await self._up_now()
         if pool is not None:
             self._known_pool(pool)
-        return [self._seen(one.id) for one in driver.machine.tasks.values() if pool in (None, one.spec.pool)]
+        known = driver.machine.tasks.values()
+        return [self._seen(one.id, handles=False) for one in known if pool in (None, one.spec.pool)]
 
     @door
     async def pool(self, name: str) -> PoolSpec:
@@ -248,10 +249,11 @@ class Controller:
 
     # ---- what is known --------------------------------------------------------------------------------------
 
-    def _seen(self, task: str) -> TaskSeen:
+    def _seen(self, task: str, *, handles: bool = True) -> TaskSeen:
         self._known_task(task)
         one = self._driver.machine.tasks[task]
         running = one.state in (State.running, State.parked, State.cancelling)
+        members = tuple(self._driver.deeds.running.get(task, ())) if running else ()
         return TaskSeen(
             id=one.id,
             pool=one.spec.pool,
@@ -262,7 +264,8 @@ class Controller:
             attempt=one.attempt,
             evictions=one.evictions,
             how=one.how,
-            members=tuple(self._driver.deeds.running.get(task, ())) if running else (),
+            members=members,
+            handles=tuple(self._driver.members.known_handle(member) for member in members) if handles else (),
         )
 
     def _known_task(self, task: str) -> None:

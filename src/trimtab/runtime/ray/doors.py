@@ -37,6 +37,7 @@ class TaskSeen:
     evictions: int
     how: str  # what it runs in, and why
     members: tuple[Member, ...] = ()
+    handles: tuple[Any, ...] = ()  # Ray's, of those members; None where a client has to look it up by its name
 
 
 def controller_name(name: str) -> str:

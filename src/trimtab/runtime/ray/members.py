@@ -285,6 +285,10 @@ class Members:
             self._handles[member.key] = ray.get_actor(member.actor, member.namespace)
         return self._handles[member.key]
 
+    def known_handle(self, member: Member) -> Any:
+        """Ray's handle of a host, where it is at hand."""
+        return self._handles.get(member.key)
+
     # ---- recovery and the end
 
     async def seen(self) -> list[Member]:

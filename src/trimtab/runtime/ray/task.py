@@ -117,6 +117,9 @@ class Task:
                 raise InputError(f"task {self.id} has members 0 to {len(members) - 1}, not {rank}")
             members = (members[rank],)
         try:
+            for member, handle in zip(seen.members, seen.handles, strict=False):
+                if handle is not None:
+                    self._handles.setdefault(member, handle)
             refs = [self._call(member, method, args, kwargs) for member in members]
             values = self._session._ray.get(refs, timeout=max(0.01, deadline - time.monotonic()))
         except exceptions.GetTimeoutError:
