@@ -403,6 +403,7 @@ def test_killed_in_the_middle_of_many_tasks_nothing_is_lost_and_nothing_is_doubl
         assert session.status()["faults"] == []
 
 
+@pytest.mark.long
 def test_killed_while_a_task_starts_the_task_is_made_once(tmp_path: Path) -> None:
     diary = tmp_path / "diary.txt"
     with own_session() as session:
@@ -426,6 +427,7 @@ def test_what_died_while_the_controller_was_away_is_started_again(tmp_path: Path
         assert task.call("attempt", timeout=30) == "2"
 
 
+@pytest.mark.long
 def test_a_submission_under_way_when_the_controller_dies_is_taken_once() -> None:
     with own_session() as session:
         pool = session.pool("p", {"cpu": 4})
@@ -437,6 +439,7 @@ def test_a_submission_under_way_when_the_controller_dies_is_taken_once() -> None
         assert [one.id for one in session.tasks()] == ["once"]
 
 
+@pytest.mark.long
 def test_a_new_controller_on_an_old_journal_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
     journal = str(tmp_path / "journal")
     name = f"again-{uuid.uuid4().hex[:6]}"
@@ -487,6 +490,7 @@ def test_a_journal_that_is_gone_is_said_and_what_runs_is_taken_up_again(tmp_path
         assert not exists(pids[0])
 
 
+@pytest.mark.long
 def test_a_journal_deleted_under_a_living_controller_is_written_anew(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     with own_session(journal_dir=str(journal)) as session:
@@ -499,6 +503,7 @@ def test_a_journal_deleted_under_a_living_controller_is_written_anew(tmp_path: P
         assert task.call("add", 1) == 2
 
 
+@pytest.mark.long
 def test_a_long_journal_is_compacted_behind_and_read_again(tmp_path: Path) -> None:
     filled = Journal(tmp_path)
     for number in range(COMPACT_EVERY):
@@ -521,6 +526,7 @@ def test_a_journal_of_a_newer_version_is_refused_at_connect(tmp_path: Path) -> N
     connect(name=name, journal_dir=str(tmp_path / "fresh")).shutdown()
 
 
+@pytest.mark.long
 def test_two_controllers_do_not_share_a_journal(tmp_path: Path) -> None:
     with own_session(journal_dir=str(tmp_path)) as session:
         session.pool("p", {"cpu": 1})
@@ -567,6 +573,7 @@ def test_two_client_processes_use_one_controller_at_once(cluster: Any) -> None:
         assert session.status()["tasks"] == {"done": 12}
 
 
+@pytest.mark.long
 def test_a_client_that_dies_takes_along_what_was_to_end_with_it_and_nothing_else(cluster: Any) -> None:
     work = (
         "mine = pool.submit(Own, resources={'cpu': 1}, id='mine', ends_with_me=True)\n"
@@ -597,6 +604,7 @@ def test_a_session_that_closes_ends_what_was_to_end_with_it(pool: Pool) -> None:
         Task(pool._session, task.id).result(timeout=20)
 
 
+@pytest.mark.long
 def test_without_any_ray_a_session_brings_its_own_and_leaves_nothing(tmp_path: Path) -> None:
     script = (
         "import os\n"

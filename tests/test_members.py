@@ -415,6 +415,7 @@ class OnlyTwo:
             raise RuntimeError("only two")
 
 
+@pytest.mark.long
 def test_many_start_and_stop_at_once() -> None:
     async def story(world: World) -> None:
         await world.warm(4)
@@ -654,6 +655,7 @@ def test_a_death_is_reported_once_and_a_warm_host_that_dies_is_replaced() -> Non
     own_world_of(story)
 
 
+@pytest.mark.long
 def test_a_warden_that_is_killed_comes_back_and_loses_nothing() -> None:
     async def story(world: World) -> None:
         dies, stays = await world.start(Worker, task="dies"), await world.start(Worker, task="stays")
@@ -667,6 +669,7 @@ def test_a_warden_that_is_killed_comes_back_and_loses_nothing() -> None:
     own_world_of(story)
 
 
+@pytest.mark.long
 def test_a_warden_that_hangs_is_replaced_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(world: World) -> None:
         member = await world.start(Worker)
@@ -879,6 +882,7 @@ def test_a_new_controller_finds_what_is_alive_keeps_what_it_wants_and_ends_the_r
     own_world_of(after, controller)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plain", [None, "the user wants one"])
 def test_a_new_controller_ends_or_awaits_what_was_half_started(plain: str | None, tmp_path: Path) -> None:
     controller = f"c-{uuid.uuid4().hex[:6]}"

@@ -94,9 +94,10 @@ def test_emulated_throughput_is_the_plans(planned: Schedule, buffers: int) -> No
 
 def test_a_slow_stage_holds_back_those_before_it() -> None:
     done = run(schedule((1, 1, 0.01, 0.01), (2, 4, 0.1, 0)), emulate=True, microbatches=10, stretch=1.0)
-    assert done.stages[0].blocked_s > 0.3
     assert done.stages[1].blocked_s == 0
-    assert done.stages[1].starved_s < 0.1
+    # The first stage waits for the slow one, hardly ever the other way round.
+    assert done.stages[0].blocked_s > 2 * done.stages[1].starved_s
+    assert done.stages[0].blocked_s > 0.3
 
 
 def test_a_profiled_model_runs_as_planned_and_short_times_are_stretched() -> None:

@@ -361,12 +361,13 @@ def go(runs: int) -> None:
 
 def test_whatever_happens_the_truths_hold():
     go(RUNS)
-    # Enough happened for this to mean something.
     assert counted["steps"] >= 10_000
-    assert counted["choices"] >= 20
-    assert counted["evictions"] >= 100
-    assert counted["starts"] >= 1_000
-    assert counted["echoes"] >= 100
+    # Enough happened for this to mean something. How much differs with what else is imported: constants found there
+    # are among those that are drawn.
+    assert counted["choices"] >= 10
+    assert counted["evictions"] >= 40
+    assert counted["starts"] >= 500
+    assert counted["echoes"] >= 50
 
 
 @pytest.mark.long
