@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import logging
 import re
@@ -239,8 +238,6 @@ class Actor:
 @pytest.fixture
 def exporter() -> Iterator[str]:
     """A local Ray whose metrics can be scraped; the address of its exporter."""
-    if importlib.util.find_spec("prometheus_client") is None or importlib.util.find_spec("opencensus") is None:
-        pytest.skip("Ray's exporter comes with `pip install 'ray[default]'`, which is not here")
     import ray
 
     with socket.socket() as free:
