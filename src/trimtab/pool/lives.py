@@ -269,7 +269,6 @@ class Lives(Books):
             self._set_after(task, after, reason)
         else:
             self._to_cancelling(task, after, reason, now, tell=tell)
-        task.keep_slot = keep_slot
 
     def _set_after(self, task: Task, after: After, reason: Reason) -> None:
         task.after, task.after_reason = after, reason
