@@ -331,19 +331,27 @@ class PoolMachine(Lives):
         due = []
         while self.timers and self.timers[0][0] <= now:
             due.append(heapq.heappop(self.timers))
-        self.rechecks.difference_update(at for at, kind, _ in due if kind == "recheck")
-        if any(kind == "recheck" for _, kind, _ in due):
-            # Before anybody is given up, whoever can start does: time may have leapt.
-            self._freed()
-            self._schedule(now)
+        waiting: list[tuple[float, Task]] = []
         for at, kind, name in due:
-            record = self.groups.get(name) if kind == "group" else self.tasks.get(name) if kind == "task" else None
+            if kind == "recheck":
+                self.rechecks.discard(at)
+                self._freed()
+                continue
+            record = self.groups.get(name) if kind == "group" else self.tasks.get(name)
             if record is None or record.deadline != at:
                 continue
             if isinstance(record, Group):
                 self._group_overdue(record, now)
+            elif record.id in self.waiting:
+                waiting.append((at, record))
             else:
                 self._task_overdue(record, now)
+        if self._dirty:
+            # Before anybody who waits is given up, whoever can start does: time may have leapt.
+            self._schedule(now)
+        for at, task in waiting:
+            if task.id in self.waiting and task.deadline == at:
+                self._task_overdue(task, now)
 
     # ---- deadlines -------------------------------------------------------------------------------------------------
 
