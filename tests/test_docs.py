@@ -33,7 +33,8 @@ def test_the_commands_of_a_page_run(page: Path, number: int, block: str, tmp_pat
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block],
         cwd=tmp_path,
-        env={**os.environ, "PATH": path},
+        # A Ray of their own, where they need one: other tests have clusters on this machine.
+        env={**os.environ, "PATH": path, "RAY_ADDRESS": "local"},
         capture_output=True,
         text=True,
         timeout=120,

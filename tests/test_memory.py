@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trimtab.model.errors import InputError, TrimtabError
@@ -134,6 +134,7 @@ def test_files_that_are_no_configuration_are_told(tmp_path: Path) -> None:
 KEYS = sorted({key for config, _ in MODELS.values() for key in config})
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # other tests keep the machine busy
 @given(
     st.dictionaries(st.sampled_from(KEYS), st.integers() | st.none() | st.text(max_size=3) | st.floats() | st.just([1]))
 )

@@ -67,7 +67,9 @@ class RayLink:
         """Connect to RAY_ADDRESS or to what runs here; why not, where neither answers."""
         passed: list[str] = []
         named = os.environ.get("RAY_ADDRESS")
-        if named and named != "local":
+        if named == "local":  # Ray's own word for one of one's own
+            return ["RAY_ADDRESS is local"]
+        if named:
             try:
                 self._join(named)
                 self.how = f"the Ray at {named}, from RAY_ADDRESS"
