@@ -10,7 +10,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trimtab.model.pool import Code, Policy, PoolSpec, Strategy, TaskSpec
+from trimtab.model.pool import Policy, PoolSpec, Strategy, TaskSpec
+from trimtab.model.reason import Code
 from trimtab.model.resources import Resources
 
 Amounts = dict[str, int]

@@ -21,7 +21,6 @@ from trimtab.model.pool import (
     ENDED,
     HOLDS_SLOTS,
     IN_QUEUE,
-    Code,
     Place,
     Policy,
     PoolSpec,
@@ -31,6 +30,7 @@ from trimtab.model.pool import (
     labels_of,
     rules_of,
 )
+from trimtab.model.reason import Code
 from trimtab.model.resources import NOTHING, Resources, total
 from trimtab.pool import events as news
 from trimtab.pool.events import Event, Instruction, MakeGroup, Park, RemoveGroup, Start, Stop, Unpark

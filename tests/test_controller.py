@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from trimtab.model.errors import InputError, UnreachableError
-from trimtab.model.pool import Code, State
+from trimtab.model.pool import State
+from trimtab.model.reason import Code
 from trimtab.pool.events import Tick
 from trimtab.runtime.journal import Journal, read_journal
 from trimtab.runtime.ray.client import Pool, Session, Task, connect

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from trimtab.model.errors import InputError
-from trimtab.model.pool import Code, Place, PoolSpec, TaskSpec
+from trimtab.model.pool import Place, PoolSpec, TaskSpec
+from trimtab.model.reason import Code
 from trimtab.model.resources import Resources
 from trimtab.pool.events import (
     CancelAsked,

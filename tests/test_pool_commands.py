@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from trimtab.formats import yaml_text
-from trimtab.model.pool import Aggressiveness, Code, State
+from trimtab.model.pool import Aggressiveness, State
+from trimtab.model.reason import Code
 from trimtab.runtime.ray.client import Pool, Session, connect
 from trimtab.runtime.ray.cluster import connected
 from trimtab.runtime.ray.metrics import METRICS

@@ -22,7 +22,8 @@ from hypothesis.stateful import (
 
 from pool_world import World, gpus, policy, pool, task
 from trimtab.model.errors import InputError
-from trimtab.model.pool import ENDED, Code, Policy, State, Strategy, TaskSpec
+from trimtab.model.pool import ENDED, Policy, State, Strategy, TaskSpec
+from trimtab.model.reason import Code
 from trimtab.model.resources import Resources
 from trimtab.pool import events as news
 from trimtab.pool.events import MakeGroup, Park, RemoveGroup, Start, Stop, Unpark

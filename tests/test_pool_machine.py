@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from obvious_pool import dominated, may_evict, sufficient_sets
 from pool_world import World, gang, gpus, policy, pool, task
 from trimtab.model.errors import InputError
-from trimtab.model.pool import Aggressiveness, Code, Policy, PoolSpec, State, Strategy, TaskSpec
+from trimtab.model.pool import Aggressiveness, Policy, PoolSpec, State, Strategy, TaskSpec
+from trimtab.model.reason import Code
 from trimtab.model.resources import NOTHING, Resources
 from trimtab.pool import events as news
 from trimtab.pool.events import MakeGroup, Park, RemoveGroup, Start, Stop, Unpark

@@ -1,4 +1,4 @@
-"""The nouns of pools: pools, tasks, their states, the policy of preemption, and reasons.
+"""The nouns of pools: pools, tasks, their states, and the policy of preemption.
 
 Frozen facts, checked where they are made. Who runs now and who yields is decided in `trimtab.pool`.
 """
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trimtab.model.errors import InputError, nearest
+from trimtab.model.reason import Chapter, Reason
 from trimtab.model.resources import Resources, total
 
 Labels = tuple[tuple[str, str], ...]  # sorted by label
@@ -33,61 +34,6 @@ class State(str, enum.Enum):
 IN_QUEUE = (State.waiting, State.evicted)
 HOLDS_SLOTS = (State.starting, State.running, State.parked, State.cancelling)
 ENDED = (State.done, State.failed, State.cancelled)
-
-
-class Code(str, enum.Enum):
-    """Why something waits, starts, is evicted or fails: the constants of Reasons."""
-
-    # waits
-    queued = "QUEUED"  # submitted a moment ago, or behind others in the queue
-    quota = "QUOTA"  # the pool's quota is used up
-    no_room = "NO_ROOM"  # no node has enough free
-    slot_limit = "SLOT_LIMIT"  # the pool has all the dynamic slots it may have
-    turn = "TURN"  # another tenant of the slot is active
-    evicting = "EVICTING"  # room is being made: others are stopping
-    behind = "BEHIND"  # room exists, but is kept for somebody who has waited longer
-    drained = "DRAINED"  # the pool takes nothing new
-    no_node = "NO_NODE"  # the node it needs is gone; it may come back
-    back_off = "BACK_OFF"  # it failed a moment ago and is tried again soon
-    # starts
-    placed = "PLACED"  # free capacity
-    reserved = "RESERVED"  # a reserved slot
-    borrowed = "BORROWED"  # an idle reserved slot of others
-    reused = "REUSED"  # an idle dynamic slot
-    preempted = "PREEMPTED"  # room made by evicting others
-    found = "FOUND"  # it was running when nothing was remembered of it
-    # evictions and stops
-    priority = "PRIORITY"  # same pool, by priority gap
-    label_rule = "LABEL_RULE"  # same pool, by a label rule
-    cross_pool = "CROSS_POOL"  # from another pool
-    owner_returned = "OWNER_RETURNED"  # a borrower leaves a reserved slot
-    by_hand = "BY_HAND"  # somebody asked for it
-    node_lost = "NODE_LOST"
-    slot_lost = "SLOT_LOST"
-    gang_broken = "GANG_BROKEN"  # a member is gone, so all of it stops
-    process_died = "PROCESS_DIED"
-    client_died = "CLIENT_DIED"  # it was to end with the client that submitted it
-    # ends
-    completed = "COMPLETED"
-    never_fits = "NEVER_FITS"  # asks more than any node, or the quota, has
-    too_late = "TOO_LATE"  # waited until its deadline
-    start_failed = "START_FAILED"  # the constructor raised, or the class could not be unpacked
-    start_timeout = "START_TIMEOUT"
-    raised = "RAISED"  # its entry method raised
-    restarts_used = "RESTARTS_USED"
-    refused = "REFUSED"  # asked to start at once or not at all
-    pool_dropped = "POOL_DROPPED"
-
-
-@dataclass(frozen=True)
-class Reason:
-    """The stated cause of a wait, start, eviction or end: a constant for programs and a sentence for people."""
-
-    code: Code
-    sentence: str
-
-    def __str__(self) -> str:
-        return f"{self.code.value}: {self.sentence}"
 
 
 class Strategy(str, enum.Enum):
@@ -268,15 +214,6 @@ class Place:
     group: str
     bundle: int
     node: str
-
-
-@dataclass(frozen=True)
-class Chapter:
-    """One line of a story: when, what became of it, and why."""
-
-    at: float
-    state: str
-    reason: Reason
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from trimtab.model.codec import decode, encode
-from trimtab.model.pool import ENDED, IN_QUEUE, Chapter, Policy, State
+from trimtab.model.pool import ENDED, IN_QUEUE, Policy, State
+from trimtab.model.reason import Chapter
 from trimtab.model.resources import Resources
 from trimtab.pool import events as e
 from trimtab.pool.candidates import Candidates

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.model.pool import Code, Labels, Policy
+from trimtab.model.pool import Labels, Policy
+from trimtab.model.reason import Code
 from trimtab.pool.ledger import Ledger, Vector
 from trimtab.pool.records import Group, Kind, Task
 

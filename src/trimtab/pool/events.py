@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.model.pool import Code, Labels, Place, Policy, PoolSpec, Reason, Strategy, TaskSpec
+from trimtab.model.pool import Labels, Place, Policy, PoolSpec, Strategy, TaskSpec
+from trimtab.model.reason import Code, Reason
 from trimtab.model.resources import NOTHING, Resources
 
 # ---- events: what users ask -------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trimtab.model.pool import ENDED, IN_QUEUE, Chapter, Code, Place, Policy, Reason, State, Strategy
+from trimtab.model.pool import ENDED, IN_QUEUE, Place, Policy, State, Strategy
+from trimtab.model.reason import Chapter, Code, Reason
 from trimtab.model.resources import Resources
 from trimtab.pool import events as e
 from trimtab.pool import room

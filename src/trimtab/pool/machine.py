@@ -16,17 +16,8 @@ from typing import Any
 
 from trimtab.model.codec import encode
 from trimtab.model.errors import InputError
-from trimtab.model.pool import (
-    ENDED,
-    IN_QUEUE,
-    Chapter,
-    Code,
-    Explanation,
-    PoolSpec,
-    Reason,
-    State,
-    TaskSpec,
-)
+from trimtab.model.pool import ENDED, IN_QUEUE, Explanation, PoolSpec, State, TaskSpec
+from trimtab.model.reason import Chapter, Code, Reason
 from trimtab.model.resources import NOTHING
 from trimtab.pool import events as e
 from trimtab.pool import room, telling

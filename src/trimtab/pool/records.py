@@ -9,7 +9,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from trimtab.model.pool import HOLDS_SLOTS, Chapter, Place, PoolSpec, Reason, State, TaskSpec
+from trimtab.model.pool import HOLDS_SLOTS, Place, PoolSpec, State, TaskSpec
+from trimtab.model.reason import Chapter, Reason
 from trimtab.model.resources import Resources
 
 

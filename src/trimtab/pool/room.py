@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.model.errors import InputError, nearest
-from trimtab.model.pool import ENDED, Code, Reason, Strategy, TaskSpec
+from trimtab.model.pool import ENDED, Strategy, TaskSpec
+from trimtab.model.reason import Code, Reason
 from trimtab.model.resources import total
 from trimtab.pool.books import Books
 from trimtab.pool.events import FoundTask

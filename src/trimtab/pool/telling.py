@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trimtab.model.errors import InputError
-from trimtab.model.pool import IN_QUEUE, Chapter, Code, Explanation, Reason, State
+from trimtab.model.pool import IN_QUEUE, Explanation, State
+from trimtab.model.reason import Chapter, Code, Reason
 from trimtab.pool import events as e
 from trimtab.pool import room
 from trimtab.pool.books import Books

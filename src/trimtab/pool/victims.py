@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.model.pool import Code, Strategy
+from trimtab.model.pool import Strategy
+from trimtab.model.reason import Code
 from trimtab.pool.books import Books
 from trimtab.pool.ledger import Vector
 from trimtab.pool.placing import place, tightest

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trimtab.model.errors import InputError, TrimtabError, nearest
-from trimtab.model.pool import ENDED, Code, State
+from trimtab.model.pool import ENDED, State
+from trimtab.model.reason import Code
 from trimtab.runtime.ray.client import Session, connect
 from trimtab.runtime.ray.doors import TaskSeen
 from trimtab.runtime.ray.task import Task

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from trimtab.model.pool import IN_QUEUE, Chapter, Explanation, PoolSpec, Reason
+from trimtab.model.pool import IN_QUEUE, Explanation, PoolSpec
+from trimtab.model.reason import Chapter, Reason
 from trimtab.ui.output import out, plain_table
 
 if TYPE_CHECKING:

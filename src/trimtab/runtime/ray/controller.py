@@ -18,7 +18,8 @@ from typing import Any
 
 from trimtab.model.codec import encode
 from trimtab.model.errors import InputError, UnreachableError, nearest
-from trimtab.model.pool import ENDED, Chapter, Explanation, Policy, PoolSpec, State, TaskSpec
+from trimtab.model.pool import ENDED, Explanation, Policy, PoolSpec, State, TaskSpec
+from trimtab.model.reason import Chapter
 from trimtab.pool.events import Event, PolicySet, PoolEnsured, Submitted
 from trimtab.runtime.ray.deeds import read_payload
 from trimtab.runtime.ray.doors import TaskSeen, door

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from trimtab.model import errors
-from trimtab.model.pool import Labels, Reason, State
+from trimtab.model.pool import Labels, State
+from trimtab.model.reason import Reason
 from trimtab.runtime.ray.members import Member
 
 log = logging.getLogger("trimtab.controller")

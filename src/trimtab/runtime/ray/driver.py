@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.model.errors import InputError, TrimtabError, UnreachableError
-from trimtab.model.pool import ENDED, Code, State
+from trimtab.model.pool import ENDED, State
+from trimtab.model.reason import Code
 from trimtab.pool import events
 from trimtab.pool.events import Event, PoolDropped, PoolEnsured, Submitted, Tick
 from trimtab.pool.machine import PoolMachine

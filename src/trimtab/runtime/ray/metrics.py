@@ -15,7 +15,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from trimtab.model.pool import IN_QUEUE, Chapter, Code, State
+from trimtab.model.pool import IN_QUEUE, State
+from trimtab.model.reason import Chapter, Code
 from trimtab.pool.events import Event, Started, Stopped
 from trimtab.pool.machine import PoolMachine
 from trimtab.pool.records import Group, Stand, Task

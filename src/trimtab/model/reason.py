@@ -1,0 +1,98 @@
+"""Reasons and stories: why anything waits, starts, changes or ends, in every room of the house.
+
+A constant for programs and a sentence for people. Whoever decides says it; nobody changes it afterwards.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Code(str, enum.Enum):
+    """Why something waits, starts, is evicted or fails: the constants of Reasons."""
+
+    # waits
+    queued = "QUEUED"  # submitted a moment ago, or behind others in the queue
+    quota = "QUOTA"  # the pool's quota is used up
+    no_room = "NO_ROOM"  # no node has enough free
+    slot_limit = "SLOT_LIMIT"  # the pool has all the dynamic slots it may have
+    turn = "TURN"  # another tenant of the slot is active
+    evicting = "EVICTING"  # room is being made: others are stopping
+    behind = "BEHIND"  # room exists, but is kept for somebody who has waited longer
+    drained = "DRAINED"  # the pool takes nothing new
+    no_node = "NO_NODE"  # the node it needs is gone; it may come back
+    back_off = "BACK_OFF"  # it failed a moment ago and is tried again soon
+    # starts
+    placed = "PLACED"  # free capacity
+    reserved = "RESERVED"  # a reserved slot
+    borrowed = "BORROWED"  # an idle reserved slot of others
+    reused = "REUSED"  # an idle dynamic slot
+    preempted = "PREEMPTED"  # room made by evicting others
+    found = "FOUND"  # it was running when nothing was remembered of it
+    # evictions and stops
+    priority = "PRIORITY"  # same pool, by priority gap
+    label_rule = "LABEL_RULE"  # same pool, by a label rule
+    cross_pool = "CROSS_POOL"  # from another pool
+    owner_returned = "OWNER_RETURNED"  # a borrower leaves a reserved slot
+    by_hand = "BY_HAND"  # somebody asked for it
+    node_lost = "NODE_LOST"
+    slot_lost = "SLOT_LOST"
+    gang_broken = "GANG_BROKEN"  # a member is gone, so all of it stops
+    process_died = "PROCESS_DIED"
+    client_died = "CLIENT_DIED"  # it was to end with the client that submitted it
+    # ends
+    completed = "COMPLETED"
+    never_fits = "NEVER_FITS"  # asks more than any node, or the quota, has
+    too_late = "TOO_LATE"  # waited until its deadline
+    start_failed = "START_FAILED"  # the constructor raised, or the class could not be unpacked
+    start_timeout = "START_TIMEOUT"
+    raised = "RAISED"  # its entry method raised
+    restarts_used = "RESTARTS_USED"
+    refused = "REFUSED"  # asked to start at once or not at all
+    pool_dropped = "POOL_DROPPED"
+    # nodes
+    joined = "JOINED"  # Ray has it for the first time
+    returned = "RETURNED"  # it was lost, and is back
+    unlike = "UNLIKE"  # it has other GPUs than the rest, or another number of them
+    changed = "CHANGED"  # its figures are others than before
+    link_silent = "LINK_SILENT"  # its own link says nothing; it may be frozen
+    link_broken = "LINK_BROKEN"  # its own link broke and nothing listens there any more
+    ray_lost = "RAY_LOST"  # Ray does not have it any more
+    drain_asked = "DRAIN_ASKED"  # somebody asked for it to be emptied
+    drain_seen = "DRAIN_SEEN"  # Ray says that it will go (spot termination, idle, autoscaler)
+    drain_over = "DRAIN_OVER"  # it stays after all
+    left = "LEFT"  # it went as announced
+    flapping = "FLAPPING"  # it came and went too often; not used until it has been steady
+    steady = "STEADY"  # it has been there long enough to be trusted again
+    node_draining = "NODE_DRAINING"  # what is on it has to move before its deadline
+    # elastic groups
+    grow = "GROW"  # there is room for more members
+    shrink = "SHRINK"  # a member's node will go, or its room was taken
+    replaced = "REPLACED"  # a member was lost
+    unhealthy = "UNHEALTHY"  # a member's health call raised or took too long
+    hung = "HUNG"  # a member did not end its step in time
+    cap = "CAP"  # members were started again so often that no more are tried
+    below_min = "BELOW_MIN"  # fewer members than the least; the group waits, with a deadline
+    began = "BEGAN"  # the first world of the group
+    redone = "REDONE"  # a step was interrupted, so it is done again, whole
+
+
+@dataclass(frozen=True)
+class Reason:
+    """The stated cause of a wait, start, eviction or end: a constant for programs and a sentence for people."""
+
+    code: Code
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.code.value}: {self.sentence}"
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """One line of a story: when, what became of it, and why."""
+
+    at: float
+    state: str
+    reason: Reason
