@@ -56,6 +56,7 @@ LOSSES = (
     Code.owner_returned,
     Code.by_hand,
     Code.node_lost,
+    Code.node_draining,
     Code.slot_lost,
     Code.gang_broken,
     Code.process_died,
@@ -279,6 +280,17 @@ class World:
     def _on_NodeCordoned(self, event: news.NodeCordoned) -> None:  # noqa: N802
         if event.node in self.nodes:
             self.nodes[event.node].cordoned = event.on
+
+    def _on_NodeEmptied(self, event: news.NodeEmptied) -> None:  # noqa: N802
+        if event.node not in self.nodes:
+            return
+        self.nodes[event.node].cordoned = True
+        for group in self.groups.values():
+            if event.node in group.made.nodes:
+                group.trusted = False  # nothing is to start there any more
+        for name, run in self.runs.items():
+            if any(place.node == event.node for place in run.start.places):
+                self._cause(name, Code.node_draining)
 
     def _on_NodeLost(self, event: news.NodeLost) -> None:  # noqa: N802
         self.nodes.pop(event.node, None)

@@ -225,7 +225,7 @@ class Fate(RuleBasedStateMachine):
         at=st.integers(0, 5),
         count=st.sampled_from([2, 4, 8]),
         outside=st.sampled_from([0, 0, 1, 3]),
-        what=st.sampled_from(["join", "join", "lose", "cordon", "open"]),
+        what=st.sampled_from(["join", "join", "lose", "cordon", "open", "empty"]),
     )
     def change_node(self, at, count, outside, what):
         world, node = self.world, f"n{at}"
@@ -233,6 +233,8 @@ class Fate(RuleBasedStateMachine):
             world.node(node, count, outside=Resources.of(gpu=min(outside, count)))
         elif node in world.nodes and what == "lose":
             world.tell(news.NodeLost(node))
+        elif node in world.nodes and what == "empty":
+            world.tell(news.NodeEmptied(node))
         elif node in world.nodes:
             world.tell(news.NodeCordoned(node, what == "cordon"))
 

@@ -229,6 +229,55 @@ def test_an_idle_slot_on_a_cordoned_node_is_not_used_again():
     assert one.machine.tasks["b"].places[0].node != node
 
 
+def test_what_is_on_a_node_that_will_go_is_saved_and_returns_elsewhere():
+    one = world(8, 8)
+    one.run(task("a", 2, saves=True), task("b", 2, preemptible=False), gang("g", 2, 2))
+    homes = {name: {place.node for place in one.machine.tasks[name].places} for name in ("a", "b", "g")}
+    (node,) = homes["a"]
+    stops = [each for each in one.tell(news.NodeEmptied(node, "spot")) if isinstance(each, Stop)]
+    assert {stop.task for stop in stops} == {name for name, home in homes.items() if node in home}
+    assert all(stop.reason.code is Code.node_draining and "spot" in stop.reason.sentence for stop in stops)
+    assert all(stop.save_s > 0 for stop in stops)
+    one.carry_all()
+    moved = [name for name in homes if one.state(name) is State.running]
+    assert "a" in moved
+    assert all(node not in {place.node for place in one.machine.tasks[name].places} for name in moved)
+    assert all(one.state(name) is State.evicted for name in homes if name not in moved)
+    assert not any(node in group.nodes for group in one.machine.groups.values())
+
+
+def test_a_node_that_was_emptied_stays_so_until_it_is_opened():
+    one = world(8)
+    one.run(task("a", 2))
+    one.tell(news.NodeEmptied("n0"))
+    one.carry_all()
+    one.run(task("b", 2))
+    assert one.states("a", "b") == ["evicted", "waiting"]
+    one.tell(news.NodeCordoned("n0", False))
+    one.carry_all()
+    assert one.states("a", "b") == ["running", "running"]
+
+
+def test_a_reserved_slot_moves_from_a_node_that_will_go():
+    one = world(8, 8, spec=pool(reserved=(gpus(4),)))
+    one.carry_all()
+    (group,) = one.machine.groups.values()
+    one.tell(news.NodeEmptied(group.nodes[0]))
+    one.carry_all()
+    (moved,) = one.machine.groups.values()
+    assert moved.nodes != group.nodes
+
+
+def test_a_tenant_that_waits_for_its_turn_on_a_node_that_will_go_waits_in_the_queue_instead():
+    one = world(8, 8)
+    one.run(task("a", 4, room=(gpus(4),)), task("b", 4, shares="a"))
+    home = one.machine.tasks["a"].places[0].node
+    one.tell(news.NodeEmptied(home))
+    one.carry_all()
+    assert one.states("a", "b") == ["running", "running"]
+    assert all(one.machine.tasks[name].places[0].node != home for name in "ab")
+
+
 def test_a_drained_pool_takes_nothing_new_and_says_so():
     one = world(8)
     one.run(task("a"))

@@ -105,6 +105,17 @@ class NodeCordoned:
 
 
 @dataclass(frozen=True)
+class NodeEmptied:
+    """The node will go soon: whatever is on it leaves now and returns elsewhere, and nothing new goes there.
+
+    No rule is asked, for nobody can stay. NodeCordoned with `on` false opens the node again.
+    """
+
+    node: str
+    why: str = "it drains"
+
+
+@dataclass(frozen=True)
 class NodeLost:
     """The node is gone, with all that was on it."""
 
@@ -244,6 +255,7 @@ Event = (
     | TurnAsked
     | NodeJoined
     | NodeCordoned
+    | NodeEmptied
     | NodeLost
     | GroupMade
     | GroupFailed

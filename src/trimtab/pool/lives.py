@@ -536,8 +536,8 @@ class Lives(Books):
         self._forget_pool(group.pool)
         self._freed()
 
-    def _break(self, group: Group, reason: Reason, now: float) -> None:
-        """Part of the group is lost: whoever is in it stops, and then it is removed."""
+    def _break(self, group: Group, reason: Reason, now: float, *, evict: bool = False) -> None:
+        """Part of the group is lost, or will be (`evict`): whoever is in it stops, and then it is removed."""
         if group.stand is Stand.removing:
             return
         group.stand, group.deadline = Stand.broken, None
@@ -546,7 +546,10 @@ class Lives(Books):
         for name in list(group.tenants):
             task = self.tasks[name]
             if task.state in (State.starting, State.running, State.parked):
-                self._to_cancelling(task, After.again, reason, now, tell=False)
+                if evict:
+                    self._evict(task, None, reason, now)
+                else:
+                    self._to_cancelling(task, After.again, reason, now, tell=False)
             elif task.state in IN_QUEUE:
                 group.tenants.remove(name)
                 task.shares = None

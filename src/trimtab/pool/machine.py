@@ -174,6 +174,19 @@ class PoolMachine(Lives):
         )
         self._freed()
 
+    def _on_node_emptied(self, event: e.NodeEmptied, now: float) -> None:
+        self._known_node(event.node)
+        self.ledger.cordon(event.node, True)
+        reason = Reason(Code.node_draining, f"node {room.short(event.node)} will go: {event.why}")
+        for claim in [claim for claim in self.claims.values() if event.node in claim.nodes]:
+            self._drop_claim(claim, now, requeue=True)
+        hit = [group for group in self.groups.values() if event.node in group.nodes]
+        for group in hit:
+            self.set_idle(group, False)
+            self._break(group, reason, now, evict=True)
+        self._tell_node(event.node, now, "emptied", f"{event.why}; {len(hit)} placement groups were on it")
+        self._freed()
+
     def _on_node_lost(self, event: e.NodeLost, now: float) -> None:
         if event.node not in self.nodes:
             return
