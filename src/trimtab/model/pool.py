@@ -64,7 +64,8 @@ class PoolSpec:
     reuse: bool = True  # an idle dynamic slot is kept until somebody needs its room
     borrow: bool = False  # idle reserved slots may be used by others, who leave first
     return_preempts: bool = False  # an evicted task that returns may evict others
-    target_hosts: int = 0  # warm processes kept ready
+    target_hosts: int = 0  # warm processes kept ready, on all nodes together
+    hosts_each: int = 0  # and on every node besides
     preload: tuple[str, ...] = ()  # modules that warm hosts import ahead
     wait_s: float = 3600.0  # how long a task waits at most, where it does not say
     patience_s: float = 60.0  # after so long, a waiter's room is kept for it
@@ -79,8 +80,9 @@ class PoolSpec:
             _finite(name, getattr(self, name), where, least=None if name == "reserved_priority" else 0.0)
         if self.dynamic_limit is not None and self.dynamic_limit < 0:
             raise InputError(f"max_dynamic_pgs must not be negative, but is {self.dynamic_limit}", where=where)
-        if self.target_hosts < 0:
-            raise InputError(f"target_agents must not be negative, but is {self.target_hosts}", where=where)
+        for name, count in (("target_agents", self.target_hosts), ("warm_each", self.hosts_each)):
+            if count < 0:
+                raise InputError(f"{name} must not be negative, but is {count}", where=where)
         if any(not spec for spec in self.reserved):
             raise InputError("a reserved slot must hold something", where=where)
         together = total(self.reserved)

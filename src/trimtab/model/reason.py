@@ -66,6 +66,9 @@ class Code(str, enum.Enum):
     flapping = "FLAPPING"  # it came and went too often; not used until it has been steady
     steady = "STEADY"  # it has been there long enough to be trusted again
     node_draining = "NODE_DRAINING"  # what is on it has to move before its deadline
+    # roles
+    stay = "STAY"  # what is there is as good as anything new
+    regroup = "REGROUP"  # shares its GPUs with others than before
     # elastic groups
     grow = "GROW"  # there is room for more members
     shrink = "SHRINK"  # a member's node will go, or its room was taken

@@ -135,13 +135,18 @@ def totals(books: Books) -> Totals:
 
 
 def warm_targets(books: Books) -> dict[str, dict[tuple[str, ...], int]]:
-    """How many warm hosts each node is to keep, by what they import ahead: those of a pool, spread evenly."""
+    """How many warm hosts each node is to keep, by what they import ahead.
+
+    Those of a pool that are for all nodes together are spread evenly.
+    """
     nodes = [node for node in books.nodes if node not in books.ledger.cordoned]
     targets: dict[str, dict[tuple[str, ...], int]] = {node: {} for node in nodes}
     for pool in books.pools.values():
-        for at in range(pool.spec.target_hosts if nodes and not pool.dropped else 0):
-            by_preload = targets[nodes[at % len(nodes)]]
-            by_preload[pool.spec.preload] = by_preload.get(pool.spec.preload, 0) + 1
+        if pool.dropped or not nodes:
+            continue
+        together = [nodes[at % len(nodes)] for at in range(pool.spec.target_hosts)]
+        for node in (*together, *nodes * pool.spec.hosts_each):
+            targets[node][pool.spec.preload] = targets[node].get(pool.spec.preload, 0) + 1
     return targets
 
 

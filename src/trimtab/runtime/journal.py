@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimtab.fleet import node_events
 from trimtab.model.codec import decode, encode
 from trimtab.model.errors import InputError
 from trimtab.pool import events as pool_events
@@ -32,7 +33,9 @@ from trimtab.runtime.locks import DirectoryLock
 FORMAT = "trimtab-journal"
 VERSION = 1
 SYNC_EVERY_S = 0.1
-EVENT_TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(pool_events.Event)}
+Kinds = dict[str, type[Any]]
+POOL_EVENTS: Kinds = {kind.__name__: kind for kind in typing.get_args(pool_events.Event)}
+NODE_EVENTS: Kinds = {kind.__name__: kind for kind in typing.get_args(node_events.NodeEvent)}
 _NAMES = re.compile(r"(journal|snapshot)-(\d{8})\.jsonl?")
 
 
@@ -41,7 +44,7 @@ class Found:
     """What a journal holds: a state, if one was written, and what happened after it."""
 
     snapshot: dict[str, Any] | None
-    events: tuple[tuple[float, pool_events.Event], ...]
+    events: tuple[tuple[float, Any], ...]
     last_time: float  # of the last event or the snapshot; 0 where there is none
     notes: tuple[str, ...] = ()  # sentences about this journal as a whole, kept from segment to segment
     torn: str | None = None  # says which half-written last line was left out
@@ -54,15 +57,15 @@ class Found:
         return self.snapshot is None and not self.events
 
 
-def read_journal(directory: str | Path, *, before: int | None = None) -> Found:
+def read_journal(directory: str | Path, *, before: int | None = None, kinds: Kinds = POOL_EVENTS) -> Found:
     """What stands in the journal of a directory, or before one of its segments; changes nothing, takes no lock."""
     try:
-        return _read_journal(directory, before)
+        return _read_journal(directory, before, kinds)
     except FileNotFoundError:  # a snapshot came to stand meanwhile, and what it stands for went
-        return _read_journal(directory, before)
+        return _read_journal(directory, before, kinds)
 
 
-def _read_journal(directory: str | Path, before: int | None) -> Found:
+def _read_journal(directory: str | Path, before: int | None, kinds: Kinds) -> Found:
     segments, snapshots = _files(Path(directory))
     if before is not None:
         segments = {number: path for number, path in segments.items() if number < before}
@@ -79,11 +82,11 @@ def _read_journal(directory: str | Path, before: int | None) -> Found:
             where=str(directory),
             hint="put it back, or start with another journal_dir",
         )
-    found: list[tuple[float, pool_events.Event]] = []
+    found: list[tuple[float, Any]] = []
     notes: tuple[str, ...] = ()
     torn, length = None, 0
     for number in wanted:
-        read = _read_segment(segments[number], last=number == wanted[-1])
+        read = _read_segment(segments[number], kinds, last=number == wanted[-1])
         found += read.events
         notes = read.notes or notes
         torn, length = read.torn, read.length
@@ -99,12 +102,15 @@ class Journal:
     not be written is kept and tried again with the next event, and `fault` says so.
     """
 
-    def __init__(self, directory: str | Path, *, owner: str = "", lock_wait_s: float = 15.0) -> None:
+    def __init__(
+        self, directory: str | Path, *, kinds: Kinds = POOL_EVENTS, owner: str = "", lock_wait_s: float = 15.0
+    ) -> None:
         self.directory = Path(directory)
+        self._kinds = kinds
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = DirectoryLock(self.directory, owner, wait_s=lock_wait_s)
         try:
-            found = read_journal(self.directory)
+            found = read_journal(self.directory, kinds=kinds)
             self.fault: str | None = None
             self.notes = found.notes
             self.since_snapshot = len(found.events)
@@ -125,9 +131,9 @@ class Journal:
     def take_found(self) -> Found:
         """What stood in it when it was opened; once, for it is large."""
         found, self._found = self._found, None
-        return found if found is not None else read_journal(self.directory)
+        return found if found is not None else read_journal(self.directory, kinds=self._kinds)
 
-    def append(self, now: float, event: pool_events.Event) -> None:
+    def append(self, now: float, event: Any) -> None:
         """Write one event; on return the operating system has it, or `fault` says why not."""
         self._write(_line([now, type(event).__name__, encode(event)]))
         self.since_snapshot += 1
@@ -277,7 +283,7 @@ def write_file(path: Path, data: bytes, *, sync: bool = False) -> None:
 
 @dataclass
 class _Segment:
-    events: list[tuple[float, pool_events.Event]]
+    events: list[tuple[float, Any]]
     notes: tuple[str, ...]
     torn: str | None
     length: int
@@ -306,7 +312,7 @@ def _read_snapshot(path: Path) -> tuple[dict[str, Any], float]:
         ) from None
 
 
-def _read_segment(path: Path, *, last: bool) -> _Segment:
+def _read_segment(path: Path, kinds: Kinds, *, last: bool) -> _Segment:
     read = _Segment([], (), None, 0)
     lines = list(_lines(path))
     for number, line in enumerate(lines, 1):
@@ -316,7 +322,7 @@ def _read_segment(path: Path, *, last: bool) -> _Segment:
                 _same_format(data, path)
                 read.notes = tuple(data.get("notes", ()))
             elif data is not None:
-                read.events.append((float(data[0]), decode(EVENT_TYPES[data[1]], data[2])))
+                read.events.append((float(data[0]), decode(kinds[data[1]], data[2])))
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             data = None
         if data is None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from trimtab.model.errors import InputError, UnreachableError
 from trimtab.model.pipeline import Schedule, Stage
-from trimtab.runtime.ray.cluster import connected, import_ray, node_of
+from trimtab.runtime.ray.cluster import connected, heeded_interrupts, import_ray, node_of
 from trimtab.runtime.ray.stage import StageActor, StageError, StageSettings, StageTimes
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def run_pipeline(
         imports=chain.imports if chain is not None else "",
         python_path=(os.getcwd(), *(entry for entry in sys.path if entry)),
     )
-    with connected(address=address, cpus=len(schedule.stages) + 1) as ray:
+    with connected(address=address, cpus=len(schedule.stages) + 1) as ray, heeded_interrupts() as heed:
         progress(f"starting {len(schedule.stages)} stages")
         actors: list[Any] = []
         try:
@@ -137,7 +137,7 @@ def run_pipeline(
                 node = _node(ray, stage.host, address) if address and not emulate else None
                 actors.append(_start(ray, settings, node))
             _load(ray, actors, schedule, packed, timeout_s)
-            results, done_at, times = _drive(ray, actors, schedule, inputs, microbatches, timeout_s, progress)
+            results, done_at, times = _drive(ray, actors, schedule, inputs, microbatches, timeout_s, progress, heed)
         finally:
             for actor in actors:
                 ray.kill(actor, no_restart=True)
@@ -317,6 +317,7 @@ def _drive(
     count: int,
     timeout_s: float,
     progress: Callable[[str], None],
+    heed: Callable[[], None],
 ) -> tuple[list[Any], list[float], list[StageTimes]]:
     """Feed, collect, and watch every stage, all in one loop."""
     running = {
@@ -332,7 +333,11 @@ def _drive(
     giving = actors[-1].give.remote()
     while running or len(results) < count:
         waiting = [*running, *(ref for ref in (feeding, giving) if ref is not None)]
-        ready, _ = ray.wait(waiting, num_returns=1, timeout=timeout_s)
+        ready: list[Any] = []
+        stands_at = time.monotonic() + timeout_s
+        while not ready and time.monotonic() < stands_at:
+            heed()
+            ready, _ = ray.wait(waiting, num_returns=1, timeout=min(1.0, timeout_s))
         if not ready:
             raise UnreachableError(
                 f"the pipeline stood still for {timeout_s:g} s after {len(results)} of {count} microbatches",

@@ -147,6 +147,7 @@ class Session:
         borrow: bool = False,
         return_preempts: bool = False,
         warm_hosts: int = 0,
+        warm_each: int = 0,
         preload: Sequence[str] = (),
         labels: Mapping[str, str] | None = None,
         strategy: str = "STRICT_PACK",
@@ -156,7 +157,8 @@ class Session:
         """The pool of this name: with a quota it is made (or is there with the same settings), without one it must be.
 
         Memory is in bytes. `reserved` slots are for tasks of `reserved_priority` and above; `borrow` lets others use
-        them while they are idle. `warm_hosts` processes are kept ready, which have imported `preload`.
+        them while they are idle. `warm_hosts` processes are kept ready on all nodes together, and `warm_each` on every
+        one, which have imported `preload`.
         """
         if quota is None:
             return Pool(self, self.ask("pool", name))
@@ -174,6 +176,7 @@ class Session:
             borrow=borrow,
             return_preempts=return_preempts,
             target_hosts=warm_hosts,
+            hosts_each=warm_each,
             preload=tuple(preload),
             wait_s=wait_s,
             patience_s=patience_s,

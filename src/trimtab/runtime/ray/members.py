@@ -131,6 +131,21 @@ class Members:
         if await self._wardens.join(node):
             await self._hosts.adopt(node, await self._wardens.ask(node, "records", timeout_s=_ANSWER_S))
 
+    async def node_returned(self, node: str) -> None:
+        """Have a warden there again, and end whatever is left of what was given up with the node."""
+        await self._wardens.join(node)
+        await self._clear(node)
+
+    async def node_left(self, node: str) -> None:
+        """End all that this controller keeps on a node where no task is any more, so that the node can go."""
+        self._hosts.lost(node)
+        await self._clear(node)
+        await self._wardens.leave(node)
+
+    async def link_place(self, node: str) -> tuple[str, int] | None:
+        """Where the node's beats come from."""
+        return await self._wardens.link_place(node)
+
     async def node_lost(self, node: str) -> None:
         """Forget the node and all that was there; no death is reported for it."""
         self._wardens.lost(node)
@@ -276,6 +291,16 @@ class Members:
     async def unpark(self, member: Member, timeout_s: float) -> None:
         """Have it take its devices again."""
         await self._turn(member, "unpark", timeout_s)
+
+    async def beside(self, member: Member, method: str, timeout_s: float) -> tuple[str, str]:
+        """Call a method of the object beside its work: returned, raised, timed out or not called, and a note."""
+        try:
+            word, note = await self._wardens.ask(
+                member.node, "turn", member.pid, member.born, method, timeout_s, timeout_s=timeout_s + _ANSWER_S
+            )
+        except UnreachableError as fault:
+            return "timed out", fault.what
+        return str(word), str(note)
 
     def handle(self, member: Member) -> Any:
         """Ray's handle of a host: `handle.call.remote(method, ...)`. Plain actors are found by their name."""
@@ -484,12 +509,7 @@ class Members:
                 await (self._end([_member(record)]) if made else self._end_made(maker.node, record))
 
     async def _turn(self, member: Member, do: str, timeout_s: float) -> None:
-        try:
-            word, note = await self._wardens.ask(
-                member.node, "turn", member.pid, member.born, do, timeout_s, timeout_s=timeout_s + _ANSWER_S
-            )
-        except UnreachableError as fault:
-            raise ParkError(str(fault)) from None
+        word, note = await self.beside(member, do, timeout_s)
         if word != "returned":
             raise ParkError(f"{do}() {word}: {note}" if note else f"{do}() {word}")
 

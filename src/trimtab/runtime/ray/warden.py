@@ -23,6 +23,7 @@ from typing import Any
 from trimtab.model.errors import UnreachableError
 from trimtab.runtime.ray import nvml
 from trimtab.runtime.ray.host import FRAME, born, frame, make_run_dir, stat
+from trimtab.runtime.ray.links import Place, beat_forever
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +45,14 @@ class Warden:
         self._deaths: list[tuple[int, float]] = []
         self._news = asyncio.Event()
         self._watched: dict[tuple[int, float], asyncio.Task[None]] = {}
+        self._link: tuple[asyncio.Server, Place] | None = None
 
     async def hello(self) -> dict[str, Any]:
         """Facts of this node."""
-        return {"epoch": self._epoch, "pid": os.getpid(), "born": born(os.getpid()), "cores": os.cpu_count() or 1}
+        if self._link is None:
+            self._link = await beat_forever(_address())
+        facts = {"epoch": self._epoch, "pid": os.getpid(), "born": born(os.getpid()), "cores": os.cpu_count() or 1}
+        return {**facts, "link": self._link[1]}
 
     async def watch(self, processes: list[tuple[int, float]]) -> None:
         """Report when these die; at once, where they have."""
@@ -192,6 +197,13 @@ class Warden:
     def _forget(self, pid: int) -> None:
         for suffix in (".json", ".sock"):
             (self._where / f"{pid}{suffix}").unlink(missing_ok=True)
+
+
+def _address() -> str:
+    """Where others reach this node."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 def _tidy(place: Path) -> None:
@@ -364,15 +376,23 @@ class Wardens:
             self._actors[node] = None
             await _ended(actor, self.facts.get(node))
 
+    async def link_place(self, node: str) -> Place | None:
+        """Where the warden of a node sends its beats; asked anew, for it may be another one by now."""
+        if node in self._actors:
+            self.facts[node] = await self.ask(node, "hello", timeout_s=5.0)
+        known = self.facts.get(node)
+        return None if known is None else (str(known["link"][0]), int(known["link"][1]))
+
     async def close(self) -> None:
         """End all wardens, and what they keep on their nodes."""
-        await asyncio.gather(*(self._close(node) for node in self.nodes))
+        await asyncio.gather(*(self.leave(node) for node in self.nodes))
 
     async def _ask(self, node: str, method: str, *arguments: Any) -> Any:
         actor = self._actors.get(node) or await self._make(node)
         return await getattr(actor, method).remote(*arguments)
 
-    async def _close(self, node: str) -> None:
+    async def leave(self, node: str) -> None:
+        """End the warden of a node, and what it keeps there."""
         with contextlib.suppress(UnreachableError):
             await self.ask(node, "leave", timeout_s=10.0)
         actor, facts = self._actors.get(node), self.facts.get(node)
