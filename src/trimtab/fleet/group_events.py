@@ -190,6 +190,17 @@ class RunStep:
 
 
 @dataclass(frozen=True)
+class InterruptStep:
+    """Give the step up unless its commit has begun: it cannot be completed, or a member has to go before it would be.
+
+    Ends in StepInterrupted, or in StepDone where the commit had begun. Said once per loss of patience; may repeat.
+    """
+
+    step: int
+    reason: Reason
+
+
+@dataclass(frozen=True)
 class AskHealth:
     """Call the member's health. Ends in HealthAnswered."""
 
@@ -219,4 +230,4 @@ class GiveUp:
     reason: Reason
 
 
-GroupInstruction = StartMember | EndMember | EnterWorld | RunStep | AskHealth | Want | Wait | GiveUp
+GroupInstruction = StartMember | EndMember | EnterWorld | RunStep | InterruptStep | AskHealth | Want | Wait | GiveUp

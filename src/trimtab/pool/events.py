@@ -120,6 +120,7 @@ class NodeLost:
     """The node is gone, with all that was on it."""
 
     node: str
+    why: str = ""
 
 
 # ---- events: news of what was instructed ------------------------------------------------------------------------

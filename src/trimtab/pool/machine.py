@@ -193,7 +193,7 @@ class PoolMachine(Lives):
         del self.nodes[event.node]
         self.node_epoch += 1
         self.changed_nodes.discard(event.node)
-        reason = Reason(Code.node_lost, f"node {room.short(event.node)} was lost")
+        reason = Reason(Code.node_lost, f"node {room.short(event.node)} was lost{event.why and ': '}{event.why}")
         hit = [group for group in self.groups.values() if event.node in group.nodes]
         for group in hit:
             self.set_idle(group, False)
@@ -204,7 +204,9 @@ class PoolMachine(Lives):
             # A node of that name that comes back owes this group nothing.
             group.nodes = tuple("" if node == event.node else node for node in group.nodes)
             self._break(group, reason, now)
-        self._tell_node(event.node, now, "lost", f"{len(hit)} placement groups were on it")
+        self._tell_node(
+            event.node, now, "lost", f"{event.why}{event.why and '; '}{len(hit)} placement groups were on it"
+        )
         self._freed()
 
     def _tell_node(self, node: str, now: float, what: str, sentence: str) -> None:

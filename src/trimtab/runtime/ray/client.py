@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trimtab.model.errors import InputError, TrimtabError, UnreachableError, nearest
+from trimtab.model.fleet import NodeView
 from trimtab.model.pool import (
     Aggressiveness,
     Explanation,
@@ -209,6 +210,14 @@ class Session:
     ) -> Any:
         """Who would be evicted if this were submitted now, and why; a dry run. Settings are those of `Pool.submit`."""
         return self.ask("would_evict", _task_spec(None, pool, resources, priority=priority, **settings))
+
+    def drain_node(self, node: str, deadline_s: float | None = None, cause: str = "asked by hand") -> NodeView:
+        """Have a node emptied by a deadline (None: when it can): its id, the beginning of it, its name or address.
+
+        What is there is told, saved and started elsewhere in time; Ray is told, too, and there is no way back.
+        """
+        view: NodeView = self.ask("drain_node", node, deadline_s, cause)
+        return view
 
     def close(self) -> None:
         """Leave. The controller and its tasks stay, but for tasks that were to end with this client.

@@ -18,11 +18,13 @@ from typing import Any
 
 from trimtab.model.codec import encode
 from trimtab.model.errors import InputError, UnreachableError, nearest
+from trimtab.model.fleet import NodeView
 from trimtab.model.pool import ENDED, Explanation, Policy, PoolSpec, State, TaskSpec
 from trimtab.model.reason import Chapter
 from trimtab.pool.events import Event, PolicySet, PoolEnsured, Submitted
+from trimtab.pool.records import Task
 from trimtab.runtime.ray.deeds import read_payload
-from trimtab.runtime.ray.doors import TaskSeen, door
+from trimtab.runtime.ray.doors import News, TaskSeen, door
 from trimtab.runtime.ray.driver import ASKS, Driver, say_fault
 from trimtab.runtime.shelf import header_of
 
@@ -152,6 +154,41 @@ class Controller:
         (await self._up_now()).end_tasks_of(client)
 
     @door
+    async def drain_node(self, node: str, deadline_s: float | None, cause: str) -> NodeView:
+        """Have a node emptied by a deadline, and tell Ray; by its id, the beginning of it, its name or address."""
+        driver = await self._up_now()
+        found = await driver.watch.drain(node, deadline_s, cause)
+        return next(one for one in driver.watch.views(gone=True) if one.node == found)
+
+    @door
+    async def publish(self, kind: str, id: str, facts: dict[str, Any] | None, client: str) -> None:
+        """Let others know of something that a client runs, as long as it lives; without facts: not any more."""
+        driver = await self._up_now()
+        driver.leases[client] = time.monotonic()
+        if facts is None:
+            driver.board.take_down(kind, id)
+        else:
+            driver.board.put(kind, id, facts, client)
+            driver.fleet_meter.heard(kind, id, facts)
+
+    @door
+    async def want(self, client: str, bundles: list[dict[str, float]]) -> None:
+        """What a client could use in all: what all want together is asked of Ray's autoscaler."""
+        driver = await self._up_now()
+        driver.leases[client] = time.monotonic()
+        driver.board.want(client, bundles)
+
+    @door
+    async def beside(self, task: str, method: str, timeout_s: float) -> tuple[str, str]:
+        """Call a method of a task's object beside its work: returned, raised, timed out or not called, and a note."""
+        driver = await self._up_now()
+        self._known_task(task)
+        members = driver.deeds.running.get(task, ())
+        if not members:
+            return "not called", "it does not run"
+        return await driver.members.beside(members[0], method, timeout_s)
+
+    @door
     async def shutdown(self, destroy: bool = True, timeout_s: float = 30.0) -> None:
         """Let go of the journal; with `destroy` first end every task, slot and process. The caller ends the actor."""
         driver = await self._up_now()
@@ -171,12 +208,30 @@ class Controller:
 
     @door
     async def node_story(self, node: str) -> tuple[str, tuple[Chapter, ...]]:
-        """A node's id and history, by its id or the beginning of it."""
-        stories = (await self._up_now()).machine.node_stories
-        found = [one for one in stories if node and one.startswith(node)]
+        """A node's id and history, by its id, the beginning of it, or its name."""
+        driver = await self._up_now()
+        stories = driver.machine.node_stories
+        named = {one.node for one in driver.watch.views(gone=True) if node and node == one.facts.name}
+        found = named or {one for one in (*stories, *driver.watch.machine.nodes) if node and one.startswith(node)}
         if len(found) != 1:
             raise InputError(f"{len(found) or 'no'} nodes begin with {node}", hint="`trimtab status` lists nodes")
-        return found[0], tuple(stories[found[0]])
+        (id,) = found
+        chapters = [*driver.watch.machine.story(id), *stories.get(id, ())]
+        return id, tuple(sorted(chapters, key=lambda chapter: chapter.at))
+
+    @door
+    async def news(self, tasks: dict[str, tuple[State, int]], version: int, timeout_s: float) -> News:
+        """Nodes, and those tasks that are in another state or attempt than given, as soon as there is anything new."""
+        driver = await self._up_now()
+        deadline = time.monotonic() + timeout_s
+        while True:
+            known = driver.machine.tasks
+            changed = [one for one, before in tasks.items() if one in known and _stand(known[one]) != tuple(before)]
+            machine, left_s = driver.watch.machine, deadline - time.monotonic()
+            if changed or machine.version != version or left_s <= 0 or driver.closing:
+                seen = tuple(self._seen(one) for one in changed)
+                return News(machine.version, driver.watch.views(), machine.last_change, seen)
+            await driver.board.wait(left_s)
 
     @door
     async def see(self, task: str) -> TaskSeen:
@@ -238,6 +293,10 @@ class Controller:
                 {"node": one.node, "total": one.total.floats(), "outside": one.outside.floats()}
                 for one in driver.watch.known.values()
             ],
+            "fleet": [encode(one) for one in driver.watch.views(gone=True)],
+            "groups": [{"id": one.id, "client": one.client, **one.facts} for one in driver.board.notices("group")],
+            "wanted": driver.board.wanted,
+            "autoscaler": driver.board.fault,
             "ray": driver.watch.fault,
             "pools": {name: encode(machine.pool_view(name)) for name in machine.pools},
             "totals": encode(machine.totals()),
@@ -295,6 +354,10 @@ class Controller:
             for label, _ in policy.label_rules
             if label not in labels
         ]
+
+
+def _stand(task: Task) -> tuple[State, int]:
+    return task.state, task.attempt
 
 
 def session_dir(ray: Any) -> Path:

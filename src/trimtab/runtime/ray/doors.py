@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from trimtab.model import errors
+from trimtab.model.fleet import NodeView
 from trimtab.model.pool import Labels, State
 from trimtab.model.reason import Reason
 from trimtab.runtime.ray.members import Member
@@ -39,6 +40,16 @@ class TaskSeen:
     how: str  # what it runs in, and why
     members: tuple[Member, ...] = ()
     handles: tuple[Any, ...] = ()  # Ray's, of those members; None where a client has to look it up by its name
+
+
+@dataclass(frozen=True)
+class News:
+    """What changed since a client asked last: nodes, and those of its tasks that are in another state."""
+
+    version: int  # of the nodes; to be given with the next ask
+    nodes: tuple[NodeView, ...]  # that are there, in node order
+    change: int  # number of the last Change that the nodes include
+    tasks: tuple[TaskSeen, ...] = ()
 
 
 def controller_name(name: str) -> str:

@@ -27,7 +27,9 @@ from trimtab.pool.machine import PoolMachine
 from trimtab.pool.records import Stand
 from trimtab.runtime.journal import Journal
 from trimtab.runtime.ray import nodes, recovery
+from trimtab.runtime.ray.board import Board
 from trimtab.runtime.ray.deeds import Deeds
+from trimtab.runtime.ray.fleet_metrics import FleetMeter
 from trimtab.runtime.ray.members import Member, Members
 from trimtab.runtime.ray.metrics import Meter
 from trimtab.runtime.shelf import Shelf, Staged
@@ -72,6 +74,7 @@ class Driver:
         self.directory = directory
         self.faults: list[str] = []  # of our own, for status
         self.leases: dict[str, float] = {}  # client -> when it was heard of
+        self.board = Board(ray)
         self._waiters: dict[str, set[tuple[frozenset[State], asyncio.Future[None]]]] = {}
         self._loops: list[asyncio.Task[None]] = []
         self._woken = False
@@ -118,11 +121,14 @@ class Driver:
 
     async def _take_hold(self, is_fresh: bool) -> None:
         self.meter = Meter(self._name, self.machine)
+        self.fleet_meter = FleetMeter(self._name)
         self.members = Members(self._name, self._state_dir, self._on_death)
         self.deeds = Deeds(self, self.members, self.shelf, hosts_save=self._state_dir is not None)
-        self.watch = nodes.NodeWatch(self, self.members, lambda: nodes.look(self._ray), self.deeds.node_lost)
+        self.watch = nodes.NodeWatch(
+            self, self.members, self._ray, self.directory / "nodes", self.deeds.node_lost, self.board.tell
+        )
         there = await asyncio.to_thread(nodes.look, self._ray)
-        await asyncio.gather(*(self._warden(one.node) for one in there))
+        await asyncio.gather(*(self._warden(one.node) for one in there.nodes))
         self.watch.adopt(self.machine.nodes)
         if is_fresh:
             await self.watch.step(wait=True)
@@ -219,6 +225,7 @@ class Driver:
             for states, future in waiting:
                 if not future.done() and (record is None or record.state in states or self.closing):
                     future.set_result(None)
+        self.board.tell()
         if self.closing:
             return
         self._set_timer()
@@ -265,6 +272,8 @@ class Driver:
                 self._end_tasks_of_the_dead()
                 self._look_at_compactor()
                 await self.meter.sample(self.members.warm_counts())
+                busy = {node for group in self.machine.groups.values() for node in group.nodes}
+                self.fleet_meter.sample(self.watch.views(gone=True), busy, self.board)
                 self._say_journal_fault()
                 if self.journal.vanished:
                     log.error("somebody deleted the journal in %s; it is written anew", self.directory)
@@ -287,6 +296,7 @@ class Driver:
     def end_tasks_of(self, client: str) -> None:
         """Cancel what was to end with a client."""
         self.leases.pop(client, None)
+        self.board.forget(client)
         for record in list(self.machine.tasks.values()):
             if record.spec.client == client and record.state not in ENDED:
                 self.feed(events.CancelAsked(record.id, code=Code.client_died))
@@ -323,6 +333,7 @@ class Driver:
         if self._timer is not None:
             self._timer.cancel()
         self.watch.close()
+        await self.board.close()
         await self.deeds.close()
         if destroy:
             await asyncio.wait_for(self.members.close(), timeout_s)

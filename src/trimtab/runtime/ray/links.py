@@ -48,7 +48,8 @@ class _Link:
     tasks: list[asyncio.Task[None]]
     heard: float  # when the last beat came, in time that this process was awake
     silent: bool = True  # until the first beat
-    quiet: bool = False  # no beats are expected: its warden was sent away
+    excused: bool = True  # no beat is to be expected: none came yet, or its warden died and is being made again
+    quiet: bool = False  # nor ever again: its warden was sent away
 
 
 class Links:
@@ -107,6 +108,9 @@ class Links:
                     try:
                         while await reader.read(64):
                             self._heard(node, link)
+                        link.excused = True  # ended by the other side: a process died, which is not silence
+                    except ConnectionResetError:
+                        link.excused = True
                     finally:
                         writer.close()
                 await self._look_at_raylet(node, link)
@@ -146,6 +150,7 @@ class Links:
 
     def _heard(self, node: str, link: _Link) -> None:
         link.heard = self._awake + (time.monotonic() - self._looked)
+        link.excused = False
         if link.silent:
             link.silent = False
             self._tell(LinkHeard(node))
@@ -161,6 +166,6 @@ class Links:
             self._awake += passed
             for node, link in list(self._links.items()):
                 silent_s = self._awake - link.heard
-                if not link.quiet and silent_s >= self._suspect_s:
+                if not (link.quiet or link.excused) and silent_s >= self._suspect_s:
                     link.silent = True
                     self._tell(LinkSilent(node, silent_s))

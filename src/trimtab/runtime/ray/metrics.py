@@ -82,7 +82,7 @@ class Meter:
         self._recorders: dict[str, Recorder] = {}
         self.fault: str | None = None
         try:
-            self._recorders = {one.name: (make or _in_ray)(one) for one in METRICS}
+            self._recorders = {one.name: (make or in_ray)(one) for one in METRICS}
         except Exception as fault:
             self._give_up(fault)
 
@@ -230,7 +230,7 @@ def _left_by_hand(story: list[Chapter], now: float) -> float | None:
     return None
 
 
-def _in_ray(metric: Metric) -> Recorder:
+def in_ray(metric: Metric) -> Recorder:
     """Make the metric in this process, which must be one of Ray's."""
     from ray.util import metrics
 

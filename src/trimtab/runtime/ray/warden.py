@@ -338,7 +338,7 @@ class Wardens:
 
     async def ask(self, node: str, method: str, *arguments: Any, timeout_s: float) -> Any:
         """Ask the warden of a node; one that died is made again, until the time is up."""
-        from ray.exceptions import RayError
+        from ray.exceptions import ActorUnschedulableError, RayError
 
         deadline = time.monotonic() + timeout_s
         why, pause_s = "", 0.1
@@ -347,8 +347,11 @@ class Wardens:
                 return await asyncio.wait_for(self._ask(node, method, *arguments), left)
             except asyncio.TimeoutError:
                 break
+            except ActorUnschedulableError as fault:  # nobody can be made there: it is on its way out
+                self._actors[node] = None
+                raise UnreachableError(f"node {node[:12]} takes nothing new: {_first_line(fault)}") from None
             except (RayError, ValueError) as fault:  # ValueError: its name is held by one that is dying
-                why = str(fault).strip().splitlines()[0]
+                why = _first_line(fault)
             if node in self._actors:
                 self._actors[node] = None
                 await asyncio.sleep(pause_s)
@@ -453,6 +456,10 @@ async def _ended(actor: Any, facts: dict[str, Any] | None) -> None:
     deadline = time.monotonic() + EXIT_WAIT_S
     while facts and born(facts["pid"]) == facts["born"] and time.monotonic() < deadline:
         await asyncio.sleep(0.005)
+
+
+def _first_line(fault: BaseException) -> str:
+    return (str(fault).strip().splitlines() or [type(fault).__name__])[0]
 
 
 def warden_name(controller: str, node: str) -> str:
