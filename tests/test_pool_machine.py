@@ -278,6 +278,16 @@ def test_a_tenant_that_waits_for_its_turn_on_a_node_that_will_go_waits_in_the_qu
     assert all(one.machine.tasks[name].places[0].node != home for name in "ab")
 
 
+def test_a_task_that_awaits_a_node_waits_where_none_is_large_enough():
+    one = world(2)
+    one.run(task("a", 8, awaits_node=True), task("b", 8))
+    assert one.states("a", "b") == ["waiting", "failed"]
+    assert one.why("a") is Code.no_node
+    one.node("n1", 8)
+    one.carry_all()
+    assert one.state("a") is State.running
+
+
 def test_a_drained_pool_takes_nothing_new_and_says_so():
     one = world(8)
     one.run(task("a"))

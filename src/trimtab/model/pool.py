@@ -110,6 +110,7 @@ class TaskSpec:
     restarts: int = 0  # how often it is started again after its process or node was lost; -1: always
     saves: bool = False  # its state can be saved, so an eviction loses no work
     notice_s: float | None = None  # told so long before an eviction, instead of the cancel time-out
+    awaits_node: bool = False  # waits where no node is large enough, for one may join; else that fails it at once
     may_evict: bool = True  # whether it may have others evicted, as far as the policy allows
     over_quota_waits: bool = True  # False: refused where the quota is short, whatever could be evicted
     shares: str | None = None  # takes turns in the slots of this task

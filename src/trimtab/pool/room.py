@@ -214,7 +214,7 @@ def never(books: Books, spec: TaskSpec) -> str | None:
         return f"pool {spec.pool} makes no dynamic slots, and none of its reserved ones may take it"
     if pool.dynamic_limit is not None and len(spec.size) > pool.dynamic_limit:
         return f"it needs {len(spec.size)} dynamic slots, and pool {spec.pool} may have {pool.dynamic_limit}"
-    return never_on_nodes(books, spec) if books.nodes else None
+    return never_on_nodes(books, spec) if books.nodes and not spec.awaits_node else None
 
 
 def never_on_nodes(books: Books, spec: TaskSpec) -> str | None:

@@ -302,8 +302,8 @@ class Pool:
         is there to be called until it is completed or cancelled. A warm host serves it unless it is decorated by Ray,
         has async methods, brings `ray_options` that only an actor can honour, or `plain` asks for an actor.
         `ends_with_me` cancels it when this client goes. Further settings are fields of `TaskSpec`: estimate_s,
-        preemptible, strategy, wait_s, restarts, saves, notice_s, may_evict, over_quota_waits, shares, residual, room,
-        start_timeout_s.
+        preemptible, strategy, wait_s, restarts, saves, notice_s, awaits_node, may_evict, over_quota_waits, shares,
+        residual, room, start_timeout_s.
         """
         session = self._session
         user_class = class_of(kind)

@@ -15,11 +15,23 @@ from trimtab.model import errors
 from trimtab.model.fleet import NodeView
 from trimtab.model.pool import Labels, State
 from trimtab.model.reason import Reason
+from trimtab.runtime.ray import draining
 from trimtab.runtime.ray.members import Member
 
 log = logging.getLogger("trimtab.controller")
 
 NAMESPACE = "trimtab"  # of Ray
+_ERRORS: dict[str, type[errors.TrimtabError]] = {
+    one.__name__: one
+    for one in (
+        errors.InputError,
+        errors.InfeasibleError,
+        errors.UnreachableError,
+        draining.UnknownNodeError,
+        draining.HeadNodeError,
+        draining.PastDeadlineError,
+    )
+}
 
 Params = ParamSpec("Params")
 Value = TypeVar("Value")
@@ -65,20 +77,21 @@ def door(method: Callable[Params, Awaitable[Value]]) -> Callable[Params, Awaitab
         try:
             return "value", await method(*args, **kwargs)
         except errors.TrimtabError as fault:
-            return "error", (type(fault).__name__, fault.what, fault.where, fault.hint)
+            names = [kind.__name__ for kind in type(fault).__mro__]
+            return "error", (names, fault.what, fault.where, fault.hint)
         except Exception as fault:
             log.exception("a call failed")
             said = f"{type(fault).__name__}: {fault}"
-            return "error", ("TrimtabError", f"the controller failed: {said}", None, "its log has the traceback")
+            return "error", (["TrimtabError"], f"the controller failed: {said}", None, "its log has the traceback")
 
     return answer
 
 
 def value_of(answer: tuple[str, Any]) -> Any:
     """The value of an answer, or its error raised."""
-    kind, content = answer
-    if kind == "value":
+    word, content = answer
+    if word == "value":
         return content
-    name, what, where, hint = content
-    known = {one.__name__: one for one in (errors.InputError, errors.InfeasibleError, errors.UnreachableError)}
-    raise known.get(name, errors.TrimtabError)(what, where=where, hint=hint)
+    names, what, where, hint = content
+    kind = next((_ERRORS[name] for name in names if name in _ERRORS), errors.TrimtabError)
+    raise kind(what, where=where, hint=hint)
