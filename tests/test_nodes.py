@@ -16,8 +16,8 @@ import pytest
 import ray
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
-from storm import below, kill, lives, wait_until
 
+from storm import below, kill, lives, wait_until
 from trimtab.model.errors import InputError
 from trimtab.model.fleet import NodeState, NodeView
 from trimtab.model.pool import State
@@ -136,7 +136,7 @@ def test_a_killed_node_is_known_to_be_lost_before_ray_knows_it(nodes: Nodes, ses
     assert fleet(session)[first]["state"] == NodeState.lost.value
     id, story = session.ask("node_story", first[:10])
     assert id == first
-    assert [chapter.state for chapter in story if chapter.state in ("ready", "lost")][0] == "ready"
+    assert next(chapter.state for chapter in story if chapter.state in ("ready", "lost")) == "ready"
     task.cancel()
     task.wait("ended")
     nodes.remove(first)

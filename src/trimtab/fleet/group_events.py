@@ -74,9 +74,14 @@ class HealthAnswered:
 
 @dataclass(frozen=True)
 class Boundary:
-    """No step is under way: the world may change. `step`: the number of steps that are complete."""
+    """No step is under way: the world may change. `step`: the number of steps that are complete.
+
+    `wanted`: the next step is to run. False takes back one that was asked for, begun or not, while nobody has committed
+    it (its code raised, or the caller was interrupted).
+    """
 
     step: int
+    wanted: bool = True
 
 
 @dataclass(frozen=True)

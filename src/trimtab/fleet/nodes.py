@@ -329,8 +329,8 @@ class NodeMachine:
 
     def _gone_to_forgotten(self, node: Node) -> None:
         del self.nodes[node.id]
-        self._views.pop(node.id, None)
         self._order.remove(node)
+        self._changed(node)
         if node.place and self._places.get(node.place) == node.id:
             del self._places[node.place]
 
@@ -434,6 +434,7 @@ class NodeMachine:
             node.told, node.tell_by = words.to_be_told(node), None
             del self._untold[node.id]
             told[node.told].append(node)
+            self._changed(node)
             self._arm(node)
         self._telling = False
         if not pending:
@@ -485,6 +486,7 @@ class NodeMachine:
                 deadline,
                 node.kind is not None and node.kind != common,
                 len(node.losses),
+                node.tell_by is None,
             )
         return view
 

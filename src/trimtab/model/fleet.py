@@ -54,6 +54,7 @@ class NodeView:
     deadline: float | None = None  # of a drain, or when a held node is used again
     unlike: bool = False  # other accelerators, or another number of them, than most nodes have
     losses: int = 0  # how often it was lost
+    told: bool = True  # False: it joined or drains, and the window in which others may do the same is still open
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,15 @@ from rich.markup import escape
 from trimtab import __version__
 from trimtab.model.errors import TrimtabError
 from trimtab.ui import (
+    cluster_commands,
     demo_commands,
     layer_commands,
+    outside_commands,
     partition_commands,
     plan_commands,
     pool_commands,
     profile_commands,
+    why_commands,
 )
 from trimtab.ui.output import err
 
@@ -44,6 +47,11 @@ app.add_typer(profile_commands.app, name="profile")
 app.command("status")(pool_commands.status)
 app.command("explain")(pool_commands.explain)
 app.add_typer(pool_commands.app, name="pool")
+app.command("why")(why_commands.why)
+cluster_commands.app.command("advise")(outside_commands.advise)
+cluster_commands.app.command("hook")(outside_commands.hook)
+cluster_commands.app.add_typer(outside_commands.export, name="export")
+app.add_typer(cluster_commands.app, name="cluster")
 
 _debug = False
 

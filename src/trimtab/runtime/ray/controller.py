@@ -296,6 +296,7 @@ class Controller:
             "fleet": [encode(one) for one in driver.watch.views(gone=True)],
             "groups": [{"id": one.id, "client": one.client, **one.facts} for one in driver.board.notices("group")],
             "wanted": driver.board.wanted,
+            "desired_workers": driver.desired_workers(),
             "autoscaler": driver.board.fault,
             "ray": driver.watch.fault,
             "pools": {name: encode(machine.pool_view(name)) for name in machine.pools},

@@ -29,7 +29,7 @@ from trimtab.runtime.journal import Journal
 from trimtab.runtime.ray import nodes, recovery
 from trimtab.runtime.ray.board import Board
 from trimtab.runtime.ray.deeds import Deeds
-from trimtab.runtime.ray.fleet_metrics import FleetMeter
+from trimtab.runtime.ray.fleet_metrics import FleetMeter, desired_workers
 from trimtab.runtime.ray.members import Member, Members
 from trimtab.runtime.ray.metrics import Meter
 from trimtab.runtime.shelf import Shelf, Staged
@@ -272,8 +272,8 @@ class Driver:
                 self._end_tasks_of_the_dead()
                 self._look_at_compactor()
                 await self.meter.sample(self.members.warm_counts())
-                busy = {node for group in self.machine.groups.values() for node in group.nodes}
-                self.fleet_meter.sample(self.watch.views(gone=True), busy, self.board)
+                views = self.watch.views(gone=True)
+                self.fleet_meter.sample(views, self.desired_workers(), self.board)
                 self._say_journal_fault()
                 if self.journal.vanished:
                     log.error("somebody deleted the journal in %s; it is written anew", self.directory)
@@ -281,6 +281,11 @@ class Driver:
                     self.shelf.make_folders()
             except Exception:
                 log.exception("keeping house")
+
+    def desired_workers(self) -> int:
+        """How many nodes would be of use now."""
+        busy = {node for group in self.machine.groups.values() for node in group.nodes}
+        return desired_workers(self.watch.views(), busy, self.board.wanted)
 
     def _say_journal_fault(self) -> None:
         if self.journal.fault != self._said:

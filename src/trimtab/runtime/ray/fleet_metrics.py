@@ -65,15 +65,15 @@ class FleetMeter:
         except Exception as fault:
             self._give_up(fault)
 
-    def sample(self, nodes: Sequence[NodeView], busy: Collection[str], board: Board) -> None:
-        """Tell how nodes and groups stand; `busy` are nodes where something of ours is."""
+    def sample(self, nodes: Sequence[NodeView], desired: int, board: Board) -> None:
+        """Tell how nodes and groups stand."""
         if self.fault is not None:
             return
         try:
             states = Counter(one.state for one in nodes)
             for state in NodeState:
                 self._record(NODES, states[state], state.value)
-            self._record(DESIRED, desired_workers(nodes, busy, board.wanted))
+            self._record(DESIRED, desired)
             groups = {one.id: one.facts for one in board.notices("group")}
             for id in self._groups | set(groups):
                 facts = groups.get(id, {})
@@ -95,9 +95,12 @@ class FleetMeter:
 def desired_workers(nodes: Sequence[NodeView], busy: Collection[str], wanted: Sequence[Mapping[str, float]]) -> int:
     """How many nodes would be of use: enough of the largest kind there is for all that is wanted, and those in use.
 
-    Where nobody says what is wanted, those that are there and stay.
+    Workers are nodes with GPUs, where any has some; else all but the head. Where nobody says what is wanted, those that
+    are there and stay.
     """
     staying = [one for one in nodes if one.state in THERE and one.state is not NodeState.draining]
+    with_gpus = [one for one in staying if one.facts.total.get("gpu")]
+    staying = with_gpus or [one for one in staying if not one.facts.head]
     if not wanted or not staying:
         return len(staying)
     totals = [dict(one.facts.total) for one in staying]

@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from trimtab.model.errors import InputError, UnreachableError
+from trimtab.runtime.cluster import auth
 from trimtab.runtime.ray.cluster import answers, import_ray
 from trimtab.runtime.ray.doors import NAMESPACE, controller_name, value_of
 
@@ -98,6 +99,8 @@ class RayLink:
 
     def _join(self, address: str) -> None:
         answers(address)
+        if not address.startswith("ray://"):
+            auth.suit(address)
         self._init(f"no Ray at {address}", address=address)
 
     def _start(self, cpus: int | None, metrics_port: int | None) -> None:

@@ -1,0 +1,247 @@
+"""A job's cluster as a KubeRay RayCluster manifest (ray.io/v1): one group of worker pods for each kind of node.
+
+It says what the job file states (nodes, GPUs, their kind, CPUs, memory) in KubeRay's words; what the file does not
+state and Kubernetes needs is assumed, and told as a note. It reads no cluster and applies nothing. Every worker pod is
+drained before it goes, so that what runs there can save and move.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trimtab.formats.yaml_text import dump
+from trimtab.model.errors import InputError
+from trimtab.model.workflow import Cluster, Node
+
+LONGEST_NAME = 53
+"""KubeRay makes the names of pods and services, which are DNS labels, from that of the cluster."""
+
+NOT_TEXT = frozenset({"y", "n", "yes", "no", "on", "off"})
+"""Kubernetes reads YAML 1.1, in which these are true and false."""
+
+PRODUCT_LABEL = "nvidia.com/gpu.product"
+"""Set on nodes by NVIDIA's GPU feature discovery."""
+
+PRODUCTS = {
+    "A100": "NVIDIA-A100-SXM4-80GB",
+    "H100": "NVIDIA-H100-80GB-HBM3",
+    "H200": "NVIDIA-H200",
+    "H20": "NVIDIA-H20",
+    "B200": "NVIDIA-B200",
+    "L40S": "NVIDIA-L40S",
+    "L4": "NVIDIA-L4",
+    "T4": "Tesla-T4",
+}
+"""What that label says for the usual board of a kind; any other kind is taken as the label's value."""
+
+CPUS_PER_GPU = 4
+MEMORY_GB_PER_GPU = 32
+HEAD_CPUS = 4
+HEAD_MEMORY_GB = 16
+SPARE_S = 30
+"""Between the end of a drain and the end of its pod: for processes to stop."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A manifest as text, and what had to be assumed."""
+
+    text: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PodOptions:
+    """What a manifest says beyond the job file. `selector` replaces the one by GPU kind where it is not None."""
+
+    name: str
+    image: str
+    ray_version: str
+    namespace: str | None = None
+    autoscale: bool = False
+    least: int | None = None  # worker pods; None: 0 with autoscaling
+    most: int | None = None  # None: as many as the job's cluster has nodes
+    idle_s: int = 300  # with autoscaling: a pod without work goes after so long
+    head_gpus: int = 0
+    drain_s: int = 120  # what runs in a pod has so long to save and move
+    selector: Mapping[str, str] | None = None
+    token: bool = False  # Ray's token authentication
+
+    def __post_init__(self) -> None:
+        where = "command line"
+        if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", self.name) or len(self.name) > LONGEST_NAME:
+            raise InputError(
+                f"{self.name!r} cannot be the name of a RayCluster",
+                where=where,
+                hint=f"--cluster-name: small letters, digits and -, a letter first, at most {LONGEST_NAME}",
+            )
+        for word in (self.name, self.namespace or "", *(self.selector or {}).values()):
+            if word.lower() in NOT_TEXT:
+                raise InputError(f"{word!r} would be read as true or false", where=where, hint="another word")
+        if not self.image or any(character.isspace() for character in self.image):
+            raise InputError(f"{self.image!r} is no container image", where=where, hint="--image repository:tag")
+        for name, value, lowest in (("--head-gpus", self.head_gpus, 0), ("--drain", self.drain_s, 1)):
+            if value < lowest:
+                raise InputError(f"{name} must be at least {lowest}, but is {value}", where=where)
+        if not self.autoscale and (self.least is not None or self.most is not None):
+            raise InputError("--min and --max go with --autoscale", where=where)
+
+
+def manifest(cluster: Cluster, options: PodOptions) -> Manifest:
+    """The RayCluster for a job's cluster. Raises InputError where it cannot be said."""
+    if not cluster.nodes:
+        raise InputError("the job's cluster has no nodes", where="cluster.nodes")
+    groups = Counter(replace(node, name="") for node in cluster.nodes)
+    if len(groups) > 1 and (options.least is not None or options.most is not None):
+        raise InputError(
+            f"the job has {len(groups)} kinds of node: --min and --max would be of which?",
+            where="command line",
+            hint="leave them out and edit minReplicas and maxReplicas of each group",
+        )
+    notes: list[str] = []
+    data: dict[str, Any] = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": {
+            "name": options.name,
+            **({"namespace": options.namespace} if options.namespace else {}),
+            "labels": {"app.kubernetes.io/managed-by": "trimtab"},
+        },
+        "spec": {
+            "rayVersion": options.ray_version,
+            **({"authOptions": {"mode": "token"}} if options.token else {}),
+            "enableInTreeAutoscaling": options.autoscale,
+            **_autoscaler(options),
+            "headGroupSpec": _head(options),
+            "workerGroupSpecs": _worker_groups(groups, options, notes),
+        },
+    }
+    notes.append(f"the image {options.image} must have trimtab and what the run imports")
+    heading = "".join(f"# {line}\n" for line in ("Written by `trimtab cluster export kuberay`.", *notes))
+    return Manifest(heading + dump(data), tuple(notes))
+
+
+def _autoscaler(options: PodOptions) -> dict[str, Any]:
+    if not options.autoscale:
+        return {}
+    settings = {"version": "v2", "upscalingMode": "Default", "idleTimeoutSeconds": options.idle_s}
+    return {"autoscalerOptions": settings}
+
+
+def _head(options: PodOptions) -> dict[str, Any]:
+    start = {"dashboard-host": "0.0.0.0"}
+    if not options.head_gpus:
+        start["num-cpus"] = "0"  # nothing of the run goes to the head: it cannot be drained
+    ports = {"gcs": 6379, "dashboard": 8265, "client": 10001, "metrics": 8080}
+    container = {
+        "name": "ray-head",
+        "image": options.image,
+        "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
+        "resources": _resources(HEAD_CPUS, HEAD_MEMORY_GB, options.head_gpus),
+    }
+    return {
+        "rayStartParams": start,
+        "template": {"spec": {**_restarts(options), **_tolerations(options.head_gpus), "containers": [container]}},
+    }
+
+
+def _worker_groups(groups: Mapping[Node, int], options: PodOptions, notes: list[str]) -> list[dict[str, Any]]:
+    names: Counter[str] = Counter()
+    written = []
+    for node, count in groups.items():
+        name = _group_name(node)
+        names[name] += 1
+        if names[name] > 1:
+            name = f"{name}-{names[name]}"
+        written.append(_worker_group(name, node, count, options, notes))
+    return written
+
+
+def _worker_group(name: str, node: Node, count: int, options: PodOptions, notes: list[str]) -> dict[str, Any]:
+    most = count if options.most is None else options.most
+    least = (0 if options.autoscale else count) if options.least is None else options.least
+    if not 0 <= least <= most:
+        raise InputError(f"--min {least} and --max {most} do not go together", where="command line")
+    spec = {
+        **_restarts(options),
+        "terminationGracePeriodSeconds": options.drain_s + SPARE_S,
+        **_selector(node, options, notes),
+        **_tolerations(node.gpus),
+        "containers": [_worker(name, node, options, notes)],
+    }
+    return {
+        "groupName": name,
+        "replicas": min(max(count, least), most),
+        "minReplicas": least,
+        "maxReplicas": most,
+        "rayStartParams": {},
+        "template": {"spec": spec},
+    }
+
+
+def _worker(name: str, node: Node, options: PodOptions, notes: list[str]) -> dict[str, Any]:
+    shares = max(1, node.gpus)
+    cpus, memory_gb = node.cpus, node.host_memory_gb
+    if cpus is None:
+        cpus = CPUS_PER_GPU * shares
+        notes.append(f"{name}: the job file states no cpus: {cpus:g} assumed")
+    if memory_gb is None:
+        memory_gb = MEMORY_GB_PER_GPU * shares
+        notes.append(f"{name}: the job file states no host_memory_gb: {memory_gb:g} assumed")
+    return {
+        "name": "ray-worker",
+        "image": options.image,
+        "env": [
+            {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            # The hook below has drained the node when Ray hears of the end; a second drain would only take time.
+            {"name": "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "value": "0"},
+        ],
+        "ports": [{"name": "metrics", "containerPort": 8080}],
+        "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", drain_hook(options.drain_s)]}}},
+        "resources": _resources(cpus, memory_gb, node.gpus),
+    }
+
+
+def drain_hook(drain_s: int) -> str:
+    """What a pod does before it goes: says so, then waits until Ray has ended its node, which is when it is empty."""
+    return (
+        f'timeout {drain_s} trimtab cluster drain "$POD_IP" --address "$RAY_ADDRESS" --deadline {drain_s}; '
+        f"waited=0; while [ $waited -lt {drain_s} ] && grep -qsx raylet /proc/[0-9]*/comm; "
+        "do sleep 1; waited=$((waited + 1)); done"
+    )
+
+
+def _resources(cpus: float, memory_gb: float, gpus: int) -> dict[str, Any]:
+    amounts = {"cpu": f"{cpus:g}", "memory": f"{memory_gb:g}G"}
+    devices = {"nvidia.com/gpu": gpus} if gpus else {}
+    return {"limits": {**amounts, **devices}, "requests": {**amounts, **devices}}
+
+
+def _restarts(options: PodOptions) -> dict[str, Any]:
+    # Autoscaler v2 wants a new pod for a new node, never an old one started again.
+    return {"restartPolicy": "Never"} if options.autoscale else {}
+
+
+def _selector(node: Node, options: PodOptions, notes: list[str]) -> dict[str, Any]:
+    if options.selector is not None:
+        return {"nodeSelector": dict(options.selector)} if options.selector else {}
+    if not node.gpus or not node.gpu:
+        return {}
+    product = PRODUCTS.get(node.gpu.upper(), node.gpu)
+    notes.append(f"{node.gpu} is taken to be {PRODUCT_LABEL}={product}; else give --selector KEY=VALUE")
+    return {"nodeSelector": {PRODUCT_LABEL: product}}
+
+
+def _tolerations(gpus: int) -> dict[str, Any]:
+    if not gpus:
+        return {}
+    return {"tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]}
+
+
+def _group_name(node: Node) -> str:
+    kind = re.sub(r"[^a-z0-9]+", "-", node.gpu.lower()).strip("-")
+    return f"{kind or 'gpu'}-{node.gpus}"[:40] if node.gpus else "cpu"

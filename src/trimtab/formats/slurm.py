@@ -1,0 +1,236 @@
+"""A job's cluster as a Slurm batch script: Ray on all its nodes, the user's command, and a drain before the time limit.
+
+It says what the job file states (nodes, GPUs of each, their kind, CPUs, memory) to Slurm, and writes a script that
+waits for every node with a deadline and ends what it started, whatever ends it. It submits nothing. Whatever a user
+gives is quoted for the shell, or refused where it would stand in a line that Slurm reads.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from trimtab.model.errors import InputError
+from trimtab.model.workflow import Cluster, Node
+
+SPARE_S = 15
+"""Between the end of a drain and the time limit: for processes to stop."""
+
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:@/+-]*")
+_TIME = re.compile(r"\d{1,5}(-\d{1,2}(:\d{2}){0,2})?|\d{1,4}(:\d{2}){1,2}")
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """What a script says beyond the job file."""
+
+    name: str
+    command: tuple[str, ...] = ()  # empty: the cluster is there until the time limit
+    time: str = "24:00:00"
+    partition: str | None = None
+    account: str | None = None
+    gpu_type: str | None = None  # as Slurm names it; None: the job's kind in small letters; empty: any
+    least: int | None = None  # nodes without which the command is not run; None: all
+    join_s: int = 300
+    warn_s: int = 120  # before the time limit
+    port: int = 6379
+    setup: str = ""  # lines of shell, as they are: `source venv/bin/activate`
+
+    def __post_init__(self) -> None:
+        for option, value in (
+            ("--job-name", self.name),
+            ("--partition", self.partition),
+            ("--account", self.account),
+            ("--gpu-type", self.gpu_type or None),
+        ):
+            if value is not None and not _WORD.fullmatch(value):
+                raise InputError(f"{value!r} cannot stand in a line that Slurm reads", where=f"command line: {option}")
+        if not _TIME.fullmatch(self.time):
+            raise InputError(
+                f"{self.time!r} is no time limit", where="command line: --time", hint="24:00:00, 2-12 or 90 (minutes)"
+            )
+        if self.warn_s <= 2 * SPARE_S:
+            raise InputError(f"{self.warn_s} s are too short for a drain", where="command line: --drain")
+        if self.join_s < 1 or not 1 <= self.port <= 65_535:
+            raise InputError("a wait takes a second at least, and a port is 1 to 65535", where="command line")
+
+
+def script(cluster: Cluster, options: BatchOptions) -> str:
+    """The batch script for a job's cluster. Raises InputError where its nodes are unlike each other."""
+    node, count = _alike(cluster)
+    least = count if options.least is None else options.least
+    if not 1 <= least <= count:
+        raise InputError(f"--min {least}: the job has {count} nodes", where="command line")
+    lines = [
+        "#!/usr/bin/env bash",
+        *(f"#SBATCH --{line}" for line in _directives(node, count, options)),
+        _BODY.format(
+            nodes=count,
+            gpus=node.gpus,
+            least=least,
+            join_s=options.join_s,
+            drain_s=options.warn_s - SPARE_S,
+            port=options.port,
+            command=shlex.join(options.command or ("sleep", "infinity")),
+            setup=f"\n{options.setup.strip()}\n" if options.setup.strip() else "",
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _alike(cluster: Cluster) -> tuple[Node, int]:
+    kinds = list(dict.fromkeys(replace(node, name="") for node in cluster.nodes))
+    if not kinds:
+        raise InputError("the job's cluster has no nodes", where="cluster.nodes")
+    if len(kinds) > 1:
+        told = ", ".join(f"{kind.gpus} {kind.gpu or 'GPUs'}" for kind in kinds)
+        raise InputError(
+            f"the job's nodes are unlike ({told}), and one batch job of Slurm has one kind",
+            where="cluster.nodes",
+            hint="export a job file for each kind, and start the second's workers with the first's RAY_ADDRESS",
+        )
+    return kinds[0], len(cluster.nodes)
+
+
+def _directives(node: Node, count: int, options: BatchOptions) -> Sequence[str]:
+    kind = node.gpu.lower() if options.gpu_type is None else options.gpu_type
+    if kind and not _WORD.fullmatch(kind):
+        raise InputError(f"{kind!r} is no type of GPU that Slurm could know", where="cluster.gpu", hint="--gpu-type")
+    lines = [
+        f"job-name={options.name}",
+        f"nodes={count}",
+        "ntasks-per-node=1",
+        f"time={options.time}",
+        f"signal=B:USR1@{options.warn_s}",
+        "open-mode=append",
+    ]
+    if node.gpus:
+        lines.append(f"gpus-per-node={f'{kind}:' if kind else ''}{node.gpus}")
+    if node.cpus is not None:
+        lines.append(f"cpus-per-task={max(1, int(node.cpus))}")
+    if node.host_memory_gb is not None:
+        lines.append(f"mem={max(1, int(node.host_memory_gb))}G")
+    named = (("partition", options.partition), ("account", options.account))
+    return [*lines, *(f"{key}={value}" for key, value in named if value)]
+
+
+_BODY = """\
+# Written by `trimtab cluster export slurm`. The first node has Ray's head; every node runs one Ray node.
+set -euo pipefail
+
+nodes={nodes}
+gpus_per_node={gpus}
+least={least}       # fewer nodes than this after join_s seconds: the command is not run
+join_s={join_s}
+drain_s={drain_s}   # what runs has so long to save, when the time limit is near
+port="${{RAY_PORT:-{port}}}"
+# shellcheck disable=SC2016 # quoted as it was given
+command=({command})
+{setup}
+# This script drains nodes itself; Ray would wait for its own drain at every end.
+export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
+
+steps=()
+run=""
+interrupted=0
+
+# shellcheck disable=SC2329 # called by a trap
+stop() {{ # ends what this script started, whatever ends it
+    trap - EXIT
+    trap '' USR1 TERM INT
+    if [[ -n "$run" ]]; then kill -TERM "$run" 2>/dev/null || true; fi
+    if ((${{#steps[@]}})); then kill -TERM "${{steps[@]}}" 2>/dev/null || true; fi
+    wait || true
+}}
+
+# shellcheck disable=SC2329 # called by a trap
+drain() {{ # Slurm says that the time limit is near: what runs on the workers saves itself
+    interrupted=1
+    trap '' USR1
+    echo "the time limit is near: what runs on the workers has $drain_s s" >&2
+    local host drains=()
+    for host in "${{hosts[@]:1}}"; do
+        timeout "$drain_s" trimtab cluster drain "$host" --address "$RAY_ADDRESS" --deadline "$drain_s" >&2 &
+        drains+=("$!")
+    done
+    (
+        sleep "$drain_s"
+        kill -TERM "$run" 2>/dev/null
+    ) &
+    steps+=("$!")
+    if ((${{#drains[@]}})); then wait "${{drains[@]}}" || true; fi
+}}
+
+trap stop EXIT
+trap 'exit 143' TERM
+trap 'exit 130' INT
+
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head="${{hosts[0]}}"
+head_ip="$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address |
+    awk '{{ for (i = 1; i <= NF; i++) if (ip == "" && $i !~ /^127[.]|:/) ip = $i }} END {{ print ip }}')"
+head_ip="${{head_ip:-$head}}"
+export RAY_ADDRESS="$head_ip:$port"
+
+on_node() {{ # on_node HOST ray start arguments ...: a step of its own, so that one node's end is not the others'
+    local host="$1"
+    shift
+    srun --nodes=1 --ntasks=1 --nodelist="$host" --overlap --no-kill \\
+        ray start --node-name="$host" --num-gpus="$gpus_per_node" --disable-usage-stats --block "$@" &
+    steps+=("$!")
+}}
+
+on_node "$head" --head --node-ip-address="$head_ip" --port="$port"
+python3 - "$head_ip" "$port" "$join_s" <<'PYTHON'
+import socket, sys, time
+host, port, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+end = time.monotonic() + seconds
+while True:
+    try:
+        socket.create_connection((host, port), timeout=2).close()
+        break
+    except OSError as fault:
+        if time.monotonic() > end:
+            sys.exit(f"no Ray at {{host}}:{{port}} after {{seconds:g}} s: {{fault}}")
+        time.sleep(0.5)
+PYTHON
+for host in "${{hosts[@]:1}}"; do
+    on_node "$host" --address="$RAY_ADDRESS"
+done
+
+python3 - "$least" "$join_s" "${{hosts[@]}}" <<'PYTHON'
+import logging, sys, time
+import ray
+least, seconds, hosts = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+end = time.monotonic() + seconds
+ray.init(address="auto", logging_level=logging.ERROR, log_to_driver=False)
+while True:
+    there = {{node["NodeName"] for node in ray.nodes() if node["Alive"]}}
+    missing = [host for host in hosts if host not in there]
+    if not missing or time.monotonic() > end:
+        break
+    time.sleep(0.5)
+ray.shutdown()
+if missing:
+    print(f"not there after {{seconds:g}} s: {{', '.join(missing)}}", file=sys.stderr)
+if len(hosts) - len(missing) < least:
+    sys.exit(4)
+PYTHON
+
+echo "$nodes nodes at $RAY_ADDRESS: ${{command[*]}}" >&2
+"${{command[@]}}" &
+run="$!"
+trap drain USR1
+
+status=0
+while :; do # a signal ends `wait`, but not the command
+    interrupted=0
+    status=0
+    wait "$run" || status="$?"
+    ((interrupted)) || break
+done
+run=""
+exit "$status"
+"""

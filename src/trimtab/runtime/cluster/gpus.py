@@ -1,0 +1,103 @@
+"""Which GPUs this machine has to give: real ones, asked of NVIDIA's driver, or so many faked ones.
+
+CUDA_VISIBLE_DEVICES of the caller narrows them, as it does for every program. What is returned are the words that stand
+for a GPU in that variable. Nothing is said here about who uses them: the ledger knows what was given.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimtab.model.errors import InputError
+
+_ANSWER_S = 20.0
+MOST_FAKED = 32
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The GPUs that may be given to nodes, in order."""
+
+    ids: tuple[str, ...]
+    fake: bool = False
+    kind: str = ""
+
+    def named(self) -> str:
+        """For people: `4 GPUs (0-3)`."""
+        if not self.ids:
+            return "no GPU"
+        what = "faked GPU" if self.fake else "GPU"
+        return f"{len(self.ids)} {what}{'s' if len(self.ids) > 1 else ''} ({in_short(self.ids)})"
+
+
+def of_this_machine(fake: int | None) -> Gpus:
+    """The GPUs here, or `fake` faked ones."""
+    if fake is not None:
+        if not 0 <= fake <= MOST_FAKED:
+            raise InputError(
+                f"{fake} GPUs cannot be faked", where="command line: --fake-gpus", hint=f"0 to {MOST_FAKED}"
+            )
+        return Gpus(tuple(str(one) for one in range(fake)), fake=True)
+    found = _asked() or _devices()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return found
+    named = [word.strip() for word in visible.split(",") if word.strip()]
+    return Gpus(tuple(word for word in named if not word.isdecimal() or word in found.ids), kind=found.kind)
+
+
+def in_short(ids: tuple[str, ...]) -> str:
+    """`0-3` for a run of numbers, else all of them."""
+    if len(ids) > 2 and all(one.isdecimal() for one in ids):
+        numbers = [int(one) for one in ids]
+        if numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+            return f"{numbers[0]}-{numbers[-1]}"
+    return ", ".join(ids)
+
+
+def users() -> dict[str, list[int]]:
+    """By index of a GPU, the processes that compute on it, as far as the driver says."""
+    apps = _query("--query-compute-apps=gpu_uuid,pid")
+    if not apps:
+        return {}
+    index = {uuid: number for number, uuid in (row for row in _query("--query-gpu=index,uuid") if len(row) == 2)}
+    found: dict[str, list[int]] = {}
+    for row in apps:
+        if len(row) == 2 and row[0] in index and row[1].isdecimal():
+            found.setdefault(index[row[0]], []).append(int(row[1]))
+    return found
+
+
+def _asked() -> Gpus | None:
+    rows = [row for row in _query("--query-gpu=index,name") if len(row) == 2 and row[0].isdecimal()]
+    return Gpus(tuple(index for index, _ in rows), kind=rows[0][1]) if rows else None
+
+
+def _devices() -> Gpus:
+    """Without NVIDIA's command: the devices of the driver."""
+    found = [int(match[1]) for one in Path("/dev").glob("nvidia*") if (match := re.fullmatch(r"nvidia(\d+)", one.name))]
+    return Gpus(tuple(str(one) for one in sorted(found)))
+
+
+def _query(what: str) -> list[list[str]]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    try:
+        done = subprocess.run(
+            [program, what, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=_ANSWER_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    if done.returncode:
+        return []
+    return [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.strip()]

@@ -1,0 +1,616 @@
+"""The conductor of an elastic group: drives its machine with what happens, and carries out what the machine says.
+
+A thread of its own with a loop, so that members may come, leave and be asked how they are also while the caller does
+something else between two steps. It hears of nodes and tasks through one long call to the controller, calls members
+over lines, and decides nothing: who is a member, when the world changes and when to give up is the machine's business.
+Every wait has a deadline. The caller's thread only asks for steps and waits for their results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trimtab.fleet import group_events as e
+from trimtab.fleet.group import GroupMachine
+from trimtab.model.errors import InputError, TrimtabError, UnreachableError
+from trimtab.model.fleet import GroupSpec, NodeState, NodeView, World
+from trimtab.model.pool import ENDED, IN_QUEUE, State
+from trimtab.model.reason import Code, Reason
+from trimtab.runtime.ray.client import Pool, Session
+from trimtab.runtime.ray.doors import News, TaskSeen, value_of
+from trimtab.runtime.ray.elastic_acts import Entry, Kept, StateLostError, StepOutcome, StepRun
+from trimtab.runtime.ray.elastic_line import Line, MemberGoneError, MemberHungError, MemberRaisedError
+from trimtab.runtime.ray.elastic_member import MemberShell, Talents
+from trimtab.runtime.ray.elastic_view import Happening, StepResult, Tally
+
+log = logging.getLogger("trimtab")
+
+NEWS_S = 10.0  # one long call
+SOON_S = 0.25  # after a call that failed
+PUBLISH_EVERY_S = 1.0
+WARN_AFTER_S = 3.0
+TICK_S = 0.2  # at the latest
+ANSWER_S = 30.0
+CLOSE_S = 30.0
+FAULTS = (Code.hung, Code.unhealthy, Code.node_lost, Code.process_died)  # who leaves for these is not asked anything
+LOSSES = (Code.node_lost, Code.slot_lost, Code.process_died, Code.gang_broken, Code.start_timeout, Code.restarts_used)
+
+
+class GroupError(TrimtabError):
+    """An elastic group cannot go on, or a step of it failed."""
+
+    exit_status = 4
+
+
+class GroupGaveUpError(GroupError):
+    """The group has given up: it was too small for too long, or its members fail again and again."""
+
+
+class StepFailedError(GroupError):
+    """A member's own code raised; the cause is what it raised. The step does not count."""
+
+
+@dataclass(frozen=True)
+class MemberPlan:
+    """How members are made."""
+
+    kind: type
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    talents: Talents
+    priority: float
+    labels: Mapping[str, str]
+    notice_s: float
+    start_timeout_s: float
+    keeps: bool  # a copy of the state in this process after every step
+
+
+@dataclass
+class _Request:
+    """A step that the caller waits for."""
+
+    batch: Any
+    result: concurrent.futures.Future[StepResult]
+    redone: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+
+class Conductor:
+    """Conducts one group."""
+
+    def __init__(
+        self, session: Session, pool: Pool, spec: GroupSpec, plan: MemberPlan, tell: Callable[[Happening], None]
+    ) -> None:
+        self.spec = spec
+        self.steps = 0  # that are complete
+        self.tally = Tally()
+        self._session = session
+        self._pool = pool
+        self._plan = plan
+        self._tell = tell
+        self._run_id = uuid.uuid4().hex[:6]
+        self._machine = GroupMachine(spec)
+        self._offset = float(session.status()["time"]) - time.monotonic()  # deadlines of nodes are by that clock
+        self._lines: dict[str, Line] = {}
+        self._tasks: dict[str, Line] = {}  # by the id of the task
+        self._world: World | None = None  # that every member has entered
+        self._request: _Request | None = None
+        self._kept: Kept | None = None
+        self._gave_up: Reason | None = None
+        self._waits: e.Wait | None = None
+        self._nodes: dict[str, NodeView] = {}
+        self._version = -1
+        self._happened: list[Happening] = []  # since the last step
+        self._submitting: dict[str, asyncio.Event] = {}  # members whose task is on its way to the pool
+        self._running: StepRun | None = None
+        self._acts: set[asyncio.Task[None]] = set()
+        self._threads = concurrent.futures.ThreadPoolExecutor(8, thread_name_prefix="trimtab-group")
+        self._closing = False
+        self._up = threading.Event()
+        self._thread = threading.Thread(target=self._live, name=f"trimtab-group-{spec.name}", daemon=True)
+
+    # ---- from the caller's thread
+
+    def start(self) -> None:
+        """Begin: members are asked for as soon as nodes are known."""
+        self._thread.start()
+        self._up.wait(ANSWER_S)
+
+    def ask_step(self, batch: Any) -> concurrent.futures.Future[StepResult]:
+        """A step that is run as soon as it can be."""
+        result: concurrent.futures.Future[StepResult] = concurrent.futures.Future()
+        self._loop.call_soon_threadsafe(self._ask_step, _Request(batch, result))
+        return result
+
+    def ask_size(self, size: int | None) -> None:
+        """A person wants so many members."""
+        self._loop.call_soon_threadsafe(self._feed, e.Asked(size))
+
+    @property
+    def world(self) -> World | None:
+        """Who works together now; None while that changes."""
+        return self._world
+
+    def view(self) -> dict[str, Any]:
+        """The group and its members, as plain data."""
+        asked: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+        self._loop.call_soon_threadsafe(lambda: asked.set_result(self._facts()))
+        return asked.result(ANSWER_S)
+
+    def close(self) -> None:
+        """End every member and the thread."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._close)
+            self._thread.join(CLOSE_S + 5.0)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ---- the loop
+
+    def _live(self) -> None:
+        asyncio.run(self._conduct())
+
+    async def _conduct(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()  # the lines are others than before
+        self._ended = asyncio.Event()
+        self._up.set()
+        works = [asyncio.ensure_future(one()) for one in (self._listen, self._tick, self._publish_often)]
+        await self._ended.wait()
+        try:
+            await asyncio.wait_for(self._end_all(), CLOSE_S)
+        except (asyncio.TimeoutError, TrimtabError) as fault:
+            log.warning("group %s did not end in order: %s", self.spec.name, fault or "it took too long")
+        for work in (*works, *self._acts):
+            work.cancel()
+        await asyncio.gather(*works, *self._acts, return_exceptions=True)
+
+    def _now(self) -> float:
+        return self._offset + time.monotonic()
+
+    def _feed(self, event: e.GroupEvent) -> None:
+        """Tell the machine, and do what it says."""
+        if self._closing and not isinstance(event, e.Closed):
+            return
+        try:
+            instructions = self._machine.handle(event, self._now())
+        except Exception as fault:  # a fault of ours must not leave the caller waiting
+            log.exception("the machine of group %s failed", self.spec.name)
+            self._fail(GroupError(f"group {self.spec.name} failed: {fault}"))
+            return
+        for one in instructions:
+            self._carry_out(one)
+
+    def _carry_out(self, one: e.GroupInstruction) -> None:
+        if isinstance(one, e.StartMember):
+            self._act(self._start(one))
+        elif isinstance(one, e.EndMember):
+            self._act(self._end(one.member, one.reason))
+        elif isinstance(one, e.EnterWorld):
+            self._world = None
+            self._act(self._enter(one))
+        elif isinstance(one, e.RunStep):
+            self._act(self._run(one))
+        elif isinstance(one, e.InterruptStep):
+            if self._running is not None:
+                self._running.interrupt(one.reason.sentence)
+        elif isinstance(one, e.AskHealth):
+            self._act(self._ask_health(one))
+        elif isinstance(one, e.Want):
+            bundles = [dict(self.spec.unit.floats())] * one.units
+            self.tally.wanted = one.units
+            self._act(self._asked("want", self._session.client, bundles))
+        elif isinstance(one, e.Wait):
+            self._wait(one)
+        else:
+            self._give_up(one.reason)
+
+    def _act(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._acts.add(task)
+        task.add_done_callback(self._acted)
+
+    def _acted(self, task: asyncio.Task[None]) -> None:
+        self._acts.discard(task)
+        if not task.cancelled() and (fault := task.exception()) is not None:
+            log.error("group %s: %s", self.spec.name, fault, exc_info=fault)
+            self._fail(fault if isinstance(fault, TrimtabError) else GroupError(f"group {self.spec.name}: {fault}"))
+
+    async def _tick(self) -> None:
+        while True:
+            due = self._machine.next_deadline()
+            wait_s = TICK_S if due is None else min(TICK_S, max(0.01, due - self._now()))
+            await asyncio.sleep(wait_s)
+            self._feed(e.Tick())
+
+    # ---- hearing of nodes and tasks
+
+    async def _listen(self) -> None:
+        while True:
+            self._changed.clear()
+            known = {id: line.seen for id, line in self._tasks.items()}
+            try:
+                news = await self._news(known)
+            except UnreachableError as fault:
+                log.warning("group %s: %s", self.spec.name, fault.what)
+                await asyncio.sleep(SOON_S)
+                continue
+            if news is not None:
+                self._hear(news)
+
+    async def _news(self, known: dict[str, tuple[State, int]]) -> News | None:
+        """What is new; None where the question is another one by now."""
+        from ray import exceptions
+
+        call = self._session._controller._actor.news.remote(known, self._version, NEWS_S)
+        answer = asyncio.wrap_future(call.future())
+        changed = asyncio.ensure_future(self._changed.wait())
+        try:
+            await asyncio.wait({answer, changed}, timeout=NEWS_S + ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                news: News = value_of(answer.result())
+                return news
+            if changed.done():
+                return None
+            raise UnreachableError(f"the controller has said nothing for {NEWS_S + ANSWER_S:.0f} s")
+        except exceptions.RayActorError:  # it restarts: a plain question finds it again
+            again: News = await self._asked("news", known, self._version, 0.0)
+            return again
+        finally:
+            answer.cancel()
+            changed.cancel()
+
+    def _hear(self, news: News) -> None:
+        if news.version != self._version:  # first: what went with its node is not to be replaced there
+            self._version = news.version
+            self._hear_nodes(news.nodes, news.change)
+        for seen in news.tasks:
+            line = self._tasks.get(seen.id)
+            if line is not None:
+                self._hear_task(line, seen)
+
+    def _hear_nodes(self, nodes: Sequence[NodeView], change: int) -> None:
+        nodes = [shown for one in nodes if (shown := _as_told(one)) is not None]
+        before, self._nodes = self._nodes, {one.node: one for one in nodes}
+        for one in self.tally.nodes(before, self._nodes, self._now(), self.spec.unit):
+            self._say(one)
+        self._feed(e.NodesChanged(tuple(nodes), change))
+
+    def _hear_task(self, line: Line, seen: TaskSeen) -> None:
+        before, line.seen = line.seen, (seen.state, seen.attempt)
+        if seen.state in IN_QUEUE:
+            line.down(f"{line.member} was evicted: {seen.reason}")
+            self._feed(e.MemberWaits(line.member, seen.reason))
+        elif seen.state is State.running and (not line.there or seen.attempt != before[1]):
+            self._act(self._started(line, seen))
+        elif seen.state is State.cancelling and seen.reason.code in LOSSES:
+            self._lost(line, str(seen.reason))
+        elif seen.state is State.cancelling and not line.ending:
+            self._feed(e.MemberTaken(line.member, self._plan.notice_s, seen.reason))
+        elif seen.state in ENDED:
+            if not line.ending:
+                self._lost(line, str(seen.reason), fatal=seen.reason.code is Code.start_failed)
+            self._forget(line)
+            self._feed(e.MemberLeft(line.member))
+            self.tally.left(self._nodes.get(line.node), self._now())
+
+    async def _started(self, line: Line, seen: TaskSeen) -> None:
+        member = seen.members[0]
+        handle = seen.handles[0] if seen.handles else None
+        if handle is None:
+            find = functools.partial(self._session._ray.get_actor, member.actor, namespace=member.namespace)
+            handle = await self._loop.run_in_executor(self._threads, find)
+        if self._tasks.get(seen.id) is line and line.seen == (seen.state, seen.attempt):
+            if line.attempt:  # it ran before: the machine is to forget where
+                self._feed(e.MemberWaits(line.member, seen.reason))
+            line.up(handle, member.node, seen.attempt)
+            self._say(Happening("started", f"{line.member} runs on node {member.node[:12]}", line.member, member.node))
+            self._feed(e.MemberStarted(line.member, member.node))
+
+    def _lost(self, line: Line, why: str, *, fatal: bool = False) -> None:
+        """A member is gone, unasked; told once."""
+        if line.lost:
+            return
+        line.lost = True
+        line.down(why)
+        if not line.ending:
+            self._say(Happening("lost", f"{line.member} is lost: {why}", line.member, line.node))
+            self._feed(e.MemberLost(line.member, why, fatal))
+
+    def _forget(self, line: Line) -> None:
+        line.down("it ended")
+        self._tasks.pop(line.task.id, None)
+        if self._lines.get(line.member) is line:
+            del self._lines[line.member]
+
+    # ---- members
+
+    async def _start(self, one: e.StartMember) -> None:
+        plan = self._plan
+        id = f"{one.member}.{self._run_id}"
+        submit = functools.partial(
+            self._pool.submit,
+            MemberShell,
+            (plan.kind, plan.args, dict(plan.kwargs)),
+            resources=self.spec.unit.floats(),
+            id=id,
+            priority=plan.priority,
+            labels=plan.labels,
+            ends_with_me=True,
+            notice_s=plan.notice_s,
+            restarts=0,
+            saves=plan.talents.state,
+            wait_s=float(10**7),  # how long it is worth waiting is the group's business
+            start_timeout_s=plan.start_timeout_s,
+        )
+        submitted = self._submitting[one.member] = asyncio.Event()
+        try:
+            task = await self._loop.run_in_executor(self._threads, submit)
+            line = Line(one.member, task)
+            self._lines[one.member] = self._tasks[task.id] = line
+            self._changed.set()
+        except TrimtabError as fault:
+            self._feed(e.MemberLost(one.member, str(fault), fatal=not isinstance(fault, UnreachableError)))
+        finally:
+            submitted.set()
+            del self._submitting[one.member]
+
+    async def _end(self, member: str, reason: Reason) -> None:
+        if member in self._submitting:
+            await self._submitting[member].wait()
+        line = self._lines.get(member)
+        if line is None:
+            self._feed(e.MemberLeft(member))
+            return
+        line.ending = True
+        if not line.lost:
+            self._say(Happening("left", f"{member} leaves: {reason.sentence}", member, line.node, reason))
+        if line.there and reason.code not in FAULTS:
+            await self._keep_last(line)
+            if line.seen[0] is State.cancelling:  # it was given notice, and need not stay until that is over
+                with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError):
+                    await line.call("beside_leave", within_s=1.0)
+        await self._complete(line)
+
+    async def _complete(self, line: Line) -> None:
+        run = functools.partial(line.task.complete, keep_slot=False)
+        try:
+            await self._loop.run_in_executor(self._threads, run)
+        except InputError:
+            pass  # it has ended already
+        except TrimtabError as fault:
+            log.warning("%s could not be ended: %s", line.member, fault.what)
+
+    def _discard(self, member: str) -> None:
+        """A member that the machine takes as lost, but whose process may live: that is ended."""
+        line = self._lines.pop(member, None)
+        if line is not None:
+            line.ending = line.lost = True
+            line.down(f"{member} was ended")
+            self._act(self._complete(line))
+
+    async def _keep_last(self, line: Line) -> None:
+        """Keep the state of a leaver here where nobody else has it."""
+        others = [one for one in self._lines.values() if one is not line and one.there and not one.ending]
+        if self._plan.talents.state and self.steps and not any(one.committed == self.steps for one in others):
+            with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError):
+                await self._keep(line)
+
+    async def _keep_any(self) -> None:
+        """Keep the state here while somebody has it."""
+        has = [one for one in self._lines.values() if one.there and not one.ending and one.committed == self.steps]
+        if self._plan.talents.state and self.steps and self._kept is None and has:
+            with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError):
+                await self._keep(has[0])
+
+    async def _keep(self, line: Line) -> None:
+        committed, state = await line.call_apart("give", within_s=self.spec.step_timeout_s, returns=2)
+        value = await asyncio.wait_for(asyncio.wrap_future(state.future()), ANSWER_S)
+        if committed == self.steps:
+            self._kept = Kept(committed, self._session._ray.put(value))
+
+    async def _ask_health(self, one: e.AskHealth) -> None:
+        line = self._lines.get(one.member)
+        if line is None or not line.there:
+            return
+        fault: str | None = None
+        try:
+            word, note = await self._asked("beside", line.task.id, "beside_health", one.timeout_s)
+            if word == "raised":
+                fault = f"its health call raised {note}"
+            elif word == "timed out":
+                fault = f"its health call did not return within {one.timeout_s:.3g} s"
+        except TrimtabError:
+            return  # the controller is not there to ask: says nothing about the member
+        self._feed(e.HealthAnswered(one.member, fault))
+
+    async def _let_go(self, line: Line) -> None:
+        with contextlib.suppress(TrimtabError):
+            await self._asked("beside", line.task.id, "beside_let_go", 2.0)
+
+    # ---- worlds and steps
+
+    async def _enter(self, order: e.EnterWorld) -> None:
+        entry = Entry(order, self._lines, self._plan.talents, self.steps, self._kept, self._now)
+        try:
+            entered = await entry.run()
+        except StateLostError:
+            lost = f"every member that had the state of step {self.steps} is lost"
+            hint = "keep_state=True keeps a copy in this process; min=2 survives the loss of one node"
+            self._give_up(Reason(Code.process_died, f"{lost}; {hint}"))
+            return
+        if entered.failed:
+            why = "; ".join(entered.failed.values())
+            self._feed(e.WorldFailed(order.world.epoch, tuple(entered.failed), why))
+            return
+        self._world, self._waits = order.world, None
+        said = f"world {order.world.epoch}: {order.world.size} members ({order.world.reason.sentence})"
+        self._say(Happening("world", said, reason=order.world.reason))
+        self._feed(e.WorldEntered(order.world.epoch))
+        self._act(self._publish())
+
+    def _ask_step(self, request: _Request) -> None:
+        if self._gave_up is not None or self._closing:
+            request.result.set_exception(self._given_up())
+        elif self._request is not None:
+            request.result.set_exception(GroupError("a step of this group is under way", hint="one step at a time"))
+        else:
+            self._request = request
+            self._feed(e.Boundary(self.steps))
+
+    async def _run(self, order: e.RunStep) -> None:
+        request, world = self._request, self._world
+        assert request is not None
+        assert world is not None
+        lines = [self._lines[member] for member in world.members if member in self._lines]
+        if len(lines) < world.size:
+            outcome = StepOutcome(False, "a member is gone")
+        else:
+            self._running = StepRun(order, lines, self._plan.talents, self.spec.step_timeout_s, self._let_go)
+            outcome = await self._running.run(request.batch)
+            self._running = None
+        for line in lines:
+            if not line.there and not line.lost:
+                self._lost(line, "its process is gone")
+        if outcome.complete:
+            await self._step_done(order, world, outcome, request)
+        elif outcome.failure is not None:
+            self._request = None
+            self._feed(e.StepInterrupted(order.step, outcome.why))
+            self._feed(e.Boundary(self.steps, wanted=False))
+            failed = StepFailedError(f"step {order.step}: {outcome.why}", hint="the step does not count")
+            failed.__cause__ = outcome.failure.fault
+            request.result.set_exception(failed)
+        else:
+            request.redone += 1
+            self.tally.redone += 1
+            said = f"step {order.step} is done again: {outcome.why}"
+            self._say(Happening("redone", said, reason=Reason(Code.redone, outcome.why)))
+            self._feed(e.StepInterrupted(order.step, outcome.why, outcome.hung))
+
+    async def _step_done(self, order: e.RunStep, world: World, outcome: StepOutcome, request: _Request) -> None:
+        self.steps = order.step
+        for member, why in outcome.unfit.items():
+            self._discard(member)
+            self._feed(e.MemberLost(member, why))
+        for member in outcome.hung:
+            self._discard(member)
+            self._feed(e.MemberLost(member, "it did not commit in time"))
+        self._kept = None
+        if self._plan.keeps:
+            await self._keep_any()
+        self.tally.stepped(world, self._now())
+        changes, self._happened = tuple(self._happened), []
+        self._request = None
+        self._feed(e.StepDone(order.step))
+        request.result.set_result(
+            StepResult(
+                number=order.step,
+                world=world,
+                values=outcome.values,
+                compute_s=outcome.compute_s,
+                commit_s=outcome.commit_s,
+                seconds=outcome.seconds,
+                waited_s=time.monotonic() - request.began - outcome.seconds,
+                redone=request.redone,
+                changes=changes,
+            )
+        )
+
+    # ---- waiting, giving up, the end
+
+    def _wait(self, one: e.Wait) -> None:
+        if self._waits is None or self._waits.reason != one.reason:
+            left_s = one.deadline - self._now()
+            self._say(Happening("waits", f"{one.reason.sentence}; gives up in {left_s:.0f} s", reason=one.reason))
+            self._loop.call_later(WARN_AFTER_S, self._warn, one)
+            self._act(self._keep_any())
+        self._waits = one
+
+    def _warn(self, one: e.Wait) -> None:
+        """A start takes a moment, and is nothing to warn of; a wait is."""
+        if self._waits is one and not self._closing and self._gave_up is None:
+            log.warning("group %s waits, %.0f s at most: %s", self.spec.name, one.deadline - self._now(), one.reason)
+
+    def _give_up(self, reason: Reason) -> None:
+        self._gave_up = reason
+        self._say(Happening("gave up", reason.sentence, reason=reason))
+        self._fail(self._given_up())
+
+    def _given_up(self) -> GroupError:
+        if self._gave_up is None:
+            return GroupError(f"group {self.spec.name} is closed")
+        hint = f"`trimtab explain {self.spec.name}` says more"
+        return GroupGaveUpError(f"group {self.spec.name} gave up: {self._gave_up}", hint=hint)
+
+    def _fail(self, fault: TrimtabError) -> None:
+        if self._request is not None:
+            request, self._request = self._request, None
+            request.result.set_exception(fault)
+        else:
+            log.warning("%s", fault.what)
+
+    def _close(self) -> None:
+        self._feed(e.Closed())
+        self._closing = True
+        self._fail_silently()
+        self._ended.set()
+
+    def _fail_silently(self) -> None:
+        if self._request is not None:
+            self._request.result.cancel()
+            self._request = None
+
+    async def _end_all(self) -> None:
+        """Every member's task ends, also those that the machine has forgotten."""
+        lines = list(self._tasks.values())
+        for line in lines:
+            line.ending = True
+        await asyncio.gather(*(self._complete(line) for line in lines))
+        await asyncio.gather(*(self._asked("wait", line.task.id, ENDED, CLOSE_S / 2) for line in lines))
+
+    # ---- telling others
+
+    def _say(self, happening: Happening) -> None:
+        happening = replace(happening, at=self._now(), step=self.steps)
+        self._happened.append(happening)
+        self.tally.happened(happening)
+        try:
+            self._tell(happening)
+        except Exception:
+            log.exception("what listens to group %s failed", self.spec.name)
+
+    async def _publish_often(self) -> None:
+        while True:
+            await asyncio.sleep(PUBLISH_EVERY_S)
+            await self._publish()
+
+    async def _publish(self) -> None:
+        facts = {**self._facts(), **self.tally.observed()}
+        with contextlib.suppress(TrimtabError):
+            await self._asked("publish", "group", self.spec.name, facts, self._session.client)
+
+    def _facts(self) -> dict[str, Any]:
+        seen = {**self._machine.view(), "redone": self.tally.redone}
+        return self.tally.facts(seen, self.spec, self._pool.name, self._waits, self._gave_up, self._now())
+
+    async def _asked(self, door: str, *args: Any) -> Any:
+        """Ask the controller, on a thread beside."""
+        ask = functools.partial(self._session.ask, door, *args, timeout_s=ANSWER_S)
+        return await self._loop.run_in_executor(self._threads, ask)
+
+
+def _as_told(view: NodeView) -> NodeView | None:
+    """A node as the last change told it: what comes and goes within one window changes the world once."""
+    if getattr(view, "told", True):
+        return view
+    return replace(view, state=NodeState.suspect, deadline=None) if view.state is NodeState.draining else None

@@ -1,0 +1,151 @@
+"""What an elastic group says of itself: results of steps, what happened meanwhile, and facts for others to look at.
+
+Counts and remembers; decides nothing. The facts are plain data, which the controller shows and turns into metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.fleet.group_events import Wait
+from trimtab.model.fleet import GroupSpec, NodeState, NodeView, World
+from trimtab.model.reason import Reason
+from trimtab.model.resources import Resources
+
+STORY_KEPT = 50
+
+
+@dataclass(frozen=True)
+class Happening:
+    """One thing that happened to a group.
+
+    Kinds: found (a node that was there at the start), joined, draining, node lost, node left; started, lost, left (of a
+    member); world, redone, waits, gave up.
+    """
+
+    kind: str
+    sentence: str
+    member: str = ""
+    node: str = ""
+    reason: Reason | None = None
+    at: float = 0.0  # by the controller's clock
+    step: int = 0  # steps complete then
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step that is complete: every member of the world has committed it."""
+
+    number: int  # 1, 2, 3 ...
+    world: World
+    values: tuple[Any, ...]  # by rank: what `commit` returned (`compute` where there is no commit); None: lost since
+    compute_s: tuple[float, ...]  # by rank
+    commit_s: tuple[float, ...]  # by rank; empty where there is no commit
+    seconds: float  # from the first call to the last answer, of the attempt that counts
+    waited_s: float = 0.0  # before that: for members, a new world, attempts that do not count
+    redone: int = 0  # attempts before this one that do not count
+    changes: tuple[Happening, ...] = ()  # since the step before
+
+    @property
+    def size(self) -> int:
+        """How many members worked on it."""
+        return self.world.size
+
+    @property
+    def combined(self) -> Any:
+        """The mean over ranks where values are numbers (or objects or mappings of numbers: by name); else None."""
+        return _mean([one for one in self.values if one is not None])
+
+
+class Tally:
+    """What is counted and remembered of a group's life."""
+
+    def __init__(self) -> None:
+        self.wanted = 0
+        self.redone = 0
+        self._joined_at: dict[str, float] = {}  # nodes that joined and have not taken part in a step yet
+        self._first = True
+        self._join_to_step_s: list[float] = []
+        self._drain_lead_s: list[float] = []
+        self._story: list[dict[str, Any]] = []
+
+    def nodes(
+        self, before: Mapping[str, NodeView], after: Mapping[str, NodeView], now: float, unit: Resources
+    ) -> Iterator[Happening]:
+        """What became of nodes on which members could be; others are no business of the group."""
+        for node, view in after.items():
+            if not unit.within(view.facts.total):
+                continue
+            had = before.get(node)
+            if had is None and self._first:
+                yield Happening("found", f"node {node[:12]} has {view.facts.total}", node=node)
+            elif had is None:
+                self._joined_at[node] = view.since
+                yield Happening("joined", f"node {node[:12]} joined with {view.facts.total}", "", node, view.reason)
+            if view.state is NodeState.draining and (had is None or had.state is not NodeState.draining):
+                left = "" if view.deadline is None else f" in {view.deadline - now:.0f} s"
+                said = f"node {node[:12]} will go{left}: {view.reason.sentence}"
+                yield Happening("draining", said, "", node, view.reason)
+        for node, had in before.items():
+            if node not in after and unit.within(had.facts.total):
+                self._joined_at.pop(node, None)
+                gone = "node left" if had.state is NodeState.draining else "node lost"
+                yield Happening(gone, f"node {node[:12]} is gone", node=node)
+        self._first = False
+
+    def stepped(self, world: World, now: float) -> None:
+        """A step is complete: nodes that had joined have worked for the first time."""
+        for node in world.nodes:
+            if node in self._joined_at:
+                self._join_to_step_s.append(now - self._joined_at.pop(node))
+
+    def left(self, node: NodeView | None, now: float) -> None:
+        """A member has left its node, which may have been about to go."""
+        if node is not None and node.state is NodeState.draining and node.deadline is not None:
+            self._drain_lead_s.append(node.deadline - now)
+
+    def happened(self, one: Happening) -> None:
+        """Remember it for a while."""
+        code = one.reason.code.value if one.reason else ""
+        self._story.append({"at": one.at, "state": one.kind, "code": code, "sentence": one.sentence})
+        del self._story[:-STORY_KEPT]
+
+    def observed(self) -> dict[str, list[float]]:
+        """What was measured since this was asked last."""
+        joins, self._join_to_step_s = self._join_to_step_s, []
+        leads, self._drain_lead_s = self._drain_lead_s, []
+        return {"join_to_step_s": joins, "drain_lead_s": leads}
+
+    def facts(
+        self, seen: Mapping[str, Any], spec: GroupSpec, pool: str, wait: Wait | None, gave_up: Reason | None, now: float
+    ) -> dict[str, Any]:
+        """The group as plain data."""
+        reason = gave_up or (wait.reason if wait else None)
+        return {
+            **seen,
+            "pool": pool,
+            "state": "gave up" if gave_up else "waiting" if wait else "working" if seen["epoch"] else "starting",
+            "reason": {"code": reason.code.value, "sentence": reason.sentence} if reason else None,
+            "deadline": wait.deadline if wait and not gave_up else None,
+            "unit": spec.unit.floats(),
+            "story": list(self._story),
+            "time": now,
+        }
+
+
+def _mean(values: list[Any]) -> Any:
+    if not values:
+        return None
+    if all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in values):
+        return math.fsum(values) / len(values)
+    fields = [one if isinstance(one, Mapping) else getattr(one, "__dict__", None) for one in values]
+    if any(not one for one in fields):
+        return None
+    found = {name: _mean([one.get(name) for one in fields if one]) for name in fields[0] or ()}
+    return {name: value for name, value in found.items() if value is not None} or None
