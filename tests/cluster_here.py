@@ -1,4 +1,4 @@
-"""Commands of `trimtab cluster` on this machine, each in a process of its own, with ports and a ledger of the test's own.
+"""Commands of `trimtab cluster` on this machine, each in a process of its own, with ports and a ledger of their own.
 
 `Place` never touches what it did not start: it has a directory and ports that nobody else uses, and can name every
 process that came of it.
@@ -6,13 +6,19 @@ process that came of it.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import random
+import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -95,14 +101,11 @@ class Place:
 
     def processes(self) -> list[Process]:
         """Everything alive that came of commands here, found by what it carries, not by what the ledger says."""
-        known = table()
         wanted = str(self.directory)
         return [
             Process(pid, row.born)
-            for pid, row in known.items()
-            if pid != os.getpid()
-            and (around := environment(pid)).get("TRIMTAB_CLUSTER_DIR") == wanted
-            and MARK in around
+            for pid, row in table().items()
+            if (around := environment(pid)).get("TRIMTAB_CLUSTER_DIR") == wanted and MARK in around
         ]
 
     def family(self, name: str) -> list[Process]:
@@ -119,6 +122,71 @@ class Place:
         left = self.processes()
         shutil.rmtree(self.directory, ignore_errors=True)
         assert not left, f"left behind: {left}"
+
+
+class Terminal:
+    """A command under a pseudo-terminal: what it has shown so far, and keys to press."""
+
+    def __init__(self, *command: str, cwd: Path, around: dict[str, str]) -> None:
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 160, 0, 0))
+        # `setsid -c` makes it the controlling terminal, so that Ctrl-C arrives as a signal and closing it as a hang-up.
+        self.process = subprocess.Popen(
+            ["setsid", "-c", *command],
+            cwd=cwd,
+            env={**around, "TERM": "xterm", "PYTHONUNBUFFERED": "1"},
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+        )
+        os.close(theirs)
+        self._ours = ours
+        self._shown = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def text(self) -> str:
+        """All that was shown, without colours and cursor movements."""
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", self._shown)
+
+    def expect(self, pattern: str, seconds: float = PATIENCE_S) -> None:
+        """Wait until something is shown; the end of the command is as good as the end of the time."""
+        deadline = time.monotonic() + seconds
+        while not re.search(pattern, self.text):
+            assert time.monotonic() < deadline, f"{pattern} was not shown:\n{self.text}"
+            if self.process.poll() is not None:
+                self._reader.join(5)
+                assert re.search(pattern, self.text), f"it ended without showing {pattern}:\n{self.text}"
+            time.sleep(0.05)
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C."""
+        os.write(self._ours, b"\x03")
+
+    def ended(self, seconds: float = PATIENCE_S) -> int:
+        """Wait for its end; its exit status."""
+        status = self.process.wait(seconds)
+        self._reader.join(5)
+        return status
+
+    def close(self) -> None:
+        """Let go of it; whatever still runs is killed."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join(5)
+        os.close(self._ours)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                part = os.read(self._ours, 65_536)
+            except OSError:  # nobody has the other end any more
+                return
+            if not part:
+                return
+            self._shown += part.decode(errors="replace")
 
 
 def wait_for(true: Callable[[], bool], what: str, seconds: float = 60.0) -> None:

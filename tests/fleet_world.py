@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trimtab.fleet import group_events as g
 from trimtab.fleet import node_events as n
@@ -64,13 +64,6 @@ class TrueMember:
     queues: bool = False  # that was said, or is on its way
     born: int = 0  # how often it was constructed
     seen: int = 0  # as which of these it entered its world
-
-
-@dataclass
-class Books:
-    """What is remembered of a run, for the floors of tests."""
-
-    counts: Counter[str] = field(default_factory=Counter)
 
 
 class FleetWorld:
@@ -129,7 +122,7 @@ class FleetWorld:
             self._judge_node(one)
         assert self.nodes.version != version or self.nodes.views(self.now, gone=True) == before, "a change unseen"
         self._judge_views()
-        if isinstance(event, n.LinkBroken) and event.node in self.truth:
+        if isinstance(event, n.LinkBroken) and self.truth[event.node].listed:
             self.barred.add(event.node)
         self.broken = False
         return out
@@ -403,13 +396,20 @@ class FleetWorld:
             self.waits_for_step = True
             self.tell(g.Boundary(self.done))
 
+    def withdraw(self) -> None:
+        """The step is not wanted any more (the user's code raised); nobody has committed it."""
+        self.step, self.interrupt, self.waits_for_step = None, False, False
+        self.begun.discard(self.done + 1)
+        self.tell(g.Boundary(self.done, wanted=False))
+
     def finish_entering(self, how: str = "well") -> None:
         if self.entering is None:
             return
         enter, self.entering = self.entering, None
         minds = {name: self.members[name].mind for name in self.members}
-        dead = tuple(name for name in enter.world.members if self.members[name].state != "running")
-        broken = [source for _, source in enter.newcomers if source and self.members[source].state != "running"]
+        fresh = {name for name, _ in enter.newcomers}
+        dead = tuple(name for name in enter.world.members if not self._answers(name, fresh))
+        broken = [source for _, source in enter.newcomers if source and not self._answers(source, fresh)]
         if how == "badly" and not dead:
             dead = enter.world.members[-1:]
             self.members[dead[0]].state = "dead"
@@ -427,6 +427,11 @@ class FleetWorld:
         self.world = enter.world
         self.counts["worlds"] += 1
         self.tell(g.WorldEntered(enter.world.epoch))
+
+    def _answers(self, name: str, fresh: set[str]) -> bool:
+        """Whether it is still the process that was meant: one that was started again knows nothing of its rank."""
+        member = self.members[name]
+        return member.state == "running" and (name in fresh or member.seen == member.born)
 
     def finish_step(self, how: str = "well") -> None:
         """Compute, then commit: a loss before the commit undoes the step, a loss within it does not."""
@@ -537,7 +542,8 @@ class FleetWorld:
             member = self.members[name]
             assert member.node == node or member.state != "running"
             ranked = self.world is not None and name in self.world.members and member.seen == member.born
-            assert (name in newcomers) or ranked or member.state != "running", f"{name} has no state, and gets none"
+            unheard = any(getattr(event, "member", "") == name for event in self.inbox)
+            assert name in newcomers or ranked or unheard or member.state != "running", f"{name} gets no state"
         for node in set(world.nodes):
             living = [name for name, at in zip(world.members, world.nodes, strict=True) if at == node]
             living = [name for name in living if self.members[name].state == "running"]
@@ -657,7 +663,7 @@ class FleetWorld:
         for at in range(self.spec.least):
             self.join(f"fresh{at}", facts(1))
         before = self.done
-        for _ in range(200):
+        for turn in range(300):
             for name, member in self.members.items():
                 if member.state == "dead" and member.said != "gone":
                     self.inbox.append(g.MemberLost(name, "found dead"))
@@ -668,7 +674,7 @@ class FleetWorld:
             if self.done > before + 1 or self.ended is not None:
                 break
             due = [at for at in (self.nodes.next_deadline(), self.group.next_deadline()) if at is not None]
-            self.tick(max(0.1, min([at - self.now for at in due], default=1.0)))
+            self.tick(max(0.1 if turn < 200 else 100.0, min([at - self.now for at in due], default=1.0)))
         assert self.done > before or self.ended is not None, self.group.view()
         self.settled()
 

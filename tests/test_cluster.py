@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -63,6 +64,26 @@ def workers(here: Place) -> Place:
         out, err = one.communicate(timeout=180)
         assert one.returncode == 0, out + err
     return here
+
+
+@contextmanager
+def trainers(place: Place, count: int) -> Iterator[dict[str, str]]:
+    """Actors that hold a GPU each, for as long as this lasts: by what they see of GPUs, the nodes that they are on."""
+    with subprocess.Popen(
+        [sys.executable, "-c", DRIVER, place.cluster().address, str(count)],
+        env={**place.environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as driver:
+        assert driver.stdin is not None
+        assert driver.stdout is not None
+        try:
+            yield dict(json.loads(driver.stdout.readline()))
+        finally:
+            driver.stdin.close()
+            driver.wait(60)
 
 
 def gpus_of(place: Place) -> list[str]:
@@ -210,24 +231,9 @@ def test_twelve_adds_at_once_for_three_free_gpus_give_each_gpu_once(here: Place)
 
 def test_a_node_has_one_gpu_one_cpu_and_one_worker_unit_and_status_says_who_holds_it(workers: Place) -> None:
     assert TOKEN not in (workers.directory / "ledger.json").read_text()
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, workers.cluster().address, "4"],
-        env={**workers.environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert driver.stdin is not None
-    assert driver.stdout is not None
-    try:
-        seen = {gpu: node for gpu, node in json.loads(driver.stdout.readline())}
+    with trainers(workers, 4) as seen:
         data = workers.asked("status")
         text = workers.done("status")
-    finally:
-        driver.stdin.close()
-        driver.wait(60)
-        driver.stdout.close()
     for node in data["nodes"]:
         assert (node["total"]["gpu"], node["total"]["cpu"], node["total"]["worker_unit"]) == (1, 1, 1)
         assert [seen[gpu] for gpu in node["gpus"]] == [node["node_id"]]  # CUDA_VISIBLE_DEVICES is the node's own
@@ -295,18 +301,7 @@ def test_drains_of_unknown_nodes_of_the_head_and_into_the_past_are_errors(here: 
 
 
 def test_a_drained_node_that_is_busy_is_seen_by_all_and_goes_at_its_deadline(workers: Place) -> None:
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, workers.cluster().address, "4"],
-        env={**workers.environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert driver.stdin is not None
-    assert driver.stdout is not None
-    try:
-        assert driver.stdout.readline()
+    with trainers(workers, 4):
         family = workers.family("gpu-2")
         data = workers.asked("drain", "gpu-2", "--deadline", "8")
         [node] = [one for one in workers.asked("status")["nodes"] if one["name"] == "gpu-2"]
@@ -314,10 +309,6 @@ def test_a_drained_node_that_is_busy_is_seen_by_all_and_goes_at_its_deadline(wor
         assert node["deadline"] == data["deadline"]
         wait_for(lambda: not any(one.lives for one in family), "the drained node is still there")
         assert time.time() >= data["deadline"]
-    finally:
-        driver.stdin.close()
-        driver.wait(60)
-        driver.stdout.close()
     [ended] = [one for one in workers.asked("status")["ended"] if one["name"] == "gpu-2"]
     assert "its deadline has passed" in ended["cause"]
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -151,6 +149,8 @@ class Counted:
 
     def __init__(self, session: Session, directory: Path, happened: list[Happening], **settings: Any) -> None:
         self.directory = directory
+        if "pool" not in settings and "name" not in settings:  # one for all, so that its warm hosts serve all
+            settings["pool"] = session.pool("ledgers", {"gpu": 64}, reuse=False, warm_each=1)
         settings = {"min": 1, "step_timeout_s": 30.0, "health_every_s": 0.0, "back_off_s": 0.1, **settings}
         self.group = ElasticGroup(
             Ledger, (str(directory),), session=session, per_node=GPU, tell=happened.append, **settings
@@ -216,7 +216,7 @@ def test_training_goes_on_through_joins_a_loss_and_a_drain_as_if_membership_were
         assert "joined" not in kinds(happened), "nodes that were there at the start are not new"
         nodes.add(3)
         grown = train(start + 3)
-        assert list(grown.world.nodes) == sorted(grown.world.nodes, key=[*first.world.nodes, *alive()].index) or True
+        assert grown.world.nodes[:start] == first.world.nodes, "who was there keeps its rank"
         assert kinds(happened).count("joined") == 3
 
         lost = nodes.there[1]
@@ -384,9 +384,11 @@ def test_without_any_node_for_members_no_step_completes(nodes: Nodes, session: S
 
 def test_a_constructor_that_raises_is_said_at_once(nodes: Nodes, session: Session) -> None:
     nodes.have(1)
-    with ElasticGroup(Ledger, (), session=session, per_node=GPU, wait_s=60.0) as group:
-        with pytest.raises(GroupGaveUpError, match="missing 1 required positional argument"):
-            group.step(1, timeout=WAIT_S)
+    with (
+        ElasticGroup(Ledger, (), session=session, per_node=GPU, wait_s=60.0) as group,
+        pytest.raises(GroupGaveUpError, match="missing 1 required positional argument"),
+    ):
+        group.step(1, timeout=WAIT_S)
 
 
 def test_a_member_leaves_for_a_task_of_higher_priority_and_the_group_grows_again(
@@ -508,7 +510,8 @@ def test_a_group_is_shown_by_the_controller_and_goes_with_its_driver(
         counted.step()
         counted.step()
         group = until(lambda: [one for one in shown() if one["step"] == 2])[0]
-        assert group["size"] == len(nodes.there)
+        assert group["size"] >= 1
+        assert group["wanted"] == len(nodes.there)
         assert group["story"]
     until(lambda: not shown())
     assert not [task for task in session.tasks() if task.pool == "group-seen" and task.state.value == "running"]

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from trimtab.formats import yaml_text
+from trimtab.model.fleet import NodeFacts, NodeState, NodeView
 from trimtab.model.pool import Policy, PoolSpec, TaskSpec
+from trimtab.model.reason import Code, Reason
 from trimtab.model.resources import Resources
 from trimtab.pool.events import (
     CompleteAsked,
@@ -37,6 +39,8 @@ from trimtab.pool.events import (
     Submitted,
 )
 from trimtab.pool.machine import PoolMachine
+from trimtab.runtime.ray.fleet_metrics import METRICS as FLEET_METRICS
+from trimtab.runtime.ray.fleet_metrics import desired_workers
 from trimtab.runtime.ray.metrics import BUCKETS_MS, METRICS, Meter, Metric
 
 ROOT = Path(__file__).parents[1]
@@ -284,6 +288,9 @@ def test_ray_serves_the_metrics_of_pools_over_http(exporter: str) -> None:
             pool.submit(Actor, resources={"cpu": 1}, id=id, priority=1.0).wait("running", timeout=60)
         pool.submit(Actor, resources={"cpu": 1}, id="high", priority=9.0).wait("running", timeout=60)
         pool.submit(Actor, resources={"cpu": 1}, id="later", priority=1.0)
+        group = {"size": 1, "wanted": 3, "redone": 2, "restarts": 1, "join_to_step_s": [0.5, 2.0], "drain_lead_s": [4]}
+        session.ask("publish", "group", "trainers", group, session.client)
+        session._live_with()
         wanted: dict[str, tuple[float, dict[str, str]]] = {
             "ray_trimtab_preemption_count_total": (1, {"pool": "rl", "reason": "PRIORITY"}),
             "ray_trimtab_preemption_execution_latency_ms_count": (1, {"pool": "rl"}),
@@ -293,6 +300,13 @@ def test_ray_serves_the_metrics_of_pools_over_http(exporter: str) -> None:
             "ray_trimtab_tasks": (1, {"pool": "rl", "state": "evicted"}),
             "ray_trimtab_warm_hosts": (1, {"state": "ready"}),
             "ray_trimtab_warm_hosts_target": (1, {"pool": "rl"}),
+            "ray_trimtab_nodes": (1, {"state": "ready"}),
+            "ray_trimtab_group_members": (1, {"group": "trainers"}),
+            "ray_trimtab_group_members_wanted": (3, {"group": "trainers"}),
+            "ray_trimtab_group_steps_redone_total": (2, {"group": "trainers"}),
+            "ray_trimtab_group_restarts_total": (1, {"group": "trainers"}),
+            "ray_trimtab_node_join_to_step_ms_count": (2, {"group": "trainers"}),
+            "ray_trimtab_drain_lead_ms_count": (1, {"group": "trainers"}),
         }
         deadline = time.monotonic() + 60
         while True:
@@ -304,11 +318,32 @@ def test_ray_serves_the_metrics_of_pools_over_http(exporter: str) -> None:
             time.sleep(0.2)
         assert (one(found, "ray_trimtab_queue_oldest_wait_s", pool="rl") or 0) > 0
         assert {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in found} == {
-            metric.exported for metric in METRICS
+            metric.exported for metric in (*METRICS, *FLEET_METRICS)
         }
         assert session.status()["metrics"] is None
     finally:
         session.shutdown()
+
+
+# ---- nodes for autoscalers ------------------------------------------------------------------------------------------
+
+
+def node(id: str, state: NodeState = NodeState.ready, head: bool = False, **amounts: float) -> NodeView:
+    reason = Reason(Code.joined, "it joined")
+    return NodeView(id, state, NodeFacts(Resources.of(amounts, where="a test"), head=head), reason, 0.0)
+
+
+def test_without_a_wish_as_many_workers_are_desired_as_stay() -> None:
+    nodes = [node("h", head=True, cpu=2), node("a", gpu=1), node("b", NodeState.draining, gpu=1), node("c", gpu=1)]
+    assert desired_workers(nodes, (), []) == 2
+    assert desired_workers([node("h", head=True, cpu=2), node("a", cpu=4)], (), []) == 1
+
+
+def test_what_is_wanted_is_counted_in_nodes_of_the_largest_kind() -> None:
+    nodes = [node("h", head=True, cpu=2), node("a", gpu=4, cpu=8), node("b", gpu=2, cpu=8)]
+    assert desired_workers(nodes, (), [{"gpu": 1}] * 9) == 3
+    assert desired_workers(nodes, (), [{"gpu": 1, "cpu": 8}] * 5) == 5
+    assert desired_workers(nodes, {"a", "b"}, [{"gpu": 1}]) == 2  # nobody is sent away from where they work
 
 
 # ---- dashboards and alerts ------------------------------------------------------------------------------------------
@@ -316,7 +351,7 @@ def test_ray_serves_the_metrics_of_pools_over_http(exporter: str) -> None:
 FUNCTIONS = {"sum", "max", "by", "on", "and", "rate", "increase", "histogram_quantile", "absent"}
 SERIES = {
     name: metric
-    for metric in METRICS
+    for metric in (*METRICS, *FLEET_METRICS)
     for name in (
         [f"{metric.exported}_bucket", f"{metric.exported}_count", f"{metric.exported}_sum"]
         if metric.kind == "histogram"
@@ -368,7 +403,7 @@ def test_counters_and_buckets_are_asked_for_rates_and_gauges_are_not(where: str,
 
 def test_the_dashboard_shows_every_metric_and_its_panels_do_not_overlap() -> None:
     shown = {SERIES[name] for where, text in EXPRESSIONS if "panel" in where for name in re.findall(r"ray_\w+", text)}
-    assert shown == set(METRICS)
+    assert shown == {*METRICS, *FLEET_METRICS}
     cells = [
         (x, y)
         for at in (panel["gridPos"] for panel in panels())

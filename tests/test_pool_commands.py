@@ -18,12 +18,14 @@ from trimtab.model.pool import Aggressiveness, State
 from trimtab.model.reason import Code
 from trimtab.runtime.ray.client import Pool, Session, connect
 from trimtab.runtime.ray.cluster import connected
+from trimtab.runtime.ray.fleet_metrics import METRICS as FLEET_METRICS
 from trimtab.runtime.ray.metrics import METRICS
 from trimtab.ui import pool_text
 from trimtab.ui.cli import run
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "pools.md").read_text(encoding="utf-8")
+NODES_PAGE = (ROOT / "docs" / "nodes.md").read_text(encoding="utf-8")
 
 
 class Actor:
@@ -161,9 +163,31 @@ def test_explain_tells_the_story_of_a_node_by_the_beginning_of_its_id(
     assert set(data) == keys_of("trimtab explain NODE")
     assert (data["node"], data["there"]) == (node, True)
     assert "train" in data["tasks"]
-    assert [chapter["state"] for chapter in data["story"]] == ["joined"]
+    assert [(chapter["state"], chapter["code"]) for chapter in data["story"]] == [("ready", "JOINED")]
     _, out, _ = call(capsys, "explain", node)
-    assert "is there" in out
+    assert "is ready" in out
+
+
+def test_explain_says_why_a_group_is_not_larger(capsys: pytest.CaptureFixture[str], session: Session) -> None:
+    waits = {"code": "NO_NODE", "sentence": "it asks 8 gpu, and no node is large enough"}
+    members = [
+        {"member": "t-0001", "task": "t-0001", "state": "working", "node": "ab" * 28, "rank": 0, "reason": waits},
+        {"member": "t-0002", "task": "t-0002", "state": "asked", "node": None, "rank": None, "reason": waits},
+    ]
+    facts = {"state": "working", "reason": waits, "deadline": None, "pool": "rlhf", "unit": {"gpu": 8.0}, "size": 1}
+    session.ask("publish", "group", "trainers", {**facts, "wanted": 2, "members": members}, session.client)
+    try:
+        status, out, _ = call(capsys, "explain", "trainers")
+        words = " ".join(out.split())
+        assert status == 0
+        for part in ("group trainers is working", "1 work, 2 wanted, limits 1 or more", "8 gpu", "t-0002 asked -"):
+            assert part in words
+        assert "NO_NODE: it asks 8 gpu, and no node is large enough" in words
+        assert asked(capsys, "explain", "trainers")["members"] == members
+        _, out, _ = call(capsys, "status")
+        assert "trainers rlhf 1 of 2 wanted" in " ".join(out.split())
+    finally:
+        session.ask("publish", "group", "trainers", None, session.client)
 
 
 def test_an_unknown_task_is_refused_with_what_was_meant(capsys: pytest.CaptureFixture[str], pool: Pool) -> None:
@@ -314,9 +338,9 @@ def test_times_are_said_as_people_say_them() -> None:
 # ---- the page -----------------------------------------------------------------------------------------------------
 
 
-def table(heading: str) -> list[list[str]]:
-    """The rows of the first table under a heading of the page, as lists of cells."""
-    section = PAGE.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+def table(heading: str, page: str = PAGE) -> list[list[str]]:
+    """The rows of the first table under a heading of a page, as lists of cells."""
+    section = page.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -345,7 +369,8 @@ def test_the_page_lists_exactly_the_states_of_tasks() -> None:
 
 
 def test_the_page_lists_exactly_the_codes_of_reasons() -> None:
-    assert [row[0] for row in table("Reasons")] == [f"`{code.value}`" for code in Code]
+    rows = [*table("Reasons"), *table("Reasons", NODES_PAGE)]
+    assert [row[0] for row in rows] == [f"`{code.value}`" for code in Code]
 
 
 def test_the_page_has_the_gaps_of_every_aggressiveness() -> None:
@@ -355,6 +380,7 @@ def test_the_page_has_the_gaps_of_every_aggressiveness() -> None:
 
 
 def test_the_page_lists_every_metric_with_its_labels() -> None:
-    assert [row[:3] for row in table("Metrics")] == [
-        [f"`{metric.exported}`", metric.kind, ", ".join(metric.labels)] for metric in METRICS
+    rows = [*table("Metrics"), *table("Metrics", NODES_PAGE)]
+    assert [row[:3] for row in rows] == [
+        [f"`{metric.exported}`", metric.kind, ", ".join(metric.labels)] for metric in (*METRICS, *FLEET_METRICS)
     ]

@@ -57,7 +57,8 @@ class GroupMachine(Members):
             self._give_up(Reason(Code.start_failed, f"no member could be started: {self.fatal}"), now)
         elif self.phase is Phase.stepping:
             self._interrupt_if_needed(now)
-        elif self.phase is Phase.waiting or (self.phase is Phase.idle and self._overdue_leavers(now)):
+        elif self.phase is Phase.waiting or (self.phase is Phase.idle and self._leaving()):
+            # Between two steps nobody who is to leave has to wait for the next one.
             self._go_on(now)
 
     def next_deadline(self) -> float | None:
@@ -91,6 +92,7 @@ class GroupMachine(Members):
                 self._to_leaving(member, self._draining(member.node), node.deadline, now)
             elif node is not None and member.state is MemberState.leaving and member.reason.code is Code.node_draining:
                 self._leaving_to_staying(member, Reason(Code.drain_over, f"node {member.node} stays after all"), now)
+        self._excuse(before - there.keys())
 
     def _on_member_waits(self, event: e.MemberWaits, now: float) -> None:
         member = self._living(event.member)
@@ -146,7 +148,8 @@ class GroupMachine(Members):
         if event.fault is not None:
             self._unhealthy(member, event.fault, now)
         elif member.health_by is not None:
-            member.health_by, member.health_due = None, now + self.spec.health_every_s
+            member.health_by = None
+            member.health_due = now + self.spec.health_every_s if member.state is not MemberState.leaving else None
 
     def _living(self, name: str) -> Member | None:
         """The member, if it is not on its way out of the books: late news of others changes nothing."""
@@ -215,7 +218,7 @@ class GroupMachine(Members):
             if member is not None:
                 self._to_lost(member, Reason(Code.hung, f"world {self.epoch} was not entered: {why}"), now, end=True)
         self._entering_to(Phase.waiting if self.wants_step else Phase.idle)
-        for member in [one for one in self.members.values() if one.state is MemberState.leaving]:
+        for member in self._leaving():
             if not self._ranked(member.id):  # it was about to get a rank, and to leave again
                 self._leaving_to_gone(member, now)
         if not known:
@@ -324,7 +327,7 @@ class GroupMachine(Members):
             for one in self.members.values()
             if one.state is states.working or (one.state is states.ready and one.node in usable)
         ]
-        leaving = [one for one in self.members.values() if one.state is states.leaving]
+        leaving = self._leaving()
         patient = [one for one in leaving if one.leave_by is None or one.leave_by > now]
         patient.sort(key=lambda one: (one.leave_by is not None, -(one.leave_by or 0.0), one.number))
         stay += patient[: max(0, self.spec.least - len(stay))]
@@ -387,6 +390,9 @@ class GroupMachine(Members):
             return False
         ranked = (MemberState.working, MemberState.leaving)
         return any((one := self.members.get(name)) is None or one.state not in ranked for name in self.world.members)
+
+    def _leaving(self) -> list[Member]:
+        return [one for one in self.members.values() if one.state is MemberState.leaving]
 
     def _overdue_leavers(self, now: float) -> list[Member]:
         return [one for one in self.members.values() if one.leave_by is not None and one.leave_by <= now]

@@ -108,7 +108,7 @@ class Members(GroupBooks):
     def _start_instead(self, debt: Debt, now: float) -> None:
         reason = Reason(Code.replaced, f"in place of {debt.member}: {debt.reason.sentence}")
         member = self._new_to_asked(reason, debt.member, now)
-        member.restart_at, member.restart_weight = now, debt.weight
+        member.restart_at, member.restart_weight, member.restart_node = now, debt.weight, debt.node
         self.restarts += [now] * debt.weight
         self.restart_count += 1
 
@@ -182,7 +182,7 @@ class Members(GroupBooks):
             again = member.state is MemberState.leaving and member.reason.code is reason.code
             if member.leave_by is not None and not again:  # two causes: the nearer deadline
                 leave_by = member.leave_by if leave_by is None else min(leave_by, member.leave_by)
-            member.leave_by, member.health_due, member.health_by = leave_by, None, None
+            member.leave_by, member.health_due = leave_by, None  # an answer that is due stays due
             if not again:
                 self._to(member, MemberState.leaving, reason, now)
 
@@ -196,22 +196,32 @@ class Members(GroupBooks):
         self._to_gone(member, member.reason, now, end=True)
 
     def _asked_to_gone(self, member: Member, reason: Reason, now: float) -> None:
+        self._was_no_restart(member)  # it never ran
+        self._to_gone(member, reason, now, end=True)
+
+    def _was_no_restart(self, member: Member) -> None:
         if member.restart_at is not None:
-            # It was asked for and never ran: then it was no restart.
             for _ in range(min(member.restart_weight, self.restarts.count(member.restart_at))):
                 self.restarts.remove(member.restart_at)
             self.rounds, self.restart_count = max(0, self.rounds - 1), self.restart_count - 1
-        self._to_gone(member, reason, now, end=True)
+            member.restart_at = None
+
+    def _excuse(self, gone: set[str]) -> None:
+        """Whoever was lost together with its node is no sign that members do not work."""
+        self.debts = [one for one in self.debts if one.node not in gone]
+        for member in self.members.values():
+            if member.restart_node in gone:
+                self._was_no_restart(member)
 
     def _to_lost(self, member: Member, reason: Reason, now: float, *, end: bool, weight: int = 1) -> None:
         """Unplanned: it is to be replaced, unless it was to go anyway."""
-        planned = member.state is MemberState.leaving
+        planned, node = member.state is MemberState.leaving, member.node
         self._left_world(member, reason)
         self._to_gone(member, reason, now, end=end)
         self.retry_at = now  # now it is known why it failed
         if planned:
             return
-        self.debts.append(Debt(member.id, reason, weight))
+        self.debts.append(Debt(member.id, node, reason, weight))
         if not self.round_open:
             self.round_open = True
             self.rounds += 1
@@ -297,7 +307,8 @@ class Members(GroupBooks):
             assert (one.state is MemberState.gone) == (one.end_by is not None), f"{name}: gone without an end"
             assert one.node or one.state in (MemberState.asked, MemberState.gone), f"{name} works nowhere"
             assert one.leave_by is None or one.state is MemberState.leaving, f"{name}: has to go, and stays"
-            assert one.health_by is None or one.state in (MemberState.ready, MemberState.working), f"{name}: health"
+            assert one.health_by is None or one.node, f"{name}: health"
+            assert one.health_due is None or one.state in (MemberState.ready, MemberState.working), f"{name}: health"
             in_world = self._ranked(name) or self._being_entered(one)
             assert in_world or one.state not in (MemberState.working, MemberState.leaving), f"{name} has no rank"
         numbers = [one.number for one in self.members.values()]

@@ -36,7 +36,8 @@ class Member:
     node: str = ""  # empty: it waits, or is being constructed
     stands_in: str = ""  # for whom it was started
     restart_at: float | None = None  # it counts as a restart, made then ...
-    restart_weight: int = 0  # ... so many times
+    restart_weight: int = 0  # ... so many times ...
+    restart_node: str = ""  # ... for one that was lost there
     step: int | None = None  # whose outcome it has; None: nobody's, it is new
     proven: bool = False  # it has completed a step
     leave_by: float | None = None  # of a leaving one: no step is begun with it after that; None: it can take its time
@@ -50,6 +51,7 @@ class Debt:
     """A member that was lost unplanned, and not replaced yet."""
 
     member: str
+    node: str
     reason: Reason
     weight: int  # as how many restarts its replacement counts
 

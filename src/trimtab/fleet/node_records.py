@@ -42,6 +42,7 @@ class Node:
     state: NodeState
     reason: Reason
     since: float
+    place: str = ""  # the name it came with: the same when it is started again under another id; empty: it had none
     listed: bool = True  # Ray has it
     in_use: bool = False  # a UseNode was said, and no LoseNode after it
     silent: bool = False  # what its link last said
@@ -64,14 +65,9 @@ class Node:
         return (self.facts.kind, gpus) if gpus and self.there else None
 
     @property
-    def place(self) -> str | None:
-        """What stays the same when it is started again under another id. Ray's name for a nameless one is its host."""
-        return self.facts.name if self.facts.name != self.facts.address else None
-
-    @property
     def title(self) -> str:
         """What people call it."""
-        return self.place or (self.id[:12] if len(self.id) > 20 else self.id)
+        return name_of(self.facts) or (self.id[:12] if len(self.id) > 20 else self.id)
 
 
 def to_be_told(node: Node) -> Told:
@@ -81,6 +77,11 @@ def to_be_told(node: Node) -> Told:
     if node.state is NodeState.draining and node.told is not Told.absent:
         return Told.draining
     return Told.absent
+
+
+def name_of(facts: NodeFacts) -> str:
+    """The name that somebody gave the node, if any: Ray's name for a nameless one is its host."""
+    return facts.name if facts.name != facts.address else ""
 
 
 def rank(node: Node) -> tuple[bool, float, str]:

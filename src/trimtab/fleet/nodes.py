@@ -247,8 +247,9 @@ class NodeMachine:
 
     def _new_to_there(self, event: e.NodeSeen, now: float) -> None:
         reason = Reason(Code.joined, "Ray has it for the first time")
-        node = Node(event.node, event.facts, event.outside, now, NodeState.lost, reason, now)
-        before = self.nodes.get(self._places.get(node.place or "", ""))
+        place = words.name_of(event.facts)
+        node = Node(event.node, event.facts, event.outside, now, NodeState.lost, reason, now, place)
+        before = self.nodes.get(self._places.get(place, ""))
         if before is not None and not before.there:
             # The same one, started again: what it did under its other id is not forgotten.
             node.losses = list(before.losses)

@@ -179,7 +179,9 @@ def _for_room(survey: Survey, who: tuple[Waiting, ...]) -> Finding:
         found = impossible(who, [one for one in allowed if one.drain is None] or allowed)
     if found.never:
         found = _unless_nodes_come(survey, found, staying)
-    return replace(found, rows=rows, asked=_hardest(first, staying or allowed).amounts)
+    kept = sum(1 for ask in first.asks if ask.node is not None)
+    sentence = f"it still holds {kept} of its {len(first.asks)} bundles; {found.sentence}" if kept else found.sentence
+    return replace(found, sentence=sentence, rows=rows, asked=_hardest(first, staying or allowed).amounts)
 
 
 def _spaces(nodes: Iterable[SeenNode], *, empty: bool = False) -> list[Space]:

@@ -211,7 +211,7 @@ class PoolMachine(Lives):
 
     def _tell_node(self, node: str, now: float, what: str, sentence: str) -> None:
         story = self.node_stories.setdefault(node, [])
-        story.append(Chapter(now, what, Reason(Code.node_lost if what == "lost" else Code.placed, sentence)))
+        story.append(Chapter(now, what, Reason(_NODE_CODES[what], sentence or what)))
         del story[:-CHAPTERS_KEPT]
         if len(self.node_stories) > ENDED_KEPT:
             del self.node_stories[next(iter(self.node_stories))]
@@ -531,6 +531,13 @@ def _said(value: object) -> str:
     return "[" + ", ".join(str(one) for one in value) + "]" if isinstance(value, tuple) else str(value)
 
 
+_NODE_CODES = {
+    "joined": Code.joined,
+    "cordoned": Code.by_hand,
+    "open": Code.by_hand,
+    "emptied": Code.node_draining,
+    "lost": Code.node_lost,
+}
 _SNAKE: dict[str, str] = {}
 
 

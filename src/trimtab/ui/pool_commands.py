@@ -51,27 +51,30 @@ def status(address: AddressOption = None, name: NameOption = None, form: FormatO
 
 
 def explain(
-    task: Annotated[str, typer.Argument(help="The id of a task, or the beginning of a node's id.")],
+    task: Annotated[str, typer.Argument(help="A task, an elastic group, or a node (the beginning of its id).")],
     address: AddressOption = None,
     name: NameOption = None,
     form: FormatOption = Format.text,
 ) -> None:
-    """Why a task is where it is: the reason, its place in the queue, what would have to end, and its story.
+    """Why a task, a group or a node is as it is: the reason, what would have to happen, and its story.
 
     Examples:
 
         trimtab explain rollout-03
 
+        trimtab explain trainers
+
         trimtab explain 4f1c09
     """
-    from trimtab.ui import pool_text
+    from trimtab.ui import fleet_text, pool_text
 
     with looking(address, name) as session:
         try:
             explanation = session.explain(task)
         except InputError as unknown:
-            data = _node_data(session, task, unknown)
-            answer(data, form, lambda: pool_text.print_node(data))
+            group = fleet_text.group_data(task, session.status())
+            data = group or _node_data(session, task, unknown)
+            answer(data, form, lambda: (fleet_text.print_group if group else fleet_text.print_node)(data))
             return
         seen = session.status()
     data = pool_text.explanation_data(explanation, seen)
@@ -183,7 +186,7 @@ def _known(session: Session, pool: str) -> dict[str, Any]:
 
 def _node_data(session: Session, name: str, unknown: InputError) -> dict[str, Any]:
     """A node's story, where the name is one of a node; else what was unknown."""
-    from trimtab.ui import pool_text
+    from trimtab.ui import fleet_text
 
     try:
         node, story = session.ask("node_story", name)
@@ -191,4 +194,4 @@ def _node_data(session: Session, name: str, unknown: InputError) -> dict[str, An
         if not (unknown.hint or "").startswith("did you mean"):
             unknown.hint = "`trimtab status` shows what runs and waits, `trimtab pool show POOL` all tasks of a pool"
         raise unknown from None
-    return pool_text.node_data(node, story, session.status(), session.tasks())
+    return fleet_text.node_data(node, story, session.status(), session.tasks())

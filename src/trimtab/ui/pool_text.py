@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import http.client
-import time
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from trimtab.model.pool import IN_QUEUE, Explanation, PoolSpec
-from trimtab.model.reason import Chapter, Reason
+from trimtab.ui.fleet_text import groups_table, nodes_data, nodes_table
 from trimtab.ui.output import out, plain_table
+from trimtab.ui.printing import (
+    Data,
+    amounts,
+    clock,
+    counts,
+    facts,
+    of,
+    print_story,
+    reason_data,
+    say_more,
+    show,
+    span,
+    story_data,
+    unit_of,
+    why,
+)
 
 if TYPE_CHECKING:
     from trimtab.runtime.ray.doors import TaskSeen
@@ -22,9 +36,7 @@ if TYPE_CHECKING:
 EXPORTER_S = 2.0
 WAITING_SHOWN = 20
 TASKS_SHOWN = 50
-PIPE_WIDTH = 400
 CHOSEN_BY_RAY = 32768  # ports from here on are given out by the system
-Data = Mapping[str, Any]
 
 
 # ---- for programs ---------------------------------------------------------------------------------------------------
@@ -32,7 +44,6 @@ Data = Mapping[str, Any]
 
 def status_data(status: Data, tasks: Iterable[TaskSeen], nodes: Sequence[Data], metrics: Data) -> dict[str, Any]:
     """What `trimtab status` answers. `nodes` are Ray's words about them."""
-    hosts = {node["NodeID"]: node.get("NodeManagerHostname") for node in nodes}
     queues = {pool: list(view["queue"]) for pool, view in status["pools"].items()}
     totals = status["totals"]
     return {
@@ -44,10 +55,9 @@ def status_data(status: Data, tasks: Iterable[TaskSeen], nodes: Sequence[Data], 
             (_waiting_data(one, queues[one.pool]) for one in tasks if one.state in IN_QUEUE and one.pool in queues),
             key=lambda one: (one["pool"], one["position"] is None, one["position"] or 0),
         ),
-        "nodes": [
-            {**one, "host": hosts.get(one["node"]), "warm_hosts": status["warm_hosts"].get(one["node"])}
-            for one in status["nodes"]
-        ],
+        "nodes": nodes_data(status, nodes),
+        "groups": status["groups"],
+        "autoscaler": {key: status[key] for key in ("wanted", "desired_workers")} | {"fault": status["autoscaler"]},
         "evictions": {key: totals[key] for key in ("evictions", "same_pool", "cross_pool")}
         | {"latest": totals.get("latest", [])},
         "journal": status["journal"],
@@ -63,7 +73,7 @@ def explanation_data(explanation: Explanation, status: Data) -> dict[str, Any]:
         "task": explanation.task,
         "pool": explanation.pool,
         "state": explanation.state.value,
-        "reason": _reason_data(explanation.reason),
+        "reason": reason_data(explanation.reason),
         "priority": explanation.priority,
         "position": explanation.position,
         "queue_length": len(pool["queue"]) if pool else 0,
@@ -75,7 +85,7 @@ def explanation_data(explanation: Explanation, status: Data) -> dict[str, Any]:
         "attempts": explanation.attempts,
         "how": explanation.how,
         "places": [{"group": one.group, "bundle": one.bundle, "node": one.node} for one in explanation.places],
-        "story": _story_data(explanation.story),
+        "story": story_data(explanation.story),
         "time": status["time"],
     }
 
@@ -89,21 +99,6 @@ def _since(explanation: Explanation) -> float | None:
                 break
             since = chapter.at
     return since
-
-
-def node_data(node: str, story: Sequence[Chapter], status: Data, tasks: Iterable[TaskSeen]) -> dict[str, Any]:
-    """What `trimtab explain` answers for a node."""
-    known = next((one for one in status["nodes"] if one["node"] == node), None)
-    return {
-        "node": node,
-        "there": known is not None,
-        "total": known["total"] if known else None,
-        "outside": known["outside"] if known else None,
-        "warm_hosts": status["warm_hosts"].get(node),
-        "tasks": sorted({one.id for one in tasks for member in one.members if member.node == node}),
-        "story": _story_data(story),
-        "time": status["time"],
-    }
 
 
 def pool_data(spec: PoolSpec, view: Data, tasks: Iterable[TaskSeen]) -> dict[str, Any]:
@@ -127,7 +122,7 @@ def pool_data(spec: PoolSpec, view: Data, tasks: Iterable[TaskSeen]) -> dict[str
             {
                 "id": one.id,
                 "state": one.state.value,
-                "reason": _reason_data(one.reason),
+                "reason": reason_data(one.reason),
                 "priority": one.priority,
                 "labels": dict(one.labels),
                 "attempt": one.attempt,
@@ -177,16 +172,8 @@ def _waiting_data(task: TaskSeen, queue: list[str]) -> dict[str, Any]:
         "state": task.state.value,
         "position": queue.index(task.id) + 1 if task.id in queue else None,
         "priority": task.priority,
-        "reason": _reason_data(task.reason),
+        "reason": reason_data(task.reason),
     }
-
-
-def _reason_data(reason: Reason) -> dict[str, str]:
-    return {"code": reason.code.value, "sentence": reason.sentence}
-
-
-def _story_data(story: Iterable[Chapter]) -> list[dict[str, Any]]:
-    return [{"at": one.at, "state": one.state, **_reason_data(one.reason)} for one in story]
 
 
 # ---- for people -----------------------------------------------------------------------------------------------------
@@ -195,7 +182,7 @@ def _story_data(story: Iterable[Chapter]) -> list[dict[str, Any]]:
 def print_status(data: Data) -> None:
     """Everything at a glance."""
     controller, journal, metrics, evictions = (data[k] for k in ("controller", "journal", "metrics", "evictions"))
-    _facts(
+    facts(
         ("Ray", data["ray"]["how"] + (f"; {data['ray']['fault']}" if data["ray"]["fault"] else "")),
         ("controller", f"{controller['name']}, process {controller['pid']}"),
         ("journal", "; ".join([journal["dir"], *([journal["fault"]] if journal["fault"] else []), *journal["notes"]])),
@@ -207,10 +194,13 @@ def print_status(data: Data) -> None:
     print_pools(data["pools"])
     if data["waiting"]:
         out.print()
-        _show(_waiting_table(data["waiting"][:WAITING_SHOWN]))
-        _say_more(len(data["waiting"]), WAITING_SHOWN)
+        show(_waiting_table(data["waiting"][:WAITING_SHOWN]))
+        say_more(len(data["waiting"]), WAITING_SHOWN)
     out.print()
-    _show(_nodes_table(data["nodes"]))
+    show(nodes_table(data["nodes"], controller["time"]))
+    if data["groups"]:
+        out.print()
+        show(groups_table(data["groups"]))
     if data["faults"]:
         out.print("\n[bold]Faults of the controller[/]; its log says more")
         for fault in data["faults"]:
@@ -232,26 +222,26 @@ def print_pools(pools: Mapping[str, Data]) -> None:
         table.add_row(
             escape(name) + (" (drained)" if view["drained"] else ""),
             _used(view),
-            _counts(view["slots"], ("taken", "idle", "making", "removing", "wanted")),
-            _counts(view["tasks"], view["tasks"]),
+            counts(view["slots"], ("taken", "idle", "making", "removing", "wanted")),
+            counts(view["tasks"], view["tasks"]),
             str(sum(view["evictions"].values())),
         )
-    _show(table)
+    show(table)
 
 
 def print_pool(data: Data) -> None:
     """One pool with its tasks."""
     limit = "no limit" if data["dynamic_limit"] is None else f"at most {data['dynamic_limit']}"
     kept = "kept for reuse" if data["reuse"] else "removed after use"
-    reserved = "; ".join(_amounts(one) for one in data["reserved"]) or "none"
+    reserved = "; ".join(amounts(one) for one in data["reserved"]) or "none"
     turns = f"for priority {data['reserved_priority']:g} and above" + (", others may borrow" if data["borrow"] else "")
     evicted = ", ".join(f"{n} {code}" for code, n in data["evictions"].items()) or "none"
-    _facts(
+    facts(
         ("pool", data["name"] + (" (drained: starts nothing new)" if data["drained"] else "")),
         ("used", _used(data)),
         ("reserved", f"{reserved} ({turns})" if data["reserved"] else reserved),
         ("dynamic", f"{limit}, {kept}" if data["dynamic"] else "no dynamic slots"),
-        ("slots", _counts(data["slots"], ("taken", "idle", "making", "removing", "wanted")) or "none"),
+        ("slots", counts(data["slots"], ("taken", "idle", "making", "removing", "wanted")) or "none"),
         ("counts", f"{data['made_count']} made, {data['reuse_count']} reused, {data['destroyed_count']} destroyed"),
         ("warm hosts", f"{data['target_hosts']} asked for" + _with(" that import ", data["preload"])),
         ("evictions", evicted),
@@ -262,10 +252,10 @@ def print_pool(data: Data) -> None:
             table.add_column(heading, justify="right" if heading == "priority" else "left")
         for one in data["tasks"][-TASKS_SHOWN:]:
             nodes = ", ".join(node[:12] for node in one["nodes"]) or "-"
-            table.add_row(escape(one["id"]), one["state"], f"{one['priority']:g}", nodes, _why(one["reason"]))
+            table.add_row(escape(one["id"]), one["state"], f"{one['priority']:g}", nodes, why(one["reason"]))
         out.print()
-        _show(table)
-        _say_more(len(data["tasks"]), TASKS_SHOWN)
+        show(table)
+        say_more(len(data["tasks"]), TASKS_SHOWN)
 
 
 def print_drained(pool: str, view: Data) -> None:
@@ -291,76 +281,24 @@ def print_explanation(data: Data) -> None:
         rows.append(("needs", f"{', '.join(data['needs'])} would have to end"))
     if data["deadline"] is not None:
         late = data["deadline"] - now
-        rows.append(("deadline", f"in {span(late)} ({_clock(data['deadline'])})" if late > 0 else "now"))
+        rows.append(("deadline", f"in {span(late)} ({clock(data['deadline'])})" if late > 0 else "now"))
     if data["evictions"]:
         rows.append(("evictions", f"{data['evictions']}; out for {span(data['evicted_s'])} in all"))
     if data["how"]:
         rows.append(("runs in", data["how"]))
     if data["places"]:
         nodes = sorted({one["node"][:12] for one in data["places"]})
-        rows.append(("places", f"{_of(len(data['places']), 'slot')} on {', '.join(nodes)}"))
+        rows.append(("places", f"{of(len(data['places']), 'slot')} on {', '.join(nodes)}"))
     if data["attempts"] > 1:
         rows.append(("starts", str(data["attempts"])))
-    _facts(*rows)
-    _print_story(data["story"])
-
-
-def print_node(data: Data) -> None:
-    """A node and its story."""
-    out.print(f"node [bold]{data['node']}[/] " + ("is there" if data["there"] else "is gone"))
-    if data["there"]:
-        outside = _amounts(data["outside"])
-        warm = data["warm_hosts"] or {}
-        _facts(
-            ("has", _amounts(data["total"])),
-            ("outside", f"{outside} held by others than trimtab"),
-            ("tasks", ", ".join(data["tasks"]) or "none"),
-            ("warm hosts", _counts(warm, warm) or "none"),
-        )
-    _print_story([{**one, "code": ""} for one in data["story"]])  # the codes are those of tasks
-
-
-def span(seconds: float) -> str:
-    """A length of time as people say it."""
-    seconds = max(0.0, seconds)
-    if seconds < 60:
-        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if minutes else f"{hours} h"
-
-
-def _print_story(story: Sequence[Data]) -> None:
-    table = plain_table()
-    for heading in ("when", "state", "why"):
-        table.add_column(heading)
-    for one in story:
-        table.add_row(_clock(one["at"]), one["state"], _why(one))
-    out.print()
-    _show(table)
-
-
-def _facts(*rows: tuple[str, str]) -> None:
-    table = plain_table(show_header=False)
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    for word, sentence in rows:
-        table.add_row(word, escape(sentence))
-    _show(table)
-
-
-def _show(table: Table) -> None:
-    """As wide as the terminal; for a program that reads lines, a row is a line."""
-    console = out if out.is_terminal else Console(highlight=False, soft_wrap=True, width=PIPE_WIDTH)
-    console.print(table)
+    facts(*rows)
+    print_story(data["story"])
 
 
 def _metrics_line(metrics: Data) -> str:
     if metrics["url"] is None:
         return f"none: {metrics['why']}"
-    line = f"{metrics['url']}, {_of(metrics['series'], 'line')} of trimtab"
+    line = f"{metrics['url']}, {of(metrics['series'], 'line')} of trimtab"
     return line + (f"; {metrics['why']}" if metrics["why"] else "")
 
 
@@ -374,73 +312,18 @@ def _waiting_table(waiting: Sequence[Data]) -> Table:
             escape(one["pool"]),
             str(one["position"] or "-"),
             f"{one['priority']:g}",
-            _why(one["reason"]),
+            why(one["reason"]),
         )
     return table
-
-
-def _nodes_table(nodes: Sequence[Data]) -> Table:
-    table = plain_table()
-    for heading in ("node", "host", "has", "held by others", "warm hosts"):
-        table.add_column(heading)
-    for one in nodes:
-        warm = one["warm_hosts"] or {}
-        table.add_row(
-            one["node"][:12],
-            escape(one["host"] or "-"),
-            _amounts(one["total"]),
-            _amounts(one["outside"]) if one["outside"] else "-",
-            _counts(warm, warm) or "-",
-        )
-    return table
-
-
-def _why(reason: Data) -> str:
-    return escape(": ".join(part for part in (reason["code"], reason["sentence"]) if part))
 
 
 def _used(view: Data) -> str:
     parts = []
     for name, most in view["quota"].items():
-        unit, size = _unit(name, most)
+        unit, size = unit_of(name, most)
         parts.append(f"{view['used'].get(name, 0) / size:.4g}/{most / size:.4g} {unit}")
     return ", ".join(parts)
 
 
-def _amounts(amounts: Mapping[str, float]) -> str:
-    shown = []
-    for name, amount in amounts.items():
-        if not name.startswith("node:"):
-            unit, size = _unit(name, amount)
-            shown.append(f"{amount / size:.4g} {unit}")
-    return escape(", ".join(shown) or "nothing")
-
-
-def _unit(name: str, amount: float) -> tuple[str, float]:
-    """A resource's name with its unit, and how much one of that is."""
-    if name in ("memory", "object_store_memory") and amount >= 2**20:
-        return (f"GiB {name}", 2**30) if amount >= 2**30 else (f"MiB {name}", 2**20)
-    return name, 1
-
-
-def _counts(counts: Mapping[str, int], order: Iterable[str]) -> str:
-    return ", ".join(f"{counts[word]} {word}" for word in order if counts.get(word))
-
-
 def _with(words: str, names: Sequence[str]) -> str:
     return words + ", ".join(names) if names else ""
-
-
-def _of(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
-
-
-def _say_more(there: int, shown: int) -> None:
-    if there > shown:
-        out.print(f"and {there - shown} more: --format json has all")
-
-
-def _clock(at: float) -> str:
-    """The time of day here; with the date where that is another one."""
-    when, today = time.localtime(at), time.localtime()
-    return time.strftime("%H:%M:%S" if when[:3] == today[:3] else "%Y-%m-%d %H:%M:%S", when)

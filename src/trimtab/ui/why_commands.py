@@ -138,6 +138,7 @@ def _watch_text(lookout: Lookout, every_s: float, at_most_s: float) -> bool:
     from rich.text import Text
 
     from trimtab.ui import why_text
+    from trimtab.ui.printing import clock
 
     never, before = False, None
     try:
@@ -145,14 +146,14 @@ def _watch_text(lookout: Lookout, every_s: float, at_most_s: float) -> bool:
             with Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:
                 for survey, found in _looks(lookout, every_s, at_most_s):
                     never = found.never > 0
-                    line = Text(f"\n{why_text.clock()}, every {every_s:g} s; Ctrl-C ends", style="dim")
+                    line = Text(f"\n{clock(survey.at)}, every {every_s:g} s; Ctrl-C ends", style="dim")
                     live.update(Group(why_text.picture(survey, found), line), refresh=True)
         else:
             for survey, found in _looks(lookout, every_s, at_most_s):
                 never = found.never > 0
                 seen = [(one.cause, one.never, one.count, [each.id for each in one.who]) for one in found.findings]
                 if seen != before:
-                    out.print(f"-- {why_text.clock()}", markup=False)
+                    out.print(f"-- {clock(survey.at)}", markup=False)
                     why_text.print_why(survey, found)
                 before = seen
     except KeyboardInterrupt:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from trimtab.fleet.survey import Ask, Kind, SeenNode, Survey, Waiting
 from trimtab.fleet.would_fit import WouldFit
 from trimtab.model.resources import amount_text, total
 from trimtab.ui.output import out, plain_table
-from trimtab.ui.pool_text import PIPE_WIDTH, span
+from trimtab.ui.printing import PIPE_WIDTH, span
 
 NODES_SHOWN = 8
 NAMES_SHOWN = 4
@@ -306,8 +305,3 @@ def _show(parts: RenderableType) -> None:
     """As wide as the terminal; for a program that reads lines, a row is a line."""
     console = out if out.is_terminal else Console(highlight=False, soft_wrap=True, width=PIPE_WIDTH)
     console.print(parts)
-
-
-def clock() -> str:
-    """The time of day."""
-    return time.strftime("%H:%M:%S")

@@ -59,7 +59,7 @@ def of_cluster_at(address: str, outside: Mapping[str, str]) -> dict[str, str]:
 
 
 def suit(address: str) -> None:
-    """Have this process speak to the cluster at an address as that wants it; what the user has set stays if it works."""
+    """Have this process speak to a cluster as that wants it; what the user has set stays where it works."""
     if os.environ.get(MODE) and _accepted(address):
         return
     of_cluster_at(address, os.environ)

@@ -135,11 +135,11 @@ class RayView:
         """By node: actors that hold resources, and bundles of placement groups."""
         found: dict[str, list[Holder]] = {}
         with contextlib.suppress(Exception):  # not to know who holds is no reason to show nothing
-            for actor in self._state.actor_table(None, None, "ALIVE").values():
-                holds = _ours(actor.get("RequiredResources") or actor.get("Resources") or {})
-                name = actor.get("Name") or actor.get("ActorClassName") or actor["ActorID"][:12]
-                node = actor["Address"]["NodeID"]
-                found.setdefault(node, []).append(Holder("actor", name, holds, actor.get("Pid")))
+            for actor in self._actors():
+                holds = _ours(actor.required_resources)
+                name = actor.name or actor.class_name or actor.actor_id.hex()[:12]
+                node = actor.address.node_id.hex()
+                found.setdefault(node, []).append(Holder("actor", name, holds, actor.pid or None))
         with contextlib.suppress(Exception):
             for group in self._state.placement_group_table().values():
                 for bundle, node in (group.get("bundles_to_node_id") or {}).items():
@@ -147,6 +147,13 @@ class RayView:
                         name = group.get("name") or group["placement_group_id"][:12]
                         found.setdefault(node, []).append(Holder("group", name, _ours(group["bundles"][bundle])))
         return found
+
+    def _actors(self) -> list[Any]:
+        """Living actors with what they asked for, which Ray's own tables leave out."""
+        from ray.core.generated.gcs_pb2 import ActorTableData
+
+        accessor = self._state._connect_and_get_accessor()
+        return [ActorTableData.FromString(one) for one in accessor.get_actor_table(None, "ALIVE")]
 
     def _asked(self, ask: Any) -> Any:
         try:

@@ -216,8 +216,9 @@ class Controller:
         if len(found) != 1:
             raise InputError(f"{len(found) or 'no'} nodes begin with {node}", hint="`trimtab status` lists nodes")
         (id,) = found
-        chapters = [*driver.watch.machine.story(id), *stories.get(id, ())]
-        return id, tuple(sorted(chapters, key=lambda chapter: chapter.at))
+        own, of_pools = driver.watch.machine.story(id), stories.get(id, ())
+        more = [one for one in of_pools if one.state == "emptied"]  # the rest is said by both
+        return id, tuple(sorted([*own, *more], key=lambda chapter: chapter.at)) if own else tuple(of_pools)
 
     @door
     async def news(self, tasks: dict[str, tuple[State, int]], version: int, timeout_s: float) -> News:

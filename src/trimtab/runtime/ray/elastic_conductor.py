@@ -185,7 +185,7 @@ class Conductor:
             instructions = self._machine.handle(event, self._now())
         except Exception as fault:  # a fault of ours must not leave the caller waiting
             log.exception("the machine of group %s failed", self.spec.name)
-            self._fail(GroupError(f"group {self.spec.name} failed: {fault}"))
+            self._break(fault)
             return
         for one in instructions:
             self._carry_out(one)
@@ -223,7 +223,12 @@ class Conductor:
         self._acts.discard(task)
         if not task.cancelled() and (fault := task.exception()) is not None:
             log.error("group %s: %s", self.spec.name, fault, exc_info=fault)
-            self._fail(fault if isinstance(fault, TrimtabError) else GroupError(f"group {self.spec.name}: {fault}"))
+            self._break(fault)
+
+    def _break(self, fault: BaseException) -> None:
+        """A fault of ours: whoever waits for this group, now or later, is to hear of it."""
+        self._gave_up = self._gave_up or Reason(Code.raised, f"{type(fault).__name__}: {fault}")
+        self._fail(self._given_up())
 
     async def _tick(self) -> None:
         while True:
@@ -313,7 +318,8 @@ class Conductor:
             if line.attempt:  # it ran before: the machine is to forget where
                 self._feed(e.MemberWaits(line.member, seen.reason))
             line.up(handle, member.node, seen.attempt)
-            self._say(Happening("started", f"{line.member} runs on node {member.node[:12]}", line.member, member.node))
+            said = f"{line.member} runs on node {member.node[:12]}"
+            self._say(Happening("started", said, line.member, member.node, task=line.task.id))
             self._feed(e.MemberStarted(line.member, member.node))
 
     def _lost(self, line: Line, why: str, *, fatal: bool = False) -> None:
@@ -350,6 +356,7 @@ class Conductor:
             restarts=0,
             saves=plan.talents.state,
             wait_s=float(10**7),  # how long it is worth waiting is the group's business
+            awaits_node=True,
             start_timeout_s=plan.start_timeout_s,
         )
         submitted = self._submitting[one.member] = asyncio.Event()
@@ -454,7 +461,7 @@ class Conductor:
             return
         self._world, self._waits = order.world, None
         said = f"world {order.world.epoch}: {order.world.size} members ({order.world.reason.sentence})"
-        self._say(Happening("world", said, reason=order.world.reason))
+        self._say(Happening("world", said, reason=order.world.reason, size=order.world.size))
         self._feed(e.WorldEntered(order.world.epoch))
         self._act(self._publish())
 
@@ -475,6 +482,8 @@ class Conductor:
         if len(lines) < world.size:
             outcome = StepOutcome(False, "a member is gone")
         else:
+            said = f"step {order.step} runs on {world.size} members"
+            self._whisper(Happening("step", said, step=order.step, size=world.size))
             self._running = StepRun(order, lines, self._plan.talents, self.spec.step_timeout_s, self._let_go)
             outcome = await self._running.run(request.batch)
             self._running = None
@@ -529,17 +538,17 @@ class Conductor:
     # ---- waiting, giving up, the end
 
     def _wait(self, one: e.Wait) -> None:
-        if self._waits is None or self._waits.reason != one.reason:
-            left_s = one.deadline - self._now()
-            self._say(Happening("waits", f"{one.reason.sentence}; gives up in {left_s:.0f} s", reason=one.reason))
-            self._loop.call_later(WARN_AFTER_S, self._warn, one)
-            self._act(self._keep_any())
+        left_s = one.deadline - self._now()
+        self._loop.call_later(min(WARN_AFTER_S, left_s / 2), self._warn, one)
         self._waits = one
+        self._act(self._keep_any())
 
     def _warn(self, one: e.Wait) -> None:
         """A start takes a moment, and is nothing to warn of; a wait is."""
         if self._waits is one and not self._closing and self._gave_up is None:
-            log.warning("group %s waits, %.0f s at most: %s", self.spec.name, one.deadline - self._now(), one.reason)
+            left_s = one.deadline - self._now()
+            self._say(Happening("waits", f"{one.reason.sentence}; gives up in {left_s:.0f} s", reason=one.reason))
+            log.warning("group %s waits, %.0f s at most: %s", self.spec.name, left_s, one.reason)
 
     def _give_up(self, reason: Reason) -> None:
         self._gave_up = reason
@@ -576,6 +585,8 @@ class Conductor:
         for line in lines:
             line.ending = True
         await asyncio.gather(*(self._complete(line) for line in lines))
+        await self._asked("publish", "group", self.spec.name, None, self._session.client)
+        await self._asked("want", self._session.client, [])
         await asyncio.gather(*(self._asked("wait", line.task.id, ENDED, CLOSE_S / 2) for line in lines))
 
     # ---- telling others
@@ -584,6 +595,10 @@ class Conductor:
         happening = replace(happening, at=self._now(), step=self.steps)
         self._happened.append(happening)
         self.tally.happened(happening)
+        self._whisper(happening)
+
+    def _whisper(self, happening: Happening) -> None:
+        """Only to who listens: nothing to be remembered."""
         try:
             self._tell(happening)
         except Exception:
@@ -611,6 +626,6 @@ class Conductor:
 
 def _as_told(view: NodeView) -> NodeView | None:
     """A node as the last change told it: what comes and goes within one window changes the world once."""
-    if getattr(view, "told", True):
+    if view.told:
         return view
     return replace(view, state=NodeState.suspect, deadline=None) if view.state is NodeState.draining else None

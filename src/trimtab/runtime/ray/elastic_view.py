@@ -13,7 +13,7 @@ from typing import Any
 from trimtab.fleet.group_events import Wait
 from trimtab.model.fleet import GroupSpec, NodeState, NodeView, World
 from trimtab.model.reason import Reason
-from trimtab.model.resources import Resources
+from trimtab.model.resources import NOTHING, Resources
 
 STORY_KEPT = 50
 
@@ -23,7 +23,7 @@ class Happening:
     """One thing that happened to a group.
 
     Kinds: found (a node that was there at the start), joined, draining, node lost, node left; started, lost, left (of a
-    member); world, redone, waits, gave up.
+    member); world, step (one is begun), redone, waits, gave up.
     """
 
     kind: str
@@ -32,7 +32,10 @@ class Happening:
     node: str = ""
     reason: Reason | None = None
     at: float = 0.0  # by the controller's clock
-    step: int = 0  # steps complete then
+    step: int = 0  # steps complete then; of a step: its number
+    task: str = ""  # of a member that started: the task in its pool
+    size: int = 0  # of a world or a step: how many members
+    total: Resources = NOTHING  # of a node: what it has
 
     def __str__(self) -> str:
         return self.sentence
@@ -80,14 +83,15 @@ class Tally:
     ) -> Iterator[Happening]:
         """What became of nodes on which members could be; others are no business of the group."""
         for node, view in after.items():
-            if not unit.within(view.facts.total):
+            total = view.facts.total
+            if not unit.within(total):
                 continue
             had = before.get(node)
             if had is None and self._first:
-                yield Happening("found", f"node {node[:12]} has {view.facts.total}", node=node)
+                yield Happening("found", f"node {node[:12]} has {total}", node=node, total=total)
             elif had is None:
                 self._joined_at[node] = view.since
-                yield Happening("joined", f"node {node[:12]} joined with {view.facts.total}", "", node, view.reason)
+                yield Happening("joined", f"node {node[:12]} joined with {total}", "", node, view.reason, total=total)
             if view.state is NodeState.draining and (had is None or had.state is not NodeState.draining):
                 left = "" if view.deadline is None else f" in {view.deadline - now:.0f} s"
                 said = f"node {node[:12]} will go{left}: {view.reason.sentence}"
@@ -97,7 +101,7 @@ class Tally:
                 self._joined_at.pop(node, None)
                 gone = "node left" if had.state is NodeState.draining else "node lost"
                 yield Happening(gone, f"node {node[:12]} is gone", node=node)
-        self._first = False
+        self._first = self._first and not after
 
     def stepped(self, world: World, now: float) -> None:
         """A step is complete: nodes that had joined have worked for the first time."""

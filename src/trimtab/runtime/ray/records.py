@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trimtab.fleet.survey import (
@@ -28,6 +28,7 @@ from trimtab.fleet.survey import (
 from trimtab.model.pool import Strategy
 from trimtab.model.resources import GRAIN, NOTHING, Resources, total
 
+MOST_SHAPES = 100  # Ray tells no more of them
 SETTLED_S = 3.0  # Ray's lists agree with each other after so long
 OUR_NAMES = {"CPU": "cpu", "GPU": "gpu"}
 HEAD = "node:__internal_head__"
@@ -225,35 +226,54 @@ def group_waiting(group: Any) -> Waiting | None:
 
 
 def actors_waiting(
-    actors: Iterable[Any], began: Mapping[str, float], requests: Counter[Shape], now: float
+    actors: Iterable[Any],
+    began: Mapping[str, float],
+    requests: Counter[Shape],
+    totals: Mapping[str, Resources],
+    now: float,
 ) -> list[Waiting]:
-    """Actors that do not run. `began`: when each was asked for, by id; `requests`: what waits for room, by shape."""
-    return [_actor_waiting(one, began, requests, now) for one in actors if one.state in (0, 1, 3)]
+    """Actors that do not run.
+
+    `began`: when each was asked for, by id; `requests`: what waits for room, by shape; `totals`: what each node has.
+    """
+    waiting = []
+    for actor in actors:
+        if actor.state in (0, 1, 3):
+            one = _actor_waiting(actor, began.get(actor.actor_id.hex()))
+            pinned = one.node if _bound(one, requests, totals, now) else None
+            waiting.append(replace(one, pinned=pinned))
+    return waiting
 
 
-def _actor_waiting(actor: Any, began: Mapping[str, float], requests: Counter[Shape], now: float) -> Waiting:
-    id, again = actor.actor_id.hex(), actor.state == 3
+def _bound(one: Waiting, requests: Counter[Shape], totals: Mapping[str, Resources], now: float) -> bool:
+    """Whether it may run on one node alone, the one that was asked for it.
+
+    Ray does not say so, but it does not count such an actor among what waits for room anywhere either; and where that
+    node is too small for it, Ray gives it up.
+    """
+    asked = one.asks[0]
+    if one.stage is not Stage.room or one.group is not None or one.since is None or now - one.since < SETTLED_S:
+        return False
+    if len(requests) >= MOST_SHAPES or requests[Shape(Needs(asked.amounts), asked.labels)] > 0:
+        return False
+    return one.node is not None and one.node in totals and asked.amounts.within(totals[one.node])
+
+
+def _actor_waiting(actor: Any, began: float | None) -> Waiting:
+    again = actor.state == 3
     needs = Needs.of(actor.required_resources)
-    ask = Ask(needs.amounts, _labels(actor))
-    stage = Stage.inputs if actor.state == 0 else Stage.starting if _has_process(actor) else Stage.room
-    since = actor.timestamp / 1000 or None if again else began.get(id)
-    node = _hex(actor.address.node_id)
-    # Ray does not count among what waits for room anywhere what may run on one node alone; that node was asked for it.
-    counted = requests[Shape(needs, ask.labels)] > 0
-    alone = stage is Stage.room and needs.group is None and not counted and since and now - since > SETTLED_S
     return Waiting(
-        id=id,
+        id=actor.actor_id.hex(),
         kind=Kind.actor,
         name=actor.name or actor.class_name,
-        asks=(ask,),
-        stage=stage,
-        since=since,
+        asks=(Ask(needs.amounts, _labels(actor)),),
+        stage=Stage.inputs if actor.state == 0 else Stage.starting if _has_process(actor) else Stage.room,
+        since=actor.timestamp / 1000 or None if again else began,
         job=actor.job_id.hex(),
         like=actor.class_name,
-        pinned=node if alone else None,
         group=needs.group,
         bundle=needs.bundle,
-        node=node,
+        node=_hex(actor.address.node_id),
         began_over=again,
     )
 

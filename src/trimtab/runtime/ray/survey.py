@@ -161,7 +161,7 @@ class Lookout:
         began = {one.actor: one.since for one in tasks if one.actor and one.since is not None}
         free = bundles_free(state.node_states)
         waiting = [one for one in map(group_waiting, groups) if one is not None]
-        waiting += actors_waiting(actors, began, requests, now)
+        waiting += actors_waiting(actors, began, requests, {one.id: one.total for one in nodes}, now)
         waiting += tasks_waiting(tasks, requests, waiting, now)
         return Survey(
             at=now,
