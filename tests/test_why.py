@@ -136,7 +136,7 @@ def test_what_is_simply_taken_is_busy_and_the_fewest_holders_are_named() -> None
     holders = [holds("a", "n1", gpu=1), holds("b", "n1", gpu=1), holds("whole", "n2", gpu=2)]
     found = only(survey(TWO, [actor("w", gpu=2)], holders))
     assert (found.cause, found.blockers) == (Cause.busy, ("whole",))
-    assert "0 of 4 gpu is free on 2 nodes" in found.sentence
+    assert "0 of 4 gpu are free on 2 nodes" in found.sentence
 
 
 def test_a_group_that_nothing_runs_in_is_said_to_be_idle() -> None:

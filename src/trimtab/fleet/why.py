@@ -140,9 +140,8 @@ def _in_group(survey: Survey, who: tuple[Waiting, ...]) -> Finding:
         sentence = f"there is room for it in {name}: Ray is about to start it"
         return Finding(Cause.fits, who, sentence, asked=asked, frees=_if_late(survey, who))
     names = _some([f"{one.kind.value} {one.name}" for one in inside]) or "a process that is being started"
-    here = [name for name, _ in asked]
-    parts = _some([f"{_number(one, held.get(one))} of {amount_text(one, total(sizes).get(one))}" for one in here])
-    sentence = f"it asks {asked} in {name}, where {parts} {'is' if len(here) == 1 else 'are'} taken by {names}"
+    parts = [f"{_number(one, held.get(one))} of {amount_text(one, total(sizes).get(one))}" for one, _ in asked]
+    sentence = f"it asks {asked} in {name}, where {_some(parts)} {_is(parts)} taken by {names}"
     frees = (f"{names} ends", "a group with more bundles")
     return Finding(Cause.group_full, who, sentence, False, asked, frees=frees, blockers=tuple(x.id for x in inside))
 
@@ -251,11 +250,7 @@ def _taken(survey: Survey, who: tuple[Waiting, ...], staying: list[SeenNode]) ->
                  "take all of it at once: one placement group for each of them, or a gang of a pool")  # fmt: skip
         blocks = tuple(one.id for one in theirs.held)
         return Finding(Cause.half_held, who, sentence, frees=letting_go, blockers=blocks, rival=other.id)
-    own_ids = {one.id for one in claim_of(first, survey).held}
-    leaves = who_would_free(first, _spaces(staying), [one for one in survey.holders if one.id not in own_ids])
-    frees: tuple[str, ...] = (_leaving(survey, leaves),) if leaves else ("what runs there now ends",)
-    if own_ids and not leaves:
-        frees = (f"fewer of them: {title(first)} holds what is taken itself", "a node joins")
+    frees, leaves = _who_frees(survey, first, staying)
     lacking = _hardest(first, staying)
     able = [one for one in staying if any(_space(one, empty=True).takes(ask) for ask in first.asks)]
     free, asked = total([one.free for one in able]), asked_in_all(first.asks)
@@ -273,12 +268,29 @@ def _taken(survey: Survey, who: tuple[Waiting, ...], staying: list[SeenNode]) ->
     return Finding(cause, who, sentence, frees=frees, blockers=tuple(one.id for one in leaves))
 
 
+def _who_frees(survey: Survey, waiting: Waiting, nodes: list[SeenNode]) -> tuple[tuple[str, ...], tuple[Blocker, ...]]:
+    """What would make room, and who would have to end for it: others, if that is enough, before its own siblings."""
+    own = {one.id for one in claim_of(waiting, survey).held}
+    others = [one for one in survey.holders if one.id not in own]
+    leaves = who_would_free(waiting, _spaces(nodes), others) or who_would_free(waiting, _spaces(nodes), survey.holders)
+    if not leaves:
+        return ("what runs there now ends",), ()
+    if all(one.id in own for one in leaves):
+        fewer = f"fewer of them: {_some([one.name for one in leaves])} hold what it asks, and belong to it"
+        return (fewer, *([] if waiting.pinned else ["a node joins"])), ()
+    return (_leaving(survey, leaves),), leaves
+
+
 def _of(names: list[str], free: Resources, nodes: list[SeenNode]) -> str:
     """`1 of 4 gpu is free on 2 nodes`, of everything that is asked."""
     whole = total([one.total for one in nodes])
     parts = [f"{_number(name, free.get(name))} of {amount_text(name, whole.get(name))}" for name in names]
     where = nodes[0].name if len(nodes) == 1 else f"{len(nodes)} nodes"
-    return f"{_some(parts)} {'is' if len(parts) == 1 else 'are'} free on {where}"
+    return f"{_some(parts)} {_is(parts)} free on {where}"
+
+
+def _is(parts: list[str]) -> str:
+    return "is" if len(parts) == 1 and parts[0].startswith("1 ") else "are"
 
 
 def _number(name: str, units: int) -> str:

@@ -129,12 +129,16 @@ port="${{RAY_PORT:-{port}}}"
 # shellcheck disable=SC2016 # quoted as it was given
 command=({command})
 {setup}
+# Ray's head asks for a token where there is one; every other process must be told that it does.
+if [[ -z "${{RAY_AUTH_MODE:-}}" ]] && [[ -n "${{RAY_AUTH_TOKEN:-}}" || -s "${{RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}}" ]]; then
+    export RAY_AUTH_MODE=token
+fi
 # This script drains nodes itself; Ray would wait for its own drain at every end.
 export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
 
 steps=()
 run=""
-interrupted=0
+ends_at=0 # in seconds of this script; 0: nobody knows
 
 # shellcheck disable=SC2329 # called by a trap
 stop() {{ # ends what this script started, whatever ends it
@@ -147,24 +151,20 @@ stop() {{ # ends what this script started, whatever ends it
 
 # shellcheck disable=SC2329 # called by a trap
 drain() {{ # Slurm says that the time limit is near: what runs on the workers saves itself
-    interrupted=1
     trap '' USR1
+    ends_at=$((SECONDS + drain_s))
     echo "the time limit is near: what runs on the workers has $drain_s s" >&2
     local host drains=()
     for host in "${{hosts[@]:1}}"; do
         timeout "$drain_s" trimtab cluster drain "$host" --address "$RAY_ADDRESS" --deadline "$drain_s" >&2 &
         drains+=("$!")
     done
-    (
-        sleep "$drain_s"
-        kill -TERM "$run" 2>/dev/null
-    ) &
-    steps+=("$!")
     if ((${{#drains[@]}})); then wait "${{drains[@]}}" || true; fi
 }}
 
 trap stop EXIT
 trap 'exit 143' TERM
+trap 'exit 138' USR1 # until there is something to drain
 trap 'exit 130' INT
 
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -178,7 +178,7 @@ on_node() {{ # on_node HOST ray start arguments ...: a step of its own, so that 
     local host="$1"
     shift
     srun --nodes=1 --ntasks=1 --nodelist="$host" --overlap --no-kill \\
-        ray start --node-name="$host" --num-gpus="$gpus_per_node" --disable-usage-stats --block "$@" &
+        ray start --node-name="$host" --num-gpus="$gpus_per_node" --disable-usage-stats --block "$@" >&2 &
     steps+=("$!")
 }}
 
@@ -225,12 +225,13 @@ run="$!"
 trap drain USR1
 
 status=0
-while :; do # a signal ends `wait`, but not the command
-    interrupted=0
+wait "$run" || status="$?"
+if ((ends_at)); then # the signal ended `wait`, but not the command
+    while kill -0 "$run" 2>/dev/null && ((SECONDS < ends_at)); do sleep 1; done
+    kill -TERM "$run" 2>/dev/null || true
     status=0
     wait "$run" || status="$?"
-    ((interrupted)) || break
-done
+fi
 run=""
 exit "$status"
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import time
@@ -21,12 +22,16 @@ from trimtab.ui.output import Format, answer, err, out, warn
 
 if TYPE_CHECKING:
     from trimtab.runtime.cluster.ledger import ClusterRecord, Ledger, NodeRecord, Sizes
-    from trimtab.runtime.cluster.look import RayView
+    from trimtab.runtime.cluster.look import RayView, Watch
 
 app = typer.Typer(help="A Ray cluster of one-GPU nodes that come and go.", no_args_is_help=True)
 
 STOPPED = "stopped by `trimtab cluster stop`"
 INTERRUPTED = "its command was interrupted"
+LOOK_EVERY_S = 1.0
+GPUS_EVERY_S = 10.0
+FIRST_ANSWER_S = 30.0  # of Ray; on a busy machine importing it alone takes many seconds
+LIVE_ANSWER_S = 3.0
 
 AddressOption = Annotated[
     str | None,
@@ -304,7 +309,8 @@ def _stay(ledger: Ledger, cluster: ClusterRecord, hints: list[str]) -> None:
     if not out.is_terminal:
         print(f"Ray cluster at {cluster.address}; in another terminal:", *hints, sep="\n  ", flush=True)
     try:
-        cluster_live.watch(lambda: _looked(ledger, cluster, until_head_ends=True), hints)
+        with _Look(ledger, cluster) as look:
+            cluster_live.watch(look.while_it_lives, hints)
         cause = _head_cause(ledger, cluster)
     except KeyboardInterrupt:
         cause = ""
@@ -325,36 +331,72 @@ def _stay(ledger: Ledger, cluster: ClusterRecord, hints: list[str]) -> None:
     out.print(f"the cluster at {cluster.address} has ended" + (f": {cause}" if cause else "; nothing is left of it"))
 
 
-def _looked(ledger: Ledger, cluster: ClusterRecord, until_head_ends: bool = False) -> Any:
-    """The status of a cluster as it is now; None, where that is asked, when its head has ended."""
-    from trimtab.runtime.cluster import gpus, local
-    from trimtab.runtime.cluster.look import RayView
-    from trimtab.ui import cluster_text
+class _Look:
+    """Puts the status of a cluster together, again and again; a process of its own asks Ray."""
 
-    cluster = ledger.read().get(cluster.address, cluster)
-    if until_head_ends and (cluster.head is None or not cluster.head.stands):
-        return None
-    there = gpus.of_this_machine(cluster.fake_gpus) if cluster.head_here or cluster.nodes else gpus.Gpus(())
-    notes = []
-    seen = None
-    try:
-        local.auth_of(cluster)
-        seen = _view(cluster.address, RayView).nodes()
-    except UnreachableError as fault:
-        if not cluster.standing:
-            raise
-        notes.append(fault.what)
-    return cluster_text.status_data(cluster, seen, there, {} if there.fake else gpus.users(), notes)
+    def __init__(self, ledger: Ledger, cluster: ClusterRecord) -> None:
+        self._ledger = ledger
+        self._cluster = cluster
+        self._watch: Watch | None = None
+        self._gpus: Any = None
+        self._gpus_at = -math.inf
+
+    def __enter__(self) -> _Look:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def now(self, patience_s: float) -> dict[str, Any]:
+        """The status; where Ray does not answer in time, what is known without it."""
+        from trimtab.runtime.cluster import local
+        from trimtab.runtime.cluster.look import Watch
+        from trimtab.ui import cluster_text
+
+        cluster = self._ledger.read().get(self._cluster.address, self._cluster)
+        seen, notes = None, []
+        try:
+            if self._watch is None:
+                local.auth_of(cluster)
+                self._watch = Watch(cluster.address, LOOK_EVERY_S)
+            seen = self._watch.nodes(patience_s)
+        except UnreachableError as fault:
+            if self._watch is not None and not self._watch.lives:
+                self._stop()
+            if not cluster.standing:
+                raise
+            notes.append(fault.what)
+        there, users = self._gpus_now(cluster)
+        return cluster_text.status_data(cluster, seen, there, users, notes)
+
+    def while_it_lives(self) -> dict[str, Any] | None:
+        """The status; None when the head has ended."""
+        cluster = self._ledger.read().get(self._cluster.address, self._cluster)
+        if cluster.head is None or not cluster.head.stands:
+            return None
+        return self.now(patience_s=LIVE_ANSWER_S)
+
+    def _gpus_now(self, cluster: ClusterRecord) -> Any:
+        """GPUs and who computes on them; asking the driver is slow, so not every time."""
+        from trimtab.runtime.cluster import gpus
+
+        if time.monotonic() - self._gpus_at > GPUS_EVERY_S:
+            here = cluster.head_here or cluster.nodes
+            there = gpus.of_this_machine(cluster.fake_gpus) if here else gpus.Gpus(())
+            self._gpus = there, {} if there.fake else gpus.users()
+            self._gpus_at = time.monotonic()
+        return self._gpus
+
+    def _stop(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
 
-_views: dict[str, RayView] = {}
-
-
-def _view(address: str, kind: type[RayView]) -> RayView:
-    """One view per cluster and process: each holds threads of Ray's."""
-    if address not in _views:
-        _views[address] = kind(address)
-    return _views[address]
+def _looked(ledger: Ledger, cluster: ClusterRecord) -> dict[str, Any]:
+    """The status of a cluster as it is now."""
+    with _Look(ledger, cluster) as look:
+        return look.now(patience_s=FIRST_ANSWER_S)
 
 
 def _connected(address: str | None) -> tuple[Ledger, ClusterRecord, RayView]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,7 @@ class Talk:
         self._lock = threading.Lock()
         self._unit = unit
         self._spawned = 0
-        self._told_size = 0
+        self._epoch = 0  # that was told in full
         self.session: Session | None = None
         self.happened: list[Happening] = []
 
@@ -71,10 +72,10 @@ class Talk:
         done = [one for one in result.values if one is not None]
         average = sum(one.seconds for one in done) / len(done)
         head = f"📊 Step {result.number} completed:"
-        if result.world.epoch == self._told_size:
+        if result.world.epoch == self._epoch:
             self.lines(f"{head} {result.size} actors trained, average duration {average:.3f}s, loss={done[0].loss:.4f}")
             return
-        self._told_size = result.world.epoch
+        self._epoch = result.world.epoch
         self.lines(
             head,
             f"   - {result.size} actors trained",
@@ -101,7 +102,7 @@ class Talk:
             "draining": "⏳", "node lost": "💥", "node left": "👋", "lost": "💥", "left": "👋",
             "redone": "🔁", "waits": "⌛", "gave up": "❌",
         }  # fmt: skip
-        return [f"{signs[one.kind]} {_upper(one.sentence)}"] if one.kind in signs else []
+        return [f"{signs[one.kind]} {_shortened(one.sentence)}"] if one.kind in signs else []
 
     def _amount(self, one: Happening) -> str:
         name = {"gpu": "GPUs", "cpu": "CPUs"}.get(self._unit, self._unit)
@@ -119,8 +120,10 @@ def _actor(value: Any) -> str:
     return f"{value.device} training: {loss}"
 
 
-def _upper(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:]
+def _shortened(sentence: str) -> str:
+    """A sentence for people: ids of nodes as short as everywhere else."""
+    short = re.sub(r"\b([0-9a-f]{10})[0-9a-f]{46}\b", r"\1...", sentence)
+    return short[:1].upper() + short[1:]
 
 
 def unit_of(nodes: Sequence[Mapping[str, Any]]) -> str:

@@ -133,7 +133,7 @@ def _looks(lookout: Lookout, every_s: float, at_most_s: float) -> Iterator[tuple
 
 def _watch_text(lookout: Lookout, every_s: float, at_most_s: float) -> bool:
     """A live view on a terminal, elsewhere a new picture whenever it changes. Ctrl-C leaves with what was seen last."""
-    from rich.console import Group
+    from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
 
@@ -143,7 +143,8 @@ def _watch_text(lookout: Lookout, every_s: float, at_most_s: float) -> bool:
     never, before = False, None
     try:
         if out.is_terminal:
-            with Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:
+            screen = Console(highlight=False)  # lines are folded, where `out` would have the view cut them
+            with Live(console=screen, auto_refresh=False, vertical_overflow="crop") as live:
                 for survey, found in _looks(lookout, every_s, at_most_s):
                     never = found.never > 0
                     line = Text(f"\n{clock(survey.at)}, every {every_s:g} s; Ctrl-C ends", style="dim")

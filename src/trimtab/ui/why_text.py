@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
+from rich.table import Table
 from rich.text import Text
 
 from trimtab.fleet.findings import UNDER_WAY, Diagnosis, Finding, Row
@@ -18,7 +21,7 @@ from trimtab.ui.printing import PIPE_WIDTH, span
 
 NODES_SHOWN = 8
 NAMES_SHOWN = 4
-INDENT = " " * 8
+MARGIN = 6  # two more are between columns
 
 
 # ---- for programs ---------------------------------------------------------------------------------------------------
@@ -145,14 +148,14 @@ def picture(survey: Survey, found: Diagnosis) -> RenderableType:
     parts: list[RenderableType] = [_headline(survey, found)]
     jobs = {each.job for one in found.findings for each in one.who}
     for one in found.findings:
-        parts += [Text(), *_finding(survey, one)]
+        parts += [Text(), _finding(survey, one)]
         if len(jobs) > 1:
-            parts += _asked_by(survey, one.who[0].job)
+            parts += _asked_by(survey, one.who[0].job, MARGIN + 2)
     if found.notes:
         parts.append(Text())
         parts += [_line(f"[dim]note[/]    {escape(one.sentence)}") for one in found.notes]
     if len(jobs) == 1:
-        parts += [Text(), *_asked_by(survey, jobs.pop(), "")]
+        parts += [Text(), *_asked_by(survey, jobs.pop())]
     return Group(*parts)
 
 
@@ -176,7 +179,7 @@ def print_would_fit(survey: Survey, job: str, plan: str, found: WouldFit) -> Non
         table.add_row(escape(one.group.name), asks, escape(now), "fits" if one.ever else f"lacks {one.lacks_ever}")
     parts += [Text(), table]
     if found.finding is not None:
-        parts += [Text(), *_finding(survey, found.finding, heading=False)]
+        parts += [Text(), _finding(survey, found.finding, heading=False)]
     parts += [_line(f"[dim]note[/]    {escape(one)}") for one in found.notes]
     _show(Group(*parts))
 
@@ -195,7 +198,8 @@ def _headline(survey: Survey, found: Diagnosis) -> Text:
     return _line(f"{', '.join(said)} {where}")
 
 
-def _finding(survey: Survey, one: Finding, *, heading: bool = True) -> list[RenderableType]:
+def _finding(survey: Survey, one: Finding, *, heading: bool = True) -> RenderableType:
+    """A word in the margin, and beside it who waits, why, node by node, and what helps."""
     word, colour = ("WAITS", "yellow")
     if one.never:
         word, colour = ("NEVER", "red")
@@ -203,23 +207,28 @@ def _finding(survey: Survey, one: Finding, *, heading: bool = True) -> list[Rend
         word, colour = ("STARTS", "green")
     parts: list[RenderableType] = []
     if heading:
-        parts.append(_line(f"[bold {colour}]{word:6}[/]  [bold]{escape(_who(one))}[/]{_since(survey, one)}"))
-    parts.append(_line(f"{INDENT}[bold]{one.cause.value}[/]: {escape(one.sentence)}"))
-    parts += _nodes(one)
+        parts.append(_line(f"[bold]{escape(_who(one))}[/]{_since(survey, one)}"))
+    parts += [_line(f"[bold]{one.cause.value}[/]: {escape(one.sentence)}"), *_nodes(one)]
+    helps = Table.grid(padding=(0, 2, 0, 0))
+    helps.add_column(style="dim", justify="right")
     for number, way in enumerate(one.frees):
-        parts.append(_line(f"{INDENT}[dim]{'helps' if number == 0 else '   or'}[/]  {escape(way)}"))
+        helps.add_row("or" if number else "helps", escape(way))
     if one.followers:
-        behind = _names([each.name for each in one.followers])
-        parts.append(_line(f"{INDENT}[dim]behind it[/]  {escape(behind)}"))
-    return parts
+        helps.add_row("behind it", escape(_names([each.name for each in one.followers])))
+    if helps.rows:
+        parts.append(helps)
+    margin = Table.grid(padding=(0, 2, 0, 0))
+    margin.add_column(width=MARGIN)
+    margin.add_row(f"[bold {colour}]{word}[/]" if heading else "", Group(*parts))
+    return margin
 
 
-def _asked_by(survey: Survey, id: str, indent: str | None = None) -> list[RenderableType]:
+def _asked_by(survey: Survey, id: str, margin: int = 0) -> list[RenderableType]:
     job = survey.job(id)
     if job is None or not job.command:
         return []
     by = f"asked by {job.command} (process {job.pid} on {job.address})"
-    return [_line(f"{INDENT if indent is None else indent}[dim]{escape(by)}[/]")]
+    return [_line(" " * margin + f"[dim]{escape(by)}[/]")]
 
 
 def _who(one: Finding) -> str:
@@ -265,18 +274,17 @@ def _nodes(one: Finding) -> list[RenderableType]:
     parts: list[RenderableType] = []
     if some:
         table = plain_table(header_style="dim")
-        table.add_column("", width=len(INDENT) - 2)  # two more are between columns
         for heading in ("node", "free", "lacks now", ""):
             table.add_column(heading, no_wrap=heading == "node")
         for row in some[:NODES_SHOWN]:
-            table.add_row("", *(escape(word) for word in _row(one, row)))
+            table.add_row(*(escape(word) for word in _row(one, row)))
         parts.append(table)
     if len(some) > NODES_SHOWN:
-        parts.append(_line(f"{INDENT}[dim]and {len(some) - NODES_SHOWN} nodes more: --format json has all[/]"))
+        parts.append(_line(f"[dim]and {len(some) - NODES_SHOWN} nodes more: --format json has all[/]"))
     if some and none:
         missing = " or ".join(dict.fromkeys(n for row in none for n, _ in one.asked if not row.total.get(n)))
         has = "node has" if len(none) == 1 else "nodes have"
-        parts.append(_line(f"{INDENT}[dim]{len(none)} other {has} no {escape(missing)}[/]"))
+        parts.append(_line(f"[dim]{len(none)} other {has} no {escape(missing)}[/]"))
     return parts
 
 
@@ -302,6 +310,11 @@ def _line(markup: str) -> Text:
 
 
 def _show(parts: RenderableType) -> None:
-    """As wide as the terminal; for a program that reads lines, a row is a line."""
-    console = out if out.is_terminal else Console(highlight=False, soft_wrap=True, width=PIPE_WIDTH)
-    console.print(parts)
+    """As wide as the terminal; for a program that reads lines, a row is a line, with nothing after its last word."""
+    if out.is_terminal:
+        out.print(parts)
+        return
+    page = Console(file=io.StringIO(), highlight=False, width=PIPE_WIDTH)
+    page.print(parts)
+    lines = page.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in lines))

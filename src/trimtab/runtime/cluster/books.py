@@ -157,7 +157,7 @@ def _with_node(
     sizes = sizes or cluster.sizes
     mine = _gpus_for(books, cluster, gpus, sizes.gpus, gpu)
     given, avoid = books.ports_given(), {cluster.port, cluster.dashboard_port or 0, cluster.client_port or 0}
-    slots = {node.slot for node in cluster.standing}
+    slots = {node.slot for node in cluster.holding}
     slot, block = ports.free_block(cluster.ports_from, cluster.worker_ports_from, slots, given | avoid)
     name = HEAD if head else _name(cluster, mine, slot)
     node = NodeRecord(
@@ -236,7 +236,7 @@ def _client_port(asked: int | None, head: NodeRecord) -> int:
 
 def _name(cluster: ClusterRecord, gpus: tuple[str, ...], slot: int) -> str:
     wanted = f"gpu-{gpus[0][:12].lower()}" if gpus else f"cpu-{slot}"
-    taken = {node.name for node in cluster.standing}
+    taken = {node.name for node in cluster.holding}
     return wanted if wanted not in taken else f"{wanted}-{slot}"
 
 
@@ -251,9 +251,10 @@ def _free_one(free: list[str]) -> str:
 
 
 def _plain(address: str) -> str:
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon or not port.isdecimal() or not host:
-        raise InputError(f"{address} is no address of a Ray cluster", where="--address", hint="host:6379")
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal() or not host or "//" in host:
+        where = "command line: --address, or RAY_ADDRESS"
+        raise InputError(f"{address} is no address of a head", where=where, hint="host:6379, without ray://")
     return f"{host}:{port}"
 
 

@@ -58,7 +58,8 @@ class Keeper:
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        if self._ledger.update(self._mark, keeper=this()) is None or not self._reread():
+        given = self._ledger.update(self._mark, keeper=this())
+        if given is None or given.phase is not Phase.starting or not self._reread():
             return  # given up before it began
         self._start()
         cause = self._watch()

@@ -111,6 +111,11 @@ class ClusterRecord:
         return tuple(one for one in self.nodes if one.stands)
 
     @property
+    def holding(self) -> tuple[NodeRecord, ...]:
+        """Nodes whose GPUs and ports are not free: also those of a dead one until what is left of it has been ended."""
+        return tuple(one for one in self.nodes if one.phase is not Phase.ended)
+
+    @property
     def port(self) -> int:
         """Of its head."""
         return int(self.address.rpartition(":")[2])
@@ -124,7 +129,7 @@ class Books:
 
     def put(self, cluster: ClusterRecord, node: NodeRecord) -> ClusterRecord:
         """Write a node down, in place of an earlier one of its name."""
-        others = [one for one in cluster.nodes if one.mark != node.mark and (one.name != node.name or one.stands)]
+        others = [one for one in cluster.nodes if one.name != node.name or one.phase is not Phase.ended]
         changed = dataclasses.replace(cluster, nodes=(*others, node))
         self.clusters[cluster.address] = changed
         return changed
@@ -142,14 +147,14 @@ class Books:
         return {
             gpu: node
             for cluster in self.clusters.values()
-            for node in cluster.standing
+            for node in cluster.holding
             if node.fake == fake and (not fake or cluster.address == address)
             for gpu in node.gpus
         }
 
     def ports_given(self) -> set[int]:
-        """Ports that standing nodes of all clusters have."""
-        return {port for one in self.clusters.values() for node in one.standing for port in node.ports.fixed}
+        """Ports that nodes of all clusters have."""
+        return {port for one in self.clusters.values() for node in one.holding for port in node.ports.fixed}
 
 
 class Ledger:

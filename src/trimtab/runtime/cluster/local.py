@@ -20,8 +20,8 @@ from trimtab.runtime.cluster import auth
 from trimtab.runtime.cluster.command import environment, temp_dir
 from trimtab.runtime.cluster.keeper import IP, POLITE_S, last_words
 from trimtab.runtime.cluster.ledger import ClusterRecord, Ledger, NodeRecord, Phase
-from trimtab.runtime.cluster.look import RayView, answers
-from trimtab.runtime.cluster.processes import gone, kill_family, send
+from trimtab.runtime.cluster.look import RayNode, Watch, answers
+from trimtab.runtime.cluster.processes import Process, gone, kill_family, send
 
 START_S = 120.0
 END_S = POLITE_S + 15.0
@@ -64,8 +64,6 @@ def start_all(
     try:
         auth.adopt(wanted)
         launch(ledger, cluster, head, wanted, ip)
-        import ray  # noqa: F401  takes a second or two: in the meantime Ray comes up
-
         _listening(ledger, cluster, head, deadline)
         settle(ledger, cluster, [head], deadline, told)
         at_once = max(2, (os.cpu_count() or 2) // 2)
@@ -100,26 +98,34 @@ def settle(
     ledger: Ledger, cluster: ClusterRecord, nodes: Sequence[NodeRecord], deadline: float, told: Told
 ) -> list[NodeRecord]:
     """Wait until Ray has all of them alive; raises UnreachableError where one ends or the time is up."""
-    view = RayView(cluster.address)
     waiting = {node.mark: node for node in nodes}
     settled = []
-    while waiting:
-        there = view.ids()
-        now = _by_mark(ledger)
-        for mark, asked in list(waiting.items()):
-            node = now.get(mark)
-            if node is None or node.phase in (Phase.ending, Phase.ended):
-                why = node.cause if node else "it was struck from the ledger"
-                raise UnreachableError(f"node {asked.name} did not start: {why}", where=asked.log)
-            if node.node_id and node.node_id in there:
-                running = ledger.update(mark, phase=Phase.running, since=time.time()) or node
-                settled.append(running)
-                told(running)
-                del waiting[mark]
-        _in_time(deadline, waiting.values())
-        if waiting:
-            time.sleep(LOOK_EVERY_S)
+    with Watch(cluster.address) as watch:
+        while waiting:
+            there = {one.node_id for one in _seen(watch)}
+            now = _by_mark(ledger)
+            for mark, asked in list(waiting.items()):
+                node = now.get(mark)
+                if node is None or node.phase in (Phase.ending, Phase.ended):
+                    why = node.cause if node else "it was struck from the ledger"
+                    raise UnreachableError(f"node {asked.name} did not start: {why}", where=asked.log)
+                if node.node_id and node.node_id in there:
+                    running = ledger.update(mark, phase=Phase.running, since=time.time()) or node
+                    settled.append(running)
+                    told(running)
+                    del waiting[mark]
+            _in_time(deadline, waiting.values())
+            if waiting:
+                time.sleep(LOOK_EVERY_S)
     return settled
+
+
+def _seen(watch: Watch) -> list[RayNode]:
+    """Nodes that Ray has; none while it does not answer."""
+    try:
+        return watch.nodes(wait_s=LOOK_EVERY_S)
+    except UnreachableError:
+        return []
 
 
 def end(ledger: Ledger, cluster: ClusterRecord, nodes: Sequence[NodeRecord], cause: str) -> list[NodeRecord]:
@@ -138,8 +144,8 @@ def end(ledger: Ledger, cluster: ClusterRecord, nodes: Sequence[NodeRecord], cau
             asked.append(node)
         deadline = time.monotonic() + END_S
         for node in asked:
-            _keeper_gone(ledger, node, deadline)
-            if kill_family(node.keeper, node.mark):
+            _keeper_gone(node.keeper, deadline)
+            if kill_family(None, node.mark):  # a keeper that is only just starting carries the mark, too
                 left.append(node)
             ledger.update(node.mark, phase=Phase.ended, since=time.time(), cause=cause)
     return left
@@ -189,25 +195,11 @@ def _in_time(deadline: float, waiting: Iterable[NodeRecord]) -> None:
         )
 
 
-def _keeper_gone(ledger: Ledger, node: NodeRecord, deadline: float) -> None:
-    """Wait for a keeper, also for one that is only just being started."""
-    while time.monotonic() < deadline:
-        now = _by_mark(ledger).get(node.mark)
-        if now is None or now.phase is Phase.ended:
-            break
-        if now.keeper is None:
-            if time.monotonic() - deadline + END_S > 3.0:
-                break
-        elif not gone([now.keeper], 0.2):
-            break
-        elif node.keeper is None:
-            send(now.keeper, signal.SIGTERM)
-            node = now
-        time.sleep(0.02)
-    now = _by_mark(ledger).get(node.mark)
-    if now is not None and now.keeper is not None and gone([now.keeper], 1.0):
-        send(now.keeper, signal.SIGKILL)
-        gone([now.keeper], 5.0)
+def _keeper_gone(keeper: Process | None, deadline: float) -> None:
+    """Wait for a keeper to have ended its node and itself; kill one that does not."""
+    if keeper is not None and gone([keeper], max(0.0, deadline - time.monotonic())):
+        send(keeper, signal.SIGKILL)
+        gone([keeper], 5.0)
 
 
 def _by_mark(ledger: Ledger) -> dict[str, NodeRecord]:

@@ -1,22 +1,32 @@
 """What Ray says of a cluster's nodes: which are there, what is free on them, who holds the rest, which are going.
 
-Reads Ray's tables without becoming a driver, so looking starts no job and changes nothing; only `drain` does. Mode and
-token of the cluster have been adopted (`auth.adopt`) by whoever makes a view.
+Reads Ray's tables without becoming a driver, so looking starts no job and changes nothing; only `drain` does. A cluster
+that vanishes takes the processes along that are looking at it, by Ray's own will and after a silent minute; so whoever
+goes on looking does it through a process of its own (`Watch`). Mode and token of the cluster have been adopted
+(`auth.adopt`) by whoever looks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
+import os
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from trimtab.model.codec import decode, encode
 from trimtab.model.errors import UnreachableError
 
 ANSWER_S = 10
+FIRST_ANSWER_S = 30.0  # importing Ray takes a second or two, on a busy machine many
 
 
 @dataclass(frozen=True)
@@ -91,11 +101,6 @@ class RayView:
             GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
         )
 
-    def ids(self) -> set[str]:
-        """Of the nodes that Ray has alive."""
-        nodes = self._asked(lambda: self._gcs.get_all_node_info(timeout=ANSWER_S))
-        return {key.hex() for key, info in nodes.items() if _alive(info)}
-
     def nodes(self) -> list[RayNode]:
         """All living nodes, the head first."""
         rows = [one for one in self._asked(self._state.node_table) if one.get("Alive")]
@@ -166,6 +171,69 @@ class RayView:
             ) from None
 
 
+class Watch:
+    """Has another process look again and again; every question to it has a deadline."""
+
+    def __init__(self, address: str, every_s: float = 0.2) -> None:
+        self.address = address
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "trimtab.runtime.cluster.look", address, str(every_s)],
+            stdin=subprocess.PIPE,  # its end is the child's
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for us
+        )
+        self._news = threading.Condition()
+        self._latest: list[RayNode] | str = "it has not answered yet"
+        self._at = -math.inf
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def nodes(self, wait_s: float = FIRST_ANSWER_S, stale_s: float = ANSWER_S) -> list[RayNode]:
+        """What it saw last, not older than `stale_s`; waits for it, and raises UnreachableError in the end."""
+        deadline = time.monotonic() + wait_s
+        with self._news:
+            while isinstance(self._latest, str) or time.monotonic() - self._at > stale_s:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or not self.lives:
+                    why = self._latest if isinstance(self._latest, str) else "it has fallen silent"
+                    raise UnreachableError(
+                        f"the Ray cluster at {self.address} does not answer: {why}",
+                        hint="`trimtab cluster status` says what is left of it",
+                    )
+                self._news.wait(min(left_s, 0.2))
+            return self._latest
+
+    @property
+    def lives(self) -> bool:
+        """Whether the other process is there."""
+        return self._child.poll() is None
+
+    def close(self) -> None:
+        """Look no more."""
+        self._child.kill()
+        self._child.wait()
+        self._reader.join(5)
+        for stream in (self._child.stdin, self._child.stdout):
+            if stream is not None:
+                stream.close()
+
+    def _read(self) -> None:
+        assert self._child.stdout is not None
+        for line in self._child.stdout:
+            told = json.loads(line)
+            seen = told if isinstance(told, str) else [decode(RayNode, one) for one in told]
+            with self._news:
+                self._latest, self._at = seen, time.monotonic()
+                self._news.notify_all()
+
+
 def _ours(amounts: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
     """Without what Ray adds for itself."""
     names = {"CPU": "cpu", "GPU": "gpu"}
@@ -177,5 +245,25 @@ def _ours(amounts: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(kept))
 
 
-def _alive(info: Any) -> bool:
-    return int(info.state) == 0  # GcsNodeInfo.ALIVE
+def main() -> None:
+    """Print what is seen, a line each time, until whoever asked is gone."""
+    address, every_s = sys.argv[1], float(sys.argv[2])
+
+    def leave() -> None:
+        sys.stdin.buffer.read()
+        os._exit(0)
+
+    threading.Thread(target=leave, daemon=True).start()
+    view: RayView | None = None
+    while True:
+        try:
+            view = view or RayView(address)
+            told: Any = [encode(one) for one in view.nodes()]
+        except UnreachableError as fault:
+            view, told = None, fault.what
+        print(json.dumps(told), flush=True)
+        time.sleep(every_s)
+
+
+if __name__ == "__main__":
+    main()

@@ -21,6 +21,7 @@ from trimtab.runtime.cluster.processes import command
 PORTS_PER_NODE = 8
 WORKER_PORTS_PER_NODE = 600
 LAST_WORKER_PORT = 32_767  # above, the kernel hands ports out to whoever connects
+LAST_PORT = 65_535
 MOST_NODES = 32
 
 
@@ -64,9 +65,12 @@ def block(slot: int, first: int, first_worker: int) -> NodePorts:
 
 def free_block(first: int, first_worker: int, held: Collection[int], avoid: Collection[int]) -> tuple[int, NodePorts]:
     """The first slot that no node holds and all of whose ports are free. `avoid`: ports that are meant for others."""
+    for value, option in ((first, "--ports-from"), (first_worker, "--worker-ports-from")):
+        if not 1024 <= value <= LAST_PORT:
+            raise InputError(f"{value} cannot be a port", where=f"command line: {option}", hint=f"1024 to {LAST_PORT}")
     for slot in range(MOST_NODES):
         ports = block(slot, first, first_worker)
-        if ports.last_worker > LAST_WORKER_PORT:
+        if ports.last_worker > LAST_WORKER_PORT or ports.spare > LAST_PORT:
             break
         if slot not in held and not set(ports.fixed) & set(avoid) and all(is_free(port) for port in ports.fixed):
             return slot, ports
@@ -96,7 +100,7 @@ def _binds(kind: socket.AddressFamily, address: str, port: int) -> bool:
 
 def need(port: int, what: str, option: str) -> None:
     """Raise unless the port is free: which port, what for, who has it."""
-    if not 1024 <= port <= 65_535:
+    if not 1024 <= port <= LAST_PORT:
         raise InputError(f"{port} cannot be the port of {what}", where=f"command line: {option}", hint="1024 to 65535")
     if is_free(port):
         return

@@ -126,9 +126,15 @@ class Members:
 
     # ---- nodes and warm hosts
 
-    async def node_joined(self, node: str) -> None:
-        """Have a warden there, and take over what warm hosts an earlier controller left. UnreachableError if not."""
-        if await self._wardens.join(node):
+    async def node_joined(self, node: str, expected: Mapping[tuple[str, ...], int] | None = None) -> None:
+        """Have a warden there, and take over what warm hosts an earlier controller left. UnreachableError if not.
+
+        `expected` hosts are warmed meanwhile, by what they import ahead.
+        """
+        joining = asyncio.ensure_future(self._wardens.join(node))
+        await asyncio.sleep(0)  # it is known there from now on
+        self._hosts.expect(node, expected or {})
+        if await joining:
             await self._hosts.adopt(node, await self._wardens.ask(node, "records", timeout_s=_ANSWER_S))
 
     async def node_returned(self, node: str) -> None:

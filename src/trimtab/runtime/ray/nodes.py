@@ -35,7 +35,7 @@ from trimtab.runtime.ray.members import Members
 
 log = logging.getLogger("trimtab.controller")
 
-LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 0.3
 ANSWER_S = 30.0
 SNAPSHOT_EVERY = 5_000  # events
 EMPTY_AFTER_S = 30.0  # a node that drains without a deadline: those who leave by themselves have so long
@@ -325,7 +325,7 @@ class NodeWatch:
                 await self._members.node_returned(node)
                 self._was_lost.discard(node)
             else:
-                await self._members.node_joined(node)
+                await self._members.node_joined(node, self._expected())
         except Exception as fault:
             log.warning("node %s is not used yet: %s", node[:12], fault)
             await asyncio.sleep(LOOK_EVERY_S)
@@ -342,6 +342,15 @@ class NodeWatch:
             self._world.feed(NodeCordoned(node))
         if node in self._raylets:
             self._links.open(node, self._raylets[node])
+
+    def _expected(self) -> dict[tuple[str, ...], int]:
+        """Hosts that a node will need as soon as it is used, by what they import ahead."""
+        machine = self._world.machine
+        expected = {pool.spec.preload: pool.spec.hosts_each for pool in machine.pools.values() if pool.spec.hosts_each}
+        waiting = next(iter(machine.queue()), None)
+        if waiting is not None:
+            expected.setdefault(machine.pools[machine.tasks[waiting].spec.pool].spec.preload, 1)
+        return expected
 
     def _close_node(self, node: str, why: str) -> None:
         if node not in self._closed and node in self.known:

@@ -246,11 +246,16 @@ def _tried(faults: list[str], what: str, otherwise: Answer, ask: Callable[[], An
 
 
 def _unreachable(address: str, fault: Exception) -> UnreachableError:
-    said = str(fault).strip().splitlines()
-    hint = "`ray status` on its head node shows whether it runs"
-    if "token" in str(fault).lower() or "auth" in str(fault).lower():
-        hint = "this cluster wants a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
-    return UnreachableError(f"the Ray at {address} does not answer: {said[0] if said else fault!r}", hint=hint)
+    said = str(fault).strip().strip("'\"")
+    if "AuthToken" in said or "nauthenticated" in said:
+        return UnreachableError(
+            f"the Ray at {address} wants a token, and does not take ours",
+            hint="set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH",
+        )
+    first = said.splitlines()[0].partition(". ")[0] if said else type(fault).__name__
+    return UnreachableError(
+        f"the Ray at {address} does not answer: {first}", hint="`ray status` on its head node shows whether it runs"
+    )
 
 
 def _foreign(nodes: Iterable[SeenNode], holders: Iterable[Holder]) -> tuple[Foreign, ...]:

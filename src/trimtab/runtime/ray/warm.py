@@ -70,6 +70,12 @@ class WarmHosts:
         for node in self._targets:
             self._pump(node)
 
+    def expect(self, node: str, wanted: Mapping[Preload, int]) -> None:
+        """A node is about to be used: warm these beside its warden, not after it. The next `aim` counts."""
+        if wanted:
+            self._targets[node] = dict(wanted)
+            self._pump(node)
+
     def counts(self) -> dict[str, dict[str, int]]:
         """How many are ready and starting, by node."""
         return {
