@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 
-TABLES = ("placement", "partition", "pools", "hosts", "startup")
+TABLES = ("placement", "partition", "pools", "hosts", "nodes", "elastic", "startup")
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """What it costs to watch 100, 1,000 and 10,000 nodes: the node machine alone, on one core.
 
 A look is what a driver does every second: it says of every node what Ray lists and that its link speaks, ticks, and
-asks for the views. Everything else is one event. CPU time of the calls into the machine; what a driver spends on Ray and on
-links is in the tables of those who drive it. The scan beside it compares every node with what was known of it and makes
-a fresh list of those that are there, as a loop over `ray.nodes()` does; it knows no windows, no flapping, no drains.
+asks for the views. Everything else is one event. CPU time of the calls into the machine; what a driver spends on Ray
+and links is in other tables. The scan beside it compares every node with what was known of it and
+makes a fresh list of those that are there, as a loop over `ray.nodes()` does; it knows no windows, flapping or drains.
 """
 
 from __future__ import annotations

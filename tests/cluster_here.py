@@ -147,17 +147,17 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """All that was shown, without colours and cursor movements."""
-        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", self._shown)
+        """All that was shown, without colours, cursor movements and the wheel that turns while one waits."""
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r|[\u2800-\u28ff] starting [\w-]+( head)?", "", self._shown)
 
     def expect(self, pattern: str, seconds: float = PATIENCE_S) -> None:
         """Wait until something is shown; the end of the command is as good as the end of the time."""
         deadline = time.monotonic() + seconds
         while not re.search(pattern, self.text):
-            assert time.monotonic() < deadline, f"{pattern} was not shown:\n{self.text}"
+            assert time.monotonic() < deadline, f"{pattern} was not shown:\n{self.text[-3000:]}"
             if self.process.poll() is not None:
                 self._reader.join(5)
-                assert re.search(pattern, self.text), f"it ended without showing {pattern}:\n{self.text}"
+                assert re.search(pattern, self.text), f"it ended without showing {pattern}:\n{self.text[-3000:]}"
             time.sleep(0.05)
 
     def interrupt(self) -> None:

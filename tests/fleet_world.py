@@ -113,13 +113,17 @@ class FleetWorld:
         elif isinstance(event, n.DrainOver):
             self.drains.discard(event.node)
         version, before = self.nodes.version, self.nodes.views(self.now, gone=True)
+        there = {one.node for one in self.nodes.views(self.now)}
         out = self.nodes.handle(event, self.now)
         self.journal.append(("nodes", self.now, event, tuple(out)))
         self.nodes.check()
-        if isinstance(event, n.DrainAsked) and self.node_state(event.node) is NodeState.draining:
+        if isinstance(event, n.DrainAsked) and event.node in there:
             self.drains.add(event.node)
         for one in out:
             self._judge_node(one)
+        for one in out:
+            if isinstance(one, n.LoseNode):
+                assert self.believed.get(one.node) != "used", "a loss is not told at once"
         assert self.nodes.version != version or self.nodes.views(self.now, gone=True) == before, "a change unseen"
         self._judge_views()
         if isinstance(event, n.LinkBroken) and self.truth[event.node].listed:
@@ -207,13 +211,8 @@ class FleetWorld:
         for one in views:
             kind = (one.facts.kind, one.facts.total.get("gpu"))
             assert one.unlike == (kind[1] > 0 and kind != most), f"{one.node}: {kind}, most have {most}"
-            assert (one.state in (NodeState.held,)) <= (one.node not in self.used), "a held node is used"
-        gone = [one for one in self.nodes.views(self.now, gone=True) if one.state in (NodeState.lost, NodeState.left)]
-        for one in gone:
-            listed = self.truth[one.node].listed
-            assert listed or one.since > self.nodes.now - self.policy.forget_s - self.slack, "never forgotten"
-
-    slack = 1e9  # seconds since the last Tick are not known here; `settled` looks closer
+            assert one.state is not NodeState.held or one.node not in self.used, "a held node is used"
+            assert (one.state is NodeState.draining) == (one.node in self.drains), f"{one.node} is {one.state}"
 
     def settled(self) -> None:
         """With every window over, groups know exactly what is there."""
@@ -223,6 +222,9 @@ class FleetWorld:
                 break
             self.now = max(self.now, due)
             self.tell_nodes(n.Tick())
+        for one in self.nodes.views(self.now, gone=True):
+            gone = one.state in (NodeState.lost, NodeState.left) and not self.truth[one.node].listed
+            assert not gone or one.since > self.now - self.policy.forget_s - 10, f"{one.node} is never forgotten"
         there = {one.node: one.state for one in self.nodes.views(self.now)}
         for name, what in self.believed.items():
             states = (NodeState.draining,) if what == "draining" else (NodeState.ready, NodeState.suspect)
@@ -297,8 +299,10 @@ class FleetWorld:
             self.tell_nodes(n.LinkHeard(name))
 
     def links(self) -> None:
-        """What the links say at this moment."""
+        """What Ray lists and the links say at this moment; Ray lags behind."""
         for name, node in self.truth.items():
+            if node.listed:
+                self.tell_nodes(n.NodeSeen(name, node.facts, node.outside))
             if node.frozen_since is not None:
                 self.tell_nodes(n.LinkSilent(name, self.now - node.frozen_since))
 

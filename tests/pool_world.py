@@ -593,7 +593,7 @@ class World:
             made, reserved = group.made, self.is_reserved(name)
             dynamic[made.pool] += 0 if reserved else len(made.bundles)
             stands = group.phase == "standing" or name in idle
-            if stands and group.trusted and len(made.bundles) == 1:
+            if stands and group.trusted and len(made.bundles) == 1 and made.nodes[0] in free:  # not cordoned
                 tenants = tuple(inside.get(name, ()))
                 slots.append(SlotFacts(made.pool, made.bundles[0], made.nodes[0], reserved, tenants))
         return Facts(free, slots, left, dict(self.pools), dict(self.specs), dict(dynamic))

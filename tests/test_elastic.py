@@ -479,6 +479,66 @@ def test_a_class_with_only_a_step_gives_its_values_by_rank(nodes: Nodes, session
         assert group.step([1, 2], timeout=WAIT_S).values == ([2, 4], [2, 4])
 
 
+def test_training_goes_on_while_the_controller_is_killed_and_comes_back(
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+) -> None:
+    nodes.have(2)
+    with Counted(session, tmp_path, happened, max=2) as counted:
+        counted.until(2)
+        pid = session.status()["pid"]
+        assert kill(pid)
+        for _ in range(5):
+            assert counted.step().redone == 0
+        until(lambda: session.status()["pid"] != pid)
+        counted.trouble("compute", 1, "die")
+        assert counted.step().redone == 1
+        counted.until(2)
+
+
+class Episodes:
+    """Every member has something of its own."""
+
+    def __init__(self) -> None:
+        self.mine: list[str] = []
+
+    def enter(self, world: MemberWorld) -> None:
+        if not self.mine and not world.step:
+            self.mine = [f"episode-{world.rank}"]
+
+    def compute(self, step: int, batch: Any) -> int:
+        return 1
+
+    def commit(self, step: int, parts: list[int]) -> list[str]:
+        return self.mine
+
+    def save(self) -> list[str]:
+        return self.mine
+
+    def load(self, state: list[str]) -> None:
+        self.mine = state
+
+    def merge(self, states: list[list[str]]) -> None:
+        self.mine = self.mine + [one for state in states for one in state]
+
+
+def test_what_a_leaver_has_of_its_own_is_merged_and_a_newcomer_begins_with_nothing_of_others(
+    nodes: Nodes, session: Session
+) -> None:
+    nodes.have(2)
+    pool = session.pool("ledgers", {"gpu": 64}, reuse=False, warm_each=1)
+    with ElasticGroup(Episodes, session=session, pool=pool, per_node=GPU, min=1, max=2) as group:
+        group.resize(2)
+        until(lambda: len([one for one in group.view()["members"] if one["state"] == "ready"]) == 2)
+        assert group.step(timeout=WAIT_S).values == (["episode-0"], ["episode-1"])
+        group.resize(1)
+        until(lambda: group.step(timeout=WAIT_S).values == (["episode-0", "episode-1"],))
+        group.resize(2)
+        until(lambda: sorted(group.step(timeout=WAIT_S).values) == [[], ["episode-0", "episode-1"]])
+        with pytest.raises(InputError, match="cannot have 3 members"):
+            group.resize(3)
+        group.step(timeout=WAIT_S)
+
+
 def test_what_cannot_be_a_member_or_a_group_is_said_before_anything_starts() -> None:
     class Wrong:
         def comptue(self) -> None: ...

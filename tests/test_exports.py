@@ -241,14 +241,23 @@ class Machine:
         self.told.touch()
         self.commands = folder / "bin"
         self.commands.mkdir()
-        (folder / "ray").mkdir()
+        if joined:
+            self._stand_in_for_ray(joined)
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+            self.command(name, text)
+
+    def command(self, name: str, text: str) -> None:
+        (self.commands / name).write_text(text)
+        (self.commands / name).chmod(0o755)
+
+    def _stand_in_for_ray(self, joined: str) -> None:
+        """A Ray that starts nothing and has the nodes of these names: what the script does is looked at, not Ray."""
+        (self.folder / "ray").mkdir()
         nodes = f"[dict(NodeName=name, Alive=True) for name in {joined.split()!r}]"
         module = f"def init(**_): pass\ndef shutdown(): pass\ndef nodes(): return {nodes}\n"
-        (folder / "ray" / "__init__.py").write_text(module)
-        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("ray", RAY), ("trimtab", TRIMTAB),
-                           ("hostname", HOSTNAME)):  # fmt: skip
-            (self.commands / name).write_text(text)
-            (self.commands / name).chmod(0o755)
+        (self.folder / "ray" / "__init__.py").write_text(module)
+        for name, text in (("ray", RAY), ("trimtab", TRIMTAB), ("hostname", HOSTNAME)):
+            self.command(name, text)
 
     @contextmanager
     def runs(
@@ -339,6 +348,35 @@ def test_nodes_that_do_not_join_are_named_and_the_command_is_not_run(tmp_path: P
         out, err = process.communicate(timeout=DEADLINE)
         assert (process.returncode, out) == (4, "")
         assert "not there after 1 s: here-1" in err
+
+
+ON_RAY = """
+import ray, sys, time
+ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+print(*sorted(node["NodeName"] for node in ray.nodes() if node["Alive"]), flush=True)
+end = time.monotonic() + 60
+while time.monotonic() < end and sum(node["Alive"] for node in ray.nodes()) > 1:
+    time.sleep(0.1)
+print(*(node["NodeName"] for node in ray.nodes() if node["Alive"]))
+sys.exit(3)
+"""
+
+
+@pytest.mark.long
+def test_on_a_real_ray_the_worker_is_drained_and_the_command_goes_on(tmp_path: Path) -> None:
+    from ray._private.services import get_node_ip_address
+
+    machine = Machine(tmp_path, "")
+    machine.command("hostname", f"#!/usr/bin/env bash\necho {get_node_ip_address()}\n")
+    machine.command("trimtab", f'#!/usr/bin/env bash\nexec {sys.executable} -m trimtab "$@"\n')
+    machine.command("ray", f'#!/usr/bin/env bash\nexec {Path(sys.executable).parent / "ray"} "$@"\n')
+    machine.command("python3", f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n')
+    with machine.runs(BatchOptions("a", ("python3", "-c", ON_RAY), join_s=120, warn_s=90), free_port()) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here-1 localhost\n"
+        process.send_signal(signal.SIGUSR1)
+        out, err = process.communicate(timeout=2 * DEADLINE)
+        assert (process.returncode, out) == (3, "localhost\n"), err
 
 
 def test_enough_nodes_are_enough(tmp_path: Path) -> None:

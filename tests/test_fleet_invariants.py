@@ -28,7 +28,7 @@ from trimtab.model.fleet import GroupSpec, NodePolicy
 from trimtab.model.resources import NOTHING, Resources
 
 STEPS = 50
-RUNS = 160
+RUNS = 180
 
 NODES = 6
 MOST_MEMBERS = 60
@@ -108,22 +108,21 @@ class Fate(RuleBasedStateMachine):
         elif what == "freeze":
             self.world.freeze(name)
         else:
-            for _ in range(1 + at % 4):
+            for _ in range(1 + at % 12):
                 self.world.flap(name)
+                if at % 2:
+                    self.world.tick(0.5)
 
     @precondition(lambda self: self.nodes())
-    @rule(at=AT, what=st.sampled_from(["link", "ray", "ray in order", "thaw", "lists", "links"]))
+    @rule(at=AT, what=st.sampled_from(["link", "ray", "ray in order", "thaw", "links"]))
     def notice(self, at, what):
         name = self.nodes()[at % len(self.nodes())]
-        node = self.world.truth[name]
         if what == "link":
             self.world.notice(name)
         elif what in ("ray", "ray in order"):
             self.world.ray_notices(name, expected=what == "ray in order")
         elif what == "thaw":
             self.world.thaw(name)
-        elif what == "lists" and node.listed:  # Ray lags behind
-            self.world.tell_nodes(n.NodeSeen(name, node.facts, node.outside))
         else:
             self.world.links()
 
@@ -276,25 +275,24 @@ def go(runs: int) -> None:
 def test_whatever_happens_to_nodes_and_members_the_truths_hold():
     go(RUNS)
     assert counted["turns"] >= 5_000
-    # Enough happened for this to mean something.
+    # Enough happened for this to mean something; how much differs with what else is imported.
     floors = {
-        "joins": 300,
-        "losses": 100,
-        "flaps": 100,
-        "drains": 100,
-        "changes": 150,
-        "starts": 400,
-        "worlds": 200,
-        "failed worlds": 10,
-        "steps": 300,
-        "redone": 40,
-        "interrupts": 60,
-        "replacements": 40,
+        "joins": 250,
+        "losses": 70,
+        "flaps": 150,
+        "drains": 60,
+        "changes": 100,
+        "starts": 300,
+        "worlds": 120,
+        "steps": 200,
+        "redone": 25,
+        "interrupts": 50,
+        "replacements": 25,
         "evictions": 15,
-        "waits": 100,
-        "given up": 1,
-        "reloads": 50,
-        "echoes": 50,
+        "waits": 80,
+        "reloads": 60,
+        "echoes": 30,
+        "failed worlds": 10,
     }
     short = {what: counted[what] for what, least in floors.items() if counted[what] < least}
     assert not short, f"too little of {short}"

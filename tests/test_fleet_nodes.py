@@ -152,6 +152,7 @@ def test_what_ray_repeats_of_our_own_drain_changes_nothing_but_a_nearer_deadline
     fleet.tell(DrainAsked("a", fleet.now + 60, "an operator"))
     assert fleet.tell(DrainAsked("a", fleet.now + 61, "DRAINING", by_ray=True)) == []
     assert fleet.tell(DrainAsked("a", None, "DRAINING", by_ray=True)) == []
+    assert fleet.tell(DrainAsked("a", fleet.now + 59.9, "DRAINING", by_ray=True)) == []  # the same, by another clock
     (empty,) = fleet.tell(DrainAsked("a", fleet.now + 30, "preemption", by_ray=True))
     assert (empty.deadline, empty.reason.code) == (fleet.now + 30, Code.drain_seen)
     assert fleet.tell(DrainAsked("a", fleet.now + 90, "an operator")) == []  # nobody puts off what Ray said
@@ -180,6 +181,22 @@ def test_a_draining_node_that_goes_has_left_and_is_no_further_change():
     assert fleet.state("a") is fleet.state("b") is NodeState.left
     assert fleet.view("a").losses == 0
     assert fleet.changes == []
+
+
+def test_a_node_that_comes_back_after_its_drain_is_not_on_its_way_out():
+    fleet = Fleet("head", "a")
+    fleet.tell(DrainAsked("a", fleet.now + 60, "spot"))
+    fleet.tell(NodeGone("a"))
+    (use,) = fleet.tell(NodeSeen("a", facts()))
+    assert (use.node, use.reason.code) == ("a", Code.returned)
+
+
+def test_a_draining_node_whose_link_was_only_cut_for_a_moment_still_drains():
+    fleet = Fleet("head", "a")
+    fleet.tell(DrainAsked("a", fleet.now + 60, "spot"))
+    fleet.tell(LinkBroken("a", "reset"))
+    assert fleet.tell(LinkHeard("a")) == []  # the pool has given up what was there
+    assert fleet.state("a") is NodeState.draining
 
 
 def test_a_node_whose_link_breaks_is_lost_at_once():

@@ -188,6 +188,14 @@ def test_a_body_that_is_too_large_is_refused_unread(served: Served, world: World
     assert world.asked == []
 
 
+def test_a_body_that_does_not_come_is_not_waited_for(
+    served: Served, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hook, "BODY_S", 0.1)
+    assert served.ask("POST", "/nodes/w1/drain", None, Content_Length="2")[0] == 408
+    assert world.asked == []
+
+
 @pytest.mark.parametrize(
     ("fault", "status"),
     [
@@ -255,6 +263,21 @@ def test_a_token_of_the_environment_is_taken_and_written_nowhere(tmp_path: Path)
         assert token == TOKEN
         assert TOKEN not in told
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_name_the_token_is_in_a_folder_of_its_owner_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hook_token.tempfile, "tempdir", str(tmp_path))
+    with hook_token.token({}, None, 8267):
+        [folder] = tmp_path.iterdir()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert [one.name for one in folder.iterdir()] == ["hook-8267.token"]
+    folder.chmod(0o777)
+    with pytest.raises(InputError, match="others can write"), hook_token.token({}, None, 8267):
+        pass
+    with pytest.raises(InputError, match="cannot be written"), hook_token.token({}, tmp_path / "no" / "token", 1):
+        pass
 
 
 def test_a_short_token_and_a_port_in_use_are_said() -> None:
@@ -347,7 +370,9 @@ def test_a_post_drains_a_real_node_through_the_controller(cluster: Any, tmp_path
         assert (answer.status, done["through"]) == (200, "controller hooked")
         assert list(draining.draining(ray)) == [done["node_id"]]
         connection.request("GET", "/desired")
-        assert json.loads(connection.getresponse().read())["nodes"]["draining"] == 1
+        wanted = json.loads(connection.getresponse().read())
+        assert wanted["nodes"]["draining"] == 1
+        assert isinstance(wanted["desired_workers"], int)
         connection.close()
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()

@@ -272,8 +272,10 @@ def test_what_fits_is_about_to_start_and_after_long_something_else_is_wrong() ->
 
 def test_room_that_is_set_aside_already_is_no_wait_for_room() -> None:
     nodes = [node("n1", {"gpu": 2}, gpu=2)]
-    assert only(survey(nodes, [actor("a", gpu=2, node="n1")])).cause is Cause.starting
-    explained = survey([node("n1", gpu=2)], [actor("a", gpu=2, node="n1")], [holds("x", "n1", gpu=2)])
+    leased = actor("a", gpu=2, node="n1", queued=False)
+    assert only(survey(nodes, [leased])).cause is Cause.starting
+    assert only(survey(nodes, [replace(leased, queued=True)])).cause is Cause.busy
+    explained = survey([node("n1", gpu=2)], [leased], [holds("x", "n1", gpu=2)])
     assert only(explained).cause is Cause.busy
 
 
@@ -386,6 +388,7 @@ def surveys(draw: st.DrawFn) -> Survey:
             pinned=draw(st.sampled_from([None, None, *ids])) if kind is not Kind.group else None,
             group=draw(st.sampled_from([None, None, "w0", "pg"])) if kind is not Kind.group else None,
             node=draw(st.sampled_from([None, *ids])),
+            queued=draw(st.booleans()),
         )
         waiting.append(one)
     holders = [

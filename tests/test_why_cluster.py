@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import logging
 import os
+import pty
+import select
 import subprocess
 import sys
 import threading
@@ -250,8 +253,25 @@ def test_a_full_bundle_and_an_actor_bound_to_one_node_are_told_apart(asked: Aske
     assert "left, the only node it may use" in found["sentence"]
 
 
+def test_an_actor_whose_process_takes_long_to_start_is_not_said_to_wait_for_room(
+    asked: Asked, owned: list[Any], tmp_path: Path
+) -> None:
+    slow = tmp_path / "slow-python"
+    slow.write_text(f'#!/bin/sh\nwhile [ ! -e {tmp_path}/gate ]; do sleep 0.1; done\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o755)
+    seats = {"resources": {"seat": 2}}
+    owned.append(made({**seats, "runtime_env": {"py_executable": str(slow)}}, "Slow"))
+    status, found = asked.finding("STARTING")
+    assert (status, found["never"]) == (0, False)
+    assert "right" in found["sentence"]
+    owned.append(made(seats, "Next"))
+    until(lambda: [one["cause"] for one in asked.data()[1]["findings"]] == ["BUSY", "STARTING"])
+    (tmp_path / "gate").touch()
+    assert ray.get(owned[0].here.remote(), timeout=WAIT_S)
+
+
 def test_a_gpu_that_a_process_outside_ray_holds_is_the_cause(
-    asked: Asked, owned: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, asked: Asked, owned: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Engine(Plain):
         def __init__(self, gate: str) -> None:
@@ -269,7 +289,8 @@ def test_a_gpu_that_a_process_outside_ray_holds_is_the_cause(
         assert (status, found["who"][0]["stage"]) == (0, "starting")
         for word in ("GPU 5 on lab", f"process {other.pid}", "60 of 80 GiB"):
             assert word in found["sentence"]
-        raylets = [one.process.pid for node in asked_nodes() for one in node.all_processes["raylet"]]
+        nodes = (cluster.head_node, *cluster.worker_nodes)
+        raylets = [one.process.pid for node in nodes for one in node.all_processes["raylet"]]
         listed = [{"gpu": 5, "pid": pid} for pid in raylets]  # Ray's own are never accused
         (tmp_path / "gpus.json").write_text(json.dumps(listed))
         assert asked.finding("STARTING")[1]["never"] is False
@@ -277,19 +298,6 @@ def test_a_gpu_that_a_process_outside_ray_holds_is_the_cause(
     finally:
         other.kill()
         other.wait()
-
-
-def asked_nodes() -> list[Any]:
-    """The nodes of the cluster of this module, as Ray's test tools have them."""
-    return [node for one in _CLUSTERS for node in (one.head_node, *one.worker_nodes)]
-
-
-_CLUSTERS: list[Cluster] = []
-
-
-@pytest.fixture(autouse=True)
-def _known(cluster: Cluster) -> None:
-    _CLUSTERS[:] = [cluster]
 
 
 def test_what_only_a_new_node_can_take_waits_for_the_autoscaler(asked: Asked, owned: list[Any]) -> None:
@@ -411,6 +419,45 @@ def test_the_cluster_of_this_process_is_found(cluster: Cluster) -> None:
     assert find(None) == cluster.address
 
 
+def test_the_cluster_of_the_environment_is_found_and_one_that_is_gone_is_said(cluster: Cluster) -> None:
+    command = [sys.executable, "-m", "trimtab", "why"]
+    done = subprocess.run(
+        command, env={**os.environ, "RAY_ADDRESS": str(cluster.address)}, capture_output=True, text=True, timeout=WAIT_S
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"Nothing waits. ({cluster.address}, 4 nodes)")
+    done = subprocess.run(
+        [*command, "--address", "127.0.0.1:1"], capture_output=True, text=True, timeout=WAIT_S, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 4
+    assert "trimtab cluster start" in done.stderr
+
+
+def test_a_view_on_a_terminal_ends_with_ctrl_c_and_its_status(cluster: Cluster, owned: list[Any]) -> None:
+    owned.append(made({"resources": {"nowhere": 1}}))
+    until(lambda: bool(Lookout(str(cluster.address)).look().waiting))
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "trimtab", "why", "-a", str(cluster.address), "-w", "0.5"])
+    shown = b""
+    try:
+        deadline = time.monotonic() + WAIT_S
+        while b"Ctrl-C ends" not in shown:
+            assert time.monotonic() < deadline, shown
+            if select.select([terminal], [], [], 0.1)[0]:
+                shown += os.read(terminal, 65536)
+        os.write(terminal, b"\x03")
+        with contextlib.suppress(OSError):  # the terminal is gone with its last process
+            while more := os.read(terminal, 65536):
+                shown += more
+    finally:
+        os.close(terminal)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == 3
+    assert b"NO_RESOURCE" in shown
+    assert b"Traceback" not in shown
+
+
 # ---- a node that goes: last, for Ray knows no way back --------------------------------------------------------------
 
 
@@ -434,9 +481,9 @@ def test_a_node_that_drains_is_named_and_what_is_left_of_a_group_once_it_went(
     assert (status, found["who"][0]["name"]) == (3, "pair")
     assert "it still holds 1 of its 2 bundles" in found["sentence"]
     owned.insert(0, made({"resources": {"seat": 2}}, "Blocked"))
-    until(lambda: len(asked.data()[1]["findings"]) == 2)
+    until(lambda: [one["cause"] for one in asked.data()[1]["findings"]] == ["NO_RESOURCE", "HALF_HELD"])
     blocked = asked.data()[1]["findings"][1]
-    assert (blocked["cause"], blocked["never"]) == ("HALF_HELD", False)
+    assert not blocked["never"]
     assert "placement group pair" in blocked["sentence"]
 
 

@@ -2,7 +2,8 @@
 
 From Python: `trimtab.load` reads a job file of any dialect, `trimtab.plan_placement` plans it,
 `trimtab.profile.component` times the components of anybody's loop, and `trimtab.connect` has pools on a Ray cluster
-(`SimpleScheduler` is another way to them). All of them are imported when first used.
+(`SimpleScheduler` is another way to them); `trimtab.ElasticGroup` has a member wherever there is room. All of them are
+imported when first used.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from trimtab.runtime.ray.client import Pool as Pool
     from trimtab.runtime.ray.client import Session as Session
     from trimtab.runtime.ray.client import connect as connect
+    from trimtab.runtime.ray.elastic import ElasticGroup as ElasticGroup
+    from trimtab.runtime.ray.elastic import MemberWorld as MemberWorld
+    from trimtab.runtime.ray.elastic import StepResult as StepResult
     from trimtab.runtime.ray.task import Task as Task
     from trimtab.runtime.simple import PreemptionAggressiveness as PreemptionAggressiveness
     from trimtab.runtime.simple import SimpleScheduler as SimpleScheduler
@@ -31,17 +35,23 @@ _HOMES = {
     "Session": "trimtab.runtime.ray.client",
     "Pool": "trimtab.runtime.ray.client",
     "Task": "trimtab.runtime.ray.task",
+    "ElasticGroup": "trimtab.runtime.ray.elastic",
+    "MemberWorld": "trimtab.runtime.ray.elastic",
+    "StepResult": "trimtab.runtime.ray.elastic",
     "SimpleScheduler": "trimtab.runtime.simple",
     "SimpleTaskSpec": "trimtab.runtime.simple",
     "PreemptionAggressiveness": "trimtab.runtime.simple",
 }
 
 __all__ = [
+    "ElasticGroup",
+    "MemberWorld",
     "Pool",
     "PreemptionAggressiveness",
     "Session",
     "SimpleScheduler",
     "SimpleTaskSpec",
+    "StepResult",
     "Task",
     "__version__",
     "connect",

@@ -25,6 +25,7 @@ from typing import Any
 from trimtab.fleet import group_events as e
 from trimtab.fleet.group_members import FATAL_WEIGHT, GRACE_S, Members
 from trimtab.fleet.group_records import OVER, Member, Phase, plain
+from trimtab.fleet.node_records import title
 from trimtab.model.codec import decode, encode
 from trimtab.model.errors import InputError
 from trimtab.model.fleet import MemberState, NodeState, World
@@ -80,19 +81,21 @@ class GroupMachine(Members):
     # ---- news of nodes and members ---------------------------------------------------------------------------------
 
     def _on_nodes_changed(self, event: e.NodesChanged, now: float) -> None:
-        before = {one.node for one in self.nodes}
+        before = {one.node: title(one.node, one.facts) for one in self.nodes}
         self.nodes, self.nodes_known, self.change = event.nodes, True, max(self.change, event.change)
         there = {one.node: one for one in event.nodes}
         for member in [one for one in self.members.values() if one.node and one.state is not MemberState.gone]:
             node = there.get(member.node)
             if node is None and (member.node in before or member.state is not MemberState.ready):
                 # Its process may live on where nobody sees it: it is told to end as well.
-                self._to_lost(member, Reason(Code.node_lost, f"node {member.node} is gone"), now, end=True)
+                name = before.get(member.node, title(member.node, None))
+                self._to_lost(member, Reason(Code.node_lost, f"node {name} is gone"), now, end=True)
             elif node is not None and node.state is NodeState.draining:
                 self._to_leaving(member, self._draining(member.node), node.deadline, now)
             elif node is not None and member.state is MemberState.leaving and member.reason.code is Code.node_draining:
-                self._leaving_to_staying(member, Reason(Code.drain_over, f"node {member.node} stays after all"), now)
-        self._excuse(before - there.keys())
+                sentence = f"node {self._called(member.node)} stays after all"
+                self._leaving_to_staying(member, Reason(Code.drain_over, sentence), now)
+        self._excuse(before.keys() - there.keys())
 
     def _on_member_waits(self, event: e.MemberWaits, now: float) -> None:
         member = self._living(event.member)
@@ -113,7 +116,8 @@ class GroupMachine(Members):
         if member is None or member.node == event.node:
             return
         if member.state is not MemberState.asked:
-            self._back_to_asked(member, Reason(Code.process_died, f"it was started again on node {event.node}"), now)
+            sentence = f"it was started again on node {self._called(event.node)}"
+            self._back_to_asked(member, Reason(Code.process_died, sentence), now)
         self._asked_to_ready(member, event.node, now)
 
     def _on_member_lost(self, event: e.MemberLost, now: float) -> None:
@@ -364,7 +368,7 @@ class GroupMachine(Members):
     def _world_reason(self, newcomers: list[Member], drop: list[Member]) -> Reason:
         said = [f"{name} is gone ({reason.sentence})" for name, reason in self.outs]
         said += [f"{one.id} leaves ({one.reason.sentence})" for one in drop]
-        said += [f"{one.id} is new on node {one.node}" for one in newcomers]
+        said += [f"{one.id} is new on node {self._called(one.node)}" for one in newcomers]
         if self.world is None:
             code = Code.began
         elif self.outs:

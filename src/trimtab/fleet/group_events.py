@@ -198,7 +198,7 @@ class RunStep:
 class InterruptStep:
     """Give the step up unless its commit has begun: it cannot be completed, or a member has to go before it would be.
 
-    Ends in StepInterrupted, or in StepDone where the commit had begun. Said once per loss of patience; may repeat.
+    Ends in StepInterrupted, or in StepDone where the commit had begun. Said again if nobody answers.
     """
 
     step: int

@@ -7,8 +7,11 @@ that goes in the middle of a step when it could wait for the boundary, and an id
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
 from trimtab.fleet import group_events as e
 from trimtab.fleet.group_records import OVER, Debt, GroupBooks, Member, Phase, capacity
+from trimtab.fleet.node_records import title
 from trimtab.model.fleet import MemberState, NodeState
 from trimtab.model.reason import Chapter, Code, Reason
 
@@ -66,7 +69,7 @@ class Members(GroupBooks):
         over = len(staying) - self.wanted
         if over <= 0:
             return
-        reason = Reason(Code.shrink, f"{self.wanted} members are wanted, {len(staying)} are there or on their way")
+        reason = Reason(Code.shrink, f"members wanted: {self.wanted}; there or on their way: {len(staying)}")
         waiting = [one for one in reversed(staying) if one.state is MemberState.asked and not self._irreplaceable(one)]
         for member in waiting[:over]:
             self._asked_to_gone(member, reason, now)
@@ -79,7 +82,7 @@ class Members(GroupBooks):
     def _call_back(self, now: float) -> None:
         """Whoever was to leave only because fewer were wanted stays, as far as more are wanted again."""
         missing = self.wanted - len(self._staying())
-        reason = Reason(Code.grow, f"{self.wanted} members are wanted again")
+        reason = Reason(Code.grow, f"members wanted again: {self.wanted}")
         spared = [one for one in self.members.values() if one.state is MemberState.leaving and one.leave_by is None]
         for member in [one for one in spared if one.reason.code is Code.shrink][: max(0, missing)]:
             self._leaving_to_staying(member, reason, now)
@@ -102,7 +105,7 @@ class Members(GroupBooks):
         if leaver is not None:
             reason = Reason(leaver.reason.code, f"in place of {leaver.id}, which leaves: {leaver.reason.sentence}")
         else:
-            reason = Reason(Code.grow, f"{self.wanted} members are wanted")
+            reason = Reason(Code.grow, f"members wanted: {self.wanted}")
         self._new_to_asked(reason, leaver.id if leaver is not None else "", now)
 
     def _start_instead(self, debt: Debt, now: float) -> None:
@@ -149,7 +152,7 @@ class Members(GroupBooks):
         member.node = node
         member.health_due = now + self.spec.health_every_s if self.spec.health_every_s else None
         self.ever_started = True
-        self._to(member, MemberState.ready, Reason(member.reason.code, f"it runs on node {node}"), now)
+        self._to(member, MemberState.ready, Reason(member.reason.code, f"it runs on node {self._called(node)}"), now)
 
     def _ready_to_gone_with_nodes(self, now: float) -> None:
         """Whoever has no rank yet does not wait for a boundary when its node will go."""
@@ -206,7 +209,7 @@ class Members(GroupBooks):
             self.rounds, self.restart_count = max(0, self.rounds - 1), self.restart_count - 1
             member.restart_at = None
 
-    def _excuse(self, gone: set[str]) -> None:
+    def _excuse(self, gone: AbstractSet[str]) -> None:
         """Whoever was lost together with its node is no sign that members do not work."""
         self.debts = [one for one in self.debts if one.node not in gone]
         for member in self.members.values():
@@ -260,9 +263,12 @@ class Members(GroupBooks):
         others = [one.step for one in self.members.values() if one is not member and one.state is not MemberState.gone]
         return member.step is not None and all(step is None or step < member.step for step in others)
 
+    def _called(self, node: str) -> str:
+        return title(node, next((one.facts for one in self.nodes if one.node == node), None))
+
     def _draining(self, node: str) -> Reason:
         why = next((f": {one.reason.sentence}" for one in self.nodes if one.node == node), "")
-        return Reason(Code.node_draining, f"node {node} will go{why}")
+        return Reason(Code.node_draining, f"node {self._called(node)} will go{why}")
 
     # ---- health ----------------------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ class Node:
     @property
     def title(self) -> str:
         """What people call it."""
-        return name_of(self.facts) or (self.id[:12] if len(self.id) > 20 else self.id)
+        return title(self.id, self.facts)
 
 
 def to_be_told(node: Node) -> Told:
@@ -82,6 +82,11 @@ def to_be_told(node: Node) -> Told:
 def name_of(facts: NodeFacts) -> str:
     """The name that somebody gave the node, if any: Ray's name for a nameless one is its host."""
     return facts.name if facts.name != facts.address else ""
+
+
+def title(node: str, facts: NodeFacts | None) -> str:
+    """What people call a node: its name, or the beginning of Ray's long id."""
+    return (name_of(facts) if facts is not None else "") or (node[:12] if len(node) > 20 else node)
 
 
 def rank(node: Node) -> tuple[bool, float, str]:
@@ -112,9 +117,9 @@ def until(word: str, deadline: float | None, now: float) -> str:
     return "" if deadline is None else f"; {word} {deadline - now:.3g} s"
 
 
-def sooner(one: float | None, other: float | None) -> bool:
-    """Whether the one deadline is before the other; None is the latest."""
-    return one is not None and (other is None or one < other)
+def sooner(one: float | None, other: float | None, by_s: float) -> bool:
+    """Whether the one deadline is before the other, by more than that; None is the latest."""
+    return one is not None and (other is None or one < other - by_s)
 
 
 def figures(facts: NodeFacts, outside: Resources) -> str:

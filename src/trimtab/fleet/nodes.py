@@ -30,6 +30,7 @@ from trimtab.model.fleet import Change, NodePolicy, NodeState, NodeView
 from trimtab.model.reason import Chapter, Code, Reason
 
 CHAPTERS_KEPT = 100
+SAME_S = 1.0  # two deadlines that are not further apart are the same one, read from two clocks
 
 
 class NodeMachine:
@@ -170,8 +171,8 @@ class NodeMachine:
             self._to_draining(node, now)
         elif (before.asked, before.reason.code) == (drain.asked, code):
             return
-        elif words.sooner(deadline, before.deadline) or code is before.reason.code is Code.drain_asked:
-            # Ray repeats what we told it ourselves, and what it said once is not put off by a person.
+        elif words.sooner(deadline, before.deadline, SAME_S) or code is before.reason.code is Code.drain_asked:
+            # Ray repeats itself and what we told it, by another clock; and nobody puts off what Ray said.
             node.drain = drain
             self._write(node, node.state, drain.reason, now)
             self._empty(node)

@@ -314,7 +314,7 @@ def _held_up(plan: Plan, group: Group) -> str:
     """Why more GPUs help here: this group's work is what the iteration waits for."""
     busy, whole = _busy(plan, group), plan.iteration_seconds
     who = "it" if len(group.components) == 1 else f"{', '.join(group.components)} take turns on the same GPUs and"
-    if len(plan.groups) == 1:
+    if len(plan.groups) == 1 and len(group.components) > 1:
         return f"everything takes turns on the same GPUs, {busy:.1f} of {whole:.1f} s"
     return f"{who} held up the iteration, busy {busy:.1f} of {whole:.1f} s"
 

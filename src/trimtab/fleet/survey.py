@@ -152,6 +152,7 @@ class Waiting:
     bundle: int | None = None  # ... in this bundle of it; None: in any
     node: str | None = None  # where its process starts
     began_over: bool = False  # it ran before, and is started again
+    queued: bool = True  # Ray counts it among what waits for room; else it has room, or may use one node alone
 
 
 @dataclass(frozen=True)

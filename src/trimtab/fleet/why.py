@@ -75,7 +75,7 @@ def _sort(one: Waiting) -> object:
     """Things with the same are told as one."""
     return (
         one.kind, one.job, one.like, one.asks, one.stage, one.strategy, one.pinned, one.group, one.bundle,
-        one.node if one.stage is Stage.starting else None, one.began_over,
+        one.node if one.stage is Stage.starting or not one.queued else None, one.began_over, one.queued,
     )  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def _fit(waiting: Waiting, nodes: Iterable[SeenNode], *, empty: bool = False) ->
 def _set_aside(survey: Survey, waiting: Waiting) -> SeenNode | None:
     """The node that has given it room though Ray does not say so yet: more is taken there than holders explain."""
     node = survey.node(waiting.node)
-    if node is None or waiting.kind is not Kind.actor or len(waiting.asks) != 1 or not waiting.asks[0].amounts:
+    if node is None or waiting.queued or len(waiting.asks) != 1 or not waiting.asks[0].amounts:
         return None
     return node if waiting.asks[0].amounts.within(survey.unexplained(node)) else None
 

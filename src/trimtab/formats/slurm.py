@@ -130,7 +130,8 @@ port="${{RAY_PORT:-{port}}}"
 command=({command})
 {setup}
 # Ray's head asks for a token where there is one; every other process must be told that it does.
-if [[ -z "${{RAY_AUTH_MODE:-}}" ]] && [[ -n "${{RAY_AUTH_TOKEN:-}}" || -s "${{RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}}" ]]; then
+token_file="${{RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}}"
+if [[ -z "${{RAY_AUTH_MODE:-}}" ]] && [[ -n "${{RAY_AUTH_TOKEN:-}}" || -s "$token_file" ]]; then
     export RAY_AUTH_MODE=token
 fi
 # This script drains nodes itself; Ray would wait for its own drain at every end.

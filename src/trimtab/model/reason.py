@@ -79,6 +79,16 @@ class Code(str, enum.Enum):
     below_min = "BELOW_MIN"  # fewer members than the least; the group waits, with a deadline
     began = "BEGAN"  # the first world of the group
     redone = "REDONE"  # a step was interrupted, so it is done again, whole
+    # rollout
+    load_high = "LOAD_HIGH"  # more load than the workers should have: more of them
+    load_low = "LOAD_LOW"  # the load fits fewer workers
+    load_fits = "LOAD_FITS"  # as many workers as the load asks for
+    load_unknown = "LOAD_UNKNOWN"  # nobody could say what the load is, so nothing is done about it
+    not_yet = "NOT_YET"  # the load asks for a step, but not for long enough, or too soon after the last one
+    limits = "LIMITS"  # so many workers at least, or at most
+    no_taker = "NO_TAKER"  # nobody could use the worker for longer than giving it up and having it back takes
+    switched_off = "SWITCHED_OFF"  # elastic scaling is off
+    policy_fault = "POLICY_FAULT"  # the scaling policy raised, or answered nonsense
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 LARGEST_BODY = 4096
 LONGEST_CAUSE = 200
 SHORTEST_TOKEN = 16
+BODY_S = 10.0
 ANSWER_S = 30.0
 STOP_S = 5.0
 
@@ -148,7 +149,7 @@ class Hook:
         node = request.path_params["node"]
         response: Response
         try:
-            asked = read_body(await _body(request))
+            asked = read_body(await _body(request, BODY_S))
             done = await _within(lambda: self._drain(node, asked.deadline_s, asked.cause))
             response = JSONResponse({"node": node, "deadline_s": asked.deadline_s, "cause": asked.cause, **done})
         except HTTPException as fault:
@@ -212,13 +213,19 @@ async def _within(call: Callable[[], Any]) -> Any:
         raise UnreachableError(f"no answer within {ANSWER_S:g} s") from None
 
 
-async def _body(request: Request) -> bytes:
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > LARGEST_BODY:
-            raise HTTPException(413, f"a body has at most {LARGEST_BODY} bytes")
-    return body
+async def _body(request: Request, within_s: float) -> bytes:
+    async def read() -> bytes:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > LARGEST_BODY:
+                raise HTTPException(413, f"a body has at most {LARGEST_BODY} bytes")
+        return body
+
+    try:
+        return await asyncio.wait_for(read(), within_s)
+    except asyncio.TimeoutError:
+        raise HTTPException(408, f"the body was not there within {within_s:g} s") from None
 
 
 async def _refused(request: Request, fault: Exception) -> Response:

@@ -58,7 +58,11 @@ class HookDoors:
     def _found(self) -> str | None:
         if not self._ray.is_initialized():
             raise UnreachableError("Ray is gone: this process has left it", hint="start the hook again")
-        there = controllers(self._ray)
+        try:
+            there = controllers(self._ray)
+        except Exception as fault:
+            said = str(fault).strip().splitlines()
+            raise UnreachableError(f"Ray does not answer: {said[0] if said else type(fault).__name__}") from None
         if self._name is not None or len(there) <= 1:
             return self._name or next(iter(there), None)
         raise UnreachableError(

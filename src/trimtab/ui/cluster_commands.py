@@ -374,7 +374,10 @@ class _Look:
         cluster = self._ledger.read().get(self._cluster.address, self._cluster)
         if cluster.head is None or not cluster.head.stands:
             return None
-        return self.now(patience_s=LIVE_ANSWER_S)
+        try:
+            return self.now(patience_s=LIVE_ANSWER_S)
+        except UnreachableError:  # it has ended in this moment
+            return None
 
     def _gpus_now(self, cluster: ClusterRecord) -> Any:
         """GPUs and who computes on them; asking the driver is slow, so not every time."""

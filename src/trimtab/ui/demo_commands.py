@@ -1,4 +1,4 @@
-"""`trimtab demo`: the bundled job, planned; `trimtab demo rlhf`: pools at work on a real Ray."""
+"""`trimtab demo`: the bundled job, planned; `demo rlhf`: pools on a real Ray; `demo elastic`: nodes come and go."""
 
 from __future__ import annotations
 
@@ -20,12 +20,20 @@ class Language(str, enum.Enum):
     zh = "zh"
 
 
+class Backend(str, enum.Enum):
+    """What the demo of elastic groups computes with."""
+
+    auto = "auto"
+    torch = "torch"
+    numpy = "numpy"
+
+
 @app.callback()
 def demo(
     context: typer.Context,
     folder: Annotated[Path, typer.Option("--folder", help="Where the report goes.")] = Path("out"),
 ) -> None:
-    """Plan the bundled example and write its report; `demo rlhf` shows pools on Ray."""
+    """Plan the bundled example and write its report; `demo rlhf` shows pools on Ray, `demo elastic` elastic groups."""
     if context.invoked_subcommand is None:
         plan_commands.demo(folder)
 
@@ -42,3 +50,15 @@ def rlhf(
     from trimtab.ui.rlhf_demo import run_demo
 
     raise typer.Exit(run_demo(lang.value, address))
+
+
+@app.command()
+def elastic(
+    backend: Annotated[
+        Backend, typer.Option("--backend", help="What computes: PyTorch where it is installed, else numpy.")
+    ] = Backend.auto,
+) -> None:
+    """Train while nodes join, are killed and drained: on a Ray of several nodes of its own, about a minute."""
+    from trimtab.ui.elastic_demo import run_demo
+
+    raise typer.Exit(run_demo(backend.value))

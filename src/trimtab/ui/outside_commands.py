@@ -251,7 +251,7 @@ def kuberay(
 def slurm(
     file: JobArgument,
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- COMMAND...]", help="What to run on the cluster.")
+        list[str] | None, typer.Argument(metavar="-- COMMAND", help="What to run on the cluster.")
     ] = None,
     output: OutputOption = None,
     force: ForceOption = False,

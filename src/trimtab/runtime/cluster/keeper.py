@@ -31,7 +31,7 @@ from trimtab.runtime.cluster.processes import (
 LOOK_EVERY_S = 0.2
 ATTEMPTS = 2  # Ray gives its own parts fifteen seconds to come up, which a busy machine may exceed
 POLITE_S = 5.0  # for Ray to end in order
-CRASH_S = 3.0  # within so long `ray start` ends by itself when its raylet has crashed
+CRASH_S = 3.0  # within so long `ray start` ends by itself when one of its processes has crashed
 IP = "TRIMTAB_NODE_IP"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -46,8 +46,8 @@ class Keeper:
         self._seen = -1  # the ledger's state when it was last read
         self._ray: Process | None = None
         self._status: int | None = None  # of `ray start`, once it has ended
-        self._raylet: Process | None = None
-        self._raylet_gone: float | None = None  # since when
+        self._vital: dict[str, Process] = {}  # Ray's own processes without which there is no node, by name
+        self._vital_gone: float | None = None  # since when one of them is gone
         self._attempt = 0
         self.cluster: ClusterRecord
         self.node: NodeRecord
@@ -70,7 +70,8 @@ class Keeper:
 
     def _start(self) -> None:
         self._attempt += 1
-        self._status = self._raylet = self._raylet_gone = None
+        self._status = self._vital_gone = None
+        self._vital = {}
         log = os.open(self.node.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         arguments = ray_start(self.cluster, self.node, os.environ.get(IP) or None)
         pid = os.fork()
@@ -114,15 +115,15 @@ class Keeper:
             if self._status == 0 or self.node.deadline is not None:
                 return "drained"
             return f"its Ray died (status {self._status})"
-        if self._raylet is None:
-            self._find_raylet()
-        elif not self._raylet.lives:
-            self._raylet_gone = self._raylet_gone or time.monotonic()
+        if len(self._vital) < (2 if self.node.head else 1):
+            self._find_vital()
+        if not all(one.lives for one in self._vital.values()):
+            self._vital_gone = self._vital_gone or time.monotonic()
             if self.node.phase is Phase.starting and self._ray is not None:
                 send(self._ray, signal.SIGKILL)  # it would wait half a minute for what is not there any more
             elif _was_drained(temp_dir(self.cluster, self.node)):
                 return "drained"
-            if time.monotonic() - self._raylet_gone > CRASH_S:  # `ray start` would have ended with it after a crash
+            if time.monotonic() - self._vital_gone > CRASH_S:  # `ray start` would have ended with it after a crash
                 return "its Ray was stopped from outside, as `ray stop` does"
         return ""
 
@@ -136,16 +137,18 @@ class Keeper:
             return "the head has ended"
         return ""
 
-    def _find_raylet(self) -> None:
-        """Ray's main process of the node, whose command line has the node's id."""
+    def _find_vital(self) -> None:
+        """The raylet, whose command line has the node's id, and on a head the control store."""
         for pid, row in table().items():
             if self._ray is None or row.parent != self._ray.pid:
                 continue
             words = command(pid)
-            if words and Path(words[0]).name == "raylet":
-                self._raylet = Process(pid, row.born)
-                node_id = next((word.partition("=")[2] for word in words if word.startswith("--node_id=")), "")
-                self._ledger.update(self._mark, raylet=self._raylet, node_id=node_id)
+            name = Path(words[0]).name if words else ""
+            if name in ("raylet", "gcs_server") and name not in self._vital:
+                self._vital[name] = Process(pid, row.born)
+                if name == "raylet":
+                    node_id = next((word.partition("=")[2] for word in words if word.startswith("--node_id=")), "")
+                    self._ledger.update(self._mark, raylet=self._vital[name], node_id=node_id)
 
     def _end(self, cause: str) -> None:
         """End every process of the node, then say so."""

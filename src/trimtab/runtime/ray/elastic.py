@@ -22,13 +22,8 @@ from trimtab.model.fleet import GroupSpec, World
 from trimtab.model.resources import Resources
 from trimtab.runtime.ray.client import Pool, Session, connect
 from trimtab.runtime.ray.cluster import heeded_interrupts
-from trimtab.runtime.ray.elastic_conductor import (
-    Conductor,
-    GroupError,
-    GroupGaveUpError,
-    MemberPlan,
-    StepFailedError,
-)
+from trimtab.runtime.ray.elastic_conductor import Conductor, GroupError, GroupGaveUpError, StepFailedError
+from trimtab.runtime.ray.elastic_crew import Crew, MemberPlan
 from trimtab.runtime.ray.elastic_member import MemberWorld, talents_of
 from trimtab.runtime.ray.elastic_view import Happening, StepResult
 from trimtab.runtime.ray.packing import class_of
@@ -109,17 +104,20 @@ class ElasticGroup:
             kind=kind,
             args=tuple(args),
             kwargs=dict(kwargs or {}),
+            unit=self.spec.unit,
             talents=talents_of(kind),
             priority=priority,
             labels=dict(labels or {}),
             notice_s=notice_s,
             start_timeout_s=start_timeout_s,
+            step_timeout_s=step_timeout_s,
             keeps=keep_state,
         )
         self._closing = contextlib.ExitStack()
         try:
             self._session = session or self._connected(address)
-            self._conductor = Conductor(self._session, self._pool_of(pool, preload), self.spec, plan, tell or _nobody)
+            crew = Crew(self._session, self._pool_of(pool, preload), plan)
+            self._conductor = Conductor(self.spec, crew, tell or _nobody)
             self._closing.callback(self._conductor.close)
             self._conductor.start()
         except BaseException:

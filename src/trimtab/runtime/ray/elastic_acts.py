@@ -64,17 +64,17 @@ class Entry:
     async def run(self) -> Entered:
         """Leavers hand over, newcomers take over, all learn of the world. StateLostError: there is nothing to take."""
         failed: dict[str, str] = {}
-        if self._talents.state:
-            await self._states(failed)
-        if self._talents.merge:
-            await self._merge(failed)
+        if self._talents.replicated:
+            await self._replicate(failed)
+        elif self._talents.merge:
+            await self._hand_over(failed)
         world = self._order.world
         if not failed:
             told = [self._tell(world, rank, failed) for rank in range(world.size)]
             await asyncio.gather(*told)
         return Entered(failed)
 
-    async def _states(self, failed: dict[str, str]) -> None:
+    async def _replicate(self, failed: dict[str, str]) -> None:
         """Every member of the world that lacks the current state gets it from one that has it."""
         world = self._order.world
         sources = dict(self._order.newcomers)
@@ -135,14 +135,17 @@ class Entry:
         except (MemberGoneError, MemberHungError, MemberRaisedError, PartLostError) as fault:
             failed[line.member] = str(fault)
 
-    async def _merge(self, failed: dict[str, str]) -> None:
-        """What leavers hand over that nobody takes as a whole goes to rank 0."""
-        taken = {source for _, source in self._order.newcomers}
+    async def _hand_over(self, failed: dict[str, str]) -> None:
+        """Each member has a state of its own: a newcomer gets that of whom it replaces, what is left goes to rank 0."""
+        heirs = {source: member for member, source in self._order.newcomers if source in self._order.leavers}
         states = []
-        for one in self._order.leavers:
-            if one not in taken and one in self._lines:
-                with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError):
-                    states.append((await self._give(one))[1])
+        for leaver in self._order.leavers:
+            with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError, KeyError):
+                committed, state = await self._give(leaver)
+                if leaver in heirs:
+                    await self._take(self._lines[heirs[leaver]], committed, state, failed)
+                else:
+                    states.append(state)
         if states and self._order.world.members:
             first = self._lines[self._order.world.members[0]]
             try:
@@ -308,7 +311,7 @@ class StepRun:
             if isinstance(faults.get(line.member), (PartLostError, MemberRaisedError)) and line.there
         ]
         unfit = {line.member: str(faults[line.member]) for line in behind}
-        for source in done if behind and self._talents.state else ():
+        for source in done if behind and self._talents.replicated else ():
             with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError):
                 committed, state = await source.call_apart("give", within_s=self._timeout_s, returns=2)
                 for line in behind:

@@ -11,12 +11,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import functools
 import logging
 import threading
 import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,11 +24,10 @@ from trimtab.model.errors import InputError, TrimtabError, UnreachableError
 from trimtab.model.fleet import GroupSpec, NodeState, NodeView, World
 from trimtab.model.pool import ENDED, IN_QUEUE, State
 from trimtab.model.reason import Code, Reason
-from trimtab.runtime.ray.client import Pool, Session
 from trimtab.runtime.ray.doors import News, TaskSeen, value_of
-from trimtab.runtime.ray.elastic_acts import Entry, Kept, StateLostError, StepOutcome, StepRun
-from trimtab.runtime.ray.elastic_line import Line, MemberGoneError, MemberHungError, MemberRaisedError
-from trimtab.runtime.ray.elastic_member import MemberShell, Talents
+from trimtab.runtime.ray.elastic_acts import Entry, StateLostError, StepOutcome, StepRun
+from trimtab.runtime.ray.elastic_crew import ANSWER_S, Crew
+from trimtab.runtime.ray.elastic_line import Line
 from trimtab.runtime.ray.elastic_view import Happening, StepResult, Tally
 
 log = logging.getLogger("trimtab")
@@ -40,7 +37,6 @@ SOON_S = 0.25  # after a call that failed
 PUBLISH_EVERY_S = 1.0
 WARN_AFTER_S = 3.0
 TICK_S = 0.2  # at the latest
-ANSWER_S = 30.0
 CLOSE_S = 30.0
 FAULTS = (Code.hung, Code.unhealthy, Code.node_lost, Code.process_died)  # who leaves for these is not asked anything
 LOSSES = (Code.node_lost, Code.slot_lost, Code.process_died, Code.gang_broken, Code.start_timeout, Code.restarts_used)
@@ -60,21 +56,6 @@ class StepFailedError(GroupError):
     """A member's own code raised; the cause is what it raised. The step does not count."""
 
 
-@dataclass(frozen=True)
-class MemberPlan:
-    """How members are made."""
-
-    kind: type
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    talents: Talents
-    priority: float
-    labels: Mapping[str, str]
-    notice_s: float
-    start_timeout_s: float
-    keeps: bool  # a copy of the state in this process after every step
-
-
 @dataclass
 class _Request:
     """A step that the caller waits for."""
@@ -88,33 +69,25 @@ class _Request:
 class Conductor:
     """Conducts one group."""
 
-    def __init__(
-        self, session: Session, pool: Pool, spec: GroupSpec, plan: MemberPlan, tell: Callable[[Happening], None]
-    ) -> None:
+    def __init__(self, spec: GroupSpec, crew: Crew, tell: Callable[[Happening], None]) -> None:
         self.spec = spec
         self.steps = 0  # that are complete
-        self.tally = Tally()
-        self._session = session
-        self._pool = pool
-        self._plan = plan
+        self.world: World | None = None  # that every member has entered; None while that changes
+        self._crew = crew
+        self._talents = crew.plan.talents
+        self._client = crew.session.client
         self._tell = tell
-        self._run_id = uuid.uuid4().hex[:6]
+        self._tally = Tally()
         self._machine = GroupMachine(spec)
-        self._offset = float(session.status()["time"]) - time.monotonic()  # deadlines of nodes are by that clock
-        self._lines: dict[str, Line] = {}
-        self._tasks: dict[str, Line] = {}  # by the id of the task
-        self._world: World | None = None  # that every member has entered
+        self._offset = float(crew.session.status()["time"]) - time.monotonic()  # deadlines of nodes are by that clock
         self._request: _Request | None = None
-        self._kept: Kept | None = None
+        self._running: StepRun | None = None
         self._gave_up: Reason | None = None
         self._waits: e.Wait | None = None
         self._nodes: dict[str, NodeView] = {}
         self._version = -1
         self._happened: list[Happening] = []  # since the last step
-        self._submitting: dict[str, asyncio.Event] = {}  # members whose task is on its way to the pool
-        self._running: StepRun | None = None
         self._acts: set[asyncio.Task[None]] = set()
-        self._threads = concurrent.futures.ThreadPoolExecutor(8, thread_name_prefix="trimtab-group")
         self._closing = False
         self._up = threading.Event()
         self._thread = threading.Thread(target=self._live, name=f"trimtab-group-{spec.name}", daemon=True)
@@ -134,12 +107,9 @@ class Conductor:
 
     def ask_size(self, size: int | None) -> None:
         """A person wants so many members."""
-        self._loop.call_soon_threadsafe(self._feed, e.Asked(size))
-
-    @property
-    def world(self) -> World | None:
-        """Who works together now; None while that changes."""
-        return self._world
+        asked: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._loop.call_soon_threadsafe(self._ask_size, size, asked)
+        asked.result(ANSWER_S)
 
     def view(self) -> dict[str, Any]:
         """The group and its members, as plain data."""
@@ -152,7 +122,7 @@ class Conductor:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._close)
             self._thread.join(CLOSE_S + 5.0)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._crew.close()
 
     # ---- the loop
 
@@ -163,6 +133,7 @@ class Conductor:
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()  # the lines are others than before
         self._ended = asyncio.Event()
+        self._publishing = asyncio.Lock()
         self._up.set()
         works = [asyncio.ensure_future(one()) for one in (self._listen, self._tick, self._publish_often)]
         await self._ended.wait()
@@ -196,7 +167,7 @@ class Conductor:
         elif isinstance(one, e.EndMember):
             self._act(self._end(one.member, one.reason))
         elif isinstance(one, e.EnterWorld):
-            self._world = None
+            self.world = None
             self._act(self._enter(one))
         elif isinstance(one, e.RunStep):
             self._act(self._run(one))
@@ -207,8 +178,7 @@ class Conductor:
             self._act(self._ask_health(one))
         elif isinstance(one, e.Want):
             bundles = [dict(self.spec.unit.floats())] * one.units
-            self.tally.wanted = one.units
-            self._act(self._asked("want", self._session.client, bundles))
+            self._act(self._want(bundles))
         elif isinstance(one, e.Wait):
             self._wait(one)
         else:
@@ -242,11 +212,11 @@ class Conductor:
     async def _listen(self) -> None:
         while True:
             self._changed.clear()
-            known = {id: line.seen for id, line in self._tasks.items()}
+            known = {id: line.seen for id, line in self._crew.tasks.items()}
             try:
                 news = await self._news(known)
-            except UnreachableError as fault:
-                log.warning("group %s: %s", self.spec.name, fault.what)
+            except Exception as fault:  # whatever it is: a group that hears nothing more would wait for ever
+                log.warning("group %s hears nothing: %s", self.spec.name, fault)
                 await asyncio.sleep(SOON_S)
                 continue
             if news is not None:
@@ -256,7 +226,7 @@ class Conductor:
         """What is new; None where the question is another one by now."""
         from ray import exceptions
 
-        call = self._session._controller._actor.news.remote(known, self._version, NEWS_S)
+        call = self._crew.session._controller._actor.news.remote(known, self._version, NEWS_S)
         answer = asyncio.wrap_future(call.future())
         changed = asyncio.ensure_future(self._changed.wait())
         try:
@@ -268,7 +238,7 @@ class Conductor:
                 return None
             raise UnreachableError(f"the controller has said nothing for {NEWS_S + ANSWER_S:.0f} s")
         except exceptions.RayActorError:  # it restarts: a plain question finds it again
-            again: News = await self._asked("news", known, self._version, 0.0)
+            again: News = await self._crew.asked("news", known, self._version, 0.0)
             return again
         finally:
             answer.cancel()
@@ -279,14 +249,14 @@ class Conductor:
             self._version = news.version
             self._hear_nodes(news.nodes, news.change)
         for seen in news.tasks:
-            line = self._tasks.get(seen.id)
+            line = self._crew.tasks.get(seen.id)
             if line is not None:
                 self._hear_task(line, seen)
 
     def _hear_nodes(self, nodes: Sequence[NodeView], change: int) -> None:
         nodes = [shown for one in nodes if (shown := _as_told(one)) is not None]
         before, self._nodes = self._nodes, {one.node: one for one in nodes}
-        for one in self.tally.nodes(before, self._nodes, self._now(), self.spec.unit):
+        for one in self._tally.nodes(before, self._nodes, self._now(), self.spec.unit):
             self._say(one)
         self._feed(e.NodesChanged(tuple(nodes), change))
 
@@ -300,27 +270,25 @@ class Conductor:
         elif seen.state is State.cancelling and seen.reason.code in LOSSES:
             self._lost(line, str(seen.reason))
         elif seen.state is State.cancelling and not line.ending:
-            self._feed(e.MemberTaken(line.member, self._plan.notice_s, seen.reason))
+            self._feed(e.MemberTaken(line.member, self._crew.plan.notice_s, seen.reason))
         elif seen.state in ENDED:
             if not line.ending:
                 self._lost(line, str(seen.reason), fatal=seen.reason.code is Code.start_failed)
-            self._forget(line)
+            self._crew.forget(line)
             self._feed(e.MemberLeft(line.member))
-            self.tally.left(self._nodes.get(line.node), self._now())
+            self._tally.left(self._nodes.get(line.node), self._now())
 
     async def _started(self, line: Line, seen: TaskSeen) -> None:
-        member = seen.members[0]
-        handle = seen.handles[0] if seen.handles else None
-        if handle is None:
-            find = functools.partial(self._session._ray.get_actor, member.actor, namespace=member.namespace)
-            handle = await self._loop.run_in_executor(self._threads, find)
-        if self._tasks.get(seen.id) is line and line.seen == (seen.state, seen.attempt):
-            if line.attempt:  # it ran before: the machine is to forget where
-                self._feed(e.MemberWaits(line.member, seen.reason))
-            line.up(handle, member.node, seen.attempt)
-            said = f"{line.member} runs on node {member.node[:12]}"
-            self._say(Happening("started", said, line.member, member.node, task=line.task.id))
-            self._feed(e.MemberStarted(line.member, member.node))
+        handle = await self._crew.handle_of(seen)
+        if handle is None or self._crew.tasks.get(seen.id) is not line or line.seen != (seen.state, seen.attempt):
+            return  # there is other news of it by now
+        if line.attempt:  # it ran before: the machine is to forget where
+            self._feed(e.MemberWaits(line.member, seen.reason))
+        node = seen.members[0].node
+        line.up(handle, node, seen.attempt)
+        said = f"{line.member} runs on node {node[:12]}"
+        self._say(Happening("started", said, line.member, node, task=line.task.id))
+        self._feed(e.MemberStarted(line.member, node))
 
     def _lost(self, line: Line, why: str, *, fatal: bool = False) -> None:
         """A member is gone, unasked; told once."""
@@ -332,49 +300,17 @@ class Conductor:
             self._say(Happening("lost", f"{line.member} is lost: {why}", line.member, line.node))
             self._feed(e.MemberLost(line.member, why, fatal))
 
-    def _forget(self, line: Line) -> None:
-        line.down("it ended")
-        self._tasks.pop(line.task.id, None)
-        if self._lines.get(line.member) is line:
-            del self._lines[line.member]
-
     # ---- members
 
     async def _start(self, one: e.StartMember) -> None:
-        plan = self._plan
-        id = f"{one.member}.{self._run_id}"
-        submit = functools.partial(
-            self._pool.submit,
-            MemberShell,
-            (plan.kind, plan.args, dict(plan.kwargs)),
-            resources=self.spec.unit.floats(),
-            id=id,
-            priority=plan.priority,
-            labels=plan.labels,
-            ends_with_me=True,
-            notice_s=plan.notice_s,
-            restarts=0,
-            saves=plan.talents.state,
-            wait_s=float(10**7),  # how long it is worth waiting is the group's business
-            awaits_node=True,
-            start_timeout_s=plan.start_timeout_s,
-        )
-        submitted = self._submitting[one.member] = asyncio.Event()
         try:
-            task = await self._loop.run_in_executor(self._threads, submit)
-            line = Line(one.member, task)
-            self._lines[one.member] = self._tasks[task.id] = line
+            await self._crew.submit(one.member)
             self._changed.set()
         except TrimtabError as fault:
             self._feed(e.MemberLost(one.member, str(fault), fatal=not isinstance(fault, UnreachableError)))
-        finally:
-            submitted.set()
-            del self._submitting[one.member]
 
     async def _end(self, member: str, reason: Reason) -> None:
-        if member in self._submitting:
-            await self._submitting[member].wait()
-        line = self._lines.get(member)
+        line = await self._crew.line_of(member)
         if line is None:
             self._feed(e.MemberLeft(member))
             return
@@ -382,72 +318,32 @@ class Conductor:
         if not line.lost:
             self._say(Happening("left", f"{member} leaves: {reason.sentence}", member, line.node, reason))
         if line.there and reason.code not in FAULTS:
-            await self._keep_last(line)
-            if line.seen[0] is State.cancelling:  # it was given notice, and need not stay until that is over
-                with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError):
-                    await line.call("beside_leave", within_s=1.0)
-        await self._complete(line)
+            await self._crew.keep_last(line, self.steps)
+            await self._crew.release(line)
+        await self._crew.complete(line)
 
-    async def _complete(self, line: Line) -> None:
-        run = functools.partial(line.task.complete, keep_slot=False)
-        try:
-            await self._loop.run_in_executor(self._threads, run)
-        except InputError:
-            pass  # it has ended already
-        except TrimtabError as fault:
-            log.warning("%s could not be ended: %s", line.member, fault.what)
-
-    def _discard(self, member: str) -> None:
-        """A member that the machine takes as lost, but whose process may live: that is ended."""
-        line = self._lines.pop(member, None)
+    def _discard(self, member: str, why: str) -> None:
+        """A member cannot go on, but its process may live: it counts as lost, and is ended."""
+        line = self._crew.lines.pop(member, None)
         if line is not None:
-            line.ending = line.lost = True
-            line.down(f"{member} was ended")
-            self._act(self._complete(line))
-
-    async def _keep_last(self, line: Line) -> None:
-        """Keep the state of a leaver here where nobody else has it."""
-        others = [one for one in self._lines.values() if one is not line and one.there and not one.ending]
-        if self._plan.talents.state and self.steps and not any(one.committed == self.steps for one in others):
-            with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError):
-                await self._keep(line)
-
-    async def _keep_any(self) -> None:
-        """Keep the state here while somebody has it."""
-        has = [one for one in self._lines.values() if one.there and not one.ending and one.committed == self.steps]
-        if self._plan.talents.state and self.steps and self._kept is None and has:
-            with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError):
-                await self._keep(has[0])
-
-    async def _keep(self, line: Line) -> None:
-        committed, state = await line.call_apart("give", within_s=self.spec.step_timeout_s, returns=2)
-        value = await asyncio.wait_for(asyncio.wrap_future(state.future()), ANSWER_S)
-        if committed == self.steps:
-            self._kept = Kept(committed, self._session._ray.put(value))
+            self._lost(line, why)
+            line.ending = True
+            self._act(self._crew.complete(line))
 
     async def _ask_health(self, one: e.AskHealth) -> None:
-        line = self._lines.get(one.member)
-        if line is None or not line.there:
-            return
-        fault: str | None = None
-        try:
-            word, note = await self._asked("beside", line.task.id, "beside_health", one.timeout_s)
-            if word == "raised":
-                fault = f"its health call raised {note}"
-            elif word == "timed out":
-                fault = f"its health call did not return within {one.timeout_s:.3g} s"
-        except TrimtabError:
-            return  # the controller is not there to ask: says nothing about the member
-        self._feed(e.HealthAnswered(one.member, fault))
+        line = self._crew.lines.get(one.member)
+        if line is not None and line.there:
+            with contextlib.suppress(TrimtabError):  # no controller to ask says nothing about the member
+                self._feed(e.HealthAnswered(one.member, await self._crew.health(line, one.timeout_s)))
 
-    async def _let_go(self, line: Line) -> None:
+    async def _want(self, bundles: list[dict[str, float]]) -> None:
         with contextlib.suppress(TrimtabError):
-            await self._asked("beside", line.task.id, "beside_let_go", 2.0)
+            await self._crew.asked("want", self._client, bundles)
 
     # ---- worlds and steps
 
     async def _enter(self, order: e.EnterWorld) -> None:
-        entry = Entry(order, self._lines, self._plan.talents, self.steps, self._kept, self._now)
+        entry = Entry(order, self._crew.lines, self._talents, self.steps, self._crew.kept, self._now)
         try:
             entered = await entry.run()
         except StateLostError:
@@ -459,11 +355,19 @@ class Conductor:
             why = "; ".join(entered.failed.values())
             self._feed(e.WorldFailed(order.world.epoch, tuple(entered.failed), why))
             return
-        self._world, self._waits = order.world, None
+        self.world, self._waits = order.world, None
         said = f"world {order.world.epoch}: {order.world.size} members ({order.world.reason.sentence})"
         self._say(Happening("world", said, reason=order.world.reason, size=order.world.size))
         self._feed(e.WorldEntered(order.world.epoch))
         self._act(self._publish())
+
+    def _ask_size(self, size: int | None, asked: concurrent.futures.Future[None]) -> None:
+        try:
+            for one in self._machine.handle(e.Asked(size), self._now()):
+                self._carry_out(one)
+            asked.set_result(None)
+        except InputError as fault:
+            asked.set_exception(fault)
 
     def _ask_step(self, request: _Request) -> None:
         if self._gave_up is not None or self._closing:
@@ -475,21 +379,21 @@ class Conductor:
             self._feed(e.Boundary(self.steps))
 
     async def _run(self, order: e.RunStep) -> None:
-        request, world = self._request, self._world
+        request, world = self._request, self.world
         assert request is not None
         assert world is not None
-        lines = [self._lines[member] for member in world.members if member in self._lines]
+        lines = [self._crew.lines[member] for member in world.members if member in self._crew.lines]
         if len(lines) < world.size:
             outcome = StepOutcome(False, "a member is gone")
         else:
             said = f"step {order.step} runs on {world.size} members"
             self._whisper(Happening("step", said, step=order.step, size=world.size))
-            self._running = StepRun(order, lines, self._plan.talents, self.spec.step_timeout_s, self._let_go)
+            self._running = StepRun(order, lines, self._talents, self.spec.step_timeout_s, self._crew.let_go)
             outcome = await self._running.run(request.batch)
             self._running = None
         for line in lines:
             if not line.there and not line.lost:
-                self._lost(line, "its process is gone")
+                self._discard(line.member, "its process does not answer any more")
         if outcome.complete:
             await self._step_done(order, world, outcome, request)
         elif outcome.failure is not None:
@@ -501,7 +405,7 @@ class Conductor:
             request.result.set_exception(failed)
         else:
             request.redone += 1
-            self.tally.redone += 1
+            self._tally.redone += 1
             said = f"step {order.step} is done again: {outcome.why}"
             self._say(Happening("redone", said, reason=Reason(Code.redone, outcome.why)))
             self._feed(e.StepInterrupted(order.step, outcome.why, outcome.hung))
@@ -509,15 +413,13 @@ class Conductor:
     async def _step_done(self, order: e.RunStep, world: World, outcome: StepOutcome, request: _Request) -> None:
         self.steps = order.step
         for member, why in outcome.unfit.items():
-            self._discard(member)
-            self._feed(e.MemberLost(member, why))
+            self._discard(member, why)
         for member in outcome.hung:
-            self._discard(member)
-            self._feed(e.MemberLost(member, "it did not commit in time"))
-        self._kept = None
-        if self._plan.keeps:
-            await self._keep_any()
-        self.tally.stepped(world, self._now())
+            self._discard(member, "it did not commit in time")
+        self._crew.kept = None
+        if self._crew.plan.keeps:
+            await self._crew.keep_any(self.steps)
+        self._tally.stepped(world, self._now())
         changes, self._happened = tuple(self._happened), []
         self._request = None
         self._feed(e.StepDone(order.step))
@@ -541,7 +443,7 @@ class Conductor:
         left_s = one.deadline - self._now()
         self._loop.call_later(min(WARN_AFTER_S, left_s / 2), self._warn, one)
         self._waits = one
-        self._act(self._keep_any())
+        self._act(self._crew.keep_any(self.steps))
 
     def _warn(self, one: e.Wait) -> None:
         """A start takes a moment, and is nothing to warn of; a wait is."""
@@ -580,21 +482,17 @@ class Conductor:
             self._request = None
 
     async def _end_all(self) -> None:
-        """Every member's task ends, also those that the machine has forgotten."""
-        lines = list(self._tasks.values())
-        for line in lines:
-            line.ending = True
-        await asyncio.gather(*(self._complete(line) for line in lines))
-        await self._asked("publish", "group", self.spec.name, None, self._session.client)
-        await self._asked("want", self._session.client, [])
-        await asyncio.gather(*(self._asked("wait", line.task.id, ENDED, CLOSE_S / 2) for line in lines))
+        await self._crew.end_all(CLOSE_S / 2)
+        async with self._publishing:
+            await self._crew.asked("publish", "group", self.spec.name, None, self._client)
+        await self._want([])
 
     # ---- telling others
 
     def _say(self, happening: Happening) -> None:
         happening = replace(happening, at=self._now(), step=self.steps)
         self._happened.append(happening)
-        self.tally.happened(happening)
+        self._tally.happened(happening)
         self._whisper(happening)
 
     def _whisper(self, happening: Happening) -> None:
@@ -610,18 +508,15 @@ class Conductor:
             await self._publish()
 
     async def _publish(self) -> None:
-        facts = {**self._facts(), **self.tally.observed()}
-        with contextlib.suppress(TrimtabError):
-            await self._asked("publish", "group", self.spec.name, facts, self._session.client)
+        async with self._publishing:  # one at a time: the last word is that it ended
+            if not self._closing:
+                facts = {**self._facts(), **self._tally.observed()}
+                with contextlib.suppress(TrimtabError):
+                    await self._crew.asked("publish", "group", self.spec.name, facts, self._client)
 
     def _facts(self) -> dict[str, Any]:
-        seen = {**self._machine.view(), "redone": self.tally.redone}
-        return self.tally.facts(seen, self.spec, self._pool.name, self._waits, self._gave_up, self._now())
-
-    async def _asked(self, door: str, *args: Any) -> Any:
-        """Ask the controller, on a thread beside."""
-        ask = functools.partial(self._session.ask, door, *args, timeout_s=ANSWER_S)
-        return await self._loop.run_in_executor(self._threads, ask)
+        seen = {**self._machine.view(), "redone": self._tally.redone}
+        return self._tally.facts(seen, self.spec, self._crew.pool.name, self._waits, self._gave_up, self._now())
 
 
 def _as_told(view: NodeView) -> NodeView | None:

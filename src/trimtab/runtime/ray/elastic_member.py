@@ -48,6 +48,11 @@ class Talents:
     merge: bool
     health: bool
 
+    @property
+    def replicated(self) -> bool:
+        """Whether all members have the same state: a class that can merge states has one of its own in each."""
+        return self.state and not self.merge
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -92,6 +97,8 @@ def talents_of(kind: type) -> Talents:
     if has("save") != has("load"):
         lacking = "load" if has("save") else "save"
         raise InputError(f"it has no {lacking}()", where=where, hint="save() gives the state that load(state) takes")
+    if has("merge") and not has("save"):
+        raise InputError("it has merge(), but no save()", where=where, hint="merge(states) takes what save() gives")
     if compute == "step" and has("commit"):
         raise InputError("it has commit, but no compute", where=where, hint="rename step to compute")
     return Talents(compute, has("commit"), has("enter"), has("save"), has("merge"), has("health"))
@@ -117,8 +124,8 @@ class MemberShell:
         return Facts(os.getpid(), self._committed)
 
     def enter(self, world: MemberWorld) -> Facts:
-        """From now on, this is the world."""
-        self._world = world
+        """From now on, this is the world; the group has seen to it that the state is the current one."""
+        self._world, self._committed = world, world.step
         if self._talents.enter:
             self._settled(self._object.enter(world))
         return self.facts()

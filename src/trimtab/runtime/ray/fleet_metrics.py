@@ -101,8 +101,10 @@ def desired_workers(nodes: Sequence[NodeView], busy: Collection[str], wanted: Se
     staying = [one for one in nodes if one.state in THERE and one.state is not NodeState.draining]
     with_gpus = [one for one in staying if one.facts.total.get("gpu")]
     staying = with_gpus or [one for one in staying if not one.facts.head]
-    if not wanted or not staying:
+    if not wanted:
         return len(staying)
+    if not staying:
+        return 1  # of what kind it will be nobody knows yet; once it is there, the rest is reckoned
     totals = [dict(one.facts.total) for one in staying]
     largest = max(totals, key=lambda amounts: (amounts.get("gpu", 0), amounts.get("cpu", 0)))
     asked: Counter[str] = Counter()

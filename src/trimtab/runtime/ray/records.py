@@ -236,27 +236,32 @@ def actors_waiting(
 
     `began`: when each was asked for, by id; `requests`: what waits for room, by shape; `totals`: what each node has.
     """
-    waiting = []
-    for actor in actors:
-        if actor.state in (0, 1, 3):
-            one = _actor_waiting(actor, began.get(actor.actor_id.hex()))
-            pinned = one.node if _bound(one, requests, totals, now) else None
-            waiting.append(replace(one, pinned=pinned))
-    return waiting
+    waiting = [_actor_waiting(one, began.get(one.actor_id.hex())) for one in actors if one.state in (0, 1, 3)]
+    left = Counter(requests)
+    marked = []
+    for one in sorted(waiting, key=lambda one: -(one.since or now)):  # the oldest are the first to leave the queue
+        shape = Shape(Needs(one.asks[0].amounts, one.group, one.bundle), one.asks[0].labels)
+        queued = left[shape] > 0 or len(requests) >= MOST_SHAPES or one.stage is not Stage.room
+        if one.stage is Stage.room:
+            left[shape] -= 1
+        bound = not queued and _bound(one, totals, now)
+        marked.append(replace(one, queued=queued, pinned=one.node if bound else None))
+    return marked[::-1]
 
 
-def _bound(one: Waiting, requests: Counter[Shape], totals: Mapping[str, Resources], now: float) -> bool:
+def _bound(one: Waiting, totals: Mapping[str, Resources], now: float) -> bool:
     """Whether it may run on one node alone, the one that was asked for it.
 
     Ray does not say so, but it does not count such an actor among what waits for room anywhere either; and where that
-    node is too small for it, Ray gives it up.
+    node is too small for it, Ray gives it up. It does not count those either that have their room already.
     """
-    asked = one.asks[0]
-    if one.stage is not Stage.room or one.group is not None or one.since is None or now - one.since < SETTLED_S:
-        return False
-    if len(requests) >= MOST_SHAPES or requests[Shape(Needs(asked.amounts), asked.labels)] > 0:
-        return False
-    return one.node is not None and one.node in totals and asked.amounts.within(totals[one.node])
+    settled = one.since is not None and now - one.since >= SETTLED_S
+    return (
+        settled
+        and one.group is None
+        and one.node is not None
+        and one.asks[0].amounts.within(totals.get(one.node, NOTHING))
+    )
 
 
 def _actor_waiting(actor: Any, began: float | None) -> Waiting:
@@ -353,7 +358,7 @@ def tasks_waiting(
     """Requests that are not actors': by name as far as Ray remembers tasks of that shape, the rest by number."""
     left = Counter(requests)
     for one in others:
-        if one.kind is Kind.actor and one.stage is Stage.room:
+        if one.kind is Kind.actor and one.stage is Stage.room and one.queued:
             left[Shape(Needs(one.asks[0].amounts, one.group, one.bundle), one.asks[0].labels)] -= 1
     alike: dict[tuple[Shape, str, str], list[TaskRecord]] = {}
     for task in tasks:

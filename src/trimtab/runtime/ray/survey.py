@@ -14,11 +14,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from trimtab.fleet.survey import Drain, Foreign, Holder, NodeKind, SeenNode, Survey, named
 from trimtab.model.errors import InputError, TrimtabError, UnreachableError
-from trimtab.model.resources import GRAIN
+from trimtab.model.resources import GRAIN, Resources, total
 from trimtab.runtime.ray.cluster import answers, import_ray
 from trimtab.runtime.ray.foreign import foreign, visible
 from trimtab.runtime.ray.records import (
@@ -156,6 +157,7 @@ class Lookout:
         tasks = [one for one in map(TaskRecord.of, events) if one.job not in ended]
         requests = requests_by_shape(state.pending_resource_requests)
         holders = [one for each in groups for one in group_holders(each, living)]
+        nodes = _less(nodes, holders)
         holders += [one for each in actors for one in actor_holders(each, living)]
         holders += [one for each in tasks for one in each.holders(living)]
         began = {one.actor: one.since for one in tasks if one.actor and one.since is not None}
@@ -231,6 +233,16 @@ class Lookout:
             )
             for one in autoscaler_pb2.ClusterConfig.FromString(told).node_group_configs
         )
+
+
+def _less(nodes: tuple[SeenNode, ...], groups: list[Holder]) -> tuple[SeenNode, ...]:
+    """Nodes tell what is free a moment after the control store has given bundles away there."""
+    held: dict[str, list[Resources]] = {}
+    for one in groups:
+        held.setdefault(one.node, []).append(one.amounts)
+    return tuple(
+        replace(one, free=one.free.minus(one.free.minus(one.total.minus(total(held.get(one.id, [])))))) for one in nodes
+    )
 
 
 def _tried(faults: list[str], what: str, otherwise: Answer, ask: Callable[[], Answer]) -> Answer:

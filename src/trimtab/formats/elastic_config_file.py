@@ -1,0 +1,50 @@
+"""The `elastic_config:` block of a YAML file: read, checked, with the file and the key in every error.
+
+The block may stand in any training config, among keys that are none of ours; only what is inside it is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trimtab.formats import yaml_text
+from trimtab.model.elastic_config import ElasticConfig
+from trimtab.model.errors import InputError, nearest
+
+BLOCK = "elastic_config"
+
+
+def read(path: Path) -> ElasticConfig:
+    """The settings in a file, or an InputError with the file and the key; a file without the block is an error."""
+    config = from_data(yaml_text.read_mapping(path), str(path))
+    if config is None:
+        raise InputError(f"this file has no {BLOCK} block", where=str(path), hint=f"{BLOCK}: {{max_workers: 8}}")
+    return config
+
+
+def from_text(text: str, name: str = "the text") -> ElasticConfig | None:
+    """The settings in YAML text, or None where it has no such block; `name` stands in errors."""
+    data = yaml_text.parse(text, name)
+    if not isinstance(data, Mapping):
+        raise InputError("a mapping of keys is expected", where=name)
+    return from_data(data, name)
+
+
+def from_data(data: Mapping[Any, Any], name: str) -> ElasticConfig | None:
+    """The settings in plain data, or None where there is no such block (or it is empty: null)."""
+    if BLOCK not in data:
+        meant = nearest(BLOCK, [key for key in data if isinstance(key, str) and key.startswith("elastic")])
+        if meant is not None:
+            raise InputError(f"{meant} is not read", where=f"{name}: {meant}", hint=f"did you mean {BLOCK}?")
+        return None
+    block = data[BLOCK]
+    if block is None:
+        return None
+    where = f"{name}: {BLOCK}"
+    if not isinstance(block, Mapping):
+        raise InputError(f"{BLOCK} is a mapping of settings, not {type(block).__name__}", where=where)
+    if callable(block.get("policy")):
+        raise InputError("policy is the name of a policy here", where=f"{where}.policy")
+    return ElasticConfig.from_mapping(dict(block), where)

@@ -1,0 +1,310 @@
+"""The nouns of rollout: workers (one rollout engine each), requests (one generation asked each), refits and membership.
+
+Frozen facts, checked where they are made. Requests are counts and ids here: prompts, tokens and texts stay with whoever
+holds them. Weight versions are whole numbers that the trainer gives out. What is done is decided in `trimtab.fleet`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, fields
+
+from trimtab.model.errors import InputError
+from trimtab.model.reason import Reason
+
+DEFAULT_CLASS = "default"
+
+
+class WorkerState(str, enum.Enum):
+    """Where a worker is."""
+
+    active = "active"  # serves, and its weights are the trainer's
+    draining = "draining"  # takes nothing new; what it has goes on until its deadline
+    inactive = "inactive"  # off: its cache is flushed and its memory given back; can be had again
+    starting = "starting"  # being started or woken; takes nothing yet
+    stale = "stale"  # up, but its weights are older than the trainer's, or nobody vouches for them
+    empty = "empty"  # up, but its weights were discarded: its version is none, whatever it reports
+    suspect = "suspect"  # it fails or is silent: what runs there goes on, nothing new goes there
+    lost = "lost"  # gone; what it had goes elsewhere
+
+
+UP = (WorkerState.active, WorkerState.draining, WorkerState.stale, WorkerState.empty, WorkerState.suspect)
+
+
+class RequestState(str, enum.Enum):
+    """Where a request is."""
+
+    queued = "queued"  # accepted; waits for room, or for a version
+    sent = "sent"  # with a worker, nothing heard yet
+    streaming = "streaming"  # with a worker, tokens come
+    moving = "moving"  # its attempt is being cut; goes to another worker with what it has
+    done = "done"  # answered
+    failed = "failed"  # answered, with the reason why there is no (whole) answer
+
+
+ANSWERED = (RequestState.done, RequestState.failed)
+
+
+class Verb(str, enum.Enum):
+    """What is done to a worker. Each takes time, and ends in ActDone or ActFailed."""
+
+    start = "start"  # the engine's process
+    wake = "wake"  # memory back, cache empty
+    sleep = "sleep"  # flush the cache and give the memory back; only ever with no request running
+    stop = "stop"  # end the process
+    pause = "pause"  # requests stay where they are and make no token
+    resume = "resume"
+    refit = "refit"  # load the trainer's weights
+    probe = "probe"  # one small generation, to see whether it answers
+
+
+class Owner(str, enum.Enum):
+    """Who carries out a verb; with `trainer` trimtab only watches."""
+
+    trimtab = "trimtab"
+    trainer = "trainer"
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Who carries out what, per verb."""
+
+    sleep: Owner = Owner.trimtab  # and wake
+    pause: Owner = Owner.trimtab  # and resume
+    refit: Owner = Owner.trainer
+    abort: Owner = Owner.trimtab  # of requests nobody cancelled: at the end of a drain, at a refit
+
+
+class RefitWay(str, enum.Enum):
+    """How weights reach the engines."""
+
+    disk = "disk"  # each engine reads them for itself
+    collective = "collective"  # one group of trainer and engines, rebuilt on a new epoch
+    same_gpu = "same_gpu"  # trainer and engine share devices
+
+
+class InFlight(str, enum.Enum):
+    """What becomes of requests that run when a refit begins. Those that may not span versions restart either way."""
+
+    keep = "keep"  # they stay, paused, and go on under the new weights
+    move = "move"  # they are cut and go on elsewhere, or here, once somebody is current
+
+
+class End(str, enum.Enum):
+    """How a request was answered."""
+
+    stop = "stop"  # the model ended it
+    length = "length"  # it has all the tokens it may have
+    abort = "abort"  # cut by others than trimtab; partial
+    cancelled = "cancelled"  # by the client
+    failed = "failed"
+
+
+@dataclass(frozen=True)
+class RequestClass:
+    """Requests of one kind: rollout, validation, reward ..."""
+
+    name: str = DEFAULT_CLASS
+    priority: int = 0  # the higher goes first
+    queue_limit: int = 10_000  # requests that may wait; the next one is refused
+    deadline_s: float | None = 3_600.0  # from arrival, where the request does not say; None: waits for ever
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise InputError("a request class needs a name")
+        if self.queue_limit < 1:
+            raise InputError(f"class {self.name}: queue_limit is {self.queue_limit}", hint="at least 1")
+        _seconds(f"class {self.name}: deadline_s", self.deadline_s)
+
+
+@dataclass(frozen=True)
+class RequestSpec:
+    """One generation asked. Several samples of one prompt are several requests of one group."""
+
+    id: str
+    prompt_tokens: int
+    max_tokens: int
+    min_tokens: int = 0
+    class_: str = DEFAULT_CLASS
+    group: str = ""  # requests of one group begin alike; empty: like nobody's
+    version: int | None = None  # only these weights
+    at_least: int | None = None  # these weights or newer
+    resumable: bool = True  # False: a cut would change the answer (seed, penalties, grammar), so it restarts
+    spans: bool = True  # False: all of it from one version (staleness 0); a refit restarts it
+    key: str = ""  # given by the client: a second request with it gets the answer of the first
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            raise InputError("a request needs an id")
+        if self.prompt_tokens < 0 or self.max_tokens < 1 or not 0 <= self.min_tokens <= self.max_tokens:
+            raise InputError(
+                f"request {self.id}: {self.prompt_tokens} prompt tokens, {self.min_tokens} to {self.max_tokens} asked",
+                hint="prompt_tokens >= 0, max_tokens >= 1, 0 <= min_tokens <= max_tokens",
+            )
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """One rollout engine, as whoever adds it describes it."""
+
+    id: str
+    limit: int = 64  # requests at once
+    token_limit: int | None = None  # full when so many tokens are outstanding
+    size: int = 1  # ranks of a collective (tensor parallel x pipeline parallel)
+    startable: bool = False  # trimtab starts and stops its process; False: attached, somebody else runs it
+    can_sleep: bool = True
+    can_pause: bool = True  # in place, keeping what runs
+    sleep_keeps_weights: bool = True  # False: after a sleep it is EMPTY
+    node: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            raise InputError("a worker needs an id")
+        if self.limit < 1 or self.size < 1 or (self.token_limit is not None and self.token_limit < 1):
+            raise InputError(
+                f"worker {self.id}: limit {self.limit}, size {self.size}, token_limit {self.token_limit}",
+                hint="each at least 1",
+            )
+
+
+@dataclass(frozen=True)
+class RolloutRules:
+    """How workers and requests are judged. Seconds, unless said otherwise."""
+
+    least: int = 1  # workers, by plan
+    most: int = 8
+    capacity: int = 8  # requests that one worker is expected to carry, for scaling
+    version: int = 0  # of the weights that engines are started with
+    classes: tuple[RequestClass, ...] = (RequestClass(),)
+    ownership: Ownership = Ownership()  # noqa: RUF009 -- it is frozen
+    monitor_s: float = 5.0  # between two looks at the load
+    drain_s: float = 30.0  # then what is left moves
+    abort_s: float = 5.0  # for a cut to be confirmed; then it counts as done and the worker as suspect
+    stall_s: float = 120.0  # without a token: a request is moved, and a worker silent for so long is suspect
+    suspect_s: float = 2.0  # unwell for so long: suspect
+    lost_s: float = 30.0  # unwell for so long: lost
+    start_s: float = 600.0
+    wake_s: float = 60.0
+    sleep_s: float = 60.0
+    stop_s: float = 60.0
+    pause_s: float = 30.0
+    refit_s: float = 600.0
+    probe_s: float = 10.0
+    back_off_s: float = 1.0  # before a failed start, wake or refit is tried again; doubles
+    tries: int = 3  # of a start, wake, stop or refit in a row; and probes of a suspect
+    faults: int = 3  # broken requests in a row: suspect
+    retries: int = 5  # of one request after breaks; moves that trimtab asks for are not counted
+    load_fresh_s: float = 5.0  # an engine's own figures are believed for so long
+    kv_full: float = 0.97  # share of its cache in use: nothing more for it
+    affinity_requests: float = 2.0  # a prefix is worth waiting behind so many requests more than elsewhere
+    affinity_window: int = 64  # so many places in the queue may be jumped for a prefix
+    answers_kept: int = 1_000  # answered requests that can still be asked about
+    key_kept_s: float = 600.0  # for which an answer is given again for its key
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least <= self.most:
+            raise InputError(f"least {self.least}, most {self.most} workers", hint="0 <= least <= most")
+        if self.capacity < 1:
+            raise InputError(f"capacity is {self.capacity} requests a worker", hint="at least 1")
+        names = [one.name for one in self.classes]
+        if not names or len(set(names)) < len(names):
+            raise InputError(f"request classes: {', '.join(names) or 'none'}", hint="at least one, each name once")
+        for one in fields(self):
+            if one.name.endswith("_s"):
+                _seconds(one.name, getattr(self, one.name))
+        if self.monitor_s <= 0:
+            raise InputError(f"monitor_s is {self.monitor_s}", hint="seconds, more than 0")
+        if self.lost_s < self.suspect_s:
+            raise InputError(f"lost_s {self.lost_s} is under suspect_s {self.suspect_s}")
+        if min(self.tries, self.faults) < 1 or min(self.retries, self.affinity_window, self.answers_kept) < 0:
+            raise InputError("tries and faults are at least 1; retries, affinity_window and answers_kept at least 0")
+
+
+@dataclass(frozen=True)
+class Span:
+    """So many tokens in a row that one version of the weights made."""
+
+    version: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker's place in a collective: ranks offset .. offset + size - 1."""
+
+    worker: str
+    size: int
+    offset: int
+    incarnation: int  # grows whenever the worker's process is another one
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Who takes part in refits. Frozen from refit begin to refit end; a new epoch exactly when somebody is another."""
+
+    epoch: int
+    members: tuple[Member, ...] = ()
+    frozen: bool = False
+    joined: tuple[str, ...] = ()  # since the epoch before
+    left: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Of all members together."""
+        return sum(one.size for one in self.members)
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """A worker as others see it."""
+
+    worker: str
+    state: WorkerState
+    reason: Reason
+    since: float
+    version: int | None  # as confirmed, not as reported; None: nobody knows
+    running: int  # requests that are really there
+    outstanding_tokens: int  # predicted
+    spec: WorkerSpec
+    paused: bool = False
+    asleep: bool = False
+    doing: Verb | None = None
+    deadline: float | None = None  # of what is being done, or of a drain
+    served: int = 0  # requests finished
+
+
+@dataclass(frozen=True)
+class RequestView:
+    """A request as others see it."""
+
+    request: str
+    state: RequestState
+    reason: Reason
+    since: float
+    spec: RequestSpec
+    tokens: int
+    worker: str = ""
+    attempt: int = 0
+    breaks: int = 0
+    moves: int = 0
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True)
+class ScaleStep:
+    """One decision about the number of workers: why, what it expected, and whether that came true."""
+
+    at: float
+    before: int  # that served
+    workers: int  # asked
+    reason: Reason
+    expects: str = ""
+    changed: tuple[str, ...] = ()  # workers that were woken, started, called back or drained
+    came_true: bool | None = None  # None: not known yet
+
+
+def _seconds(name: str, value: float | None) -> None:
+    if value is not None and not (math.isfinite(value) and value >= 0):
+        raise InputError(f"{name} is {value}", hint="seconds, 0 or more")

@@ -1,0 +1,254 @@
+"""Engines that are Ray actors: any actor with a few methods, so that a trainer's own engine can serve.
+
+Needed are `generate(order)`, a generator of dictionaries with the fields of `Piece`, and `ready()`, a dictionary with
+the fields of `EngineState` or plain true or false. What else it has of `load`, `abort`, `pause`, `resume`, `sleep`,
+`wake`, `flush`, `version` and `refit` is used; what it lacks is not offered. Orders and refits are handed over as
+dictionaries, modes and parts as strings, so that the actor need not import anything of ours.
+
+`generate` and `abort` have to be able to run beside each other: an async actor, or one with several threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Collection
+from contextlib import suppress
+from typing import Any
+
+from trimtab.model.errors import InputError
+from trimtab.runtime.engines.engine import (
+    Deadlines,
+    EngineError,
+    EngineFailedError,
+    EngineGoneError,
+    EngineLoad,
+    EngineNonsenseError,
+    EngineState,
+    EngineWedgedError,
+    Finish,
+    GenerateOrder,
+    Part,
+    Pause,
+    Piece,
+    Refit,
+    Verb,
+)
+from trimtab.runtime.engines.gated import Events, GatedEngine, Nonsense, Reader
+
+_NEEDS = {
+    Verb.pause: ("pause", "resume"),
+    Verb.sleep: ("sleep", "wake"),
+    Verb.flush: ("flush",),
+    Verb.refit: ("refit", "version"),
+    Verb.version: ("version",),
+}
+
+
+class ActorEngine(GatedEngine):
+    """An actor that generates."""
+
+    kind = "actor"
+
+    def __init__(self, name: str, handle: Any, deadlines: Deadlines | None = None) -> None:
+        super().__init__(name, deadlines)
+        self._handle = handle
+        for method in ("generate", "ready"):
+            if not self._has(method):
+                raise InputError(f"the actor of engine {name} has no method '{method}'")
+        self.verbs = frozenset(verb for verb, needed in _NEEDS.items() if all(map(self._has, needed)))  # type: ignore[misc]
+
+    def _has(self, method: str) -> bool:
+        return getattr(self._handle, method, None) is not None
+
+    def _events(self, order: GenerateOrder) -> Events:
+        return _Generator(self.name, self._handle, dataclasses.asdict(order), self.deadlines)
+
+    def _reader(self, order: GenerateOrder) -> Reader:
+        return _Dictionaries()
+
+    async def _look(self) -> EngineState:
+        told = await self._call("ready", within_s=self.deadlines.call_s)
+        told = dict(told) if isinstance(told, dict) else {"up": bool(told)}
+        paused, asleep = bool(told.get("paused")), bool(told.get("asleep"))
+        self._seen(paused, asleep)
+        version = None if self._discarded or told.get("version") is None else str(told["version"])
+        up = bool(told.get("up")) and not self._shut
+        why = self._shut or str(told.get("why") or ("it answers" if up else "it says that it is not ready"))
+        return EngineState(up, why, version, paused or self._paused is not None, asleep, "actor")
+
+    async def _load(self) -> EngineLoad:
+        if not self._has("load"):
+            # All that is known is what was sent from here.
+            return EngineLoad(len(self._flights), 0, None, time.monotonic(), fresh=False)
+        told = await self._call("load", within_s=self.deadlines.call_s)
+        try:
+            used = told.get("kv_used_share")
+            return EngineLoad(
+                int(told["running"]), int(told.get("waiting", 0)), None if used is None else float(used),
+                time.monotonic(), fresh=bool(told.get("fresh", self._paused is None)),
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise EngineNonsenseError(f"its load cannot be read: {error!r}", engine=self.name) from None
+
+    async def _version(self) -> str | None:
+        if not self._has("version"):
+            return None
+        told = await self._call("version", within_s=self.deadlines.call_s)
+        return None if told is None else str(told)
+
+    async def _abort(self, ids: Collection[str] | None) -> bool:
+        if not self._has("abort"):
+            return False
+        await self._call("abort", None if ids is None else list(ids), within_s=self.deadlines.call_s)
+        return True
+
+    async def _pause(self, mode: Pause) -> None:
+        if Verb.pause in self.verbs:
+            await self._call("pause", mode.value)
+        elif mode is Pause.keep:
+            raise InputError("this actor cannot hold requests still", where=f"engine {self.name}", hint="abort or wait")
+        else:
+            if mode is Pause.abort:
+                await self.abort()
+            deadline = time.monotonic() + self.deadlines.change_s
+            while self._flights:
+                if time.monotonic() > deadline:
+                    raise EngineWedgedError("requests still ran long after the pause", engine=self.name)
+                await asyncio.sleep(0.02)
+
+    async def _resume(self) -> None:
+        if Verb.pause in self.verbs:
+            await self._call("resume")
+
+    async def _sleep(self, level: int) -> None:
+        await self._call("sleep", level)
+
+    async def _wake(self, parts: set[Part]) -> None:
+        await self._call("wake", sorted(part.value for part in parts))
+
+    async def _flush(self) -> None:
+        await self._call("flush")
+
+    async def _refit(self, refit: Refit) -> None:
+        await self._call("refit", dataclasses.asdict(refit), within_s=self.deadlines.refit_s)
+
+    async def _call(self, method: str, *given: Any, within_s: float | None = None) -> Any:
+        seconds = self.deadlines.change_s if within_s is None else within_s
+        try:
+            answer = await asyncio.wait_for(_value(getattr(self._handle, method).remote(*given)), seconds)
+        except Exception as error:
+            raise _as_ours(error, f"{method}()", self.name, seconds) from None
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineFailedError(f"{method}() said success: false: {answer}", engine=self.name)
+        return answer
+
+
+class _Generator:
+    """One running generator of an actor, as a stream of events."""
+
+    def __init__(self, name: str, handle: Any, order: dict[str, Any], deadlines: Deadlines) -> None:
+        self._name, self._handle, self._order, self._deadlines = name, handle, order, deadlines
+        self._running: Any = None
+        self._ended = asyncio.Event()  # closed from here
+        self._timer: asyncio.TimerHandle | None = None
+
+    def close(self, *, on_purpose: bool = False) -> None:
+        self._ended.set()
+        if self._timer:
+            self._timer.cancel()
+        if self._running is not None:
+            import ray
+
+            with suppress(Exception):  # a generator that is over, or an actor that is gone
+                ray.cancel(self._running)
+            self._running = None
+
+    def close_within(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, lambda: self.close(on_purpose=True))
+
+    async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
+        running = self._handle.generate.options(num_returns="streaming").remote(self._order)
+        self._running = running
+        seconds = self._deadlines.first_bytes_s
+        while True:
+            told = await self._next(running, seconds)
+            if told is _OVER:
+                return
+            if not isinstance(told, dict):
+                raise EngineNonsenseError(f"it gave a {type(told).__name__} and no dictionary", engine=self._name)
+            yield told
+            seconds = self._deadlines.silence_s
+
+    async def _next(self, running: Any, seconds: float) -> Any:
+        reading = asyncio.ensure_future(_one(running))
+        ending = asyncio.ensure_future(self._ended.wait())
+        try:
+            await asyncio.wait((reading, ending), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                return reading.result()
+            if ending.done():
+                raise EngineGoneError("its generator was closed", engine=self._name)
+            raise EngineWedgedError(f"generate() gave nothing for {seconds:g} s", engine=self._name)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise _as_ours(error, "generate()", self._name, seconds) from None
+        finally:
+            ending.cancel()
+            reading.cancel()
+
+
+_OVER = object()
+
+
+async def _one(running: Any) -> Any:
+    try:
+        return await (await running.__anext__())
+    except StopAsyncIteration:
+        return _OVER
+
+
+async def _value(reference: Any) -> Any:
+    return await reference
+
+
+def _as_ours(error: Exception, call: str, name: str, seconds: float) -> EngineError:
+    """What went wrong at Ray, in our words."""
+    from ray.exceptions import RayActorError, RayTaskError
+
+    if isinstance(error, asyncio.TimeoutError):
+        return EngineWedgedError(f"{call} had no answer in {seconds:g} s", engine=name)
+    if isinstance(error, RayActorError):
+        return EngineGoneError(f"{call}: its actor is gone", engine=name)
+    if isinstance(error, RayTaskError):
+        cause = error.cause if error.cause is not None else error
+        return EngineFailedError(f"{call} raised {type(cause).__name__}: {str(cause)[:200]}", engine=name)
+    return EngineGoneError(f"{call}: {type(error).__name__}: {str(error)[:200]}", engine=name)
+
+
+class _Dictionaries:
+    """Pieces from the dictionaries of an actor."""
+
+    async def take(self, event: dict[str, Any]) -> list[Piece]:
+        unknown = sorted(set(event) - _FIELDS)
+        if unknown:
+            raise Nonsense(f"unknown fields: {', '.join(unknown)}")
+        finish = event.get("finish")
+        if finish is not None:
+            finish = Finish.aborted_elsewhere if finish == Finish.aborted.value else Finish(finish)
+        logprobs, text = event.get("logprobs"), event.get("text")
+        ids = tuple(int(one) for one in event.get("token_ids") or ())
+        if logprobs is not None and len(logprobs) != len(ids):
+            raise Nonsense(f"{len(logprobs)} log-probabilities for {len(ids)} tokens")
+        version = event.get("version")
+        return [
+            Piece(
+                ids, None if logprobs is None else tuple(logprobs), event.get("best"), text, finish,
+                event.get("stopped_by"), None if version is None else str(version), int(event.get("missing") or 0),
+            )
+        ]  # fmt: skip
+
+
+_FIELDS = {one.name for one in dataclasses.fields(Piece)}

@@ -1,0 +1,84 @@
+"""Which software answers at an address, and which release of it.
+
+Asked before an adapter is made, because the dialects differ and releases differ within a dialect. A release that was
+never tried is not refused, but it is said; what answers like none of them is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import aiohttp
+
+from trimtab.model.errors import TrimtabError, UnreachableError
+from trimtab.runtime.engines.engine import Deadlines, EngineGoneError, EngineWedgedError
+from trimtab.runtime.engines.http_engine import HttpEngine
+from trimtab.runtime.engines.llamacpp import LlamaCppEngine
+from trimtab.runtime.engines.sglang import SglangEngine
+from trimtab.runtime.engines.vllm import VllmEngine
+from trimtab.runtime.engines.wire import Wire, require_private
+
+KINDS: dict[str, type[HttpEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine, "llamacpp": LlamaCppEngine}
+TRIED = {"vllm": "0.32", "sglang": "0.5", "llamacpp": ""}
+"""The releases whose behaviour the adapters are written from; llama.cpp has builds, not releases."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What answers at an address."""
+
+    kind: str
+    release: str  # empty where it does not say
+    note: str = ""  # what a person should know before trusting it
+
+
+async def detect(url: str, session: aiohttp.ClientSession, deadlines: Deadlines | None = None) -> Dialect:
+    """Asks what only one of them answers."""
+    await require_private(url)
+    wire = Wire(url, url, session, deadlines or Deadlines())
+    for path, kind in (
+        ("/props", "llamacpp"),
+        ("/server_info", "sglang"),
+        ("/get_server_info", "sglang"),
+        ("/version", "vllm"),
+    ):
+        try:
+            told = await wire.get(path)
+        except (EngineGoneError, EngineWedgedError):
+            raise
+        except TrimtabError:
+            continue
+        if isinstance(told, dict) and _is(kind, told):
+            return _dialect(kind, told)
+    raise UnreachableError(
+        "what answers there is neither vLLM nor SGLang nor llama.cpp", where=url, hint="give the engine's own address"
+    )
+
+
+def _is(kind: str, told: dict[str, object]) -> bool:
+    if kind == "llamacpp":
+        return "default_generation_settings" in told or "build_info" in told
+    if kind == "sglang":  # vLLM has a /server_info of its own, with its configuration in it
+        return "version" in told and "vllm_config" not in told
+    return "version" in told
+
+
+def _dialect(kind: str, told: dict[str, object]) -> Dialect:
+    release = str(told.get("build_info" if kind == "llamacpp" else "version") or "")
+    tried = TRIED[kind]
+    if not release or release == "b0-unknown":
+        return Dialect(kind, release, f"this {kind} does not say its release")
+    if tried and not re.match(rf"v?{re.escape(tried)}(\.|$|\D)", release):
+        return Dialect(kind, release, f"{kind} {release} was never tried; {tried} was")
+    return Dialect(kind, release)
+
+
+async def attach(
+    name: str, url: str, session: aiohttp.ClientSession, deadlines: Deadlines | None = None
+) -> tuple[HttpEngine, Dialect]:
+    """The adapter for what answers there."""
+    dialect = await detect(url, session, deadlines)
+    engine = KINDS[dialect.kind](name, url, session, deadlines)
+    engine.dialect = f"{dialect.kind} {dialect.release}".strip()
+    return engine, dialect

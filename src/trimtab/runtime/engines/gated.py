@@ -1,0 +1,393 @@
+"""What all adapters have in common: open streams, the gate, and the order in which memory is released.
+
+The gate is shut before a pause or sleep is sent and opened only after a resume or wake was confirmed, so that no
+request can slip in between. `ready` also shuts it when it sees that somebody else paused the engine, and opens it when
+that is over. A dialect says how its events are read and which calls its verbs are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from typing import Any, ClassVar, Protocol
+
+from trimtab.model.errors import InputError, TrimtabError
+from trimtab.runtime.engines.engine import (
+    Deadlines,
+    EngineBusyError,
+    EngineError,
+    EngineFailedError,
+    EngineGoneError,
+    EngineLoad,
+    EngineNonsenseError,
+    EnginePausedError,
+    EngineState,
+    EngineWedgedError,
+    Finish,
+    GenerateOrder,
+    NotOfferedError,
+    OrderRefusedError,
+    Part,
+    Pause,
+    Piece,
+    Refit,
+    SoFar,
+    Verb,
+)
+
+
+class Reader(Protocol):
+    """Turns the events of one stream into pieces; raises `Nonsense` for what cannot be."""
+
+    async def take(self, event: dict[str, Any]) -> list[Piece]:
+        """The pieces of one event."""
+
+
+class Events(Protocol):
+    """One open stream of events; its errors are those of `engine.py`."""
+
+    def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
+        """Until its end, or an error."""
+
+    def close(self, *, on_purpose: bool = False) -> None:
+        """Ends it here and now, which the engine takes as an abort."""
+
+    def close_within(self, seconds: float) -> None:
+        """Ends it unless it has ended by itself by then."""
+
+
+class Nonsense(Exception):  # noqa: N818 - not raised beyond this folder
+    """What an engine said cannot be."""
+
+
+class Flight:
+    """One open stream."""
+
+    def __init__(self, order: GenerateOrder) -> None:
+        self.order, self.so_far = order, SoFar()
+        self.events: Events | None = None
+        self.abort_asked = False
+        self.over = False  # it ended by itself, well or not
+
+
+class GatedEngine:
+    """The shared half of an adapter; see `Engine` for the verbs."""
+
+    kind: ClassVar[str]
+    verbs: ClassVar[frozenset[Verb]] = frozenset()
+
+    def __init__(self, name: str, deadlines: Deadlines | None = None) -> None:
+        self.name, self.deadlines = name, deadlines or Deadlines()
+        self.dialect = ""
+        # Requests whose streams are open, by id.
+        self._flights: dict[str, Flight] = {}
+        # Why nothing may be sent: set before a pause or sleep is sent, empty only when the engine confirmed otherwise.
+        self._shut = ""
+        self._shut_by_others = False  # it was somebody else's pause that shut it
+        # How this adapter paused it last; None when it is not paused, or the pause was not confirmed.
+        self._paused: Pause | None = None
+        # Parts of the memory that are released.
+        self._asleep: set[Part] = set()
+        # What is still being told to the engine of requests whose clients went away.
+        self._telling: set[asyncio.Task[None]] = set()
+        self._discarded = False  # its weights are gone until a refit is confirmed, whatever it reports
+
+    # Asking.
+
+    async def ready(self) -> EngineState:
+        """Would it serve now? A paused or sleeping engine is not ready, whatever its health page says."""
+        try:
+            await self._reach()
+            return await self._look()
+        except TrimtabError as error:
+            return EngineState(
+                False, error.what, paused=bool(self._paused), asleep=bool(self._asleep), dialect=self.dialect
+            )
+
+    async def load(self) -> EngineLoad:
+        """What it has to do, by its own counters."""
+        await self._reach()
+        return await self._load()
+
+    async def version(self) -> str | None:
+        """Of its weights; None while they are discarded."""
+        if self._discarded:
+            return None
+        await self._reach()
+        return await self._version()
+
+    # Generating.
+
+    async def generate(self, order: GenerateOrder) -> AsyncIterator[Piece]:
+        """Streams one answer; see `Engine.generate`."""
+        self._refuse_when_shut()
+        if order.id in self._flights:
+            raise InputError(f"a request '{order.id}' is already running there", where=f"engine {self.name}")
+        flight = self._flights[order.id] = Flight(order)
+        try:
+            await self._reach()
+            self._refuse_when_shut()
+            async for piece in self._pieces(flight):
+                flight.so_far = flight.so_far.plus(piece)
+                flight.over = piece.finish is not None
+                yield piece
+        except (EngineError, OrderRefusedError):
+            flight.over = True
+            raise
+        finally:
+            self._flights.pop(order.id, None)
+            if flight.events is not None:
+                flight.events.close()
+            if not flight.over:
+                self._left(flight.order.id)
+
+    async def _pieces(self, flight: Flight) -> AsyncIterator[Piece]:
+        reader, flight.events = self._reader(flight.order), self._events(flight.order)
+        if flight.abort_asked:
+            yield Piece(finish=Finish.aborted)
+            return
+        try:
+            async for event in flight.events:
+                for piece in await self._read(reader, event):
+                    yield self._blamed(flight, piece)
+                    if piece.finish is not None:
+                        return
+            raise EngineGoneError("it ended the stream without finishing the answer", engine=self.name)
+        except (EngineError, OSError) as error:
+            if flight.abort_asked:
+                yield Piece(finish=Finish.aborted)
+                return
+            raise await self._told(error, flight.so_far) from None
+
+    async def _read(self, reader: Reader, event: dict[str, Any]) -> list[Piece]:
+        try:
+            return await reader.take(event)
+        except Nonsense as error:
+            raise EngineNonsenseError(str(error), engine=self.name) from None
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise EngineNonsenseError(
+                f"an event that cannot be read ({type(error).__name__}: {error})", engine=self.name
+            ) from None
+
+    def _blamed(self, flight: Flight, piece: Piece) -> Piece:
+        """An abort that was asked here is told apart from one that others asked for."""
+        if piece.finish is Finish.aborted_elsewhere and flight.abort_asked:
+            return Piece(
+                piece.token_ids, piece.logprobs, piece.best, piece.text, Finish.aborted, version=piece.version,
+                missing=piece.missing,
+            )  # fmt: skip
+        return piece
+
+    async def _told(self, error: Exception, so_far: SoFar) -> EngineError:
+        """The error with what had been generated; a silence that is a pause of others is called so."""
+        if not isinstance(error, EngineError):
+            error = EngineGoneError(str(error), engine=self.name)
+        if isinstance(error, EngineWedgedError):
+            state = await self.ready()
+            if state.paused or state.asleep:
+                error = EnginePausedError(f"{error.what}, because {state.why}", engine=self.name)
+        error.so_far = so_far
+        return error
+
+    def _refuse_when_shut(self) -> None:
+        if self._shut:
+            raise EnginePausedError(
+                f"nothing is sent to it: {self._shut}", engine=self.name, hint="resume or wake it first"
+            )
+
+    def _left(self, key: str) -> None:
+        """A client went away and its stream was closed; engines that are slow to notice are told besides."""
+        task = asyncio.get_running_loop().create_task(self._tell_left(key))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def _tell_left(self, key: str) -> None:
+        """Nothing more to say, for most."""
+
+    # Life cycle.
+
+    async def abort(self, ids: Collection[str] | None = None) -> None:
+        """Ends these requests, or all."""
+        flights = [flight for key, flight in self._flights.items() if ids is None or key in ids]
+        for flight in flights:
+            flight.abort_asked = True
+        try:
+            told = await self._abort(ids)
+        except (EngineError, OrderRefusedError):
+            told = False
+        for flight in flights:
+            if flight.events is not None:
+                # Where the engine was told, the stream should end by itself, with its last tokens.
+                if told:
+                    flight.events.close_within(self.deadlines.abort_s)
+                else:
+                    flight.events.close(on_purpose=True)
+
+    async def pause(self, mode: Pause = Pause.abort) -> None:
+        """No request is sent from now on; see `Pause` for those that run."""
+        await self._reach()
+        self._shut, self._shut_by_others, self._paused = f"a pause ({mode.value}) was asked for", False, None
+        if mode is Pause.abort:
+            for flight in self._flights.values():
+                flight.abort_asked = True
+        await self._pause(mode)
+        self._shut, self._paused = f"it is paused ({mode.value})", mode
+
+    async def resume(self) -> None:
+        """The gate opens only when the engine has confirmed."""
+        if self._asleep:
+            raise EnginePausedError("it is asleep", engine=self.name, hint="wake it first")
+        await self._reach()
+        await self._resume()
+        self._shut, self._shut_by_others, self._paused = "", False, None
+
+    async def sleep(self, level: int = 1) -> None:
+        """Gives memory back; never with requests running."""
+        self._offers(Verb.sleep)
+        if level not in (1, 2):
+            raise InputError(f"there is no sleep of level {level}", hint="1 keeps the weights, 2 discards them")
+        await self._reach()
+        await self._require_idle()
+        self._shut = f"a sleep (level {level}) was asked for"
+        if self._paused is None:
+            # Somebody else may send between the look and the release; a pause turns that from a crash into an abort.
+            await self.pause(Pause.abort)
+        if level == 2:
+            self._discarded = True  # from here on, even if the call fails half-way
+        self._asleep = {Part.weights, Part.kv_cache}
+        self._shut = f"it is asleep (level {level})"
+        await self._sleep(level)
+
+    async def wake(self, parts: Collection[Part] | None = None) -> None:
+        """Takes memory again; the gate opens when all of it is back and the weights are there."""
+        self._offers(Verb.sleep)
+        await self._reach()
+        chosen = set(parts) if parts is not None else {Part.weights, Part.kv_cache}
+        await self._wake(chosen)
+        self._asleep -= chosen
+        if self._asleep:
+            self._shut = f"only part of it is awake; {', '.join(sorted(part.value for part in self._asleep))} is not"
+        elif self._discarded:
+            self._shut = "its weights were discarded and no refit has been confirmed since"
+        else:
+            await self.resume()
+
+    async def flush(self) -> None:
+        """Forgets cached prefixes; an engine that could not is an error."""
+        self._offers(Verb.flush)
+        await self._reach()
+        await self._flush()
+
+    async def refit(self, refit: Refit) -> None:
+        """New weights; the version counts when the engine confirms it."""
+        self._offers(Verb.refit)
+        if refit.way != "disk":
+            raise NotOfferedError(
+                f"weights by way of '{refit.way}' are the trainer's to send", where=f"engine {self.name}",
+                hint="only 'disk' is done here",
+            )  # fmt: skip
+        if Part.weights in self._asleep:
+            raise EnginePausedError("its weights are asleep", engine=self.name, hint="wake the weights first")
+        await self._reach()
+        if self._paused is None:
+            await self._require_idle()
+        await self._refit(refit)
+        confirmed = await self._version()
+        if confirmed != refit.version:
+            raise EngineFailedError(
+                f"after the refit it says version '{confirmed}' and not '{refit.version}'", engine=self.name
+            )
+        self._discarded = False
+        if not self._asleep and self._paused is None and not self._shut_by_others:
+            self._shut = ""
+
+    async def close(self) -> None:
+        """Ends the open streams."""
+        for flight in self._flights.values():
+            flight.abort_asked = True
+            if flight.events is not None:
+                flight.events.close(on_purpose=True)
+        if self._telling:
+            await asyncio.wait(self._telling, timeout=self.deadlines.call_s)
+
+    async def _require_idle(self) -> None:
+        """Refuses while a request runs, or while nobody can say whether one does."""
+        if self._paused in (Pause.abort, Pause.wait):
+            return  # the engine itself confirmed that nothing runs any more
+        if self._paused is Pause.keep:
+            await self._require_put_back()
+            return
+        if self._flights:
+            raise EngineBusyError(
+                f"{len(self._flights)} requests run there", engine=self.name, hint="drain or abort them first"
+            )
+        load = await self.load()
+        if not load.fresh:
+            raise EngineBusyError(
+                "its load is an old figure, so it may be busy", engine=self.name, hint="pause it first"
+            )
+        if load.running or load.waiting:
+            raise EngineBusyError(
+                f"it has {load.running} running and {load.waiting} waiting requests of others", engine=self.name,
+                hint="drain or abort them first",
+            )  # fmt: skip
+
+    async def _require_put_back(self) -> None:
+        """Requests that stand still still hold memory, unless the dialect knows better."""
+        raise EngineBusyError(
+            "its paused requests hold their memory", engine=self.name, hint="resume it and drain, or pause with abort"
+        )
+
+    def _offers(self, verb: Verb) -> None:
+        if verb not in self.verbs:
+            raise NotOfferedError(f"{self.kind} has no way to {verb.value}", where=f"engine {self.name}")
+
+    async def _reach(self) -> None:
+        """What has to be known of the engine before anything is asked of it."""
+
+    def _seen(self, paused: bool, asleep: bool) -> None:
+        """What a look at the engine showed of pauses that others asked for, or ended."""
+        if paused or asleep:
+            if not self._shut:
+                self._shut, self._shut_by_others = f"somebody else {'paused it' if paused else 'put it to sleep'}", True
+        elif self._shut_by_others:
+            self._shut, self._shut_by_others = "", False
+
+    # What a dialect has to say.
+
+    def _events(self, order: GenerateOrder) -> Events:
+        raise NotImplementedError
+
+    def _reader(self, order: GenerateOrder) -> Reader:
+        raise NotImplementedError
+
+    async def _look(self) -> EngineState:
+        raise NotImplementedError
+
+    async def _load(self) -> EngineLoad:
+        raise NotImplementedError
+
+    async def _version(self) -> str | None:
+        return None
+
+    async def _abort(self, ids: Collection[str] | None) -> bool:
+        """Tells the engine; False where only a broken connection tells it."""
+        return False
+
+    async def _pause(self, mode: Pause) -> None:
+        raise NotImplementedError
+
+    async def _resume(self) -> None:
+        raise NotImplementedError
+
+    async def _sleep(self, level: int) -> None:
+        raise NotImplementedError
+
+    async def _wake(self, parts: set[Part]) -> None:
+        raise NotImplementedError
+
+    async def _flush(self) -> None:
+        raise NotImplementedError
+
+    async def _refit(self, refit: Refit) -> None:
+        raise NotImplementedError

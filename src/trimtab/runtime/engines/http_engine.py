@@ -1,0 +1,49 @@
+"""An engine that is reached over HTTP, on a private address only."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import aiohttp
+
+from trimtab.runtime.engines.engine import Deadlines, GenerateOrder
+from trimtab.runtime.engines.gated import Events, GatedEngine
+from trimtab.runtime.engines.wire import Wire, require_private
+
+
+class HttpEngine(GatedEngine):
+    """The shared half of the adapters that speak HTTP; the session is the caller's and outlives them."""
+
+    keeps_alive: ClassVar[bool] = True
+
+    def __init__(self, name: str, url: str, session: aiohttp.ClientSession, deadlines: Deadlines | None = None) -> None:
+        super().__init__(name, deadlines)
+        self.url = url
+        self.wire = Wire(name, url, session, self.deadlines, keep_alive=self.keeps_alive)
+        self._private = False
+
+    async def _reach(self) -> None:
+        if not self._private:
+            await require_private(self.url)
+            self._private = True
+
+    def _events(self, order: GenerateOrder) -> Events:
+        path, body = self._asked(order)
+        return self.wire.events(path, body)
+
+    def _asked(self, order: GenerateOrder) -> tuple[str, dict[str, Any]]:
+        """Where a generation is asked for, and how."""
+        raise NotImplementedError
+
+
+async def gauges(wire: Wire, path: str = "/metrics") -> dict[str, float]:
+    """The figures of a Prometheus page, labels left out, those of one name added up."""
+    found: dict[str, float] = {}
+    for line in str(await wire.get(path)).splitlines():
+        if line and not line.startswith("#"):
+            head, _, value = line.rpartition(" ")
+            with suppress(ValueError):
+                name = head.split("{")[0]
+                found[name] = found.get(name, 0.0) + float(value)
+    return found

@@ -1,0 +1,244 @@
+"""Engines of llama.cpp's HTTP server.
+
+Its `/completion` takes token ids and streams them back, but an id whose text is not yet whole UTF-8 is left out of the
+stream: the counter `tokens_predicted` of the next event is the only sign of it. Such a gap is filled from the bytes
+that came with that event, where the vocabulary has exactly one way to write them in so many tokens; a greedy request
+may be asked again, without a stream, for just the ids of the gap. Where neither names them, the piece says how many
+are missing: ids are never guessed.
+
+It has no pause, sleep, flush or weights; a pause here means that nothing is sent. It has no least number of tokens, no
+stop ids and no abort: stop ids are watched for here, and a broken connection is what it takes as an abort. Its own
+defaults for sampling (top_k 40, min_p 0.05) are not what an order means that says nothing, so all are sent. Log-
+probabilities are those of the model before temperature and sampling limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from trimtab.model.errors import InputError
+from trimtab.runtime.engines.engine import (
+    EngineError,
+    EngineFailedError,
+    EngineLoad,
+    EngineState,
+    EngineWedgedError,
+    Finish,
+    GenerateOrder,
+    OrderRefusedError,
+    Pause,
+    Piece,
+    Ranking,
+)
+from trimtab.runtime.engines.gated import Nonsense, Reader
+from trimtab.runtime.engines.http_engine import HttpEngine, gauges
+from trimtab.runtime.engines.vocabulary import Vocabulary
+from trimtab.runtime.engines.wire import NoSuchCallError
+
+_REPLACED = "\ufffd"
+"""Stands in a text for bytes that are no UTF-8; such a text does not tell its bytes."""
+
+
+class LlamaCppEngine(HttpEngine):
+    """A llama.cpp server."""
+
+    kind = "llamacpp"
+    keeps_alive = False  # it closes connections that it said it would keep
+
+    _vocabulary: Vocabulary | None = None
+    _learning: asyncio.Lock | None = None
+
+    def _asked(self, order: GenerateOrder) -> tuple[str, dict[str, Any]]:
+        if 0 < order.min_tokens < order.max_tokens:
+            raise InputError(
+                "llama.cpp knows no least number of tokens", where=f"request {order.id}",
+                hint="leave min_tokens out, or make it equal to max_tokens",
+            )  # fmt: skip
+        return "/completion", completion(order) | dict(order.extra)
+
+    def _reader(self, order: GenerateOrder) -> Reader:
+        return _Stream(self, order)
+
+    async def _look(self) -> EngineState:
+        """The metrics come from the loop that computes, so they show what `/health` hides: a server that is wedged."""
+        await self.wire.get("/health")
+        if not self.dialect:
+            props = await self.wire.get("/props")
+            self.dialect = f"llama.cpp {props.get('build_info', 'of unknown build') if isinstance(props, dict) else ''}"
+        await self._load()
+        paused = bool(self._shut)
+        return EngineState(not paused, self._shut or "it answers", paused=paused, dialect=self.dialect)
+
+    async def _load(self) -> EngineLoad:
+        try:
+            found = await gauges(self.wire)
+            running, waiting = found["llamacpp:requests_processing"], found["llamacpp:requests_deferred"]
+        except (KeyError, NoSuchCallError, EngineFailedError) as error:
+            if isinstance(error, EngineWedgedError):
+                raise
+            slots = await self.wire.get("/slots")
+            if not isinstance(slots, list):
+                raise EngineFailedError(
+                    "it tells neither metrics nor slots", engine=self.name, hint="start it with --metrics"
+                ) from None
+            running, waiting = sum(bool(slot.get("is_processing")) for slot in slots), 0
+        return EngineLoad(int(running), int(waiting), None, time.monotonic(), fresh=True)
+
+    async def _pause(self, mode: Pause) -> None:
+        if mode is Pause.abort:
+            await self.abort()
+        elif mode is Pause.keep:
+            raise InputError("llama.cpp cannot hold requests still", where=f"engine {self.name}", hint="abort or wait")
+        deadline = time.monotonic() + self.deadlines.change_s
+        while self._flights or (await self._load()).running:
+            if time.monotonic() > deadline:
+                raise EngineWedgedError(
+                    f"requests still ran {self.deadlines.change_s:g} s after the pause", engine=self.name
+                )
+            await asyncio.sleep(0.02)
+
+    async def _resume(self) -> None:
+        await self.wire.get("/health")
+
+    # Ids that its streams leave out.
+
+    async def vocabulary(self) -> Vocabulary:
+        """What its ids write, in bytes: asked once, as the log-probabilities of all of them at one place."""
+        self._learning = self._learning or asyncio.Lock()
+        async with self._learning:
+            if self._vocabulary is None:
+                self._vocabulary = await self._learn()
+            return self._vocabulary
+
+    async def _learn(self) -> Vocabulary:
+        models = await self.wire.get("/v1/models")
+        size = int(models["data"][0]["meta"]["n_vocab"])
+        for tokens in (1, 4, 16):  # a token that is half a character tells nothing
+            answer = await self.wire.post(
+                "/completion",
+                {"prompt": [0], "n_predict": tokens, "n_probs": size, "temperature": 0, "cache_prompt": False},
+                within_s=self.deadlines.change_s,
+            )
+            for place in answer.get("completion_probabilities") or ():
+                if len(place["top_logprobs"]) == size:
+                    return Vocabulary({int(one["id"]): bytes(one["bytes"]) for one in place["top_logprobs"]})
+        raise EngineFailedError("it does not tell its vocabulary", engine=self.name)
+
+    async def again(self, order: GenerateOrder, known: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+        """The next ids after the known ones, of a greedy request, told whole because they are not streamed."""
+        body = completion(order) | dict(order.extra)
+        body |= {"prompt": [*order.token_ids, *known], "n_predict": tokens, "stream": False, "n_probs": 0, "stop": []}
+        answer = await self.wire.post("/completion", body, within_s=self.deadlines.change_s)
+        return tuple(int(one) for one in answer["tokens"])
+
+
+def completion(order: GenerateOrder) -> dict[str, Any]:
+    """The body of `/completion` for an order."""
+    return {
+        "prompt": list(order.token_ids),
+        "n_predict": order.max_tokens,
+        "ignore_eos": order.min_tokens == order.max_tokens,
+        "stop": list(order.stop),
+        "samplers": ["temperature", "top_k", "top_p"],
+        "temperature": order.temperature,
+        "top_k": order.top_k,
+        "top_p": order.top_p,
+        "min_p": 0.0,
+        "seed": -1 if order.seed is None else order.seed,
+        "n_probs": 0 if order.logprobs is None else max(order.logprobs, 1),
+        "stream": True,
+        "return_tokens": True,
+        # A prompt that was read before gives the same answer only up to rounding; affinity is worth more than that.
+        "cache_prompt": True,
+    }
+
+
+class _Stream:
+    """The events of one request."""
+
+    def __init__(self, engine: LlamaCppEngine, order: GenerateOrder) -> None:
+        self._engine, self._order = engine, order
+        self._known: tuple[int, ...] = ()  # all ids so far, those of filled gaps too
+        self._missing = 0  # of those before and between them that nobody could name
+        self._unwritten: list[int] = []  # ids whose text the server holds back: it may become a stop string
+
+    async def take(self, event: dict[str, Any]) -> list[Piece]:
+        counted = int(event["tokens_predicted"])
+        ids = tuple(int(one) for one in event["tokens"])
+        gap = counted - len(self._known) - self._missing - len(ids)
+        if gap < 0:
+            raise Nonsense(f"it counts {counted} tokens and has told {counted - gap}")
+        filled = await self._fill(gap, ids, event) if gap else ()
+        missing = gap - len(filled)
+        all_ids = filled + ids
+        self._known, self._missing = self._known + all_ids, self._missing + missing
+        text = str(event.get("content") or "")
+        self._unwritten = [] if text else [*self._unwritten, *all_ids]
+        logprobs, best = self._measured(event, len(filled), ids)
+        by: str | int | None
+        finish, by = self._ended(event)
+        for place, one in enumerate(ids):
+            if one in self._order.stop_ids and finish is None and len(self._known) >= self._order.min_tokens:
+                finish, by = Finish.stop, one
+                if place + 1 < len(ids):
+                    raise Nonsense("several ids in one event, though a stop id is among them")
+        return [Piece(all_ids, logprobs, best, text or None, finish, by, missing=missing)]
+
+    def _measured(
+        self, event: dict[str, Any], hidden: int, ids: tuple[int, ...]
+    ) -> tuple[tuple[float | None, ...] | None, tuple[Ranking, ...] | None]:
+        asked = self._order.logprobs
+        if asked is None:
+            return None, None
+        places = (event.get("completion_probabilities") or [])[-len(ids) :] if ids else []
+        if len(places) != len(ids) or any(int(place["id"]) != one for place, one in zip(places, ids, strict=True)):
+            raise Nonsense("log-probabilities of other tokens than those told")
+        logprobs = (None,) * hidden + tuple(float(place["logprob"]) for place in places)
+        if not asked:
+            return logprobs, None
+        best = tuple(
+            tuple((int(one["id"]), float(one["logprob"])) for one in place["top_logprobs"][:asked]) for place in places
+        )
+        return logprobs, ((),) * hidden + best
+
+    def _ended(self, event: dict[str, Any]) -> tuple[Finish | None, str | None]:
+        if not event.get("stop"):
+            return None, None
+        how = event.get("stop_type")
+        if how == "eos":
+            return Finish.stop, None
+        if how == "word":
+            return Finish.stop, str(event.get("stopping_word", ""))
+        if how == "limit":
+            whole = int(event["tokens_predicted"]) >= self._order.max_tokens
+            return (Finish.length if whole else Finish.full), None
+        return Finish.aborted_elsewhere, None
+
+    async def _fill(self, gap: int, ids: tuple[int, ...], event: dict[str, Any]) -> tuple[int, ...]:
+        """The ids of a gap, or none where they cannot be known."""
+        if self._missing:
+            return ()  # what came before is not known either, so nothing can be asked again
+        written = _bytes_of(event)
+        try:
+            if ids and written is not None:
+                found = (await self._engine.vocabulary()).between(self._unwritten, written, ids, gap)
+                if found is not None:
+                    return found
+            if self._order.greedy:
+                again = await self._engine.again(self._order, self._known, gap + len(ids))
+                if len(again) == gap + len(ids) and again[gap:] == ids:
+                    return again[:gap]
+        except (EngineError, OrderRefusedError, KeyError, TypeError, ValueError, IndexError):
+            return ()  # the answer itself goes on; these ids stay unknown
+        return ()
+
+
+def _bytes_of(event: dict[str, Any]) -> bytes | None:
+    """What an event wrote, where that can be told to the byte."""
+    places = event.get("completion_probabilities") or ()
+    if places:
+        return b"".join(bytes(place["bytes"]) for place in places)
+    text = str(event.get("content") or "")
+    return None if _REPLACED in text or not text else text.encode()

@@ -1,0 +1,303 @@
+"""Engines of SGLang's HTTP server.
+
+Answers come from `/generate` with `input_ids`. Depending on how it was started, the ids of an event are all ids so far
+or only the new ones; the count in `meta_info` tells which, and anything that fits neither is nonsense. Stop strings end
+an answer after the token that completed them and are cut from the text, not from the ids; `min_new_tokens` holds back
+end tokens and stop ids; a seed has an effect only where the server was started for deterministic inference. It tells
+the weight version of every span of tokens.
+
+`/health` runs a real request: a second at best, and twenty while paused, so it is never asked here. `/ready` answers at
+once. Its loads stay as they were while it is paused: a reading whose time stands still is not believed. Releasing
+memory with requests running kills it; `GatedEngine.sleep` sees to that. Release of the weights discards them: the
+version is none until a refit, whatever it reports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+from trimtab.model.errors import TrimtabError
+from trimtab.runtime.engines.engine import (
+    EngineLoad,
+    EngineNonsenseError,
+    EngineState,
+    EngineWedgedError,
+    Finish,
+    GenerateOrder,
+    Part,
+    Pause,
+    Piece,
+    Ranking,
+    Refit,
+    Verb,
+)
+from trimtab.runtime.engines.gated import Nonsense, Reader
+from trimtab.runtime.engines.http_engine import HttpEngine
+from trimtab.runtime.engines.wire import NoSuchCallError
+
+_FINISHES = {"stop": Finish.stop, "length": Finish.length, "abort": Finish.aborted_elsewhere}
+_MODES = {Pause.abort: "abort", Pause.wait: "abort", Pause.keep: "retract"}
+_STALE_S = 5.0
+"""A load that is older than this by the clock of the host, and has not moved since the last look, is not believed."""
+
+
+class SglangEngine(HttpEngine):
+    """An SGLang server."""
+
+    kind = "sglang"
+    verbs = frozenset({Verb.pause, Verb.sleep, Verb.flush, Verb.refit, Verb.version})
+
+    _load_stamp: Any = None  # the engine's own time of its last loads
+    _looked = False  # there was a look before
+
+    def _asked(self, order: GenerateOrder) -> tuple[str, dict[str, Any]]:
+        sampling: dict[str, Any] = {
+            "max_new_tokens": order.max_tokens,
+            "min_new_tokens": order.min_tokens,
+            "temperature": order.temperature,
+            "top_p": order.top_p,
+            "top_k": order.top_k or -1,
+        }
+        if order.stop:
+            sampling["stop"] = list(order.stop)
+        if order.stop_ids:
+            sampling["stop_token_ids"] = list(order.stop_ids)
+        if order.seed is not None:
+            sampling["sampling_seed"] = order.seed
+        body: dict[str, Any] = {
+            "rid": order.id,
+            "input_ids": list(order.token_ids),
+            "sampling_params": sampling | dict(order.extra),
+            "stream": True,
+        }
+        if order.logprobs is not None:
+            body |= {"return_logprob": True, "top_logprobs_num": order.logprobs}
+        return "/generate", body
+
+    def _reader(self, order: GenerateOrder) -> Reader:
+        return _Stream(order)
+
+    async def _look(self) -> EngineState:
+        await self.wire.get("/ready")
+        info = await self._info()
+        if not self.dialect:
+            self.dialect = f"sglang {await self._release()}"
+        if not self._shut or self._shut_by_others:
+            # It does not say that it is paused; loads that stand still are the only outward sign.
+            load = await self._load()
+            self._seen(not load.fresh and not await self._serves(), asleep=False)
+        version = None if self._discarded else _version_in(info)
+        paused = self._paused is not None or self._shut_by_others
+        why = self._shut or "it answers"
+        return EngineState(not self._shut, why, version, paused, bool(self._asleep), self.dialect)
+
+    async def _serves(self) -> bool:
+        """One token, with a deadline: loads also stand still when there is nothing to do."""
+        key = f"trimtab-look-{time.monotonic_ns()}"
+        body = {"rid": key, "input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+        try:
+            await self.wire.post("/generate", body)
+        except EngineWedgedError:
+            await self._tell_left(key)
+            return False
+        return True
+
+    async def _info(self) -> Any:
+        try:
+            return await self.wire.get("/model_info")
+        except NoSuchCallError:
+            return await self.wire.get("/get_model_info")
+
+    async def _release(self) -> str:
+        for path in ("/server_info", "/get_server_info"):
+            with suppress(TrimtabError):
+                told = await self.wire.get(path)
+                if isinstance(told, dict) and told.get("version"):
+                    return str(told["version"])
+        return "of unknown release"
+
+    async def _load(self) -> EngineLoad:
+        told = await self.wire.get("/v1/loads", include="core")
+        try:
+            loads = told["loads"]
+            running = sum(int(one["num_running_reqs"]) for one in loads)
+            waiting = sum(int(one["num_waiting_reqs"]) for one in loads)
+            used = max(float(one["token_usage"]) for one in loads)
+            stamp = [one.get("timestamp", told.get("timestamp")) for one in loads]
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineNonsenseError(f"/v1/loads cannot be read: {error!r}", engine=self.name) from None
+        moved, self._load_stamp = stamp != self._load_stamp, stamp
+        newest = max((_seconds(one) for one in stamp), default=0.0)
+        # The first look has nothing to compare with, so then the age alone counts.
+        recent = abs(time.time() - newest) < _STALE_S
+        fresh = self._paused is None and (recent or (moved and self._looked))
+        self._looked = True
+        return EngineLoad(running, waiting, used, time.monotonic(), fresh)
+
+    async def _version(self) -> str | None:
+        return _version_in(await self._info())
+
+    async def _abort(self, ids: Collection[str] | None) -> bool:
+        if ids is None:
+            await self.wire.post("/abort_request", {"abort_all": True})
+        for one in ids or ():
+            await self.wire.post("/abort_request", {"rid": one})
+        return True
+
+    async def _tell_left(self, key: str) -> None:
+        """It takes two seconds to notice a closed connection; those would be forward passes for nobody."""
+        with suppress(TrimtabError):
+            await self.wire.post("/abort_request", {"rid": key})
+
+    async def _pause(self, mode: Pause) -> None:
+        if mode is Pause.wait:
+            await self._drained()
+        await self._post("/pause_generation", {"mode": _MODES[mode]})
+
+    async def _drained(self) -> None:
+        """It knows no pause that waits, so the waiting is done here."""
+        deadline = time.monotonic() + self.deadlines.change_s
+        while True:
+            load = await self._load()
+            if not self._flights and load.running == load.waiting == 0:
+                return
+            if time.monotonic() > deadline:
+                raise EngineWedgedError(
+                    f"requests still ran {self.deadlines.change_s:g} s after the pause", engine=self.name
+                )
+            await asyncio.sleep(0.05)
+
+    async def _require_put_back(self) -> None:
+        """Its `retract` has taken the memory of every request away; they are computed anew afterwards."""
+
+    async def _resume(self) -> None:
+        await self._post("/continue_generation", {})
+
+    async def _sleep(self, level: int) -> None:
+        # The cache refers to memory that is about to go.
+        await self._flush()
+        tags = [Part.kv_cache.value, *([Part.weights.value] if level == 2 else [])]
+        await self._post("/release_memory_occupation", {"tags": tags})
+        if level == 1:
+            self._asleep = {Part.kv_cache}
+
+    async def _wake(self, parts: set[Part]) -> None:
+        wanted = sorted(part.value for part in parts & self._asleep)
+        if wanted:
+            await self._post("/resume_memory_occupation", {"tags": wanted})
+
+    async def _flush(self) -> None:
+        await self._post("/flush_cache", None)
+
+    async def _refit(self, refit: Refit) -> None:
+        await self.wire.post(
+            "/update_weights_from_disk",
+            {"model_path": refit.path, "weight_version": refit.version, "abort_all_requests": False},
+            within_s=self.deadlines.refit_s,
+        )
+
+    async def _post(self, path: str, body: Any) -> Any:
+        return await self.wire.post(path, body, within_s=self.deadlines.change_s)
+
+
+class _Stream:
+    """The events of one request."""
+
+    def __init__(self, order: GenerateOrder) -> None:
+        self._order, self._told, self._text = order, 0, ""
+
+    async def take(self, event: dict[str, Any]) -> list[Piece]:
+        meta = event["meta_info"]
+        ids = self._new(tuple(int(one) for one in event.get("output_ids") or ()), int(meta["completion_tokens"]))
+        said = meta.get("finish_reason")
+        finish = None
+        if said is not None:
+            finish = _FINISHES.get(said["type"])
+            if finish is None:
+                raise Nonsense(f"an end of unknown kind: {said!r}")
+        logprobs, best = self._measured(meta, len(ids))
+        matched = said.get("matched") if said else None
+        whole = Piece(ids, logprobs, best, self._more(event.get("text")), finish, matched)
+        start, self._told = self._told, self._told + len(ids)
+        return _by_version(whole, start, meta)
+
+    def _new(self, ids: tuple[int, ...], counted: int) -> tuple[int, ...]:
+        if len(ids) == counted:
+            return ids[self._told :]  # all of them so far
+        if self._told + len(ids) == counted:
+            return ids  # only the new ones
+        raise Nonsense(f"it counts {counted} tokens; told were {self._told}, and now {len(ids)}")
+
+    def _more(self, text: str | None) -> str | None:
+        if not text:
+            return None
+        if text.startswith(self._text):
+            new, self._text = text[len(self._text) :], text
+        else:  # only what is new, or a tail that was cut off as a stop string
+            new = "" if self._text.startswith(text) else text
+            self._text += new
+        return new or None
+
+    def _measured(
+        self, meta: dict[str, Any], count: int
+    ) -> tuple[tuple[float | None, ...] | None, tuple[Ranking, ...] | None]:
+        asked = self._order.logprobs
+        if asked is None:
+            return None, None
+        places = (meta.get("output_token_logprobs") or [])[-count:] if count else []
+        if len(places) != count:
+            raise Nonsense(f"{len(places)} log-probabilities for {count} tokens")
+        logprobs = tuple(float(place[0]) for place in places)
+        if not asked:
+            return logprobs, None
+        ranked = (meta.get("output_top_logprobs") or [])[-count:] if count else []
+        best = tuple(tuple((int(one[1]), float(one[0])) for one in place[:asked]) for place in ranked)
+        return logprobs, best
+
+
+def _by_version(piece: Piece, start: int, meta: dict[str, Any]) -> list[Piece]:
+    """One piece for each weight version that made some of its tokens."""
+    spans = meta.get("weight_versions") or []
+    end = start + len(piece.token_ids)
+    cuts = [
+        (max(int(span["start"]), start) - start, min(int(span["end"]), end) - start, str(span["version"]))
+        for span in spans
+        if int(span["start"]) < end and int(span["end"]) > start
+    ]
+    if not piece.token_ids or sum(to - since for since, to, _ in cuts) != len(piece.token_ids):
+        only = meta.get("weight_version")
+        return [_part(piece, 0, None, None if only is None else str(only), last=True)]
+    return [_part(piece, since, to, version, last=to == cuts[-1][1]) for since, to, version in cuts]
+
+
+def _part(piece: Piece, since: int, to: int | None, version: str | None, *, last: bool) -> Piece:
+    cut = slice(since, to)
+    return Piece(
+        piece.token_ids[cut],
+        None if piece.logprobs is None else piece.logprobs[cut],
+        None if piece.best is None else piece.best[cut],
+        piece.text if last else None,
+        piece.finish if last else None,
+        piece.stopped_by if last else None,
+        version,
+    )
+
+
+def _version_in(info: Any) -> str | None:
+    version = info.get("weight_version") if isinstance(info, dict) else None
+    return None if version is None else str(version)
+
+
+def _seconds(stamp: Any) -> float:
+    """A time of an engine as seconds since 1970; 0 where it is in no form that we know."""
+    if isinstance(stamp, (int, float)):
+        return float(stamp)
+    if isinstance(stamp, str):
+        with suppress(ValueError):
+            return datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()
+    return 0.0

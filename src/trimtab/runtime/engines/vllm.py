@@ -1,0 +1,233 @@
+"""Engines of vLLM's HTTP server.
+
+Answers come from `/v1/completions` with the prompt as token ids and `return_token_ids`; a running count of the tokens
+comes with every event and is held against the ids. Stop strings end an answer after the token that completed them and
+are cut from the text, not from the ids; below `min_tokens` neither end tokens nor stop strings count; a seed holds for
+one request; log-probabilities are those of the model before temperature unless the server was started otherwise.
+
+The verbs beyond generating need its development mode (VLLM_SERVER_DEV_MODE=1), in which it obeys whoever reaches it:
+hence the private address. `/health` says 200 while it is paused or asleep, so readiness is asked with `/is_paused` and
+`/is_sleeping`. Requests that reach it while paused hang and are in neither of its gauges; only `/load` counts them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import Any
+
+from trimtab.runtime.engines.engine import (
+    EngineFailedError,
+    EngineLoad,
+    EngineNonsenseError,
+    EngineState,
+    Finish,
+    GenerateOrder,
+    OrderRefusedError,
+    Part,
+    Pause,
+    Piece,
+    Ranking,
+    Refit,
+    Verb,
+)
+from trimtab.runtime.engines.gated import Nonsense, Reader
+from trimtab.runtime.engines.http_engine import HttpEngine, gauges
+from trimtab.runtime.engines.wire import NoSuchCallError
+
+_FINISHES = {"stop": Finish.stop, "length": Finish.length, "abort": Finish.aborted_elsewhere}
+_DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1 on a private interface"
+
+
+class VllmEngine(HttpEngine):
+    """A vLLM server."""
+
+    kind = "vllm"
+    verbs = frozenset({Verb.pause, Verb.sleep, Verb.flush, Verb.refit, Verb.version})
+
+    _model = ""
+
+    def _asked(self, order: GenerateOrder) -> tuple[str, dict[str, Any]]:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": list(order.token_ids),
+            "request_id": order.id,
+            "max_tokens": order.max_tokens,
+            "min_tokens": order.min_tokens,
+            "temperature": order.temperature,
+            "top_p": order.top_p,
+            "top_k": order.top_k,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "return_token_ids": True,
+        }
+        if order.stop:
+            body["stop"] = list(order.stop)
+        if order.stop_ids:
+            body["stop_token_ids"] = list(order.stop_ids)
+        if order.seed is not None:
+            body["seed"] = order.seed
+        if order.logprobs is not None:
+            body |= {"logprobs": order.logprobs, "return_tokens_as_token_ids": True}
+        return "/v1/completions", body | dict(order.extra)
+
+    def _reader(self, order: GenerateOrder) -> Reader:
+        return _Stream(order)
+
+    async def _reach(self) -> None:
+        await super()._reach()
+        if not self._model:
+            models = await self.wire.get("/v1/models")
+            try:
+                self._model = str(models["data"][0]["id"])
+            except (KeyError, IndexError, TypeError):
+                raise EngineNonsenseError("/v1/models names no model", engine=self.name) from None
+
+    async def _look(self) -> EngineState:
+        await self.wire.get("/health")
+        if not self.dialect:
+            told = await self._maybe("/version")
+            self.dialect = (
+                f"vllm {told['version']}" if isinstance(told, dict) and "version" in told else "vllm, unknown"
+            )
+        paused, asleep = await self._flag("/is_paused", "is_paused"), await self._flag("/is_sleeping", "is_sleeping")
+        self._seen(paused, asleep)
+        version = None if self._discarded else await self._version()
+        why = self._shut or "it answers"
+        return EngineState(not self._shut, why, version, paused or bool(self._paused), asleep, self.dialect)
+
+    async def _flag(self, path: str, key: str) -> bool:
+        answer = await self._maybe(path)
+        return bool(answer.get(key)) if isinstance(answer, dict) else False
+
+    async def _maybe(self, path: str) -> Any:
+        try:
+            return await self.wire.get(path)
+        except (NoSuchCallError, OrderRefusedError):
+            return None
+
+    async def _load(self) -> EngineLoad:
+        found = await gauges(self.wire)
+        try:
+            running, waiting = int(found["vllm:num_requests_running"]), int(found["vllm:num_requests_waiting"])
+        except KeyError:
+            raise EngineNonsenseError("its metrics do not count requests", engine=self.name) from None
+        still = await self._flag("/is_paused", "is_paused") or await self._flag("/is_sleeping", "is_sleeping")
+        open_requests = await self._maybe("/load")
+        if isinstance(open_requests, dict) and isinstance(open_requests.get("server_load"), int):
+            waiting = max(waiting, open_requests["server_load"] - running)
+        return EngineLoad(running, waiting, found.get("vllm:kv_cache_usage_perc"), time.monotonic(), fresh=not still)
+
+    async def _version(self) -> str | None:
+        told = await self._maybe("/weight_info")
+        version = told.get("weight_version") if isinstance(told, dict) else None
+        return None if version is None else str(version)
+
+    async def _abort(self, ids: Collection[str] | None) -> bool:
+        # Its own names for the requests of a completion; how many it says it aborted means nothing.
+        chosen = {} if ids is None else {"request_ids": [f"cmpl-{one}-0" for one in ids]}
+        await self.wire.post("/abort_requests", chosen)
+        return True
+
+    async def _pause(self, mode: Pause) -> None:
+        await self._changed("/pause", "paused", mode=mode.value)
+
+    async def _resume(self) -> None:
+        await self._changed("/resume", "resumed")
+        if await self._flag("/is_paused", "is_paused"):
+            raise EngineFailedError("it said that it resumed, and is paused", engine=self.name)
+
+    async def _sleep(self, level: int) -> None:
+        await self._dev("/sleep", level=level)
+        if not await self._flag("/is_sleeping", "is_sleeping"):
+            raise EngineFailedError("it took the sleep and is not asleep", engine=self.name)
+
+    async def _wake(self, parts: set[Part]) -> None:
+        left = self._asleep - parts
+        if left:
+            await self._dev("/wake_up", tags=[part.value for part in sorted(parts)])
+            return
+        await self._dev("/wake_up")
+        if await self._flag("/is_sleeping", "is_sleeping"):
+            raise EngineFailedError("it took the wake-up and sleeps on", engine=self.name)
+
+    async def _flush(self) -> None:
+        await self._dev("/reset_prefix_cache")
+
+    async def _refit(self, refit: Refit) -> None:
+        await self._dev(
+            "/collective_rpc",
+            {"method": "reload_weights", "kwargs": {"weights_path": refit.path}},
+            within_s=self.deadlines.refit_s,
+        )
+        # What is cached was computed with the old weights. Requests that stand still are computed anew.
+        if self._paused is Pause.keep:
+            await self._dev("/reset_prefix_cache", reset_running_requests="true")
+        else:
+            await self._dev("/reset_prefix_cache")
+        await self._dev("/update_weight_version", {"new_version": refit.version})
+
+    async def _changed(self, path: str, wanted: str, **query: Any) -> None:
+        answer = await self._dev(path, **query)
+        if not isinstance(answer, dict) or answer.get("status") != wanted:
+            raise EngineFailedError(f"POST {path} answered {str(answer)[:80]!r} and not '{wanted}'", engine=self.name)
+
+    async def _dev(self, path: str, body: Any = None, *, within_s: float | None = None, **query: Any) -> Any:
+        try:
+            return await self.wire.post(path, body, within_s=within_s or self.deadlines.change_s, **query)
+        except NoSuchCallError as error:
+            error.hint = _DEVELOPMENT
+            raise
+
+
+class _Stream:
+    """The events of one request."""
+
+    def __init__(self, order: GenerateOrder) -> None:
+        self._order, self._told = order, 0
+
+    async def take(self, event: dict[str, Any]) -> list[Piece]:
+        if not event["choices"]:
+            self._count(event)
+            return []
+        choice = event["choices"][0]
+        ids = tuple(int(one) for one in choice.get("token_ids") or ())
+        self._told += len(ids)
+        self._count(event)
+        said = choice.get("finish_reason")
+        if said is not None and said not in _FINISHES:
+            raise Nonsense(f"an end of unknown kind: {said!r}")
+        logprobs, best = self._measured(choice.get("logprobs"), len(ids))
+        return [
+            Piece(
+                ids, logprobs, best, choice.get("text") or None, None if said is None else _FINISHES[said],
+                choice.get("stop_reason"),
+            )
+        ]  # fmt: skip
+
+    def _count(self, event: dict[str, Any]) -> None:
+        usage = event.get("usage")
+        if usage and int(usage["completion_tokens"]) != self._told:
+            raise Nonsense(f"it counts {usage['completion_tokens']} tokens and has told {self._told}")
+
+    def _measured(
+        self, told: dict[str, Any] | None, count: int
+    ) -> tuple[tuple[float | None, ...] | None, tuple[Ranking, ...] | None]:
+        asked = self._order.logprobs
+        if asked is None:
+            return None, None
+        logprobs = tuple(told["token_logprobs"]) if told else ()
+        if len(logprobs) != count:
+            raise Nonsense(f"{len(logprobs)} log-probabilities for {count} tokens")
+        if not asked or not told:
+            return logprobs, () if asked else None
+        best = []
+        for place in told["top_logprobs"]:
+            ranked = sorted(((_id(name), float(value)) for name, value in place.items()), key=lambda one: -one[1])
+            best.append(tuple(ranked[:asked]))
+        return logprobs, tuple(best)
+
+
+def _id(name: str) -> int:
+    """The id in `token_id:17`, as it writes tokens when asked for ids."""
+    return int(name.rpartition(":")[2])

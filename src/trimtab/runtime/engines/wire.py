@@ -1,0 +1,264 @@
+"""HTTP to an engine: calls with a deadline, and streams of events that cannot stay silent unnoticed.
+
+One `ClientSession` serves all engines of a process. What goes wrong on the way comes out as one of the errors of
+`engine.py`, never as an error of the HTTP library, and never as a wait without end. A status of 200 is not success:
+an answer that says `success: false` has failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from trimtab.model.errors import InputError
+from trimtab.runtime.engines.engine import (
+    Deadlines,
+    EngineFailedError,
+    EngineGoneError,
+    EngineNonsenseError,
+    EngineWedgedError,
+    OrderRefusedError,
+)
+
+LONGEST_EVENT = 64 * 2**20
+"""Bytes of one event or answer; more is nonsense. A vocabulary with its bytes is about 20 MB."""
+
+
+def open_session() -> aiohttp.ClientSession:
+    """A session for any number of engines: no limit on connections, because the router limits requests."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0))
+
+
+async def require_private(url: str) -> None:
+    """Refuses an address that is reachable from outside: engines obey whoever can reach them."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InputError(f"'{url}' is no address of an engine", hint="write http://HOST:PORT")
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port or 80)
+    except OSError as error:
+        raise InputError(f"the host of '{url}' has no address: {error}") from None
+    for *_, address in found:
+        numeric = ipaddress.ip_address(str(address[0]).split("%")[0])
+        if not numeric.is_private or numeric.is_unspecified:
+            raise InputError(
+                f"'{url}' is {numeric}, which is not a private address",
+                hint="an engine obeys whoever can reach it; give it a loopback or private interface",
+            )
+
+
+class Wire:
+    """One engine's address, and the two ways of asking it."""
+
+    def __init__(
+        self, name: str, url: str, session: aiohttp.ClientSession, deadlines: Deadlines, *, keep_alive: bool = True
+    ) -> None:
+        self.name, self.url, self.session, self.deadlines = name, url.rstrip("/"), session, deadlines
+        # A server that closes connections unannounced makes the next request look as if the server were gone.
+        self.headers = {} if keep_alive else {"Connection": "close"}
+
+    async def get(self, path: str, *, within_s: float | None = None, **query: Any) -> Any:
+        """Asks, and gives JSON where it is JSON, text where it is text."""
+        return await self._call("GET", path, None, query, within_s)
+
+    async def post(self, path: str, body: Any = None, *, within_s: float | None = None, **query: Any) -> Any:
+        """Tells, and gives the answer."""
+        return await self._call("POST", path, body, query, within_s)
+
+    async def _call(self, method: str, path: str, body: Any, query: dict[str, Any], within_s: float | None) -> Any:
+        seconds = within_s if within_s is not None else self.deadlines.call_s
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=self.deadlines.connect_s)
+        try:
+            async with self.session.request(
+                method, self.url + path, json=body, params=query or None, timeout=timeout, headers=self.headers
+            ) as response:
+                raw = await response.content.read(LONGEST_EVENT + 1)
+                while len(raw) <= LONGEST_EVENT and (more := await response.content.read(LONGEST_EVENT + 1)):
+                    raw += more
+                status = response.status
+        except asyncio.TimeoutError:
+            raise EngineWedgedError(f"{method} {path} had no answer in {seconds:g} s", engine=self.name) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineGoneError(f"{method} {path}: {_said(error)}", engine=self.name) from None
+        if len(raw) > LONGEST_EVENT:
+            raise EngineNonsenseError(f"{method} {path} answered without end", engine=self.name)
+        answer = _parsed(raw)
+        self._judge(f"{method} {path}", status, answer)
+        return answer
+
+    def _judge(self, call: str, status: int, answer: Any) -> None:
+        if status == 404:
+            raise NoSuchCallError(f"{call} is unknown there (404)", engine=self.name)
+        if 400 <= status < 500 and status not in (408, 429):
+            raise OrderRefusedError(f"{call} was refused ({status}): {brief(answer)}", where=f"engine {self.name}")
+        if status != 200:
+            raise EngineFailedError(f"{call} failed ({status}): {brief(answer)}", engine=self.name)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineFailedError(f"{call} said 200, but success: false: {brief(answer)}", engine=self.name)
+
+    def events(self, path: str, body: Any) -> Events:
+        """A stream of server-sent events as JSON."""
+        return Events(self, path, body)
+
+
+class NoSuchCallError(EngineFailedError):
+    """The engine has no such path: another dialect, another release, or no development mode."""
+
+
+class Events:
+    """One open stream. Iterates over the JSON of its events; `[DONE]` ends it, the end of bytes ends it too.
+
+    Silence is watched by one timer for each stream, which closes the connection; reading then fails and the failure is
+    told as what it was. Whether the end came with a final event is for the reader to judge.
+    """
+
+    def __init__(self, wire: Wire, path: str, body: Any) -> None:
+        self._wire, self._path, self._body = wire, path, body
+        self._response: aiohttp.ClientResponse | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._opened_at = self._last_bytes = 0.0
+        self._allowed_s = wire.deadlines.first_bytes_s
+        self._silent = False
+        self.closed_on_purpose = False
+
+    def close(self, *, on_purpose: bool = False) -> None:
+        """Breaks the connection, which every engine takes as an abort; harmless when all of it was read."""
+        self.closed_on_purpose |= on_purpose
+        if self._timer:
+            self._timer.cancel()
+        if self._response is not None:
+            self._response.close()
+
+    def close_within(self, seconds: float) -> None:
+        """Breaks the connection if the stream has not ended by then, and calls that on purpose."""
+        if self._timer:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, lambda: self.close(on_purpose=True))
+        self._allowed_s = -1.0  # silence is judged by that timer now
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        response = await self._open()
+        held = b""
+        try:
+            while True:
+                chunk = await response.content.readany()
+                if not chunk:
+                    return
+                self._heard()
+                *lines, held = (held + chunk).split(b"\n")
+                if len(held) > LONGEST_EVENT:
+                    raise EngineNonsenseError("an event without end", engine=self._wire.name)
+                for line in lines:
+                    event = self._event(line)
+                    if event is _DONE:
+                        return
+                    if event is not None:
+                        yield event
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._broken(error) from None
+
+    async def _open(self) -> aiohttp.ClientResponse:
+        deadlines = self._wire.deadlines
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=deadlines.connect_s)
+        wire = self._wire
+        asked = wire.session.post(wire.url + self._path, json=self._body, timeout=timeout, headers=wire.headers)
+        try:
+            self._response = await asyncio.wait_for(_answered(asked), deadlines.first_bytes_s)
+        except asyncio.TimeoutError:
+            raise self._wedged(deadlines.first_bytes_s) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._broken(error) from None
+        if self.closed_on_purpose:
+            self._response.close()
+        if self._response.status != 200:
+            raw = b""
+            with suppress(aiohttp.ClientError, OSError, asyncio.TimeoutError):
+                raw = await asyncio.wait_for(self._response.content.read(2**16), deadlines.call_s)
+            self._wire._judge(f"POST {self._path}", self._response.status, _parsed(raw))
+        if self._allowed_s > 0:
+            self._opened_at = self._last_bytes = asyncio.get_running_loop().time()
+            self._watch(deadlines.first_bytes_s)
+        return self._response
+
+    def _event(self, line: bytes) -> Any:
+        line = line.strip()
+        if not line.startswith(b"data:"):
+            if line.startswith((b":", b"event:", b"id:", b"retry:")) or not line:
+                return None
+            if line.startswith(b"error:"):  # llama.cpp tells failures within a stream like this
+                raise EngineFailedError(
+                    f"it failed within the stream: {brief(_parsed(line[6:]))}", engine=self._wire.name
+                )
+            raise EngineNonsenseError(f"not an event: {line[:80]!r}", engine=self._wire.name)
+        payload = line[5:].strip()
+        if payload == b"[DONE]":
+            return _DONE
+        event = _parsed(payload)
+        if not isinstance(event, dict):
+            raise EngineNonsenseError(f"an event that is no object: {payload[:80]!r}", engine=self._wire.name)
+        if event.get("error"):
+            raise EngineFailedError(f"it failed within the stream: {brief(event['error'])}", engine=self._wire.name)
+        return event
+
+    def _heard(self) -> None:
+        first = self._last_bytes == self._opened_at
+        self._last_bytes = asyncio.get_running_loop().time()
+        if first and self._allowed_s > 0:
+            self._allowed_s = self._wire.deadlines.silence_s
+            self._watch(self._allowed_s)
+
+    def _watch(self, seconds: float) -> None:
+        if self._timer:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        silent_s = asyncio.get_running_loop().time() - self._last_bytes
+        if self._allowed_s - silent_s > 0.001:
+            self._watch(self._allowed_s - silent_s)
+            return
+        self._silent = True
+        self.close()
+
+    def _wedged(self, seconds: float) -> EngineWedgedError:
+        return EngineWedgedError(f"POST {self._path}: no bytes for {seconds:g} s", engine=self._wire.name)
+
+    def _broken(self, error: Exception) -> EngineGoneError | EngineWedgedError:
+        if self._silent:
+            return self._wedged(self._allowed_s)
+        return EngineGoneError(f"POST {self._path}: {_said(error)}", engine=self._wire.name)
+
+
+_DONE = object()
+
+
+async def _answered(asked: Any) -> aiohttp.ClientResponse:
+    response: aiohttp.ClientResponse = await asked
+    return response
+
+
+def _parsed(raw: bytes) -> Any:
+    """JSON where it is JSON, otherwise the text."""
+    try:
+        return json.loads(raw)
+    except ValueError:
+        return raw.decode(errors="replace")
+
+
+def brief(answer: Any) -> str:
+    """What an engine said about a failure, in one short line."""
+    if isinstance(answer, dict):
+        inner = answer.get("error", answer)
+        answer = inner.get("message", inner) if isinstance(inner, dict) else inner
+    return " ".join(str(answer).split())[:200] or "nothing more"
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

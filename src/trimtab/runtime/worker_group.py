@@ -1,0 +1,161 @@
+"""A trainer's worker group as the elastic scheduler sees it: its calls, plain or async, each with a deadline.
+
+A worker group runs the engines; here it is only asked and told. Whatever it raises, answers late or answers wrongly
+becomes an UnreachableError that names the call, and nothing that it did not say is made up: a status that cannot be
+read is no status, never "no requests". A plain method runs in a thread of its own, so that one which hangs holds up
+nobody else; such a thread ends with the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from trimtab.model.errors import InputError, UnreachableError
+
+WorkerId = int | str  # as the group names its workers
+
+STATUSES = ("active", "draining", "inactive", "starting")
+
+
+class WorkerGroup(Protocol):
+    """What a worker group must have. Beside it, all plain or async, if it has them:
+
+    `world_size: int` (workers 0 .. world_size - 1; without it the workers are those of the first status),
+    `abort_request(request_id, worker_id)` and `assign_request(request_id, worker_id)`.
+    """
+
+    def get_worker_status(self) -> Mapping[Any, Mapping[str, Any]] | Awaitable[Mapping[Any, Mapping[str, Any]]]:
+        """By worker: `active_requests`, `total_processed`, `status` (active, draining, inactive or starting)."""
+
+    def flush_worker_cache(self, worker_id: Any) -> Any:
+        """Let go of a worker's cache and memory; it has no request then."""
+
+    def resume_worker_memory(self, worker_id: Any) -> Any:
+        """Have a worker's memory back; it can serve when this returns."""
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """What a group says of one worker."""
+
+    active_requests: int
+    total_processed: int = 0
+    status: str = "active"
+
+
+class GroupCalls:
+    """The calls of one worker group."""
+
+    def __init__(self, group: Any, timeout_s: float) -> None:
+        for name in ("flush_worker_cache", "resume_worker_memory"):
+            if not callable(getattr(group, name, None)):
+                raise InputError(
+                    f"{type(group).__name__} has no {name}(worker_id)",
+                    where="worker_group",
+                    hint="without it no worker can be given up or had back; see docs/rollout-tuning.md",
+                )
+        self.timeout_s = timeout_s
+        self.has_status = callable(getattr(group, "get_worker_status", None))
+        self.can_abort = callable(getattr(group, "abort_request", None))
+        self.is_told = callable(getattr(group, "assign_request", None))
+        self._group = group
+        size = getattr(group, "world_size", None)
+        if size is None and not self.has_status:
+            raise InputError(
+                f"{type(group).__name__} does not say which workers it has",
+                where="worker_group",
+                hint="world_size, or get_worker_status()",
+            )
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise InputError(f"world_size is {size!r}: a whole number, 1 or more", where="worker_group")
+        self.workers: tuple[WorkerId, ...] | None = None if size is None else tuple(range(size))
+
+    async def status(self) -> dict[WorkerId, WorkerStatus]:
+        """What the group says of its workers. A worker that it leaves out is not in the answer."""
+        answer = await self._call("get_worker_status")
+        if not isinstance(answer, Mapping):
+            raise UnreachableError(f"get_worker_status answered {_short(answer)}, not a mapping of workers")
+        return {worker: _status(worker, said) for worker, said in answer.items()}
+
+    async def flush(self, worker: WorkerId) -> None:
+        """Have the worker let go of cache and memory."""
+        await self._call("flush_worker_cache", worker)
+
+    async def resume(self, worker: WorkerId) -> None:
+        """Have the worker's memory back."""
+        await self._call("resume_worker_memory", worker)
+
+    async def abort(self, request: str, worker: WorkerId) -> None:
+        """Have the worker give a request up."""
+        await self._call("abort_request", request, worker)
+
+    async def assign(self, request: str, worker: WorkerId) -> None:
+        """Tell the group where a request goes."""
+        await self._call("assign_request", request, worker)
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        shown = f"{name}({', '.join(map(str, arguments))})"
+        method = getattr(self._group, name)
+        try:
+            return await asyncio.wait_for(_answer(method, *arguments), self.timeout_s)
+        except (asyncio.TimeoutError, TimeoutError):
+            raise UnreachableError(f"{shown} has not returned after {self.timeout_s:g} s") from None
+        except Exception as error:  # whatever the group's code raises
+            raise UnreachableError(f"{shown} raised {type(error).__name__}: {_short(error)}") from error
+
+
+async def _answer(method: Callable[..., Any], *arguments: Any) -> Any:
+    if inspect.iscoroutinefunction(method):
+        return await method(*arguments)
+    answer = await _in_thread(method, *arguments)
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+async def _in_thread(method: Callable[..., Any], *arguments: Any) -> Any:
+    """The answer of a plain method, from a thread that the process does not wait for."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(answer: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(answer)
+
+    def run() -> None:
+        answer, error = None, None
+        try:
+            answer = method(*arguments)
+        except BaseException as raised:  # goes to whoever waits
+            # A StopIteration cannot be raised into a future.
+            error = RuntimeError(repr(raised)) if isinstance(raised, StopIteration) else raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, answer, error)
+
+    threading.Thread(target=run, name=f"worker-group-{getattr(method, '__name__', 'call')}", daemon=True).start()
+    return await future
+
+
+def _status(worker: WorkerId, said: Any) -> WorkerStatus:
+    if not isinstance(said, Mapping) or "active_requests" not in said:
+        raise UnreachableError(f"get_worker_status says nothing of worker {worker}'s active_requests: {_short(said)}")
+    counts = [said["active_requests"], said.get("total_processed", 0)]
+    for count in counts:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise UnreachableError(f"get_worker_status says {count!r} of worker {worker}, which is no count")
+    status = str(said.get("status", "active")).lower()
+    if status not in STATUSES:
+        raise UnreachableError(f"get_worker_status says {status!r} of worker {worker}", hint=f"one of {STATUSES}")
+    return WorkerStatus(counts[0], counts[1], status)
+
+
+def _short(value: object) -> str:
+    text = " ".join(str(value).split()) or repr(value)
+    return text if len(text) <= 200 else text[:200] + " ..."
