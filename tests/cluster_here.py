@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trimtab.runtime.cluster.ledger import ClusterRecord, Ledger, NodeRecord
+from trimtab.runtime.cluster.ledger import ClusterRecord, Ledger, NodeRecord, Phase
 from trimtab.runtime.cluster.ports import is_free
 from trimtab.runtime.cluster.processes import MARK, Process, environment, family, table
 
@@ -99,6 +99,11 @@ class Place:
         [found] = [one for one in self.cluster().standing if one.name == name]
         return found
 
+    def cause(self, name: str) -> str:
+        """Why a node has ended; empty where it has not."""
+        found = [one for one in self.cluster().nodes if one.name == name and one.phase is Phase.ended]
+        return found[-1].cause if found else ""
+
     def processes(self) -> list[Process]:
         """Everything alive that came of commands here, found by what it carries, not by what the ledger says."""
         wanted = str(self.directory)
@@ -148,7 +153,8 @@ class Terminal:
     @property
     def text(self) -> str:
         """All that was shown, without colours, cursor movements and the wheel that turns while one waits."""
-        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r|[\u2800-\u28ff] starting [\w-]+( head)?", "", self._shown)
+        plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", self._shown)
+        return re.sub(r"[\u2800-\u28ff] starting [\w-]+( head)?", "", plain)
 
     def expect(self, pattern: str, seconds: float = PATIENCE_S) -> None:
         """Wait until something is shown; the end of the command is as good as the end of the time."""

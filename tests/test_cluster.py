@@ -268,8 +268,7 @@ def test_a_node_whose_ray_is_stopped_by_others_ends_whole_and_says_so(workers: P
     assert raylet is not None
     send(raylet, signal.SIGTERM)
     wait_for(lambda: not any(one.lives for one in family), "some process of the node is still there")
-    [ended] = [one for one in workers.asked("status")["ended"] if one["name"] == "gpu-1"]
-    assert "stopped from outside, as `ray stop` does" in ended["cause"]
+    assert "stopped from outside, as `ray stop` does" in workers.cause("gpu-1")
     assert "as `ray stop` does" in workers.done("status")
     assert gpus_of(workers) == ["0", "2", "3"]
 
@@ -280,17 +279,15 @@ def test_a_raylet_that_is_killed_takes_its_node_with_it_and_its_gpu_is_free(work
     assert raylet is not None
     send(raylet, signal.SIGKILL)
     wait_for(lambda: not any(one.lives for one in family), "some process of the node is still there")
-    [ended] = [one for one in workers.asked("status")["ended"] if one["name"] == "gpu-3"]
-    assert "its Ray died" in ended["cause"]
+    assert "its Ray died" in workers.cause("gpu-3")
     assert "3" not in gpus_of(workers)
 
 
 def test_drains_of_unknown_nodes_of_the_head_and_into_the_past_are_errors(here: Place) -> None:
-    for word in ("gpu-9", "feedbeef"):
-        done = here.run("drain", word)
-        assert done.returncode == 2
-        assert f"there is no node {word}" in done.stderr
-    for word in ("head", "0", here.node("head").node_id[:12]):
+    done = here.run("drain", "gpu-9")
+    assert done.returncode == 2
+    assert "there is no node gpu-9" in done.stderr
+    for word in ("head", here.node("head").node_id[:12]):
         done = here.run("drain", word)
         assert done.returncode == 2
         assert "the head cannot go" in done.stderr
@@ -303,14 +300,13 @@ def test_drains_of_unknown_nodes_of_the_head_and_into_the_past_are_errors(here: 
 def test_a_drained_node_that_is_busy_is_seen_by_all_and_goes_at_its_deadline(workers: Place) -> None:
     with trainers(workers, 4):
         family = workers.family("gpu-2")
-        data = workers.asked("drain", "gpu-2", "--deadline", "8")
+        data = workers.asked("drain", "gpu-2", "--deadline", "6")
         [node] = [one for one in workers.asked("status")["nodes"] if one["name"] == "gpu-2"]
         assert node["state"] == "draining"  # Ray says so, to whoever asks
         assert node["deadline"] == data["deadline"]
         wait_for(lambda: not any(one.lives for one in family), "the drained node is still there")
         assert time.time() >= data["deadline"]
-    [ended] = [one for one in workers.asked("status")["ended"] if one["name"] == "gpu-2"]
-    assert "its deadline has passed" in ended["cause"]
+    assert "its deadline has passed" in workers.cause("gpu-2")
 
 
 def test_a_removed_node_is_gone_with_all_its_processes(workers: Place) -> None:
@@ -358,7 +354,6 @@ def test_a_node_joins_by_address_from_where_nothing_is_known_of_the_cluster(here
         assert "was not started by trimtab on this machine" in refused.stderr
         here.done("drain", theirs["node_id"][:12], "--deadline", "30")
         wait_for(lambda: not there.processes(), "a drained node without work ends by itself")
-        assert len([one for one in here.asked("status")["nodes"] if one["state"] == "running"]) >= 1
     finally:
         there.close()
 

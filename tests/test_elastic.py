@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -15,7 +18,7 @@ import pytest
 from storm import below, kill
 from trimtab.model.errors import InputError
 from trimtab.model.reason import Code
-from trimtab.runtime.ray.client import Session, connect
+from trimtab.runtime.ray.client import Pool, Session, connect
 from trimtab.runtime.ray.elastic import ElasticGroup, GroupGaveUpError, Happening, StepFailedError, StepResult
 from trimtab.runtime.ray.elastic_member import MemberWorld
 from trimtab.ui.elastic_training import TOLERANCE, Trainer, fixed_run
@@ -92,6 +95,11 @@ def kinds(happened: list[Happening]) -> list[str]:
     return [one.kind for one in happened]
 
 
+def ledgers(session: Session) -> Pool:
+    """One pool for most groups, so that its warm hosts serve them one after another."""
+    return session.pool("ledgers", {"gpu": 64}, reuse=False, warm_each=1)
+
+
 class Ledger:
     """A member that adds up what all computed, and gets into trouble as files in a directory say."""
 
@@ -149,8 +157,8 @@ class Counted:
 
     def __init__(self, session: Session, directory: Path, happened: list[Happening], **settings: Any) -> None:
         self.directory = directory
-        if "pool" not in settings and "name" not in settings:  # one for all, so that its warm hosts serve all
-            settings["pool"] = session.pool("ledgers", {"gpu": 64}, reuse=False, warm_each=1)
+        if "name" not in settings:
+            settings.setdefault("pool", ledgers(session))
         settings = {"min": 1, "step_timeout_s": 30.0, "health_every_s": 0.0, "back_off_s": 0.1, **settings}
         self.group = ElasticGroup(
             Ledger, (str(directory),), session=session, per_node=GPU, tell=happened.append, **settings
@@ -244,24 +252,16 @@ def test_training_goes_on_through_joins_a_loss_and_a_drain_as_if_membership_were
     until(lambda: leaver.node_id not in alive())
 
 
-def test_ranks_are_contiguous_and_follow_the_order_of_nodes(
+def test_a_group_that_starts_with_workers_takes_each_once_and_leaves_no_placement_group(
     nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
 ) -> None:
     nodes.have(3)
     with Counted(session, tmp_path, happened) as counted:
         world = counted.until(len(nodes.there)).world
         order = [one["node"] for one in session.status()["fleet"]]
-        assert list(world.nodes) == sorted(world.nodes, key=order.index)
+        assert list(world.nodes) == sorted(world.nodes, key=order.index), "ranks follow the order of nodes"
         assert len(set(world.members)) == world.size
         assert world.reason.sentence
-
-
-def test_a_group_that_starts_with_workers_takes_each_once_and_leaves_no_placement_group(
-    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
-) -> None:
-    nodes.have(3)
-    with Counted(session, tmp_path, happened) as counted:
-        counted.until(len(nodes.there))
         for _ in range(3):
             assert counted.step().size == len(nodes.there)
         assert kinds(happened).count("started") == len(nodes.there)
@@ -334,6 +334,7 @@ def test_a_member_lost_while_others_commit_does_not_have_the_step_counted_twice(
         counted.until(3)
 
 
+@pytest.mark.long
 def test_a_member_whose_commit_raises_is_replaced_by_one_that_has_the_step(
     nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
 ) -> None:
@@ -385,7 +386,7 @@ def test_without_any_node_for_members_no_step_completes(nodes: Nodes, session: S
 def test_a_constructor_that_raises_is_said_at_once(nodes: Nodes, session: Session) -> None:
     nodes.have(1)
     with (
-        ElasticGroup(Ledger, (), session=session, per_node=GPU, wait_s=60.0) as group,
+        ElasticGroup(Ledger, (), session=session, pool=ledgers(session), per_node=GPU, wait_s=60.0) as group,
         pytest.raises(GroupGaveUpError, match="missing 1 required positional argument"),
     ):
         group.step(1, timeout=WAIT_S)
@@ -428,27 +429,7 @@ def test_the_only_member_keeps_its_state_when_its_room_is_taken_and_given_back(
     pool.drop()
 
 
-def test_two_drains_two_seconds_apart_cause_one_change_of_the_world(
-    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
-) -> None:
-    nodes.have(3)
-    count = len(nodes.there)
-    with Counted(session, tmp_path, happened) as counted:
-        epoch = counted.until(count).world.epoch
-        leavers = nodes.there[:2]
-        session.drain_node(leavers[0].node_id, 30.0, "first")
-        apart = time.monotonic() + 2.0
-        while time.monotonic() < apart:
-            counted.step()
-            time.sleep(0.05)
-        session.drain_node(leavers[1].node_id, 30.0, "second")
-        result = counted.until(count - 2)
-        assert result.world.epoch == epoch + 1
-        for leaver in leavers:
-            nodes.there.remove(leaver)
-        until(lambda: not {one.node_id for one in leavers} & alive())
-
-
+@pytest.mark.long
 def test_all_state_is_lost_with_the_only_member_unless_a_copy_is_kept(
     nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
 ) -> None:
@@ -473,7 +454,7 @@ class Engine:
 
 def test_a_class_with_only_a_step_gives_its_values_by_rank(nodes: Nodes, session: Session) -> None:
     nodes.have(2)
-    with ElasticGroup(Engine, session=session, per_node=GPU, min=2, max=2) as group:
+    with ElasticGroup(Engine, session=session, pool=ledgers(session), per_node=GPU, min=2, max=2) as group:
         result = group.step([1, 2], timeout=WAIT_S)
         assert result.values == ([1, 2], [1, 2])
         assert group.step([1, 2], timeout=WAIT_S).values == ([2, 4], [2, 4])
@@ -525,7 +506,7 @@ def test_what_a_leaver_has_of_its_own_is_merged_and_a_newcomer_begins_with_nothi
     nodes: Nodes, session: Session
 ) -> None:
     nodes.have(2)
-    pool = session.pool("ledgers", {"gpu": 64}, reuse=False, warm_each=1)
+    pool = ledgers(session)
     with ElasticGroup(Episodes, session=session, pool=pool, per_node=GPU, min=1, max=2) as group:
         group.resize(2)
         until(lambda: len([one for one in group.view()["members"] if one["state"] == "ready"]) == 2)
@@ -575,3 +556,83 @@ def test_a_group_is_shown_by_the_controller_and_goes_with_its_driver(
         assert group["story"]
     until(lambda: not shown())
     assert not [task for task in session.tasks() if task.pool == "group-seen" and task.state.value == "running"]
+
+
+def test_two_drains_two_seconds_apart_cause_one_change_of_the_world(
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+) -> None:
+    nodes.have(3)
+    count = len(nodes.there)
+    with Counted(session, tmp_path, happened) as counted:
+        epoch = counted.until(count).world.epoch
+        leavers = nodes.there[:2]
+        session.drain_node(leavers[0].node_id, 30.0, "first")
+        apart = time.monotonic() + 2.0
+        while time.monotonic() < apart:
+            counted.step()
+            time.sleep(0.05)
+        session.drain_node(leavers[1].node_id, 30.0, "second")
+        result = counted.until(count - 2)
+        assert result.world.epoch == epoch + 1
+        for leaver in leavers:
+            nodes.there.remove(leaver)
+        until(lambda: not {one.node_id for one in leavers} & alive())
+
+
+LOOP = Path(__file__).parents[1] / "examples" / "auto_scaling" / "training_loop_with_autoscaling.py"
+
+
+def started_loop(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(LOOP), "--backend", "numpy", "--pace", "0.1", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def of_its_controller() -> list[str]:
+    """What the controller that the loop makes for itself has in the cluster."""
+    from ray.util import list_named_actors, placement_group_table
+
+    groups = [one["name"] for one in placement_group_table().values() if one["state"] != "REMOVED"]
+    names = [one["name"] for one in list_named_actors(all_namespaces=True)]
+    return [one for one in names + groups if one.startswith("trimtab:trimtab:")]
+
+
+def test_the_example_loop_shows_its_steps_and_leaves_nothing_behind_after_ctrl_c(nodes: Nodes) -> None:
+    nodes.have(1)
+    loop = started_loop("--address", nodes.cluster.address, "--max", "1")
+    try:
+        assert loop.stdout is not None
+        said: list[str] = []
+        deadline = time.monotonic() + WAIT_S
+        while not any("Step 3 completed" in line for line in said):
+            assert time.monotonic() < deadline, said
+            said.append(loop.stdout.readline())
+        loop.send_signal(signal.SIGINT)
+        rest, _ = loop.communicate(timeout=WAIT_S)
+    finally:
+        loop.kill()
+    assert loop.returncode == 130, rest
+    text = "".join(said)
+    for words in (
+        "🎯 DYNAMIC TRAINING LOOP STARTED",
+        "✅ Created placement group g",
+        "🎭 Spawned training actor 0 on node",
+        "🚀 Running training step 1 on 1 actors...",
+        "📊 Step 1 completed:\n   - 1 actors trained\n   - Average duration: ",
+        "   - Actor 0: CPU training: loss=0.7148",
+    ):
+        assert words in text, text
+    assert "the cluster is as it was" in rest
+    until(lambda: not of_its_controller())
+
+
+def test_the_example_loop_says_how_to_start_a_cluster_where_there_is_none() -> None:
+    loop = started_loop("--address", "127.0.0.1:1")
+    said, _ = loop.communicate(timeout=WAIT_S)
+    assert loop.returncode == 4
+    assert "No Ray cluster found" in said
+    assert "./start_ray_cluster.sh" in said
+    assert "Traceback" not in said

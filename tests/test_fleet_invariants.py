@@ -238,14 +238,14 @@ class Fate(RuleBasedStateMachine):
     def wait(self, seconds):
         self.world.tick(seconds)
 
-    @rule(at=AT, what=st.sampled_from(["reload", "echo", "settled"]))
-    def what_changes_nothing(self, at, what):
+    @rule(what=st.sampled_from(["reload", "echo", "echo", "settled"]))
+    def what_changes_nothing(self, what):
         if what == "reload":
             self.world.reload()
         elif what == "settled":
             self.world.settled()
         else:
-            self.world.echo(at)
+            self.world.echo()
 
     def teardown(self) -> None:
         world = getattr(self, "world", None)

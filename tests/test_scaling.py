@@ -298,6 +298,13 @@ def test_a_single_spike_moves_nobody() -> None:
     assert fleet.steps == []
 
 
+def test_two_spikes_with_calm_between_are_no_overload() -> None:
+    fleet = Fleet(replace(DEFAULTS, monitoring_interval=1.0), active=4)
+    for turn in range(60):
+        fleet.look(running=4000 if turn in (20, 30) else 18)
+    assert fleet.steps == []
+
+
 def test_a_dip_in_the_load_gives_nobody_up() -> None:
     fleet = Fleet(replace(DEFAULTS, monitoring_interval=1.0), active=4)
     for turn in range(120):

@@ -46,9 +46,9 @@ workflow:
 def cluster() -> Iterator[Cluster]:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    head = {"num_cpus": 4, "num_gpus": 2, "resources": {"seat": 2}, "node_name": "right", "include_dashboard": False}
+    made = Cluster(initialize_head=True, head_node_args=head)
     made.add_node(num_cpus=4, num_gpus=2, labels={"zone": "a"}, node_name="left", wait=False)
-    made.add_node(num_cpus=4, num_gpus=2, resources={"seat": 2}, node_name="right", wait=False)
     made.add_node(
         num_cpus=1,
         num_gpus=1,
@@ -425,7 +425,7 @@ def test_the_cluster_of_the_environment_is_found_and_one_that_is_gone_is_said(cl
         command, env={**os.environ, "RAY_ADDRESS": str(cluster.address)}, capture_output=True, text=True, timeout=WAIT_S
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"Nothing waits. ({cluster.address}, 4 nodes)")
+    assert done.stdout.startswith(f"Nothing waits. ({cluster.address}, 3 nodes)")
     done = subprocess.run(
         [*command, "--address", "127.0.0.1:1"], capture_output=True, text=True, timeout=WAIT_S, stdin=subprocess.DEVNULL
     )

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 
 from trimtab.fleet import group_events as e
-from trimtab.fleet.group_records import OVER, Debt, GroupBooks, Member, Phase, capacity
+from trimtab.fleet.group_records import OVER, Debt, GroupBooks, Member, Phase, Room, room_on
 from trimtab.fleet.node_records import title
-from trimtab.model.fleet import MemberState, NodeState
+from trimtab.model.fleet import MemberState, NodeView
 from trimtab.model.reason import Chapter, Code, Reason
 
 CHAPTERS_KEPT = 100
@@ -26,6 +26,7 @@ class Members(GroupBooks):
     """Transitions of members over the books."""
 
     _out: list[e.GroupInstruction]  # of the event that is being handled
+    _offer: tuple[tuple[NodeView, ...], Room] | None = None  # of the nodes that it was worked out for
 
     # ---- how many --------------------------------------------------------------------------------------------------
 
@@ -34,8 +35,13 @@ class Members(GroupBooks):
         """How many members there should be: what a person asked, or as many as there is room for, within limits."""
         if self.asked is not None:
             return self.asked
-        room = capacity(self)
+        room = self._room().capacity(self.members)
         return max(self.spec.least, room if self.spec.most is None else min(self.spec.most, room))
+
+    def _room(self) -> Room:
+        if self._offer is None or self._offer[0] is not self.nodes:
+            self._offer = (self.nodes, room_on(self.nodes, self.spec.unit))
+        return self._offer[1]
 
     def _staying(self) -> list[Member]:
         """Those that are there or on their way, and are to stay."""
@@ -50,8 +56,9 @@ class Members(GroupBooks):
         self._call_back(now)
         missing = self.wanted - len(self._staying())
         del self.debts[max(0, missing) :]  # what went together with its node is not to be replaced
-        for _ in range(missing - len(self.debts)):
-            self._start_more(now)
+        more = missing - len(self.debts)
+        if more > 0:
+            self._start_more(more, now)
         if self.debts and self._may_replace(now):
             self.round_open = False
             for debt in self.debts:
@@ -97,16 +104,16 @@ class Members(GroupBooks):
 
         return sorted(members, key=order)
 
-    def _start_more(self, now: float) -> None:
+    def _start_more(self, count: int, now: float) -> None:
+        """First in place of those that leave, then to grow."""
         stood_in = {one.stands_in for one in self.members.values()}
-        leaver = next(
-            (one for one in self.members.values() if one.state is MemberState.leaving and one.id not in stood_in), None
-        )
-        if leaver is not None:
-            reason = Reason(leaver.reason.code, f"in place of {leaver.id}, which leaves: {leaver.reason.sentence}")
-        else:
-            reason = Reason(Code.grow, f"members wanted: {self.wanted}")
-        self._new_to_asked(reason, leaver.id if leaver is not None else "", now)
+        leavers = [one for one in self.members.values() if one.state is MemberState.leaving and one.id not in stood_in]
+        for leaver in leavers[:count]:
+            sentence = f"in place of {leaver.id}, which leaves: {leaver.reason.sentence}"
+            self._new_to_asked(Reason(leaver.reason.code, sentence), leaver.id, now)
+        grow = Reason(Code.grow, f"members wanted: {self.wanted}")
+        for _ in range(count - len(leavers)):
+            self._new_to_asked(grow, "", now)
 
     def _start_instead(self, debt: Debt, now: float) -> None:
         reason = Reason(Code.replaced, f"in place of {debt.member}: {debt.reason.sentence}")
@@ -156,8 +163,8 @@ class Members(GroupBooks):
 
     def _ready_to_gone_with_nodes(self, now: float) -> None:
         """Whoever has no rank yet does not wait for a boundary when its node will go."""
-        draining = {one.node for one in self.nodes if one.state is NodeState.draining}
-        for member in list(self.members.values()):
+        draining = self._room().draining
+        for member in list(self.members.values()) if draining else ():
             if member.state is MemberState.ready and member.node in draining:
                 self._to_leaving(member, self._draining(member.node), None, now)
 

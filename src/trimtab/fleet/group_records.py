@@ -109,13 +109,29 @@ def units_on(node: NodeView, unit: Resources) -> int:
     return min(left.get(name) // units for name, units in unit)
 
 
-def capacity(books: GroupBooks) -> int:
-    """How many members there is room for on nodes that may be used. A silent one counts while it holds some."""
-    holding = {member.node for member in books.members.values() if member.state is not MemberState.gone}
-    return sum(
-        units_on(node, books.spec.unit)
-        for node in books.nodes
-        if node.state is NodeState.ready or (node.state is NodeState.suspect and node.node in holding)
+@dataclass(frozen=True)
+class Room:
+    """What nodes offer to members; worked out once for each news of nodes."""
+
+    ready: int  # members that nodes have room for which may be used
+    silent: tuple[tuple[str, int], ...]  # nodes whose link says nothing, and how many each has room for
+    draining: frozenset[str]
+
+    def capacity(self, members: dict[str, Member]) -> int:
+        """How many members there is room for. A silent node counts while it holds some."""
+        if not self.silent:
+            return self.ready
+        holding = {one.node for one in members.values() if one.state is not MemberState.gone}
+        return self.ready + sum(units for node, units in self.silent if node in holding)
+
+
+def room_on(nodes: tuple[NodeView, ...], unit: Resources) -> Room:
+    """What these nodes offer."""
+    states = NodeState
+    return Room(
+        sum(units_on(one, unit) for one in nodes if one.state is states.ready),
+        tuple((one.node, units_on(one, unit)) for one in nodes if one.state is states.suspect),
+        frozenset(one.node for one in nodes if one.state is states.draining),
     )
 
 

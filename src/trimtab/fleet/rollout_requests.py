@@ -321,7 +321,9 @@ class Requests:
             self._done(request, End.length)
             return
         if request.tokens and (request.again or not spec.resumable):
-            reason = Reason(Code.restarted, f"{why}; it starts from the prompt, {request.tokens} tokens are thrown away")
+            reason = Reason(
+                Code.restarted, f"{why}; it starts from the prompt, {request.tokens} tokens are thrown away"
+            )
             request.tokens, request.spans = 0, []
         else:
             reason = Reason(Code.moved, f"{why}; it goes on with the {request.tokens} tokens it has")
@@ -470,4 +472,3 @@ class Requests:
     def may_cut(self) -> bool:
         """Whether cuts that nobody asked for are trimtab's."""
         return self.books.rules.ownership.abort is Owner.trimtab
-

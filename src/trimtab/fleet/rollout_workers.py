@@ -418,8 +418,8 @@ class Workers:
     def deaf(self, worker: Worker, why: str) -> None:
         """It does not answer, though it may be healthy."""
         orphans = sum(one.orphan for one in worker.held.values())
-        if orphans and worker.state is S.draining:
-            self.lost(worker, Reason(Code.hung, f"{why}, and it is draining"))
+        if orphans and worker.state in (S.draining, S.stale, S.empty):
+            self.lost(worker, Reason(Code.hung, f"{why}, and others wait for that"))
         elif orphans >= self.books.rules.faults:
             self.lost(worker, Reason(Code.hung, f"{why}, nor that of {orphans - 1} others"))
         else:

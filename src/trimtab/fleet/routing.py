@@ -132,6 +132,15 @@ class Router:
         if lane.stamp == 0 or (lane.placed - lane.load) * REFRESH_SHARE > lane.placed:
             self._place(lane)
 
+    def restore(self, lane: Lane, placed: int) -> None:
+        """As it was when a snapshot was taken, so that the next choice is the same."""
+        self._place(lane)
+        if lane.stamp:
+            lane.placed = placed
+            self._stamp += 1
+            lane.stamp = self._stamp
+            heapq.heappush(self._heap, (placed, lane.number, lane.stamp, lane.worker))
+
     def _place(self, lane: Lane) -> None:
         if not lane.room:
             lane.stamp = 0

@@ -12,7 +12,7 @@ from typing import Any
 from trimtab.model.errors import UnreachableError
 from trimtab.runtime.hook import Wanted
 from trimtab.runtime.ray import draining
-from trimtab.runtime.ray.doors import NAMESPACE
+from trimtab.runtime.ray.doors import controllers
 from trimtab.runtime.ray.link import ControllerLink
 
 ANSWER_S = 20.0
@@ -68,10 +68,3 @@ class HookDoors:
         raise UnreachableError(
             f"this Ray has several controllers: {', '.join(there)}", hint="start the hook with --name"
         )
-
-
-def controllers(ray: Any) -> list[str]:
-    """The names of the controllers of a Ray."""
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    names = [one["name"].split(":") for one in actors if one["namespace"] == NAMESPACE]
-    return sorted(parts[1] for parts in names if len(parts) == 3 and parts[2] == "controller")

@@ -160,19 +160,13 @@ def looking(address: str | None, name: str | None) -> Iterator[Session]:
 
 def _wanted(ray: Any, name: str | None) -> str:
     """The controller of the name; without one the only one there is, or that of the usual name."""
-    there = _controllers(ray)
+    from trimtab.runtime.ray.doors import controllers
+
+    there = controllers(ray)
     wanted = name or (there[0] if len(there) == 1 else USUAL_NAME)
     if there and wanted not in there:
         raise UnreachableError(f"this Ray has no controller {wanted}", hint=f"--name is one of: {', '.join(there)}")
     return wanted
-
-
-def _controllers(ray: Any) -> list[str]:
-    from trimtab.runtime.ray.doors import NAMESPACE
-
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    names = [one["name"].split(":") for one in actors if one["namespace"] == NAMESPACE]
-    return sorted(parts[1] for parts in names if len(parts) == 3 and parts[2] == "controller")
 
 
 def _known(session: Session, pool: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from trimtab.runtime.cluster.processes import (
 )
 
 LOOK_EVERY_S = 0.2
-ATTEMPTS = 2  # Ray gives its own parts fifteen seconds to come up, which a busy machine may exceed
+ATTEMPTS = 3  # Ray gives its own parts fifteen seconds to come up, which a busy machine may exceed
 POLITE_S = 5.0  # for Ray to end in order
 CRASH_S = 3.0  # within so long `ray start` ends by itself when one of its processes has crashed
 IP = "TRIMTAB_NODE_IP"
@@ -111,7 +111,7 @@ class Keeper:
                 self._start()
                 return ""
             if self.node.phase is Phase.starting:
-                return f"its Ray did not start: {last_words(self.node.log)}"
+                return f"its Ray did not start: {last_words(self.node.log, temp_dir(self.cluster, self.node))}"
             if self._status == 0 or self.node.deadline is not None:
                 return "drained"
             return f"its Ray died (status {self._status})"
@@ -187,8 +187,15 @@ class Keeper:
                     self._status = os.waitstatus_to_exitcode(status)
 
 
-def last_words(log: str) -> str:
-    """The line that says most of why Ray did not start."""
+def last_words(log: str, where: str) -> str:
+    """The line that says most of why Ray did not start: of its raylet below `where`, or of `ray start` itself."""
+    for path in Path(where).glob("session_2*/logs/raylet*.out"):
+        with contextlib.suppress(OSError):
+            text = path.read_text(errors="replace")
+            if "Timed out waiting for file" in text:
+                return "Ray's agent did not come up in the 15 s that Ray gives it: this machine is too busy"
+            if "Address already in use" in text:
+                return "a port or socket that it needs is taken"
     try:
         lines = [line.strip() for line in Path(log).read_text(errors="replace").splitlines() if line.strip()]
     except OSError:
@@ -204,7 +211,7 @@ def _was_drained(where: str) -> bool:
     """Whether the node's raylet ended because it was drained, by its own log."""
     for path in Path(where).glob("session_2*/logs/raylet*.out"):
         with contextlib.suppress(OSError):
-            if "AUTOSCALER_DRAIN" in path.read_text(errors="replace"):
+            if "death info: reason: AUTOSCALER_DRAIN" in path.read_text(errors="replace"):
                 return True
     return False
 

@@ -114,7 +114,7 @@ def settle(
                     settled.append(running)
                     told(running)
                     del waiting[mark]
-            _in_time(deadline, waiting.values())
+            _in_time(cluster, deadline, waiting.values())
             if waiting:
                 time.sleep(LOOK_EVERY_S)
     return settled
@@ -182,14 +182,14 @@ def _listening(ledger: Ledger, cluster: ClusterRecord, head: NodeRecord, deadlin
         node = _by_mark(ledger).get(head.mark)
         if node is None or node.phase in (Phase.ending, Phase.ended):
             raise UnreachableError(f"the head did not start: {node.cause if node else 'it is gone'}", where=head.log)
-        _in_time(deadline, [head])
+        _in_time(cluster, deadline, [head])
 
 
-def _in_time(deadline: float, waiting: Iterable[NodeRecord]) -> None:
+def _in_time(cluster: ClusterRecord, deadline: float, waiting: Iterable[NodeRecord]) -> None:
     nodes = list(waiting)
     if nodes and time.monotonic() >= deadline:
         raise UnreachableError(
-            f"node {nodes[0].name} did not come up in time: {last_words(nodes[0].log)}",
+            f"node {nodes[0].name} did not come up in time: {last_words(nodes[0].log, temp_dir(cluster, nodes[0]))}",
             where=nodes[0].log,
             hint="--timeout waits longer; a machine that is busy starts Ray slowly",
         )

@@ -69,6 +69,13 @@ def controller_name(name: str) -> str:
     return f"trimtab:{name}:controller"
 
 
+def controllers(ray: Any) -> list[str]:
+    """The names of all controllers of a Ray."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    names = [one["name"].split(":") for one in actors if one["namespace"] == NAMESPACE]
+    return sorted(parts[1] for parts in names if len(parts) == 3 and parts[2] == "controller")
+
+
 def door(method: Callable[Params, Awaitable[Value]]) -> Callable[Params, Awaitable[tuple[str, Any]]]:
     """A method that clients call: its value or its error, as a value."""
 

@@ -1,0 +1,457 @@
+"""`ElasticScheduler`: a trainer's own worker group behind the rollout machine, one object with a handful of verbs.
+
+Everything is decided by `trimtab.fleet.rollout`; here its instructions are carried out on the group and what comes of
+them goes back as events. Requests are ids: who sends them to a worker asks here which one, and says when they are done.
+
+What must never happen: a worker flushed while it has a request, by these books or by its own status; a drain, a flush or
+a wake that goes on after `stop`; a status that could not be had taken for an idle worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from typing import Any
+
+from trimtab.fleet import rollout_events as e
+from trimtab.fleet.rollout import RolloutMachine
+from trimtab.model.elastic_config import ElasticConfig
+from trimtab.model.errors import InfeasibleError, InputError, TrimtabError, UnreachableError, nearest
+from trimtab.model.reason import Reason
+from trimtab.model.rollout import (
+    End,
+    Owner,
+    Ownership,
+    RequestClass,
+    RequestSpec,
+    RequestState,
+    RolloutRules,
+    ScaleStep,
+    Verb,
+    WorkerSpec,
+    WorkerState,
+    WorkerView,
+)
+from trimtab.runtime.worker_group import GroupCalls, WorkerId, WorkerStatus
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 60.0
+MOST_QUEUED = 1_000_000
+NEVER_S = 1e9  # a request's tokens are not seen here, so nothing is made of their absence
+LEAST_WAIT_S = 0.005
+FRESH_INTERVALS = 1.5  # a status is believed for so many intervals
+STEPS_KEPT = 100
+HOLD = "wake_up_all_workers"
+STOPPED = "stop"
+VERSION = 0  # weights are between trainer and group; to the machine they never change
+
+
+class Placement:
+    """Where a request goes: await it for the worker, or look at `worker`, which is None while it waits."""
+
+    def __init__(self, request: str) -> None:
+        self.request = request
+        self.worker: WorkerId | None = None
+        self.error: TrimtabError | None = None
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def __await__(self) -> Generator[Any, None, WorkerId]:
+        while self.worker is None and self.error is None:
+            future = asyncio.get_running_loop().create_future()
+            self._waiting.append(future)
+            yield from future
+        if self.error is not None:
+            raise self.error
+        assert self.worker is not None
+        return self.worker
+
+    def settle(self, worker: WorkerId | None, error: TrimtabError | None = None) -> None:
+        """It goes there, or nowhere."""
+        self.worker, self.error = worker, error
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+
+class Completion:
+    """Whether the request was open. Known at once; may be awaited all the same."""
+
+    def __init__(self, was_open: bool) -> None:
+        self.was_open = was_open
+
+    def __bool__(self) -> bool:
+        return self.was_open
+
+    def __await__(self) -> Generator[Any, None, bool]:
+        yield from ()
+        return self.was_open
+
+
+class ElasticScheduler:
+    """Routes requests to the workers of a group, and has as many of them serve as the load asks for."""
+
+    def __init__(
+        self,
+        config: ElasticConfig | Mapping[str, Any],
+        worker_group: Any,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+    ) -> None:
+        self.config = config if isinstance(config, ElasticConfig) else ElasticConfig.from_mapping(config)
+        self.worker_group = worker_group
+        self.steps: list[ScaleStep] = []  # the last ones, oldest first
+        self.faults: list[Reason | str] = []  # what was warned of, the last ones
+        self._clock = clock
+        self._calls = GroupCalls(worker_group, call_timeout_s)
+        self._machine = RolloutMachine(_rules(self.config, self._calls), self.config)
+        self._ids: dict[str, WorkerId] = {}  # by the machine's name
+        self._placements: dict[str, Placement] = {}  # of requests that are not answered
+        self._deeds: dict[asyncio.Task[None], str] = {}
+        self._postponed: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = []  # no loop ran yet
+        self._loops: list[asyncio.Task[None]] = []
+        self._news: list[asyncio.Future[None]] = []  # of those who wait for something to change
+        self._wake = asyncio.Event()
+        for worker in self._calls.workers or ():
+            self._join(worker, None)
+
+    # ---- start and stop ------------------------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the load is looked at."""
+        return bool(self._loops)
+
+    async def start(self) -> None:
+        """Look at the load from now on. Raises UnreachableError where the group does not say which workers it has."""
+        if self._loops:
+            return
+        for warning in self.config.warnings():
+            log.warning("elastic_config: %s", warning)
+        if self._calls.has_status:
+            await self._first_status()
+        if self._loops:  # somebody else started it meanwhile
+            return
+        self._loops = [asyncio.create_task(self._keep_time(), name="elastic-scheduler-time")]
+        if self._calls.has_status:
+            self._loops.append(asyncio.create_task(self._watch(), name="elastic-scheduler-status"))
+        postponed, self._postponed = self._postponed, []
+        for name, deed in postponed:
+            self._spawn(name, deed)
+
+    async def stop(self) -> None:
+        """Look no more. Workers that drain serve again; what is being done to others is waited for, with a deadline."""
+        loops, self._loops = self._loops, []
+        for loop in loops:
+            loop.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+        self._call_back()
+        if self._deeds:
+            await asyncio.wait(list(self._deeds), timeout=self._calls.timeout_s + 1.0)
+        left = list(self._deeds)
+        for deed in left:
+            deed.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        self._call_back()
+
+    def _call_back(self) -> None:
+        """Have draining workers serve again, and wake nobody: what is being flushed already is left to end."""
+        draining = [one for one in self._workers(WorkerState.draining) if one.doing is None]
+        if draining:
+            serving = len(self._workers(WorkerState.active, WorkerState.starting))
+            self._handle(e.Held(STOPPED, serving + len(draining)))
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def add_request(self, request_id: str) -> Placement:
+        """A request more. The answer may be awaited: it is the worker that the request goes to, once there is room."""
+        placement = Placement(request_id)
+        self._placements[request_id] = placement
+        try:
+            self._handle(e.Arrived(RequestSpec(request_id, prompt_tokens=0, max_tokens=1)))
+        except InputError:
+            del self._placements[request_id]
+            raise
+        if placement.error is not None:
+            raise placement.error
+        return placement
+
+    def complete_request(self, request_id: str) -> Completion:
+        """The request is answered, or was given up; its place is free. False where that was known already."""
+        if request_id not in self._placements:
+            if self._machine.request(request_id) is not None:
+                return Completion(False)
+            near = nearest(request_id, self._placements)
+            raise InputError(f"there is no request {request_id}", hint=f"did you mean {near}?" if near else None)
+        view = self._machine.request(request_id)
+        assert view is not None
+        if view.state is RequestState.queued:
+            self._handle(e.Cancelled(request_id, "it was completed while it waited"))
+        else:
+            self._handle(e.Finished(request_id, view.attempt, 1, End.stop))
+        return Completion(True)
+
+    def worker_of(self, request_id: str) -> WorkerId | None:
+        """The worker that has the request now; None: it waits, or is answered."""
+        placement = self._placements.get(request_id)
+        return None if placement is None else placement.worker
+
+    # ---- how many ------------------------------------------------------------------------------------------------
+
+    async def wake_up_all_workers(self) -> None:
+        """Have all workers serve, as far as `max_workers` allows, until `resume_elastic_scheduling`.
+
+        Raises UnreachableError where one does not come in time; those that came serve.
+        """
+        wanted = min(len(self._machine.workers()), self.config.max_workers)
+        self._handle(e.Held(HOLD, wanted))
+        if not await self._until(lambda: len(self._workers(WorkerState.active)) >= wanted):
+            others = [one for one in self._machine.workers() if one.state is not WorkerState.active]
+            told = "; ".join(f"{one.worker} is {one.state.value} ({one.reason.sentence})" for one in others[:3])
+            raise UnreachableError(f"{len(others)} of {wanted} workers do not serve: {told}", where="worker_group")
+
+    async def resume_elastic_scheduling(self) -> None:
+        """Let the policy decide again."""
+        self._handle(e.Unheld(HOLD))
+
+    # ---- what is going on ----------------------------------------------------------------------------------------
+
+    def get_metrics(self) -> dict[str, Any]:
+        """Workers, requests and load, as they are now. The load counts what waits, and what runs on draining workers."""
+        sample = self._machine.sample(self._clock())
+        capacity = sample.active * sample.capacity
+        empty = math.inf if sample.load else 0.0
+        return {
+            "active_workers": sample.active,
+            "draining_workers": sample.draining_workers,
+            "total_workers": len(self._machine.workers()),
+            "active_requests": sample.running + sample.draining,
+            "pending_requests": sample.queued,
+            "load_ratio": sample.load / capacity if capacity else empty,
+            "total_capacity": capacity,
+        }
+
+    def _workers(self, *states: WorkerState) -> list[WorkerView]:
+        return [one for one in self._machine.workers() if one.state in states]
+
+    # ---- events in, deeds out ------------------------------------------------------------------------------------
+
+    def _handle(self, event: e.RolloutEvent) -> None:
+        for instruction in self._machine.handle(event, self._clock()):
+            self._carry_out(instruction)
+        self._wake.set()
+        news, self._news = self._news, []
+        for future in news:
+            if not future.done():
+                future.set_result(None)
+
+    def _carry_out(self, instruction: e.RolloutInstruction) -> None:
+        match instruction:
+            case e.Send():
+                self._send(instruction)
+            case e.AbortSent():
+                self._spawn(f"abort {instruction.request}", lambda: self._abort(instruction))
+            case e.Act():
+                self._spawn(f"{instruction.verb.value} {instruction.worker}", lambda: self._act(instruction))
+            case e.Answer():
+                self._answered(instruction)
+            case e.Refuse():
+                error = InfeasibleError(f"request {instruction.request}: {instruction.reason.sentence}")
+                self._placements.pop(instruction.request).settle(None, error)
+            case e.TellStep():
+                self.steps = [*self.steps[1 - STEPS_KEPT :], instruction.step]
+                log.info("workers: %s", instruction.step.reason)
+            case e.Warn():
+                self._say(f"worker {instruction.worker}: {instruction.reason}")
+            case _:
+                pass  # refits are between the trainer and the group
+
+    def _send(self, send: e.Send) -> None:
+        worker = self._ids[send.worker]
+        placement = self._placements[send.request]
+        if placement.worker is not None:
+            log.info("request %s moves from worker %s to %s", send.request, placement.worker, worker)
+        if self._calls.is_told:
+            self._spawn(f"assign {send.request}", lambda: self._assign(send))
+        else:
+            placement.settle(worker)
+
+    async def _assign(self, send: e.Send) -> None:
+        try:
+            await self._calls.assign(send.request, self._ids[send.worker])
+        except UnreachableError as error:
+            self._handle(e.Broke(send.request, send.attempt, 0, error.what))
+            return
+        view = self._machine.request(send.request)
+        placement = self._placements.get(send.request)
+        if placement is not None and view is not None and view.attempt == send.attempt:
+            placement.settle(self._ids[send.worker])
+
+    async def _abort(self, abort: e.AbortSent) -> None:
+        if not self._calls.can_abort:
+            return
+        try:
+            await self._calls.abort(abort.request, self._ids[abort.worker])
+        except UnreachableError as error:
+            self._say(error.what)  # and the machine's own deadline says what follows
+            return
+        self._handle(e.AbortDone(abort.request, abort.attempt, 0))
+
+    def _answered(self, answer: e.Answer) -> None:
+        placement = self._placements.pop(answer.request)
+        if answer.end is End.failed:
+            error = UnreachableError(f"request {answer.request}: {answer.reason.sentence}")
+            placement.settle(None, error)
+            self._say(error.what)
+        elif placement.worker is None:
+            placement.settle(None, InputError(f"request {answer.request} was completed before it was sent"))
+
+    async def _act(self, act: e.Act) -> None:
+        worker = self._ids[act.worker]
+        try:
+            if act.verb is Verb.sleep:
+                await self._flush_when_idle(worker, act.deadline)
+            elif act.verb in (Verb.wake, Verb.start):
+                await self._calls.resume(worker)
+            elif act.verb is Verb.probe:
+                await self._calls.status()
+            else:
+                raise UnreachableError(f"a worker group has no {act.verb.value}")
+        except UnreachableError as error:
+            self._say(error.what)
+            self._handle(e.ActFailed(act.worker, act.attempt, error.what))
+            return
+        self._handle(e.ActDone(act.worker, act.attempt, VERSION))
+        self._vouch(act.worker)
+
+    async def _flush_when_idle(self, worker: WorkerId, deadline: float) -> None:
+        """Flush, but not before the worker itself says that it has no request."""
+        while self._calls.has_status:
+            said = (await self._calls.status()).get(worker)
+            if said is None:
+                raise UnreachableError(f"get_worker_status says nothing of worker {worker}: it is not flushed")
+            if said.active_requests == 0:
+                break
+            left_s = deadline - self._clock() - self._calls.timeout_s
+            if left_s <= 0:
+                raise UnreachableError(f"worker {worker} still has {said.active_requests} requests: it is not flushed")
+            await asyncio.sleep(min(self.config.monitoring_interval, left_s))
+        await self._calls.flush(worker)
+
+    def _vouch(self, name: str) -> None:
+        """Weights are between the trainer and the group: what a worker of it has is what it should have."""
+        if any(one.worker == name for one in self._workers(WorkerState.stale, WorkerState.empty)):
+            self._handle(e.RefitConfirmed(name, VERSION))
+
+    # ---- time and status -----------------------------------------------------------------------------------------
+
+    async def _keep_time(self) -> None:
+        while True:
+            self._wake.clear()
+            self._handle(e.Tick())
+            self._wake.clear()
+            due = self._machine.next_deadline()
+            wait_s = None if due is None else max(due - self._clock(), LEAST_WAIT_S)
+            with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), wait_s)
+
+    async def _watch(self) -> None:
+        while True:
+            began = self._clock()
+            await self._look()
+            await asyncio.sleep(max(self.config.monitoring_interval - (self._clock() - began), LEAST_WAIT_S))
+
+    async def _first_status(self) -> None:
+        """Find the workers, where the group has not said how many; which of them sleep; what they have."""
+        if self._ids:
+            said = await self._look()
+        else:
+            said = await self._calls.status()
+            if not said:
+                raise UnreachableError("get_worker_status names no worker", where="worker_group")
+            for worker, status in said.items():
+                self._join(worker, status)
+        for worker, status in (said or {}).items():
+            if status.status == "inactive" and str(worker) in self._ids:
+                self._handle(e.WorkerSlept(str(worker)))
+
+    async def _look(self) -> dict[WorkerId, WorkerStatus] | None:
+        """Ask the group once. What fails is said, and changes nothing."""
+        began = self._clock()
+        try:
+            said = await self._calls.status()
+        except UnreachableError as error:
+            self._say(f"{error.what}; the load is not known, nothing is done about it")
+            return None
+        missing = [str(worker) for worker in self._ids.values() if worker not in said]
+        if missing:
+            self._say(f"get_worker_status says nothing of worker {', '.join(missing[:8])}")
+        for worker, status in said.items():
+            if str(worker) in self._ids:
+                self._handle(e.LoadSeen(str(worker), status.active_requests, 0, 0.0, began))
+        return said
+
+    def _join(self, worker: WorkerId, status: WorkerStatus | None) -> None:
+        name = str(worker)
+        self._ids[name] = worker
+        spec = WorkerSpec(name, limit=self.config.requests_per_worker_capacity, can_pause=False)
+        self._handle(e.WorkerAdded(spec, up=True, version=VERSION))
+
+    def _say(self, sentence: str) -> None:
+        log.warning("%s", sentence)
+        self.faults = [*self.faults[1 - STEPS_KEPT :], sentence]
+
+    def _spawn(self, name: str, deed: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self._postponed.append((name, deed))
+            return
+        task = loop.create_task(deed(), name=f"elastic-scheduler-{name}")
+        self._deeds[task] = name
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        name = self._deeds.pop(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("%s failed", name, exc_info=task.exception())
+
+    async def _until(self, true: Callable[[], bool]) -> bool:
+        """Wait until it is so, as long as one call may take, three times over."""
+        end = self._clock() + 3 * self._calls.timeout_s
+        while not true():
+            left_s = end - self._clock()
+            if left_s <= 0:
+                return False
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._news.append(future)
+            with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
+                await asyncio.wait_for(future, left_s)
+        return True
+
+
+def _rules(config: ElasticConfig, calls: GroupCalls) -> RolloutRules:
+    """The machine's rules that these settings mean."""
+    call_s = calls.timeout_s + 1.0  # the machine's deadline comes after the call's own
+    return RolloutRules(
+        least=config.min_workers,
+        most=config.max_workers,
+        capacity=config.requests_per_worker_capacity,
+        version=VERSION,
+        classes=(RequestClass(queue_limit=MOST_QUEUED),),
+        ownership=Ownership(abort=Owner.trimtab if calls.can_abort else Owner.trainer),
+        monitor_s=config.monitoring_interval,
+        drain_s=config.drain_timeout,
+        abort_s=call_s,
+        stall_s=NEVER_S,
+        wake_s=call_s,
+        sleep_s=config.drain_timeout + 3 * call_s,
+        probe_s=call_s,
+        load_fresh_s=FRESH_INTERVALS * config.monitoring_interval + calls.timeout_s,
+    )

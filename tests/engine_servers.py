@@ -1,0 +1,170 @@
+"""Real llama.cpp servers as processes of their own, for tests: started in a fraction of a second, and hurt on demand.
+
+Each listens on a free port that it chose itself and told through its log. None outlives the tests: `servers` ends what
+it started, and the kernel ends a server whose parent died. Their logs stay where the caller says.
+
+What makes greedy answers the same whatever runs beside them is said at `SETTINGS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiny_gguf import tiny_gguf
+
+SAID = "serving at "
+START_S = 30.0
+SETTINGS = {"n_batch": 512, "n_ubatch": 512, "threads": 1}
+
+
+@dataclass
+class LlamaServer:
+    """One server process."""
+
+    model: Path
+    log: Path
+    slots: int
+    process: subprocess.Popen[bytes]
+    url: str = ""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def kill(self) -> None:
+        """As kill -9 does: no farewell."""
+        self.process.kill()
+        self.process.wait(START_S)
+
+    def freeze(self) -> None:
+        """It stands still with all its connections open."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    @asynccontextmanager
+    async def slowed(self, share: float = 0.2, beat_s: float = 0.05) -> AsyncIterator[None]:
+        """It computes for only this share of the time."""
+        task = asyncio.create_task(self._beat(share, beat_s))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            if self.alive:
+                self.thaw()
+
+    async def _beat(self, share: float, beat_s: float) -> None:
+        while self.alive:
+            self.freeze()
+            await asyncio.sleep(beat_s * (1 - share))
+            if self.alive:
+                self.thaw()
+            await asyncio.sleep(beat_s * share)
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def stop(self) -> None:
+        """Whatever state it is in, it is gone afterwards."""
+        if self.alive:
+            self.process.kill()  # also ends one that stands still
+        self.process.wait(START_S)
+
+
+def start(
+    folder: Path, *, model: Path | None = None, slots: int = 4, context: int = 1024, port: int = 0, name: str = ""
+) -> LlamaServer:
+    """Begins one; `wait_up` waits for it. `context` is for each slot."""
+    model = model or tiny_gguf()
+    log = folder / f"{name or f'engine-{time.monotonic_ns()}'}.log"
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(model), str(slots), str(context), str(port), str(os.getpid())],
+            stdout=out,
+            stderr=out,
+            stdin=subprocess.DEVNULL,
+        )
+    return LlamaServer(model, log, slots, process)
+
+
+def wait_up(server: LlamaServer, *, since: int = 0) -> LlamaServer:
+    """Until it listens; its log says where."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        for line in server.log.read_text(errors="replace")[since:].splitlines():
+            if line.startswith(SAID) and line.endswith("."):
+                server.url = line.removeprefix(SAID).removesuffix(".")
+                return server
+        assert server.alive, f"it ended at once:\n{server.log.read_text(errors='replace')[-2000:]}"
+        time.sleep(0.01)
+    server.stop()
+    raise AssertionError(f"no engine in {START_S:g} s:\n{server.log.read_text(errors='replace')[-2000:]}")
+
+
+def again(server: LlamaServer, *, model: Path | None = None, context: int = 1024) -> LlamaServer:
+    """A new process at the address of one that is gone, as a supervisor would start it."""
+    assert not server.alive
+    since = len(server.log.read_text(errors="replace"))
+    fresh = start(
+        server.log.parent, model=model or server.model, slots=server.slots, context=context, port=server.port,
+        name=server.log.stem,
+    )  # fmt: skip
+    return wait_up(fresh, since=since)
+
+
+@contextmanager
+def servers(count: int, folder: Path, **wishes: object) -> Iterator[list[LlamaServer]]:
+    """So many, started side by side; all of them end with the block. What is appended to the list ends with it too."""
+    started = [start(folder, name=f"engine-{index}", **wishes) for index in range(count)]  # type: ignore[arg-type]
+    try:
+        for server in started:
+            wait_up(server)
+        yield started
+    finally:
+        for server in started:
+            server.stop()
+
+
+def serve(model: str, slots: int, context: int, port: int, parent: int) -> None:
+    """The server itself, in its own process."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        return
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = model
+    params.hostnames = ["127.0.0.1"]
+    params.port = port
+    params.n_parallel = slots
+    params.n_ctx = slots * context
+    params.n_threads_http = 2 * slots + 8
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = SETTINGS["threads"]
+    params.n_batch, params.n_ubatch = SETTINGS["n_batch"], SETTINGS["n_ubatch"]
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.endpoint_metrics = params.endpoint_slots = True
+    params.warmup = False
+    server = xllamacpp.Server(params)
+    print(f"{SAID}{server.listening_address}.", flush=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], *map(int, sys.argv[2:]))
