@@ -620,7 +620,7 @@ class FleetWorld:
         self.counts["reloads"] += 1
 
     def echo(self) -> None:
-        """The last news again: nothing changes. (A step that is redone may be interrupted again: that is other news.)"""
+        """The last news again: nothing changes. (A redone step may be interrupted again: that is other news.)"""
         who, _, event, _ = self.journal[-1]
         other = (n.Tick, g.Tick, g.MemberTaken, g.HealthAnswered, g.MemberWaits, g.StepInterrupted)
         if not isinstance(event, other):

@@ -300,10 +300,11 @@ def test_drains_of_unknown_nodes_of_the_head_and_into_the_past_are_errors(here: 
 def test_a_drained_node_that_is_busy_is_seen_by_all_and_goes_at_its_deadline(workers: Place) -> None:
     with trainers(workers, 4):
         family = workers.family("gpu-2")
-        data = workers.asked("drain", "gpu-2", "--deadline", "6")
+        data = workers.asked("drain", "gpu-2", "--deadline", "600")
         [node] = [one for one in workers.asked("status")["nodes"] if one["name"] == "gpu-2"]
         assert node["state"] == "draining"  # Ray says so, to whoever asks
         assert node["deadline"] == data["deadline"]
+        data = workers.asked("drain", "gpu-2", "--deadline", "2")  # a second one replaces the deadline
         wait_for(lambda: not any(one.lives for one in family), "the drained node is still there")
         assert time.time() >= data["deadline"]
     assert "its deadline has passed" in workers.cause("gpu-2")

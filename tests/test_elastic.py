@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from trimtab.model.errors import InputError
 from trimtab.model.reason import Code
 from trimtab.runtime.ray.client import Pool, Session, connect
 from trimtab.runtime.ray.elastic import ElasticGroup, GroupGaveUpError, Happening, StepFailedError, StepResult
-from trimtab.runtime.ray.elastic_member import MemberWorld
+from trimtab.runtime.ray.elastic_member import MemberShell, MemberWorld, PartLostError, WorldMismatchError
 from trimtab.ui.elastic_training import TOLERANCE, Trainer, fixed_run
 
 WAIT_S = 90.0
@@ -476,6 +477,54 @@ def test_training_goes_on_while_the_controller_is_killed_and_comes_back(
         counted.until(2)
 
 
+def test_a_part_that_does_not_come_is_not_waited_for_once_its_maker_is_gone(nodes: Nodes, tmp_path: Path) -> None:
+    import ray
+
+    shell = MemberShell(Ledger, (str(tmp_path),), {})
+    shell.enter(MemberWorld(0, 2, 1, 0))
+    _, part = shell.compute(1, 1, 1)
+    never = ray.remote(num_cpus=0)(lambda: time.sleep(600)).remote()
+    threading.Timer(0.3, shell.beside_let_go).start()
+    with pytest.raises(PartLostError, match="1 of 2 parts did not come"):
+        shell.commit(1, 1, [ray.put(part), never])
+    ray.cancel(never, force=True)
+    assert shell.facts().committed == 0
+    done = shell.commit(1, 1, [ray.put(part), ray.put(0)])
+    assert shell.commit(1, 1, []) is done, "asked again, it says what it said"
+    with pytest.raises(WorldMismatchError, match="for world 2, this member is in 1"):
+        shell.compute(2, 2, 1)
+    with pytest.raises(WorldMismatchError, match="step 7"):
+        shell.commit(7, 1, [])
+
+
+@pytest.mark.long
+def test_a_frozen_process_is_noticed_by_its_health_call(
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+) -> None:
+    nodes.have(2)
+    with Counted(session, tmp_path, happened, health_every_s=0.5, health_timeout_s=3.0, max=2) as counted:
+        frozen = counted.until(2).values[1]["pid"]
+        os.kill(frozen, signal.SIGSTOP)
+        result = counted.until(2)
+        assert frozen not in {value["pid"] for value in result.values}
+        assert any(one.reason is not None and one.reason.code is Code.unhealthy for one in happened)
+
+
+@pytest.mark.long
+def test_training_goes_on_when_two_nodes_are_killed_at_once(
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+) -> None:
+    nodes.have(4)
+    count = len(nodes.there)
+    with Counted(session, tmp_path, happened) as counted:
+        counted.until(count)
+        for node in nodes.there[:2]:
+            nodes.kill(node)
+        counted.until(count - 2)
+        for _ in range(5):
+            assert counted.step().size == count - 2
+
+
 class Episodes:
     """Every member has something of its own."""
 
@@ -554,6 +603,8 @@ def test_a_group_is_shown_by_the_controller_and_goes_with_its_driver(
         assert group["size"] >= 1
         assert group["wanted"] == len(nodes.there)
         assert group["story"]
+        with pytest.raises(InputError, match="a group of this name"):
+            ElasticGroup(Engine, session=session, per_node=GPU, name="seen")
     until(lambda: not shown())
     assert not [task for task in session.tasks() if task.pool == "group-seen" and task.state.value == "running"]
 

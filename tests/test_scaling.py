@@ -326,6 +326,13 @@ def test_steps_keep_their_distance() -> None:
     assert downs[0] - ups[-1] >= config.scale_down_cooldown
 
 
+def test_a_worker_that_was_just_added_is_not_given_up_before_the_cooldown() -> None:
+    fleet = Fleet(active=1)
+    fleet.run(20, running=60)
+    fleet.run(200, running=1)
+    assert fleet.steps == [(10.0, 1, 8), (70.0, 8, 1)]
+
+
 def test_limits_hold_at_once_and_leave_cooldowns_alone() -> None:
     fleet = Fleet(active=1)
     fleet.run(30, running=2)

@@ -227,6 +227,9 @@ def test_a_full_bundle_names_who_is_in_it() -> None:
     assert "team" in found.sentence
     free = only(survey(TWO, [actor("a", gpu=1, group="pg")], [inside], groups=(seen_group,)))
     assert free.cause is Cause.fits
+    pieces = replace(seen_group, bundles=(Resources.of(gpu=2),) * 2, free=(Resources.of(gpu=1),) * 2)
+    halves = only(survey(TWO, [actor("a", gpu=2, group="pg")], [inside], groups=(pieces,)))
+    assert (halves.cause, halves.never) == (Cause.group_full, False)  # no actor lies in two bundles
     big = only(survey(TWO, [actor("a", gpu=2, group="pg")], [inside], groups=(seen_group,)))
     assert (big.cause, big.never) == (Cause.too_big, True)
 

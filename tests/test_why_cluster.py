@@ -9,6 +9,7 @@ import logging
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -436,9 +437,10 @@ def test_the_cluster_of_the_environment_is_found_and_one_that_is_gone_is_said(cl
 def test_a_view_on_a_terminal_ends_with_ctrl_c_and_its_status(cluster: Cluster, owned: list[Any]) -> None:
     owned.append(made({"resources": {"nowhere": 1}}))
     until(lambda: bool(Lookout(str(cluster.address)).look().waiting))
-    child, terminal = pty.fork()
-    if child == 0:
-        os.execv(sys.executable, [sys.executable, "-m", "trimtab", "why", "-a", str(cluster.address), "-w", "0.5"])
+    terminal, theirs = pty.openpty()
+    command = [sys.executable, "-m", "trimtab", "why", "-a", str(cluster.address), "-w", "0.5"]
+    view = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
     shown = b""
     try:
         deadline = time.monotonic() + WAIT_S
@@ -446,13 +448,15 @@ def test_a_view_on_a_terminal_ends_with_ctrl_c_and_its_status(cluster: Cluster, 
             assert time.monotonic() < deadline, shown
             if select.select([terminal], [], [], 0.1)[0]:
                 shown += os.read(terminal, 65536)
-        os.write(terminal, b"\x03")
+        view.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):  # the terminal is gone with its last process
             while more := os.read(terminal, 65536):
                 shown += more
+        status = view.wait(WAIT_S)
     finally:
+        view.kill()
+        view.wait()
         os.close(terminal)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status == 3
     assert b"NO_RESOURCE" in shown
     assert b"Traceback" not in shown

@@ -98,7 +98,6 @@ def write(path: Path, *, seed: int, shift: float, beyond_ascii: bool) -> None:
     writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
     output = matrix(len(tokens), HIDDEN, 2 * HIDDEN**-0.5)
     output += np.float32(shift) * np.roll(output, 1, axis=0)
-    output[END] *= 0.25  # answers should not all end after a few words
     writer.add_tensor("output.weight", output)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from trimtab.fleet import rollout_events as e
@@ -61,50 +62,50 @@ class RolloutMachine:
     """Workers, requests, refits and scaling. Events in, instructions out."""
 
     def __init__(self, rules: RolloutRules = RolloutRules(), elastic: ElasticConfig = STATIC) -> None:  # noqa: B008
-        self.books = Books(rules)
-        self.requests = Requests(self.books)
-        self.workers = Workers(self.books, self.requests)
-        self.refits = Refits(self.books, self.requests, self.workers)
-        self.scaler = Scaler(self.books, self.workers, scaling.begin(elastic))
-        self.requests.on_released = self.workers.settle
-        self.requests.on_heard = self.workers.heard
-        self.requests.on_fault = self.workers.fault
-        self.requests.on_deaf = self.workers.deaf
-        self.workers.on_quieter = self.refits.quieter
-        self.workers.on_confirmed = self.refits.vouched
-        self.workers.on_refit_failed = self.refits.not_got
-        self.workers.in_refit = self.refits.in_refit
+        self._books = Books(rules)
+        self._requests = Requests(self._books)
+        self._workers = Workers(self._books, self._requests)
+        self._refits = Refits(self._books, self._requests, self._workers)
+        self._scaler = Scaler(self._books, self._workers, scaling.begin(elastic))
+        self._requests.on_released = self._workers.settle
+        self._requests.on_heard = self._workers.heard
+        self._requests.on_fault = self._workers.fault
+        self._requests.on_deaf = self._workers.deaf
+        self._workers.on_quieter = self._refits.quieter
+        self._workers.on_confirmed = self._refits.vouched
+        self._workers.on_refit_failed = self._refits.not_got
+        self._workers.in_refit = self._refits.in_refit
         self._doors: dict[type, Callable[[Any], None]] = {
-            e.Arrived: self.requests.arrived,
-            e.Streamed: self.requests.streamed,
-            e.Finished: self.requests.finished,
-            e.Broke: self.requests.broke,
-            e.AbortedElsewhere: self.requests.aborted_elsewhere,
-            e.AbortDone: self.requests.abort_done,
-            e.Cancelled: self.requests.cancelled,
-            e.WorkerAdded: self.workers.added,
-            e.WorkerRemoved: self.workers.removed,
-            e.WorkerTaken: self.workers.taken,
-            e.WorkerGiven: self.workers.given,
-            e.WorkerUp: self.workers.came_up,
-            e.WorkerDied: self.workers.died,
-            e.WorkerUnwell: self.workers.unwell,
-            e.WorkerWell: self.workers.well,
-            e.WorkerSlept: self.workers.slept,
-            e.WorkerEmptied: self.workers.emptied,
-            e.PausedElsewhere: self.workers.paused_elsewhere,
-            e.LoadSeen: self.workers.load_seen,
-            e.ActDone: self.workers.act_done,
-            e.ActFailed: self.workers.act_failed,
-            e.RefitBegun: self.refits.begun,
-            e.RefitConfirmed: self.refits.confirmed,
-            e.RefitFailed: self.refits.failed,
-            e.RefitEnded: self.refits.ended,
-            e.Scaled: self.scaler.scaled,
-            e.ScaleReleased: self.scaler.released,
-            e.Held: self.scaler.held,
-            e.Unheld: self.scaler.unheld,
-            e.RangeSet: self.scaler.range_set,
+            e.Arrived: self._requests.arrived,
+            e.Streamed: self._requests.streamed,
+            e.Finished: self._requests.finished,
+            e.Broke: self._requests.broke,
+            e.AbortedElsewhere: self._requests.aborted_elsewhere,
+            e.AbortDone: self._requests.abort_done,
+            e.Cancelled: self._requests.cancelled,
+            e.WorkerAdded: self._workers.added,
+            e.WorkerRemoved: self._workers.removed,
+            e.WorkerTaken: self._workers.taken,
+            e.WorkerGiven: self._workers.given,
+            e.WorkerUp: self._workers.came_up,
+            e.WorkerDied: self._workers.died,
+            e.WorkerUnwell: self._workers.unwell,
+            e.WorkerWell: self._workers.well,
+            e.WorkerSlept: self._workers.slept,
+            e.WorkerEmptied: self._workers.emptied,
+            e.PausedElsewhere: self._workers.paused_elsewhere,
+            e.LoadSeen: self._workers.load_seen,
+            e.ActDone: self._workers.act_done,
+            e.ActFailed: self._workers.act_failed,
+            e.RefitBegun: self._refits.begun,
+            e.RefitConfirmed: self._refits.confirmed,
+            e.RefitFailed: self._refits.failed,
+            e.RefitEnded: self._refits.ended,
+            e.Scaled: self._scaler.scaled,
+            e.ScaleReleased: self._scaler.released,
+            e.Held: self._scaler.held,
+            e.Unheld: self._scaler.unheld,
+            e.RangeSet: self._scaler.range_set,
             e.TakersSeen: self._on_takers_seen,
             e.Tick: self._on_tick,
         }
@@ -113,18 +114,18 @@ class RolloutMachine:
 
     def handle(self, event: e.RolloutEvent, now: float) -> list[e.RolloutInstruction]:
         """What is to be done about the event. Raises InputError or InfeasibleError, with nothing changed."""
-        books = self.books
+        books = self._books
         books.rest.now = max(float(now), books.rest.now)
         books.out = []
         self._doors[type(event)](event)
         if books.router.queued:
-            self.requests.dispatch()
+            self._requests.dispatch()
         self._arm()
         return books.out
 
     def next_deadline(self) -> float | None:
         """When a Tick is due at the latest."""
-        books = self.books
+        books = self._books
         while (first := books.first_timer()) is not None:
             at, timer = first
             due = self._due(timer)
@@ -137,98 +138,107 @@ class RolloutMachine:
     @property
     def version(self) -> int:
         """Of the trainer's weights."""
-        return self.books.rest.version
+        return self._books.rest.version
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def _on_takers_seen(self, event: e.TakersSeen) -> None:
-        self.books.takers = event.takers
+        self._books.takers = event.takers
 
     def _on_tick(self, event: e.Tick) -> None:
-        books = self.books
+        books = self._books
         while (at := self.next_deadline()) is not None and at <= books.rest.now:
             _, (kind, name) = books.first_timer() or (0.0, EVERYBODY)
             books.pop_timer()
             if kind == "w":
-                self.workers.late(name)
+                self._workers.late(name)
             elif kind == "r":
-                self.requests.request_late(name)
+                self._requests.request_late(name)
             elif kind == "s":
-                self.requests.attempt_late(name)
+                self._requests.attempt_late(name)
             else:
                 self._everybody_late()
             self._arm()
 
     def _everybody_late(self) -> None:
-        books = self.books
+        books = self._books
         if books.refit is not None and books.refit.deadline <= books.rest.now:
-            self.refits.late()
-        due = self.scaler.due()
+            self._refits.late()
+        due = self._scaler.due()
         if due is not None and due <= books.rest.now:
-            self.scaler.look()
+            self._scaler.look()
         books.touch(*EVERYBODY)
 
     def _due(self, timer: Timer) -> float | None:
         kind, name = timer
         if kind == "w":
-            return self.workers.due(name)
+            return self._workers.due(name)
         if kind == "r":
-            return self.requests.request_due(name)
+            return self._requests.request_due(name)
         if kind == "s":
-            return self.requests.attempt_due(name)
-        refit = self.books.refit
-        dues = (self.scaler.due(), None if refit is None else refit.deadline)
+            return self._requests.attempt_due(name)
+        refit = self._books.refit
+        dues = (self._scaler.due(), None if refit is None else refit.deadline)
         return min((one for one in dues if one is not None), default=None)
 
     def _arm(self) -> None:
-        books = self.books
+        books = self._books
         for timer in books.touched():
             books.arm(timer, self._due(timer))
 
     # ---- questions -------------------------------------------------------------------------------------------------
 
-    def worker_views(self) -> tuple[WorkerView, ...]:
+    def workers(self) -> tuple[WorkerView, ...]:
         """All workers, in order of joining."""
-        return tuple(worker_view(one, self.books.load_of(one)) for one in self.books.workers.values())
+        return tuple(worker_view(one, self._books.load_of(one)) for one in self._books.workers.values())
 
-    def request_views(self) -> tuple[RequestView, ...]:
+    def requests(self) -> tuple[RequestView, ...]:
         """All requests that are not answered, in order of arrival."""
-        return tuple(request_view(one) for one in self.books.requests.values())
+        return tuple(request_view(one) for one in self._books.requests.values())
 
-    def view(self, name: str) -> RequestView:
-        """One request, answered ones as long as they are remembered."""
-        return request_view(self._request(name))
+    def request(self, name: str) -> RequestView | None:
+        """One request; answered ones as long as they are remembered."""
+        books = self._books
+        name = books.joined.get(name, name)
+        known = books.requests.get(name) or books.past.get(name)
+        return None if known is None else request_view(known)
 
     def story(self, name: str) -> tuple[Chapter, ...]:
         """What became of a worker or a request, and why."""
-        worker = self.books.workers.get(name)
-        return tuple(worker.story if worker is not None else self._request(name).story)
-
-    def _request(self, name: str) -> Request:
-        books = self.books
-        name = books.joined.get(name, name)
-        known = books.requests.get(name) or books.past.get(name)
+        books = self._books
+        first = books.joined.get(name, name)
+        known = books.workers.get(name) or books.requests.get(first) or books.past.get(first)
         if known is None:
             raise InputError(f"there is no request or worker {name}", hint="answered ones are remembered for a while")
-        return known
+        return tuple(known.story)
 
     def membership(self) -> Membership:
         """Who takes part in the open refit; with none open, who would in the next."""
-        return self.refits.offered()
+        return self._refits.offered()
+
+    def sample(self, now: float | None = None) -> scaling.LoadSample:
+        """The load as a scaling policy would see it."""
+        sample = self._scaler.sample()
+        return sample if now is None else replace(sample, now=now)
+
+    @property
+    def rules(self) -> RolloutRules:
+        """As given."""
+        return self._books.rules
 
     @property
     def steps(self) -> tuple[ScaleStep, ...]:
         """The last changes of the number of workers."""
-        return tuple(self.books.steps)
+        return tuple(self._books.steps)
 
     def metrics(self) -> dict[str, float]:
         """The figures that a monitor wants: workers, requests, load as a share of capacity."""
-        sample = self.scaler.sample()
+        sample = self._scaler.sample()
         capacity = sample.active * sample.capacity
         return {
             "active_workers": sample.active,
             "draining_workers": sample.draining_workers,
-            "total_workers": len(self.books.workers),
+            "total_workers": len(self._books.workers),
             "active_requests": sample.running + sample.draining,
             "pending_requests": sample.queued,
             "load_ratio": sample.load / capacity if capacity else float(sample.load > 0),
@@ -239,7 +249,7 @@ class RolloutMachine:
 
     def dump(self) -> dict[str, Any]:
         """All that is remembered, as plain data."""
-        books, router = self.books, self.books.router
+        books, router = self._books, self._books.router
         return {
             "rules": encode(books.rules),
             "rest": encode(books.rest),
@@ -251,7 +261,7 @@ class RolloutMachine:
             "refit": encode(books.refit),
             "steps": encode(books.steps),
             "takers": encode(books.takers),
-            "policy": scaling.dump(self.scaler.state),
+            "policy": scaling.dump(self._scaler.state),
             "means": encode(router.predictor.means),
             "homes": dict(router.homes),
             "lanes": {name: [one.placed, list(one.groups)] for name, one in router.lanes.items()},
@@ -261,13 +271,13 @@ class RolloutMachine:
     def load(cls, data: dict[str, Any], elastic: ElasticConfig = STATIC) -> RolloutMachine:
         """A machine that goes on from a snapshot. How workers are scaled comes from where it is set."""
         machine = cls(decode(RolloutRules, data["rules"]), elastic)
-        books, router = machine.books, machine.books.router
+        books, router = machine._books, machine._books.router
         books.rest = decode(Rest, data["rest"])
         books.keys, books.joined = dict(data["keys"]), dict(data["joined"])
         books.refit = None if data["refit"] is None else decode(Refit, data["refit"])
         books.steps = decode(list[ScaleStep], data["steps"])
         books.takers = decode(tuple[Taker, ...], data["takers"])
-        machine.scaler.state = scaling.load(data["policy"], elastic)
+        machine._scaler.state = scaling.load(data["policy"], elastic)
         router.predictor.means = decode(dict[str, Mean], data["means"])
         router.homes = dict(data["homes"])
         books.past = {one.id: one for one in (decode(Request, each) for each in data["past"])}
@@ -284,7 +294,7 @@ class RolloutMachine:
         return machine
 
     def _recall_request(self, request: Request) -> None:
-        books = self.books
+        books = self._books
         books.requests[request.id] = request
         books.touch("r", request.id)
         if request.state is RequestState.queued:
@@ -295,7 +305,7 @@ class RolloutMachine:
                 books.router.push(request)
 
     def _recall_worker(self, worker: Worker) -> None:
-        books = self.books
+        books = self._books
         books.workers[worker.id] = worker
         for key in worker.held:
             books.where[key] = worker.id
@@ -307,17 +317,17 @@ class RolloutMachine:
 
     def check(self) -> None:
         """Raise AssertionError where the machine contradicts itself."""
-        for worker in self.books.workers.values():
+        for worker in self._books.workers.values():
             self._check_worker(worker)
-        for request in self.books.requests.values():
+        for request in self._books.requests.values():
             self._check_request(request)
         self._check_queues()
         for timer in self._timed():
-            due, armed = self._due(timer), self.books.timers_of(timer)
+            due, armed = self._due(timer), self._books.timers_of(timer)
             assert due is None or (armed is not None and armed <= due), f"{timer}: nothing wakes it at {due}"
 
     def _timed(self) -> list[Timer]:
-        books = self.books
+        books = self._books
         return [
             EVERYBODY,
             *(("w", name) for name in books.workers),
@@ -326,10 +336,11 @@ class RolloutMachine:
         ]
 
     def _check_worker(self, worker: Worker) -> None:
-        books, name = self.books, worker.id
+        books, name = self._books, worker.id
         lane = books.router.lanes.get(name)
         open_ = worker.state is S.active and not worker.paused and not worker.paused_elsewhere
-        assert worker.story[-1].state == worker.state.value and worker.reason.sentence, f"{name}: story"
+        assert worker.story[-1].state == worker.state.value, f"{name}: story"
+        assert worker.reason.sentence, f"{name} has no reason"
         assert (lane is not None) == open_, f"{name}: lane"
         assert worker.state is not S.active or worker.version == books.rest.version, f"{name}: not current"
         assert worker.state is not S.active or not (worker.was_lost or worker.asleep), f"{name}: back without a refit"
@@ -340,23 +351,26 @@ class RolloutMachine:
         if lane is not None:
             assert (lane.count, lane.load) == (len(worker.held), books.load_of(worker)), f"{name}: load"
         for key, sent in worker.held.items():
-            assert key == held_key(sent.request, sent.attempt) and books.where[key] == name, f"{name}: {key}"
+            assert key == held_key(sent.request, sent.attempt), f"{name}: {key}"
+            assert books.where[key] == name, f"{name}: {key}"
 
     def _check_request(self, request: Request) -> None:
-        books, name = self.books, request.id
-        assert request.state not in ANSWERED and request.wanted, f"{name}: answered, and remembered as not"
+        books, name = self._books, request.id
+        assert request.state not in ANSWERED, f"{name}: answered, and remembered as not"
+        assert request.wanted, f"{name}: nobody wants it"
         assert sum(one.tokens for one in request.spans) == request.tokens <= request.spec.max_tokens, f"{name}: tokens"
         assert request.story[-1].state == request.state.value, f"{name}: story"
         held = books.attempt(held_key(name, request.attempt))
         if request.state is RequestState.queued:
             waits = name in books.later or name in books.router.lines[request.spec.class_].waiting
-            assert waits and not request.worker, f"{name}: queued nowhere"
+            assert waits, f"{name}: queued nowhere"
+            assert not request.worker, f"{name}: queued, and with {request.worker}"
         else:
-            assert held is not None and request.worker in books.workers, f"{name}: with nobody"
+            assert held is not None, f"{name}: with nobody"
             assert books.where[held_key(name, request.attempt)] == request.worker, f"{name}: elsewhere"
 
     def _check_queues(self) -> None:
-        books = self.books
+        books = self._books
         waiting = [name for line in books.router.lines.values() for name in line.waiting]
         assert len(waiting) == books.router.queued, "queued"
         assert all(books.requests[name].state is RequestState.queued for name in (*waiting, *books.later)), "waits"

@@ -182,7 +182,7 @@ class WorkerEmptied:
 
 @dataclass(frozen=True)
 class PausedElsewhere:
-    """Somebody else than trimtab paused the engine (or, with `on` false, resumed it): requests sent there would hang."""
+    """Somebody else than trimtab paused the engine (`on` false: resumed it). Requests sent there would hang."""
 
     worker: str
     on: bool = True

@@ -1,4 +1,4 @@
-"""What the rollout machine remembers of workers, requests and a refit, and the words it has for them. Decides nothing."""
+"""What the rollout machine remembers of workers, requests and a refit, and how others see it. Decides nothing."""
 
 from __future__ import annotations
 
@@ -84,6 +84,7 @@ class Worker:
     outside: int = 0  # requests there that are not ours, by its own figures ...
     kv_full: bool = False
     load_until: float | None = None  # ... that are believed until then
+    load_asked: bool = False  # it has given figures: having none now is not the same as having nothing to do
     served: int = 0
     story: list[Chapter] = field(default_factory=list)
 
@@ -170,7 +171,7 @@ class Rest:
     scaled_until: float | None = None
     scaled_why: str = ""
     holds: dict[str, tuple[int, float | None]] = field(default_factory=dict)
-    membership: Membership = Membership(0)  # of the last refit, or of the one that is open  # noqa: RUF009
+    membership: Membership = field(default_factory=lambda: Membership(0))  # of the last refit, or of the open one
     answered: int = 0  # all that ever were
     refused: int = 0
     sleep_s: Mean = field(default_factory=Mean)

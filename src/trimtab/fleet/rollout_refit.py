@@ -1,13 +1,14 @@
 """Refits: who takes part, when the trainer may begin, who serves afterwards. The weights are the trainer's.
 
-Membership is frozen from begin to end: a collective whose set of engines changes under way hangs for ever. Whoever comes
-or goes meanwhile is offered at the next sync; a newcomer is STALE until then. From begin on only the new version is
-current. A refit that fails on some workers leaves these STALE with no version, and the others go on; one that fails on
-all leaves nobody to serve, which is said, and the trainer may begin it again. What must never happen: a refit without an
-end (it has a deadline), and a worker that serves because its refit was merely tried.
+Membership is frozen from begin to end: a collective whose set of engines changes under way hangs for ever. Whoever
+comes or goes meanwhile is offered at the next sync; a newcomer is STALE until then. From begin on only the new version
+is current. A refit that fails on some workers leaves these STALE with no version, and the others go on; one that fails
+on all leaves nobody to serve, which is said, and the trainer may begin it again. What must never happen: a refit
+without an end (it has a deadline), and a worker that serves because its refit was merely tried.
 
-Requests that run at the begin: those that may span versions stay paused in place (`keep`) or are cut and go on with what
-they have (`move`, or where the engine cannot pause); those that may not, or want one version, are cut and start anew.
+Requests that run at the begin: those that may span versions stay paused in place (`keep`) or are cut and go on with
+what they have (`move`, or where the engine cannot pause); those that may not, or want one version, are cut and start
+anew.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class Refits:
     def _quieten(self, worker: Worker, event: e.RefitBegun) -> None:
         reason = Reason(Code.refitting, f"version {event.version} is on its way")
         worker.doing, worker.try_at = None, None  # whatever was done to it was for older weights
-        self.workers.to_stale(worker, reason) if worker.state is not S.empty else None
+        if worker.state is not S.empty:
+            self.workers.to_stale(worker, reason)
         if not worker.held:
             return
         ownership = self.books.rules.ownership

@@ -151,7 +151,8 @@ class Requests:
     def _queued_to_sent(self, choice: Choice) -> None:
         books, request, now = self.books, choice.request, self.books.rest.now
         worker, spec = books.workers[choice.worker], request.spec
-        assert worker.state is WorkerState.active and worker.version == books.rest.version, worker.id
+        assert worker.state is WorkerState.active, worker.id
+        assert worker.version == books.rest.version, worker.id
         if not spec.spans and request.spans and request.spans[-1].version != worker.version:
             request.tokens, request.spans = 0, []
         request.attempt += 1

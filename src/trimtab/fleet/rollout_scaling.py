@@ -39,16 +39,16 @@ class Scaler:
         for worker in books.workers.values():
             if worker.state is S.active:
                 active += 1
-                running += len(worker.held)
+                running += self._load(worker)
             elif worker.state is S.draining:
                 drains += 1
-                draining += len(worker.held)
+                draining += self._load(worker)
                 back += self._callable(worker)
             elif books.coming(worker):
                 coming += 1
-                running += len(worker.held)
+                running += self._load(worker)
             else:
-                running += len(worker.held)
+                running += self._load(worker)
                 ready += self.workers.ready(worker)
         most = max(min(rest.most, active + coming + back + ready), 0)
         return LoadSample(
@@ -65,7 +65,14 @@ class Scaler:
             most,
             books.takers,
             Costs(rest.sleep_s.value, rest.wake_s.value, rest.drain_s.value),
+            fresh=all(
+                one.load_until is not None or not one.load_asked for one in books.of(S.active, S.draining, S.suspect)
+            ),
         )
+
+    def _load(self, worker: Worker) -> int:
+        """Requests there, ours and those of others as far as its figures are fresh."""
+        return len(worker.held) + (worker.outside if worker.load_until is not None else 0)
 
     def floor(self) -> int:
         """The fewest that are wanted now: by plan, or held ready."""
@@ -161,7 +168,8 @@ class Scaler:
             )
 
     def _carry_out(self, wanted: int, reason: Reason, expects: str, sample: LoadSample) -> None:
-        before, changed = sample.serving, []
+        before = sample.serving
+        changed: list[str] = []
         if wanted > before:
             changed = self._more(wanted - before, reason)
         elif wanted < before and self.books.refit is None:
@@ -174,7 +182,7 @@ class Scaler:
 
     def _more(self, count: int, reason: Reason) -> list[str]:
         """Called back first, since they are warm; then woken; then started; those that were lost last."""
-        changed = []
+        changed: list[str] = []
         for worker in sorted(self.books.of(S.draining), key=lambda one: (-len(one.held), one.number)):
             if len(changed) < count and self.workers.call_back(worker, reason):
                 changed.append(worker.id)
@@ -187,13 +195,12 @@ class Scaler:
         return changed
 
     def _fewer(self, count: int, reason: Reason) -> list[str]:
-        """Those with the least to do. Never so many that fewer than the least would serve."""
-        active = list(self.books.of(S.active))
-        count = min(count, len(active) - self.floor())
-        if count <= 0:
-            return []
+        """Those that wait for weights, then those with the least to do; never so many that too few would serve."""
         load = self.books.load_of
-        victims = sorted(active, key=lambda one: (load(one), -one.number))[:count]
+        waiting = [one for one in self.books.of(S.stale, S.empty) if self.books.coming(one)]
+        active = sorted(self.books.of(S.active), key=lambda one: (load(one), -one.number))
+        victims = sorted(waiting, key=lambda one: -one.number)[:count]
+        victims += active[: max(0, min(count - len(victims), len(active) - self.floor()))]
         for worker in victims:
             self.workers.drain(worker, reason)
         return [one.id for one in victims]

@@ -1,13 +1,13 @@
 """Workers of the rollout machine: started, woken, drained, put to sleep, suspected, lost, and back.
 
 Called by the machine for events about workers, and by the rooms of requests, refits and scaling. The transitions that
-must not exist are those to ACTIVE from STALE, EMPTY or LOST without a confirmed refit: an engine that comes back reports
-whatever version it likes, and every answer it gave would be of weights that nobody trains any more. So a version is
-only ever what was confirmed, a loss or a discard takes it away, and `_to_active` looks at nothing else.
+must not exist are those to ACTIVE from STALE, EMPTY or LOST without a confirmed refit: an engine that comes back
+reports whatever version it likes, and every answer it gave would be of weights that nobody trains any more. So a
+version is only ever what was confirmed, a loss or a discard takes it away, and `_to_active` looks at nothing else.
 
 What must never happen besides: memory released with requests running (a sleep or stop begins only when nothing is held
-there, but for a worker that is lost anyway); a stop before route off, drain or abort, and sleep; a worker that waits for
-ever (every act, drain and cut has a deadline, with what follows).
+there, but for a worker that is lost anyway); a stop before route off, drain or abort, and sleep; a worker that waits
+for ever (every act, drain and cut has a deadline, with what follows).
 """
 
 from __future__ import annotations
@@ -149,13 +149,25 @@ class Workers:
         waited = self.books.rest.now - (worker.drain_began or 0.0)
         if self.requests.may_cut() or worker.paused:
             self.requests.cut_all(worker, Reason(Code.moved, f"{worker.id} drains, and {waited:.3g} s are over"))
+        if worker.held and not self.requests.may_cut():
+            left = f"{counted(len(worker.held), 'request')} after {waited:.3g} s, and cutting them is not trimtab's"
+            self.warn(worker, Reason(Code.node_draining, f"it drains, with {left}"))
         self.books.touch("w", worker.id)
+        self.settle(worker)
 
     def settle(self, worker: Worker) -> None:
         """Something there has ended: go on with whatever waited for it."""
-        if worker.state is S.draining and not worker.held and worker.doing is None and not self.in_refit(worker):
+        if worker.state is S.draining and worker.doing is None and self._empty(worker) and not self.in_refit(worker):
             self._put_away(worker)
         self.on_quieter(worker)
+
+    def _empty(self, worker: Worker) -> bool:
+        """Whether nothing runs there, ours or others'. Old figures are no proof, until the drain's time is over."""
+        if worker.held:
+            return False
+        if worker.load_until is not None:
+            return worker.outside == 0
+        return worker.drain_cut or not worker.load_asked
 
     def _put_away(self, worker: Worker) -> None:
         """Nothing runs there: sleep, then stop where it is to go for good. Called until nothing is left to do."""
@@ -345,6 +357,7 @@ class Workers:
 
     def _slept(self, worker: Worker, keeps_weights: bool, why: str) -> None:
         worker.asleep, worker.paused = True, False
+        worker.load_until, worker.load_asked = None, False
         if not keeps_weights:
             worker.version = None
         if worker.leaving:
@@ -514,6 +527,7 @@ class Workers:
         worker.asleep = worker.paused = worker.paused_elsewhere = worker.unwell = False
         worker.faults = worker.probes = 0
         worker.doing, worker.load_until, worker.try_at = None, None, None
+        worker.load_asked = False
         self.requests.lose_all(worker, f"{worker.id} was lost: {reason.sentence}")
         books.rest.next_look = books.rest.now
         books.touch("", "")
@@ -594,7 +608,7 @@ class Workers:
             return
         worker.outside = max(0, event.running + event.waiting - len(worker.held))
         worker.kv_full = event.kv_used_share >= books.rules.kv_full
-        worker.load_until = until
+        worker.load_until, worker.load_asked = until, True
         books.touch("w", worker.id)
         self._figures(worker)
 
@@ -603,6 +617,7 @@ class Workers:
         if lane is not None:
             self.books.figures(worker, lane)
             self.books.router.changed(lane)
+        self.settle(worker)
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
@@ -611,10 +626,10 @@ class Workers:
         books = self.books
         if books.rules.ownership.refit is not Owner.trimtab or books.refit is not None:
             return
-        if worker.state in (S.stale, S.empty) and self.books.coming(worker):
-            if worker.doing is None and worker.try_at is None:
-                version = books.rest.version
-                self.act(worker, Verb.refit, Reason(Code.refitting, f"it needs version {version}"), version)
+        waits = worker.state in (S.stale, S.empty) and books.coming(worker)
+        if waits and worker.doing is None and worker.try_at is None:
+            version = books.rest.version
+            self.act(worker, Verb.refit, Reason(Code.refitting, f"it needs version {version}"), version)
 
     def confirmed(self, worker: Worker, version: int) -> None:
         """It has the trainer's weights: the one way back to ACTIVE from STALE and EMPTY."""
@@ -645,7 +660,8 @@ class Workers:
 
     def _to_active(self, worker: Worker, reason: Reason) -> None:
         """The only way to ACTIVE."""
-        assert worker.version is not None and worker.version == self.books.rest.version, worker.id
+        assert worker.version is not None, worker.id
+        assert worker.version == self.books.rest.version, worker.id
         assert not worker.was_lost, worker.id
         if worker.doing is not None and worker.doing.verb is Verb.refit:
             worker.doing = None

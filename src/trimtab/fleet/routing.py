@@ -124,7 +124,7 @@ class Router:
 
     def changed(self, lane: Lane) -> None:
         """Its load or its room is another."""
-        if lane.stamp == 0 or lane.load != lane.placed:
+        if lane.stamp == 0 or lane.load != lane.placed or not lane.room:
             self._place(lane)
 
     def eased(self, lane: Lane) -> None:
@@ -143,7 +143,7 @@ class Router:
 
     def _place(self, lane: Lane) -> None:
         if not lane.room:
-            lane.stamp = 0
+            lane.stamp = lane.placed = 0
             return
         self._stamp += 1
         lane.stamp, lane.placed = self._stamp, lane.load
@@ -157,9 +157,6 @@ class Router:
     def _valid(self, entry: tuple[int, int, int, str]) -> Lane | None:
         lane = self.lanes.get(entry[3])
         if lane is None or lane.stamp != entry[2]:
-            return None
-        if not lane.room:
-            lane.stamp = 0
             return None
         return lane
 

@@ -131,14 +131,12 @@ def _in_group(survey: Survey, who: tuple[Waiting, ...]) -> Finding:
     if not any(asked.within(size) for size in sizes):
         largest = max(sizes, key=lambda size: sum(units for _, units in size), default=NOTHING)
         sentence = f"it asks {asked} in {name}, whose {_bundle(first.bundle)} {largest}"
-        return Finding(
-            Cause.too_big, who, sentence, True, asked, frees=("make the bundle as large as what runs in it",)
-        )
-    inside = [one for one in survey.holders if one.group == group.id and one.bundle in (None, *bundles)]
-    held = total([one.amounts for one in inside])
-    if asked.plus(held).within(total(sizes)):
+        return Finding(Cause.too_big, who, sentence, True, asked, frees=("a bundle as large as what runs in it",))
+    if any(asked.within(group.free[i]) for i in bundles):
         sentence = f"there is room for it in {name}: Ray is about to start it"
         return Finding(Cause.fits, who, sentence, asked=asked, frees=_if_late(survey, who))
+    inside = [one for one in survey.holders if one.group == group.id and one.bundle in (None, *bundles)]
+    held = total([group.bundles[i].minus(group.free[i]) for i in bundles])
     names = _some([f"{one.kind.value} {one.name}" for one in inside]) or "a process that is being started"
     parts = [f"{_number(one, held.get(one))} of {amount_text(one, total(sizes).get(one))}" for one, _ in asked]
     sentence = f"it asks {asked} in {name}, where {_some(parts)} {_is(parts)} taken by {names}"
@@ -246,10 +244,10 @@ def _taken(survey: Survey, who: tuple[Waiting, ...], staying: list[SeenNode]) ->
         sentence = f"{title(other)} holds {theirs.amounts} and waits for more itself, while {own}"
         if mine.held:
             sentence += ": each holds what the other waits for"
-        letting_go = (f"{title(other)} lets go of what it holds, or {title(first)} does, and starts whole later",
-                 "take all of it at once: one placement group for each of them, or a gang of a pool")  # fmt: skip
+        one_yields = f"{title(other)} lets go of what it holds, or {title(first)} does, and starts whole later"
+        at_once = "take all of it at once: one placement group for each of them, or a gang of a pool"
         blocks = tuple(one.id for one in theirs.held)
-        return Finding(Cause.half_held, who, sentence, frees=letting_go, blockers=blocks, rival=other.id)
+        return Finding(Cause.half_held, who, sentence, frees=(one_yields, at_once), blockers=blocks, rival=other.id)
     frees, leaves = _who_frees(survey, first, staying)
     lacking = _hardest(first, staying)
     able = [one for one in staying if any(_space(one, empty=True).takes(ask) for ask in first.asks)]

@@ -89,6 +89,24 @@ class Code(str, enum.Enum):
     no_taker = "NO_TAKER"  # nobody could use the worker for longer than giving it up and having it back takes
     switched_off = "SWITCHED_OFF"  # elastic scaling is off
     policy_fault = "POLICY_FAULT"  # the scaling policy raised, or answered nonsense
+    sent = "SENT"  # handed to a worker
+    moved = "MOVED"  # goes to another worker, with the tokens it has
+    restarted = "RESTARTED"  # goes to another worker, from the prompt
+    retries_used = "RETRIES_USED"  # it broke so often that it is not tried again
+    passed_on = "PASSED_ON"  # others than trimtab aborted or paused it: what there is of it is the answer
+    cancelled = "CANCELLED"  # the client does not want it any more
+    queue_full = "QUEUE_FULL"  # so many of its class wait already
+    version_gone = "VERSION_GONE"  # the weights it asked for are not served any more
+    version_awaited = "VERSION_AWAITED"  # the weights it asked for have not come yet
+    current = "CURRENT"  # a worker has the trainer's weights, confirmed
+    outdated = "OUTDATED"  # a worker's weights are not the trainer's, or nobody vouches for them
+    emptied = "EMPTIED"  # a worker's weights were discarded
+    refitting = "REFITTING"  # new weights are on their way
+    refit_failed = "REFIT_FAILED"  # they did not arrive, or nobody confirmed that they did
+    asleep = "ASLEEP"  # memory given back, or routed off
+    taken = "TAKEN"  # a worker is given to others, with notice
+    held = "HELD"  # so many workers are held ready
+    faulty = "FAULTY"  # a worker breaks requests, or does not do what it is told
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,11 @@ class End(str, enum.Enum):
     failed = "failed"
 
 
+def _seconds(name: str, value: float | None) -> None:
+    if value is not None and not (math.isfinite(value) and value >= 0):
+        raise InputError(f"{name} is {value}", hint="seconds, 0 or more")
+
+
 @dataclass(frozen=True)
 class RequestClass:
     """Requests of one kind: rollout, validation, reward ..."""
@@ -178,7 +183,7 @@ class RolloutRules:
     capacity: int = 8  # requests that one worker is expected to carry, for scaling
     version: int = 0  # of the weights that engines are started with
     classes: tuple[RequestClass, ...] = (RequestClass(),)
-    ownership: Ownership = Ownership()  # noqa: RUF009 -- it is frozen
+    ownership: Ownership = Ownership()
     monitor_s: float = 5.0  # between two looks at the load
     drain_s: float = 30.0  # then what is left moves
     abort_s: float = 5.0  # for a cut to be confirmed; then it counts as done and the worker as suspect
@@ -303,8 +308,3 @@ class ScaleStep:
     expects: str = ""
     changed: tuple[str, ...] = ()  # workers that were woken, started, called back or drained
     came_true: bool | None = None  # None: not known yet
-
-
-def _seconds(name: str, value: float | None) -> None:
-    if value is not None and not (math.isfinite(value) and value >= 0):
-        raise InputError(f"{name} is {value}", hint="seconds, 0 or more")

@@ -3,8 +3,8 @@
 Everything is decided by `trimtab.fleet.rollout`; here its instructions are carried out on the group and what comes of
 them goes back as events. Requests are ids: who sends them to a worker asks here which one, and says when they are done.
 
-What must never happen: a worker flushed while it has a request, by these books or by its own status; a drain, a flush or
-a wake that goes on after `stop`; a status that could not be had taken for an idle worker.
+What must never happen: a worker flushed while it has a request, by these books or by its own status; a drain, a flush
+or a wake that goes on after `stop`; a status that could not be had taken for an idle worker.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from trimtab.fleet import rollout_events as e
 from trimtab.fleet.rollout import RolloutMachine
+from trimtab.fleet.scaling import Decision, LoadSample, Policy, PolicyState, policy_of
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.errors import InfeasibleError, InputError, TrimtabError, UnreachableError, nearest
-from trimtab.model.reason import Reason
 from trimtab.model.rollout import (
     End,
     Owner,
@@ -38,13 +38,15 @@ from trimtab.model.rollout import (
 )
 from trimtab.runtime.worker_group import GroupCalls, WorkerId, WorkerStatus
 
+__all__ = ["ElasticConfig", "ElasticScheduler", "Placement"]
+
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 60.0
 MOST_QUEUED = 1_000_000
 NEVER_S = 1e9  # a request's tokens are not seen here, so nothing is made of their absence
 LEAST_WAIT_S = 0.005
-FRESH_INTERVALS = 1.5  # a status is believed for so many intervals
+FRESH_INTERVALS = 2.5  # a status is believed for so many intervals, unless the next one fails
 STEPS_KEPT = 100
 HOLD = "wake_up_all_workers"
 STOPPED = "stop"
@@ -107,19 +109,32 @@ class ElasticScheduler:
         self.config = config if isinstance(config, ElasticConfig) else ElasticConfig.from_mapping(config)
         self.worker_group = worker_group
         self.steps: list[ScaleStep] = []  # the last ones, oldest first
-        self.faults: list[Reason | str] = []  # what was warned of, the last ones
+        self.faults: list[str] = []  # what went wrong, the last ones, oldest first
         self._clock = clock
         self._calls = GroupCalls(worker_group, call_timeout_s)
-        self._machine = RolloutMachine(_rules(self.config, self._calls), self.config)
+        self._load_known = True  # False: the last status failed, or left a worker out
+        self._machine = RolloutMachine(_rules(self.config, self._calls), replace(self.config, policy=self._policy()))
         self._ids: dict[str, WorkerId] = {}  # by the machine's name
         self._placements: dict[str, Placement] = {}  # of requests that are not answered
         self._deeds: dict[asyncio.Task[None], str] = {}
         self._postponed: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = []  # no loop ran yet
         self._loops: list[asyncio.Task[None]] = []
         self._news: list[asyncio.Future[None]] = []  # of those who wait for something to change
-        self._wake = asyncio.Event()
+        self._late: set[str] = set()  # workers whose drain was said to take too long
+        self._wake = asyncio.Event()  # something is due sooner than ...
+        self._sleeps_until: float | None = None
         for worker in self._calls.workers or ():
-            self._join(worker, None)
+            self._join(worker)
+
+    def _policy(self) -> Policy:
+        """The policy of the settings, which is told when the last status failed: the figures before it are old then."""
+        policy = policy_of(self.config)
+
+        def decide(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decision]:
+            return policy(state, sample if self._load_known else replace(sample, fresh=False))
+
+        decide.__name__ = getattr(policy, "__name__", "policy")
+        return decide
 
     # ---- start and stop ------------------------------------------------------------------------------------------
 
@@ -138,6 +153,7 @@ class ElasticScheduler:
             await self._first_status()
         if self._loops:  # somebody else started it meanwhile
             return
+        self._wake = asyncio.Event()  # of this loop
         self._loops = [asyncio.create_task(self._keep_time(), name="elastic-scheduler-time")]
         if self._calls.has_status:
             self._loops.append(asyncio.create_task(self._watch(), name="elastic-scheduler-status"))
@@ -164,15 +180,16 @@ class ElasticScheduler:
         """Have draining workers serve again, and wake nobody: what is being flushed already is left to end."""
         draining = [one for one in self._workers(WorkerState.draining) if one.doing is None]
         if draining:
-            serving = len(self._workers(WorkerState.active, WorkerState.starting))
-            self._handle(e.Held(STOPPED, serving + len(draining)))
+            self._handle(e.Held(STOPPED, self._machine.sample().serving + len(draining)))
+            self._handle(e.Unheld(STOPPED))
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
     def add_request(self, request_id: str) -> Placement:
         """A request more. The answer may be awaited: it is the worker that the request goes to, once there is room."""
-        placement = Placement(request_id)
-        self._placements[request_id] = placement
+        if request_id in self._placements:
+            raise InputError(f"there is a request {request_id} already", hint="each request has an id of its own")
+        placement = self._placements[request_id] = Placement(request_id)
         try:
             self._handle(e.Arrived(RequestSpec(request_id, prompt_tokens=0, max_tokens=1)))
         except InputError:
@@ -223,19 +240,8 @@ class ElasticScheduler:
     # ---- what is going on ----------------------------------------------------------------------------------------
 
     def get_metrics(self) -> dict[str, Any]:
-        """Workers, requests and load, as they are now. The load counts what waits, and what runs on draining workers."""
-        sample = self._machine.sample(self._clock())
-        capacity = sample.active * sample.capacity
-        empty = math.inf if sample.load else 0.0
-        return {
-            "active_workers": sample.active,
-            "draining_workers": sample.draining_workers,
-            "total_workers": len(self._machine.workers()),
-            "active_requests": sample.running + sample.draining,
-            "pending_requests": sample.queued,
-            "load_ratio": sample.load / capacity if capacity else empty,
-            "total_capacity": capacity,
-        }
+        """Workers, requests and load, as they are now. Load is what waits and what runs, on draining workers too."""
+        return dict(self._machine.metrics())
 
     def _workers(self, *states: WorkerState) -> list[WorkerView]:
         return [one for one in self._machine.workers() if one.state in states]
@@ -245,7 +251,9 @@ class ElasticScheduler:
     def _handle(self, event: e.RolloutEvent) -> None:
         for instruction in self._machine.handle(event, self._clock()):
             self._carry_out(instruction)
-        self._wake.set()
+        due = self._machine.next_deadline()
+        if due is not None and (self._sleeps_until is None or due < self._sleeps_until):
+            self._wake.set()
         news, self._news = self._news, []
         for future in news:
             if not future.done():
@@ -353,13 +361,28 @@ class ElasticScheduler:
 
     async def _keep_time(self) -> None:
         while True:
-            self._wake.clear()
             self._handle(e.Tick())
+            self._say_late()
+            self._sleeps_until = due = self._machine.next_deadline()
             self._wake.clear()
-            due = self._machine.next_deadline()
             wait_s = None if due is None else max(due - self._clock(), LEAST_WAIT_S)
             with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), wait_s)
+
+    def _say_late(self) -> None:
+        """Where nothing can be cut, a drain goes on past its timeout; once each, that is said."""
+        draining = {one.worker: one for one in self._workers(WorkerState.draining)}
+        self._late &= draining.keys()
+        if self._calls.can_abort:
+            return
+        for name, one in draining.items():
+            is_late = one.running and one.doing is None and one.deadline is not None and one.deadline <= self._clock()
+            if is_late and name not in self._late:
+                self._late.add(name)
+                self._say(
+                    f"worker {name} drains for longer than {self.config.drain_timeout:g} s: it has {one.running} "
+                    "requests, and the group has no abort_request"
+                )
 
     async def _watch(self) -> None:
         while True:
@@ -375,29 +398,30 @@ class ElasticScheduler:
             said = await self._calls.status()
             if not said:
                 raise UnreachableError("get_worker_status names no worker", where="worker_group")
-            for worker, status in said.items():
-                self._join(worker, status)
+            for worker in said:
+                self._join(worker)
         for worker, status in (said or {}).items():
             if status.status == "inactive" and str(worker) in self._ids:
                 self._handle(e.WorkerSlept(str(worker)))
 
     async def _look(self) -> dict[WorkerId, WorkerStatus] | None:
         """Ask the group once. What fails is said, and changes nothing."""
-        began = self._clock()
         try:
             said = await self._calls.status()
         except UnreachableError as error:
+            self._load_known = False
             self._say(f"{error.what}; the load is not known, nothing is done about it")
             return None
         missing = [str(worker) for worker in self._ids.values() if worker not in said]
+        self._load_known = not missing
         if missing:
             self._say(f"get_worker_status says nothing of worker {', '.join(missing[:8])}")
         for worker, status in said.items():
             if str(worker) in self._ids:
-                self._handle(e.LoadSeen(str(worker), status.active_requests, 0, 0.0, began))
+                self._handle(e.LoadSeen(str(worker), status.active_requests, 0, 0.0, self._clock()))
         return said
 
-    def _join(self, worker: WorkerId, status: WorkerStatus | None) -> None:
+    def _join(self, worker: WorkerId) -> None:
         name = str(worker)
         self._ids[name] = worker
         spec = WorkerSpec(name, limit=self.config.requests_per_worker_capacity, can_pause=False)
@@ -453,5 +477,5 @@ def _rules(config: ElasticConfig, calls: GroupCalls) -> RolloutRules:
         wake_s=call_s,
         sleep_s=config.drain_timeout + 3 * call_s,
         probe_s=call_s,
-        load_fresh_s=FRESH_INTERVALS * config.monitoring_interval + calls.timeout_s,
+        load_fresh_s=FRESH_INTERVALS * config.monitoring_interval,
     )

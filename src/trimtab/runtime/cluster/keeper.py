@@ -27,6 +27,7 @@ from trimtab.runtime.cluster.processes import (
     table,
     this,
 )
+from trimtab.runtime.cluster.turns import Turn
 
 LOOK_EVERY_S = 0.2
 ATTEMPTS = 3  # Ray gives its own parts fifteen seconds to come up, which a busy machine may exceed
@@ -49,6 +50,7 @@ class Keeper:
         self._vital: dict[str, Process] = {}  # Ray's own processes without which there is no node, by name
         self._vital_gone: float | None = None  # since when one of them is gone
         self._attempt = 0
+        self._turn = Turn(ledger.place)
         self.cluster: ClusterRecord
         self.node: NodeRecord
 
@@ -61,7 +63,6 @@ class Keeper:
         given = self._ledger.update(self._mark, keeper=this())
         if given is None or given.phase is not Phase.starting or not self._reread():
             return  # given up before it began
-        self._start()
         cause = self._watch()
         self._end(cause)
 
@@ -100,6 +101,10 @@ class Keeper:
                 return "it was struck from the ledger"
             if self._told:
                 return self.node.cause or "its keeper was told to end"
+            if self.node.phase is not Phase.starting:
+                self._turn.give_back()
+            elif self._attempt == 0 and self._turn.take():
+                self._start()
             cause = self._ended_by_itself() or self._ended_from_outside()
             if cause:
                 return cause
@@ -152,6 +157,7 @@ class Keeper:
 
     def _end(self, cause: str) -> None:
         """End every process of the node, then say so."""
+        self._turn.give_back()
         self._ledger.update(self._mark, phase=Phase.ending, since=time.time(), cause=cause)
         if self._ray is not None and self._status is None:
             send(self._ray, signal.SIGTERM)

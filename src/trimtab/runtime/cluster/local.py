@@ -59,19 +59,17 @@ def start_all(
     ledger: Ledger, cluster: ClusterRecord, wanted: Mapping[str, str], ip: str, timeout_s: float, told: Told
 ) -> None:
     """Start the head and then its workers, several at a time; all or none."""
-    head, workers = cluster.nodes[0], list(cluster.nodes[1:])
+    head, *workers = cluster.nodes
     deadline = time.monotonic() + timeout_s
     try:
         auth.adopt(wanted)
         launch(ledger, cluster, head, wanted, ip)
         _listening(ledger, cluster, head, deadline)
         settle(ledger, cluster, [head], deadline, told)
-        at_once = max(2, (os.cpu_count() or 2) // 2)
-        while workers:
-            batch, workers = workers[:at_once], workers[at_once:]
-            for node in batch:
-                launch(ledger, cluster, node, wanted, None)
-            settle(ledger, cluster, batch, deadline, told)
+        for node in workers:  # they take turns by themselves
+            launch(ledger, cluster, node, wanted, None)
+        if workers:
+            settle(ledger, cluster, workers, deadline, told)
     except BaseException:
         end(ledger, cluster, cluster.nodes, "it did not start")
         raise

@@ -116,6 +116,9 @@ class ElasticGroup:
         self._closing = contextlib.ExitStack()
         try:
             self._session = session or self._connected(address)
+            if any(one["id"] == name for one in self._session.status()["groups"]):
+                hint = "give it another name; one whose driver died is forgotten after some seconds"
+                raise InputError("there is a group of this name already", where=where, hint=hint)
             crew = Crew(self._session, self._pool_of(pool, preload), plan)
             self._conductor = Conductor(self.spec, crew, tell or _nobody)
             self._closing.callback(self._conductor.close)

@@ -1,0 +1,419 @@
+"""Small HTTP servers that behave as vLLM and SGLang were seen to, traps included, for tests without either.
+
+They answer on a real port, keep books of what really happens to requests, and share no code with the adapters. The
+model is a rule: the next id follows from the last one and from the version of the weights. A test may hang a fault on
+the next requests (`cut`, `silent`, `error`, `nonsense`, `miscount`) or use what the real ones do by themselves: hang
+while paused, die when memory is released under running requests, say 200 and `success: false`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+IDS = 100
+
+
+def follows(last: int, version: str) -> int:
+    """The model."""
+    return (last * 7 + 3 + sum(map(ord, version))) % IDS
+
+
+def written(ids: list[int]) -> str:
+    return "".join(chr(ord("A") + one % 26) for one in ids)
+
+
+class Generation:
+    """One request within a stub."""
+
+    def __init__(self, key: str, prompt: list[int], most: int) -> None:
+        self.key, self.prompt, self.most = key, prompt, most
+        self.ids: list[int] = []
+        self.versions: list[str] = []
+        self.aborted = False
+
+
+class Stub:
+    """What the two have in common: requests, a pause, a version, and death."""
+
+    def __init__(self) -> None:
+        self.step_s = 0.005
+        self.running: dict[str, Generation] = {}
+        self.asked: list[tuple[str, Any]] = []  # every call that reached it
+        self.left = 0  # clients that went away
+        self.hung = 0  # requests that arrived while it was paused
+        self.paused = asyncio.Event()
+        self.goes = asyncio.Event()
+        self.goes.set()
+        self.mode = ""
+        self.released: set[str] = set()
+        self.loaded = "default"  # the version of the weights in memory
+        self.fault = ""  # for requests that arrive from now on
+        self.refuse: dict[str, tuple[int, Any]] = {}  # path: what it answers instead
+        self.dead = False
+        self.url = ""
+        self._runner: web.AppRunner | None = None
+
+    # As a server.
+
+    @asynccontextmanager
+    async def up(self) -> AsyncIterator[Any]:
+        app = web.Application(middlewares=[self._door])
+        self.routes(app.router)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await self._runner.cleanup()
+
+    def die(self) -> None:
+        """As a process does: every connection breaks."""
+        self.dead = True
+        assert self._runner is not None
+        assert self._runner.server is not None
+        for connection in self._runner.server.connections:
+            connection.force_close()
+
+    def routes(self, router: web.UrlDispatcher) -> None:
+        raise NotImplementedError
+
+    @web.middleware
+    async def _door(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        self.asked.append((request.path, dict(request.query)))
+        if self.dead:
+            assert request.transport is not None
+            request.transport.close()
+        if request.path in self.refuse:
+            status, body = self.refuse[request.path]
+            return web.json_response(body, status=status)
+        answered: web.StreamResponse = await handler(request)
+        return answered
+
+    def calls(self, *paths: str) -> list[str]:
+        return [path for path, _ in self.asked if not paths or path in paths]
+
+    # Requests.
+
+    async def stream(self, request: web.Request, one: Generation) -> web.StreamResponse:
+        fault, self.fault = self.fault, ""
+        if fault == "error":
+            return web.json_response({"error": {"message": "out of memory"}}, status=500)
+        if fault == "refuse":
+            return web.json_response({"error": {"message": "too many tokens"}}, status=400)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        try:
+            if not self.goes.is_set():
+                self.hung += 1
+                await self.goes.wait()
+            self.running[one.key] = one
+            while len(one.ids) < one.most and not one.aborted:
+                await asyncio.sleep(self.step_s)
+                if not self.goes.is_set():
+                    if self.mode == "abort":
+                        one.aborted = True
+                        break
+                    await self.goes.wait()
+                one.ids.append(follows((one.prompt + one.ids)[-1], self.loaded))
+                one.versions.append(self.loaded)
+                if len(one.ids) == 3 and fault in ("cut", "silent", "nonsense", "failure"):
+                    await self._hurt(request, response, fault)
+                event = self.event(one, "length" if len(one.ids) == one.most else None, fault)
+                await self._say(response, event)
+            if one.aborted:
+                await self._say(response, self.event(one, "abort", fault))
+            if fault != "unfinished":
+                await response.write(b"data: [DONE]\n\n")
+        except (asyncio.CancelledError, ConnectionError):
+            self.left += 1
+            raise
+        finally:
+            self.running.pop(one.key, None)
+        return response
+
+    async def _hurt(self, request: web.Request, response: web.StreamResponse, fault: str) -> None:
+        if fault == "cut":
+            assert request.transport is not None
+            request.transport.close()
+        elif fault == "silent":
+            await asyncio.sleep(600)
+        elif fault == "failure":
+            await self._say(response, {"error": {"message": "the scheduler died"}})
+        else:
+            await response.write(b"data: {this is no JSON}\n\n")
+
+    async def _say(self, response: web.StreamResponse, event: dict[str, Any]) -> None:
+        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+    def event(self, one: Generation, finish: str | None, fault: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def abort(self, keys: list[str] | None) -> None:
+        for key, one in self.running.items():
+            if keys is None or key in keys:
+                one.aborted = True
+
+    def stop(self, mode: str) -> None:
+        self.mode = mode
+        self.goes.clear()
+
+    def go(self) -> None:
+        self.goes.set()
+
+
+class VllmStub(Stub):
+    """vLLM 0.32 in development mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = "default"  # as it reports, whatever is loaded
+        self.asleep = False
+        self.release = "0.32.0"
+        self.development = True
+
+    def routes(self, router: web.UrlDispatcher) -> None:
+        router.add_get("/health", self._health)
+        router.add_get("/version", self._say_version)
+        router.add_get("/v1/models", self._models)
+        router.add_post("/v1/completions", self._completions)
+        router.add_get("/metrics", self._metrics)
+        if self.development:
+            router.add_get("/load", self._load)
+            router.add_get("/is_paused", self._is_paused)
+            router.add_get("/is_sleeping", self._is_sleeping)
+            router.add_get("/weight_info", self._weight_info)
+            for path, handler in (
+                ("/pause", self._pause), ("/resume", self._resume), ("/sleep", self._sleep), ("/wake_up", self._wake),
+                ("/abort_requests", self._abort), ("/reset_prefix_cache", self._reset),
+                ("/collective_rpc", self._rpc), ("/update_weight_version", self._set_version),
+            ):  # fmt: skip
+                router.add_post(path, handler)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()  # whatever happens
+
+    async def _say_version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": self.release})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "tiny"}]})
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        assert body["model"] == "tiny"
+        assert body["return_token_ids"]
+        self.body = body
+        key = f"cmpl-{body['request_id']}-0"
+        return await self.stream(request, Generation(key, body["prompt"], body["max_tokens"]))
+
+    def event(self, one: Generation, finish: str | None, fault: str) -> dict[str, Any]:
+        new = [] if finish == "abort" else one.ids[-1:]
+        count = len(one.ids) + (fault == "miscount" and len(one.ids) > 2)
+        choice = {"text": written(new), "token_ids": new, "finish_reason": finish, "stop_reason": None}
+        if self.body.get("logprobs") is not None:
+            best = [{f"token_id:{new[0]}": -0.5, "token_id:1": -1.5}] if new else []
+            choice["logprobs"] = {"token_logprobs": [-0.5] * len(new), "top_logprobs": best}
+        return {"choices": [choice], "usage": {"completion_tokens": count}}
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        # Those that hang are in neither figure.
+        lines = [
+            "# HELP vllm:num_requests_running x",
+            f'vllm:num_requests_running{{engine="0"}} {len(self.running)}.0',
+            'vllm:num_requests_waiting{engine="0"} 0.0',
+            'vllm:kv_cache_usage_perc{engine="0"} 0.25',
+        ]
+        return web.Response(text="\n".join(lines))
+
+    async def _load(self, request: web.Request) -> web.Response:
+        waiting = self.hung if not self.goes.is_set() else 0
+        return web.json_response({"server_load": len(self.running) + waiting})
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_paused": not self.goes.is_set()})
+
+    async def _is_sleeping(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_sleeping": self.asleep})
+
+    async def _weight_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.version})
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        mode = request.query.get("mode", "abort")
+        if mode == "wait":
+            while self.running:
+                await asyncio.sleep(0.01)
+        self.stop(mode)
+        while mode == "abort" and self.running:
+            await asyncio.sleep(0.01)
+        return web.json_response({"status": "paused"})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        self.go()
+        return web.json_response({"status": "resumed"})
+
+    async def _sleep(self, request: web.Request) -> web.Response:
+        self.abort(None)
+        self.stop("abort")
+        self.asleep = True
+        self.released = {"weights", "kv_cache"}
+        if request.query["level"] == "2":
+            self.loaded = "nothing"
+        return web.Response()
+
+    async def _wake(self, request: web.Request) -> web.Response:
+        self.released -= set(request.query.getall("tags", ["weights", "kv_cache"]))
+        self.asleep = bool(self.released)
+        if not self.asleep:
+            self.go()
+        return web.json_response({"status": "sleeping" if self.asleep else "awake"})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        keys = (await request.json()).get("request_ids")
+        self.abort(keys)
+        return web.json_response({"status": "aborted", "aborted": len(keys or ())})  # also those that it never had
+
+    async def _reset(self, request: web.Request) -> web.Response:
+        free = not self.running or request.query.get("reset_running_requests") == "true"
+        return web.json_response({"success": free})
+
+    async def _rpc(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        assert body["method"] == "reload_weights"
+        assert "weights" not in self.released
+        self.loaded = body["kwargs"]["weights_path"]
+        return web.json_response({"results": [None]})
+
+    async def _set_version(self, request: web.Request) -> web.Response:
+        self.version = (await request.json())["new_version"]
+        return web.json_response({"success": True, "new_version": self.version})
+
+
+class SglangStub(Stub):
+    """SGLang 0.5.23."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = "default"
+        self.release = "0.5.23"
+        self.only_new = False  # ids of an event: only the new ones
+        self.stamp: float | None = None  # its loads stand still at this time
+        self.counted = 0
+
+    def routes(self, router: web.UrlDispatcher) -> None:
+        router.add_get("/health", self._health)
+        router.add_get("/ready", self._ready)
+        router.add_get("/server_info", self._server_info)
+        router.add_get("/model_info", self._model_info)
+        router.add_get("/v1/loads", self._loads)
+        for path, handler in (
+            ("/generate", self._generate), ("/pause_generation", self._pause), ("/continue_generation", self._continue),
+            ("/abort_request", self._abort), ("/flush_cache", self._flush),
+            ("/release_memory_occupation", self._release), ("/resume_memory_occupation", self._take),
+            ("/update_weights_from_disk", self._update),
+        ):  # fmt: skip
+            router.add_post(path, handler)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        await self.goes.wait()
+        await asyncio.sleep(1.0)
+        return web.Response()
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": self.release})
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.version})
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        if self.goes.is_set() and self.stamp is None:
+            self.counted, self.fresh_at = len(self.running), time.time()
+        core = {"num_running_reqs": self.counted, "num_waiting_reqs": 0, "token_usage": 0.5}
+        at = self.stamp if self.stamp is not None else self.fresh_at
+        return web.json_response({"loads": [core | {"timestamp": at}]})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = self.body = await request.json()
+        one = Generation(body["rid"], body["input_ids"], body["sampling_params"]["max_new_tokens"])
+        if body.get("stream"):
+            return await self.stream(request, one)
+        if not self.goes.is_set():
+            self.hung += 1
+        await self.goes.wait()
+        return web.json_response({"output_ids": [1], "meta_info": {"completion_tokens": 1}})
+
+    def event(self, one: Generation, finish: str | None, fault: str) -> dict[str, Any]:
+        new = [] if finish == "abort" else one.ids[-1:]
+        spans: list[dict[str, Any]] = []
+        for place, version in enumerate(one.versions):
+            if not spans or spans[-1]["version"] != version:
+                spans.append({"version": version, "start": place})
+            spans[-1]["end"] = place + 1
+        meta: dict[str, Any] = {
+            "id": one.key,
+            "completion_tokens": len(one.ids) + (fault == "miscount" and len(one.ids) > 2),
+            "finish_reason": {"type": finish, "matched": None} if finish else None,
+            "weight_version": self.version,
+            "weight_versions": spans,
+        }
+        if self.body.get("return_logprob"):
+            meta["output_token_logprobs"] = [[-0.5, token, None] for token in one.ids]
+            meta["output_top_logprobs"] = [[[-0.5, token, None], [-1.5, 1, None]] for token in one.ids]
+        ids = new if self.only_new else one.ids
+        return {"text": written(ids), "output_ids": ids, "meta_info": meta}
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        self.counted = len(self.running)
+        self.fresh_at = time.time()
+        self.stop((await request.json())["mode"])
+        while self.mode == "abort" and self.running:
+            await asyncio.sleep(0.01)
+        return web.json_response({"status": "ok"})
+
+    async def _continue(self, request: web.Request) -> web.Response:
+        self.go()
+        return web.json_response({"status": "ok"})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.abort(None if body.get("abort_all") else [body["rid"]])
+        return web.Response()
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        if self.running and self.mode != "retract":
+            return web.Response(status=400, text="there are running requests")
+        return web.Response(text="Cache flushed.")
+
+    async def _release(self, request: web.Request) -> web.Response:
+        if self.running and (self.goes.is_set() or self.mode not in ("retract",)):
+            self.die()  # the scheduler's assertion
+            return web.Response(status=500)
+        self.released |= set((await request.json())["tags"])
+        if "weights" in self.released:
+            self.loaded = "nothing"
+        return web.json_response(None)
+
+    async def _take(self, request: web.Request) -> web.Response:
+        self.released -= set((await request.json())["tags"])
+        return web.json_response(None)
+
+    async def _update(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        assert "weights" not in self.released
+        if body["model_path"] == "nowhere":
+            return web.json_response({"success": False, "message": "no such folder"})
+        self.loaded, self.version = body["model_path"], body["weight_version"]
+        return web.json_response({"success": True, "message": "ok"})

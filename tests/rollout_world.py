@@ -1,0 +1,538 @@
+"""A world in memory around the rollout machine: engines, clients and a trainer that carry things out and put faults in.
+
+It keeps books of its own of what really is: engines that live, sleep, pause, hang and die, the weights that each really
+has, every token with the version that made it, every client with the answers it got. News travels by mail, in order and
+late. After every event it asserts what must be true of that. It believes nothing that the machine says of itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimtab.fleet import rollout_events as e
+from trimtab.fleet.rollout import RolloutMachine
+from trimtab.model.elastic_config import ElasticConfig
+from trimtab.model.errors import InfeasibleError, InputError
+from trimtab.model.rollout import (
+    End,
+    InFlight,
+    Membership,
+    Owner,
+    RefitWay,
+    RequestSpec,
+    RolloutRules,
+    Span,
+    Verb,
+    WorkerSpec,
+    WorkerState,
+)
+
+S = WorkerState
+
+
+@dataclass
+class Running:
+    """An attempt that an engine really works on."""
+
+    request: str
+    attempt: int
+    most: int
+    length: int  # of the answer, where nothing cuts it
+    made: list[int] = field(default_factory=list)  # per token: the version that made it
+    told: int = 0
+    cut: bool = False  # an AbortSent reached it
+
+
+@dataclass
+class Engine:
+    """An engine as it really is."""
+
+    spec: WorkerSpec
+    alive: bool = True
+    asleep: bool = False
+    paused: bool = False
+    wedged: bool = False  # healthy, and answers nothing
+    weights: int | None = 0  # that it really has
+    told: bool = True  # what became of its process or weights behind trimtab's back has been said
+    running: dict[tuple[str, int], Running] = field(default_factory=dict)
+    steps: list[str] = field(default_factory=list)  # what was done to it since it last served, in order
+
+
+@dataclass
+class Client:
+    """Somebody who asked for one answer."""
+
+    spec: RequestSpec
+    tokens: list[int] = field(default_factory=list)  # received, per token the version that made it
+    base: int = 0  # of those, the ones that the current attempt was given
+    attempt: int = 0
+    sends: int = 0
+    answers: list[e.Answer | e.Refuse] = field(default_factory=list)
+    passed_on: bool = False  # others aborted it
+    murky: bool = False  # an engine whose weights changed unseen worked on it
+
+
+class RolloutWorld:
+    """The machine, and everything around it."""
+
+    def __init__(self, rules: RolloutRules, elastic: ElasticConfig) -> None:
+        self.rules, self.elastic = rules, elastic
+        self.machine = RolloutMachine(rules, elastic)
+        self.now = 0.0
+        self.version = rules.version
+        self.engines: dict[str, Engine] = {}
+        self.clients: dict[str, Client] = {}
+        self.mail: deque[tuple[Any, list[int] | None]] = deque()  # news, and the tokens that came with it
+        self.served: set[str] = set()  # before the event
+        self.acts: list[e.Act] = []  # to be carried out
+        self.aborts: list[e.AbortSent] = []
+        self.removed: set[str] = set()
+        self.refit: Membership | None = None  # RefitReady was said
+        self.begun: int | None = None
+        self.journal: list[tuple[float, Any, list[Any]]] = []
+        self.counted: Counter[str] = Counter()
+        self.numbers = 0
+        self.most = rules.most
+
+    # ---- events ----------------------------------------------------------------------------------------------------
+
+    def tell(self, event: Any) -> list[Any]:
+        """One event, and all that must be true after it."""
+        self.now += 0.01
+        self.served = {one.worker for one in self.machine.workers() if one.state is S.active}
+        try:
+            out = list(self.machine.handle(event, self.now))
+        except (InputError, InfeasibleError):
+            self.counted["refused events"] += 1
+            self.journal.append((self.now, event, []))
+            self.machine.check()
+            return []
+        self.journal.append((self.now, event, out))
+        self.machine.check()
+        for one in out:
+            self.counted[type(one).__name__] += 1
+            getattr(self, f"_do_{type(one).__name__}")(one)
+        if self.refit is not None:
+            assert self.machine.membership() == self.refit, "membership changed while frozen"
+        return out
+
+    def deliver(self, count: int = 1_000_000) -> None:
+        """Bring mail."""
+        while self.mail and count:
+            count -= 1
+            self._bring(*self.mail.popleft())
+
+    def _bring(self, event: Any, made: list[int] | None) -> None:
+        if made is not None:
+            client = self.clients[event.request]
+            if client.attempt == event.attempt and not client.answers:
+                client.tokens = [*client.tokens[: client.base], *made]
+        out = self.tell(event)
+        if isinstance(event, e.AbortedElsewhere) and self.clients[event.request].passed_on:
+            assert not any(isinstance(one, e.Send) and one.request == event.request for one in out), "tried again"
+
+    def post(self, event: Any, running: Running | None = None) -> None:
+        """Put news into the mail."""
+        self.mail.append((event, None if running is None else list(running.made)))
+
+    def wait(self, seconds: float) -> None:
+        """Time passes, with a tick whenever the machine wants one."""
+        until = self.now + seconds
+        ticks = 0
+        while (due := self.machine.next_deadline()) is not None and due <= until:
+            self.now = max(self.now, due)
+            self.tell(e.Tick())
+            ticks += 1
+            assert ticks < 5_000, f"the machine ticks for ever at {due}"
+        self.now = max(self.now, until)
+
+    # ---- instructions ----------------------------------------------------------------------------------------------
+
+    def _do_Send(self, send: e.Send) -> None:  # noqa: N802
+        client, engine = self.clients[send.request], self.engines[send.worker]
+        assert not client.answers, f"{send.request} was answered, and is sent"
+        assert not client.passed_on, f"{send.request} was aborted by others, and is tried again"
+        assert send.attempt > client.attempt
+        assert send.resumed + send.max_tokens == client.spec.max_tokens
+        assert send.max_tokens >= 1
+        assert send.min_tokens == max(0, client.spec.min_tokens - send.resumed)
+        assert send.resumed <= len(client.tokens), "resumed with tokens that nobody has"
+        assert client.spec.resumable or send.resumed == 0 or client.attempt == 0
+        assert send.version == self.version
+        view = next(one for one in self.machine.workers() if one.worker == send.worker)
+        assert (view.state, view.version) == (S.active, self.version), f"{send.worker} is {view.state}"
+        if engine.alive and engine.told:
+            assert engine.weights == self.version, f"{send.worker} has {engine.weights}, not {self.version}"
+            assert not engine.asleep, f"{send.worker} sleeps"
+            assert not engine.paused, f"{send.worker} is paused: it would hang"
+        if client.spec.version is not None:
+            assert client.spec.version == self.version
+        assert self.version >= (client.spec.at_least or self.version)
+        if send.resumed and client.sends:
+            self.counted["resumed"] += 1
+        elif client.sends:
+            self.counted["sent again from the prompt"] += 1
+        if not client.spec.spans and send.resumed:
+            assert set(client.tokens[: send.resumed]) == {self.version}, "would span versions"
+        client.attempt, client.sends = send.attempt, client.sends + 1
+        client.tokens = client.tokens[: send.resumed]
+        client.base = send.resumed
+        running = Running(send.request, send.attempt, send.max_tokens, max(1, self._length(client.spec) - send.resumed))
+        engine.steps.clear()
+        if not engine.alive:
+            self._end(engine, running, e.Broke, "nobody listens")
+        else:
+            engine.running[send.request, send.attempt] = running
+            client.murky = client.murky or not engine.told
+
+    def _length(self, spec: RequestSpec) -> int:
+        return min(spec.max_tokens, 1 + sum(spec.id.encode()) * 7 % 40)
+
+    def _do_AbortSent(self, abort: e.AbortSent) -> None:  # noqa: N802
+        assert abort.deadline > self.now - 1
+        running = self.engines[abort.worker].running.get((abort.request, abort.attempt))
+        if running is not None:
+            assert not running.cut, "cut twice"
+            running.cut = True
+            self.aborts.append(abort)
+
+    def _do_Answer(self, answer: e.Answer) -> None:  # noqa: N802
+        client = self.clients[answer.request]
+        assert not client.answers, f"{answer.request} is answered twice"
+        assert answer.reason.sentence
+        client.answers.append(answer)
+        self.counted[answer.end.value] += 1
+        source = self.clients[answer.of] if answer.of else client
+        assert sum(one.tokens for one in answer.spans) == answer.tokens <= len(source.tokens)
+        assert answer.tokens <= client.spec.max_tokens
+        if not source.murky:
+            assert answer.spans == spans_of(source.tokens[: answer.tokens]), "spans"
+        if answer.end in (End.stop, End.length):
+            assert answer.tokens == self._length(source.spec) or answer.tokens == source.spec.max_tokens, "cut short"
+            assert source.spec.spans or source.murky or len(answer.spans) == 1, "spans versions, and may not"
+            self.counted["spanning"] += len(answer.spans) > 1
+
+    def _do_Refuse(self, refuse: e.Refuse) -> None:  # noqa: N802
+        client = self.clients[refuse.request]
+        assert not client.answers, f"{refuse.request} is answered twice"
+        assert refuse.retry_after_s > 0
+        client.answers.append(refuse)
+
+    def _do_Act(self, act: e.Act) -> None:  # noqa: N802
+        engine, own = self.engines[act.worker], self.rules.ownership
+        state = next((one.state for one in self.machine.workers() if one.worker == act.worker), None)
+        assert act.deadline > self.now - 1
+        assert act.reason.sentence
+        assert own.sleep is Owner.trimtab or act.verb not in (Verb.sleep, Verb.wake), "sleep is the trainer's"
+        assert own.pause is Owner.trimtab or act.verb not in (Verb.pause, Verb.resume), "pause is the trainer's"
+        assert own.refit is Owner.trimtab or act.verb is not Verb.refit, "refit is the trainer's"
+        assert engine.spec.startable or act.verb not in (Verb.start, Verb.stop), "it is somebody else's process"
+        if act.verb is Verb.sleep or (act.verb is Verb.stop and state is not S.lost):
+            assert not engine.running or not engine.alive, f"{act.verb} under running requests"
+        if act.verb is Verb.stop and state is not S.lost and engine.alive and engine.spec.can_sleep:
+            if own.sleep is Owner.trimtab:
+                assert engine.asleep or "sleep failed" in engine.steps, "stopped before it slept"
+        self.acts.append(act)
+
+    def _do_RefitReady(self, ready: e.RefitReady) -> None:  # noqa: N802
+        assert ready.version == self.version
+        assert ready.membership.frozen
+        offset = 0
+        for member in ready.membership.members:
+            assert member.offset == offset
+            offset += member.size
+        self.refit = ready.membership
+        for member in ready.membership.members:
+            engine = self.engines[member.worker]
+            if engine.alive and engine.told and self.rules.ownership.pause is Owner.trimtab:
+                going = [one for one in engine.running.values() if not engine.paused]
+                assert self.rules.ownership.abort is Owner.trainer or not going, "weights would change under requests"
+            if self.rules.ownership.pause is Owner.trainer:
+                engine.paused = True
+
+    def _do_RefitOver(self, over: e.RefitOver) -> None:  # noqa: N802
+        self.refit = self.begun = None
+        assert over.reason.sentence
+        if self.rules.ownership.pause is Owner.trainer:
+            for engine in self.engines.values():
+                engine.paused = False
+
+    def _do_TellStep(self, step: e.TellStep) -> None:  # noqa: N802
+        one = step.step
+        assert one.reason.sentence, "a step without a reason"
+        assert one.expects, "a step that expects nothing"
+        assert one.changed
+        assert one.workers <= self.most
+        if one.workers < one.before:
+            self.counted["down"] += 1
+            active = sum(view.state is S.active for view in self.machine.workers())
+            least = self.machine.sample().least
+            assert active >= least or not self.served.intersection(one.changed), f"{active} serve, of {least}"
+            assert self.begun is None, "somebody leaves during a refit"
+        else:
+            self.counted["up"] += 1
+
+    def _do_Warn(self, warn: e.Warn) -> None:  # noqa: N802
+        assert warn.reason.sentence
+
+    # ---- clients ---------------------------------------------------------------------------------------------------
+
+    def ask(self, **how: Any) -> str:
+        self.numbers += 1
+        name = f"r{self.numbers}"
+        spec = RequestSpec(name, how.pop("prompt_tokens", 50), how.pop("max_tokens", 30), **how)
+        self.clients[name] = Client(spec)
+        out = self.tell(e.Arrived(spec))
+        if not out and self.machine.request(name) is None:
+            del self.clients[name]  # a wrong ask
+        return name
+
+    def cancel(self, name: str) -> None:
+        self.tell(e.Cancelled(name))
+        assert len(self.clients[name].answers) == 1, "a cancelled request is answered at once"
+
+    # ---- engines ---------------------------------------------------------------------------------------------------
+
+    def add(self, up: bool = True, **how: Any) -> str:
+        self.numbers += 1
+        name = f"w{self.numbers}"
+        spec = WorkerSpec(name, **how)
+        self.engines[name] = Engine(spec, alive=up, weights=self.rules.version)
+        self.tell(e.WorkerAdded(spec, up, self.rules.version if up else None))
+        return name
+
+    def generate(self, tokens: int) -> None:
+        """All engines that can make tokens."""
+        for engine in self.engines.values():
+            if not engine.alive or engine.asleep or engine.paused or engine.wedged:
+                continue
+            for running in list(engine.running.values()):
+                made_by = -1 if engine.weights is None else engine.weights
+                count = min(tokens, running.length - len(running.made), running.most - len(running.made))
+                running.made += [made_by] * max(0, count)
+                whole = len(running.made) >= min(running.length, running.most)
+                version = engine.weights if engine.told and len(running.made) % 2 else None
+                if whole:
+                    del engine.running[running.request, running.attempt]
+                    end = End.length if len(running.made) >= running.most else End.stop
+                    self.post(e.Finished(running.request, running.attempt, len(running.made), end, version), running)
+                elif len(running.made) > running.told:
+                    self.post(e.Streamed(running.request, running.attempt, len(running.made), version), running)
+                running.told = len(running.made)
+
+    def _end(self, engine: Engine, running: Running, kind: type, *more: Any) -> None:
+        engine.running.pop((running.request, running.attempt), None)
+        self.post(kind(running.request, running.attempt, len(running.made), *more), running)
+
+    def break_one(self, engine: Engine, why: str = "stream cut", fatal: bool = False) -> None:
+        for running in list(engine.running.values())[:1]:
+            self._end(engine, running, e.Broke, why, fatal and not running.cut)
+
+    def abort_elsewhere(self, engine: Engine) -> None:
+        """Somebody else aborts, on purpose."""
+        for running in list(engine.running.values()):
+            if not running.cut:
+                self.clients[running.request].passed_on = self._is_current(running)
+            self._end(engine, running, e.AbortedElsewhere)
+
+    def _is_current(self, running: Running) -> bool:
+        """Whether the machine still counts on this attempt: nothing else of it is in the mail or given up."""
+        view = self.machine.request(running.request)
+        client = self.clients[running.request]
+        current = client.attempt == running.attempt and not client.answers
+        return current and view is not None and view.worker != "" and view.state.value in ("sent", "streaming")
+
+    def kill(self, engine: Engine, *, said: bool = True, streams_first: bool = False) -> None:
+        if not engine.alive:
+            return
+        self._die(engine)
+        if streams_first:
+            self._streams_break(engine)
+        if said:
+            self.post(e.WorkerDied(engine.spec.id, "killed"))
+        else:
+            engine.told = False
+        self._streams_break(engine)
+
+    def _die(self, engine: Engine) -> None:
+        engine.alive = engine.asleep = engine.paused = engine.wedged = False
+        engine.weights = None
+        self.acts = [act for act in self.acts if act.worker != engine.spec.id or act.verb in (Verb.start, Verb.stop)]
+
+    def _streams_break(self, engine: Engine) -> None:
+        for running in list(engine.running.values()):
+            self._end(engine, running, e.Broke, "connection reset")
+
+    def restart_unseen(self, engine: Engine) -> None:
+        """Killed and back with the weights it is started with, before anybody looked."""
+        if not engine.alive or engine.spec.startable:
+            return
+        self._die(engine)
+        self._streams_break(engine)
+        engine.alive, engine.told, engine.weights = True, False, self.rules.version
+
+    def look_at(self, engine: Engine) -> None:
+        """A health check finds out what became of it."""
+        name = engine.spec.id
+        if not engine.alive and not engine.told:
+            self.post(e.WorkerDied(name, "nobody listens"))
+        elif engine.alive and not engine.told:
+            self.post(e.WorkerUp(name, engine.weights))
+        engine.told = True
+
+    def come_back(self, engine: Engine) -> None:
+        """An attached engine that somebody starts again."""
+        if engine.alive or engine.spec.startable or engine.spec.id in self.removed:
+            return
+        self.look_at(engine)
+        engine.alive, engine.weights = True, self.rules.version
+        self.post(e.WorkerUp(engine.spec.id, engine.weights))
+
+    # ---- carrying out ----------------------------------------------------------------------------------------------
+
+    def do_abort(self, at: int) -> None:
+        if not self.aborts:
+            return
+        abort = self.aborts.pop(at % len(self.aborts))
+        engine = self.engines[abort.worker]
+        running = engine.running.get((abort.request, abort.attempt))
+        if running is not None and engine.alive:
+            self._end(engine, running, e.AbortDone)
+
+    def do_act(self, at: int, how: str = "well") -> None:
+        if not self.acts:
+            return
+        act = self.acts.pop(at % len(self.acts))
+        engine, name = self.engines[act.worker], act.worker
+        if how == "badly" or (how == "well" and not self._carry(engine, act)):
+            engine.steps.append(f"{act.verb.value} failed")
+            self.post(e.ActFailed(name, act.attempt, "it did not work"))
+        elif how == "well":
+            engine.steps.append(act.verb.value)
+            reported = engine.weights if act.verb in (Verb.start, Verb.wake) else None
+            self.post(e.ActDone(name, act.attempt, reported))
+
+    def _carry(self, engine: Engine, act: e.Act) -> bool:
+        if act.verb is Verb.start:
+            if engine.alive:
+                return False
+            engine.alive, engine.weights, engine.told = True, self.rules.version, True
+            engine.asleep = engine.paused = engine.wedged = False
+            return True
+        if act.verb is Verb.stop:
+            self._die(engine)
+            self._streams_break(engine)
+            engine.told = True
+            return True
+        if not engine.alive or not engine.told:
+            return False
+        if act.verb is Verb.sleep:
+            assert not engine.running, "memory released under running requests"
+            engine.asleep = True
+            engine.weights = engine.weights if act.keeps_weights else None
+        elif act.verb is Verb.wake:
+            engine.asleep = False
+        elif act.verb is Verb.pause:
+            engine.paused = True
+        elif act.verb is Verb.resume:
+            engine.paused = False
+        elif act.verb is Verb.refit:
+            engine.weights = act.version
+        elif act.verb is Verb.probe:
+            return not (engine.wedged or engine.asleep)
+        return True
+
+    # ---- the trainer -----------------------------------------------------------------------------------------------
+
+    def begin_refit(self, way: RefitWay = RefitWay.disk, in_flight: InFlight = InFlight.keep) -> None:
+        if self.begun is not None:
+            return
+        self.version += 1
+        self.begun = self.version
+        self.tell(e.RefitBegun(self.version, way, in_flight))
+        if self.rules.ownership.abort is Owner.trainer:
+            for member in self.machine.membership().members:
+                self.abort_elsewhere(self.engines[member.worker])
+
+    def confirm(self, at: int, well: bool = True) -> None:
+        """The trainer's weights reach one member."""
+        if self.refit is None or self.rules.ownership.refit is Owner.trimtab or not self.refit.members:
+            return
+        member = self.refit.members[at % len(self.refit.members)]
+        engine = self.engines[member.worker]
+        if well and engine.alive and engine.told:
+            engine.weights = self.version
+            self.post(e.RefitConfirmed(member.worker, self.version, self.refit.epoch))
+        else:
+            self.post(e.RefitFailed(member.worker, self.version, "it timed out"))
+
+    def end_refit(self) -> None:
+        if self.begun is not None and self.rules.ownership.refit is Owner.trainer:
+            self.post(e.RefitEnded(self.begun))
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def all_well(self) -> None:
+        """From now on everything works: whatever was accepted must be answered."""
+        for turn in range(200):
+            for engine in self.engines.values():
+                engine.wedged = False
+                self.look_at(engine)
+            while self.acts or self.aborts or self.mail:
+                while self.acts:
+                    self.do_act(0)
+                while self.aborts:
+                    self.do_abort(0)
+                self.deliver()
+            self._trainer_well()
+            self.generate(15)
+            self.deliver()
+            if not self.mail and not self.acts and not self.unanswered():
+                return
+            self.wait(1.0 if turn < 100 else 60.0)
+        raise AssertionError(f"not answered: {[self.machine.request(name) for name in self.unanswered()]}")
+
+    def _trainer_well(self) -> None:
+        if self.begun is not None:
+            for at in range(len(self.refit.members) if self.refit is not None else 0):
+                self.confirm(at)
+            self.end_refit()
+            self.deliver()
+        elif self.rules.ownership.refit is Owner.trainer and any(
+            one.state in (S.stale, S.empty) for one in self.machine.workers()
+        ):
+            self.begin_refit()
+
+    def unanswered(self) -> list[str]:
+        return [name for name, one in self.clients.items() if not one.answers]
+
+    def replay(self) -> None:
+        """The journal, once more, from the beginning and from the middle: the same instructions, the same state."""
+        again = RolloutMachine(self.rules, self.elastic)
+        half = len(self.journal) // 2
+        for at, (now, event, out) in enumerate(self.journal):
+            if at == half:
+                data = json.loads(json.dumps(again.dump()))
+                again = RolloutMachine.load(data, self.elastic)
+                assert again.dump() == data
+                again.check()
+            try:
+                said = list(again.handle(event, now))
+            except (InputError, InfeasibleError):
+                said = []
+            assert said == out, f"{event} at {now}"
+        assert again.dump() == self.machine.dump()
+
+
+def spans_of(tokens: list[int]) -> tuple[Span, ...]:
+    """Runs of equal versions."""
+    spans: list[Span] = []
+    for version in tokens:
+        if spans and spans[-1].version == version:
+            spans[-1] = Span(version, spans[-1].tokens + 1)
+        else:
+            spans.append(Span(version, 1))
+    return tuple(spans)
