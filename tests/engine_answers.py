@@ -28,8 +28,11 @@ def run(work: Coroutine[Any, Any, T], *, within_s: float = 120.0) -> T:
 class Whole:
     """One answer and the pieces that it came in."""
 
-    so_far: SoFar = field(default_factory=SoFar)
     pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def so_far(self) -> SoFar:
+        return SoFar.of(self.pieces)
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -50,7 +53,6 @@ async def answer(engine: Engine, order: GenerateOrder, each: Callable[[SoFar], N
     whole = Whole()
     async for piece in engine.generate(order):
         whole.pieces.append(piece)
-        whole.so_far = whole.so_far.plus(piece)
         if each:
             each(whole.so_far)
     return whole

@@ -132,8 +132,7 @@ class Stub:
                 await self._say(response, event)
             if one.aborted:
                 await self._say(response, self.event(one, "abort", fault))
-            if fault != "unfinished":
-                await response.write(b"data: [DONE]\n\n")
+            await response.write(b"data: [DONE]\n\n")
         except (asyncio.CancelledError, ConnectionError):
             self.left += 1
             raise

@@ -96,12 +96,14 @@ class RolloutWorld:
         self.counted: Counter[str] = Counter()
         self.numbers = 0
         self.most = rules.most
+        self.broken = False
 
     # ---- events ----------------------------------------------------------------------------------------------------
 
     def tell(self, event: Any) -> list[Any]:
         """One event, and all that must be true after it."""
         self.now += 0.01
+        self.broken = True  # until all of it has been looked at
         self.served = {one.worker for one in self.machine.workers() if one.state is S.active}
         try:
             out = list(self.machine.handle(event, self.now))
@@ -109,6 +111,7 @@ class RolloutWorld:
             self.counted["refused events"] += 1
             self.journal.append((self.now, event, []))
             self.machine.check()
+            self.broken = False
             return []
         self.journal.append((self.now, event, out))
         self.machine.check()
@@ -117,6 +120,7 @@ class RolloutWorld:
             getattr(self, f"_do_{type(one).__name__}")(one)
         if self.refit is not None:
             assert self.machine.membership() == self.refit, "membership changed while frozen"
+        self.broken = False
         return out
 
     def deliver(self, count: int = 1_000_000) -> None:
@@ -128,7 +132,7 @@ class RolloutWorld:
     def _bring(self, event: Any, made: list[int] | None) -> None:
         if made is not None:
             client = self.clients[event.request]
-            if client.attempt == event.attempt and not client.answers:
+            if client.attempt == event.attempt:
                 client.tokens = [*client.tokens[: client.base], *made]
         out = self.tell(event)
         if isinstance(event, e.AbortedElsewhere) and self.clients[event.request].passed_on:
@@ -153,7 +157,7 @@ class RolloutWorld:
 
     def _do_Send(self, send: e.Send) -> None:  # noqa: N802
         client, engine = self.clients[send.request], self.engines[send.worker]
-        assert not client.answers, f"{send.request} was answered, and is sent"
+        assert not client.answers or self._others_want(client), f"{send.request} was answered, and is sent"
         assert not client.passed_on, f"{send.request} was aborted by others, and is tried again"
         assert send.attempt > client.attempt
         assert send.resumed + send.max_tokens == client.spec.max_tokens
@@ -187,6 +191,11 @@ class RolloutWorld:
         else:
             engine.running[send.request, send.attempt] = running
             client.murky = client.murky or not engine.told
+
+    def _others_want(self, client: Client) -> bool:
+        """Whether somebody who came with the same key still waits for the answer."""
+        key = client.spec.key
+        return key != "" and any(one.spec.key == key and not one.answers for one in self.clients.values())
 
     def _length(self, spec: RequestSpec) -> int:
         return min(spec.max_tokens, 1 + sum(spec.id.encode()) * 7 % 40)
@@ -234,7 +243,8 @@ class RolloutWorld:
             assert not engine.running or not engine.alive, f"{act.verb} under running requests"
         if act.verb is Verb.stop and state is not S.lost and engine.alive and engine.spec.can_sleep:
             if own.sleep is Owner.trimtab:
-                assert engine.asleep or "sleep failed" in engine.steps, "stopped before it slept"
+                assert engine.asleep or "sleep" in engine.steps, "stopped before it was put to sleep"
+        engine.steps.append(act.verb.value)
         self.acts.append(act)
 
     def _do_RefitReady(self, ready: e.RefitReady) -> None:  # noqa: N802
@@ -245,11 +255,13 @@ class RolloutWorld:
             assert member.offset == offset
             offset += member.size
         self.refit = ready.membership
+        lost = {one.worker for one in self.machine.workers() if one.state is S.lost}  # did not do as it was told
         for member in ready.membership.members:
             engine = self.engines[member.worker]
-            if engine.alive and engine.told and self.rules.ownership.pause is Owner.trimtab:
+            if engine.alive and engine.told and member.worker not in lost:
                 going = [one for one in engine.running.values() if not engine.paused]
-                assert self.rules.ownership.abort is Owner.trainer or not going, "weights would change under requests"
+                theirs = Owner.trainer in (self.rules.ownership.abort, self.rules.ownership.pause)
+                assert theirs or not going, f"weights would change under requests of {member.worker}: {self.machine.story(member.worker)[-6:]} {going} {self.machine.request(going[0].request)}"
             if self.rules.ownership.pause is Owner.trainer:
                 engine.paused = True
 
@@ -408,10 +420,8 @@ class RolloutWorld:
         act = self.acts.pop(at % len(self.acts))
         engine, name = self.engines[act.worker], act.worker
         if how == "badly" or (how == "well" and not self._carry(engine, act)):
-            engine.steps.append(f"{act.verb.value} failed")
             self.post(e.ActFailed(name, act.attempt, "it did not work"))
         elif how == "well":
-            engine.steps.append(act.verb.value)
             reported = engine.weights if act.verb in (Verb.start, Verb.wake) else None
             self.post(e.ActDone(name, act.attempt, reported))
 

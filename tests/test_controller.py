@@ -598,11 +598,13 @@ def test_a_client_that_dies_takes_along_what_was_to_end_with_it_and_nothing_else
 
 def test_a_session_that_closes_ends_what_was_to_end_with_it(pool: Pool) -> None:
     leaving = connect(name="shared")
+    leaving.pool("mine", CPU, ends_with_me=True)
     task = leaving.pool("main").submit(Counter, resources=CPU, ends_with_me=True)
     task.wait("running", timeout=30)
     leaving.close()
     with pytest.raises(TaskCancelledError, match="CLIENT_DIED"):
         Task(pool._session, task.id).result(timeout=20)
+    assert until(lambda: "mine" not in pool._session.status()["pools"])
 
 
 @pytest.mark.long

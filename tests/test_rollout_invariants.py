@@ -83,6 +83,9 @@ class Fate(RuleBasedStateMachine):
         for startable, can_sleep, up in engines:
             self.world.add(up or not startable, startable=startable, can_sleep=can_sleep, limit=2 + can_sleep)
         self.world.wait(1.0)
+        self.world.add(limit=4)
+        for _ in range(3):
+            self.world.ask(group="a")
 
     def engine(self, at: int) -> Engine:
         names = list(self.world.engines)
@@ -95,7 +98,7 @@ class Fate(RuleBasedStateMachine):
     # ---- clients ----
 
     @rule(
-        count=st.sampled_from([1, 2, 6]),
+        count=st.sampled_from([1, 3, 8]),
         group=st.sampled_from(["", "a", "b"]),
         class_=st.sampled_from(["default", "default", "default", "validation", "nonsense"]),
         resumable=st.sampled_from([True, True, False]),
@@ -130,6 +133,16 @@ class Fate(RuleBasedStateMachine):
     def generate(self, tokens, told):
         self.world.generate(tokens)
         self.go_on(told)
+
+    @rule(tokens=st.sampled_from([3, 5, 8]))
+    def go_well_for_a_while(self, tokens):
+        world = self.world
+        world.deliver()
+        for _ in range(6):
+            world.do_act(0)
+            world.do_abort(0)
+        world.generate(tokens)
+        world.deliver()
 
     @rule(at=AT, how=st.sampled_from(["well"] * 8 + ["badly", "badly", "silently"]), told=st.booleans())
     def carry_out(self, at, how, told):
@@ -255,7 +268,7 @@ class Fate(RuleBasedStateMachine):
             world.tell(e.Unheld("validation"))
 
     def teardown(self):
-        if not hasattr(self, "world"):
+        if not hasattr(self, "world") or self.world.broken:
             return
         world = self.world
         for name in world.engines:

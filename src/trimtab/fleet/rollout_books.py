@@ -123,6 +123,11 @@ class Books:
             self._armed[timer] = due
             heapq.heappush(self._timers, (due, timer))
 
+    def look_soon(self) -> None:
+        """The number of workers is to be looked at as soon as time passes."""
+        self.rest.next_look = self.rest.now
+        self.touch(*EVERYBODY)
+
     def touched(self) -> list[Timer]:
         """Those whose due time may have changed, once."""
         touched, self._touched = list(self._touched), {}

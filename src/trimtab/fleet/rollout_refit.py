@@ -250,5 +250,4 @@ class Refits:
         for worker in list(books.workers.values()):
             self.workers.settle(worker)  # leaves that waited for the end
             self.workers.wants_refit(worker)  # and newcomers
-        books.rest.next_look = books.rest.now
-        books.touch("", "")
+        books.look_soon()

@@ -68,8 +68,8 @@ class Workers:
         books.write_worker(worker, S.inactive, reason)
         if event.up:
             self._arrives(worker, event.version, "it was added with its engine running")
-        books.rest.next_look = books.rest.now if books.rest.next_look is None else books.rest.next_look
-        books.touch("", "")
+        if books.rest.next_look is None:
+            books.look_soon()
 
     def removed(self, event: e.WorkerRemoved) -> None:
         """To go for good, in order."""
@@ -103,6 +103,8 @@ class Workers:
         worker.failures, worker.try_at = 0, None
         self.books.write_worker(worker, worker.state, Reason(Code.returned, "it may be used again"))
         self.wants_refit(worker)
+        if worker.state is S.lost and worker.started and worker.spec.startable and worker.doing is None:
+            self.act(worker, Verb.stop, Reason(Code.returned, "it may be used again; what is left of it goes first"))
 
     def _route_off(self, worker: Worker, reason: Reason, drain_s: float | None) -> None:
         if worker.state in (S.active, S.stale, S.empty, S.suspect):
@@ -203,7 +205,7 @@ class Workers:
         if worker.taken or worker.leaving or worker.out or worker.doing is not None or worker.try_at is not None:
             return False
         if worker.state is S.lost:
-            return worker.spec.startable
+            return worker.spec.startable and not worker.started
         if worker.state is not S.inactive:
             return False
         if not worker.started:
@@ -214,7 +216,8 @@ class Workers:
         """Start it, wake it, or route it on, whichever it needs."""
         if not worker.started:
             self._become(worker, S.starting, reason)
-            self.act(worker, Verb.start, reason)
+            worker.started = True  # from now on there may be something to stop
+            self.act(worker, Verb.start, reason, self.books.rest.version)
         elif worker.asleep:
             self._become(worker, S.starting, reason)
             self.act(worker, Verb.wake, reason)
@@ -475,7 +478,7 @@ class Workers:
             return
         self._become(worker, S.suspect, reason)
         worker.probes = 0
-        self.books.rest.next_look = self.books.rest.now
+        self.books.look_soon()
         if worker.doing is None:
             self._probe(worker, reason.sentence)
 
@@ -529,8 +532,7 @@ class Workers:
         worker.doing, worker.load_until, worker.try_at = None, None, None
         worker.load_asked = False
         self.requests.lose_all(worker, f"{worker.id} was lost: {reason.sentence}")
-        books.rest.next_look = books.rest.now
-        books.touch("", "")
+        books.look_soon()
         self.on_quieter(worker)
         if stop and worker.spec.startable and worker.started:
             self.act(worker, Verb.stop, Reason(reason.code, f"so that nothing of it is left: {reason.sentence}"))
@@ -716,6 +718,5 @@ class Workers:
                 self._probe(worker, worker.reason.sentence)
             else:
                 self.wants_refit(worker)
-                books.rest.next_look = now
-                books.touch("", "")
+                books.look_soon()
         books.touch("w", name)

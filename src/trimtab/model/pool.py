@@ -69,6 +69,7 @@ class PoolSpec:
     preload: tuple[str, ...] = ()  # modules that warm hosts import ahead
     wait_s: float = 3600.0  # how long a task waits at most, where it does not say
     patience_s: float = 60.0  # after so long, a waiter's room is kept for it
+    client: str | None = None  # ends with this client
 
     def __post_init__(self) -> None:
         where = f"pool {self.name}"

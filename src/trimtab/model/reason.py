@@ -104,6 +104,7 @@ class Code(str, enum.Enum):
     refitting = "REFITTING"  # new weights are on their way
     refit_failed = "REFIT_FAILED"  # they did not arrive, or nobody confirmed that they did
     asleep = "ASLEEP"  # memory given back, or routed off
+    memory_kept = "MEMORY_KEPT"  # an engine sleeps, and its GPU memory was not given back
     taken = "TAKEN"  # a worker is given to others, with notice
     held = "HELD"  # so many workers are held ready
     faulty = "FAULTY"  # a worker breaks requests, or does not do what it is told

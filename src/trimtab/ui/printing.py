@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.table import Table
 
 from trimtab.model.reason import Chapter, Reason
 from trimtab.ui.output import out, plain_table
@@ -50,10 +50,14 @@ def facts(*rows: tuple[str, str]) -> None:
     show(table)
 
 
-def show(table: Table) -> None:
-    """As wide as the terminal; for a program that reads lines, a row is a line."""
-    console = out if out.is_terminal else Console(highlight=False, soft_wrap=True, width=PIPE_WIDTH)
-    console.print(table)
+def show(parts: RenderableType) -> None:
+    """As wide as the terminal; for a program that reads lines, a row is a line, with nothing after its last word."""
+    if out.is_terminal:
+        out.print(parts)
+        return
+    page = io.StringIO()
+    Console(file=page, highlight=False, width=PIPE_WIDTH).print(parts)
+    out.file.write("".join(f"{line.rstrip()}\n" for line in page.getvalue().splitlines()))
 
 
 def why(reason: Data) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -16,8 +14,8 @@ from trimtab.fleet.findings import UNDER_WAY, Diagnosis, Finding, Row
 from trimtab.fleet.survey import Ask, Kind, SeenNode, Survey, Waiting
 from trimtab.fleet.would_fit import WouldFit
 from trimtab.model.resources import amount_text, total
-from trimtab.ui.output import out, plain_table
-from trimtab.ui.printing import PIPE_WIDTH, span
+from trimtab.ui.output import plain_table
+from trimtab.ui.printing import show, span
 
 NODES_SHOWN = 8
 NAMES_SHOWN = 4
@@ -140,7 +138,7 @@ def _node_data(one: SeenNode) -> dict[str, Any]:
 
 def print_why(survey: Survey, found: Diagnosis) -> None:
     """The causes, worst first."""
-    _show(picture(survey, found))
+    show(picture(survey, found))
 
 
 def picture(survey: Survey, found: Diagnosis) -> RenderableType:
@@ -181,7 +179,7 @@ def print_would_fit(survey: Survey, job: str, plan: str, found: WouldFit) -> Non
     if found.finding is not None:
         parts += [Text(), _finding(survey, found.finding, heading=False)]
     parts += [_line(f"[dim]note[/]    {escape(one)}") for one in found.notes]
-    _show(Group(*parts))
+    show(Group(*parts))
 
 
 def _headline(survey: Survey, found: Diagnosis) -> Text:
@@ -307,14 +305,3 @@ def _names(names: Sequence[str]) -> str:
 
 def _line(markup: str) -> Text:
     return Text.from_markup(markup)
-
-
-def _show(parts: RenderableType) -> None:
-    """As wide as the terminal; for a program that reads lines, a row is a line, with nothing after its last word."""
-    if out.is_terminal:
-        out.print(parts)
-        return
-    page = Console(file=io.StringIO(), highlight=False, width=PIPE_WIDTH)
-    page.print(parts)
-    lines = page.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in lines))

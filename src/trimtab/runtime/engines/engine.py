@@ -17,7 +17,7 @@ Nothing here is waited for without a deadline, and whatever ends early says what
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -122,13 +122,15 @@ class SoFar:
     text: str = ""
     missing: int = 0  # above 0: the ids are not the whole answer, and it cannot be carried on from them
 
-    def plus(self, piece: Piece) -> SoFar:
-        """With one more piece."""
-        known = self.logprobs
-        if piece.logprobs is not None:
-            known = (known or ()) + piece.logprobs
-        return SoFar(
-            self.token_ids + piece.token_ids, known, self.text + (piece.text or ""), self.missing + piece.missing
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> SoFar:
+        """What these pieces say together."""
+        measured = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+        return cls(
+            tuple(one for piece in pieces for one in piece.token_ids),
+            tuple(one for logprobs in measured for one in logprobs) if measured else None,
+            "".join(piece.text or "" for piece in pieces),
+            sum(piece.missing for piece in pieces),
         )
 
 
@@ -245,7 +247,7 @@ class Engine(Protocol):
     async def load(self) -> EngineLoad:
         """What it has to do. Raises an `EngineError` when it cannot be asked."""
 
-    def generate(self, order: GenerateOrder) -> AsyncIterator[Piece]:
+    def generate(self, order: GenerateOrder) -> AsyncGenerator[Piece, None]:
         """Streams until a piece with a `finish`, or raises. Closing the iterator aborts on the engine."""
 
     async def abort(self, ids: Collection[str] | None = None) -> None:

@@ -8,7 +8,8 @@ that is over. A dialect says how its events are read and which calls its verbs a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from contextlib import aclosing
 from typing import Any, ClassVar, Protocol
 
 from trimtab.model.errors import InputError, TrimtabError
@@ -34,6 +35,8 @@ from trimtab.runtime.engines.engine import (
     SoFar,
     Verb,
 )
+
+_EMPTY = "its weights were discarded and no refit has been confirmed since"
 
 
 class Reader(Protocol):
@@ -64,10 +67,20 @@ class Flight:
     """One open stream."""
 
     def __init__(self, order: GenerateOrder) -> None:
-        self.order, self.so_far = order, SoFar()
+        self.order = order
         self.events: Events | None = None
         self.abort_asked = False
         self.over = False  # it ended by itself, well or not
+        self._pieces: list[Piece] = []
+
+    def heard(self, piece: Piece) -> None:
+        """Keeps it, in case that this is how far it gets."""
+        self._pieces.append(piece)
+        self.over = piece.finish is not None
+
+    def so_far(self) -> SoFar:
+        """All that came until now."""
+        return SoFar.of(self._pieces)
 
 
 class GatedEngine:
@@ -118,7 +131,7 @@ class GatedEngine:
 
     # Generating.
 
-    async def generate(self, order: GenerateOrder) -> AsyncIterator[Piece]:
+    async def generate(self, order: GenerateOrder) -> AsyncGenerator[Piece, None]:
         """Streams one answer; see `Engine.generate`."""
         self._refuse_when_shut()
         if order.id in self._flights:
@@ -127,11 +140,11 @@ class GatedEngine:
         try:
             await self._reach()
             self._refuse_when_shut()
-            async for piece in self._pieces(flight):
-                flight.so_far = flight.so_far.plus(piece)
-                flight.over = piece.finish is not None
-                yield piece
-        except (EngineError, OrderRefusedError):
+            async with aclosing(self._pieces(flight)) as pieces:
+                async for piece in pieces:
+                    flight.heard(piece)
+                    yield piece
+        except TrimtabError:
             flight.over = True
             raise
         finally:
@@ -141,7 +154,7 @@ class GatedEngine:
             if not flight.over:
                 self._left(flight.order.id)
 
-    async def _pieces(self, flight: Flight) -> AsyncIterator[Piece]:
+    async def _pieces(self, flight: Flight) -> AsyncGenerator[Piece, None]:
         reader, flight.events = self._reader(flight.order), self._events(flight.order)
         if flight.abort_asked:
             yield Piece(finish=Finish.aborted)
@@ -157,7 +170,7 @@ class GatedEngine:
             if flight.abort_asked:
                 yield Piece(finish=Finish.aborted)
                 return
-            raise await self._told(error, flight.so_far) from None
+            raise await self._told(error, flight.so_far()) from None
 
     async def _read(self, reader: Reader, event: dict[str, Any]) -> list[Piece]:
         try:
@@ -237,6 +250,8 @@ class GatedEngine:
         """The gate opens only when the engine has confirmed."""
         if self._asleep:
             raise EnginePausedError("it is asleep", engine=self.name, hint="wake it first")
+        if self._discarded:
+            raise EnginePausedError(_EMPTY, engine=self.name, hint="refit it first")
         await self._reach()
         await self._resume()
         self._shut, self._shut_by_others, self._paused = "", False, None
@@ -268,7 +283,7 @@ class GatedEngine:
         if self._asleep:
             self._shut = f"only part of it is awake; {', '.join(sorted(part.value for part in self._asleep))} is not"
         elif self._discarded:
-            self._shut = "its weights were discarded and no refit has been confirmed since"
+            self._shut = _EMPTY
         else:
             await self.resume()
 

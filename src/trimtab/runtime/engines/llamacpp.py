@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from trimtab.model.errors import InputError
@@ -35,7 +36,6 @@ from trimtab.runtime.engines.engine import (
 from trimtab.runtime.engines.gated import Nonsense, Reader
 from trimtab.runtime.engines.http_engine import HttpEngine, gauges
 from trimtab.runtime.engines.vocabulary import Vocabulary
-from trimtab.runtime.engines.wire import NoSuchCallError
 
 _REPLACED = "\ufffd"
 """Stands in a text for bytes that are no UTF-8; such a text does not tell its bytes."""
@@ -75,9 +75,7 @@ class LlamaCppEngine(HttpEngine):
         try:
             found = await gauges(self.wire)
             running, waiting = found["llamacpp:requests_processing"], found["llamacpp:requests_deferred"]
-        except (KeyError, NoSuchCallError, EngineFailedError) as error:
-            if isinstance(error, EngineWedgedError):
-                raise
+        except (KeyError, EngineFailedError):  # started without metrics
             slots = await self.wire.get("/slots")
             if not isinstance(slots, list):
                 raise EngineFailedError(
@@ -126,7 +124,7 @@ class LlamaCppEngine(HttpEngine):
                     return Vocabulary({int(one["id"]): bytes(one["bytes"]) for one in place["top_logprobs"]})
         raise EngineFailedError("it does not tell its vocabulary", engine=self.name)
 
-    async def again(self, order: GenerateOrder, known: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+    async def again(self, order: GenerateOrder, known: Sequence[int], tokens: int) -> tuple[int, ...]:
         """The next ids after the known ones, of a greedy request, told whole because they are not streamed."""
         body = completion(order) | dict(order.extra)
         body |= {"prompt": [*order.token_ids, *known], "n_predict": tokens, "stream": False, "n_probs": 0, "stop": []}
@@ -160,7 +158,7 @@ class _Stream:
 
     def __init__(self, engine: LlamaCppEngine, order: GenerateOrder) -> None:
         self._engine, self._order = engine, order
-        self._known: tuple[int, ...] = ()  # all ids so far, those of filled gaps too
+        self._known: list[int] = []  # all ids so far, those of filled gaps too
         self._missing = 0  # of those before and between them that nobody could name
         self._unwritten: list[int] = []  # ids whose text the server holds back: it may become a stop string
 
@@ -173,7 +171,8 @@ class _Stream:
         filled = await self._fill(gap, ids, event) if gap else ()
         missing = gap - len(filled)
         all_ids = filled + ids
-        self._known, self._missing = self._known + all_ids, self._missing + missing
+        self._known.extend(all_ids)
+        self._missing += missing
         text = str(event.get("content") or "")
         self._unwritten = [] if text else [*self._unwritten, *all_ids]
         logprobs, best = self._measured(event, len(filled), ids)

@@ -210,6 +210,7 @@ class _Stream:
 
     def __init__(self, order: GenerateOrder) -> None:
         self._order, self._told, self._text = order, 0, ""
+        self._whole = True  # events tell all that there is so far, not only what is new
 
     async def take(self, event: dict[str, Any]) -> list[Piece]:
         meta = event["meta_info"]
@@ -228,19 +229,18 @@ class _Stream:
 
     def _new(self, ids: tuple[int, ...], counted: int) -> tuple[int, ...]:
         if len(ids) == counted:
-            return ids[self._told :]  # all of them so far
+            return ids[self._told :]
         if self._told + len(ids) == counted:
-            return ids  # only the new ones
+            self._whole = False
+            return ids
         raise Nonsense(f"it counts {counted} tokens; told were {self._told}, and now {len(ids)}")
 
     def _more(self, text: str | None) -> str | None:
-        if not text:
-            return None
-        if text.startswith(self._text):
-            new, self._text = text[len(self._text) :], text
-        else:  # only what is new, or a tail that was cut off as a stop string
-            new = "" if self._text.startswith(text) else text
-            self._text += new
+        if not text or not self._whole:
+            return text or None
+        if not text.startswith(self._text):
+            return None  # a tail was cut off, as a stop string
+        new, self._text = text[len(self._text) :], text
         return new or None
 
     def _measured(

@@ -98,7 +98,7 @@ class Wire:
             raise NoSuchCallError(f"{call} is unknown there (404)", engine=self.name)
         if 400 <= status < 500 and status not in (408, 429):
             raise OrderRefusedError(f"{call} was refused ({status}): {brief(answer)}", where=f"engine {self.name}")
-        if status != 200:
+        if not 200 <= status < 300:
             raise EngineFailedError(f"{call} failed ({status}): {brief(answer)}", engine=self.name)
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineFailedError(f"{call} said 200, but success: false: {brief(answer)}", engine=self.name)

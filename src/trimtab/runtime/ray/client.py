@@ -154,12 +154,13 @@ class Session:
         strategy: str = "STRICT_PACK",
         wait_s: float = 3600.0,
         patience_s: float = 60.0,
+        ends_with_me: bool = False,
     ) -> Pool:
         """The pool of this name: with a quota it is made (or is there with the same settings), without one it must be.
 
         Memory is in bytes. `reserved` slots are for tasks of `reserved_priority` and above; `borrow` lets others use
         them while they are idle. `warm_hosts` processes are kept ready on all nodes together, and `warm_each` on every
-        one, which have imported `preload`.
+        one, which have imported `preload`. `ends_with_me` drops the pool, and what is in it, when this client goes.
         """
         if quota is None:
             return Pool(self, self.ask("pool", name))
@@ -181,8 +182,11 @@ class Session:
             preload=tuple(preload),
             wait_s=wait_s,
             patience_s=patience_s,
+            client=self.client if ends_with_me else None,
         )
         self.ask("ensure_pool", spec)
+        if ends_with_me:
+            self._live_with()
         return Pool(self, spec)
 
     def task(self, id: str) -> Task:

@@ -92,7 +92,10 @@ class Controller:
     @door
     async def ensure_pool(self, spec: PoolSpec) -> None:
         """Have a pool."""
-        (await self._up_now()).handle(PoolEnsured(spec))
+        driver = await self._up_now()
+        driver.handle(PoolEnsured(spec))
+        if spec.client:
+            driver.leases[spec.client] = time.monotonic()
 
     @door
     async def set_state_handlers(self, pool: str, handlers: bytes) -> None:

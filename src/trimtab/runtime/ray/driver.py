@@ -137,7 +137,9 @@ class Driver:
                 self.journal.note(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {lost}")
                 self.journal.snapshot(self.now(), self.machine.dump())
         now = time.monotonic()
-        self.leases = {task.spec.client: now for task in self.machine.tasks.values() if task.spec.client}
+        owners = [task.spec.client for task in self.machine.tasks.values()]
+        owners += [pool.spec.client for pool in self.machine.pools.values()]
+        self.leases = {client: now for client in owners if client}
         await recovery.reconcile(self, self.members, self.deeds, self.watch)
         loop = asyncio.get_running_loop()
         for forever in (self.watch.watch(), self._keep_house(), self._look_at_groups()):
@@ -299,12 +301,14 @@ class Driver:
             self.end_tasks_of(client)
 
     def end_tasks_of(self, client: str) -> None:
-        """Cancel what was to end with a client."""
+        """End what was to end with a client: its tasks and pools."""
         self.leases.pop(client, None)
         self.board.forget(client)
         for record in list(self.machine.tasks.values()):
             if record.spec.client == client and record.state not in ENDED:
                 self.feed(events.CancelAsked(record.id, code=Code.client_died))
+        for pool in [one for one in self.machine.pools.values() if one.spec.client == client and not one.dropped]:
+            self.feed(PoolDropped(pool.spec.name))
 
     async def _look_at_groups(self) -> None:
         while True:

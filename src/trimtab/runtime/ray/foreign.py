@@ -90,14 +90,14 @@ class _Memory(ctypes.Structure):
 
 
 def _from_driver() -> list[GpuUse]:
-    driver = nvml._driver()
+    driver = nvml.driver()
     devices = ctypes.c_uint()
     if driver is None or driver.nvmlDeviceGetCount_v2(ctypes.byref(devices)):
         return []
     uses = []
     for index in range(devices.value):
-        device, count, memory = ctypes.c_void_p(), ctypes.c_uint(nvml._MOST_PROCESSES), _Memory()
-        listed = (nvml._Process * nvml._MOST_PROCESSES)()
+        device, count, memory = ctypes.c_void_p(), ctypes.c_uint(nvml.MOST_PROCESSES), _Memory()
+        listed = (nvml.Process * nvml.MOST_PROCESSES)()
         if driver.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) or (
             driver.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), listed)
         ):

@@ -10,10 +10,12 @@ import ctypes
 from functools import cache
 from typing import Any
 
-_MOST_PROCESSES = 1024
+MOST_PROCESSES = 1024
 
 
-class _Process(ctypes.Structure):
+class Process(ctypes.Structure):
+    """A process, as the driver lists it."""
+
     _fields_ = (
         ("pid", ctypes.c_uint),
         ("used_bytes", ctypes.c_ulonglong),
@@ -24,28 +26,28 @@ class _Process(ctypes.Structure):
 
 def users() -> set[int]:
     """Processes that compute on any GPU here."""
-    driver = _driver()
-    if driver is None:
+    library = driver()
+    if library is None:
         return set()
     found: set[int] = set()
     devices = ctypes.c_uint()
-    if driver.nvmlDeviceGetCount_v2(ctypes.byref(devices)):
+    if library.nvmlDeviceGetCount_v2(ctypes.byref(devices)):
         return set()
     for index in range(devices.value):
-        device, count = ctypes.c_void_p(), ctypes.c_uint(_MOST_PROCESSES)
-        listed = (_Process * _MOST_PROCESSES)()
-        if driver.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0 and (
-            driver.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), listed) == 0
+        device, count = ctypes.c_void_p(), ctypes.c_uint(MOST_PROCESSES)
+        listed = (Process * MOST_PROCESSES)()
+        if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0 and (
+            library.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), listed) == 0
         ):
             found.update(one.pid for one in listed[: count.value])
     return found
 
 
 @cache
-def _driver() -> Any:
+def driver() -> Any:
     """NVIDIA's management library, ready to be asked; None where there is none."""
     try:
-        driver = ctypes.CDLL("libnvidia-ml.so.1")
-        return None if driver.nvmlInit_v2() else driver
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        return None if library.nvmlInit_v2() else library
     except (OSError, AttributeError):
         return None

@@ -1,0 +1,108 @@
+"""Whether an engine that went to sleep really gave its GPU memory back.
+
+Engines say yes to a sleep that freed nothing: a flag was missing when they were started, or another process holds the
+rest. Whoever is to use the memory next must not find that out by dying, so the driver is asked before and after, and a
+Reason says what was seen. Where no driver can be asked, that is said too: not to know is not to assume.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from trimtab.model.reason import Code, Reason
+from trimtab.runtime.engines.engine import Engine
+
+_LEAST_SHARE = 0.1
+"""Of what was in use before: less than that freed is nothing freed, where nobody said how much it should be."""
+_GIB = 2**30
+
+Used = Callable[[Sequence[int]], "int | None"]
+"""Bytes in use on these GPUs of this node; None where it cannot be known."""
+
+
+@dataclass(frozen=True)
+class Slept:
+    """What a sleep did to the memory of its GPUs."""
+
+    before: int | None
+    after: int | None
+    reason: Reason
+
+    @property
+    def released(self) -> bool | None:
+        """None: nobody could see."""
+        return None if self.after is None else self.reason.code is Code.asleep
+
+
+async def sleep_and_look(
+    engine: Engine,
+    gpus: Sequence[int],
+    *,
+    level: int = 1,
+    least_bytes: int | None = None,
+    within_s: float = 10.0,
+    used: Used | None = None,
+) -> Slept:
+    """Puts an engine to sleep and waits a while for so much memory to be free again on its GPUs."""
+    look = used or used_bytes
+    before = look(gpus)
+    await engine.sleep(level)
+    if before is None:
+        return Slept(None, None, Reason(Code.asleep, f"{engine.name} sleeps; its GPU memory cannot be seen from here"))
+    wanted = least_bytes if least_bytes is not None else int(before * _LEAST_SHARE)
+    deadline = asyncio.get_running_loop().time() + within_s
+    while True:
+        after = look(gpus)
+        if after is None:
+            return Slept(
+                before, None, Reason(Code.asleep, f"{engine.name} sleeps; its GPU memory cannot be seen any more")
+            )
+        freed = before - after
+        if freed >= wanted:
+            said = f"{engine.name} sleeps and gave {_gib(freed)} back; {_gib(after)} are still in use"
+            return Slept(before, after, Reason(Code.asleep, said))
+        if asyncio.get_running_loop().time() >= deadline:
+            said = (
+                f"{engine.name} sleeps, but only {_gib(max(freed, 0))} of {_gib(before)} came free in {within_s:g} s; "
+                f"{_gib(wanted)} were expected"
+            )
+            return Slept(before, after, Reason(Code.memory_kept, said))
+        await asyncio.sleep(min(0.1, within_s))
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def used_bytes(gpus: Sequence[int]) -> int | None:
+    """Asked of NVIDIA's driver, by the index that it gives them; None where there is none, or no such GPU."""
+    driver = _driver()
+    if driver is None or not gpus:
+        return None
+    total = 0
+    for index in gpus:
+        device, memory = ctypes.c_void_p(), _Memory()
+        if driver.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) or driver.nvmlDeviceGetMemoryInfo(
+            device, ctypes.byref(memory)
+        ):
+            return None
+        total += memory.used
+    return total
+
+
+@cache
+def _driver() -> Any:
+    try:
+        driver = ctypes.CDLL("libnvidia-ml.so.1")
+        return None if driver.nvmlInit_v2() else driver
+    except (OSError, AttributeError):
+        return None
+
+
+def _gib(count: int) -> str:
+    return f"{count / _GIB:.1f} GiB"
