@@ -23,6 +23,7 @@ from typing import Any
 
 ROUNDS = 3
 STARTS = 5
+HEAD = {"head": 0.01}
 DEADLINE_S = 9.0  # within NodePolicy.hurry_s: urgent
 WAIT_S = 120.0
 
@@ -38,8 +39,9 @@ class Plain:
 def main() -> None:
     quiet = io.StringIO()  # Ray prints at length what it thinks of killed nodes
     with contextlib.redirect_stdout(quiet):
-        base, fresh, bench = measured()
-    print(f"bare Ray actor, until its first call has returned: {base:.2f} s (median of {STARTS})")
+        bare, fresh, bench = measured()
+    base = statistics.median(bare)
+    print(f"bare Ray actor, until its first call has returned: {base:.2f} s (median of {len(bare)})")
     print(f"{'':<58}{'median':>9}{'worst':>9}{'ratio':>9}  goal")
     row("bare Ray actor on a node that has just joined", fresh, base)
     row("join (alive in Ray) to the first step on the newcomer", bench.joins, base, 2)
@@ -48,7 +50,7 @@ def main() -> None:
     row("drain (urgent) to an empty node", bench.drains, base, 1.5)
 
 
-def measured() -> tuple[float, list[float], Bench]:
+def measured() -> tuple[list[float], list[float], Bench]:
     import ray
     from ray.cluster_utils import Cluster
 
@@ -58,23 +60,25 @@ def measured() -> tuple[float, list[float], Bench]:
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("trimtab").setLevel(logging.ERROR)
-    head = {"num_cpus": 2, "num_gpus": 1, "include_dashboard": False}
+    head = {"num_cpus": 2, "num_gpus": 1, "resources": {"head": 1}, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR, namespace="trimtab")
     session = None
     try:
-        base = statistics.median(started(ray, num_gpus=1) for _ in range(STARTS))
+        bare = [started(ray, resources=HEAD) for _ in range(STARTS)]
         fresh = [on_a_fresh_node(ray, cluster, at) for at in range(ROUNDS)]
         session = connect(name=f"bench-{uuid.uuid4().hex[:6]}")
         with ElasticGroup(Trainer, ("numpy",), session=session, per_node={"gpu": 1}, min=1) as group:
             stepped(group, 1)
             bench = Bench(ray, cluster, session, group)
             for _ in range(ROUNDS):
+                bare.append(started(ray, resources=HEAD))  # beside each round, for machines are not always equally busy
                 bench.join()
+                bare.append(started(ray, resources=HEAD))
                 bench.join()
                 bench.lose()
                 bench.drain()
-        return base, fresh, bench
+        return bare, fresh, bench
     finally:
         if session is not None:
             session.shutdown()

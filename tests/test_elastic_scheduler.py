@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import selectors
 import textwrap
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trimtab.fleet.scaling import Decision, LoadSample, PolicyState
 from trimtab.formats import elastic_config_file
@@ -19,107 +20,10 @@ from trimtab.model.reason import Code, Reason
 from trimtab.runtime import elastic_scheduler
 from trimtab.runtime.elastic_rollout import ElasticRolloutMixin
 from trimtab.runtime.elastic_scheduler import ElasticConfig, ElasticScheduler
+from worker_groups import Group, Movable, clock, run
 
 METRICS = ("active_workers", "draining_workers", "total_workers", "active_requests", "pending_requests", "load_ratio",
            "total_capacity")  # fmt: skip
-
-
-# ---- time that jumps -------------------------------------------------------------------------------------------------
-
-
-class Jumps(selectors.DefaultSelector):
-    """Where nothing is to be read, the time that would have been waited has passed."""
-
-    now = 1000.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        ready = super().select(0)
-        assert ready or timeout is not None, "everybody waits for ever"
-        if not ready:
-            self.now += timeout or 0.0
-        return ready
-
-
-def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run it under a clock that jumps from one event to the next. Nothing may be left running."""
-    selector = Jumps()
-    loop = asyncio.SelectorEventLoop(selector)
-    loop.time = lambda: selector.now  # type: ignore[method-assign]
-    try:
-
-        async def whole() -> None:
-            await asyncio.wait_for(story(), 10_000)
-            left = [one.get_name() for one in asyncio.all_tasks() if one is not asyncio.current_task()]
-            assert left == [], "left running"
-
-        loop.run_until_complete(whole())
-    finally:
-        loop.close()
-
-
-def clock() -> float:
-    return asyncio.get_running_loop().time()
-
-
-# ---- a worker group --------------------------------------------------------------------------------------------------
-
-
-class Group:
-    """Engines that count their requests and die of a flush with requests running, as real ones do."""
-
-    def __init__(self, size: int = 4, flush_s: float = 0.0, resume_s: float = 0.0) -> None:
-        self.world_size = size
-        self.on: dict[int, set[str]] = {worker: set() for worker in range(size)}
-        self.awake = set(range(size))
-        self.flush_s, self.resume_s = flush_s, resume_s
-        self.flushes: list[int] = []
-        self.resumes: list[int] = []
-        self.killed: list[int] = []
-        self.outside = [0] * size  # requests that the scheduler was never told of
-        self.silent = False  # status raises
-        self.unsaid: set[int] = set()  # workers that status leaves out
-        self.broken: set[int] = set()  # workers whose memory does not come back
-
-    async def get_worker_status(self) -> dict[int, dict[str, Any]]:
-        if self.silent:
-            raise ConnectionError("no route to the workers")
-        return {
-            worker: {"active_requests": len(on) + self.outside[worker], "total_processed": 0,
-                     "status": "active" if worker in self.awake else "inactive"}
-            for worker, on in self.on.items() if worker not in self.unsaid
-        }  # fmt: skip
-
-    async def flush_worker_cache(self, worker_id: int) -> None:
-        await asyncio.sleep(self.flush_s)
-        self.flushes.append(worker_id)
-        self.awake.remove(worker_id)
-        if self.on[worker_id] or self.outside[worker_id]:
-            self.killed.append(worker_id)
-
-    async def resume_worker_memory(self, worker_id: int) -> None:
-        await asyncio.sleep(self.resume_s)
-        if worker_id in self.broken:
-            raise MemoryError("out of memory")
-        self.resumes.append(worker_id)
-        self.awake.add(worker_id)
-
-
-class Movable(Group):
-    """A group that can cut requests, and is told where they go."""
-
-    def __init__(self, size: int = 4, **others: float) -> None:
-        super().__init__(size, **others)
-        self.aborts: list[tuple[str, int]] = []
-        self.told: list[tuple[str, int]] = []
-
-    async def abort_request(self, request_id: str, worker_id: int) -> None:
-        self.on[worker_id].discard(request_id)
-        self.aborts.append((request_id, worker_id))
-
-    async def assign_request(self, request_id: str, worker_id: int) -> None:
-        assert worker_id in self.awake, "sent to a worker that is off"
-        self.on[worker_id].add(request_id)
-        self.told.append((request_id, worker_id))
 
 
 def made(group: Any, **settings: Any) -> ElasticScheduler:
@@ -443,14 +347,48 @@ def test_a_status_that_fails_is_said_and_moves_nobody() -> None:
         group = Group(4)
         scheduler = made(group)
         await scheduler.start()
-        await asyncio.sleep(6)
+        await asyncio.sleep(4)
         group.silent = True  # while everybody was idle
         await asyncio.sleep(600)
-        assert group.flushes == []
+        assert (group.flushes, scheduler.steps) == ([], [])
+        assert len(scheduler.faults) == 1, "said once"
         assert "raised ConnectionError: no route to the workers" in scheduler.faults[-1]
         group.silent = False
         await asyncio.sleep(30)
         assert len(group.flushes) == 3
+        await scheduler.stop()
+
+    run(story)
+
+
+def test_a_worker_whose_status_cannot_be_had_is_not_flushed_until_it_can() -> None:
+    async def story() -> None:
+        group = Group(4)
+        scheduler = made(group)
+        await scheduler.start()
+        await asyncio.sleep(9)
+        group.silent = True  # just before the step
+        await asyncio.sleep(600)
+        assert scheduler.get_metrics()["active_workers"] == 1
+        assert group.flushes == []
+        group.silent = False
+        await asyncio.sleep(20)
+        assert sorted(group.flushes) == [1, 2, 3]
+        await scheduler.stop()
+
+    run(story)
+
+
+def test_a_worker_that_was_not_flushed_serves_again_without_having_its_memory_back() -> None:
+    async def story() -> None:
+        group = Group(2)
+        scheduler = made(group)
+        await scheduler.start()
+        await asyncio.sleep(9)
+        group.outside = [1, 1]
+        await asyncio.sleep(300)
+        await scheduler.wake_up_all_workers()
+        assert (group.flushes, group.resumes) == ([], [])
         await scheduler.stop()
 
     run(story)
@@ -578,6 +516,90 @@ def test_risky_settings_are_logged_at_the_start(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING):
         run(story)
     assert "interrupts every request" in caplog.text
+
+
+# ---- whatever happens ------------------------------------------------------------------------------------------------
+
+DEEDS = st.one_of(
+    st.tuples(st.just("add"), st.integers(1, 12)),
+    st.tuples(st.just("complete"), st.integers(1, 12)),
+    st.tuples(st.just("wait"), st.sampled_from([0.0, 1.0, 6.0, 40.0, 130.0])),
+    st.tuples(st.just("status"), st.booleans()),
+    st.tuples(st.just("outside"), st.integers(0, 3)),
+    st.tuples(st.just("broken"), st.booleans()),
+    st.tuples(st.just("stop"), st.booleans()),
+)
+
+
+class Story:
+    """Does to a scheduler and its group what it is told, and believes only the engines."""
+
+    def __init__(self, group: Movable) -> None:
+        self.group = group
+        self.scheduler = made(group, drain_timeout=20.0)
+        self.open: list[str] = []
+        self.count = 0
+
+    async def do(self, what: str, how: Any) -> None:
+        if what == "add":
+            for _ in range(how):
+                self.count += 1
+                self.open.append(f"r{self.count}")
+                self.scheduler.add_request(self.open[-1])
+        elif what == "complete":
+            for name in self.open[:how]:
+                finish(self.scheduler, self.group, name)
+            del self.open[:how]
+        elif what == "wait":
+            await asyncio.sleep(how)
+        elif what == "status":
+            self.group.silent = how
+        elif what == "outside":
+            self.group.outside[how % self.group.world_size] = how
+        elif what == "broken":
+            self.group.broken = {1} if how else set()
+        elif what == "stop" and how:
+            await self.scheduler.stop()
+        else:
+            await self.scheduler.start()
+        await asyncio.sleep(0.001)
+
+    def check(self) -> None:
+        group, metrics = self.group, self.scheduler.get_metrics()
+        assert group.killed == [], "flushed with requests"
+        there = [name for on in group.on.values() for name in on]
+        assert len(there) == len(set(there)), "a request is on two workers"
+        assert set(there) <= set(self.open)
+        waiting = [name for name in self.open if self.scheduler.worker_of(name) is None]
+        assert len(there) + metrics["pending_requests"] >= len(self.open), "a request is nowhere"
+        assert set(waiting).isdisjoint(there)
+        assert metrics["active_workers"] + metrics["draining_workers"] >= 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(DEEDS, max_size=25), st.integers(1, 4))
+def test_no_request_is_lost_or_on_two_workers_and_no_worker_is_flushed_with_requests(
+    deeds: list[tuple[str, Any]], size: int
+) -> None:
+    async def whole() -> None:
+        story = Story(Movable(size))
+        await story.scheduler.start()
+        for what, how in deeds:
+            await story.do(what, how)
+            story.check()
+        await story.do("status", False)
+        await story.do("stop", False)
+        await story.do("wait", 300.0)
+        while story.open:
+            before = len(story.open)
+            await story.do("complete", 8)
+            await story.do("wait", 1.0)
+            assert len(story.open) < before
+        assert story.scheduler.get_metrics()["pending_requests"] == 0
+        await story.scheduler.stop()
+        story.check()
+
+    run(whole)
 
 
 # ---- groups of other kinds -------------------------------------------------------------------------------------------

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 import ray
+from ray import cloudpickle
 
 from engine_answers import answer, greedy, run
 from trimtab.model.errors import InputError
@@ -126,12 +128,16 @@ class Full(Plain):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray.init(
         address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
         namespace="trimtab",
     )  # fmt: skip
     yield
     ray.shutdown()
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 def actor(kind: type[Any]) -> Any:

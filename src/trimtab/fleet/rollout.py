@@ -15,7 +15,6 @@ carries out how many, `routing` chooses, `rollout_books` remembers.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -37,7 +36,6 @@ from trimtab.fleet.rollout_refit import Refits
 from trimtab.fleet.rollout_requests import Requests
 from trimtab.fleet.rollout_scaling import Scaler
 from trimtab.fleet.rollout_workers import Workers
-from trimtab.fleet.routing import GROUPS_PER_WORKER
 from trimtab.fleet.scaling import Taker
 from trimtab.model.codec import decode, encode
 from trimtab.model.elastic_config import ElasticConfig
@@ -278,7 +276,7 @@ class RolloutMachine:
         books.steps = decode(list[ScaleStep], data["steps"])
         books.takers = decode(tuple[Taker, ...], data["takers"])
         machine._scaler.state = scaling.load(data["policy"], elastic)
-        router.predictor.means = decode(dict[str, Mean], data["means"])
+        router.predictor.means = decode(dict[str, dict[str, Mean]], data["means"])
         router.homes = dict(data["homes"])
         books.past = {one.id: one for one in (decode(Request, each) for each in data["past"])}
         for each in data["requests"]:
@@ -287,7 +285,7 @@ class RolloutMachine:
             machine._recall_worker(decode(Worker, each))
         for name, (placed, groups) in data["lanes"].items():
             lane = router.lanes[name]
-            lane.groups = deque(groups, maxlen=GROUPS_PER_WORKER)
+            lane.groups = dict.fromkeys(groups)
             router.restore(lane, placed)
         books.touch(*EVERYBODY)
         machine._arm()

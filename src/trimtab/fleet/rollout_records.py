@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 from trimtab.model.errors import InputError, nearest
@@ -252,10 +251,3 @@ def known_worker(workers: dict[str, Worker], name: str) -> Worker:
 def counted(count: int, noun: str) -> str:
     """A number of things."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def recent(groups: deque[str], group: str) -> None:
-    """The group was just seen."""
-    if group in groups:
-        groups.remove(group)
-    groups.append(group)

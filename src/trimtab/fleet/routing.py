@@ -3,7 +3,7 @@
 Called by the rollout machine, which says who may serve, what was sent and what ended. It never sends: it chooses. What
 must never happen: a worker chosen that is closed or full; a request passed over for ever (whoever jumps the queue for
 its prefix comes from within a window behind the head); time that grows with the workers or with the queue: open
-workers are in a heap by load, queues are heaps by arrival, and what is outdated in either is skipped when it is met.
+workers are in a heap by load, queues are in order of arrival, and what is outdated in either is skipped when it is met.
 
 Outstanding tokens are predicted: what requests of that class and prompt length came to lately, never more than what is
 asked. Reading a prompt costs much less than making the same number of tokens, and counts accordingly.
@@ -14,14 +14,17 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from trimtab.fleet.rollout_records import Mean, Request, recent
+from trimtab.fleet.rollout_records import Mean, Request
 from trimtab.model.rollout import RequestClass, RequestSpec, RolloutRules
 
 PREFILL_SHARE = 8  # prompt tokens that cost as much as one that is made
 GROUPS_PER_WORKER = 8  # prefixes that a worker is believed to have in its cache
 GROUPS_KEPT = 65_536
 REFRESH_SHARE = 8  # a load that fell by this part is worth a new place in the heap
+WHOLE = ""
+BITS = [str(bits) for bits in range(64)]  # names of prompt lengths, made once
 OVERRUN = 2  # whoever is longer than predicted is predicted to become this many times as long as it is
 
 
@@ -39,7 +42,7 @@ class Lane:
     closed: bool = False  # full by its own figures
     stamp: int = 0  # of its one valid place in the heap; 0: it has none
     placed: int = 0  # the load it had when it was put there
-    groups: deque[str] = field(default_factory=lambda: deque(maxlen=GROUPS_PER_WORKER))
+    groups: dict[str, None] = field(default_factory=dict)  # prefixes it is believed to have, the latest last
 
     @property
     def room(self) -> bool:
@@ -57,12 +60,14 @@ class Line:
 
     spec: RequestClass
     waiting: dict[str, Request] = field(default_factory=dict)  # exactly those that wait
-    heap: list[tuple[int, str]] = field(default_factory=list)  # has all that wait, and some that do not any more
+    # All that wait are in one of these, and some that do not any more:
+    fresh: deque[Request] = field(default_factory=deque)  # in order of arrival
+    back: list[tuple[int, str]] = field(default_factory=list)  # a heap: sent before, and back again
+    last: int = 0  # the highest number that `fresh` has seen
     groups: dict[str, deque[Request]] = field(default_factory=dict)  # by group, in order: exactly those that wait
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """Who is next, where it goes, and why there."""
 
     request: Request
@@ -74,20 +79,26 @@ class Predictor:
     """How many tokens an answer will have, by class and prompt length."""
 
     def __init__(self) -> None:
-        self.means: dict[str, Mean] = {}  # by class, and by class and power of two of the prompt's length
+        # By class, then by the power of two of the prompt's length; all lengths together under WHOLE.
+        self.means: dict[str, dict[str, Mean]] = {}
 
     def learn(self, spec: RequestSpec, tokens: int) -> None:
         """An answer came to so many tokens."""
-        for name in (spec.class_, _bucket(spec)):
-            mean = self.means.get(name)
+        means = self.means.setdefault(spec.class_, {})
+        for name in (WHOLE, BITS[spec.prompt_tokens.bit_length()]):
+            mean = means.get(name)
             if mean is None:
-                mean = self.means[name] = Mean()
+                mean = means[name] = Mean()
             mean.add(tokens)
 
     def remaining(self, spec: RequestSpec, made: int) -> int:
         """Tokens that it will make still."""
-        mean = self.means.get(_bucket(spec)) or self.means.get(spec.class_)
-        whole = spec.max_tokens if mean is None or mean.value is None else int(mean.value)
+        means = self.means.get(spec.class_)
+        whole = spec.max_tokens
+        if means is not None:
+            mean = means.get(BITS[spec.prompt_tokens.bit_length()]) or means[WHOLE]
+            if mean.value is not None:
+                whole = int(mean.value)
         if whole <= made:
             whole = made * OVERRUN
         return max(1, min(whole, spec.max_tokens) - made)
@@ -192,7 +203,11 @@ class Router:
             return
         line.waiting[request.id] = request
         self.queued += 1
-        heapq.heappush(line.heap, (request.number, request.id))
+        if request.number > line.last:
+            line.last = request.number
+            line.fresh.append(request)
+        else:
+            heapq.heappush(line.back, (request.number, request.id))
         if request.spec.group:
             same = line.groups.setdefault(request.spec.group, deque())
             at = len(same)
@@ -215,18 +230,22 @@ class Router:
                 same.remove(request)
             if not same:
                 del line.groups[group]
-        if len(line.heap) > 64 + 2 * len(line.waiting):
-            line.heap = [(one.number, one.id) for one in line.waiting.values()]
-            heapq.heapify(line.heap)
+        if len(line.fresh) + len(line.back) > 64 + 2 * len(line.waiting):
+            line.fresh.clear()
+            line.back = sorted((one.number, one.id) for one in line.waiting.values())
 
     def _head(self) -> tuple[Line, Request] | None:
         for line in self._by_priority:
-            heap = line.heap
-            while heap:
-                request = line.waiting.get(heap[0][1])
-                if request is not None and request.number == heap[0][0]:
-                    return line, request
-                heapq.heappop(heap)
+            waiting, fresh, back = line.waiting, line.fresh, line.back
+            if not waiting:
+                continue
+            while fresh and fresh[0].id not in waiting:
+                fresh.popleft()
+            while back and back[0][1] not in waiting:
+                heapq.heappop(back)
+            if not back or (fresh and fresh[0].number < back[0][0]):
+                return line, fresh[0]
+            return line, waiting[back[0][1]]
         return None
 
     # ---- the choice ------------------------------------------------------------------------------------------------
@@ -282,13 +301,12 @@ class Router:
         lane.count += 1
         group = request.spec.group
         if group:
-            recent(lane.groups, group)
+            lane.groups.pop(group, None)
+            lane.groups[group] = None
+            if len(lane.groups) > GROUPS_PER_WORKER:
+                del lane.groups[next(iter(lane.groups))]
             self.homes.pop(group, None)
             self.homes[group] = worker
             if len(self.homes) > GROUPS_KEPT:
                 del self.homes[next(iter(self.homes))]
         self._place(lane)
-
-
-def _bucket(spec: RequestSpec) -> str:
-    return f"{spec.class_}/{spec.prompt_tokens.bit_length()}"

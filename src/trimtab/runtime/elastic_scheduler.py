@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from trimtab.fleet import rollout_events as e
 from trimtab.fleet.rollout import RolloutMachine
 from trimtab.fleet.scaling import Decision, LoadSample, Policy, PolicyState, policy_of
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.model.errors import InfeasibleError, InputError, TrimtabError, UnreachableError, nearest
+from trimtab.model.errors import InfeasibleError, InputError, UnreachableError, nearest
 from trimtab.model.rollout import (
     End,
     Owner,
@@ -36,7 +37,8 @@ from trimtab.model.rollout import (
     WorkerState,
     WorkerView,
 )
-from trimtab.runtime.worker_group import GroupCalls, WorkerId, WorkerStatus
+from trimtab.runtime.placement import Completion, Placement
+from trimtab.runtime.worker_group import GroupCalls, NotIdleError, TooLongError, WorkerId, WorkerStatus, in_time
 
 __all__ = ["ElasticConfig", "ElasticScheduler", "Placement"]
 
@@ -51,48 +53,6 @@ STEPS_KEPT = 100
 HOLD = "wake_up_all_workers"
 STOPPED = "stop"
 VERSION = 0  # weights are between trainer and group; to the machine they never change
-
-
-class Placement:
-    """Where a request goes: await it for the worker, or look at `worker`, which is None while it waits."""
-
-    def __init__(self, request: str) -> None:
-        self.request = request
-        self.worker: WorkerId | None = None
-        self.error: TrimtabError | None = None
-        self._waiting: list[asyncio.Future[None]] = []
-
-    def __await__(self) -> Generator[Any, None, WorkerId]:
-        while self.worker is None and self.error is None:
-            future = asyncio.get_running_loop().create_future()
-            self._waiting.append(future)
-            yield from future
-        if self.error is not None:
-            raise self.error
-        assert self.worker is not None
-        return self.worker
-
-    def settle(self, worker: WorkerId | None, error: TrimtabError | None = None) -> None:
-        """It goes there, or nowhere."""
-        self.worker, self.error = worker, error
-        waiting, self._waiting = self._waiting, []
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
-
-
-class Completion:
-    """Whether the request was open. Known at once; may be awaited all the same."""
-
-    def __init__(self, was_open: bool) -> None:
-        self.was_open = was_open
-
-    def __bool__(self) -> bool:
-        return self.was_open
-
-    def __await__(self) -> Generator[Any, None, bool]:
-        yield from ()
-        return self.was_open
 
 
 class ElasticScheduler:
@@ -120,6 +80,8 @@ class ElasticScheduler:
         self._postponed: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = []  # no loop ran yet
         self._loops: list[asyncio.Task[None]] = []
         self._news: list[asyncio.Future[None]] = []  # of those who wait for something to change
+        self._unflushed: set[str] = set()  # workers that are off, or are to be, and have their memory still
+        self._locks: dict[str, asyncio.Lock] = {}
         self._late: set[str] = set()  # workers whose drain was said to take too long
         self._wake = asyncio.Event()  # something is due sooner than ...
         self._sleeps_until: float | None = None
@@ -291,21 +253,31 @@ class ElasticScheduler:
             placement.settle(worker)
 
     async def _assign(self, send: e.Send) -> None:
-        try:
-            await self._calls.assign(send.request, self._ids[send.worker])
-        except UnreachableError as error:
-            self._handle(e.Broke(send.request, send.attempt, 0, error.what))
-            return
+        worker = self._ids[send.worker]
+        async with self._lock(f"request {send.request}"):
+            if not self._is_current(send):
+                return  # completed or moved before anybody was told
+            try:
+                await self._calls.assign(send.request, worker)
+            except UnreachableError as error:
+                self._handle(e.Broke(send.request, send.attempt, 0, error.what))
+                return
+            if self._is_current(send):
+                self._placements[send.request].settle(worker)
+            elif self._calls.can_abort:
+                with contextlib.suppress(UnreachableError):
+                    await self._calls.abort(send.request, worker)
+
+    def _is_current(self, send: e.Send) -> bool:
         view = self._machine.request(send.request)
-        placement = self._placements.get(send.request)
-        if placement is not None and view is not None and view.attempt == send.attempt:
-            placement.settle(self._ids[send.worker])
+        return view is not None and (view.attempt, view.worker) == (send.attempt, send.worker)
 
     async def _abort(self, abort: e.AbortSent) -> None:
         if not self._calls.can_abort:
             return
         try:
-            await self._calls.abort(abort.request, self._ids[abort.worker])
+            async with self._lock(f"request {abort.request}"):  # not before it is told of it
+                await self._calls.abort(abort.request, self._ids[abort.worker])
         except UnreachableError as error:
             self._say(error.what)  # and the machine's own deadline says what follows
             return
@@ -313,6 +285,7 @@ class ElasticScheduler:
 
     def _answered(self, answer: e.Answer) -> None:
         placement = self._placements.pop(answer.request)
+        self._locks.pop(f"request {answer.request}", None)
         if answer.end is End.failed:
             error = UnreachableError(f"request {answer.request}: {answer.reason.sentence}")
             placement.settle(None, error)
@@ -323,14 +296,17 @@ class ElasticScheduler:
     async def _act(self, act: e.Act) -> None:
         worker = self._ids[act.worker]
         try:
-            if act.verb is Verb.sleep:
-                await self._flush_when_idle(worker, act.deadline)
-            elif act.verb in (Verb.wake, Verb.start):
-                await self._calls.resume(worker)
-            elif act.verb is Verb.probe:
-                await self._calls.status()
-            else:
-                raise UnreachableError(f"a worker group has no {act.verb.value}")
+            async with self._lock(act.worker):
+                if act.verb is Verb.sleep:
+                    await self._flush_when_idle(act.worker, act.deadline)
+                elif act.verb in (Verb.wake, Verb.start):
+                    if act.worker not in self._unflushed:  # who was not flushed has its memory still
+                        await self._calls.resume(worker)
+                    self._unflushed.discard(act.worker)
+                elif act.verb is Verb.probe:
+                    await self._calls.status()
+                else:
+                    raise UnreachableError(f"a worker group has no {act.verb.value}")
         except UnreachableError as error:
             self._say(error.what)
             self._handle(e.ActFailed(act.worker, act.attempt, error.what))
@@ -338,19 +314,35 @@ class ElasticScheduler:
         self._handle(e.ActDone(act.worker, act.attempt, VERSION))
         self._vouch(act.worker)
 
-    async def _flush_when_idle(self, worker: WorkerId, deadline: float) -> None:
-        """Flush, but not before the worker itself says that it has no request."""
-        while self._calls.has_status:
-            said = (await self._calls.status()).get(worker)
-            if said is None:
-                raise UnreachableError(f"get_worker_status says nothing of worker {worker}: it is not flushed")
-            if said.active_requests == 0:
-                break
-            left_s = deadline - self._clock() - self._calls.timeout_s
-            if left_s <= 0:
-                raise UnreachableError(f"worker {worker} still has {said.active_requests} requests: it is not flushed")
-            await asyncio.sleep(min(self.config.monitoring_interval, left_s))
-        await self._calls.flush(worker)
+    async def _flush_when_idle(self, name: str, deadline: float) -> None:
+        """Flush a worker once it says that it is idle; in time for the deadline, or `_look` does it some day."""
+        self._unflushed.add(name)
+        while True:
+            try:
+                await self._calls.flush(self._ids[name])
+            except NotIdleError:
+                left_s = deadline - self._clock() - 2 * self._calls.timeout_s
+                if left_s <= 0 or not self._loops:
+                    raise
+                await asyncio.sleep(min(self.config.monitoring_interval, left_s))
+                continue
+            except UnreachableError:
+                self._unflushed.discard(name)  # nobody knows: it is asked to have its memory back before it serves
+                raise
+            self._unflushed.discard(name)
+            return
+
+    async def _flush_late(self, name: str) -> None:
+        async with self._lock(name):
+            off = [one.worker for one in self._workers(WorkerState.inactive)]
+            if name in self._unflushed and name in off:
+                with contextlib.suppress(UnreachableError):
+                    await self._calls.flush(self._ids[name])
+                    self._unflushed.discard(name)
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        """So that one thing at a time is done to a worker, or to a request."""
+        return self._locks.setdefault(name, asyncio.Lock())
 
     def _vouch(self, name: str) -> None:
         """Weights are between the trainer and the group: what a worker of it has is what it should have."""
@@ -366,8 +358,8 @@ class ElasticScheduler:
             self._sleeps_until = due = self._machine.next_deadline()
             self._wake.clear()
             wait_s = None if due is None else max(due - self._clock(), LEAST_WAIT_S)
-            with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), wait_s)
+            with contextlib.suppress(TooLongError):
+                await in_time(self._wake.wait(), wait_s)
 
     def _say_late(self) -> None:
         """Where nothing can be cut, a drain goes on past its timeout; once each, that is said."""
@@ -419,6 +411,9 @@ class ElasticScheduler:
         for worker, status in said.items():
             if str(worker) in self._ids:
                 self._handle(e.LoadSeen(str(worker), status.active_requests, 0, 0.0, self._clock()))
+        for name in self._unflushed & {str(worker) for worker, one in said.items() if not one.active_requests}:
+            if not self._lock(name).locked():
+                self._spawn(f"late flush of {name}", functools.partial(self._flush_late, name))
         return said
 
     def _join(self, worker: WorkerId) -> None:
@@ -428,6 +423,9 @@ class ElasticScheduler:
         self._handle(e.WorkerAdded(spec, up=True, version=VERSION))
 
     def _say(self, sentence: str) -> None:
+        if self.faults and self.faults[-1] == sentence:  # again: once is enough
+            log.debug("%s", sentence)
+            return
         log.warning("%s", sentence)
         self.faults = [*self.faults[1 - STEPS_KEPT :], sentence]
 
@@ -455,8 +453,7 @@ class ElasticScheduler:
                 return False
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._news.append(future)
-            with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
-                await asyncio.wait_for(future, left_s)
+            await asyncio.wait({future}, timeout=left_s)
         return True
 
 

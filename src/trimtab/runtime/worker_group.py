@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,6 +46,10 @@ class WorkerStatus:
     active_requests: int
     total_processed: int = 0
     status: str = "active"
+
+
+class NotIdleError(UnreachableError):
+    """A worker has requests, or nobody knows whether it has; nothing was done to it."""
 
 
 class GroupCalls:
@@ -83,7 +87,18 @@ class GroupCalls:
         return {worker: _status(worker, said) for worker, said in answer.items()}
 
     async def flush(self, worker: WorkerId) -> None:
-        """Have the worker let go of cache and memory."""
+        """Have the worker let go of cache and memory, if it says itself that it has no request; NotIdleError if not."""
+        if self.has_status:
+            try:
+                said = (await self.status()).get(worker)
+            except UnreachableError as error:
+                raise NotIdleError(f"worker {worker} is not flushed: {error.what}") from error
+            if said is None:
+                raise NotIdleError(f"worker {worker} is not flushed: get_worker_status says nothing of it")
+            if said.active_requests:
+                raise NotIdleError(
+                    f"worker {worker} is not flushed: it says that it has {said.active_requests} requests"
+                )
         await self._call("flush_worker_cache", worker)
 
     async def resume(self, worker: WorkerId) -> None:
@@ -102,11 +117,30 @@ class GroupCalls:
         shown = f"{name}({', '.join(map(str, arguments))})"
         method = getattr(self._group, name)
         try:
-            return await asyncio.wait_for(_answer(method, *arguments), self.timeout_s)
-        except (asyncio.TimeoutError, TimeoutError):
+            return await in_time(_answer(method, *arguments), self.timeout_s)
+        except TooLongError:
             raise UnreachableError(f"{shown} has not returned after {self.timeout_s:g} s") from None
         except Exception as error:  # whatever the group's code raises
             raise UnreachableError(f"{shown} raised {type(error).__name__}: {_short(error)}") from error
+
+
+class TooLongError(Exception):
+    """Something did not end in time."""
+
+
+async def in_time(coroutine: Coroutine[Any, Any, Any], timeout_s: float | None) -> Any:
+    """Its result, or TooLongError. Unlike `asyncio.wait_for` before 3.12 it never swallows that it is itself cancelled."""
+    task = asyncio.ensure_future(coroutine)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+    except asyncio.CancelledError:
+        if not task.cancel() and not task.cancelled():
+            task.exception()  # nobody else will look
+        raise
+    if not done:
+        task.cancel()
+        raise TooLongError
+    return task.result()
 
 
 async def _answer(method: Callable[..., Any], *arguments: Any) -> Any:

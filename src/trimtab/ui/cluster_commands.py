@@ -6,13 +6,9 @@ given out under a lock, so several may add at once. What the commands need is im
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
 import os
-import signal
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,16 +18,12 @@ from trimtab.ui.output import Format, answer, err, out, warn
 
 if TYPE_CHECKING:
     from trimtab.runtime.cluster.ledger import ClusterRecord, Ledger, NodeRecord, Sizes
-    from trimtab.runtime.cluster.look import RayView, Watch
+    from trimtab.runtime.cluster.look import RayView
 
 app = typer.Typer(help="A Ray cluster of one-GPU nodes that come and go.", no_args_is_help=True)
 
 STOPPED = "stopped by `trimtab cluster stop`"
 INTERRUPTED = "its command was interrupted"
-LOOK_EVERY_S = 1.0
-GPUS_EVERY_S = 10.0
-FIRST_ANSWER_S = 30.0  # of Ray; on a busy machine importing it alone takes many seconds
-LIVE_ANSWER_S = 3.0
 
 AddressOption = Annotated[
     str | None,
@@ -83,7 +75,7 @@ def start(
     from trimtab.runtime.cluster import auth, books, command, gpus, local, processes
     from trimtab.runtime.cluster.ledger import ClusterRecord, Ledger, Sizes
     from trimtab.runtime.ray.cluster import import_ray
-    from trimtab.ui import cluster_text
+    from trimtab.ui import cluster_live, cluster_text
 
     ledger = Ledger()
     _say(books.sweep(ledger))
@@ -107,7 +99,7 @@ def start(
     )
     wanted = auth.for_new_cluster(os.environ)
     cluster = books.open_cluster(ledger, cluster, there, workers)
-    with _signals_interrupt():
+    with cluster_live.signals_interrupt():
         try:
             with err.status("starting the head"):
                 _find_ray(import_ray)
@@ -151,7 +143,7 @@ def add(
     """
     from trimtab.runtime.cluster import books, command, gpus, local
     from trimtab.runtime.cluster.ledger import Ledger
-    from trimtab.ui import cluster_text
+    from trimtab.ui import cluster_live, cluster_text
 
     ledger = Ledger()
     _say(books.sweep(ledger))
@@ -167,7 +159,7 @@ def add(
             worker_ports_from=worker_ports_from or cluster.worker_ports_from,
         )
         local.auth_of(cluster)  # says at once where nothing answers
-    with _signals_interrupt():
+    with cluster_live.signals_interrupt():
         cluster, node = books.another_node(ledger, cluster, there, sizes, gpu)
         try:
             with err.status(f"starting {node.name}"):
@@ -309,13 +301,13 @@ def _stay(ledger: Ledger, cluster: ClusterRecord, hints: list[str]) -> None:
     if not out.is_terminal:
         print(f"Ray cluster at {cluster.address}; in another terminal:", *hints, sep="\n  ", flush=True)
     try:
-        with _Look(ledger, cluster) as look:
+        with cluster_live.Look(ledger, cluster) as look:
             cluster_live.watch(look.while_it_lives, hints)
         cause = _head_cause(ledger, cluster)
     except KeyboardInterrupt:
         cause = ""
     finally:
-        with _deaf():
+        with cluster_live.deaf():
             if not _head_cause(ledger, cluster):
                 err.print("ending the cluster")
             now = ledger.read().get(cluster.address, cluster)
@@ -331,75 +323,12 @@ def _stay(ledger: Ledger, cluster: ClusterRecord, hints: list[str]) -> None:
     out.print(f"the cluster at {cluster.address} has ended" + (f": {cause}" if cause else "; nothing is left of it"))
 
 
-class _Look:
-    """Puts the status of a cluster together, again and again; a process of its own asks Ray."""
-
-    def __init__(self, ledger: Ledger, cluster: ClusterRecord) -> None:
-        self._ledger = ledger
-        self._cluster = cluster
-        self._watch: Watch | None = None
-        self._gpus: Any = None
-        self._gpus_at = -math.inf
-
-    def __enter__(self) -> _Look:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
-
-    def now(self, patience_s: float) -> dict[str, Any]:
-        """The status; where Ray does not answer in time, what is known without it."""
-        from trimtab.runtime.cluster import local
-        from trimtab.runtime.cluster.look import Watch
-        from trimtab.ui import cluster_text
-
-        cluster = self._ledger.read().get(self._cluster.address, self._cluster)
-        seen, notes = None, []
-        try:
-            if self._watch is None:
-                local.auth_of(cluster)
-                self._watch = Watch(cluster.address, LOOK_EVERY_S)
-            seen = self._watch.nodes(patience_s)
-        except UnreachableError as fault:
-            if self._watch is not None and not self._watch.lives:
-                self._stop()
-            if not cluster.standing:
-                raise
-            notes.append(fault.what)
-        there, users = self._gpus_now(cluster)
-        return cluster_text.status_data(cluster, seen, there, users, notes)
-
-    def while_it_lives(self) -> dict[str, Any] | None:
-        """The status; None when the head has ended."""
-        cluster = self._ledger.read().get(self._cluster.address, self._cluster)
-        if cluster.head is None or not cluster.head.stands:
-            return None
-        try:
-            return self.now(patience_s=LIVE_ANSWER_S)
-        except UnreachableError:  # it has ended in this moment
-            return None
-
-    def _gpus_now(self, cluster: ClusterRecord) -> Any:
-        """GPUs and who computes on them; asking the driver is slow, so not every time."""
-        from trimtab.runtime.cluster import gpus
-
-        if time.monotonic() - self._gpus_at > GPUS_EVERY_S:
-            here = cluster.head_here or cluster.nodes
-            there = gpus.of_this_machine(cluster.fake_gpus) if here else gpus.Gpus(())
-            self._gpus = there, {} if there.fake else gpus.users()
-            self._gpus_at = time.monotonic()
-        return self._gpus
-
-    def _stop(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
-
-
 def _looked(ledger: Ledger, cluster: ClusterRecord) -> dict[str, Any]:
     """The status of a cluster as it is now."""
-    with _Look(ledger, cluster) as look:
-        return look.now(patience_s=FIRST_ANSWER_S)
+    from trimtab.ui import cluster_live
+
+    with cluster_live.Look(ledger, cluster) as look:
+        return look.now()
 
 
 def _connected(address: str | None) -> tuple[Ledger, ClusterRecord, RayView]:
@@ -520,30 +449,3 @@ def _find_ray(import_ray: Any) -> None:
 def _say(notes: list[str]) -> None:
     for note in notes:
         warn(note)
-
-
-@contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Being ended or hung up on is like Ctrl-C: what was started is ended in order."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _deaf() -> Iterator[None]:
-    """A second Ctrl-C does not cut the cleaning up short; it has deadlines of its own."""
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -61,8 +61,8 @@ def table() -> dict[int, Row]:
     return {int(one): row for one in os.listdir("/proc") if one.isdecimal() and (row := _row(int(one)))}
 
 
-def family(root: Process | None, mark: str, *, marks: bool = True) -> list[Process]:
-    """Whatever belongs to a node, without `root` itself: it may be gone already. `marks` false: a quick look."""
+def family(root: Process | None, mark: str) -> list[Process]:
+    """Whatever belongs to a node, without `root` itself, which may be gone already."""
     known = table()
     below: set[int] = set()
     if root is not None:
@@ -71,8 +71,7 @@ def family(root: Process | None, mark: str, *, marks: bool = True) -> list[Proce
         # A number is not given anew while it names a session, so this holds when the root is gone.
         if root.lives or root.pid not in known:
             below |= {pid for pid, row in known.items() if row.session == root.pid}
-    if marks:
-        below |= {pid for pid in known if environment(pid).get(MARK) == mark}
+    below |= {pid for pid in known if environment(pid).get(MARK) == mark}
     if root is not None:
         below.discard(root.pid)
     below.discard(os.getpid())
