@@ -204,7 +204,7 @@ class RolloutWorld:
         assert abort.deadline > self.now - 1
         running = self.engines[abort.worker].running.get((abort.request, abort.attempt))
         if running is not None:
-            assert not running.cut, "cut twice"
+            assert not running.cut or any(one.state == "lost" for one in self.machine.story(abort.worker)), "cut twice"
             running.cut = True
             self.aborts.append(abort)
 
@@ -422,7 +422,9 @@ class RolloutWorld:
     def do_act(self, at: int, how: str = "well") -> None:
         if not self.acts:
             return
-        act = self.acts.pop(at % len(self.acts))
+        chosen = self.acts[at % len(self.acts)].worker
+        act = next(one for one in self.acts if one.worker == chosen)  # on one worker, one after another
+        self.acts.remove(act)
         engine, name = self.engines[act.worker], act.worker
         if how == "badly" or (how == "well" and not self._carry(engine, act)):
             self.post(e.ActFailed(name, act.attempt, "it did not work"))

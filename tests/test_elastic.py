@@ -158,8 +158,7 @@ class Counted:
 
     def __init__(self, session: Session, directory: Path, happened: list[Happening], **settings: Any) -> None:
         self.directory = directory
-        if "name" not in settings:
-            settings.setdefault("pool", ledgers(session))
+        settings.setdefault("pool", ledgers(session))
         settings = {"min": 1, "step_timeout_s": 30.0, "health_every_s": 0.0, "back_off_s": 0.1, **settings}
         self.group = ElasticGroup(
             Ledger, (str(directory),), session=session, per_node=GPU, tell=happened.append, **settings
@@ -606,7 +605,8 @@ def test_a_group_is_shown_by_the_controller_and_goes_with_its_driver(
         with pytest.raises(InputError, match="a group of this name"):
             ElasticGroup(Engine, session=session, per_node=GPU, name="seen")
     until(lambda: not shown())
-    assert not [task for task in session.tasks() if task.pool == "group-seen" and task.state.value == "running"]
+    tasks = [task for task in session.tasks() if task.id.startswith("seen-")]
+    assert {task.state.value for task in tasks} == {"done"}
 
 
 def test_two_drains_two_seconds_apart_cause_one_change_of_the_world(

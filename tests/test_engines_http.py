@@ -230,6 +230,19 @@ def test_an_engine_that_dies_breaks_every_stream_and_is_not_ready(kind: str) -> 
     scene(kind, play)
 
 
+@BOTH
+def test_a_reader_that_takes_its_time_is_no_silence_of_the_engine(kind: str) -> None:
+    async def play(stub: Any, engine: HttpEngine) -> None:
+        stub.step_s = 0.0
+        got = 0
+        async for piece in engine.generate(greedy("a", PROMPT, 4)):
+            got += len(piece.token_ids)
+            await asyncio.sleep(0.5)
+        assert got == 4
+
+    scene(kind, play, silence_s=0.2)
+
+
 # Aborts.
 
 

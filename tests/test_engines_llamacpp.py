@@ -329,6 +329,25 @@ def test_an_abort_ends_the_stream_with_what_it_has(here: LlamaServer) -> None:
     run(scene())
 
 
+def test_an_abort_reaches_a_request_that_has_not_begun(tmp_path: Path) -> None:
+    async def scene(server: LlamaServer) -> None:
+        async with reached(server) as engine:
+            async with aclosing(engine.generate(greedy("a", PROMPT, LONG, min_tokens=LONG))) as first:
+                assert (await anext(first)).token_ids
+                server.freeze()
+                waits = asyncio.create_task(answer(engine, greedy("b", PROMPT, 5)))
+                await asyncio.sleep(0.1)
+                assert not waits.done()
+                await engine.abort(["b"])
+                ended = await waits
+                assert (ended.finish, ended.ids) == (Finish.aborted, ())
+                server.thaw()
+            await idle(engine)
+
+    with servers(1, tmp_path, context=4096, slots=1) as (server,):
+        run(scene(server))
+
+
 def test_a_paused_engine_is_sent_nothing_until_it_is_resumed(here: LlamaServer) -> None:
     async def scene() -> None:
         async with reached(here) as engine:

@@ -288,6 +288,20 @@ def test_a_task_that_awaits_a_node_waits_where_none_is_large_enough():
     assert one.state("a") is State.running
 
 
+def test_nobody_is_evicted_for_room_that_is_being_made_free_anyway():
+    one = world(8, spec=pool(reuse=False, return_preempts=True))
+    one.tell(news.PolicySet(policy(same_pool_gap=0.5)))
+    one.run(task("low", 1, priority=1.0), task("back", 2, priority=2.0), task("first", 2, priority=12.0))
+    one.tell(news.EvictAsked("back"))
+    one.tell(news.Submitted(task("second", 2, priority=12.0)))
+    one.carry_all(MakeGroup, Start)
+    one.carry_all(Stop)  # it is gone, and its slot is being removed: 1 GPU is free now, 3 in a moment
+    assert one.states("low", "back") == ["running", "evicted"]
+    assert one.why("back") is Code.evicting
+    one.carry_all()
+    assert one.states("low", "back") == ["running", "running"]
+
+
 def test_a_drained_pool_takes_nothing_new_and_says_so():
     one = world(8)
     one.run(task("a"))

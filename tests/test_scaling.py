@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -524,6 +525,29 @@ def registered() -> Iterator[None]:
     scaling.register("two-more")(two_more)
     yield
     del scaling.policies["two-more"]
+
+
+def test_the_policy_in_the_docs_decides() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "rollout-tuning.md").read_text(encoding="utf-8")
+    block = next(
+        one for one in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "@register" in one
+    )
+    known: dict[str, Any] = {}
+    try:
+        exec(block.replace("from trimtab import", "from trimtab.model.elastic_config import"), known)
+        _, decision = consult(scaling.begin(known["config"]), sample(active=1, queued=25))
+        assert decision.workers == 4
+        assert decision.reason.sentence == "25 queued"
+    finally:
+        scaling.policies.pop("queue-only", None)
+
+
+def test_every_warning_is_in_the_docs() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "rollout-tuning.md").read_text(encoding="utf-8")
+    rows = page.split("## Warnings")[1].split("## ")[0].count("\n| ") - 1
+    assert rows == len(DEFAULTS._risks())
+    for one in fields(ElasticConfig):
+        assert f"`{one.name}`" in page, one.name
 
 
 @pytest.mark.usefixtures("registered")

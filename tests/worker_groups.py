@@ -31,9 +31,14 @@ def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
     try:
 
         async def whole() -> None:
-            await asyncio.wait_for(story(), 10_000)
-            left = [one.get_name() for one in asyncio.all_tasks() if one is not asyncio.current_task()]
-            assert left == [], "left running"
+            try:
+                await asyncio.wait_for(story(), 10_000)
+                left = [one.get_name() for one in asyncio.all_tasks() if one is not asyncio.current_task()]
+                assert left == [], "left running"
+            finally:
+                for one in asyncio.all_tasks() - {asyncio.current_task()}:
+                    one.cancel()
+                await asyncio.sleep(0)
 
         loop.run_until_complete(whole())
     finally:

@@ -19,7 +19,7 @@ plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
 plain.decoder = decoders.ByteLevel()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|end|>", pad_token="<|end|>")
 config = Qwen2Config(
-    vocab_size=512,
+    vocab_size=len(vocabulary),
     hidden_size=128,
     intermediate_size=256,
     num_hidden_layers=2,

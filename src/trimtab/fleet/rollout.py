@@ -305,7 +305,7 @@ class RolloutMachine:
     def _recall_worker(self, worker: Worker) -> None:
         books = self._books
         books.workers[worker.id] = worker
-        for key in worker.held:
+        for key in (*worker.held, *worker.ghosts):
             books.where[key] = worker.id
             books.touch("s", key)
         books.touch("w", worker.id)
@@ -373,7 +373,7 @@ class RolloutMachine:
         assert len(waiting) == books.router.queued, "queued"
         assert all(books.requests[name].state is RequestState.queued for name in (*waiting, *books.later)), "waits"
         assert not set(waiting) & set(books.later), "waits twice"
-        assert sum(len(one.held) for one in books.workers.values()) == len(books.where), "held"
+        assert sum(len(one.held) + len(one.ghosts) for one in books.workers.values()) == len(books.where), "held"
         assert all(name in books.requests or name in books.past for name in books.keys.values()), "keys"
         assert len(books.past) <= books.rules.answers_kept, "past"
         assert not (books.router.queued and books.router.least()), "somebody waits, and somebody has room"

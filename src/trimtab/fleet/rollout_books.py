@@ -72,7 +72,7 @@ class Books:
         return sum(one.state in states for one in self.workers.values())
 
     def attempt(self, key: str) -> Sent | None:
-        """The attempt, if a worker holds it."""
+        """The attempt, if a worker holds it and is not lost."""
         worker = self.workers.get(self.where.get(key, ""))
         return None if worker is None else worker.held.get(key)
 

@@ -63,7 +63,7 @@ class Worker:
     was_lost: bool = False  # nothing but a confirmed refit takes this away
     started: bool = False  # its process is there, as far as anybody knows
     asleep: bool = False
-    paused: bool = False  # by trimtab, in place
+    paused: bool = False  # trimtab asked for it, and no resume has been confirmed since
     paused_elsewhere: bool = False  # by others: requests sent there would hang
     unwell: bool = False  # as its health check last said
     out: bool = False  # out of service for good: its refits or starts failed too often
@@ -80,6 +80,7 @@ class Worker:
     attempt: int = 0  # of acts
     doing: Doing | None = None
     held: dict[str, Sent] = field(default_factory=dict)  # by request#attempt: what is really there
+    ghosts: dict[str, Sent] = field(default_factory=dict)  # what was there when it was lost, if its process may live
     outside: int = 0  # requests there that are not ours, by its own figures ...
     kv_full: bool = False
     load_until: float | None = None  # ... that are believed until then

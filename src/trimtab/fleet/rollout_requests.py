@@ -203,6 +203,10 @@ class Requests:
             return
         request, sent, worker = found
         books = self.books
+        if worker.version is None:
+            self._release(event.request, event.attempt)
+            self._requeue(request, f"{worker.id} finished it with weights that nobody vouches for")
+            return
         self._count(request, sent, worker, event.tokens, event.version)
         worker.heard, worker.faults = books.rest.now, 0
         worker.served += 1
@@ -282,18 +286,38 @@ class Requests:
             if request is not None and request.attempt == sent.attempt:
                 self.cut(request, reason)
 
-    def lose_all(self, worker: Worker, why: str) -> None:
-        """The worker is gone: nothing is on it any more."""
+    def lose_all(self, worker: Worker, why: str, *, certain: bool) -> None:
+        """Nothing of it is counted on any more. Unless its process is gone for certain, it may work on all the same."""
         books = self.books
-        for sent in list(worker.held.values()):
+        for key, sent in list(worker.held.items()):
             request = books.requests.get(sent.request)
             self._drop_held(worker, sent)
+            if not certain:
+                sent.orphan = True
+                worker.ghosts[key] = sent
+                books.where[key] = worker.id
             if request is None or request.attempt != sent.attempt or not request.worker:
                 continue
             if request.state is RequestState.moving:
                 self._moving_to_queued(request)
             else:
                 self._broken(request, worker, why)
+
+    def lay_ghosts(self, worker: Worker) -> None:
+        """Its process is gone for certain."""
+        for key in worker.ghosts:
+            del self.books.where[key]
+        worker.ghosts = {}
+
+    def wake_ghosts(self, worker: Worker) -> None:
+        """The same process is back: what it may still be working on is cut, and counts as there until it has ended."""
+        books = self.books
+        worker.held, worker.ghosts = worker.ghosts, {}
+        for key, sent in worker.held.items():
+            sent.orphan, sent.abort_by = False, books.rest.now + books.rules.abort_s
+            books.touch("s", key)
+            reason = Reason(Code.returned, f"{worker.id} was lost, and its requests went elsewhere")
+            books.out.append(e.AbortSent(sent.request, sent.attempt, worker.id, sent.abort_by, reason))
 
     def _abort(self, request: Request, reason: Reason) -> None:
         books, key = self.books, held_key(request.id, request.attempt)
@@ -428,12 +452,14 @@ class Requests:
         return None if worker is None or sent is None else (request, sent, worker)
 
     def _count(self, request: Request, sent: Sent, worker: Worker, tokens: int, version: int | None) -> bool:
-        """Tokens of this attempt, told as a total. Whether it is news."""
+        """Tokens of this attempt, told as a total. Whether it is news.
+
+        What is made by weights that nobody vouches for is worth nothing, whatever version the engine reports.
+        """
         total = min(sent.base + max(0, tokens), request.spec.max_tokens)
-        if total <= request.tokens:
+        if total <= request.tokens or worker.version is None:
             return False
-        made_by = version if version is not None else worker.version
-        add_tokens(request.spans, self.books.rest.version if made_by is None else made_by, total - request.tokens)
+        add_tokens(request.spans, worker.version if version is None else version, total - request.tokens)
         request.tokens = total
         return True
 
@@ -449,7 +475,12 @@ class Requests:
         """An attempt has really ended, whoever it is of."""
         key = held_key(name, attempt)
         worker = self.books.workers.get(self.books.where.get(key, ""))
-        if worker is not None:
+        if worker is None:
+            return
+        if key in worker.ghosts:
+            del worker.ghosts[key]
+            del self.books.where[key]
+        else:
             self._drop_held(worker, worker.held[key])
             self.on_released(worker)
 

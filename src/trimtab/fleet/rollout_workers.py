@@ -194,7 +194,8 @@ class Workers:
 
     def _forget(self, worker: Worker) -> None:
         books = self.books
-        self.requests.lose_all(worker, "it was removed")
+        self.requests.lose_all(worker, "it was removed", certain=True)
+        self.requests.lay_ghosts(worker)
         books.router.close(worker.id)
         del books.workers[worker.id]
 
@@ -224,10 +225,16 @@ class Workers:
         else:
             self._woken(worker, None, reason.sentence)
 
-    def _arrives(self, worker: Worker, reported: int | None, why: str) -> None:
-        """A process that was not there before. Its weights are the trainer's only where nobody has trained yet."""
+    def _arrives(self, worker: Worker, reported: int | None, why: str, *, new: bool = True) -> None:
+        """A process that was not there before, or (`new` false) is seen again after it was lost.
+
+        Its weights are the trainer's only where nobody has trained yet.
+        """
         books = self.books
+        self.requests.lay_ghosts(worker)
         worker.started, worker.asleep = True, False
+        if new:
+            worker.paused = worker.paused_elsewhere = False
         worker.incarnation += 1
         worker.version = None
         if worker.leaving or worker.taken:
@@ -260,6 +267,9 @@ class Workers:
             sentence = f"{why}; {has}, the trainer is at {books.rest.version}"
             self._become(worker, S.stale, Reason(Code.outdated, sentence))
             self.wants_refit(worker)
+        elif worker.paused:
+            self._become(worker, S.stale, Reason(Code.current, f"{why}; it is resumed before it serves"))
+            self.activate(worker)
         else:
             self._to_active(worker, Reason(Code.current, f"{why}; version {worker.version}, as the trainer's"))
 
@@ -273,6 +283,7 @@ class Workers:
         deadline = books.rest.now + self._allowed_s(verb)
         worker.doing = Doing(verb, worker.attempt, books.rest.now, deadline, version)
         worker.try_at = None
+        worker.paused = worker.paused or verb is Verb.pause  # even if nobody confirms it
         books.touch("w", worker.id)
         books.out.append(
             e.Act(worker.id, worker.attempt, verb, deadline, reason, version, worker.spec.sleep_keeps_weights)
@@ -312,7 +323,6 @@ class Workers:
         elif doing.verb is Verb.stop:
             self._stopped(worker)
         elif doing.verb is Verb.pause:
-            worker.paused = True
             self.on_quieter(worker)
         elif doing.verb is Verb.resume:
             worker.paused = False
@@ -359,7 +369,7 @@ class Workers:
         return worker, doing
 
     def _slept(self, worker: Worker, keeps_weights: bool, why: str) -> None:
-        worker.asleep, worker.paused = True, False
+        worker.asleep = True
         worker.load_until, worker.load_asked = None, False
         if not keeps_weights:
             worker.version = None
@@ -369,6 +379,7 @@ class Workers:
             self._become(worker, S.inactive, Reason(Code.asleep, why))
 
     def _stopped(self, worker: Worker) -> None:
+        self.requests.lay_ghosts(worker)
         worker.started = worker.asleep = worker.paused = False
         worker.version = None
         worker.failures = 0 if worker.state is not S.lost else worker.failures
@@ -527,19 +538,19 @@ class Workers:
         self._become(worker, S.lost, reason)
         worker.was_lost, worker.version = True, None
         worker.incarnation += 1
-        worker.asleep = worker.paused = worker.paused_elsewhere = worker.unwell = False
+        worker.asleep = worker.unwell = False
         worker.faults = worker.probes = 0
         worker.doing, worker.load_until, worker.try_at = None, None, None
         worker.load_asked = False
-        self.requests.lose_all(worker, f"{worker.id} was lost: {reason.sentence}")
+        self.requests.lose_all(worker, f"{worker.id} was lost: {reason.sentence}", certain=not worker.started)
+        if not worker.started:
+            self.requests.lay_ghosts(worker)
         books.look_soon()
         self.on_quieter(worker)
         if stop and worker.spec.startable and worker.started:
             self.act(worker, Verb.stop, Reason(reason.code, f"so that nothing of it is left: {reason.sentence}"))
         elif worker.leaving:
             self._forget(worker)
-        elif not worker.spec.startable:
-            worker.started = False
 
     # ---- news of others --------------------------------------------------------------------------------------------
 
@@ -550,7 +561,9 @@ class Workers:
             return
         if worker.state is S.lost:
             if worker.doing is None:
-                self._arrives(worker, event.version, "it is back")
+                if not event.restarted:
+                    self.requests.wake_ghosts(worker)
+                self._arrives(worker, event.version, "it is back", new=event.restarted)
         elif worker.state is S.inactive:
             if not worker.started or event.restarted:
                 worker.was_lost = worker.was_lost or worker.started
@@ -637,6 +650,8 @@ class Workers:
         """It has the trainer's weights: the one way back to ACTIVE from STALE and EMPTY."""
         worker.version, worker.was_lost, worker.failures = version, False, 0
         worker.out = False
+        if worker.state is S.empty:
+            self._become(worker, S.stale, Reason(Code.current, f"it has version {version}, and does not serve yet"))
 
     def activate(self, worker: Worker) -> None:
         """Serve, resuming first where trimtab paused it."""

@@ -91,7 +91,7 @@ class Lives(Books):
             nodes,
             group_id,
             [one.id for one in victims],
-            [*leaving, *choice.reclaims],
+            [*leaving, *choice.reclaims, *choice.awaits],
             tuple(one.id for one in victims),
         )
         self.claims[task.id] = claim
@@ -522,6 +522,7 @@ class Lives(Books):
     def _standing_to_removing(self, group: Group, now: float) -> None:
         self.set_idle(group, False)
         group.stand = Stand.removing
+        self.removing[group.id] = group
         self._issue_remove(group, now)
 
     def _issue_remove(self, group: Group, now: float) -> None:

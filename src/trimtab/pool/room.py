@@ -18,7 +18,7 @@ from trimtab.pool.books import Books
 from trimtab.pool.events import FoundTask
 from trimtab.pool.ledger import Vector
 from trimtab.pool.placing import could_ever, place
-from trimtab.pool.records import Claim, Group, Pool, Task
+from trimtab.pool.records import Claim, Group, Kind, Pool, Task
 from trimtab.pool.victims import Choice, Victims
 
 
@@ -75,8 +75,39 @@ def spot(books: Books, task: Task) -> Spot | Reason:
     return Reason(Code.no_room, f"no node has room for {'it' if len(spec.size) == 1 else 'all of it'} now")
 
 
+def soon(books: Books, task: Task) -> Choice:
+    """Room that is there as soon as slots that are being removed, for nobody in particular, are gone."""
+    claimed = {name for claim in books.claims.values() for name in claim.groups}
+    going = [group for name, group in books.removing.items() if name not in claimed]
+    spec, ledger = task.spec, books.ledger
+    own = [group.id for group in going if group.pool == spec.pool and group.kind is Kind.dynamic]
+    left = slots_left(books, spec.pool)
+    if left is not None:
+        left += sum(len(books.groups[name].bundles) for name in own)
+    limited = left is not None and left < len(spec.size)
+    if not going or limited or not books.pools[spec.pool].spec.dynamic:
+        return Choice()
+    asks = _asks(books, spec)
+    if (ledger.sum_vector(spec.bundles) > ledger.quota_left(spec.pool)).any():
+        return Choice()
+    free = ledger.free.copy()
+    for group in going:
+        for node, bundle in zip(group.nodes, group.bundles, strict=True):
+            if node in ledger.row_of:
+                free[ledger.row_of[node]] += ledger.vector(bundle)
+    rows = place(free, ledger.usable, asks, strategy_of(books, spec))
+    if rows is None:
+        return Choice()
+    nodes = tuple(str(ledger.nodes[row]) for row in rows)
+    there = [group.id for group in going if set(group.nodes) & set(nodes)]
+    return Choice(nodes, awaits=tuple(dict.fromkeys([*there, *(own if left is not None else ())])))
+
+
 def choose(books: Books, task: Task, now: float, *, everyone: bool = False) -> Choice:
     """Who would have to leave for the task; with `everyone`, as if anybody could."""
+    in_a_moment = soon(books, task) if not everyone else Choice()
+    if in_a_moment.found:
+        return in_a_moment
     policy = books.policy
     shelf = books.shelves[task.spec.pool]
     may_evict = books.may_evict(task)

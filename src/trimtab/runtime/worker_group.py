@@ -129,7 +129,7 @@ class TooLongError(Exception):
 
 
 async def in_time(coroutine: Coroutine[Any, Any, Any], timeout_s: float | None) -> Any:
-    """Its result, or TooLongError. Unlike `asyncio.wait_for` before 3.12 it never swallows that it is itself cancelled."""
+    """Its result, or TooLongError. Unlike `asyncio.wait_for` before 3.12 it never swallows its own cancellation."""
     task = asyncio.ensure_future(coroutine)
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout_s)

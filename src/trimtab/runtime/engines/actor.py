@@ -35,7 +35,7 @@ from trimtab.runtime.engines.engine import (
     Refit,
     Verb,
 )
-from trimtab.runtime.engines.gated import Events, GatedEngine, Nonsense, Reader
+from trimtab.runtime.engines.gated import Events, Flight, GatedEngine, Nonsense, Reader
 
 _NEEDS = {
     Verb.pause: ("pause", "resume"),
@@ -62,8 +62,9 @@ class ActorEngine(GatedEngine):
     def _has(self, method: str) -> bool:
         return getattr(self._handle, method, None) is not None
 
-    def _events(self, order: GenerateOrder) -> Events:
-        return _Generator(self.name, self._handle, dataclasses.asdict(order), self.deadlines)
+    def _events(self, flight: Flight) -> Events:
+        order = dataclasses.asdict(flight.order) | {"id": flight.key}
+        return _Generator(self.name, self._handle, order, self.deadlines)
 
     def _reader(self, order: GenerateOrder) -> Reader:
         return _Dictionaries()
@@ -98,10 +99,10 @@ class ActorEngine(GatedEngine):
         told = await self._call("version", within_s=self.deadlines.call_s)
         return None if told is None else str(told)
 
-    async def _abort(self, ids: Collection[str] | None) -> bool:
+    async def _abort(self, keys: Collection[str] | None) -> bool:
         if not self._has("abort"):
             return False
-        await self._call("abort", None if ids is None else list(ids), within_s=self.deadlines.call_s)
+        await self._call("abort", None if keys is None else list(keys), within_s=self.deadlines.call_s)
         return True
 
     async def _pause(self, mode: Pause) -> None:
@@ -167,6 +168,9 @@ class _Generator:
 
     def close_within(self, seconds: float) -> None:
         self._timer = asyncio.get_running_loop().call_later(seconds, lambda: self.close(on_purpose=True))
+
+    async def rest(self) -> None:
+        """An actor's generator that has said its last piece has nothing more to say."""
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
         running = self._handle.generate.options(num_returns="streaming").remote(self._order)

@@ -99,7 +99,7 @@ Ranking = tuple[tuple[int, float], ...]
 """The best ids at one place with their log-probabilities, best first."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """What a stream said since the last piece."""
 

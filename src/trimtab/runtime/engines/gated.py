@@ -58,6 +58,9 @@ class Events(Protocol):
     def close_within(self, seconds: float) -> None:
         """Ends it unless it has ended by itself by then."""
 
+    async def rest(self) -> None:
+        """Takes what is left after the last piece."""
+
 
 class Nonsense(Exception):  # noqa: N818 - not raised beyond this folder
     """What an engine said cannot be."""
@@ -66,8 +69,10 @@ class Nonsense(Exception):  # noqa: N818 - not raised beyond this folder
 class Flight:
     """One open stream."""
 
-    def __init__(self, order: GenerateOrder) -> None:
+    def __init__(self, order: GenerateOrder, attempt: int) -> None:
         self.order = order
+        # What the engine knows it by: a second attempt must not meet what is left of the first.
+        self.key = f"{order.id}.{attempt}"
         self.events: Events | None = None
         self.abort_asked = False
         self.over = False  # it ended by itself, well or not
@@ -94,6 +99,7 @@ class GatedEngine:
         self.dialect = ""
         # Requests whose streams are open, by id.
         self._flights: dict[str, Flight] = {}
+        self._attempts = 0
         # Why nothing may be sent: set before a pause or sleep is sent, empty only when the engine confirmed otherwise.
         self._shut = ""
         self._shut_by_others = False  # it was somebody else's pause that shut it
@@ -136,7 +142,8 @@ class GatedEngine:
         self._refuse_when_shut()
         if order.id in self._flights:
             raise InputError(f"a request '{order.id}' is already running there", where=f"engine {self.name}")
-        flight = self._flights[order.id] = Flight(order)
+        self._attempts += 1
+        flight = self._flights[order.id] = Flight(order, self._attempts)
         try:
             await self._reach()
             self._refuse_when_shut()
@@ -152,10 +159,10 @@ class GatedEngine:
             if flight.events is not None:
                 flight.events.close()
             if not flight.over:
-                self._left(flight.order.id)
+                self._left(flight.key)
 
     async def _pieces(self, flight: Flight) -> AsyncGenerator[Piece, None]:
-        reader, flight.events = self._reader(flight.order), self._events(flight.order)
+        reader, flight.events = self._reader(flight.order), self._events(flight)
         if flight.abort_asked:
             yield Piece(finish=Finish.aborted)
             return
@@ -164,6 +171,7 @@ class GatedEngine:
                 for piece in await self._read(reader, event):
                     yield self._blamed(flight, piece)
                     if piece.finish is not None:
+                        await flight.events.rest()
                         return
             raise EngineGoneError("it ended the stream without finishing the answer", engine=self.name)
         except (EngineError, OSError) as error:
@@ -225,7 +233,7 @@ class GatedEngine:
         for flight in flights:
             flight.abort_asked = True
         try:
-            told = await self._abort(ids)
+            told = await self._abort(None if ids is None else [flight.key for flight in flights])
         except (EngineError, OrderRefusedError):
             told = False
         for flight in flights:
@@ -370,7 +378,7 @@ class GatedEngine:
 
     # What a dialect has to say.
 
-    def _events(self, order: GenerateOrder) -> Events:
+    def _events(self, flight: Flight) -> Events:
         raise NotImplementedError
 
     def _reader(self, order: GenerateOrder) -> Reader:
@@ -385,8 +393,8 @@ class GatedEngine:
     async def _version(self) -> str | None:
         return None
 
-    async def _abort(self, ids: Collection[str] | None) -> bool:
-        """Tells the engine; False where only a broken connection tells it."""
+    async def _abort(self, keys: Collection[str] | None) -> bool:
+        """Tells the engine, by the keys that it knows; False where only a broken connection tells it."""
         return False
 
     async def _pause(self, mode: Pause) -> None:

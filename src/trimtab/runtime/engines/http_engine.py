@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import aiohttp
 
 from trimtab.runtime.engines.engine import Deadlines, GenerateOrder
-from trimtab.runtime.engines.gated import Events, GatedEngine
+from trimtab.runtime.engines.gated import Events, Flight, GatedEngine
 from trimtab.runtime.engines.wire import Wire, require_private
 
 
@@ -28,11 +28,11 @@ class HttpEngine(GatedEngine):
             await require_private(self.url)
             self._private = True
 
-    def _events(self, order: GenerateOrder) -> Events:
-        path, body = self._asked(order)
+    def _events(self, flight: Flight) -> Events:
+        path, body = self._asked(flight.order, flight.key)
         return self.wire.events(path, body)
 
-    def _asked(self, order: GenerateOrder) -> tuple[str, dict[str, Any]]:
+    def _asked(self, order: GenerateOrder, key: str) -> tuple[str, dict[str, Any]]:
         """Where a generation is asked for, and how."""
         raise NotImplementedError
 

@@ -50,7 +50,7 @@ class LlamaCppEngine(HttpEngine):
     _vocabulary: Vocabulary | None = None
     _learning: asyncio.Lock | None = None
 
-    def _asked(self, order: GenerateOrder) -> tuple[str, dict[str, Any]]:
+    def _asked(self, order: GenerateOrder, key: str) -> tuple[str, dict[str, Any]]:
         if 0 < order.min_tokens < order.max_tokens:
             raise InputError(
                 "llama.cpp knows no least number of tokens", where=f"request {order.id}",

@@ -55,7 +55,7 @@ class SglangEngine(HttpEngine):
     _load_stamp: Any = None  # the engine's own time of its last loads
     _looked = False  # there was a look before
 
-    def _asked(self, order: GenerateOrder) -> tuple[str, dict[str, Any]]:
+    def _asked(self, order: GenerateOrder, key: str) -> tuple[str, dict[str, Any]]:
         sampling: dict[str, Any] = {
             "max_new_tokens": order.max_tokens,
             "min_new_tokens": order.min_tokens,
@@ -70,7 +70,7 @@ class SglangEngine(HttpEngine):
         if order.seed is not None:
             sampling["sampling_seed"] = order.seed
         body: dict[str, Any] = {
-            "rid": order.id,
+            "rid": key,
             "input_ids": list(order.token_ids),
             "sampling_params": sampling | dict(order.extra),
             "stream": True,
@@ -142,10 +142,10 @@ class SglangEngine(HttpEngine):
     async def _version(self) -> str | None:
         return _version_in(await self._info())
 
-    async def _abort(self, ids: Collection[str] | None) -> bool:
-        if ids is None:
+    async def _abort(self, keys: Collection[str] | None) -> bool:
+        if keys is None:
             await self.wire.post("/abort_request", {"abort_all": True})
-        for one in ids or ():
+        for one in keys or ():
             await self.wire.post("/abort_request", {"rid": one})
         return True
 

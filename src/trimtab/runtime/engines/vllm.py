@@ -47,11 +47,11 @@ class VllmEngine(HttpEngine):
 
     _model = ""
 
-    def _asked(self, order: GenerateOrder) -> tuple[str, dict[str, Any]]:
+    def _asked(self, order: GenerateOrder, key: str) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": list(order.token_ids),
-            "request_id": order.id,
+            "request_id": key,
             "max_tokens": order.max_tokens,
             "min_tokens": order.min_tokens,
             "temperature": order.temperature,
@@ -123,9 +123,9 @@ class VllmEngine(HttpEngine):
         version = told.get("weight_version") if isinstance(told, dict) else None
         return None if version is None else str(version)
 
-    async def _abort(self, ids: Collection[str] | None) -> bool:
+    async def _abort(self, keys: Collection[str] | None) -> bool:
         # Its own names for the requests of a completion; how many it says it aborted means nothing.
-        chosen = {} if ids is None else {"request_ids": [f"cmpl-{one}-0" for one in ids]}
+        chosen = {} if keys is None else {"request_ids": [f"cmpl-{one}-0" for one in keys]}
         await self.wire.post("/abort_requests", chosen)
         return True
 

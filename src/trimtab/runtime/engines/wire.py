@@ -30,6 +30,8 @@ from trimtab.runtime.engines.engine import (
 LONGEST_EVENT = 64 * 2**20
 """Bytes of one event or answer; more is nonsense. A vocabulary with its bytes is about 20 MB."""
 
+_REST_S = 0.5
+
 
 def open_session() -> aiohttp.ClientSession:
     """A session for any number of engines: no limit on connections, because the router limits requests."""
@@ -122,8 +124,11 @@ class Events:
     def __init__(self, wire: Wire, path: str, body: Any) -> None:
         self._wire, self._path, self._body = wire, path, body
         self._response: aiohttp.ClientResponse | None = None
+        self._opening: asyncio.Future[aiohttp.ClientResponse] | None = None  # until it has answered at all
         self._timer: asyncio.TimerHandle | None = None
-        self._opened_at = self._last_bytes = 0.0
+        self._first = True
+        # Since when bytes are waited for; None while the reader is busy with what it has, which is no silence.
+        self._waiting_since: float | None = None
         self._allowed_s = wire.deadlines.first_bytes_s
         self._silent = False
         self.closed_on_purpose = False
@@ -133,6 +138,8 @@ class Events:
         self.closed_on_purpose |= on_purpose
         if self._timer:
             self._timer.cancel()
+        if self._opening is not None:
+            self._opening.cancel()
         if self._response is not None:
             self._response.close()
 
@@ -143,11 +150,21 @@ class Events:
         self._timer = asyncio.get_running_loop().call_later(seconds, lambda: self.close(on_purpose=True))
         self._allowed_s = -1.0  # silence is judged by that timer now
 
+    async def rest(self) -> None:
+        """Reads what comes after the last piece, if it comes soon, so that the connection can be used again."""
+        if self._wire.headers or self._response is None:
+            return
+        self.close_within(_REST_S)
+        with suppress(aiohttp.ClientError, OSError):
+            while await self._response.content.readany():
+                pass
+
     async def __aiter__(self) -> AsyncIterator[Any]:
         response = await self._open()
         held = b""
         try:
             while True:
+                self._waiting_since = asyncio.get_running_loop().time()
                 chunk = await response.content.readany()
                 if not chunk:
                     return
@@ -169,22 +186,24 @@ class Events:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=deadlines.connect_s)
         wire = self._wire
         asked = wire.session.post(wire.url + self._path, json=self._body, timeout=timeout, headers=wire.headers)
+        self._opening = asyncio.ensure_future(_answered(asked))
+        self._waiting_since = asyncio.get_running_loop().time()
+        self._watch(deadlines.first_bytes_s)
         try:
-            self._response = await asyncio.wait_for(_answered(asked), deadlines.first_bytes_s)
-        except asyncio.TimeoutError:
-            raise self._wedged(deadlines.first_bytes_s) from None
+            self._response = await self._opening
+        except asyncio.CancelledError as error:
+            if self._silent or self.closed_on_purpose:  # from here; otherwise it is the caller who is cancelled
+                raise self._broken(error) from None
+            raise
         except (aiohttp.ClientError, OSError) as error:
             raise self._broken(error) from None
-        if self.closed_on_purpose:
-            self._response.close()
+        finally:
+            self._opening = None
         if self._response.status != 200:
             raw = b""
             with suppress(aiohttp.ClientError, OSError, asyncio.TimeoutError):
                 raw = await asyncio.wait_for(self._response.content.read(2**16), deadlines.call_s)
             self._wire._judge(f"POST {self._path}", self._response.status, _parsed(raw))
-        if self._allowed_s > 0:
-            self._opened_at = self._last_bytes = asyncio.get_running_loop().time()
-            self._watch(deadlines.first_bytes_s)
         return self._response
 
     def _event(self, line: bytes) -> Any:
@@ -208,10 +227,9 @@ class Events:
         return event
 
     def _heard(self) -> None:
-        first = self._last_bytes == self._opened_at
-        self._last_bytes = asyncio.get_running_loop().time()
-        if first and self._allowed_s > 0:
-            self._allowed_s = self._wire.deadlines.silence_s
+        self._waiting_since = None
+        if self._first and self._allowed_s > 0:
+            self._first, self._allowed_s = False, self._wire.deadlines.silence_s
             self._watch(self._allowed_s)
 
     def _watch(self, seconds: float) -> None:
@@ -220,9 +238,10 @@ class Events:
         self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
 
     def _look(self) -> None:
-        silent_s = asyncio.get_running_loop().time() - self._last_bytes
-        if self._allowed_s - silent_s > 0.001:
-            self._watch(self._allowed_s - silent_s)
+        now = asyncio.get_running_loop().time()
+        left_s = self._allowed_s - (now - (now if self._waiting_since is None else self._waiting_since))
+        if left_s > 0.001:
+            self._watch(left_s)
             return
         self._silent = True
         self.close()
@@ -230,7 +249,7 @@ class Events:
     def _wedged(self, seconds: float) -> EngineWedgedError:
         return EngineWedgedError(f"POST {self._path}: no bytes for {seconds:g} s", engine=self._wire.name)
 
-    def _broken(self, error: Exception) -> EngineGoneError | EngineWedgedError:
+    def _broken(self, error: BaseException) -> EngineGoneError | EngineWedgedError:
         if self._silent:
             return self._wedged(self._allowed_s)
         return EngineGoneError(f"POST {self._path}: {_said(error)}", engine=self._wire.name)
@@ -246,10 +265,11 @@ async def _answered(asked: Any) -> aiohttp.ClientResponse:
 
 def _parsed(raw: bytes) -> Any:
     """JSON where it is JSON, otherwise the text."""
+    text = raw.decode(errors="replace")
     try:
-        return json.loads(raw)
+        return json.loads(text)
     except ValueError:
-        return raw.decode(errors="replace")
+        return text
 
 
 def brief(answer: Any) -> str:
@@ -260,5 +280,5 @@ def brief(answer: Any) -> str:
     return " ".join(str(answer).split())[:200] or "nothing more"
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__

@@ -22,10 +22,12 @@ from trimtab.model.fleet import GroupSpec, World
 from trimtab.model.resources import Resources
 from trimtab.runtime.ray.client import Pool, Session, connect
 from trimtab.runtime.ray.cluster import heeded_interrupts
+from trimtab.runtime.ray.doors import NAMESPACE, controller_name
 from trimtab.runtime.ray.elastic_conductor import Conductor, GroupError, GroupGaveUpError, StepFailedError
 from trimtab.runtime.ray.elastic_crew import Crew, MemberPlan
 from trimtab.runtime.ray.elastic_member import MemberWorld, talents_of
 from trimtab.runtime.ray.elastic_view import Happening, StepResult
+from trimtab.runtime.ray.link import RayLink
 from trimtab.runtime.ray.packing import class_of
 
 __all__ = [
@@ -194,16 +196,16 @@ class ElasticGroup:
 
     def _connected(self, address: str | None) -> Session:
         """A session of our own. A controller that was made for it ends with it, unless others use it by then."""
-        session = connect(address)
-        made = not session.tasks() and not session.status()["pools"]
+        link = RayLink(address)
+        self._closing.callback(link.close)
+        there_before = _has_controller(link.ray)
+        session = connect()  # to the Ray that this process is connected to by now
 
         def leave() -> None:
-            try:
-                status = session.status() if made else None
-                if status is not None and not status["pools"] and status["clients"] <= 1:
+            with contextlib.suppress(TrimtabError):
+                status = session.status()
+                if not there_before and not status["pools"] and status["clients"] <= 1:
                     session.shutdown()
-            except TrimtabError:
-                pass
             session.close()
 
         self._closing.callback(leave)
@@ -228,3 +230,11 @@ class ElasticGroup:
 
 def _nobody(_: Happening) -> None:
     """Nobody listens."""
+
+
+def _has_controller(ray: Any) -> bool:
+    try:
+        ray.get_actor(controller_name("trimtab"), namespace=NAMESPACE)
+    except ValueError:
+        return False
+    return True

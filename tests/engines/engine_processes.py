@@ -1,0 +1,105 @@
+"""Real vLLM and SGLang servers on CPU, each in its own environment and process group, with a tiny random model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ROOT / ".venv-engines-vllm" / "tiny"
+START_S = 300.0
+
+
+@dataclass
+class Process:
+    """One server and all that it started."""
+
+    kind: str
+    url: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def signal(self, number: int) -> None:
+        """To the whole group when it is to be gone, otherwise to the server alone, as a supervisor would."""
+        if number == signal.SIGKILL:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+        else:
+            os.kill(self.process.pid, number)
+
+    def gone(self, within_s: float = 60.0) -> bool:
+        deadline = time.monotonic() + within_s
+        while self.alive and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return not self.alive
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-4000:]
+
+
+@contextmanager
+def engine(kind: str, folder: Path) -> Iterator[Process]:
+    """Started, not yet up; ended with the block whatever happened."""
+    port = _free_port()
+    command, environment = (_vllm if kind == "vllm" else _sglang)(port)
+    log = folder / f"{kind}-{port}.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            env=os.environ | environment,
+            cwd=folder,
+            stdout=out,
+            stderr=out,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    started = Process(kind, f"http://127.0.0.1:{port}", log, process)
+    try:
+        yield started
+    finally:
+        started.signal(signal.SIGKILL)
+        process.wait(60)
+
+
+def _vllm(port: int) -> tuple[list[str], dict[str, str]]:
+    command = [
+        str(ROOT / ".venv-engines-vllm/bin/vllm"), "serve", str(MODELS / "v1"), "--host", "127.0.0.1",
+        "--port", str(port), "--enforce-eager", "--dtype", "float32", "--distributed-executor-backend", "uni",
+        "--kv-cache-memory-bytes", "64M", "--enable-server-load-tracking", "--max-model-len", "2048",
+    ]  # fmt: skip
+    return command, {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # otherwise three processes and 2.9 GB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+
+
+def _sglang(port: int) -> tuple[list[str], dict[str, str]]:
+    command = [
+        str(ROOT / ".venv-engines-sglang/bin/python"), "-m", "sglang.launch_server", "--model-path", str(MODELS / "v1"),
+        "--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--attention-backend", "torch_native",
+        "--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "16", "--context-length", "2048",
+        "--disable-overlap-schedule", "--enable-metrics",
+    ]  # fmt: skip
+    return command, {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
