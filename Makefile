@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup demo test lint types tests bench test-long test-frameworks clean
+.PHONY: setup demo test lint types tests bench test-long test-engines test-frameworks clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,9 @@ bench: setup
 
 test-long: setup
 	@$(BIN)/pytest -m long tests
+
+test-engines: setup
+	@tools/make-engine-envs && $(BIN)/pytest -m engines tests
 
 test-frameworks: setup
 	@tools/make-framework-envs && $(BIN)/pytest -m frameworks tests

@@ -36,6 +36,7 @@ class LlamaServer:
     slots: int
     process: subprocess.Popen[bytes]
     url: str = ""
+    log_since: int = 0  # what is before this in its log was said by the process before it
 
     @property
     def pid(self) -> int:
@@ -94,6 +95,7 @@ def start(
     """Begins one; `wait_up` waits for it. `context` is for each slot. It ends with the thread that calls this."""
     model = model or tiny_gguf()
     log = folder / f"{name or f'engine-{time.monotonic_ns()}'}.log"
+    since = len(log.read_text(errors="replace")) if log.exists() else 0
     with log.open("ab") as out:
         process = subprocess.Popen(
             [sys.executable, __file__, str(model), str(slots), str(context), str(port), str(os.getpid())],
@@ -101,32 +103,45 @@ def start(
             stderr=out,
             stdin=subprocess.DEVNULL,
         )
-    return LlamaServer(model, log, slots, process)
+    return LlamaServer(model, log, slots, process, log_since=since)
 
 
-def wait_up(server: LlamaServer, *, since: int = 0) -> LlamaServer:
-    """Until it listens; its log says where."""
+def wait_up(server: LlamaServer) -> LlamaServer:
+    """Until it listens."""
+    for _ in _tries(server):
+        time.sleep(0.01)
+    return server
+
+
+async def come_up(server: LlamaServer) -> LlamaServer:
+    """Until it listens, while other things go on."""
+    for _ in _tries(server):
+        await asyncio.sleep(0.01)
+    return server
+
+
+def _tries(server: LlamaServer) -> Iterator[None]:
+    """Until its log says where it listens."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
-        for line in server.log.read_text(errors="replace")[since:].splitlines():
+        said = server.log.read_text(errors="replace")[server.log_since :]
+        for line in said.splitlines():
             if line.startswith(SAID) and line.endswith("."):
                 server.url = line.removeprefix(SAID).removesuffix(".")
-                return server
-        assert server.alive, f"it ended at once:\n{server.log.read_text(errors='replace')[-2000:]}"
-        time.sleep(0.01)
+                return
+        assert server.alive, f"it ended at once:\n{said[-2000:]}"
+        yield
     server.stop()
-    raise AssertionError(f"no engine in {START_S:g} s:\n{server.log.read_text(errors='replace')[-2000:]}")
+    raise AssertionError(f"no engine in {START_S:g} s:\n{said[-2000:]}")
 
 
 def again(server: LlamaServer, *, model: Path | None = None, context: int = 1024) -> LlamaServer:
-    """A new process at the address of one that is gone, as a supervisor would start it."""
+    """A new process at the address of one that is gone, as a supervisor would start it; not yet up."""
     assert not server.alive
-    since = len(server.log.read_text(errors="replace"))
-    fresh = start(
+    return start(
         server.log.parent, model=model or server.model, slots=server.slots, context=context, port=server.port,
         name=server.log.stem,
     )  # fmt: skip
-    return wait_up(fresh, since=since)
 
 
 @contextmanager

@@ -126,7 +126,7 @@ class Stub:
                     await self.goes.wait()
                 one.ids.append(follows((one.prompt + one.ids)[-1], self.loaded))
                 one.versions.append(self.loaded)
-                if len(one.ids) == 3 and fault in ("cut", "silent", "nonsense", "failure"):
+                if len(one.ids) == 3 and fault in ("cut", "silent", "nonsense", "failure", "late refusal"):
                     await self._hurt(request, response, fault)
                 event = self.event(one, "length" if len(one.ids) == one.most else None, fault)
                 await self._say(response, event)
@@ -148,6 +148,8 @@ class Stub:
             await asyncio.sleep(600)
         elif fault == "failure":
             await self._say(response, {"error": {"message": "the scheduler died"}})
+        elif fault == "late refusal":
+            await self._say(response, {"error": {"message": "no such grammar", "code": 400}})
         else:
             await response.write(b"data: {this is no JSON}\n\n")
 

@@ -134,9 +134,12 @@ class RolloutWorld:
             client = self.clients[event.request]
             if client.attempt == event.attempt:
                 client.tokens = [*client.tokens[: client.base], *made]
-        out = self.tell(event)
-        if isinstance(event, e.AbortedElsewhere) and self.clients[event.request].passed_on:
-            assert not any(isinstance(one, e.Send) and one.request == event.request for one in out), "tried again"
+        on_purpose = isinstance(event, e.AbortedElsewhere) and self._is_current(event.request, event.attempt)
+        self.tell(event)
+        if on_purpose:
+            client = self.clients[event.request]
+            client.passed_on = True
+            assert client.answers or self._others_want(client), "others aborted it: that is its answer"
 
     def post(self, event: Any, running: Running | None = None) -> None:
         """Put news into the mail."""
@@ -346,16 +349,13 @@ class RolloutWorld:
     def abort_elsewhere(self, engine: Engine) -> None:
         """Somebody else aborts, on purpose."""
         for running in list(engine.running.values()):
-            if not running.cut:
-                self.clients[running.request].passed_on = self._is_current(running)
             self._end(engine, running, e.AbortedElsewhere)
 
-    def _is_current(self, running: Running) -> bool:
-        """Whether the machine still counts on this attempt: nothing else of it is in the mail or given up."""
-        view = self.machine.request(running.request)
-        client = self.clients[running.request]
-        current = client.attempt == running.attempt and not client.answers
-        return current and view is not None and view.worker != "" and view.state.value in ("sent", "streaming")
+    def _is_current(self, request: str, attempt: int) -> bool:
+        """Whether nobody has given this attempt up."""
+        view = self.machine.request(request)
+        current = self.clients[request].attempt == attempt and not self.clients[request].answers
+        return current and view is not None and view.state.value in ("sent", "streaming")
 
     def kill(self, engine: Engine, *, said: bool = True, streams_first: bool = False) -> None:
         if not engine.alive:

@@ -680,6 +680,25 @@ def test_the_example_loop_shows_its_steps_and_leaves_nothing_behind_after_ctrl_c
     until(lambda: not of_its_controller())
 
 
+@pytest.mark.long
+def test_members_and_pool_of_a_driver_that_is_killed_end_by_themselves(nodes: Nodes) -> None:
+    nodes.have(1)
+    loop = started_loop("--address", nodes.cluster.address, "--max", "1")
+    assert loop.stdout is not None
+    while "Step 1 completed" not in loop.stdout.readline():
+        assert loop.poll() is None
+    loop.kill()
+    loop.communicate(timeout=WAIT_S)
+    session = connect()  # to the controller that it made, and could not end
+    try:
+        assert session.status()["pools"]
+        until(lambda: not session.status()["pools"])
+        until(lambda: not sum(one["ready"] for one in session.status()["warm_hosts"].values()))
+        assert not session.status()["groups"]
+    finally:
+        session.shutdown()
+
+
 def test_the_example_loop_says_how_to_start_a_cluster_where_there_is_none() -> None:
     loop = started_loop("--address", "127.0.0.1:1")
     said, _ = loop.communicate(timeout=WAIT_S)

@@ -89,6 +89,38 @@ def test_a_request_is_added_once_and_completed_once() -> None:
     run(story)
 
 
+def test_nobody_is_told_of_a_request_that_is_completed_already() -> None:
+    class Told(Group):
+        told: tuple[tuple[str, int], ...] = ()
+
+        async def assign_request(self, request_id: str, worker_id: int) -> None:
+            self.told += ((request_id, worker_id),)
+
+    async def story() -> None:
+        group = Told(2)
+        scheduler = made(group)
+        scheduler.add_request("gone")
+        scheduler.add_request("there")
+        assert scheduler.complete_request("gone")
+        await asyncio.sleep(1)
+        assert group.told == (("there", scheduler.worker_of("there")),)
+
+    run(story)
+
+
+def test_an_id_can_come_again_once_it_is_completed() -> None:
+    async def story() -> None:
+        group = Movable(2)
+        scheduler = made(group)
+        for _ in range(3):
+            worker = await scheduler.add_request("prompt@0")
+            assert group.told[-1] == ("prompt@0", worker)
+            finish(scheduler, group, "prompt@0")
+            assert not scheduler.complete_request("prompt@0")
+
+    run(story)
+
+
 def test_requests_before_the_start_and_outside_a_loop_are_placed() -> None:
     scheduler = ElasticScheduler(ElasticConfig(), Group(2))
     assert scheduler.add_request("early").worker in (0, 1)
@@ -123,7 +155,7 @@ def test_idle_workers_are_flushed_and_had_back_when_the_load_returns() -> None:
         assert sorted(group.resumes) == [1, 2, 3]
         assert scheduler.get_metrics()["pending_requests"] == 0
         assert [(one.before, one.workers) for one in scheduler.steps] == [(4, 1), (1, 4)]
-        assert all(one.reason.sentence and one.expects for one in scheduler.steps)
+        assert all(one.reason.sentence and one.expects and one.came_true for one in scheduler.steps)
         await scheduler.stop()
         assert group.killed == []
 
@@ -187,7 +219,7 @@ def test_the_master_switch_routes_and_does_not_scale() -> None:
         await scheduler.start()
         assert await scheduler.add_request("one") == 0
         await asyncio.sleep(600)
-        assert (group.flushes, scheduler.steps) == ([], [])
+        assert (group.flushes, scheduler.steps) == ([], ())
         await scheduler.stop()
 
     run(story)
@@ -350,7 +382,7 @@ def test_a_status_that_fails_is_said_and_moves_nobody() -> None:
         await asyncio.sleep(4)
         group.silent = True  # while everybody was idle
         await asyncio.sleep(600)
-        assert (group.flushes, scheduler.steps) == ([], [])
+        assert (group.flushes, scheduler.steps) == ([], ())
         assert len(scheduler.faults) == 1, "said once"
         assert "raised ConnectionError: no route to the workers" in scheduler.faults[-1]
         group.silent = False
@@ -403,6 +435,23 @@ def test_a_worker_that_status_leaves_out_is_not_taken_for_idle() -> None:
         await asyncio.sleep(600)
         assert group.flushes == []
         assert "says nothing of worker 2" in scheduler.faults[-1]
+        await scheduler.stop()
+
+    run(story)
+
+
+def test_a_worker_of_which_nothing_is_said_is_not_flushed_until_something_is() -> None:
+    async def story() -> None:
+        group = Group(2)
+        scheduler = made(group)
+        await scheduler.start()
+        await asyncio.sleep(9)
+        group.unsaid = {0, 1}  # just before the step
+        await asyncio.sleep(600)
+        assert group.flushes == []
+        group.unsaid = set()
+        await asyncio.sleep(20)
+        assert group.flushes == [1]
         await scheduler.stop()
 
     run(story)
@@ -622,6 +671,20 @@ def test_workers_are_found_by_their_status_and_those_that_sleep_are_not_used() -
     run(story)
 
 
+def test_requests_that_came_before_it_was_known_who_sleeps_go_to_those_who_do_not() -> None:
+    async def story() -> None:
+        group = Group(3)
+        group.awake = {1}
+        scheduler = made(group)
+        for name in names(6):
+            scheduler.add_request(name)
+        await scheduler.start()
+        assert {scheduler.worker_of(name) for name in names(6)} == {1}
+        await scheduler.stop()
+
+    run(story)
+
+
 def test_a_group_that_names_nobody_does_not_start() -> None:
     async def story() -> None:
         group = Group(0)
@@ -671,7 +734,7 @@ def test_plain_methods_are_called_in_threads_and_one_that_hangs_is_given_up() ->
         scheduler = ElasticScheduler(QUICK, group, call_timeout_s=0.5)
         await scheduler.start()
         assert await eventually(lambda: len(group.flushes) == 2)
-        with pytest.raises(UnreachableError, match="2 of 3 workers do not serve"):
+        with pytest.raises(UnreachableError, match="2 workers do not serve"):
             await scheduler.wake_up_all_workers()
         assert any("has not returned after 0.5 s" in one for one in scheduler.faults)
         group.hangs.set()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine_answers import answer, answers, greedy, prompts, run
-from engine_servers import LlamaServer, again, servers
+from engine_servers import LlamaServer, again, servers, wait_up
 from tiny_gguf import END, pieces, tiny_gguf
 from trimtab.model.errors import InputError
 from trimtab.runtime.engines.detect import attach, detect
@@ -392,7 +392,7 @@ def test_other_weights_at_the_same_address_give_other_answers(tmp_path: Path) ->
     with servers(1, tmp_path) as started:
         before, url = run(scene(started[0])), started[0].url
         started[0].kill()
-        started[0] = again(started[0], model=tiny_gguf(shift=0.5))
+        started[0] = wait_up(again(started[0], model=tiny_gguf(shift=0.5)))
         assert started[0].url == url
         assert run(scene(started[0])) != before
 

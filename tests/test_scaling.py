@@ -292,6 +292,13 @@ def test_overload_with_lulls_below_the_threshold_is_overload_while_the_mean_is_a
     assert fleet.steps[0][0] >= 10.0
 
 
+def test_a_step_that_falls_into_a_lull_is_as_large_as_the_mean_asks_for() -> None:
+    fleet = Fleet(replace(DEFAULTS, monitoring_interval=1.0), active=2)
+    fleet.run(9, running=40)
+    fleet.look(running=14)
+    assert fleet.steps == [(10.0, 2, 8)]  # 40 on 8 workers; 14 would fit 3
+
+
 def test_a_single_spike_moves_nobody() -> None:
     fleet = Fleet(replace(DEFAULTS, monitoring_interval=1.0), active=4)
     for turn in range(60):
@@ -529,9 +536,8 @@ def registered() -> Iterator[None]:
 
 def test_the_policy_in_the_docs_decides() -> None:
     page = (Path(__file__).parents[1] / "docs" / "rollout-tuning.md").read_text(encoding="utf-8")
-    block = next(
-        one for one in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "@register" in one
-    )
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    block = next(one for one in blocks if "@register" in one)
     known: dict[str, Any] = {}
     try:
         exec(block.replace("from trimtab import", "from trimtab.model.elastic_config import"), known)

@@ -9,8 +9,9 @@ a way back from answered. What must never happen besides: a request lost, answer
 not ACTIVE and current; memory released under a running request; a set of engines that changes during a weight sync;
 fewer workers than the least by trimtab's own doing; a wait without a reason and a deadline.
 
-The rooms: `rollout_requests` and `rollout_workers` have the lives, `rollout_refit` the weights, `rollout_scaling`
-carries out how many, `routing` chooses, `rollout_books` remembers.
+The rooms: `rollout_requests` and `rollout_workers` have the lives, `rollout_trouble` and `rollout_acts` what goes wrong
+and what comes of things done, `rollout_refit` the weights, `rollout_scaling` carries out how many, `routing` chooses,
+`rollout_books` remembers.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 from trimtab.fleet import rollout_events as e
 from trimtab.fleet import scaling
+from trimtab.fleet.rollout_acts import Acts
 from trimtab.fleet.rollout_books import EVERYBODY, Books, Timer
 from trimtab.fleet.rollout_records import (
     Mean,
@@ -35,6 +37,7 @@ from trimtab.fleet.rollout_records import (
 from trimtab.fleet.rollout_refit import Refits
 from trimtab.fleet.rollout_requests import Requests
 from trimtab.fleet.rollout_scaling import Scaler
+from trimtab.fleet.rollout_trouble import Trouble
 from trimtab.fleet.rollout_workers import Workers
 from trimtab.fleet.scaling import Taker
 from trimtab.model.codec import decode, encode
@@ -63,12 +66,14 @@ class RolloutMachine:
         self._books = Books(rules)
         self._requests = Requests(self._books)
         self._workers = Workers(self._books, self._requests)
+        self._trouble = Trouble(self._books, self._requests, self._workers)
+        self._acts = Acts(self._books, self._requests, self._workers, self._trouble)
         self._refits = Refits(self._books, self._requests, self._workers)
         self._scaler = Scaler(self._books, self._workers, scaling.begin(elastic))
         self._requests.on_released = self._workers.settle
-        self._requests.on_heard = self._workers.heard
-        self._requests.on_fault = self._workers.fault
-        self._requests.on_deaf = self._workers.deaf
+        self._requests.on_heard = self._trouble.heard
+        self._requests.on_fault = self._trouble.fault
+        self._requests.on_deaf = self._trouble.deaf
         self._workers.on_quieter = self._refits.quieter
         self._workers.on_confirmed = self._refits.vouched
         self._workers.on_refit_failed = self._refits.not_got
@@ -85,16 +90,16 @@ class RolloutMachine:
             e.WorkerRemoved: self._workers.removed,
             e.WorkerTaken: self._workers.taken,
             e.WorkerGiven: self._workers.given,
-            e.WorkerUp: self._workers.came_up,
-            e.WorkerDied: self._workers.died,
-            e.WorkerUnwell: self._workers.unwell,
-            e.WorkerWell: self._workers.well,
-            e.WorkerSlept: self._workers.slept,
-            e.WorkerEmptied: self._workers.emptied,
-            e.PausedElsewhere: self._workers.paused_elsewhere,
-            e.LoadSeen: self._workers.load_seen,
-            e.ActDone: self._workers.act_done,
-            e.ActFailed: self._workers.act_failed,
+            e.WorkerUp: self._trouble.came_up,
+            e.WorkerDied: self._trouble.died,
+            e.WorkerUnwell: self._trouble.unwell,
+            e.WorkerWell: self._trouble.well,
+            e.WorkerSlept: self._trouble.slept,
+            e.WorkerEmptied: self._trouble.emptied,
+            e.PausedElsewhere: self._trouble.paused_elsewhere,
+            e.LoadSeen: self._trouble.load_seen,
+            e.ActDone: self._acts.act_done,
+            e.ActFailed: self._acts.act_failed,
             e.RefitBegun: self._refits.begun,
             e.RefitConfirmed: self._refits.confirmed,
             e.RefitFailed: self._refits.failed,
@@ -149,7 +154,7 @@ class RolloutMachine:
             _, (kind, name) = books.first_timer() or (0.0, EVERYBODY)
             books.pop_timer()
             if kind == "w":
-                self._workers.late(name)
+                self._acts.late(name)
             elif kind == "r":
                 self._requests.request_late(name)
             elif kind == "s":
@@ -170,7 +175,7 @@ class RolloutMachine:
     def _due(self, timer: Timer) -> float | None:
         kind, name = timer
         if kind == "w":
-            return self._workers.due(name)
+            return self._acts.due(name)
         if kind == "r":
             return self._requests.request_due(name)
         if kind == "s":

@@ -99,8 +99,8 @@ class Refits:
         keep = event.in_flight is InFlight.keep and (ownership.pause is Owner.trainer or worker.spec.can_pause)
         if self.requests.may_cut():
             self._cut(worker, keep, reason)
-        if keep and ownership.pause is Owner.trimtab and not worker.paused:
-            self.workers.act(worker, Verb.pause, reason)
+        if keep and ownership.pause is Owner.trimtab:
+            self.workers.act(worker, Verb.pause, reason)  # also where a resume may be on its way
 
     def _cut(self, worker: Worker, keep: bool, reason: Reason) -> None:
         for sent in list(worker.held.values()):

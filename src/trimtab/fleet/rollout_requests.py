@@ -212,9 +212,12 @@ class Requests:
         worker.served += 1
         books.rest.service_s.add(books.rest.now - sent.at)
         books.router.predictor.learn(request.spec, request.tokens)
-        self._release(event.request, event.attempt)
         self.on_heard(worker)
-        self._done(request, event.end)
+        if self._spoilt(request):
+            self._requeue(request, f"{worker.id} finished it, but not all of it with one version")
+        else:
+            self._done(request, event.end)
+        self._release(event.request, event.attempt)
 
     def broke(self, event: e.Broke) -> None:
         """It ended otherwise. While it is being cut anyway, that is how cuts end."""
@@ -342,10 +345,11 @@ class Requests:
 
     def _requeue(self, request: Request, why: str) -> None:
         spec = request.spec
-        if request.tokens >= spec.max_tokens:
+        again = request.again or self._spoilt(request)
+        if request.tokens >= spec.max_tokens and not again:
             self._done(request, End.length)
             return
-        if request.tokens and (request.again or not spec.resumable):
+        if request.tokens and (again or not spec.resumable):
             reason = Reason(
                 Code.restarted, f"{why}; it starts from the prompt, {request.tokens} tokens are thrown away"
             )
@@ -354,6 +358,13 @@ class Requests:
             reason = Reason(Code.moved, f"{why}; it goes on with the {request.tokens} tokens it has")
         request.again = False
         self._queue(request, reason)
+
+    def _spoilt(self, request: Request) -> bool:
+        """Whether several versions made it, and it may only be one: a refit went over it that trimtab could not cut."""
+        pin = request.spec.version
+        if pin is not None and any(one.version != pin for one in request.spans):
+            return True
+        return not request.spec.spans and len(request.spans) > 1
 
     # ---- answers ---------------------------------------------------------------------------------------------------
 

@@ -45,6 +45,4 @@ def from_data(data: Mapping[Any, Any], name: str) -> ElasticConfig | None:
     where = f"{name}: {BLOCK}"
     if not isinstance(block, Mapping):
         raise InputError(f"{BLOCK} is a mapping of settings, not {type(block).__name__}", where=where)
-    if callable(block.get("policy")):
-        raise InputError("policy is the name of a policy here", where=f"{where}.policy")
     return ElasticConfig.from_mapping(dict(block), where)

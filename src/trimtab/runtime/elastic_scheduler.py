@@ -49,7 +49,8 @@ MOST_QUEUED = 1_000_000
 NEVER_S = 1e9  # a request's tokens are not seen here, so nothing is made of their absence
 LEAST_WAIT_S = 0.005
 FRESH_INTERVALS = 2.5  # a status is believed for so many intervals, unless the next one fails
-STEPS_KEPT = 100
+FAULTS_KEPT = 100
+COMPLETED_KEPT = 1_000
 HOLD = "wake_up_all_workers"
 STOPPED = "stop"
 VERSION = 0  # weights are between trainer and group; to the machine they never change
@@ -68,14 +69,16 @@ class ElasticScheduler:
     ) -> None:
         self.config = config if isinstance(config, ElasticConfig) else ElasticConfig.from_mapping(config)
         self.worker_group = worker_group
-        self.steps: list[ScaleStep] = []  # the last ones, oldest first
         self.faults: list[str] = []  # what went wrong, the last ones, oldest first
         self._clock = clock
         self._calls = GroupCalls(worker_group, call_timeout_s)
         self._load_known = True  # False: the last status failed, or left a worker out
         self._machine = RolloutMachine(_rules(self.config, self._calls), replace(self.config, policy=self._policy()))
         self._ids: dict[str, WorkerId] = {}  # by the machine's name
-        self._placements: dict[str, Placement] = {}  # of requests that are not answered
+        self._added = 0
+        self._open: dict[str, str] = {}  # by id: the machine's name of a request that is not answered
+        self._placements: dict[str, Placement] = {}  # by that name
+        self._completed: dict[str, None] = {}  # ids answered not long ago, oldest first
         self._deeds: dict[asyncio.Task[None], str] = {}
         self._postponed: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = []  # no loop ran yet
         self._loops: list[asyncio.Task[None]] = []
@@ -116,9 +119,10 @@ class ElasticScheduler:
         if self._loops:  # somebody else started it meanwhile
             return
         self._wake = asyncio.Event()  # of this loop
-        self._loops = [asyncio.create_task(self._keep_time(), name="elastic-scheduler-time")]
-        if self._calls.has_status:
-            self._loops.append(asyncio.create_task(self._watch(), name="elastic-scheduler-status"))
+        loops = [self._keep_time(), self._watch()] if self._calls.has_status else [self._keep_time()]
+        self._loops = [asyncio.create_task(loop, name="elastic-scheduler") for loop in loops]
+        for loop in self._loops:
+            loop.add_done_callback(self._broke_down)
         postponed, self._postponed = self._postponed, []
         for name, deed in postponed:
             self._spawn(name, deed)
@@ -129,14 +133,15 @@ class ElasticScheduler:
         for loop in loops:
             loop.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
+        end = self._clock() + self._calls.timeout_s + 1.0
         self._call_back()
-        if self._deeds:
-            await asyncio.wait(list(self._deeds), timeout=self._calls.timeout_s + 1.0)
+        while self._deeds and self._clock() < end:
+            await asyncio.wait(list(self._deeds), timeout=end - self._clock())
+            self._call_back()
         left = list(self._deeds)
         for deed in left:
             deed.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-        self._call_back()
 
     def _call_back(self) -> None:
         """Have draining workers serve again, and wake nobody: what is being flushed already is left to end."""
@@ -149,37 +154,37 @@ class ElasticScheduler:
 
     def add_request(self, request_id: str) -> Placement:
         """A request more. The answer may be awaited: it is the worker that the request goes to, once there is room."""
-        if request_id in self._placements:
-            raise InputError(f"there is a request {request_id} already", hint="each request has an id of its own")
-        placement = self._placements[request_id] = Placement(request_id)
-        try:
-            self._handle(e.Arrived(RequestSpec(request_id, prompt_tokens=0, max_tokens=1)))
-        except InputError:
-            del self._placements[request_id]
-            raise
+        if request_id in self._open:
+            raise InputError(f"there is a request {request_id} already", hint="complete it first, or use another id")
+        self._added += 1
+        name = f"{request_id}@{self._added}"  # an id may come again, a name never does
+        placement = self._placements[name] = Placement(request_id)
+        self._open[request_id] = name
+        self._handle(e.Arrived(RequestSpec(name, prompt_tokens=0, max_tokens=1)))
         if placement.error is not None:
             raise placement.error
         return placement
 
     def complete_request(self, request_id: str) -> Completion:
         """The request is answered, or was given up; its place is free. False where that was known already."""
-        if request_id not in self._placements:
-            if self._machine.request(request_id) is not None:
+        name = self._open.get(request_id)
+        if name is None:
+            if request_id in self._completed:
                 return Completion(False)
-            near = nearest(request_id, self._placements)
+            near = nearest(request_id, self._open)
             raise InputError(f"there is no request {request_id}", hint=f"did you mean {near}?" if near else None)
-        view = self._machine.request(request_id)
+        view = self._machine.request(name)
         assert view is not None
         if view.state is RequestState.queued:
-            self._handle(e.Cancelled(request_id, "it was completed while it waited"))
+            self._handle(e.Cancelled(name, "it was completed while it waited"))
         else:
-            self._handle(e.Finished(request_id, view.attempt, 1, End.stop))
+            self._handle(e.Finished(name, view.attempt, 1, End.stop))
         return Completion(True)
 
     def worker_of(self, request_id: str) -> WorkerId | None:
         """The worker that has the request now; None: it waits, or is answered."""
-        placement = self._placements.get(request_id)
-        return None if placement is None else placement.worker
+        name = self._open.get(request_id)
+        return None if name is None else self._placements[name].worker
 
     # ---- how many ------------------------------------------------------------------------------------------------
 
@@ -193,7 +198,7 @@ class ElasticScheduler:
         if not await self._until(lambda: len(self._workers(WorkerState.active)) >= wanted):
             others = [one for one in self._machine.workers() if one.state is not WorkerState.active]
             told = "; ".join(f"{one.worker} is {one.state.value} ({one.reason.sentence})" for one in others[:3])
-            raise UnreachableError(f"{len(others)} of {wanted} workers do not serve: {told}", where="worker_group")
+            raise UnreachableError(f"{len(others)} workers do not serve: {told}", where="worker_group")
 
     async def resume_elastic_scheduling(self) -> None:
         """Let the policy decide again."""
@@ -204,6 +209,11 @@ class ElasticScheduler:
     def get_metrics(self) -> dict[str, Any]:
         """Workers, requests and load, as they are now. Load is what waits and what runs, on draining workers too."""
         return dict(self._machine.metrics())
+
+    @property
+    def steps(self) -> tuple[ScaleStep, ...]:
+        """The last steps, oldest first: why, what they expected, and whether it came true."""
+        return self._machine.steps
 
     def _workers(self, *states: WorkerState) -> list[WorkerView]:
         return [one for one in self._machine.workers() if one.state in states]
@@ -232,10 +242,9 @@ class ElasticScheduler:
             case e.Answer():
                 self._answered(instruction)
             case e.Refuse():
-                error = InfeasibleError(f"request {instruction.request}: {instruction.reason.sentence}")
-                self._placements.pop(instruction.request).settle(None, error)
+                placement = self._ended(instruction.request)
+                placement.settle(None, InfeasibleError(f"request {placement.request}: {instruction.reason.sentence}"))
             case e.TellStep():
-                self.steps = [*self.steps[1 - STEPS_KEPT :], instruction.step]
                 log.info("workers: %s", instruction.step.reason)
             case e.Warn():
                 self._say(f"worker {instruction.worker}: {instruction.reason}")
@@ -246,7 +255,7 @@ class ElasticScheduler:
         worker = self._ids[send.worker]
         placement = self._placements[send.request]
         if placement.worker is not None:
-            log.info("request %s moves from worker %s to %s", send.request, placement.worker, worker)
+            log.info("request %s moves from worker %s to %s", placement.request, placement.worker, worker)
         if self._calls.is_told:
             self._spawn(f"assign {send.request}", lambda: self._assign(send))
         else:
@@ -258,7 +267,7 @@ class ElasticScheduler:
             if not self._is_current(send):
                 return  # completed or moved before anybody was told
             try:
-                await self._calls.assign(send.request, worker)
+                await self._calls.assign(_asked(send.request), worker)
             except UnreachableError as error:
                 self._handle(e.Broke(send.request, send.attempt, 0, error.what))
                 return
@@ -266,7 +275,7 @@ class ElasticScheduler:
                 self._placements[send.request].settle(worker)
             elif self._calls.can_abort:
                 with contextlib.suppress(UnreachableError):
-                    await self._calls.abort(send.request, worker)
+                    await self._calls.abort(_asked(send.request), worker)
 
     def _is_current(self, send: e.Send) -> bool:
         view = self._machine.request(send.request)
@@ -277,21 +286,31 @@ class ElasticScheduler:
             return
         try:
             async with self._lock(f"request {abort.request}"):  # not before it is told of it
-                await self._calls.abort(abort.request, self._ids[abort.worker])
+                await self._calls.abort(_asked(abort.request), self._ids[abort.worker])
         except UnreachableError as error:
             self._say(error.what)  # and the machine's own deadline says what follows
             return
         self._handle(e.AbortDone(abort.request, abort.attempt, 0))
 
     def _answered(self, answer: e.Answer) -> None:
-        placement = self._placements.pop(answer.request)
-        self._locks.pop(f"request {answer.request}", None)
+        placement = self._ended(answer.request)
         if answer.end is End.failed:
-            error = UnreachableError(f"request {answer.request}: {answer.reason.sentence}")
+            error = UnreachableError(f"request {placement.request}: {answer.reason.sentence}")
             placement.settle(None, error)
             self._say(error.what)
         elif placement.worker is None:
-            placement.settle(None, InputError(f"request {answer.request} was completed before it was sent"))
+            placement.settle(None, InputError(f"request {placement.request} was completed before it was sent"))
+
+    def _ended(self, name: str) -> Placement:
+        """The request is not open any more."""
+        placement = self._placements.pop(name)
+        del self._open[placement.request]
+        self._locks.pop(f"request {name}", None)
+        self._completed.pop(placement.request, None)
+        self._completed[placement.request] = None
+        if len(self._completed) > COMPLETED_KEPT:
+            del self._completed[next(iter(self._completed))]
+        return placement
 
     async def _act(self, act: e.Act) -> None:
         worker = self._ids[act.worker]
@@ -395,6 +414,9 @@ class ElasticScheduler:
         for worker, status in (said or {}).items():
             if status.status == "inactive" and str(worker) in self._ids:
                 self._handle(e.WorkerSlept(str(worker)))
+                for view in self._machine.requests():
+                    if view.worker == str(worker):
+                        self._handle(e.Broke(view.request, view.attempt, 0, f"worker {worker} was off"))
 
     async def _look(self) -> dict[WorkerId, WorkerStatus] | None:
         """Ask the group once. What fails is said, and changes nothing."""
@@ -427,7 +449,7 @@ class ElasticScheduler:
             log.debug("%s", sentence)
             return
         log.warning("%s", sentence)
-        self.faults = [*self.faults[1 - STEPS_KEPT :], sentence]
+        self.faults = [*self.faults[1 - FAULTS_KEPT :], sentence]
 
     def _spawn(self, name: str, deed: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
@@ -438,6 +460,11 @@ class ElasticScheduler:
         task = loop.create_task(deed(), name=f"elastic-scheduler-{name}")
         self._deeds[task] = name
         task.add_done_callback(self._done)
+
+    def _broke_down(self, loop: asyncio.Task[None]) -> None:
+        if not loop.cancelled() and loop.exception() is not None:
+            self._say(f"the scheduler broke down: {loop.exception()!r}")
+            log.error("the scheduler broke down", exc_info=loop.exception())
 
     def _done(self, task: asyncio.Task[None]) -> None:
         name = self._deeds.pop(task)
@@ -455,6 +482,11 @@ class ElasticScheduler:
             self._news.append(future)
             await asyncio.wait({future}, timeout=left_s)
         return True
+
+
+def _asked(name: str) -> str:
+    """The id of a request, from the machine's name of it."""
+    return name.rpartition("@")[0]
 
 
 def _rules(config: ElasticConfig, calls: GroupCalls) -> RolloutRules:

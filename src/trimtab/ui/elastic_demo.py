@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ class _Demo:
             self._scene(
                 f"kill -9 of every process of worker {lost.node_id[:10]}... (Ray itself notices after some 14 s)"
             )
-            self._nodes.kill(lost)
+            self._nodes.kill(lost, training.in_step)
             training.until(3)
             leaver = self._nodes.workers[0]
             self._scene(f"Worker {leaver.node_id[:10]}... will go in {DEADLINE_S:.0f} s: it is drained")
@@ -239,10 +239,12 @@ class _Nodes:
         node = self._cluster.add_node(num_cpus=1, num_gpus=1, resources={"worker_unit": 1}, wait=False)
         self.workers.append(node)
 
-    def kill(self, node: Any) -> None:
-        """Lose a node as a machine is lost: all its processes at once."""
+    def kill(self, node: Any, moment: Callable[[], None]) -> None:
+        """Lose a node as a machine is lost, all its processes at once, as soon as the moment has come."""
         raylets = [info.process.pid for info in node.all_processes["raylet"]]
-        for pid in [one for raylet in raylets for one in (raylet, *_below(raylet))]:
+        pids = [one for raylet in raylets for one in (raylet, *_below(raylet))]
+        moment()
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.forget(node)

@@ -57,7 +57,7 @@ class ActorEngine(GatedEngine):
         for method in ("generate", "ready"):
             if not self._has(method):
                 raise InputError(f"the actor of engine {name} has no method '{method}'")
-        self.verbs = frozenset(verb for verb, needed in _NEEDS.items() if all(map(self._has, needed)))  # type: ignore[misc]
+        self.verbs = frozenset(verb for verb, needed in _NEEDS.items() if all(map(self._has, needed)))
 
     def _has(self, method: str) -> bool:
         return getattr(self._handle, method, None) is not None

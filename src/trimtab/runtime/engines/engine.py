@@ -274,5 +274,8 @@ class Engine(Protocol):
     async def refit(self, refit: Refit) -> None:
         """Loads new weights and sees the new version confirmed."""
 
+    async def refitted(self, version: str) -> None:
+        """The trainer has sent new weights by a way of its own; raises where the engine says another version."""
+
     async def close(self) -> None:
         """Ends what this adapter has open; the engine itself lives on."""

@@ -36,7 +36,7 @@ from trimtab.runtime.engines.engine import (
     Verb,
 )
 
-_EMPTY = "its weights were discarded and no refit has been confirmed since"
+_EMPTY = "its weights were discarded or half replaced, and no refit has been confirmed since"
 
 
 class Reader(Protocol):
@@ -92,7 +92,7 @@ class GatedEngine:
     """The shared half of an adapter; see `Engine` for the verbs."""
 
     kind: ClassVar[str]
-    verbs: ClassVar[frozenset[Verb]] = frozenset()
+    verbs: frozenset[Verb] = frozenset()
 
     def __init__(self, name: str, deadlines: Deadlines | None = None) -> None:
         self.name, self.deadlines = name, deadlines or Deadlines()
@@ -109,7 +109,7 @@ class GatedEngine:
         self._asleep: set[Part] = set()
         # What is still being told to the engine of requests whose clients went away.
         self._telling: set[asyncio.Task[None]] = set()
-        self._discarded = False  # its weights are gone until a refit is confirmed, whatever it reports
+        self._discarded = False  # its weights are gone or unknown until a refit is confirmed, whatever it reports
 
     # Asking.
 
@@ -230,6 +230,8 @@ class GatedEngine:
     async def abort(self, ids: Collection[str] | None = None) -> None:
         """Ends these requests, or all."""
         flights = [flight for key, flight in self._flights.items() if ids is None or key in ids]
+        if ids is not None and not flights:
+            return
         for flight in flights:
             flight.abort_asked = True
         try:
@@ -248,11 +250,14 @@ class GatedEngine:
         """No request is sent from now on; see `Pause` for those that run."""
         await self._reach()
         self._shut, self._shut_by_others, self._paused = f"a pause ({mode.value}) was asked for", False, None
-        if mode is Pause.abort:
-            for flight in self._flights.values():
-                flight.abort_asked = True
+        ends = list(self._flights.values()) if mode is Pause.abort else []
+        for flight in ends:
+            flight.abort_asked = True
         await self._pause(mode)
         self._shut, self._paused = f"it is paused ({mode.value})", mode
+        for flight in ends:
+            if flight.events is not None:
+                flight.events.close_within(self.deadlines.abort_s)
 
     async def resume(self) -> None:
         """The gate opens only when the engine has confirmed."""
@@ -270,8 +275,7 @@ class GatedEngine:
         if level not in (1, 2):
             raise InputError(f"there is no sleep of level {level}", hint="1 keeps the weights, 2 discards them")
         await self._reach()
-        await self._require_idle()
-        self._shut = f"a sleep (level {level}) was asked for"
+        await self._shut_while_idle(f"a sleep (level {level}) was asked for")
         if self._paused is None:
             # Somebody else may send between the look and the release; a pause turns that from a crash into an abort.
             await self.pause(Pause.abort)
@@ -313,13 +317,21 @@ class GatedEngine:
             raise EnginePausedError("its weights are asleep", engine=self.name, hint="wake the weights first")
         await self._reach()
         if self._paused is None:
-            await self._require_idle()
+            await self._shut_while_idle("it is being refitted")
+        # Until the new version is confirmed nobody knows which weights it has: neither the old ones nor the new.
+        self._discarded = True
         await self._refit(refit)
+        await self.refitted(refit.version)
+
+    async def refitted(self, version: str) -> None:
+        """The weights are new, says whoever sent them; believed unless the engine says another version."""
+        await self._reach()
         confirmed = await self._version()
-        if confirmed != refit.version:
+        if confirmed != version and Verb.version in self.verbs:
             raise EngineFailedError(
-                f"after the refit it says version '{confirmed}' and not '{refit.version}'", engine=self.name
-            )
+                f"after the refit it says version '{confirmed}' and not '{version}'", engine=self.name,
+                hint="whoever sends the weights has to send their version too",
+            )  # fmt: skip
         self._discarded = False
         if not self._asleep and self._paused is None and not self._shut_by_others:
             self._shut = ""
@@ -332,6 +344,15 @@ class GatedEngine:
                 flight.events.close(on_purpose=True)
         if self._telling:
             await asyncio.wait(self._telling, timeout=self.deadlines.call_s)
+
+    async def _shut_while_idle(self, why: str) -> None:
+        """Shuts the gate first, so that nothing comes in during the look; a refusal leaves it as it was."""
+        before, self._shut = self._shut, why
+        try:
+            await self._require_idle()
+        except TrimtabError:
+            self._shut = before
+            raise
 
     async def _require_idle(self) -> None:
         """Refuses while a request runs, or while nobody can say whether one does."""

@@ -29,6 +29,7 @@ from trimtab.runtime.engines.engine import (
     EngineWedgedError,
     Finish,
     GenerateOrder,
+    OrderRefusedError,
     Part,
     Pause,
     Piece,
@@ -221,6 +222,9 @@ class _Stream:
             finish = _FINISHES.get(said["type"])
             if finish is None:
                 raise Nonsense(f"an end of unknown kind: {said!r}")
+            if finish is Finish.aborted_elsewhere and said.get("status_code") == 400:
+                # Its word for an order that it will not do: nobody aborted anything.
+                raise OrderRefusedError(f"it was refused: {said.get('message')}", where=f"request {self._order.id}")
         logprobs, best = self._measured(meta, len(ids))
         matched = said.get("matched") if said else None
         whole = Piece(ids, logprobs, best, self._more(event.get("text")), finish, matched)

@@ -49,7 +49,7 @@ async def require_private(url: str) -> None:
         raise InputError(f"the host of '{url}' has no address: {error}") from None
     for *_, address in found:
         numeric = ipaddress.ip_address(str(address[0]).split("%")[0])
-        if not numeric.is_private or numeric.is_unspecified:
+        if numeric.is_global or numeric.is_unspecified or numeric.is_multicast:
             raise InputError(
                 f"'{url}' is {numeric}, which is not a private address",
                 hint="an engine obeys whoever can reach it; give it a loopback or private interface",
@@ -92,10 +92,11 @@ class Wire:
         if len(raw) > LONGEST_EVENT:
             raise EngineNonsenseError(f"{method} {path} answered without end", engine=self.name)
         answer = _parsed(raw)
-        self._judge(f"{method} {path}", status, answer)
+        self.judge(f"{method} {path}", status, answer)
         return answer
 
-    def _judge(self, call: str, status: int, answer: Any) -> None:
+    def judge(self, call: str, status: int, answer: Any) -> None:
+        """Raises what an answer means that is no success."""
         if status == 404:
             raise NoSuchCallError(f"{call} is unknown there (404)", engine=self.name)
         if 400 <= status < 500 and status not in (408, 429):
@@ -203,7 +204,7 @@ class Events:
             raw = b""
             with suppress(aiohttp.ClientError, OSError, asyncio.TimeoutError):
                 raw = await asyncio.wait_for(self._response.content.read(2**16), deadlines.call_s)
-            self._wire._judge(f"POST {self._path}", self._response.status, _parsed(raw))
+            self._wire.judge(f"POST {self._path}", self._response.status, _parsed(raw))
         return self._response
 
     def _event(self, line: bytes) -> Any:
@@ -212,9 +213,7 @@ class Events:
             if line.startswith((b":", b"event:", b"id:", b"retry:")) or not line:
                 return None
             if line.startswith(b"error:"):  # llama.cpp tells failures within a stream like this
-                raise EngineFailedError(
-                    f"it failed within the stream: {brief(_parsed(line[6:]))}", engine=self._wire.name
-                )
+                raise self._failed(_parsed(line[6:]))
             raise EngineNonsenseError(f"not an event: {line[:80]!r}", engine=self._wire.name)
         payload = line[5:].strip()
         if payload == b"[DONE]":
@@ -223,8 +222,15 @@ class Events:
         if not isinstance(event, dict):
             raise EngineNonsenseError(f"an event that is no object: {payload[:80]!r}", engine=self._wire.name)
         if event.get("error"):
-            raise EngineFailedError(f"it failed within the stream: {brief(event['error'])}", engine=self._wire.name)
+            raise self._failed(event["error"])
         return event
+
+    def _failed(self, error: Any) -> EngineFailedError | OrderRefusedError:
+        """An error told within a stream: the status came before anybody knew of it."""
+        code = error.get("code") if isinstance(error, dict) else None
+        if isinstance(code, int) and 400 <= code < 500 and code not in (408, 429):
+            return OrderRefusedError(f"it was refused ({code}): {brief(error)}", where=f"engine {self._wire.name}")
+        return EngineFailedError(f"it failed within the stream: {brief(error)}", engine=self._wire.name)
 
     def _heard(self) -> None:
         self._waiting_since = None

@@ -180,6 +180,10 @@ class ElasticGroup:
 
     # ---- how it is done
 
+    @property
+    def _own_pool(self) -> str:
+        return f"group-{self.name}"
+
     def _waited(self, result: concurrent.futures.Future[StepResult], timeout: float | None) -> StepResult:
         """The result; Ctrl-C gets through at any time."""
         left_s = timeout
@@ -204,7 +208,8 @@ class ElasticGroup:
         def leave() -> None:
             with contextlib.suppress(TrimtabError):
                 status = session.status()
-                if not there_before and not status["pools"] and status["clients"] <= 1:
+                others = status["clients"] > 1 or set(status["pools"]) - {self._own_pool}
+                if not there_before and not others:
                     session.shutdown()
             session.close()
 
@@ -218,7 +223,7 @@ class ElasticGroup:
             return self._session.pool(pool)
         most = self.spec.most or MANY
         quota = {name: amount * most for name, amount in self.spec.unit.floats().items()}
-        own = self._session.pool(f"group-{self.name}", quota, reuse=False, warm_each=1, preload=preload)
+        own = self._session.pool(self._own_pool, quota, reuse=False, warm_each=1, preload=preload, ends_with_me=True)
 
         def drop() -> None:
             with contextlib.suppress(TrimtabError):
