@@ -281,7 +281,7 @@ class VllmStub(Stub):
 
     async def _abort(self, request: web.Request) -> web.Response:
         keys = (await request.json()).get("request_ids")
-        self.abort(keys)
+        self.abort(keys or None)  # an empty list is everybody's
         return web.json_response({"status": "aborted", "aborted": len(keys or ())})  # also those that it never had
 
     async def _reset(self, request: web.Request) -> web.Response:

@@ -19,7 +19,7 @@ from trimtab.model.errors import InfeasibleError, InputError, UnreachableError
 from trimtab.model.reason import Code, Reason
 from trimtab.runtime import elastic_scheduler
 from trimtab.runtime.elastic_rollout import ElasticRolloutMixin
-from trimtab.runtime.elastic_scheduler import ElasticConfig, ElasticScheduler
+from trimtab.runtime.elastic_scheduler import ElasticConfig, ElasticScheduler, Taker
 from worker_groups import Group, Movable, clock, run
 
 METRICS = ("active_workers", "draining_workers", "total_workers", "active_requests", "pending_requests", "load_ratio",
@@ -220,6 +220,25 @@ def test_the_master_switch_routes_and_does_not_scale() -> None:
         assert await scheduler.add_request("one") == 0
         await asyncio.sleep(600)
         assert (group.flushes, scheduler.steps) == ([], ())
+        await scheduler.stop()
+
+    run(story)
+
+
+def test_with_demand_asked_for_workers_go_to_a_named_taker_and_to_nobody_else() -> None:
+    async def story() -> None:
+        group = Group(4)
+        scheduler = made(group, scale_down_requires_demand=True)
+        await scheduler.start()
+        await asyncio.sleep(300)
+        assert group.flushes == []
+        scheduler.set_takers(Taker("trainer", 2, 900.0))
+        await asyncio.sleep(300)
+        assert "for trainer (900 s)" in scheduler.steps[0].reason.sentence
+        assert len(group.flushes) == 2
+        scheduler.set_takers(Taker("eval", 1, 100.0), Taker("trainer", 2, 900.0))
+        await asyncio.sleep(300)
+        assert len(group.flushes) == 3
         await scheduler.stop()
 
     run(story)

@@ -157,15 +157,18 @@ def test_a_500_is_the_engines_fault_and_a_400_the_orders(kind: str) -> None:
             with pytest.raises(OrderRefusedError, match=said):
                 await answer(engine, greedy("a", PROMPT, 4))
         if kind == "sglang":
-            original = stub.event
+            original, status = stub.event, 400
 
             def refusing(one: Any, finish: Any, fault: str) -> Any:
                 told = original(one, finish, fault)
-                told["meta_info"]["finish_reason"] = {"type": "abort", "message": "too long", "status_code": 400}
+                told["meta_info"]["finish_reason"] = {"type": "abort", "message": "no room", "status_code": status}
                 return told
 
             stub.event = refusing
-            with pytest.raises(OrderRefusedError, match="too long"):
+            with pytest.raises(OrderRefusedError, match="no room"):
+                await answer(engine, greedy("a", PROMPT, 4))
+            status = 503
+            with pytest.raises(EngineFailedError, match="no room"):
                 await answer(engine, greedy("a", PROMPT, 4))
 
     scene(kind, play)
@@ -223,6 +226,8 @@ def test_an_abort_ends_only_the_streams_that_it_names(kind: str) -> None:
             other = asyncio.create_task(answer(engine, greedy("other", PROMPT, LONG)))
             while len(stub.running) < 2:
                 await asyncio.sleep(0.01)
+            await engine.abort(["unknown"])
+            await engine.abort([])
             await engine.abort(["other", "unknown"])
             ended = await other
             assert ended.finish is Finish.aborted

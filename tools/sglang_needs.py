@@ -4,9 +4,8 @@ import importlib.metadata
 import re
 
 LEFT_OUT = re.compile(
-    r"^(torch|torchvision|torchaudio|torchcodec|torchao|triton|transformers|sgl[-_]kernel|sglang[-_]kernel|sgl[-_].*"
-    r"|flashinfer.*|flash[-_].*|nvidia.*|cuda.*|cutlass.*|quack.*|tilelang|mooncake.*|xgrammar.*cuda|decord2?|kernels"
-    r"|apache[-_]tvm.*|smg[-_].*|nixl.*|deep[-_].*|av)$",
+    r"^(torch|torchvision|torchaudio|torchcodec|torch[-_]memory[-_]saver|triton|transformers|timm|sgl[-_].*"
+    r"|sglang[-_]kernel|flashinfer.*|flash[-_].*|nvidia(?!-ml-py).*|nvshmem.*|cuda.*|quack.*|humming.*|tilelang)$",
     re.IGNORECASE,
 )
 

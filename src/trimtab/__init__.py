@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from trimtab.runtime.ray.client import Session as Session
     from trimtab.runtime.ray.client import connect as connect
     from trimtab.runtime.ray.elastic import ElasticGroup as ElasticGroup
+    from trimtab.runtime.ray.elastic import GroupError as GroupError
+    from trimtab.runtime.ray.elastic import GroupGaveUpError as GroupGaveUpError
     from trimtab.runtime.ray.elastic import MemberWorld as MemberWorld
+    from trimtab.runtime.ray.elastic import StepFailedError as StepFailedError
     from trimtab.runtime.ray.elastic import StepResult as StepResult
     from trimtab.runtime.ray.task import Task as Task
     from trimtab.runtime.simple import PreemptionAggressiveness as PreemptionAggressiveness
@@ -36,7 +39,10 @@ _HOMES = {
     "Pool": "trimtab.runtime.ray.client",
     "Task": "trimtab.runtime.ray.task",
     "ElasticGroup": "trimtab.runtime.ray.elastic",
+    "GroupError": "trimtab.runtime.ray.elastic",
+    "GroupGaveUpError": "trimtab.runtime.ray.elastic",
     "MemberWorld": "trimtab.runtime.ray.elastic",
+    "StepFailedError": "trimtab.runtime.ray.elastic",
     "StepResult": "trimtab.runtime.ray.elastic",
     "SimpleScheduler": "trimtab.runtime.simple",
     "SimpleTaskSpec": "trimtab.runtime.simple",
@@ -45,12 +51,15 @@ _HOMES = {
 
 __all__ = [
     "ElasticGroup",
+    "GroupError",
+    "GroupGaveUpError",
     "MemberWorld",
     "Pool",
     "PreemptionAggressiveness",
     "Session",
     "SimpleScheduler",
     "SimpleTaskSpec",
+    "StepFailedError",
     "StepResult",
     "Task",
     "__version__",

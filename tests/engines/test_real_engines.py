@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from engine_processes import MODELS, START_S, Process, engine
 
 from engine_answers import Whole, answer, answers, greedy, prompts, run

@@ -20,7 +20,7 @@ from typing import Any
 
 from trimtab.fleet import rollout_events as e
 from trimtab.fleet.rollout import RolloutMachine
-from trimtab.fleet.scaling import Decision, LoadSample, Policy, PolicyState, policy_of
+from trimtab.fleet.scaling import Decision, LoadSample, Policy, PolicyState, Taker, policy_of
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.errors import InfeasibleError, InputError, UnreachableError, nearest
 from trimtab.model.rollout import (
@@ -40,7 +40,7 @@ from trimtab.model.rollout import (
 from trimtab.runtime.placement import Completion, Placement
 from trimtab.runtime.worker_group import GroupCalls, NotIdleError, TooLongError, WorkerId, WorkerStatus, in_time
 
-__all__ = ["ElasticConfig", "ElasticScheduler", "Placement"]
+__all__ = ["ElasticConfig", "ElasticScheduler", "Placement", "Taker"]
 
 log = logging.getLogger(__name__)
 
@@ -92,11 +92,15 @@ class ElasticScheduler:
             self._join(worker)
 
     def _policy(self) -> Policy:
-        """The policy of the settings, which is told when the last status failed: the figures before it are old then."""
+        """The policy of the settings, told what only is known here.
+
+        When the last status failed, the figures before it are old; and takers have the workers that are off already.
+        """
         policy = policy_of(self.config)
 
         def decide(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decision]:
-            return policy(state, sample if self._load_known else replace(sample, fresh=False))
+            takers = _unmet(sample.takers, sample.ready_to_wake + sample.draining_workers)
+            return policy(state, replace(sample, takers=takers, fresh=sample.fresh and self._load_known))
 
         decide.__name__ = getattr(policy, "__name__", "policy")
         return decide
@@ -203,6 +207,10 @@ class ElasticScheduler:
     async def resume_elastic_scheduling(self) -> None:
         """Let the policy decide again."""
         self._handle(e.Unheld(HOLD))
+
+    def set_takers(self, *takers: Taker) -> None:
+        """Say who could use workers that are given up, how many in all and for how long, from now on."""
+        self._handle(e.TakersSeen(takers))
 
     # ---- what is going on ----------------------------------------------------------------------------------------
 
@@ -482,6 +490,16 @@ class ElasticScheduler:
             self._news.append(future)
             await asyncio.wait({future}, timeout=left_s)
         return True
+
+
+def _unmet(takers: tuple[Taker, ...], given: int) -> tuple[Taker, ...]:
+    """What takers still want after so many workers; those who can use them longest had theirs first."""
+    unmet = []
+    for taker in sorted(takers, key=lambda one: -one.use_s):
+        has = min(taker.workers, given)
+        given -= has
+        unmet.append(replace(taker, workers=taker.workers - has))
+    return tuple(unmet)
 
 
 def _asked(name: str) -> str:

@@ -231,7 +231,7 @@ class GatedEngine:
         """Ends these requests, or all."""
         flights = [flight for key, flight in self._flights.items() if ids is None or key in ids]
         if ids is not None and not flights:
-            return
+            return  # an empty list means everybody's requests to some engines
         for flight in flights:
             flight.abort_asked = True
         try:

@@ -23,6 +23,7 @@ from typing import Any
 
 from trimtab.model.errors import TrimtabError
 from trimtab.runtime.engines.engine import (
+    EngineFailedError,
     EngineLoad,
     EngineNonsenseError,
     EngineState,
@@ -81,7 +82,7 @@ class SglangEngine(HttpEngine):
         return "/generate", body
 
     def _reader(self, order: GenerateOrder) -> Reader:
-        return _Stream(order)
+        return _Stream(order, self.name)
 
     async def _look(self) -> EngineState:
         await self.wire.get("/ready")
@@ -209,8 +210,8 @@ class SglangEngine(HttpEngine):
 class _Stream:
     """The events of one request."""
 
-    def __init__(self, order: GenerateOrder) -> None:
-        self._order, self._told, self._text = order, 0, ""
+    def __init__(self, order: GenerateOrder, engine: str) -> None:
+        self._order, self._engine, self._told, self._text = order, engine, 0, ""
         self._whole = True  # events tell all that there is so far, not only what is new
 
     async def take(self, event: dict[str, Any]) -> list[Piece]:
@@ -222,14 +223,19 @@ class _Stream:
             finish = _FINISHES.get(said["type"])
             if finish is None:
                 raise Nonsense(f"an end of unknown kind: {said!r}")
-            if finish is Finish.aborted_elsewhere and said.get("status_code") == 400:
-                # Its word for an order that it will not do: nobody aborted anything.
-                raise OrderRefusedError(f"it was refused: {said.get('message')}", where=f"request {self._order.id}")
+            if finish is Finish.aborted_elsewhere and said.get("status_code"):
+                raise self._no_abort(int(said["status_code"]), str(said.get("message")))
         logprobs, best = self._measured(meta, len(ids))
         matched = said.get("matched") if said else None
         whole = Piece(ids, logprobs, best, self._more(event.get("text")), finish, matched)
         start, self._told = self._told, self._told + len(ids)
         return _by_version(whole, start, meta)
+
+    def _no_abort(self, status: int, message: str) -> OrderRefusedError | EngineFailedError:
+        """An end called abort, with a status: nobody aborted anything, the order or the engine is at fault."""
+        if status < 500:
+            return OrderRefusedError(f"it was refused ({status}): {message}", where=f"engine {self._engine}")
+        return EngineFailedError(f"it gave up ({status}): {message}", engine=self._engine)
 
     def _new(self, ids: tuple[int, ...], counted: int) -> tuple[int, ...]:
         if len(ids) == counted:

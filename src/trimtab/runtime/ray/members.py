@@ -118,7 +118,8 @@ class Members:
         self._on_death = on_death
         self._wardens = Wardens(controller, self._died)
         self._hosts = WarmHosts(controller, self._wardens)
-        self._slots = Slots(controller)
+        self._slots = Slots(controller, self._wardens.all_gpus)
+        self._lost: set[str] = set()  # nodes that are gone, though Ray may still list them
         self._live: dict[Key, Member] = {}  # taken for a task and not known to be dead, nor being stopped
         self._settled: set[Key] = set()  # of those: started whole, so that a death is the controller's business
         self._handles: dict[Key, Any] = {}  # of hosts
@@ -131,6 +132,7 @@ class Members:
 
         `expected` hosts are warmed meanwhile, by what they import ahead.
         """
+        self._lost.discard(node)
         joining = asyncio.ensure_future(self._wardens.join(node))
         await asyncio.sleep(0)  # it is known there from now on
         self._hosts.expect(node, expected or {})
@@ -139,6 +141,7 @@ class Members:
 
     async def node_returned(self, node: str) -> None:
         """Have a warden there again, and end whatever is left of what was given up with the node."""
+        self._lost.discard(node)
         await self._wardens.join(node)
         await self._clear(node)
 
@@ -147,6 +150,7 @@ class Members:
         self._hosts.lost(node)
         await self._clear(node)
         await self._wardens.leave(node)
+        self._lost.add(node)
 
     async def link_place(self, node: str) -> tuple[str, int] | None:
         """Where the node's beats come from."""
@@ -154,6 +158,7 @@ class Members:
 
     async def node_lost(self, node: str) -> None:
         """Forget the node and all that was there; no death is reported for it."""
+        self._lost.add(node)
         self._wardens.lost(node)
         self._hosts.lost(node)
         for key in [key for key in self._live if key[0] == node]:
@@ -523,7 +528,8 @@ class Members:
         import ray
 
         nodes = await asyncio.to_thread(ray.nodes)
-        joins = [self._wardens.join(node["NodeID"]) for node in nodes if node["Alive"]]
+        alive = [node["NodeID"] for node in nodes if node["Alive"] and node["NodeID"] not in self._lost]
+        joins = [self._wardens.join(node) for node in alive]
         for joined in await asyncio.gather(*joins, return_exceptions=True):
             if isinstance(joined, BaseException) and not isinstance(joined, UnreachableError):
                 raise joined  # a node that cannot be reached is lost, or will be

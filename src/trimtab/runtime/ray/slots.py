@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,8 @@ class GroupError(Exception):
 class Slots:
     """The placement groups of one controller."""
 
-    def __init__(self, controller: str) -> None:
+    def __init__(self, controller: str, all_gpus: Callable[[str], tuple[str, ...]] = lambda node: ()) -> None:
+        self._all_gpus = all_gpus  # of a node; none where that is not known
         self._prefix = f"trimtab:{controller}:"
         self._groups: dict[str, Any] = {}  # group -> Ray's handle
         self._devices: dict[tuple[str, int], tuple[str, ...]] = {}
@@ -97,7 +98,8 @@ class Slots:
         if key not in self._devices:  # after a recovery
             handle = await self._handle(place.group, pool)
             whole = handle.bundle_specs[place.bundle].get("GPU", 0)
-            self._devices[key] = await asyncio.wait_for(_read_devices(handle, place.bundle, whole), _READ_WAIT_S)
+            reading = self._read_devices(handle, place.bundle, whole, place.node)
+            self._devices[key] = await asyncio.wait_for(reading, _READ_WAIT_S)
         return self._devices[key]
 
     async def _make(self, wanted: MakeGroup) -> None:
@@ -129,7 +131,15 @@ class Slots:
         for index, bundle in enumerate(wanted.bundles):
             if bundle.get("gpu"):
                 gpus = bundle.floats()["gpu"]
-                self._devices[wanted.group, index] = await _read_devices(handle, index, gpus)
+                reading = self._read_devices(handle, index, gpus, wanted.nodes[index])
+                self._devices[wanted.group, index] = await reading
+
+    async def _read_devices(self, handle: Any, bundle: int, gpus: float, node: str) -> tuple[str, ...]:
+        """GPU ids of a bundle. Whoever has all of a node needs no process to read them, which would take a second."""
+        everything = self._all_gpus(node)
+        if everything and gpus == len(everything):
+            return everything
+        return await _read_devices(handle, bundle, gpus)
 
     async def _handle(self, group: str, pool: str) -> Any:
         if group not in self._groups:

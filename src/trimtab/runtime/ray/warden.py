@@ -40,6 +40,7 @@ class Warden:
 
     def __init__(self, controller: str, node: str) -> None:
         self._where = make_run_dir(controller, node)
+        self._node = node
         _tidy(self._where.parent)
         self._epoch = uuid.uuid4().hex  # a warden made anew counts deaths from nothing
         self._deaths: list[tuple[int, float]] = []
@@ -52,7 +53,7 @@ class Warden:
         if self._link is None:
             self._link = await beat_forever(_address())
         facts = {"epoch": self._epoch, "pid": os.getpid(), "born": born(os.getpid()), "cores": os.cpu_count() or 1}
-        return {**facts, "link": self._link[1]}
+        return {**facts, "link": self._link[1], "gpus": _gpus(self._node)}
 
     async def watch(self, processes: list[tuple[int, float]]) -> None:
         """Report when these die; at once, where they have."""
@@ -204,6 +205,26 @@ def _address() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
+
+
+def _gpus(node: str) -> list[str]:
+    """Ids of all GPUs that this node has, as Ray gives them out: those that its raylet sees, else counted from 0.
+
+    Empty where that is not certain.
+    """
+    import ray
+
+    try:
+        amounts = next(one["Resources"] for one in ray.nodes() if one["NodeID"] == node)
+        settings = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except (OSError, StopIteration):
+        return []
+    count = int(amounts.get("GPU", 0))
+    seen = next((one.decode() for one in settings if one.startswith(b"CUDA_VISIBLE_DEVICES=")), None)
+    if seen is None:
+        return [str(index) for index in range(count)]
+    ids = [one for one in seen.removeprefix("CUDA_VISIBLE_DEVICES=").split(",") if one]
+    return ids[:count] if len(ids) >= count else []
 
 
 def _tidy(place: Path) -> None:
@@ -378,6 +399,10 @@ class Wardens:
         if actor is not None:
             self._actors[node] = None
             await _ended(actor, self.facts.get(node))
+
+    def all_gpus(self, node: str) -> tuple[str, ...]:
+        """Ids of all GPUs of a node; none where that is not known."""
+        return tuple(self.facts.get(node, {}).get("gpus", ()))
 
     async def link_place(self, node: str) -> Place | None:
         """Where the warden of a node sends its beats; asked anew, for it may be another one by now."""
