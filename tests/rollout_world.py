@@ -14,6 +14,7 @@ from typing import Any
 
 from trimtab.fleet import rollout_events as e
 from trimtab.fleet.rollout import RolloutMachine
+from trimtab.model.codec import decode, encode
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.errors import InfeasibleError, InputError
 from trimtab.model.rollout import (
@@ -536,8 +537,9 @@ class RolloutWorld:
                 again = RolloutMachine.load(data, self.elastic)
                 assert again.dump() == data
                 again.check()
+            written = json.loads(json.dumps(encode(event)))
             try:
-                said = list(again.handle(event, now))
+                said = list(again.handle(decode(type(event), written), now))
             except (InputError, InfeasibleError):
                 said = []
             assert said == out, f"{event} at {now}"

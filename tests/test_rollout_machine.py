@@ -352,6 +352,20 @@ def test_a_worker_called_back_after_a_refit_is_stale() -> None:
     assert bench.state(drained) is S.stale
 
 
+def test_a_worker_called_back_during_a_refit_waits_for_its_end() -> None:
+    bench = Bench(2, ownership=Ownership(pause=Owner.trainer))
+    bench.ask()
+    worker = bench.send().worker
+    begin(bench, way=RefitWay.collective)
+    bench.tell(e.WorkerTaken(worker, 100.0, "needed", forced=True))
+    bench.tell(e.RefitConfirmed(worker, 1))
+    bench.tell(e.WorkerGiven(worker))
+    bench.tell(e.Scaled(2))
+    assert bench.state(worker) is S.stale  # the trainer may still hold it paused
+    bench.tell(e.RefitEnded(1))
+    assert bench.state(worker) is S.active
+
+
 def test_the_order_of_a_stop_is_route_off_drain_sleep_stop() -> None:
     bench = Bench(2, spec={"startable": True})
     bench.ask()
@@ -528,6 +542,17 @@ def test_a_confirmation_of_a_process_that_is_gone_is_not_believed() -> None:
     assert bench.state("w0") is S.stale
 
 
+def test_a_late_confirmation_does_not_reach_the_process_that_came_after() -> None:
+    bench = Bench(2)
+    begin(bench)
+    bench.tell(e.RefitEnded(1))
+    bench.tell(e.RefitConfirmed("w1", 1, epoch=1))
+    assert bench.state("w1") is S.active  # late, but of the process that is there
+    bench.tell(e.WorkerUp("w0", 0))
+    bench.tell(e.RefitConfirmed("w0", 1, epoch=1))
+    assert bench.state("w0") is S.stale
+
+
 def test_a_refit_that_fails_on_one_of_eight_leaves_that_one_out_and_seven_serve() -> None:
     bench = Bench(8)
     begin(bench)
@@ -576,6 +601,31 @@ def test_requests_that_may_not_span_versions_restart_at_a_refit() -> None:
     bench.tell(e.RefitConfirmed("w0", 1))
     bench.done("w0")
     assert (bench.send().resumed, bench.send().version) == (0, 1)
+
+
+def test_what_waits_with_tokens_of_an_older_version_and_may_not_span_restarts() -> None:
+    bench = Bench(1)
+    bench.ask("one", spans=False)
+    bench.ask("several")
+    bench.tell(e.Streamed("one", 1, 5))
+    bench.tell(e.Streamed("several", 1, 5))
+    bench.tell(e.WorkerDied("w0", "killed"))
+    bench.tell(e.WorkerUp("w0", 0))
+    begin(bench)
+    bench.tell(e.RefitConfirmed("w0", 1))
+    assert (bench.send("one").resumed, bench.send("several").resumed) == (0, 5)
+
+
+def test_an_answer_that_spans_versions_and_may_not_is_never_given() -> None:
+    theirs = Ownership(abort=Owner.trainer, pause=Owner.trainer)
+    bench = Bench(1, ownership=theirs)
+    bench.ask(spans=False)
+    bench.tell(e.Streamed("r", 1, 5))
+    begin(bench)
+    bench.tell(e.RefitConfirmed("w0", 1))
+    bench.tell(e.RefitEnded(1))
+    (again,) = bench.tell(e.Finished("r", 1, 9))
+    assert (again.resumed, again.attempt) == (0, 2)
 
 
 def test_requests_moved_at_a_refit_go_on_with_what_they_have_on_whoever_is_first() -> None:

@@ -139,7 +139,9 @@ class Workers:
             return False
         if worker.paused:
             return False
-        if worker.version is not None and worker.version == self.books.rest.version:
+        if self.in_refit(worker):
+            self.become(worker, S.stale, Reason(Code.refitting, f"{reason.sentence}; it waits for the refit's end"))
+        elif worker.version is not None and worker.version == self.books.rest.version:
             self.to_active(worker, reason)
         else:
             self.become(worker, S.stale, Reason(Code.outdated, f"{reason.sentence}; its weights are older"))

@@ -101,7 +101,7 @@ class Books:
         self.candidates = Candidates(self.ledger)
         self.waiting = Queue()  # tasks in the queue that neither have a claim nor share slots
         self.shelves: dict[str, Shelf] = {}
-        self.removing: dict[str, Group] = {}  # groups that are being removed: their room will be free in a moment
+        self.going: dict[str, Group] = {}  # groups that are removed, or will be: their room is free in a moment
         self.needs: dict[str, Need] = {}  # of claims
         self.node_epoch = 0  # changes whenever a node does
         self.nevers: dict[tuple[object, ...], tuple[int, str | None]] = {}  # by epoch, what nodes can never hold
@@ -168,13 +168,13 @@ class Books:
         else:
             shelf.dynamic_bundles += len(group.bundles)
         self.ledger.hold(group.nodes, group.bundles)
-        if group.stand is Stand.removing:
-            self.removing[group.id] = group
+        if group.stand in (Stand.removing, Stand.broken):
+            self.going[group.id] = group
 
     def drop_group(self, group: Group) -> None:
         """Nothing of the group is left."""
         del self.groups[group.id]
-        self.removing.pop(group.id, None)
+        self.going.pop(group.id, None)
         shelf = self.shelves[group.pool]
         del shelf.groups[group.id]
         if group.kind is Kind.reserved:
@@ -339,8 +339,8 @@ class Books:
             for name in group.tenants:
                 self._check_tenant(group, name)
             assert group.stand is not Stand.removing or not group.tenants, f"{group.id} is removed under a tenant"
-        leaving = {name for name, group in self.groups.items() if group.stand is Stand.removing}
-        assert leaving == self.removing.keys(), "groups that are being removed are miscounted"
+        going = {name for name, group in self.groups.items() if group.stand in (Stand.removing, Stand.broken)}
+        assert going == self.going.keys(), "groups that are going are miscounted"
         assert (held == ledger.held).all(), "what groups hold is not what the books say"
         assert (idle == ledger.idle).all(), "what is idle is not what the books say"
         ours = ledger.held + ledger.kept

@@ -522,7 +522,7 @@ class Lives(Books):
     def _standing_to_removing(self, group: Group, now: float) -> None:
         self.set_idle(group, False)
         group.stand = Stand.removing
-        self.removing[group.id] = group
+        self.going[group.id] = group
         self._issue_remove(group, now)
 
     def _issue_remove(self, group: Group, now: float) -> None:
@@ -542,6 +542,7 @@ class Lives(Books):
         if group.stand is Stand.removing:
             return
         group.stand, group.deadline = Stand.broken, None
+        self.going[group.id] = group
         for claim in [claim for claim in self.claims.values() if claim.group == group.id]:
             self._drop_claim(claim, now, requeue=True)
         for name in list(group.tenants):

@@ -40,7 +40,7 @@ class Choice:
     group: str | None = None  # the slot to be taken over
     victims: tuple[tuple[str, Code], ...] = ()
     reclaims: tuple[str, ...] = ()  # idle groups to be removed
-    awaits: tuple[str, ...] = ()  # groups that are being removed already
+    awaits: tuple[str, ...] = ()  # groups that are going anyway
     again_at: float | None = None  # when time alone might change the answer
 
     @property
