@@ -530,6 +530,19 @@ def test_a_member_whose_room_is_taken_leaves_and_another_is_asked_for():
     assert enter.leavers == ("g-0002",)
 
 
+def test_a_member_that_has_two_causes_to_leave_keeps_the_nearer_deadline_however_often_it_is_told():
+    group = Group()
+    group.begin("a", "b")
+    group.tell(MemberTaken("g-0002", 30.0, Reason(Code.priority, "somebody more important came")))
+    by = group.machine.members["g-0002"].leave_by
+    for _ in range(3):
+        group.nodes("a", "b", b=1000.0)
+        assert group.machine.members["g-0002"].leave_by == by
+    group.nodes("a", "b")  # the node stays after all; its room is still to be given up
+    assert group.machine.members["g-0002"].leave_by == by
+    assert group.machine.members["g-0002"].reason.code is Code.priority
+
+
 def test_a_member_that_the_pool_took_away_and_gave_back_enters_again():
     group = Group()
     group.begin("a", "b")

@@ -92,9 +92,9 @@ class GroupMachine(Members):
                 self._to_lost(member, Reason(Code.node_lost, f"node {name} is gone"), now, end=True)
             elif node is not None and node.state is NodeState.draining:
                 self._to_leaving(member, self._draining(member.node), node.deadline, now)
-            elif node is not None and member.state is MemberState.leaving and member.reason.code is Code.node_draining:
+            elif node is not None and any(one.reason.code is Code.node_draining for one in member.causes):
                 sentence = f"node {self._called(member.node)} stays after all"
-                self._leaving_to_staying(member, Reason(Code.drain_over, sentence), now)
+                self._leaving_to_staying(member, Code.node_draining, Reason(Code.drain_over, sentence), now)
         self._excuse(before.keys() - there.keys())
 
     def _on_member_waits(self, event: e.MemberWaits, now: float) -> None:

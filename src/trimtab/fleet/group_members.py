@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 
 from trimtab.fleet import group_events as e
-from trimtab.fleet.group_records import OVER, Debt, GroupBooks, Member, Phase, Room, room_on
+from trimtab.fleet.group_records import OVER, Cause, Debt, GroupBooks, Member, Phase, Room, room_on
 from trimtab.fleet.node_records import title
 from trimtab.model.fleet import MemberState, NodeView
 from trimtab.model.reason import Chapter, Code, Reason
@@ -90,9 +90,13 @@ class Members(GroupBooks):
         """Whoever was to leave only because fewer were wanted stays, as far as more are wanted again."""
         missing = self.wanted - len(self._staying())
         reason = Reason(Code.grow, f"members wanted again: {self.wanted}")
-        spared = [one for one in self.members.values() if one.state is MemberState.leaving and one.leave_by is None]
-        for member in [one for one in spared if one.reason.code is Code.shrink][: max(0, missing)]:
-            self._leaving_to_staying(member, reason, now)
+        spared = [
+            one
+            for one in self.members.values()
+            if one.state is MemberState.leaving and all(cause.reason.code is Code.shrink for cause in one.causes)
+        ]
+        for member in spared[: max(0, missing)]:
+            self._leaving_to_staying(member, Code.shrink, reason, now)
 
     def _last_first(self, members: list[Member]) -> list[Member]:
         """Newcomers before those that work, then the highest rank first; the only one that has the state last."""
@@ -171,7 +175,7 @@ class Members(GroupBooks):
     def _back_to_asked(self, member: Member, reason: Reason, now: float) -> None:
         """The pool took its room and will give it another: its state is kept for it, its rank is not."""
         self._left_world(member, reason)
-        member.node, member.health_due, member.health_by, member.leave_by = "", None, None, None
+        member.node, member.health_due, member.health_by, member.causes = "", None, None, ()
         self._to(member, MemberState.asked, reason, now)
 
     def _ready_to_working(self, member: Member, now: float) -> None:
@@ -188,16 +192,22 @@ class Members(GroupBooks):
             if not self._irreplaceable(member):
                 self._to_gone(member, reason, now, end=True)
         else:
-            leave_by = None if deadline is None else deadline - self.spec.handover_s
-            again = member.state is MemberState.leaving and member.reason.code is reason.code
-            if member.leave_by is not None and not again:  # two causes: the nearer deadline
-                leave_by = member.leave_by if leave_by is None else min(leave_by, member.leave_by)
-            member.leave_by, member.health_due = leave_by, None  # an answer that is due stays due
-            if not again:
+            cause = Cause(reason, None if deadline is None else deadline - self.spec.handover_s)
+            codes = [one.reason.code for one in member.causes]
+            member.health_due = None  # an answer that is due stays due
+            if reason.code in codes:
+                at = codes.index(reason.code)
+                member.causes = (*member.causes[:at], cause, *member.causes[at + 1 :])
+            else:
+                member.causes = (*member.causes, cause)
                 self._to(member, MemberState.leaving, reason, now)
 
-    def _leaving_to_staying(self, member: Member, reason: Reason, now: float) -> None:
-        member.leave_by = None
+    def _leaving_to_staying(self, member: Member, over: Code, reason: Reason, now: float) -> None:
+        """One cause is over; where there is another one, it leaves for that."""
+        member.causes = tuple(one for one in member.causes if one.reason.code is not over)
+        if member.causes:
+            self._to(member, MemberState.leaving, member.causes[0].reason, now)
+            return
         member.health_due = now + self.spec.health_every_s if self.spec.health_every_s else None
         ranked = self.world is not None and member.id in self.world.members
         self._to(member, MemberState.working if ranked else MemberState.ready, reason, now)
@@ -238,7 +248,7 @@ class Members(GroupBooks):
             self.not_before = now + (self._back_off(self.rounds - 1) if self.rounds > 1 else 0.0)
 
     def _to_gone(self, member: Member, reason: Reason, now: float, *, end: bool) -> None:
-        member.health_due = member.health_by = member.leave_by = None
+        member.health_due, member.health_by, member.causes = None, None, ()
         self._to(member, MemberState.gone, reason, now)
         if end:
             member.end_by = now + END_S
@@ -319,7 +329,7 @@ class Members(GroupBooks):
             assert self.stories[name][-1].state == one.state.value, f"{name}: story"
             assert (one.state is MemberState.gone) == (one.end_by is not None), f"{name}: gone without an end"
             assert one.node or one.state in (MemberState.asked, MemberState.gone), f"{name} works nowhere"
-            assert one.leave_by is None or one.state is MemberState.leaving, f"{name}: has to go, and stays"
+            assert bool(one.causes) == (one.state is MemberState.leaving), f"{name}: leaves without a cause, or stays"
             assert one.health_by is None or one.node, f"{name}: health"
             assert one.health_due is None or one.state in (MemberState.ready, MemberState.working), f"{name}: health"
             in_world = self._ranked(name) or self._being_entered(one)
@@ -328,7 +338,9 @@ class Members(GroupBooks):
         assert numbers == sorted(numbers), "members in another order than made"
         if self.phase not in OVER and self.nodes_known:
             missing = self.wanted - len(self._staying())
-            assert missing == len(self.debts), f"{missing} are missing, {len(self.debts)} of them have a reason"
+            # Whoever waits with the only state that there is waits on, however few are wanted.
+            spared = sum(one.state is MemberState.asked and self._irreplaceable(one) for one in self._staying())
+            assert -spared <= missing - len(self.debts) <= 0, f"{missing} are missing, {len(self.debts)} with a reason"
             assert self.phase is not Phase.entering or self.coming is not None
         assert len(self.restarts) <= self.spec.restarts + FATAL_WEIGHT * max(1, self.made)
         assert len(self.stories) <= STORIES_KEPT + len(self.members) + 2, "stories without end"

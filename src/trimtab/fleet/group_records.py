@@ -24,6 +24,14 @@ class Phase(str, enum.Enum):
 OVER = (Phase.given_up, Phase.closed)
 
 
+@dataclass(frozen=True)
+class Cause:
+    """Why a member has to leave, and by when no step is begun with it any more; None: it can take its time."""
+
+    reason: Reason
+    leave_by: float | None
+
+
 @dataclass(eq=False)
 class Member:
     """One member."""
@@ -40,10 +48,15 @@ class Member:
     restart_node: str = ""  # ... for one that was lost there
     step: int | None = None  # whose outcome it has; None: nobody's, it is new
     proven: bool = False  # it has completed a step
-    leave_by: float | None = None  # of a leaving one: no step is begun with it after that; None: it can take its time
+    causes: tuple[Cause, ...] = ()  # of a leaving one, one of each code; in the order they came
     health_due: float | None = None
     health_by: float | None = None  # when the answer is due
     end_by: float | None = None  # of one that is gone: when its end is due to be confirmed
+
+    @property
+    def leave_by(self) -> float | None:
+        """No step is begun with it after that: the nearest of its deadlines."""
+        return min((one.leave_by for one in self.causes if one.leave_by is not None), default=None)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ and what comes of things done, `rollout_refit` the weights, `rollout_scaling` ca
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -303,7 +304,7 @@ class RolloutMachine:
         if request.state is RequestState.queued:
             version = books.rest.version
             if (request.spec.version or version) > version or (request.spec.at_least or version) > version:
-                books.later[request.id] = request
+                books.put_off(request)
             else:
                 books.router.push(request)
 
@@ -378,6 +379,7 @@ class RolloutMachine:
         assert len(waiting) == books.router.queued, "queued"
         assert all(books.requests[name].state is RequestState.queued for name in (*waiting, *books.later)), "waits"
         assert not set(waiting) & set(books.later), "waits twice"
+        assert +books.later_of == Counter(one.spec.class_ for one in books.later.values()), "later"
         assert sum(len(one.held) + len(one.ghosts) for one in books.workers.values()) == len(books.where), "held"
         assert all(name in books.requests or name in books.past for name in books.keys.values()), "keys"
         assert len(books.past) <= books.rules.answers_kept, "past"

@@ -7,6 +7,7 @@ so that none of them owns a copy of what another one changes.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator
 
 from trimtab.fleet.rollout_events import RolloutInstruction
@@ -38,6 +39,7 @@ class Books:
         # What follows can be worked out from the above (the router's prefixes and means apart).
         self.router = Router(rules)
         self.later: dict[str, Request] = {}  # queued for a version that has not come yet
+        self.later_of: Counter[str] = Counter()  # by class: how many of those there are
         self.where: dict[str, str] = {}  # by request#attempt: the worker that holds it
         self.out: list[RolloutInstruction] = []
         self._timers: list[tuple[float, Timer]] = []  # a heap; has every due time, and some that have changed since
@@ -85,6 +87,18 @@ class Books:
         if worker.leaving or worker.taken or worker.out:
             return False
         return worker.state in (WorkerState.starting, WorkerState.stale, WorkerState.empty)
+
+    # ---- requests for a version that has not come ------------------------------------------------------------------
+
+    def put_off(self, request: Request) -> None:
+        """It waits for a version."""
+        self.later[request.id] = request
+        self.later_of[request.spec.class_] += 1
+
+    def put_on(self, request: Request) -> None:
+        """It does not wait for one any more, if it did."""
+        if self.later.pop(request.id, None) is not None:
+            self.later_of[request.spec.class_] -= 1
 
     # ---- lanes -----------------------------------------------------------------------------------------------------
 

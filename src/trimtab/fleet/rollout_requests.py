@@ -49,9 +49,7 @@ class Requests:
             raise InputError(f"there is a request {spec.id} already", hint="each request has an id of its own")
         if spec.key and self._same_key(spec):
             return
-        if books.router.full(spec.class_) or (
-            books.later and self._later_of(spec.class_) + len(line.waiting) >= line.spec.queue_limit
-        ):
+        if len(line.waiting) + books.later_of[spec.class_] >= line.spec.queue_limit:
             self._refuse(spec, line.spec.queue_limit)
             return
         now, rest = books.rest.now, books.rest
@@ -65,9 +63,6 @@ class Requests:
         if spec.key:
             books.keys[spec.key] = spec.id
         self._queue(request, reason)
-
-    def _later_of(self, class_: str) -> int:
-        return sum(one.spec.class_ == class_ for one in self.books.later.values())
 
     def _same_key(self, spec: RequestSpec) -> bool:
         """Whether the answer is another request's."""
@@ -115,7 +110,7 @@ class Requests:
             self._fail(request, Reason(Code.version_gone, gone))
         elif (spec.version or version) > version or (spec.at_least or version) > version:
             wanted = max(one for one in (spec.version, spec.at_least) if one is not None)
-            books.later[request.id] = request
+            books.put_off(request)
             books.write_request(
                 request,
                 RequestState.queued,
@@ -138,7 +133,7 @@ class Requests:
             if one.spec.version is not None or one.spec.at_least is not None
         ]
         for request in sorted([*later, *pinned], key=lambda one: one.number):
-            books.later.pop(request.id, None)
+            books.put_on(request)
             books.router.drop(request)
             self._queue(request, Reason(Code.queued, f"the trainer is at version {books.rest.version}"))
 
@@ -313,7 +308,7 @@ class Requests:
         worker.ghosts = {}
 
     def wake_ghosts(self, worker: Worker) -> None:
-        """The same process is back: what it may still be working on is cut, and counts as there until it has ended."""
+        """It is back: what it may still be working on is cut, and counts as there until it has ended."""
         books = self.books
         worker.held, worker.ghosts = worker.ghosts, {}
         for key, sent in worker.held.items():
@@ -385,7 +380,7 @@ class Requests:
         """The one place where a request ends. Whoever wants it is told, once."""
         books = self.books
         del books.requests[request.id]
-        books.later.pop(request.id, None)
+        books.put_on(request)
         books.router.drop(request)
         request.end, request.worker = end, ""
         books.write_request(request, state, reason)

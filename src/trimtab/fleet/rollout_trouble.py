@@ -163,8 +163,7 @@ class Trouble:
             return
         if worker.state is S.lost:
             if worker.doing is None:
-                if not event.restarted:
-                    self.requests.wake_ghosts(worker)
+                self.requests.wake_ghosts(worker)
                 self.workers.arrives(worker, event.version, "it is back", new=event.restarted)
         elif worker.state is S.inactive:
             if not worker.started or event.restarted:
@@ -173,9 +172,10 @@ class Trouble:
             elif worker.asleep:
                 self.workers.woken(worker, event.version, "others woke it")
         elif event.restarted:
-            worker.started = False
-            self.lost(worker, Reason(Code.process_died, "it was restarted: what it had is gone"))
+            # Nobody knows when: what was sent last may be with the new process, so it is cut there, too.
+            self.lost(worker, Reason(Code.process_died, "it was restarted: what it had is gone"), stop=False)
             if worker.id in self.books.workers:
+                self.requests.wake_ghosts(worker)
                 self.workers.arrives(worker, event.version, "it was restarted")
 
     def slept(self, event: e.WorkerSlept) -> None:

@@ -95,6 +95,7 @@ class Workers:
         worker.taken = True
         left_s = max(0.0, event.deadline - books.rest.now - books.rules.abort_s)
         self._route_off(worker, Reason(Code.taken, event.why), min(left_s, books.rules.drain_s))
+        books.look_soon()  # somebody may have to take its place
 
     def given(self, event: e.WorkerGiven) -> None:
         """May be used again; whatever failed before is forgiven."""

@@ -191,11 +191,6 @@ class Router:
 
     # ---- queues ----------------------------------------------------------------------------------------------------
 
-    def full(self, class_: str) -> bool:
-        """Whether the class has all that may wait."""
-        line = self.lines[class_]
-        return len(line.waiting) >= line.spec.queue_limit
-
     def push(self, request: Request) -> None:
         """It waits. Whoever was here before keeps its place by its number."""
         line = self.lines[request.spec.class_]
