@@ -16,7 +16,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from trimtab import profile as profile
     from trimtab.formats.load import load as load
+    from trimtab.model.elastic_config import ElasticConfig as ElasticConfig
     from trimtab.plan.placement import plan_placement as plan_placement
+    from trimtab.runtime.elastic_scheduler import ElasticScheduler as ElasticScheduler
     from trimtab.runtime.ray.client import Pool as Pool
     from trimtab.runtime.ray.client import Session as Session
     from trimtab.runtime.ray.client import connect as connect
@@ -38,7 +40,9 @@ _HOMES = {
     "Session": "trimtab.runtime.ray.client",
     "Pool": "trimtab.runtime.ray.client",
     "Task": "trimtab.runtime.ray.task",
+    "ElasticConfig": "trimtab.model.elastic_config",
     "ElasticGroup": "trimtab.runtime.ray.elastic",
+    "ElasticScheduler": "trimtab.runtime.elastic_scheduler",
     "GroupError": "trimtab.runtime.ray.elastic",
     "GroupGaveUpError": "trimtab.runtime.ray.elastic",
     "MemberWorld": "trimtab.runtime.ray.elastic",
@@ -50,7 +54,9 @@ _HOMES = {
 }
 
 __all__ = [
+    "ElasticConfig",
     "ElasticGroup",
+    "ElasticScheduler",
     "GroupError",
     "GroupGaveUpError",
     "MemberWorld",
