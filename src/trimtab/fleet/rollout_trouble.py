@@ -161,14 +161,17 @@ class Trouble:
         worker = self.books.workers.get(event.worker)
         if worker is None or worker.state is S.starting:
             return
+        if event.restarted:
+            worker.paused_elsewhere = False
+            self.books.lane(worker)
         if worker.state is S.lost:
             if worker.doing is None:
                 self.requests.wake_ghosts(worker)
-                self.workers.arrives(worker, event.version, "it is back", new=event.restarted)
+                self.workers.arrives(worker, event.version, "it is back", ours=False)
         elif worker.state is S.inactive:
             if not worker.started or event.restarted:
                 worker.was_lost = worker.was_lost or worker.started
-                self.workers.arrives(worker, event.version, "it came up by itself")
+                self.workers.arrives(worker, event.version, "it came up by itself", ours=False)
             elif worker.asleep:
                 self.workers.woken(worker, event.version, "others woke it")
         elif event.restarted:
@@ -176,7 +179,7 @@ class Trouble:
             self.lost(worker, Reason(Code.process_died, "it was restarted: what it had is gone"), stop=False)
             if worker.id in self.books.workers:
                 self.requests.wake_ghosts(worker)
-                self.workers.arrives(worker, event.version, "it was restarted")
+                self.workers.arrives(worker, event.version, "it was restarted", ours=False)
 
     def slept(self, event: e.WorkerSlept) -> None:
         """Others put it to sleep. What ran there is theirs to have aborted, and is heard of."""

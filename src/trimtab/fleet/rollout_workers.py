@@ -230,15 +230,16 @@ class Workers:
         else:
             self.woken(worker, None, reason.sentence)
 
-    def arrives(self, worker: Worker, reported: int | None, why: str, *, new: bool = True) -> None:
-        """A process that was not there before, or (`new` false) is seen again after it was lost.
+    def arrives(self, worker: Worker, reported: int | None, why: str, *, ours: bool = True) -> None:
+        """A process that was not there before. Its weights are the trainer's only where nobody has trained yet.
 
-        Its weights are the trainer's only where nobody has trained yet.
+        Where others started it (`ours` false), a sleep or pause that was on its way may reach it all the same: it
+        counts as asleep and paused as before, and is woken and resumed before it serves.
         """
         books = self.books
         self.requests.lay_ghosts(worker)
         worker.started = True
-        if new:
+        if ours:
             worker.asleep = worker.paused = worker.paused_elsewhere = False
         worker.incarnation += 1
         worker.version = None

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from trimtab.fleet.survey import Drain, Foreign, Holder, NodeKind, SeenNode, Survey, named
 from trimtab.model.errors import InputError, TrimtabError, UnreachableError
 from trimtab.model.resources import GRAIN, Resources, total
+from trimtab.runtime.cluster import auth
 from trimtab.runtime.ray.cluster import answers, import_ray
 from trimtab.runtime.ray.foreign import foreign, visible
 from trimtab.runtime.ray.records import (
@@ -116,6 +117,7 @@ class Lookout:
     def __init__(self, address: str) -> None:
         import_ray()
         _greets(address)
+        auth.suit(address)
         self.address = address
         from ray._raylet import GcsClient, GcsClientOptions, GlobalStateAccessor
 
