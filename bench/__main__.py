@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 
-TABLES = ("placement", "partition", "pools", "hosts", "nodes", "elastic", "startup")
+TABLES = ("placement", "partition", "pools", "hosts", "nodes", "elastic", "rollout", "startup")
 
 
 def main() -> None:
