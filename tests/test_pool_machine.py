@@ -288,6 +288,20 @@ def test_a_task_that_awaits_a_node_waits_where_none_is_large_enough():
     assert one.state("a") is State.running
 
 
+def test_nobody_joins_a_slot_that_somebody_else_takes_over():
+    one = world(4)
+    one.tell(news.PolicySet(policy(same_pool_gap=1.0)))
+    one.run(task("owner", 2, room=(gpus(4),), priority=1.0))
+    one.tell(news.Submitted(task("new", 4, priority=9.0)))
+    assert one.state("owner") is State.cancelling
+    one.tell(news.Submitted(task("sharer", 2, shares="owner", priority=5.0)))
+    one.carry_all()
+    assert one.states("new", "owner", "sharer") == ["running", "evicted", "waiting"]
+    one.end("new")
+    one.carry_all()
+    assert one.state("owner") is State.running
+
+
 def test_nobody_is_evicted_for_room_that_is_being_made_free_anyway():
     one = world(8, spec=pool(reuse=False, return_preempts=True))
     one.tell(news.PolicySet(policy(same_pool_gap=0.5)))

@@ -78,7 +78,7 @@ def spot(books: Books, task: Task) -> Spot | Reason:
 def soon(books: Books, task: Task) -> Choice:
     """Room that is there as soon as slots that are going, for nobody in particular, are gone."""
     claimed = {name for claim in books.claims.values() for name in claim.groups}
-    going = [group for name, group in books.going.items() if name not in claimed]
+    going = sorted((group for name, group in books.going.items() if name not in claimed), key=lambda one: one.seq)
     spec, ledger = task.spec, books.ledger
     own = [group.id for group in going if group.pool == spec.pool and group.kind is Kind.dynamic]
     left = slots_left(books, spec.pool)
