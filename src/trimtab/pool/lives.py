@@ -377,13 +377,9 @@ class Lives(Books):
         """A task that shares slots waits at them for its turn."""
         owner = self.tasks.get(task.shares or "")
         group = self.groups.get(owner.places[0].group) if owner is not None and owner.places else None
-        stays = group is not None and all(claim.group != group.id for claim in self.claims.values())
-        if (
-            group is not None
-            and stays
-            and group.stand in (Stand.making, Stand.standing)
-            and task.id not in group.tenants
-        ):
+        if group is not None and any(claim.group == group.id for claim in self.claims.values()):
+            group = None  # somebody else takes it over
+        if group is not None and group.stand in (Stand.making, Stand.standing) and task.id not in group.tenants:
             group.tenants.append(task.id)
             for other in group.tenants:
                 if self.tasks[other].places:
