@@ -26,7 +26,7 @@ types: setup
 
 tests: setup
 	@tools/install-browser
-	@$(BIN)/pytest -n 2 --dist loadfile --cov --cov-report=term
+	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
 
 bench: setup
 	@$(BIN)/python -m bench
