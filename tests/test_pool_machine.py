@@ -1764,3 +1764,18 @@ def test_warm_hosts_are_wanted_where_the_pool_may_run():
     targets = one.machine.warm_targets()
     assert sum(count for by_kind in targets.values() for count in by_kind.values()) >= 2
     assert {kind for by_kind in targets.values() for kind in by_kind} == {("json",)}
+
+
+def test_a_tenant_that_was_parked_and_has_its_turn_again_may_be_evicted_again():
+    one = world(4)
+    one.tell(news.PolicySet(policy(same_pool_gap=1.0)))
+    one.run(task("owner", 2, room=(gpus(4),), priority=1.0), task("sharer", 2, shares="owner", priority=1.0))
+    one.tell(news.TurnAsked("sharer"))
+    one.carry_all()
+    assert one.states("owner", "sharer") == ["parked", "running"]
+    one.tell(news.TurnAsked("owner"))
+    one.carry_all()
+    assert one.states("owner", "sharer") == ["running", "parked"]
+    one.end("sharer")
+    one.run(task("new", 4, priority=9.0))
+    assert one.states("new", "owner") == ["running", "evicted"]

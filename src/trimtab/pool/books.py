@@ -364,6 +364,8 @@ class Books:
             assert limit is None or there + shelf.kept_bundles <= limit, f"pool {name} is over its limit of slots"
         for task in self.tasks.values():
             self._check_task(task)
+        at_work = {name for name, task in self.tasks.items() if task.state in (State.starting, State.running)}
+        assert at_work == self.candidates.at.keys(), "who may have to leave is miscounted"
         for claim in self.claims.values():
             assert self.tasks[claim.task].state in IN_QUEUE, f"{claim.task} claims room and does not wait"
             assert claim.tasks or claim.groups, f"the room of {claim.task} is there and not taken"

@@ -312,6 +312,7 @@ class PoolMachine(Lives):
         task.moving = None
         self.use(task, task.spec.residual or (NOTHING,) * len(task.spec.bundles))
         self._to(task, State.parked, Reason(Code.turn, "another tenant of its slot has its turn"), now, None)
+        self.candidate(task)
         group.active = None
         self._next_turn(group, now)
         self._freed()
@@ -322,6 +323,7 @@ class PoolMachine(Lives):
             return
         task.moving = None
         self._to(task, State.running, Reason(Code.turn, "it has its turn"), now, None)
+        self.candidate(task)
         self._next_turn(self.groups[task.places[0].group], now)
 
     def _on_found(self, event: e.Found, now: float) -> None:
