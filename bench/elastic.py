@@ -18,8 +18,9 @@ import statistics
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from trimtab.runtime.cluster import processes
 
 ROUNDS = 3
 STARTS = 5
@@ -115,7 +116,7 @@ class Bench:
         node = self._nodes.pop(0)
         self._group.step(timeout=WAIT_S)
         raylets = [info.process.pid for info in node.all_processes["raylet"]]
-        pids = [one for raylet in raylets for one in (raylet, *below(raylet))]
+        pids = [one for raylet in raylets for one in (raylet, *(each.pid for each in processes.below(raylet)))]
         began, wall = time.monotonic(), time.time()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -131,10 +132,11 @@ class Bench:
         node = self._nodes.pop(0)
         self._group.step(timeout=WAIT_S)
         tasks = [one for one in self._session.tasks() if any(m.node == node.node_id for m in one.members)]
-        pids = [member.pid for task in tasks for member in task.members if member.node == node.node_id]
+        members = [member for task in tasks for member in task.members if member.node == node.node_id]
+        there = [processes.process(member.pid) for member in members]
         began = time.monotonic()
         self._session.drain_node(node.node_id, DEADLINE_S, "bench")
-        while any(lives(pid) for pid in pids):
+        while any(one.lives for one in there):
             self._group.step(timeout=WAIT_S)
         self.drains.append(time.monotonic() - began)
         stepped(self._group, len(self._nodes) + 1)
@@ -180,33 +182,6 @@ def row(name: str, seconds: list[float], base: float, goal: float | None = None)
     middle, worst = statistics.median(seconds), max(seconds)
     said = f"  [{goal:g}x]" if goal else ""
     print(f"{name:<58}{middle:>8.2f}s{worst:>8.2f}s{middle / base:>8.2f}x{said}", flush=True)
-
-
-def lives(pid: int) -> bool:
-    fields = _stat(pid)
-    return bool(fields) and fields[0] not in "ZX"
-
-
-def below(pid: int) -> set[int]:
-    """All descendants of a process."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (fields := _stat(int(entry.name))):
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found: set[int] = set()
-    todo = [pid]
-    while todo:
-        more = children.get(todo.pop(), [])
-        found.update(more)
-        todo += more
-    return found
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from fleet_world import facts
+from trimtab.fleet.emptying import evict_after_s
 from trimtab.fleet.node_events import (
     DrainAsked,
     DrainOver,
@@ -25,6 +26,7 @@ from trimtab.fleet.node_events import (
 from trimtab.fleet.nodes import NodeMachine
 from trimtab.model.errors import InputError
 from trimtab.model.fleet import NodePolicy, NodeState
+from trimtab.model.pool import Policy
 from trimtab.model.reason import Code
 from trimtab.model.resources import Resources
 
@@ -434,3 +436,9 @@ def test_a_machine_goes_on_from_its_snapshot():
     assert again.next_deadline() == fleet.machine.next_deadline()
     assert again.handle(Tick(), fleet.now + 9) == fleet.machine.handle(Tick(), fleet.now + 9)
     assert again.dump() == fleet.machine.dump()
+
+
+@pytest.mark.parametrize(("left_s", "after_s"), [(None, 30.0), (-1.0, 0.0), (10.0, 5.0), (140.0, 70.0), (200.0, 130.0)])
+def test_what_stays_on_a_draining_node_is_evicted_in_time_to_be_saved_and_not_before_half_of_it(left_s, after_s):
+    policy = Policy(cancel_timeout_s=5.0, save_timeout_s=60.0)
+    assert evict_after_s(left_s, policy) == after_s

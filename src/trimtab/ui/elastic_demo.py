@@ -18,10 +18,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from trimtab.model.errors import UnreachableError
+from trimtab.runtime.cluster import processes
 from trimtab.ui.elastic_loop import Say, Talk
 
 PACE_S = 0.3  # a step at least
@@ -35,14 +35,14 @@ LOOK_S = 0.2
 
 def run_demo(backend: str = "auto", say: Say | None = None) -> int:
     """Run everything, clean up, and give the exit status: 0 if all that was said did happen."""
-    processes = _Processes()
+    seen = _Processes()
     talk = Talk(say or functools.partial(print, file=sys.stdout, flush=True))
-    with _quiet(), _Nodes(processes) as nodes:
+    with _quiet(), _Nodes(seen) as nodes:
         talk.lines(f"Ray at {nodes.address}: one node with one (made-up) GPU, and more to come", "")
         demo = _Demo(nodes, talk, backend)
         demo.train()
-    left = processes.left(GONE_S)
-    demo.check(not left, f"nothing is left behind: {processes.count} processes have come and gone", f"left: {left}")
+    left = seen.left(GONE_S)
+    demo.check(not left, f"nothing is left behind: {seen.count} processes have come and gone", f"left: {left}")
     talk.lines("", demo.verdict())
     return NOT_DONE if demo.broken else 0
 
@@ -202,8 +202,8 @@ class _Training:
 class _Nodes:
     """Real nodes of a Ray on this machine, with one GPU each that is made up."""
 
-    def __init__(self, processes: _Processes) -> None:
-        self._processes = processes
+    def __init__(self, seen: _Processes) -> None:
+        self._processes = seen
         self.workers: list[Any] = []
 
     def __enter__(self) -> _Nodes:
@@ -242,7 +242,7 @@ class _Nodes:
     def kill(self, node: Any, moment: Callable[[], None]) -> None:
         """Lose a node as a machine is lost, all its processes at once, as soon as the moment has come."""
         raylets = [info.process.pid for info in node.all_processes["raylet"]]
-        pids = [one for raylet in raylets for one in (raylet, *_below(raylet))]
+        pids = [one for raylet in raylets for one in (raylet, *(each.pid for each in processes.below(raylet)))]
         moment()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -260,8 +260,8 @@ class _Processes:
     """Every process that was seen below this one, to see that none is left."""
 
     def __init__(self) -> None:
-        self._before = set(_below(os.getpid()))
-        self._seen: dict[int, str] = {}  # by pid: when it was started
+        self._before = set(processes.below(os.getpid()))
+        self._seen: set[processes.Process] = set()
 
     @property
     def count(self) -> int:
@@ -270,46 +270,11 @@ class _Processes:
 
     def look(self) -> None:
         """Remember those that are there now."""
-        for pid in _below(os.getpid()) - self._before:
-            if started := _started(pid):
-                self._seen[pid] = started
+        self._seen.update(set(processes.below(os.getpid())) - self._before)
 
     def left(self, timeout_s: float) -> list[int]:
         """Those that are still there, after a while for the last ones to go."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            left = sorted(pid for pid, started in self._seen.items() if _started(pid) == started)
-            if not left or time.monotonic() > deadline:
-                return left
-            time.sleep(0.1)
-
-
-def _below(pid: int) -> set[int]:
-    """All descendants of a process."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (fields := _stat(int(entry.name))):
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found: set[int] = set()
-    todo = [pid]
-    while todo:
-        more = children.get(todo.pop(), [])
-        found.update(more)
-        todo += more
-    return found
-
-
-def _started(pid: int) -> str:
-    """When the process was started; empty: there is none, or only its exit status is left."""
-    fields = _stat(pid)
-    return fields[19] if fields and fields[0] not in "ZX" else ""
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+        return sorted(one.pid for one in processes.gone(self._seen, timeout_s))
 
 
 @contextlib.contextmanager

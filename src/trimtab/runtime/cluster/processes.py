@@ -61,6 +61,12 @@ def table() -> dict[int, Row]:
     return {int(one): row for one in os.listdir("/proc") if one.isdecimal() and (row := _row(int(one)))}
 
 
+def below(pid: int) -> list[Process]:
+    """All descendants of a process."""
+    known = table()
+    return [Process(one, known[one].born) for one in sorted(_below(pid, known))]
+
+
 def family(root: Process | None, mark: str) -> list[Process]:
     """Whatever belongs to a node, without `root` itself, which may be gone already."""
     known = table()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trimtab.fleet import node_events as news
+from trimtab.fleet.emptying import evict_after_s
 from trimtab.fleet.nodes import NodeMachine
 from trimtab.model.errors import InputError, TrimtabError
 from trimtab.model.fleet import NodeFacts, NodeState, NodeView
@@ -38,7 +39,6 @@ log = logging.getLogger("trimtab.controller")
 LOOK_EVERY_S = 0.3
 ANSWER_S = 30.0
 SNAPSHOT_EVERY = 5_000  # events
-EMPTY_AFTER_S = 30.0  # a node that drains without a deadline: those who leave by themselves have so long
 LEAST_TICK_S = 0.01
 OUR_NAMES = {"CPU": "cpu", "GPU": "gpu"}
 KIND_LABELS = ("ray.io/accelerator-type",)
@@ -361,11 +361,8 @@ class NodeWatch:
         """Nothing new goes there; whoever is there yet a while before the deadline is evicted."""
         self._close_node(one.node, one.reason.sentence)
         self._stop_emptying(one.node)
-        wait_s = EMPTY_AFTER_S
-        if one.deadline is not None:
-            left_s = max(0.0, one.deadline - self._world.now())
-            policy = self._world.machine.policy or Policy()
-            wait_s = left_s - min(left_s / 2, policy.cancel_timeout_s + policy.save_timeout_s + 5.0)
+        left_s = None if one.deadline is None else one.deadline - self._world.now()
+        wait_s = evict_after_s(left_s, self._world.machine.policy or Policy())
         loop = asyncio.get_running_loop()
         self._emptying[one.node] = loop.call_later(wait_s, self._evict_all, one.node, one.reason.sentence)
 
