@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from tiny_gguf import tiny_gguf
 
-SAID = "serving at "
+SAID = re.compile(r"serving at (http://[\d.]+:\d+)\.")  # its own log may run on in the same line
 START_S = 30.0
 
 
@@ -125,10 +126,9 @@ def _tries(server: LlamaServer) -> Iterator[None]:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         said = server.log.read_text(errors="replace")[server.log_since :]
-        for line in said.splitlines():
-            if line.startswith(SAID) and line.endswith("."):
-                server.url = line.removeprefix(SAID).removesuffix(".")
-                return
+        if found := SAID.search(said):
+            server.url = found[1]
+            return
         assert server.alive, f"it ended at once:\n{said[-2000:]}"
         yield
     server.stop()
@@ -177,7 +177,7 @@ def serve(model: str, slots: int, context: int, port: int, parent: int) -> None:
     params.endpoint_metrics = params.endpoint_slots = True
     params.warmup = False
     server = xllamacpp.Server(params)
-    print(f"{SAID}{server.listening_address}.", flush=True)
+    print(f"serving at {server.listening_address}.", flush=True)
     signal.pause()
 
 

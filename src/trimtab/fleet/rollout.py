@@ -196,6 +196,11 @@ class RolloutMachine:
         """All workers, in order of joining."""
         return tuple(worker_view(one, self._books.load_of(one)) for one in self._books.workers.values())
 
+    def worker(self, name: str) -> WorkerView | None:
+        """One worker."""
+        known = self._books.workers.get(name)
+        return None if known is None else worker_view(known, self._books.load_of(known))
+
     def requests(self) -> tuple[RequestView, ...]:
         """All requests that are not answered, in order of arrival."""
         return tuple(request_view(one) for one in self._books.requests.values())
@@ -234,6 +239,10 @@ class RolloutMachine:
     def steps(self) -> tuple[ScaleStep, ...]:
         """The last changes of the number of workers."""
         return tuple(self._books.steps)
+
+    def scaling(self) -> dict[str, Any]:
+        """What people asked for, and what the policy decided last, as plain data."""
+        return self._scaler.said()
 
     def metrics(self) -> dict[str, float]:
         """The figures that a monitor wants: workers, requests, load as a share of capacity."""

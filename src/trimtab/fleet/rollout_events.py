@@ -64,6 +64,7 @@ class Broke:
     tokens: int  # in this attempt, that are good
     why: str
     fatal: bool = False
+    again: bool = False  # what there is of it cannot be carried on from: it starts from the prompt
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class AbortDone:
     request: str
     attempt: int
     tokens: int  # in this attempt
+    again: bool = False  # what there is of it cannot be carried on from
 
 
 @dataclass(frozen=True)

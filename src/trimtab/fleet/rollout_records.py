@@ -202,6 +202,7 @@ def worker_view(worker: Worker, outstanding_tokens: int) -> WorkerView:
         doing=None if doing is None else doing.verb,
         deadline=worker.drain_by if doing is None else doing.deadline,
         served=worker.served,
+        paused_elsewhere=worker.paused_elsewhere,
     )
 
 

@@ -222,6 +222,7 @@ class Requests:
             return
         request, sent, worker = found
         self._count(request, sent, worker, event.tokens, None)
+        request.again = request.again or event.again
         self._release(event.request, event.attempt)
         if request.state is RequestState.moving:
             self._moving_to_queued(request)
@@ -248,6 +249,8 @@ class Requests:
 
     def abort_done(self, event: e.AbortDone) -> None:
         """A cut is done."""
+        if event.again and (found := self._current(event.request, event.attempt)) is not None:
+            found[0].again = True
         self.aborted_elsewhere(e.AbortedElsewhere(event.request, event.attempt, event.tokens))
 
     def cancelled(self, event: e.Cancelled) -> None:
@@ -419,7 +422,8 @@ class Requests:
         if sent.abort_by is not None:
             return sent.abort_by
         worker = self.books.workers[self.books.where[key]]
-        quiet = worker.paused or worker.paused_elsewhere
+        request = self.books.requests.get(sent.request)
+        quiet = worker.paused or worker.paused_elsewhere or (request is not None and not request.spec.watched)
         return None if quiet else sent.last + self.books.rules.stall_s
 
     def attempt_late(self, key: str) -> None:

@@ -7,6 +7,8 @@ drained while a refit counts on it, a change without a Reason.
 
 from __future__ import annotations
 
+from typing import Any
+
 from trimtab.fleet import rollout_events as e
 from trimtab.fleet import scaling
 from trimtab.fleet.rollout_books import Books
@@ -28,6 +30,7 @@ class Scaler:
         self.books = books
         self.workers = workers
         self.state = state
+        self.last: scaling.Decision | None = None  # also when it was to stay
 
     # ---- what is known ---------------------------------------------------------------------------------------------
 
@@ -122,6 +125,24 @@ class Scaler:
             rest.scaled = min(max(rest.scaled, rest.least), rest.most)
         self.look()
 
+    def said(self) -> dict[str, Any]:
+        """What people asked for, and what the policy decided last, as plain data."""
+        rest, last = self.books.rest, self.last
+        by_hand = None if rest.scaled is None else {"workers": rest.scaled, "why": rest.scaled_why}
+        if by_hand is not None and rest.scaled_until is not None:
+            by_hand["left_s"] = rest.scaled_until - rest.now
+        return {
+            "by_hand": by_hand,
+            "holds": {name: workers for name, (workers, _) in rest.holds.items()},
+            "decision": None
+            if last is None
+            else {
+                "workers": last.workers,
+                "reason": {"code": last.reason.code.value, "sentence": last.reason.sentence},
+                "expects": last.expects,
+            },
+        }
+
     # ---- looks -----------------------------------------------------------------------------------------------------
 
     def due(self) -> float | None:
@@ -143,6 +164,7 @@ class Scaler:
             return
         sample = self.sample()
         self.state, decision = scaling.consult(self.state, sample)
+        self.last = decision
         if decision.came_true is not None:
             self._judge(decision.came_true)
         if decision.reason.code is Code.policy_fault:

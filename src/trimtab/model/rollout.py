@@ -139,6 +139,7 @@ class RequestSpec:
     spans: bool = True  # False: all of it from one version (staleness 0); a refit restarts it
     key: str = ""  # given by the client: a second request with it gets the answer of the first
     deadline: float | None = None
+    watched: bool = True  # False: its tokens are not heard of here (a lease), so silence means nothing
 
     def __post_init__(self) -> None:
         if not self.id:
@@ -278,6 +279,7 @@ class WorkerView:
     doing: Verb | None = None
     deadline: float | None = None  # of what is being done, or of a drain
     served: int = 0  # requests finished
+    paused_elsewhere: bool = False  # by others than trimtab
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.fleet import node_events
+from trimtab.fleet import node_events, rollout_events
 from trimtab.model.codec import decode, encode
 from trimtab.model.errors import InputError
 from trimtab.pool import events as pool_events
@@ -36,6 +36,7 @@ SYNC_EVERY_S = 0.1
 Kinds = dict[str, type[Any]]
 POOL_EVENTS: Kinds = {kind.__name__: kind for kind in typing.get_args(pool_events.Event)}
 NODE_EVENTS: Kinds = {kind.__name__: kind for kind in typing.get_args(node_events.NodeEvent)}
+ROLLOUT_EVENTS: Kinds = {kind.__name__: kind for kind in typing.get_args(rollout_events.RolloutEvent)}
 _NAMES = re.compile(r"(journal|snapshot)-(\d{8})\.jsonl?")
 
 

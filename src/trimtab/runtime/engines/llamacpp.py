@@ -47,6 +47,8 @@ class LlamaCppEngine(HttpEngine):
     kind = "llamacpp"
     keeps_alive = False  # it closes connections that it said it would keep
 
+    _boots = 0
+    _made = 0.0  # tokens that it had counted when it was last looked at; a process counts up from 0
     _vocabulary: Vocabulary | None = None
     _learning: asyncio.Lock | None = None
 
@@ -69,12 +71,16 @@ class LlamaCppEngine(HttpEngine):
             self.dialect = f"llama.cpp {props.get('build_info', 'of unknown build') if isinstance(props, dict) else ''}"
         await self._load()
         paused = bool(self._shut)
-        return EngineState(not paused, self._shut or "it answers", paused=paused, dialect=self.dialect)
+        said = self._shut or "it answers"
+        return EngineState(not paused, said, paused=paused, dialect=self.dialect, boots=self._boots)
 
     async def _load(self) -> EngineLoad:
         try:
             found = await gauges(self.wire)
             running, waiting = found["llamacpp:requests_processing"], found["llamacpp:requests_deferred"]
+            made = found.get("llamacpp:tokens_predicted_total", 0.0) + found.get("llamacpp:prompt_tokens_total", 0.0)
+            self._boots += made < self._made
+            self._made = made
         except (KeyError, EngineFailedError):  # started without metrics
             slots = await self.wire.get("/slots")
             if not isinstance(slots, list):

@@ -1,0 +1,138 @@
+"""Text to token ids and back, by the tokenizer that an engine has, over HTTP.
+
+Optional: `texts_of` is None for an engine that has none to offer. Ids go in and out of the pool; text is for whoever
+wants it, and nothing about a generation depends on it. What comes back is checked to be ids or text before anybody uses
+it. An engine reads text also while it is paused or asleep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from trimtab.runtime.engines.engine import EngineNonsenseError
+from trimtab.runtime.engines.http_engine import HttpEngine
+
+
+@runtime_checkable
+class Texts(Protocol):
+    """A tokenizer. Every call is bounded by the engine's deadline for calls and raises the errors of `engine.py`."""
+
+    async def tokenize(self, text: str) -> tuple[int, ...]:
+        """The ids of a prompt, with what the model wants at its beginning."""
+
+    async def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """What they write; with `special`, also tokens that are no text, where the engine can leave them out at all."""
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
+        """The ids of a conversation by the model's own template. `options` are the template's, as the engine has them."""
+
+    async def model(self) -> str:
+        """What the engine calls its model."""
+
+
+RENDER_OPTIONS: dict[str, frozenset[str]] = {
+    "llamacpp": frozenset({"add_generation_prompt", "chat_template_kwargs"}),
+    "vllm": frozenset({"add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"}),
+    "sglang": frozenset({"continue_final_message", "chat_template_kwargs"}),
+}
+"""What of a chat concerns its template, by kind of engine."""
+
+
+class _HttpTexts:
+    def __init__(self, engine: HttpEngine) -> None:
+        self._engine = engine
+
+    async def model(self) -> str:
+        told = await self._engine.wire.get("/v1/models")
+        try:
+            return str(told["data"][0]["id"])
+        except (KeyError, IndexError, TypeError):
+            raise self._nonsense("/v1/models names no model", told) from None
+
+    async def _ids(self, path: str, body: Mapping[str, Any]) -> tuple[int, ...]:
+        told = await self._engine.wire.post(path, body)
+        ids = told.get("tokens") if isinstance(told, dict) else None
+        if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
+            raise self._nonsense(f"{path} gave no ids", told)
+        return tuple(ids)
+
+    async def _text(self, path: str, body: Mapping[str, Any], key: str) -> str:
+        told = await self._engine.wire.post(path, body)
+        text = told.get(key) if isinstance(told, dict) else None
+        if not isinstance(text, str):
+            raise self._nonsense(f"{path} gave no text", told)
+        return text
+
+    def _nonsense(self, what: str, told: Any) -> EngineNonsenseError:
+        return EngineNonsenseError(f"{what}: {str(told)[:80]!r}", engine=self._engine.name)
+
+
+class LlamaCppTexts(_HttpTexts):
+    """Writes special tokens out always."""
+
+    async def tokenize(self, text: str) -> tuple[int, ...]:
+        """As its `/completion` reads a prompt."""
+        return await self._ids("/tokenize", {"content": text, "add_special": True, "parse_special": True})
+
+    async def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """See `Texts`."""
+        return await self._text("/detokenize", {"tokens": list(ids)}, "content") if ids else ""
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
+        """See `Texts`."""
+        body = {"messages": list(messages), **options}
+        return await self.tokenize(await self._text("/apply-template", body, "prompt"))
+
+
+class VllmTexts(_HttpTexts):
+    """Writes special tokens out always."""
+
+    async def tokenize(self, text: str) -> tuple[int, ...]:
+        """See `Texts`."""
+        return await self._ids("/tokenize", {"prompt": text, "add_special_tokens": True})
+
+    async def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """See `Texts`."""
+        return await self._text("/detokenize", {"tokens": list(ids)}, "prompt") if ids else ""
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
+        """See `Texts`."""
+        return await self._ids("/tokenize", {"messages": list(messages), **options})
+
+
+class SglangTexts(_HttpTexts):
+    """Conversations need a release that takes messages at `/tokenize`; an older one refuses them."""
+
+    async def tokenize(self, text: str) -> tuple[int, ...]:
+        """See `Texts`."""
+        return await self._ids("/tokenize", {"prompt": text, "add_special_tokens": True})
+
+    async def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """See `Texts`."""
+        body = {"tokens": list(ids), "skip_special_tokens": not special}
+        return await self._text("/detokenize", body, "text") if ids else ""
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
+        """See `Texts`."""
+        return await self._ids("/tokenize", {"messages": list(messages), **options})
+
+
+_KINDS: dict[str, type[LlamaCppTexts | VllmTexts | SglangTexts]] = {
+    "llamacpp": LlamaCppTexts,
+    "vllm": VllmTexts,
+    "sglang": SglangTexts,
+}
+
+
+def texts_of(engine: object) -> Texts | None:
+    """The tokenizer of an engine, where it has one that can be asked.
+
+    An adapter that is not over HTTP (a Ray actor) may offer one itself, as an attribute `texts`.
+    """
+    own: Texts | None = getattr(engine, "texts", None)
+    if own is not None:
+        return own
+    if isinstance(engine, HttpEngine) and engine.kind in _KINDS:
+        return _KINDS[engine.kind](engine)
+    return None

@@ -1,0 +1,218 @@
+"""Requests on their way: each attempt is a stream from one engine, and ends in exactly one piece of news.
+
+What must never happen: an attempt whose end is not told (its worker would count as busy for ever, and its memory could
+never be released); tokens of an attempt that is not the current one in an answer; an answer that runs on past a stop
+string because it was cut in the middle of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from trimtab.fleet import rollout_events as e
+from trimtab.model.errors import InfeasibleError, InputError, TrimtabError
+from trimtab.model.rollout import ANSWERED, End
+from trimtab.runtime.engines.engine import Engine, EngineError, Finish, Piece
+from trimtab.runtime.engines.texts import texts_of
+from trimtab.runtime.rollout.across import AcrossCut, Stopped
+from trimtab.runtime.rollout.asked import Asked
+from trimtab.runtime.rollout.core import Attempt, Core
+
+
+class Flights:
+    """Sends, cuts and answers."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        core.handlers |= {e.Send: self._send, e.AbortSent: self._abort, e.Answer: self._answer, e.Refuse: self._refuse}
+
+    # ---- out -------------------------------------------------------------------------------------------------------
+
+    def _send(self, send: e.Send) -> None:
+        core = self._core
+        asked = core.asked[send.request]
+        asked.begin(send.attempt, send.worker, send.resumed)
+        if send.attempt > 1:
+            core.counters["moved" if send.resumed else "restarted"] += 1
+        attempt = Attempt(asked, send.attempt, send.worker, f"{send.request}@{send.attempt}", version=None)
+        core.attempts[send.request, send.attempt] = attempt
+        attempt.task = core.spawn(self._fly(attempt, send), f"attempt-{attempt.order}")
+
+    def _abort(self, abort: e.AbortSent) -> None:
+        attempt = self._core.attempts.get((abort.request, abort.attempt))
+        if attempt is None:  # it has ended, and that is being told or was before its worker was lost
+            self._core.soon(e.AbortDone(abort.request, abort.attempt, 0))
+            return
+        attempt.cut = True
+        self._core.spawn(self._cut(attempt, abort.deadline), f"cut-{attempt.order}")
+
+    def _answer(self, answer: e.Answer) -> None:
+        core = self._core
+        core.counters[f"answered_{answer.end.value}"] += 1
+        asked = core.asked.get(answer.request)
+        if asked is None:
+            return
+        if not (asked.spec.key and self._wanted_by_others(answer)):
+            del core.asked[answer.request]
+        if asked.spec.key:
+            self._keyed(answer, asked)
+        asked.answer(answer.end, answer.spans, answer.reason)
+
+    def _wanted_by_others(self, answer: e.Answer) -> bool:
+        """Whether only this client has left, and others who gave the same key still wait for it."""
+        view = None if answer.of else self._core.machine.request(answer.request)
+        return view is not None and view.state not in ANSWERED
+
+    def _keyed(self, answer: e.Answer, asked: Asked) -> None:
+        """Answers of requests with a key are kept, for whoever asks with it again."""
+        kept = self._core.kept
+        if not answer.of:
+            kept[answer.request] = asked
+            while len(kept) > self._core.machine.rules.answers_kept:
+                del kept[next(iter(kept))]
+        elif (first := kept.get(answer.of) or self._core.asked.get(answer.of)) is not None:
+            copied(first, asked)
+
+    def _refuse(self, refuse: e.Refuse) -> None:
+        self._core.counters["refused"] += 1
+        asked = self._core.asked.pop(refuse.request, None)
+        if asked is not None:
+            asked.refuse(refuse.reason, refuse.retry_after_s)
+
+    # ---- one attempt -----------------------------------------------------------------------------------------------
+
+    async def _fly(self, attempt: Attempt, send: e.Send) -> None:
+        news: e.RolloutEvent
+        try:
+            news = await self._stream(attempt, send)
+        except asyncio.CancelledError:
+            # By a cut that the engine did not confirm in time, or because all is closing.
+            news = e.AbortDone(send.request, send.attempt, self._made(attempt), self._again(attempt))
+            if not attempt.cut:
+                self._core.attempts.pop((send.request, send.attempt), None)
+                raise
+        except EngineError as error:
+            news = self._broke(attempt, error.what)
+        except (InputError, InfeasibleError) as error:  # it would be refused everywhere
+            news = e.Broke(send.request, send.attempt, self._made(attempt), str(error), fatal=True)
+        except Exception as error:
+            news = self._broke(attempt, f"{type(error).__name__}: {error}")
+            self._core.warn(send.worker, f"{attempt.order}: {error!r}")
+        self._core.attempts.pop((send.request, send.attempt), None)
+        self._core.tell(news)
+
+    async def _stream(self, attempt: Attempt, send: e.Send) -> e.RolloutEvent:
+        engine, asked = self._engine(send.worker), attempt.asked
+        across = await self._across(asked, engine)
+        order = asked.params.order(
+            attempt.order, (*asked.prompt, *asked.ids), send.max_tokens, min(send.min_tokens, send.max_tokens)
+        )
+        finish = None
+        async for piece in engine.generate(order):
+            if asked.attempt != attempt.number:
+                return e.AbortDone(send.request, send.attempt, 0)  # the machine has given this attempt up
+            finish = piece.finish or finish
+            if across is not None:
+                attempt.silent = True
+                stopped = across.hold(piece)
+                if stopped is not None:
+                    await self._stop_across(asked, across, stopped, engine)
+                    return e.Finished(send.request, send.attempt, asked.made, End.stop)
+                if across.open and finish is None:
+                    continue
+                for held in across.held:
+                    self._take(attempt, held)
+                across, attempt.silent = None, False
+            else:
+                self._take(attempt, piece)
+            self._core.tokens_came(attempt)
+        return self._ended(attempt, finish)
+
+    def _take(self, attempt: Attempt, piece: Piece) -> None:
+        if piece.version is not None:
+            attempt.version = number_of(piece.version)
+        attempt.asked.take(piece)
+
+    def _ended(self, attempt: Attempt, finish: Finish | None) -> e.RolloutEvent:
+        name, number, made = attempt.asked.spec.id, attempt.number, self._made(attempt)
+        if finish in (Finish.stop, Finish.length, Finish.full):
+            end = End.stop if finish is Finish.stop else End.length
+            return e.Finished(name, number, made, end, attempt.version)
+        if finish is Finish.aborted_elsewhere:
+            return e.AbortedElsewhere(name, number, made)
+        if attempt.cut:
+            return e.AbortDone(name, number, made, self._again(attempt))
+        return self._broke(attempt, "it was aborted here" if finish else "its stream ended without a finish")
+
+    def _broke(self, attempt: Attempt, why: str) -> e.RolloutEvent:
+        name, made, again = attempt.asked.spec.id, self._made(attempt), self._again(attempt)
+        if attempt.cut:
+            return e.AbortDone(name, attempt.number, made, again)
+        return e.Broke(name, attempt.number, made, why, again=again)
+
+    def _made(self, attempt: Attempt) -> int:
+        return attempt.asked.made if attempt.asked.attempt == attempt.number else 0
+
+    def _again(self, attempt: Attempt) -> bool:
+        """Whether what there is cannot be carried on from: some of its tokens are not known."""
+        return attempt.asked.attempt == attempt.number and attempt.asked.missing > 0
+
+    def _engine(self, worker: str) -> Engine:
+        hand = self._core.hands.get(worker)
+        if hand is None or hand.engine is None:
+            raise EngineError("it has no engine", engine=worker)
+        return hand.engine
+
+    async def _cut(self, attempt: Attempt, deadline: float) -> None:
+        """Ask the engine to end it; where that takes too long, the stream is closed from here."""
+        task = attempt.task
+        assert task is not None
+        hand = self._core.hands.get(attempt.worker)
+        left_s = max(0.0, 0.8 * (deadline - self._core.clock()))
+        if hand is not None and hand.engine is not None:
+            with contextlib.suppress(TrimtabError, asyncio.TimeoutError, OSError):  # its stream is closed below
+                await asyncio.wait_for(hand.engine.abort([attempt.order]), left_s / 2)
+        await asyncio.wait({task}, timeout=left_s / 2)
+        if not task.done():
+            task.cancel()
+
+    # ---- stop strings across a cut -----------------------------------------------------------------------------------
+
+    async def _across(self, asked: Asked, engine: Engine) -> AcrossCut | None:
+        """What the answer reads so far, where it goes on from a cut; engines hold text back that a cut then loses."""
+        if not asked.base:
+            return None
+        texts = texts_of(engine)
+        if texts is not None:
+            try:
+                asked.before = await texts.detokenize(asked.ids)
+            except EngineError:
+                if asked.params.stop:
+                    raise
+        return AcrossCut(asked.before, asked.params.stop) if asked.params.stop else None
+
+    async def _stop_across(self, asked: Asked, across: AcrossCut, stopped: Stopped, engine: Engine) -> None:
+        """The answer ends with the token that completed the stop string, as it would have without the cut."""
+        text = asked.before[: stopped.begins]
+        for held in across.held:
+            asked.take(held)
+        last, texts = len(asked.ids), texts_of(engine)
+        if texts is not None:
+            for count in range(asked.base + 1, len(asked.ids)):
+                if stopped.word in (await texts.detokenize(asked.ids[:count]))[stopped.begins :]:
+                    last = count
+                    break
+        asked.cut(last, text, stopped.word)
+
+
+def copied(first: Asked, to: Asked) -> None:
+    """The answer of a request to another that has the same key."""
+    to.ids, to.logprobs, to.best = list(first.ids), list(first.logprobs), list(first.best)
+    to.before, to.texts, to.missing, to.stopped_by = first.text, [], first.missing, first.stopped_by
+    to.workers, to.moves, to.restarts = list(first.workers), first.moves, first.restarts
+
+
+def number_of(version: str | None) -> int | None:
+    """The trainer's number of a version that an engine reports; None where it is none."""
+    return int(version) if version is not None and version.isdecimal() else None

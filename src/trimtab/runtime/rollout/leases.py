@@ -1,0 +1,145 @@
+"""A place on an engine for a caller that talks to it by itself: a URL now, and a word when it is wanted back.
+
+To the machine a lease is a request like any other, only that nobody hears its tokens: it counts as load, it is routed
+by the same rules, and a drain waits for it. When its worker goes, the lease is revoked: the holder is told and has
+until the cut's deadline to let go. It is never moved: only its holder knows what was asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from trimtab.fleet import rollout_events as e
+from trimtab.model.errors import UnreachableError
+from trimtab.model.rollout import RequestSpec
+from trimtab.runtime.rollout.core import Core
+from trimtab.runtime.rollout.sampling import RefusedError
+
+
+@dataclass
+class Lease:
+    """A worker that may be used until `release`, or until `revoked` is set."""
+
+    id: str
+    url: str
+    worker: str
+    version: int
+    revoked: asyncio.Event = field(default_factory=asyncio.Event)
+    why: str = ""
+    _leases: Leases | None = None
+    _attempt: int = 0
+
+    async def release(self, tokens: int = 0) -> None:
+        """It is not used any more; so many tokens were made. Twice is harmless."""
+        if self._leases is not None:
+            self._leases.release(self, tokens)
+
+    async def __aenter__(self) -> Lease:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.release()
+
+
+class Leases:
+    """Leases that are held or waited for. It stands before the flights: what is no lease of its goes on to them."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._waiting: dict[str, asyncio.Future[Lease]] = {}
+        self._held: dict[str, Lease] = {}
+        # Leases are requests to the machine, so what it says of requests comes by here first.
+        self._flights = {kind: core.handlers[kind] for kind in (e.Send, e.AbortSent, e.Answer, e.Refuse)}
+        core.handlers |= {e.Send: self._send, e.AbortSent: self._abort, e.Answer: self._answer, e.Refuse: self._refuse}
+
+    async def acquire(self, spec: RequestSpec, wait_s: float) -> Lease:
+        """Wait for a worker."""
+        core = self._core
+        granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        self._waiting[spec.id] = granted
+        try:
+            core.tell(e.Arrived(spec))
+            done, _ = await asyncio.wait({granted}, timeout=wait_s)
+            if done:
+                return granted.result()
+            view = core.machine.request(spec.id)
+            why = "" if view is None else f": {view.reason.sentence}"
+            raise UnreachableError(f"no worker in {wait_s:g} s{why}", hint="see `trimtab rollout status`")
+        except BaseException:
+            if self._held.pop(spec.id, None) is None and not granted.done():
+                granted.cancel()
+            core.tell(e.Cancelled(spec.id, "its caller waits no longer"))
+            raise
+        finally:
+            self._waiting.pop(spec.id, None)
+
+    def release(self, lease: Lease, tokens: int) -> None:
+        """Its place is free."""
+        if self._held.pop(lease.id, None) is not None:
+            self._core.tell(e.Finished(lease.id, lease._attempt, tokens))
+
+    def revoke(self, name: str, why: str) -> None:
+        """Its holder is told."""
+        lease = self._held.get(name)
+        if lease is not None and not lease.revoked.is_set():
+            lease.why = why
+            lease.revoked.set()
+
+    # ---- what the machine says -------------------------------------------------------------------------------------
+
+    def _send(self, send: e.Send) -> None:
+        if send.request in self._held:  # its worker was lost, and it is never moved
+            self.revoke(send.request, send.reason.sentence)
+            del self._held[send.request]
+            self._core.soon(e.Cancelled(send.request, "its worker was lost"))
+            return
+        granted = self._waiting.get(send.request)
+        if granted is None:
+            self._flights[e.Send](send)
+            return
+        hand = self._core.hands.get(send.worker)
+        lease = Lease(send.request, "" if hand is None else hand.url, send.worker, send.version)
+        lease._leases, lease._attempt = self, send.attempt
+        if granted.done():  # its caller has just gone
+            self._core.soon(e.Finished(send.request, send.attempt, 0))
+            return
+        self._held[send.request] = lease
+        granted.set_result(lease)
+
+    def _abort(self, abort: e.AbortSent) -> None:
+        lease = self._held.get(abort.request)
+        if lease is None:
+            self._flights[e.AbortSent](abort)
+            return
+        self.revoke(abort.request, abort.reason.sentence)
+        self._core.spawn(self._let_go(lease, abort), f"lease-{lease.id}")
+
+    async def _let_go(self, lease: Lease, abort: e.AbortSent) -> None:
+        """Until its holder has let go, or the cut must be told as done. An engine that is busy refuses to sleep."""
+        core = self._core
+        left_s = max(0.0, 0.9 * (abort.deadline - core.clock()))
+        await core.until(lambda: lease.id not in self._held, left_s)
+        if self._held.pop(lease.id, None) is not None:
+            core.warn(lease.worker, f"lease {lease.id} was revoked and not released: {lease.why}")
+            core.tell(e.Cancelled(lease.id, lease.why))
+            core.tell(e.AbortDone(lease.id, abort.attempt, 0))
+
+    def _answer(self, answer: e.Answer) -> None:
+        waiting = self._waiting.get(answer.request)
+        if waiting is None and answer.request not in self._held:
+            self._flights[e.Answer](answer)
+            return
+        self.revoke(answer.request, answer.reason.sentence)  # its place is taken until it is released
+        if waiting is not None and not waiting.done():
+            waiting.set_exception(UnreachableError(answer.reason.sentence))
+
+    def _refuse(self, refuse: e.Refuse) -> None:
+        waiting = self._waiting.get(refuse.request)
+        if waiting is None:
+            self._flights[e.Refuse](refuse)
+        elif not waiting.done():
+            waiting.set_exception(RefusedError(refuse.reason, refuse.retry_after_s))

@@ -1,0 +1,197 @@
+"""A weight update as the trainer sees it: who takes part, when to send, who has it afterwards.
+
+    async with pool.refit(version=7) as refit:
+        await refit.load("/weights/7")          # every engine reads them for itself
+    async with pool.refit(version=8, way="collective") as refit:
+        trainer.send(refit.engines)             # by a way of its own; offsets and sizes are frozen until the end
+
+Leaving the block ends the refit. Whoever was neither confirmed nor failed by then is asked which version it has; if the
+block is left by an exception, nobody is believed to have the weights who was not confirmed before. An engine that has
+not got them is out of service, and the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from types import TracebackType
+
+from trimtab.fleet import rollout_events as e
+from trimtab.model.errors import InfeasibleError, InputError, TrimtabError, UnreachableError
+from trimtab.model.rollout import InFlight, Membership, Owner, RefitWay
+from trimtab.runtime.engines.engine import Engine
+from trimtab.runtime.rollout.core import Core
+from trimtab.runtime.rollout.deeds import Deeds, resumed
+
+
+@dataclass(frozen=True)
+class RefitEngine:
+    """One engine in a refit: ranks offset .. offset + size - 1 of the collective are its."""
+
+    worker: str
+    url: str
+    offset: int
+    size: int
+    engine: Engine | None
+
+
+class Refits:
+    """Tells whoever waits that a refit may begin, or is over."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.ready: dict[int, asyncio.Future[e.RefitReady]] = {}
+        self.over: dict[int, asyncio.Future[e.RefitOver]] = {}
+        core.handlers |= {e.RefitReady: self._ready, e.RefitOver: self._over}
+
+    def _ready(self, ready: e.RefitReady) -> None:
+        found = self.ready.get(ready.version)
+        if found is not None and not found.done():
+            found.set_result(ready)
+
+    def _over(self, over: e.RefitOver) -> None:
+        found = self.over.get(over.version)
+        if found is not None and not found.done():
+            found.set_result(over)
+
+
+class RefitSession:
+    """One refit, from begin to end."""
+
+    def __init__(
+        self, refits: Refits, deeds: Deeds, version: int, way: RefitWay, in_flight: InFlight, wait_s: float
+    ) -> None:
+        self.version = version
+        self.way = way
+        self.outcome: e.RefitOver | None = None
+        """Who has the new weights and who has not; known when the block is left."""
+        self._refits, self._deeds, self._core = refits, deeds, refits.core
+        self._in_flight, self._wait_s = in_flight, wait_s
+        self._told: set[str] = set()
+        self._membership: Membership | None = None
+
+    # ---- what the trainer asks ---------------------------------------------------------------------------------------
+
+    @property
+    def membership(self) -> Membership:
+        """Who takes part; frozen until the refit is over."""
+        if self._membership is None:
+            raise InputError("the refit has not begun", hint="async with pool.refit(version) as refit: ...")
+        return self._membership
+
+    @property
+    def engines(self) -> tuple[RefitEngine, ...]:
+        """The members with their addresses and ranks."""
+        hands = self._core.hands
+        return tuple(
+            RefitEngine(
+                one.worker,
+                hands[one.worker].url if one.worker in hands else "",
+                one.offset,
+                one.size,
+                hands[one.worker].engine if one.worker in hands else None,
+            )
+            for one in self.membership.members
+        )
+
+    async def load(self, path: str) -> None:
+        """Every engine reads the weights from disk, side by side. One that fails is out of service, the others not."""
+        self._core.weights[self.version] = str(path)
+        if self._core.machine.rules.ownership.refit is Owner.trimtab:
+            return  # the machine has it done, one after the other where it says so, and is awaited at the end
+        await asyncio.gather(*(self._load(one.worker) for one in self.membership.members))
+
+    def confirm(self, worker: str) -> None:
+        """This engine has the new weights, for certain."""
+        self._told.add(worker)
+        self._core.tell(e.RefitConfirmed(worker, self.version, self.membership.epoch))
+
+    def fail(self, worker: str, why: str) -> None:
+        """This engine has not got them."""
+        self._told.add(worker)
+        self._core.tell(e.RefitFailed(worker, self.version, why))
+
+    # ---- from begin to end -------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> RefitSession:
+        loop, version = asyncio.get_running_loop(), self.version
+        if version in self._refits.over:
+            raise InputError(f"a refit to version {version} is open", hint="one at a time")
+        ready: asyncio.Future[e.RefitReady] = loop.create_future()
+        self._refits.ready[version], self._refits.over[version] = ready, loop.create_future()
+        try:
+            self._core.tell(e.RefitBegun(version, self.way, self._in_flight))
+            done, _ = await asyncio.wait({ready}, timeout=self._wait_s)
+            if not done:
+                self._core.tell(e.RefitEnded(version))
+                raise UnreachableError(
+                    f"the engines were not quiet after {self._wait_s:g} s, so version {version} was not sent",
+                    hint="see `trimtab rollout status` for what they do",
+                )
+        except BaseException:
+            self._forget()
+            raise
+        self._membership = ready.result().membership
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        over = self._refits.over[self.version]
+        try:
+            if self._core.machine.rules.ownership.refit is Owner.trainer:
+                await self._settle(error)
+                self._core.tell(e.RefitEnded(self.version))
+            elif error is not None:
+                self._core.tell(e.RefitEnded(self.version))
+            done, _ = await asyncio.wait({over}, timeout=self._core.machine.rules.refit_s)
+            if done:
+                self.outcome = over.result()
+        finally:
+            self._forget()
+        if error is None and self.outcome is not None and self.membership.members and not self.outcome.current:
+            raise InfeasibleError(
+                f"no engine has version {self.version}: {self.outcome.reason.sentence}",
+                hint="begin the refit again; until then nothing is served",
+            )
+
+    async def _settle(self, error: BaseException | None) -> None:
+        left = [one.worker for one in self.membership.members if one.worker not in self._told]
+        if error is not None:
+            for worker in left:
+                self.fail(worker, f"the trainer's refit broke off: {error!r}")
+        elif self.way is RefitWay.disk:
+            for worker in left:
+                self.fail(worker, "nobody loaded the weights here")
+        else:
+            await asyncio.gather(*(self._ask(worker) for worker in left))
+
+    async def _load(self, worker: str) -> None:
+        hand = self._core.hands.get(worker)
+        if hand is None or hand.engine is None:
+            return  # it is gone, which the machine knows
+        try:
+            await asyncio.wait_for(self._deeds.load(hand, worker, self.version), self._core.machine.rules.refit_s)
+        except asyncio.TimeoutError:
+            self.fail(worker, f"it has not loaded them in {self._core.machine.rules.refit_s:g} s")
+        except (TrimtabError, OSError) as error:
+            self.fail(worker, getattr(error, "what", None) or str(error))
+        else:
+            self.confirm(worker)
+
+    async def _ask(self, worker: str) -> None:
+        """The trainer sent them by its own way; the engine says which version it has, where it can."""
+        hand = self._core.hands.get(worker)
+        if hand is None or hand.engine is None:
+            return
+        try:
+            await hand.engine.refitted(str(self.version))
+            await resumed(hand)
+        except (TrimtabError, OSError) as error:
+            self.fail(worker, getattr(error, "what", None) or str(error))
+        else:
+            self.confirm(worker)
+
+    def _forget(self) -> None:
+        self._refits.ready.pop(self.version, None)
+        self._refits.over.pop(self.version, None)

@@ -1,0 +1,195 @@
+"""Requests through a storm: real engines are killed, frozen, slowed, drained, removed and added while 2,000 requests run.
+
+Every request is answered exactly once, and a greedy answer is the one that an undisturbed engine gives, also where it
+was resumed half-way: up to the first place where the two best tokens are so near that rounding chooses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_answers import NEAR_TIE, prompts, run
+from engine_servers import LlamaServer, again, come_up, servers, start
+
+from trimtab.fleet import rollout_events as e
+from trimtab.model.errors import TrimtabError
+from trimtab.rollout import RolloutPool, RolloutRules, Sample, SamplingParams, WorkerState
+
+SLOTS, TOKENS, ASKED = 6, 40, 2_000
+RULES = RolloutRules(
+    least=1, most=16, drain_s=0.6, abort_s=2.0, stall_s=6.0, suspect_s=0.6, lost_s=3.0, retries=40, back_off_s=0.2,
+    probe_s=2.0, load_fresh_s=2.0,
+)  # fmt: skip
+GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0)
+
+
+@dataclass
+class Storm:
+    """Engines that are hurt at random, and what was done to them."""
+
+    pool: RolloutPool
+    folder: Path
+    engines: list[LlamaServer]
+    chance: random.Random
+    done: Counter[str] = field(default_factory=Counter)
+    names: dict[int, str] = field(default_factory=dict)
+
+    async def join(self, server: LlamaServer) -> None:
+        self.names[server.port] = await self.pool.attach(server.url, limit=SLOTS)
+
+    async def rage(self, over: asyncio.Event) -> None:
+        deeds = [self.kill, self.freeze, self.slow, self.drain, self.replace]
+        while not over.is_set():
+            await asyncio.sleep(self.chance.uniform(0.05, 0.3))
+            deed = self.chance.choice(deeds)
+            try:
+                await deed(self.chance.choice(self.engines))
+            except TrimtabError:
+                self.done["refused"] += 1  # too few would be left, or it is not there now
+            else:
+                self.done[deed.__name__] += 1
+
+    async def kill(self, server: LlamaServer) -> None:
+        """As by hand: no farewell; a supervisor starts it again, and whoever did vouches for its weights."""
+        server.kill()
+        await asyncio.sleep(self.chance.uniform(0.0, 0.5))
+        at = self.engines.index(server)
+        self.engines[at] = await come_up(again(server))
+        await self.back(self.names[server.port])
+
+    async def freeze(self, server: LlamaServer) -> None:
+        server.freeze()
+        await asyncio.sleep(self.chance.choice((0.3, 1.5)))
+        server.thaw()
+        await self.back(self.names[server.port])
+
+    async def slow(self, server: LlamaServer) -> None:
+        async with server.slowed():
+            await asyncio.sleep(0.6)
+
+    async def drain(self, server: LlamaServer) -> None:
+        name = self.names[server.port]
+        self.pool.drain(name, deadline_s=self.chance.choice((2.0, 2.4)), why="the storm")
+        await asyncio.sleep(self.chance.uniform(0.2, 1.0))
+        self.pool.resume(name)
+
+    async def replace(self, server: LlamaServer) -> None:
+        """One more comes, and an old one goes for good."""
+        fresh = await come_up(start(self.folder, slots=SLOTS))
+        self.engines.append(fresh)
+        await self.join(fresh)
+        await self.pool.remove(self.names[server.port], deadline_s=self.chance.choice((0.0, 0.5)))
+        self.engines.remove(server)
+        server.stop()
+
+    async def back(self, name: str) -> None:
+        """Until it serves again; the weights of a process that was lost are vouched for, as the storm knows them."""
+
+        def settled() -> bool:
+            return self.state(name) in (WorkerState.active, WorkerState.draining, WorkerState.stale, None)
+
+        await self.pool.until(settled, 2.0)
+        if self.state(name) is WorkerState.stale:
+            self.pool.vouch(name)
+
+    async def vouch_for_all(self, over: asyncio.Event) -> None:
+        """The trainer's own round: whoever came back with the right weights is told so."""
+        while not over.is_set():
+            for view in self.pool.workers():
+                if view.state is WorkerState.stale:
+                    self.pool.vouch(view.worker)
+                if view.state is WorkerState.inactive:
+                    self.pool.resume(view.worker)
+            await asyncio.sleep(0.2)
+
+    def state(self, name: str) -> WorkerState | None:
+        return next((one.state for one in self.pool.workers() if one.worker == name), None)
+
+
+@dataclass
+class Ledger:
+    """Counts what the machine was told and said."""
+
+    arrived: Counter[str] = field(default_factory=Counter)
+    answered: Counter[str] = field(default_factory=Counter)
+
+    def __call__(self, what: Any, now: float) -> None:
+        if isinstance(what, e.Arrived):
+            self.arrived[what.spec.id] += 1
+        elif isinstance(what, e.Answer):
+            self.answered[what.request] += 1
+
+
+def sure(sample: Sample) -> int:
+    """How many of its first tokens won by more than a near tie."""
+    assert sample.best is not None
+    margins = (best[0][1] - best[1][1] for best in sample.best)
+    return next((place for place, margin in enumerate(margins) if margin < NEAR_TIE), len(sample.best))
+
+
+async def undisturbed(server: LlamaServer, asked: Sequence[tuple[int, ...]]) -> list[Sample]:
+    async with RolloutPool() as pool:
+        await pool.attach(server.url, limit=SLOTS)
+        params = SamplingParams(max_tokens=TOKENS, temperature=0.0, logprobs=2)
+        return [one.samples[0] for one in await pool.generate(asked, params)]
+
+
+async def storm_over(folder: Path, count: int, seed: int) -> tuple[Storm, Ledger, list[Sample], list[Sample]]:
+    chance = random.Random(seed)
+    distinct = prompts(200, seed=seed, longest=30)
+    asked = [chance.randrange(len(distinct)) for _ in range(count)]
+    with servers(4, folder, slots=SLOTS) as engines:
+        reference = await undisturbed(engines[0], distinct)
+        ledger = Ledger()
+        async with RolloutPool(RULES, look_s=0.15) as pool:
+            pool.add_listener(ledger)
+            storm = Storm(pool, folder, engines, chance)
+            for server in engines:
+                await storm.join(server)
+            over = asyncio.Event()
+            beside = [asyncio.create_task(storm.rage(over)), asyncio.create_task(storm.vouch_for_all(over))]
+            try:
+                answers = await pool.generate([distinct[one] for one in asked], GREEDY)
+            finally:
+                over.set()
+                await asyncio.gather(*beside)
+    return storm, ledger, [reference[one] for one in asked], [one.samples[0] for one in answers]
+
+
+def test_every_request_is_answered_once_and_rightly_while_engines_are_killed_frozen_drained_and_replaced(
+    tmp_path: Path,
+) -> None:
+    storm, ledger, wanted, got = run(storm_over(tmp_path, ASKED, seed=5), within_s=300)
+    assert len(got) == ASKED
+    assert [one.reason for one in got if not one.ok] == []
+    assert set(ledger.arrived) == set(ledger.answered)
+    assert set(ledger.answered.values()) == {1}
+    for right, sample in zip(wanted, got, strict=True):
+        certain = sure(right)
+        assert sample.token_ids[:certain] == right.token_ids[:certain], sample
+        if certain == len(right.token_ids):
+            assert (sample.token_ids, sample.end, sample.text) == (right.token_ids, right.end, right.text)
+    whole = sum(sure(one) == len(one.token_ids) for one in wanted)
+    assert whole > ASKED / 2  # so that most answers were compared to their end
+    resumed = [one for one in got if one.moves]
+    assert len(resumed) >= 10
+    assert all(storm.done[deed] for deed in ("kill", "freeze", "slow", "drain", "replace")), storm.done
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+def test_storms_of_other_seeds(tmp_path: Path, seed: int) -> None:
+    storm, ledger, wanted, got = run(storm_over(tmp_path, 2 * ASKED, seed=100 + seed), within_s=900)
+    assert [one.reason for one in got if not one.ok] == []
+    assert set(ledger.arrived) == set(ledger.answered)
+    assert set(ledger.answered.values()) == {1}
+    for right, sample in zip(wanted, got, strict=True):
+        certain = sure(right)
+        assert sample.token_ids[:certain] == right.token_ids[:certain], sample
