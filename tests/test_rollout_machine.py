@@ -716,15 +716,18 @@ def test_a_number_set_by_hand_wins_until_it_expires_or_is_released() -> None:
         bench.tell(e.Scaled(99))
 
 
+def one_worker() -> Decision:
+    return Decision(1, Reason(Code.load_low, "one is enough"), "one serves")
+
+
 def test_workers_are_held_ready_before_a_validation() -> None:
-    bench = Bench(3)
-    bench.tell(e.Scaled(1))
+    bench = Bench(3, elastic=ElasticConfig(policy=lambda state, seen: (state, one_worker())))
+    bench.wait(6.0)
     for number in (1, 2):
         bench.done(f"w{number}")
-    bench.tell(e.ScaleReleased())
     out = bench.tell(e.Held("validation", 3))
     assert kinds(out) == ["wake", "wake", "TellStep"]
-    assert out[-1].step.reason.sentence
+    assert (out[-1].step.reason.code, out[-1].step.before) == (Code.held, 1)
 
 
 def test_a_pool_takes_nobody_below_the_least_unless_the_node_goes_anyway() -> None:

@@ -1,4 +1,4 @@
-"""Requests through a storm: real engines are killed, frozen, slowed, drained, removed and added while 2,000 requests run.
+"""Requests through a storm: real engines are killed, frozen, slowed, drained and replaced while 2,000 requests run.
 
 Every request is answered exactly once, and a greedy answer is the one that an undisturbed engine gives, also where it
 was resumed half-way: up to the first place where the two best tokens are so near that rounding chooses.
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from engine_answers import NEAR_TIE, prompts, run
 from engine_servers import LlamaServer, again, come_up, servers, start
-
 from trimtab.fleet import rollout_events as e
 from trimtab.model.errors import TrimtabError
 from trimtab.rollout import RolloutPool, RolloutRules, Sample, SamplingParams, WorkerState
@@ -186,7 +186,7 @@ def test_every_request_is_answered_once_and_rightly_while_engines_are_killed_fro
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_storms_of_other_seeds(tmp_path: Path, seed: int) -> None:
-    storm, ledger, wanted, got = run(storm_over(tmp_path, 2 * ASKED, seed=100 + seed), within_s=900)
+    _, ledger, wanted, got = run(storm_over(tmp_path, 2 * ASKED, seed=100 + seed), within_s=900)
     assert [one.reason for one in got if not one.ok] == []
     assert set(ledger.arrived) == set(ledger.answered)
     assert set(ledger.answered.values()) == {1}

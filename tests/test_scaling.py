@@ -593,12 +593,11 @@ def test_a_policy_that_fails_moves_nobody_and_is_named(policy: Callable[..., Any
     assert said in decision.reason.sentence
 
 
-def test_the_static_policy_holds_the_limits_and_nothing_else() -> None:
+def test_the_static_policy_has_all_workers_serve_whatever_the_load() -> None:
     fleet = Fleet(replace(DEFAULTS, policy="static"), active=3)
     fleet.run(100, queued=99)
-    assert fleet.steps == []
-    fleet.least = 5
-    assert fleet.look().workers == 5
+    fleet.run(100, queued=0)
+    assert fleet.steps == [(0.0, 3, DEFAULTS.max_workers)]
 
 
 def test_samples_that_cannot_be_are_refused() -> None:

@@ -114,10 +114,10 @@ def _limited(reason: Reason, wanted: int, sample: LoadSample) -> Reason:
 
 @register("static")
 def static(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decision]:
-    """As many workers as there are, within the limits, whatever the load."""
-    workers = sample.inside
+    """All workers that can be had, up to the most, whatever the load."""
+    workers = sample.most
     code = Code.load_fits if workers == sample.serving else Code.limits
-    reason = Reason(code, f"the policy is static: {workers_text(workers)}, whatever the load")
+    reason = Reason(code, f"the policy is static: all {workers_text(workers)}, whatever the load")
     return state, Decision(workers, reason, f"{workers_text(workers)} serve")
 
 

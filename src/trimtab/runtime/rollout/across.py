@@ -2,7 +2,8 @@
 
 An engine that goes on from prompt plus partial answer looks for stop strings in what it makes itself. One that began
 before the cut and ends after it is seen by nobody, and the answer runs on. So the first text after a cut is held back
-until it is longer than any stop string could reach, and looked at together with the text before.
+until it is longer than any stop string could reach, and looked at together with the text before. Nor does anybody see
+one that was complete when the cut came, before the engine could say so: the text before is looked at first.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Stopped:
 
     word: str
     begins: int  # characters from the beginning of the text before the cut
-    ends: int  # characters after the cut
+    ends: int  # characters after the cut; 0 or less: it was complete
 
 
 class AcrossCut:
@@ -42,6 +43,14 @@ class AcrossCut:
         self.held.append(piece)
         self._text += piece.text or ""
         return self.found(self._text)
+
+    def before(self) -> Stopped | None:
+        """The first stop string that was complete at the cut."""
+        places = [(at + len(word), at, word) for word in self._stop if (at := self._before.find(word)) >= 0]
+        if not places:
+            return None
+        end, at, word = min(places)
+        return Stopped(word, at, end - len(self._before))
 
     def found(self, after: str) -> Stopped | None:
         """The first stop string that begins before the cut and ends within this text."""

@@ -105,6 +105,9 @@ class Flights:
     async def _stream(self, attempt: Attempt, send: e.Send) -> e.RolloutEvent:
         engine, asked = self._engine(send.worker), attempt.asked
         across = await self._across(asked, engine)
+        if across is not None and (stopped := across.before()) is not None:
+            await self._stop_across(asked, across, stopped, engine)
+            return e.Finished(send.request, send.attempt, 0, End.stop)
         order = asked.params.order(
             attempt.order, (*asked.prompt, *asked.ids), send.max_tokens, min(send.min_tokens, send.max_tokens)
         )
@@ -198,11 +201,10 @@ class Flights:
         for held in across.held:
             asked.take(held)
         last, texts = len(asked.ids), texts_of(engine)
-        if texts is not None:
-            for count in range(asked.base + 1, len(asked.ids)):
-                if stopped.word in (await texts.detokenize(asked.ids[:count]))[stopped.begins :]:
-                    last = count
-                    break
+        while texts is not None and last > 1:
+            if stopped.word not in (await texts.detokenize(asked.ids[: last - 1]))[stopped.begins :]:
+                break
+            last -= 1
         asked.cut(last, text, stopped.word)
 
 

@@ -168,3 +168,8 @@ class EngineCommand:
         if path is None or not any(place in " ".join(self.words) for place in ("{model}", "{path}")):
             return self.version
         return version
+
+
+def plain(worker: str) -> str:
+    """A worker's name as a file or a task can bear it."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", worker)
