@@ -74,6 +74,7 @@ class Client:
     answers: list[e.Answer | e.Refuse] = field(default_factory=list)
     passed_on: bool = False  # others aborted it
     murky: bool = False  # an engine whose weights changed unseen worked on it
+    gap: int = 0  # the attempt of which the machine knows that some tokens cannot be named
 
 
 class RolloutWorld:
@@ -135,6 +136,9 @@ class RolloutWorld:
             client = self.clients[event.request]
             if client.attempt == event.attempt:
                 client.tokens = [*client.tokens[: client.base], *made]
+        if isinstance(event, e.Streamed) and event.again and self._is_current(event.request, event.attempt):
+            self.clients[event.request].gap = event.attempt
+            self.counted["gaps"] += 1
         on_purpose = isinstance(event, e.AbortedElsewhere) and self._is_current(event.request, event.attempt)
         self.tell(event)
         if on_purpose:
@@ -169,6 +173,7 @@ class RolloutWorld:
         assert send.min_tokens == max(0, client.spec.min_tokens - send.resumed)
         assert send.resumed <= len(client.tokens), "resumed with tokens that nobody has"
         assert client.spec.resumable or send.resumed == 0 or client.attempt == 0
+        assert send.resumed == 0 or not client.gap or client.gap < client.attempt, "carried on from a gap"
         assert send.version == self.version
         view = next(one for one in self.machine.workers() if one.worker == send.worker)
         assert (view.state, view.version) == (S.active, self.version), f"{send.worker} is {view.state}"
@@ -346,6 +351,14 @@ class RolloutWorld:
     def break_one(self, engine: Engine, why: str = "stream cut", fatal: bool = False) -> None:
         for running in list(engine.running.values())[:1]:
             self._end(engine, running, e.Broke, why, fatal and not running.cut)
+
+    def lose_ids(self, engine: Engine) -> None:
+        """Tokens come that nobody can name."""
+        for running in list(engine.running.values()):
+            if engine.alive and not engine.paused and len(running.made) + 1 < min(running.most, running.length):
+                running.made.append(-1 if engine.weights is None else engine.weights)
+                running.told = len(running.made)
+                self.post(e.Streamed(running.request, running.attempt, len(running.made), again=True), running)
 
     def abort_elsewhere(self, engine: Engine) -> None:
         """Somebody else aborts, on purpose."""

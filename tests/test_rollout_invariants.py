@@ -46,6 +46,8 @@ TROUBLES = (
     "break",
     "break",
     "fatal",
+    "gap",
+    "gap",
     "abort",
     "streams first",
 )
@@ -209,6 +211,8 @@ class Fate(RuleBasedStateMachine):
             world.break_one(engine)
         elif what == "fatal":
             world.break_one(engine, "bad request", fatal=True)
+        elif what == "gap":
+            world.lose_ids(engine)
         else:
             world.deliver()
             world.abort_elsewhere(engine)
@@ -317,7 +321,7 @@ def test_every_request_is_answered_once_whatever_happens() -> None:
     fate(RUNS, STEPS)
     floors = {"runs": RUNS // 2, "requests": RUNS * 5, "Send": RUNS * 4, "AbortSent": RUNS // 2, "resumed": 20}
     floors |= {"sent again from the prompt": 20, "spanning": 5, "RefitOver": RUNS // 8, "up": 20, "down": 5}
-    floors |= {"Refuse": 5, "abort": 10, "cancelled": 10, "failed": 5, "stop": RUNS}
+    floors |= {"gaps": 5, "Refuse": 5, "abort": 10, "cancelled": 10, "failed": 5, "stop": RUNS}
     short = {name: (counted[name], floor) for name, floor in floors.items() if counted[name] < floor}
     assert not short, f"too little happened: {short} of {dict(counted)}"
 

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab.model.codec import decode
 from trimtab.model.reason import Code
+from trimtab.model.rollout import Owner, RolloutRules
 
 Data = Mapping[str, Any]
 
@@ -90,7 +92,7 @@ class Seen:
         self.workers: Sequence[Data] = status.get("workers") or ()
         self.metrics: Data = status.get("metrics") or {}
         self.elastic: Data = status.get("elastic") or {}
-        self.rules: Data = status.get("rules") or {}
+        self.rules = decode(RolloutRules, status.get("rules") or {})  # what has its default value is left out there
         self.steps: Sequence[Data] = status.get("steps") or ()
         self.range: Data = status.get("range") or {}
         scaling: Data = status.get("scaling") or {}
@@ -109,7 +111,8 @@ class Seen:
 
     def owner(self, verb: str) -> str:
         """Who carries a verb out."""
-        return str((self.rules.get("ownership") or {}).get(verb, "trimtab"))
+        owner: Owner = getattr(self.rules.ownership, verb)
+        return owner.value
 
     @property
     def serving(self) -> int:

@@ -42,6 +42,7 @@ class Streamed:
     attempt: int
     tokens: int
     version: int | None = None
+    again: bool = False  # some of them cannot be named, so that after a cut it starts from the prompt
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,6 @@ class Broke:
     tokens: int  # in this attempt, that are good
     why: str
     fatal: bool = False
-    again: bool = False  # what there is of it cannot be carried on from: it starts from the prompt
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,6 @@ class AbortDone:
     request: str
     attempt: int
     tokens: int  # in this attempt
-    again: bool = False  # what there is of it cannot be carried on from
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,7 @@ class Requests:
         if found is None:
             return
         request, sent, worker = found
+        request.again = request.again or event.again
         if self._count(request, sent, worker, event.tokens, event.version):
             sent.last = worker.heard = self.books.rest.now
             if request.state is RequestState.sent:
@@ -222,7 +223,6 @@ class Requests:
             return
         request, sent, worker = found
         self._count(request, sent, worker, event.tokens, None)
-        request.again = request.again or event.again
         self._release(event.request, event.attempt)
         if request.state is RequestState.moving:
             self._moving_to_queued(request)
@@ -249,8 +249,6 @@ class Requests:
 
     def abort_done(self, event: e.AbortDone) -> None:
         """A cut is done."""
-        if event.again and (found := self._current(event.request, event.attempt)) is not None:
-            found[0].again = True
         self.aborted_elsewhere(e.AbortedElsewhere(event.request, event.attempt, event.tokens))
 
     def cancelled(self, event: e.Cancelled) -> None:

@@ -183,7 +183,8 @@ class Workers:
         if worker.state is S.draining and worker.drain_began is not None and not worker.held:
             books.rest.drain_s.add(books.rest.now - worker.drain_began)
             worker.drain_began = None
-        ours = books.rules.ownership.sleep is Owner.trimtab
+        # Whoever runs an engine that is attached here goes on with it as it is.
+        ours = books.rules.ownership.sleep is Owner.trimtab and (spec.startable or not worker.leaving)
         up = worker.state is S.draining
         if up and spec.can_sleep and ours and not worker.asleep:
             self.act(worker, Verb.sleep, Reason(Code.asleep, worker.reason.sentence))

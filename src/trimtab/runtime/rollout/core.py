@@ -118,10 +118,14 @@ class Core:
             self._telling = False
         self._arm()
         if self._news:
-            news, self._news = self._news, []
-            for one in news:
-                if not one.done():
-                    one.set_result(None)
+            self.stir()
+
+    def stir(self) -> None:
+        """Whoever waits for something looks again."""
+        news, self._news = self._news, []
+        for one in news:
+            if not one.done():
+                one.set_result(None)
 
     def soon(self, event: e.RolloutEvent) -> None:
         """Tell it once the current event is through."""

@@ -129,6 +129,7 @@ class Deeds:
 
     async def _refit(self, hand: Hand, act: e.Act) -> e.ActDone:
         version = self._core.machine.version if act.version is None else act.version
+        await self._core.until(lambda: version in self._core.weights, act.deadline - self._core.clock())
         await self.load(hand, act.worker, version)
         return e.ActDone(act.worker, act.attempt, version)
 

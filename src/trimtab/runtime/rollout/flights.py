@@ -88,7 +88,7 @@ class Flights:
             news = await self._stream(attempt, send)
         except asyncio.CancelledError:
             # By a cut that the engine did not confirm in time, or because all is closing.
-            news = e.AbortDone(send.request, send.attempt, self._made(attempt), self._again(attempt))
+            news = e.AbortDone(send.request, send.attempt, self._made(attempt))
             if not attempt.cut:
                 self._core.attempts.pop((send.request, send.attempt), None)
                 raise
@@ -136,6 +136,8 @@ class Flights:
         if piece.version is not None:
             attempt.version = number_of(piece.version)
         attempt.asked.take(piece)
+        if piece.missing:  # at once: an answer that has a gap must never be carried on from
+            self._core.tell(e.Streamed(attempt.asked.spec.id, attempt.number, attempt.asked.made, None, again=True))
 
     def _ended(self, attempt: Attempt, finish: Finish | None) -> e.RolloutEvent:
         name, number, made = attempt.asked.spec.id, attempt.number, self._made(attempt)
@@ -145,21 +147,17 @@ class Flights:
         if finish is Finish.aborted_elsewhere:
             return e.AbortedElsewhere(name, number, made)
         if attempt.cut:
-            return e.AbortDone(name, number, made, self._again(attempt))
+            return e.AbortDone(name, number, made)
         return self._broke(attempt, "it was aborted here" if finish else "its stream ended without a finish")
 
     def _broke(self, attempt: Attempt, why: str) -> e.RolloutEvent:
-        name, made, again = attempt.asked.spec.id, self._made(attempt), self._again(attempt)
+        name, made = attempt.asked.spec.id, self._made(attempt)
         if attempt.cut:
-            return e.AbortDone(name, attempt.number, made, again)
-        return e.Broke(name, attempt.number, made, why, again=again)
+            return e.AbortDone(name, attempt.number, made)
+        return e.Broke(name, attempt.number, made, why)
 
     def _made(self, attempt: Attempt) -> int:
         return attempt.asked.made if attempt.asked.attempt == attempt.number else 0
-
-    def _again(self, attempt: Attempt) -> bool:
-        """Whether what there is cannot be carried on from: some of its tokens are not known."""
-        return attempt.asked.attempt == attempt.number and attempt.asked.missing > 0
 
     def _engine(self, worker: str) -> Engine:
         hand = self._core.hands.get(worker)

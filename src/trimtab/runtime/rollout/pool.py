@@ -193,7 +193,7 @@ class RolloutPool:
         if state.paused and not state.asleep:
             self._core.tell(e.PausedElsewhere(spec.id))
         if state.asleep:
-            self._core.tell(e.WorkerSlept(spec.id))
+            self._core.tell(e.WorkerSlept(spec.id, keeps_weights=False))
         self._watch.begin(spec.id)
         return spec.id
 

@@ -97,6 +97,7 @@ class RefitSession:
     async def load(self, path: str) -> None:
         """Every engine reads the weights from disk, side by side. One that fails is out of service, the others not."""
         self._core.weights[self.version] = str(path)
+        self._core.stir()
         if self._core.machine.rules.ownership.refit is Owner.trimtab:
             return  # the machine has it done, one after the other where it says so, and is awaited at the end
         await asyncio.gather(*(self._load(one.worker) for one in self.membership.members))

@@ -142,7 +142,10 @@ class SlotLauncher:
         return await self.start(worker, version, path)
 
     async def stop(self, worker: str) -> None:
-        """The engine ends, and the slot is given back, or handed over where the pool has claimed it."""
+        """The engine ends, and the slot is given back, or handed over where the pool has claimed it.
+
+        After an engine that ended by itself the slot is kept for a while: most likely it is started again.
+        """
         if worker in self._submitting:
             await asyncio.wait([self._submitting[worker]])
         place = self.places.get(worker)
@@ -153,6 +156,9 @@ class SlotLauncher:
             return  # it waits for its slot, and has no engine
         if place.state is State.cancelling:
             await self._hand_over(place)
+            return
+        if not place.taken and await self._ended_by_itself(place):
+            place.idle_since = time.monotonic()
             return
         await self._give_back(place)
         if place.taken:  # its node goes: elsewhere, if there is room
@@ -265,6 +271,12 @@ class SlotLauncher:
             if seen.ended and place.up and place.state is State.running:
                 place.watching = None
                 self._gone(place, seen.ended)
+
+    async def _ended_by_itself(self, place: Place) -> bool:
+        with contextlib.suppress(UnreachableError):
+            seen: Seen = await self._call(place, "look")
+            return bool(seen.ended)
+        return False
 
     # ---- giving it up ------------------------------------------------------------------------------------------------
 

@@ -65,7 +65,7 @@ class Watch:
             core.tell(e.WorkerUp(worker, number_of(state.version)))
             return
         if state.asleep and not view.asleep and view.state not in IN_OUR_HANDS:
-            core.tell(e.WorkerSlept(worker))
+            core.tell(e.WorkerSlept(worker, keeps_weights=False))  # nobody says how deep: not to know is not to have
             return
         if state.up and view.asleep and view.state is S.inactive:
             core.tell(e.WorkerUp(worker, number_of(state.version), restarted=False))
