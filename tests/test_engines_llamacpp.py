@@ -29,7 +29,7 @@ from trimtab.runtime.engines.engine import (
     Refit,
     SoFar,
 )
-from trimtab.runtime.engines.llamacpp import LlamaCppEngine
+from trimtab.runtime.engines.llamacpp import LlamaCppEngine, samplers
 from trimtab.runtime.engines.vocabulary import Vocabulary
 from trimtab.runtime.engines.wire import open_session
 
@@ -410,3 +410,8 @@ def test_nothing_at_an_address_is_an_answer_of_ready_and_an_error_of_detect(tmp_
     with servers(1, tmp_path) as (gone,):
         gone.kill()
         run(scene(gone.url))
+
+
+def test_what_an_order_hands_on_is_among_the_samplers() -> None:
+    assert samplers({}) == ["temperature", "top_k", "top_p"]
+    assert samplers({"min_p": 0.1, "repeat_penalty": 1.2}) == ["penalties", "temperature", "top_k", "top_p", "min_p"]

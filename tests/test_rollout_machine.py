@@ -851,3 +851,14 @@ def test_a_worker_takes_no_more_than_its_limits() -> None:
 def test_what_makes_no_sense_is_refused_where_it_is_made(wrong: Any) -> None:
     with pytest.raises(InputError):
         wrong()
+
+
+def test_a_step_by_hand_is_judged_by_its_own_number() -> None:
+    bench = Bench(3, elastic=ElasticConfig(policy=three))
+    bench.tell(e.Scaled(2))
+    assert bench.machine.steps[-1].came_true is None  # one still drains
+    for number in range(3):
+        if bench.state(f"w{number}") is S.draining:
+            bench.done(f"w{number}")
+    bench.wait(6.0)
+    assert bench.machine.steps[-1].came_true is True

@@ -225,6 +225,11 @@ class RolloutMachine:
         """Who takes part in the open refit; with none open, who would in the next."""
         return self._refits.offered()
 
+    def open_refit(self) -> dict[str, Any] | None:
+        """The refit that is open, as plain data."""
+        refit = self._books.refit
+        return None if refit is None else {**encode(refit), "left_s": refit.deadline - self._books.rest.now}
+
     def sample(self, now: float | None = None) -> scaling.LoadSample:
         """The load as a scaling policy would see it."""
         sample = self._scaler.sample()

@@ -203,6 +203,8 @@ def worker_view(worker: Worker, outstanding_tokens: int) -> WorkerView:
         deadline=worker.drain_by if doing is None else doing.deadline,
         served=worker.served,
         paused_elsewhere=worker.paused_elsewhere,
+        taken=worker.taken,
+        outside=worker.outside if worker.load_until is not None else 0,
     )
 
 

@@ -207,7 +207,8 @@ class Requests:
         worker.heard, worker.faults = books.rest.now, 0
         worker.served += 1
         books.rest.service_s.add(books.rest.now - sent.at)
-        books.router.predictor.learn(request.spec, request.tokens)
+        if request.spec.watched or request.tokens:  # who holds a lease need not say what came of it
+            books.router.predictor.learn(request.spec, request.tokens)
         self.on_heard(worker)
         if self._spoilt(request):
             self._requeue(request, f"{worker.id} finished it, but not all of it with one version")

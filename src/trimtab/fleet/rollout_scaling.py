@@ -7,6 +7,7 @@ drained while a refit counts on it, a change without a Reason.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from trimtab.fleet import rollout_events as e
@@ -165,8 +166,7 @@ class Scaler:
         sample = self.sample()
         self.state, decision = scaling.consult(self.state, sample)
         self.last = decision
-        if decision.came_true is not None:
-            self._judge(decision.came_true)
+        self._judge(decision.came_true, sample)
         if decision.reason.code is Code.policy_fault:
             books.out.append(e.Warn(decision.reason))
         wanted, reason, expects = decision.workers, decision.reason, decision.expects
@@ -181,13 +181,17 @@ class Scaler:
             expects = f"{floor} workers serve"
         self._carry_out(wanted, reason, expects, sample)
 
-    def _judge(self, came_true: bool) -> None:
+    def _judge(self, came_true: bool | None, sample: LoadSample) -> None:
+        """Whether the last step did what it said: by the policy's own judgement, or by its number if it was not its."""
         steps = self.books.steps
-        if steps and steps[-1].came_true is None:
-            last = steps[-1]
-            steps[-1] = ScaleStep(
-                last.at, last.before, last.workers, last.reason, last.expects, last.changed, came_true
-            )
+        if not steps or steps[-1].came_true is not None:
+            return
+        last = steps[-1]
+        if last.reason.code in (Code.by_hand, Code.held):
+            under_way = sample.starting or sample.draining_workers
+            came_true = None if under_way else sample.active == last.workers
+        if came_true is not None:
+            steps[-1] = replace(last, came_true=came_true)
 
     def _carry_out(self, wanted: int, reason: Reason, expects: str, sample: LoadSample) -> None:
         before = sample.serving

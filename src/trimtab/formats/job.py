@@ -199,6 +199,8 @@ class JobFile(_Section):
     cluster: ClusterSection
     workflow: WorkflowSection
     placement: dict[Name, str | int] | None = None
+    rollout: Any = None  # these two are read by `formats.rollout_file`
+    elastic_config: Any = None
 
 
 def matches(config: Mapping[str, Any]) -> bool:

@@ -280,6 +280,8 @@ class WorkerView:
     deadline: float | None = None  # of what is being done, or of a drain
     served: int = 0  # requests finished
     paused_elsewhere: bool = False  # by others than trimtab
+    taken: bool = False  # given to others
+    outside: int = 0  # requests there that are not ours, as far as its figures are fresh
 
 
 @dataclass(frozen=True)

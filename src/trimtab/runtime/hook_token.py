@@ -26,9 +26,9 @@ def token(environment: Mapping[str, str], path: Path | None, port: int) -> Itera
     if given is not None:
         yield given, f"the token is {VARIABLE}"
         return
-    target = path or _own_folder() / f"hook-{port}.token"
+    target = path or own_folder() / f"hook-{port}.token"
     made = secrets.token_urlsafe(32)
-    _write(target, made)
+    write_private(target, made)
     try:
         yield made, f"the token is in {target}"
     finally:
@@ -36,7 +36,7 @@ def token(environment: Mapping[str, str], path: Path | None, port: int) -> Itera
             target.unlink()
 
 
-def _own_folder() -> Path:
+def own_folder() -> Path:
     """A folder of this user's among the machine's temporary files; refused where it is somebody else's."""
     folder = Path(tempfile.gettempdir()) / f"trimtab-{os.getuid()}"
     try:
@@ -51,7 +51,8 @@ def _own_folder() -> Path:
     return folder
 
 
-def _write(target: Path, text: str) -> None:
+def write_private(target: Path, text: str) -> None:
+    """A file that only its owner can read; whatever was there before is gone first."""
     try:
         with contextlib.suppress(FileNotFoundError):
             target.unlink()  # of a hook that was killed; made anew, so that no other's descriptor or mode is kept

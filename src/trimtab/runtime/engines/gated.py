@@ -389,11 +389,12 @@ class GatedEngine:
     async def _reach(self) -> None:
         """What has to be known of the engine before anything is asked of it."""
 
-    def _seen(self, paused: bool, asleep: bool) -> None:
+    def _seen(self, paused: bool, asleep: bool, why: str = "") -> None:
         """What a look at the engine showed of pauses that others asked for, or ended."""
         if paused or asleep:
             if not self._shut:
-                self._shut, self._shut_by_others = f"somebody else {'paused it' if paused else 'put it to sleep'}", True
+                self._shut = why or f"somebody else {'paused it' if paused else 'put it to sleep'}"
+                self._shut_by_others = True
         elif self._shut_by_others:
             self._shut, self._shut_by_others = "", False
 

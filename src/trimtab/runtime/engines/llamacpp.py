@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trimtab.model.errors import InputError
@@ -58,7 +58,10 @@ class LlamaCppEngine(HttpEngine):
                 "llama.cpp knows no least number of tokens", where=f"request {order.id}",
                 hint="leave min_tokens out, or make it equal to max_tokens",
             )  # fmt: skip
-        return "/completion", completion(order) | dict(order.extra)
+        body = completion(order) | dict(order.extra)
+        if "samplers" not in order.extra:
+            body["samplers"] = samplers(order.extra)
+        return "/completion", body
 
     def _reader(self, order: GenerateOrder) -> Reader:
         return _Stream(self, order)
@@ -136,6 +139,24 @@ class LlamaCppEngine(HttpEngine):
         body |= {"prompt": [*order.token_ids, *known], "n_predict": tokens, "stream": False, "n_probs": 0, "stop": []}
         answer = await self.wire.post("/completion", body, within_s=self.deadlines.change_s)
         return tuple(int(one) for one in answer["tokens"])
+
+
+def samplers(extra: Mapping[str, Any]) -> list[str]:
+    """Of those that an order cannot say only what `extra` has something for: the server ignores what is not listed."""
+    return [name for name, fields in _SAMPLERS if not fields or any(field in extra for field in fields)]
+
+
+_SAMPLERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("penalties", ("repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty")),
+    ("dry", ("dry_multiplier", "dry_base", "dry_allowed_length")),
+    ("top_n_sigma", ("top_n_sigma",)),
+    ("temperature", ()),  # before the limits, as an order means it
+    ("top_k", ()),
+    ("typ_p", ("typical_p",)),
+    ("top_p", ()),
+    ("min_p", ("min_p",)),
+    ("xtc", ("xtc_probability", "xtc_threshold")),
+)
 
 
 def completion(order: GenerateOrder) -> dict[str, Any]:

@@ -6,10 +6,11 @@ an answer after the token that completed them and are cut from the text, not fro
 end tokens and stop ids; a seed has an effect only where the server was started for deterministic inference. It tells
 the weight version of every span of tokens.
 
-`/health` runs a real request: a second at best, and twenty while paused, so it is never asked here. `/ready` answers at
-once. Its loads stay as they were while it is paused: a reading whose time stands still is not believed. Releasing
-memory with requests running kills it; `GatedEngine.sleep` sees to that. Release of the weights discards them: the
-version is none until a refit, whatever it reports.
+`/health` runs a real request: a second at best, and twenty while paused, after which it counts itself as unhealthy; so
+it is never asked here. `/ready` answers at once, with 503 from the moment of a pause, whatever its way. The loads stay
+as they were while it is paused, unless the pause was an abort: a reading whose time stands still is not believed.
+Releasing memory with requests running kills it; `GatedEngine.sleep` sees to that. Release of the weights discards
+them: the version is none until a refit, whatever it reports.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from trimtab.runtime.engines.wire import NoSuchCallError
 
 _FINISHES = {"stop": Finish.stop, "length": Finish.length, "abort": Finish.aborted_elsewhere}
 _MODES = {Pause.abort: "abort", Pause.wait: "abort", Pause.keep: "retract"}
+_NOT_READY = "somebody else paused it, or it is starting or ending: it calls itself not ready"
 _STALE_S = 5.0
 """A load that is older than this by the clock of the host, and has not moved since the last look, is not believed."""
 
@@ -85,18 +87,29 @@ class SglangEngine(HttpEngine):
         return _Stream(order, self.name)
 
     async def _look(self) -> EngineState:
-        await self.wire.get("/ready")
         info = await self._info()
         if not self.dialect:
             self.dialect = f"sglang {await self._release()}"
         if not self._shut or self._shut_by_others:
-            # It does not say that it is paused; loads that stand still are the only outward sign.
-            load = await self._load()
-            self._seen(not load.fresh and not await self._serves(), asleep=False)
+            self._seen(await self._stands_still(), asleep=False, why=_NOT_READY)
         version = None if self._discarded else _version_in(info)
         paused = self._paused is not None or self._shut_by_others
         why = self._shut or "it answers"
         return EngineState(not self._shut, why, version, paused, bool(self._asleep), self.dialect)
+
+    async def _stands_still(self) -> bool:
+        """Whether it takes no requests: they would hang until somebody lets it go on."""
+        try:
+            await self.wire.get("/ready")
+        except NoSuchCallError:
+            # Releases without that page say nothing; loads that stand still are the only outward sign.
+            return not (await self._load()).fresh and not await self._serves()
+        except EngineFailedError:
+            return True
+        # Ready by its own words is the front only: the scheduler behind it may stand still all the same.
+        if not (await self._load()).fresh and not await self._serves():
+            raise EngineWedgedError("it calls itself ready and does not answer", engine=self.name)
+        return False
 
     async def _serves(self) -> bool:
         """One token, with a deadline: loads also stand still when there is nothing to do."""

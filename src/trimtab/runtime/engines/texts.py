@@ -25,7 +25,7 @@ class Texts(Protocol):
         """What they write; with `special`, also tokens that are no text, where the engine can leave them out at all."""
 
     async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
-        """The ids of a conversation by the model's own template. `options` are the template's, as the engine has them."""
+        """The ids of a conversation by the model's own template; `options` are the template's."""
 
     async def model(self) -> str:
         """What the engine calls its model."""

@@ -36,6 +36,7 @@ class Asked:
     base: int = 0  # tokens that stood when this attempt began
     before: str = ""  # their text
     texts: list[str] = field(default_factory=list)  # of this attempt
+    given: str = ""  # text that a streaming client has
     missing: int = 0
     stopped_by: str | int | None = None
     workers: list[str] = field(default_factory=list)
@@ -66,6 +67,7 @@ class Asked:
         if not self.workers or self.workers[-1] != worker:
             self.workers.append(worker)
         if restarted and self.chunks is not None:
+            self.given = ""
             self.chunks.put_nowait(Chunk(self.index, restarted=True))
 
     def take(self, piece: Piece) -> None:
@@ -81,7 +83,16 @@ class Asked:
         if piece.stopped_by is not None:
             self.stopped_by = piece.stopped_by
         if self.chunks is not None and (piece.token_ids or piece.text):
+            self.given += piece.text or ""
             self.chunks.put_nowait(Chunk(self.index, piece.token_ids, piece.logprobs, piece.best, piece.text or ""))
+
+    def give_rest(self) -> None:
+        """Text that an engine held back when it was cut is given out now, where it goes on from what was given."""
+        if self.chunks is not None and self.before.startswith(self.given):
+            rest = self.before[len(self.given) :].rstrip("\ufffd")
+            if rest:
+                self.given += rest
+                self.chunks.put_nowait(Chunk(self.index, text=rest))
 
     def cut(self, tokens: int, text: str, stopped_by: str) -> None:
         """It had ended before: a stop string lay across a cut, and was seen late."""

@@ -20,6 +20,7 @@ from typing import Any
 from trimtab.fleet import rollout_events as e
 from trimtab.fleet.rollout import RolloutMachine
 from trimtab.model.errors import InputError, nearest
+from trimtab.model.reason import Reason
 from trimtab.model.rollout import WorkerSpec
 from trimtab.runtime.engines.engine import Engine, EngineLoad, EngineState
 from trimtab.runtime.rollout.asked import Asked
@@ -30,6 +31,7 @@ log = logging.getLogger("trimtab.rollout")
 TOLD_EVERY_S = 0.25
 LEAST_WAIT_S = 0.001
 WARNINGS_KEPT = 100
+FAILED_KEPT = 20
 
 Listener = Callable[[Any, float], None]
 
@@ -46,6 +48,7 @@ class Hand:
     note: str = ""  # what is odd about it
     state: EngineState | None = None  # as last seen
     load: EngineLoad | None = None
+    slept: Reason | None = None  # what became of its memory when it was last put to sleep
     boots: int = 0
     unwell_since: float | None = None
     resume_after_refit: bool = False  # it woke without weights, and its gate is shut until it has them
@@ -81,6 +84,7 @@ class Core:
     weights: dict[int, str] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
     warnings: deque[tuple[float, str, str]] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
+    failed: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=FAILED_KEPT))
     listeners: list[Listener] = field(default_factory=list)
     handlers: dict[type, Callable[[Any], None]] = field(default_factory=dict)
     a_token: int = 1  # one that the engines know, for probes

@@ -116,6 +116,7 @@ class Deeds:
         if Offers.sleep in engine.verbs:
             gpus = () if self._gpus_of is None else self._gpus_of(act.worker)
             slept = await sleep_and_look(engine, gpus, level=1 if act.keeps_weights else 2)
+            hand.slept = slept.reason
             note = slept.reason.sentence if slept.reason.code is Code.memory_kept else ""
         return e.ActDone(act.worker, act.attempt, note=note)
 
@@ -151,9 +152,8 @@ class Deeds:
                 where=worker,
                 hint="start it again with the new weights, and say so with pool.vouch",
             )
-        await hand.launcher.stop(worker)
         await engine.close()
-        started = await hand.launcher.start(worker, version, path)
+        started = await hand.launcher.restart(worker, version, path)
         hand.engine, hand.url, hand.boots = started.engine, started.url, 0
         if started.version != version:
             raise InfeasibleError(f"it was started again and has version {started.version}, not {version}")

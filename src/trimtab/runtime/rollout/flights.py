@@ -53,11 +53,27 @@ class Flights:
         asked = core.asked.get(answer.request)
         if asked is None:
             return
+        if answer.end is End.failed:
+            self._note_failed(answer, asked)
         if not (asked.spec.key and self._wanted_by_others(answer)):
             del core.asked[answer.request]
         if asked.spec.key:
             self._keyed(answer, asked)
         asked.answer(answer.end, answer.spans, answer.reason)
+
+    def _note_failed(self, answer: e.Answer, asked: Asked) -> None:
+        view = self._core.machine.request(answer.request)
+        self._core.failed.append(
+            {
+                "at": self._core.clock(),
+                "request": answer.request,
+                "class": asked.spec.class_,
+                "worker": asked.worker,
+                "code": answer.reason.code.value,
+                "sentence": answer.reason.sentence,
+                "breaks": 0 if view is None else view.breaks,
+            }
+        )
 
     def _wanted_by_others(self, answer: e.Answer) -> bool:
         """Whether only this client has left, and others who gave the same key still wait for it."""
@@ -191,6 +207,8 @@ class Flights:
             except EngineError:
                 if asked.params.stop:
                     raise
+            else:
+                asked.give_rest()
         return AcrossCut(asked.before, asked.params.stop) if asked.params.stop else None
 
     async def _stop_across(self, asked: Asked, across: AcrossCut, stopped: Stopped, engine: Engine) -> None:

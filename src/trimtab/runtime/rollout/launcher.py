@@ -173,3 +173,8 @@ class EngineCommand:
 def plain(worker: str) -> str:
     """A worker's name as a file or a task can bear it."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", worker)
+
+
+def address(host: str, port: int) -> str:
+    """Where an engine is reached that listens there."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -352,26 +352,69 @@ class RolloutPool:
         """
         self._require_running()
         ids, chunks = checked_prompt(prompt, "prompt"), asyncio.Queue[Chunk]()
+        asked: list[Asked] = []
+        try:
+            how = (class_, group, version, at_least, spans, key, deadline_s)
+            asked += self._ask_all(ids, params, chunks, *how)
+            gate = _Gate(asked) if restarts == "hold" else None
+            left = len(asked)
+            while left:
+                for chunk in joined([await chunks.get(), *_waiting(chunks)]):
+                    for each in gate.passes(chunk) if gate is not None else (chunk,):
+                        left -= each.sample is not None
+                        yield each
+        finally:
+            for one in asked:
+                self.cancel(one.spec.id)
+
+    def ask(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams = NO_PARAMS,
+        *,
+        class_: str = DEFAULT_CLASS,
+        group: str = "",
+        version: int | None = None,
+        at_least: int | None = None,
+        spans: bool = True,
+        key: str = "",
+        deadline_s: float | None = None,
+    ) -> list[Asked]:
+        """Ask without waiting: `await one.answered` for each of the n samples, `cancel(one.spec.id)` ends it.
+
+        Raises RefusedError, with none of them asked, where the queue is full.
+        """
+        self._require_running()
+        ids = checked_prompt(prompt, "prompt")
+        return self._ask_all(ids, params, None, class_, group, version, at_least, spans, key, deadline_s)
+
+    def _ask_all(
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        chunks: asyncio.Queue[Chunk] | None,
+        class_: str,
+        group: str,
+        version: int | None,
+        at_least: int | None,
+        spans: bool,
+        key: str,
+        deadline_s: float | None,
+    ) -> list[Asked]:
         group = group or (f"p{next(self._numbers)}" if params.n > 1 else "")
         asked: list[Asked] = []
         try:
             for index in range(params.n):
                 own = key if params.n == 1 or not key else f"{key}/{index}"
-                how = (class_, group, version, at_least, spans, own, deadline_s)
-                asked.append(self._ask(ids, params, index, chunks, *how))
-            for one in asked:
+                one = self._ask(prompt, params, index, chunks, class_, group, version, at_least, spans, own, deadline_s)
+                asked.append(one)
                 if one.answered.done():
                     one.answered.result()  # raises where it was refused
-            gate = _Gate(asked) if restarts == "hold" else None
-            left = len(asked)
-            while left:
-                chunk = await chunks.get()
-                for each in gate.passes(chunk) if gate is not None else (chunk,):
-                    left -= each.sample is not None
-                    yield each
-        finally:
+        except BaseException:
             for one in asked:
                 self.cancel(one.spec.id)
+            raise
+        return asked
 
     def _ask(
         self,
@@ -427,6 +470,7 @@ class RolloutPool:
         *,
         class_: str = DEFAULT_CLASS,
         group: str = "",
+        prompt_tokens: int = 0,
         tokens: int = 0,
         version: int | None = None,
         at_least: int | None = None,
@@ -437,7 +481,7 @@ class RolloutPool:
         self._require_running()
         spec = RequestSpec(
             f"l{next(self._numbers)}",
-            0,
+            prompt_tokens,
             max(1, tokens),
             class_=class_,
             group=group,
@@ -562,6 +606,30 @@ class RolloutPool:
     def _require_running(self) -> None:
         if not self._running:
             raise InputError("the rollout pool is not running", hint="async with RolloutPool(...) as pool: ...")
+
+
+def _waiting(chunks: asyncio.Queue[Chunk]) -> list[Chunk]:
+    """What lies in the queue already."""
+    return [chunks.get_nowait() for _ in range(chunks.qsize())]
+
+
+def joined(chunks: list[Chunk]) -> list[Chunk]:
+    """Neighbours of one sample in one piece: a reader who was busy gets what came meanwhile at once."""
+    out = chunks[:1]
+    for one in chunks[1:]:
+        last = out[-1]
+        if one.index != last.index or one.restarted or last.restarted or last.sample is not None:
+            out.append(one)
+            continue
+        out[-1] = Chunk(
+            one.index,
+            last.token_ids + one.token_ids,
+            one.logprobs if last.logprobs is None else last.logprobs + (one.logprobs or ()),
+            one.best if last.best is None else last.best + (one.best or ()),
+            last.text + one.text,
+            sample=one.sample,
+        )
+    return out
 
 
 class _Gate:

@@ -1,8 +1,10 @@
 """One engine's process on this machine: begun on a free port, watched, ended for certain, with its last words.
 
 Used by whoever starts engines here: the launcher of local processes, and the task that holds a slot on a node. What is
-started is a guard, which starts the engine and ends whatever came of it; both are in a session of their own, so that
-Ctrl-C at a terminal reaches the pool, which stops engines in order, and not the engines under running requests.
+started is a guard, which starts the engine and ends whatever came of it. Where a person may be at a terminal, both are
+in a session of their own: Ctrl-C is to reach the pool, which stops engines in order, and not engines under running
+requests. On a slot they stay in the group of the slot's process, by which the warden of the node finds them when that
+process was killed: the slot is not given on before they are gone.
 """
 
 from __future__ import annotations
@@ -44,9 +46,17 @@ class EngineProcess:
     """One engine, its guard, and all that it starts."""
 
     def __init__(
-        self, line: Sequence[str], settings: Mapping[str, str], log: Path, *, stop_s: float, folder: str = ""
+        self,
+        line: Sequence[str],
+        settings: Mapping[str, str],
+        log: Path,
+        *,
+        stop_s: float,
+        folder: str = "",
+        apart: bool = True,
     ) -> None:
         self.log = log
+        self._apart = apart  # in a session of its own
         self._stop_s = stop_s
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
@@ -57,7 +67,7 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                start_new_session=True,
+                start_new_session=apart,
             )
         self.pid = self._popen.pid
 
@@ -150,10 +160,12 @@ class EngineProcess:
 
     def _family(self) -> list[Process]:
         """The guard, what descends from it, and what is in its session, also where the guard is gone."""
-        known = table()
-        # A number is not given anew while it names a session.
-        found = {Process(pid, row.born) for pid, row in known.items() if row.session == self.pid}
-        return [*found.union(below(self.pid) if self.alive else ())]
+        found = set(below(self.pid)) if self.alive else set()
+        for pid, row in table().items():
+            # A number is not given anew while it names a session.
+            if (self._apart and row.session == self.pid) or (self.alive and pid == self.pid):
+                found.add(Process(pid, row.born))
+        return list(found)
 
 
 def _name(number: int) -> str:

@@ -19,7 +19,7 @@ import aiohttp
 from trimtab.model.errors import InfeasibleError, UnreachableError
 from trimtab.runtime.engines.engine import Deadlines
 from trimtab.runtime.engines.wire import open_session
-from trimtab.runtime.rollout.launcher import EngineCommand, Started, Told, plain
+from trimtab.runtime.rollout.launcher import EngineCommand, Started, Told, address, plain
 from trimtab.runtime.rollout.launcher_wait import PORT_TRIES, PortTakenError, Seen, serving
 from trimtab.runtime.rollout.process_engine import EngineProcess, free_port
 
@@ -100,7 +100,7 @@ class ProcessLauncher:
         process = EngineProcess(line, settings, self.log_of(worker), stop_s=command.stop_s, folder=command.folder)
         self._running[worker] = process
         self._session = self._session or open_session()
-        url = f"http://{command.host}:{port}"
+        url = address(command.host, port)
 
         async def look() -> Seen:
             return process.seen(port)

@@ -143,7 +143,11 @@ def checked_prompt(prompt: Sequence[int], where: str) -> tuple[int, ...]:
         raise InputError(f"the prompt is a {type(prompt).__name__}", where=where, hint="a list of token ids") from None
     if not ids:
         raise InputError("the prompt has no tokens", where=where)
-    for one in ids:
-        if not isinstance(one, int) or one < 0:
+    if set(map(type, ids)) == {int} and min(ids) >= 0:
+        return ids
+    checked = []
+    for one in ids:  # numpy's and the like
+        if isinstance(one, bool | float | str) or not hasattr(one, "__index__") or one < 0:
             raise InputError(f"{one!r} is no token id", where=where, hint="whole numbers, 0 or more")
-    return ids
+        checked.append(int(one))
+    return tuple(checked)

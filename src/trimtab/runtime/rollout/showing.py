@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -20,6 +21,7 @@ def status(core: Core, elastic: ElasticConfig) -> dict[str, Any]:
     rules = machine.rules
     sample = machine.sample(now)
     return {
+        "now": time.time(),
         "version": machine.version,
         "workers": [_worker(core, one, now) for one in machine.workers()],
         "queue": _queue(core, now),
@@ -36,6 +38,11 @@ def status(core: Core, elastic: ElasticConfig) -> dict[str, Any]:
         },
         "takers": [asdict(one) for one in sample.takers],
         "costs": asdict(sample.costs),
+        "refit": machine.open_refit(),
+        "failed": [
+            {**{key: value for key, value in one.items() if key != "at"}, "ago_s": now - one["at"]}
+            for one in core.failed
+        ],
         "membership": encode(machine.membership()),
         "metrics": machine.metrics(),
         "counters": dict(core.counters),
@@ -76,6 +83,9 @@ def _worker(core: Core, view: WorkerView, now: float) -> dict[str, Any]:
         "paused": view.paused,
         "paused_elsewhere": view.paused_elsewhere,
         "asleep": view.asleep,
+        "taken": view.taken,
+        "outside": view.outside,
+        "memory": None if hand is None or hand.slept is None else _reason(hand.slept),
         "doing": None if view.doing is None else view.doing.value,
         "deadline_s": None if view.deadline is None else view.deadline - now,
         "unwell": None if hand is None or hand.unwell_since is None or seen is None else seen.why,

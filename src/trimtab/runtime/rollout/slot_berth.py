@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from trimtab.runtime.rollout.launcher import EngineCommand, plain
+from trimtab.runtime.rollout.launcher import EngineCommand, address, plain
 from trimtab.runtime.rollout.launcher_wait import Seen
 from trimtab.runtime.rollout.process_engine import EngineProcess, free_port
 
@@ -43,9 +43,9 @@ class Berth:
             line = command.line(name=self._worker, host=host, port=self._port, version=version, path=path)
             self._process = EngineProcess(
                 line, command.settings, _log_dir() / f"trimtab-engine-{plain(self._worker)}.log",
-                stop_s=command.stop_s, folder=command.folder,
+                stop_s=command.stop_s, folder=command.folder, apart=False,
             )  # fmt: skip
-        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+        return address(host, self._port)
 
     def look(self) -> Seen:
         """How the engine is."""

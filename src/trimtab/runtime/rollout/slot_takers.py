@@ -12,16 +12,15 @@ import logging
 
 from trimtab.fleet.scaling import Taker
 from trimtab.model.errors import InputError, TrimtabError
-from trimtab.model.pool import IN_QUEUE, Explanation
+from trimtab.model.pool import Explanation
 from trimtab.model.reason import Code
 from trimtab.model.rollout import WorkerState
-from trimtab.runtime.ray.doors import TaskSeen
 from trimtab.runtime.rollout.slots import SlotLauncher
 
 log = logging.getLogger("trimtab.rollout")
 
-EVERY_S = 2.0
-MOST = 32  # waiters that are asked about at each look: those who have waited longest are listed first
+EVERY_S = 1.0
+MOST = 32  # waiters that are asked about at each look, first in the queue first
 
 
 class Takers:
@@ -51,16 +50,18 @@ class Takers:
         launcher = self._launcher
         ours = {place.line.task.id for place in launcher.places.values()}
         held = {place.line.task.id for place in launcher.places.values() if place.up}
-        seen: list[TaskSeen] = await launcher.ask("tasks", None)
-        waiting = [one for one in seen if one.state in IN_QUEUE and one.id not in ours]
+        pools = (await launcher.ask("status"))["pools"].values()
+        waiting = [task for pool in pools for task in pool["queue"] if task not in ours]
         leaving = self._leaving()
         found = []
-        for one in waiting[:MOST]:
-            wanted = self._wanted(await launcher.ask("explain", one.id), held)
+        for task in waiting[:MOST] if held else ():
+            explanation: Explanation = await launcher.ask("explain", task)
+            wanted = self._wanted(explanation, held)
             counted_off = min(wanted, leaving)
             leaving -= counted_off
             if wanted > counted_off:
-                found.append(Taker(one.id, wanted - counted_off, getattr(one, "estimate_s", 0.0) or self._use_s))
+                use_s = getattr(explanation, "estimate_s", 0.0) or self._use_s
+                found.append(Taker(task, wanted - counted_off, use_s))
         return tuple(found)
 
     def _wanted(self, explanation: Explanation, held: set[str]) -> int:
