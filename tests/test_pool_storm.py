@@ -65,7 +65,7 @@ def weather(storm: Storm, directory: Path, name: str, kills: int, count: int, pa
 
     wanted = sum(storm.kills.values()) + kills
     with connect(name=name) as session:
-        pool = session.pool("p", quota={"cpu": NODES * CPUS}, warm_hosts=NODES, wait_s=600.0)
+        pool = session.pool("p", quota={"cpu": NODES * CPUS}, warm_hosts=NODES, wait_s=3_600.0)
         tasks = [f"t{at:03d}" for at in range(count)]
         for at, task in enumerate(tasks):
             settings = {"id": task, "run": "run", "restarts": -1, "priority": float(at % 3)}

@@ -1,7 +1,8 @@
 """Requests through a storm: real engines are killed, frozen, slowed, drained and replaced while 2,000 requests run.
 
-Every request is answered exactly once, and a greedy answer is the one that an undisturbed engine gives, also where it
-was resumed half-way: up to the first place where the two best tokens are so near that rounding chooses.
+Half of them come from this process, half over HTTP through the gateway. Every request is answered exactly once, and a
+greedy answer is the one that an undisturbed engine gives, also where it was resumed half-way: up to the first place
+where the two best tokens are so near that rounding chooses.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from engine_answers import NEAR_TIE, prompts, run
@@ -21,6 +23,8 @@ from engine_servers import LlamaServer, again, come_up, servers, start
 from trimtab.fleet import rollout_events as e
 from trimtab.model.errors import TrimtabError
 from trimtab.rollout import RolloutPool, RolloutRules, Sample, SamplingParams, WorkerState
+from trimtab.runtime.rollout.gateway.server import Gateway
+from trimtab.runtime.rollout.gateway.settings import GatewaySettings
 
 SLOTS, TOKENS, ASKED = 6, 40, 2_000
 RULES = RolloutRules(
@@ -141,7 +145,42 @@ async def undisturbed(server: LlamaServer, asked: Sequence[tuple[int, ...]]) -> 
         return [one.samples[0] for one in await pool.generate(asked, params)]
 
 
-async def storm_over(folder: Path, count: int, seed: int) -> tuple[Storm, Ledger, list[Sample], list[Sample]]:
+@dataclass(frozen=True)
+class Got:
+    """One answer, whichever way it came."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    end: str
+    moves: int
+    why: str = ""
+
+
+async def over_http(url: str, asked: Sequence[tuple[int, ...]]) -> list[Got]:
+    """Each asked once; what is not answered with 200 is an error of the test."""
+    sampling = {"max_new_tokens": TOKENS, "temperature": 0.0}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=64)) as session:
+
+        async def one(prompt: tuple[int, ...]) -> Got:
+            body = {"input_ids": prompt, "sampling_params": sampling}
+            async with session.post(f"{url}/generate", json=body) as answer:
+                told = await answer.json()
+                assert answer.status == 200, told
+            meta = told["meta_info"]
+            moves = int(answer.headers.get("x-trimtab-moves", 0))
+            return Got(tuple(told["output_ids"]), told["text"], meta["finish_reason"]["type"], moves)
+
+        return await asyncio.gather(*(one(prompt) for prompt in asked))
+
+
+async def in_process(pool: RolloutPool, asked: Sequence[tuple[int, ...]]) -> list[Got]:
+    samples = [one.samples[0] for one in await pool.generate(asked, GREEDY)]
+    return [
+        Got(one.token_ids, one.text, one.end.value, one.moves, "" if one.ok else str(one.reason)) for one in samples
+    ]
+
+
+async def storm_over(folder: Path, count: int, seed: int) -> tuple[Storm, Ledger, list[Sample], list[Got]]:
     chance = random.Random(seed)
     distinct = prompts(200, seed=seed, longest=30)
     asked = [chance.randrange(len(distinct)) for _ in range(count)]
@@ -156,11 +195,25 @@ async def storm_over(folder: Path, count: int, seed: int) -> tuple[Storm, Ledger
             over = asyncio.Event()
             beside = [asyncio.create_task(storm.rage(over)), asyncio.create_task(storm.vouch_for_all(over))]
             try:
-                answers = await pool.generate([distinct[one] for one in asked], GREEDY)
+                inner, outer = [distinct[one] for one in asked[::2]], [distinct[one] for one in asked[1::2]]
+                async with Gateway(pool, GatewaySettings(token="of-the-storm-only")) as gateway:
+                    halves = await asyncio.gather(in_process(pool, inner), over_http(gateway.url, outer))
             finally:
                 over.set()
                 await asyncio.gather(*beside)
-    return storm, ledger, [reference[one] for one in asked], [one.samples[0] for one in answers]
+    return storm, ledger, [reference[one] for one in (*asked[::2], *asked[1::2])], [*halves[0], *halves[1]]
+
+
+def check(ledger: Ledger, wanted: Sequence[Sample], got: Sequence[Got]) -> None:
+    """Nothing failed, nothing was answered twice, and every answer is the undisturbed one as far as that is certain."""
+    assert [one.why for one in got if one.end not in ("stop", "length")] == []
+    assert set(ledger.arrived) == set(ledger.answered)
+    assert set(ledger.answered.values()) == {1}
+    for right, answer in zip(wanted, got, strict=True):
+        certain = sure(right)
+        assert answer.token_ids[:certain] == right.token_ids[:certain], answer
+        if certain == len(right.token_ids):
+            assert (answer.token_ids, answer.end, answer.text) == (right.token_ids, right.end.value, right.text)
 
 
 def test_every_request_is_answered_once_and_rightly_while_engines_are_killed_frozen_drained_and_replaced(
@@ -168,14 +221,7 @@ def test_every_request_is_answered_once_and_rightly_while_engines_are_killed_fro
 ) -> None:
     storm, ledger, wanted, got = run(storm_over(tmp_path, ASKED, seed=5), within_s=300)
     assert len(got) == ASKED
-    assert [one.reason for one in got if not one.ok] == []
-    assert set(ledger.arrived) == set(ledger.answered)
-    assert set(ledger.answered.values()) == {1}
-    for right, sample in zip(wanted, got, strict=True):
-        certain = sure(right)
-        assert sample.token_ids[:certain] == right.token_ids[:certain], sample
-        if certain == len(right.token_ids):
-            assert (sample.token_ids, sample.end, sample.text) == (right.token_ids, right.end, right.text)
+    check(ledger, wanted, got)
     whole = sum(sure(one) == len(one.token_ids) for one in wanted)
     assert whole > ASKED / 2  # so that most answers were compared to their end
     resumed = [one for one in got if one.moves]
@@ -187,9 +233,4 @@ def test_every_request_is_answered_once_and_rightly_while_engines_are_killed_fro
 @pytest.mark.parametrize("seed", range(4))
 def test_storms_of_other_seeds(tmp_path: Path, seed: int) -> None:
     _, ledger, wanted, got = run(storm_over(tmp_path, 2 * ASKED, seed=100 + seed), within_s=900)
-    assert [one.reason for one in got if not one.ok] == []
-    assert set(ledger.arrived) == set(ledger.answered)
-    assert set(ledger.answered.values()) == {1}
-    for right, sample in zip(wanted, got, strict=True):
-        certain = sure(right)
-        assert sample.token_ids[:certain] == right.token_ids[:certain], sample
+    check(ledger, wanted, got)
