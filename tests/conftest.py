@@ -19,6 +19,7 @@ FIRST = "test_pool_storm.py"  # minutes on one core, beside all that needs no cl
 LAST = (  # these need one, and are kept off the storm; the longest begin first
     "test_cluster.py",
     "test_elastic.py",
+    "test_rollout_slots.py",
     "test_controller.py",
     "test_members.py",
     "test_why_cluster.py",

@@ -5,6 +5,8 @@ from trimtab.rollout import RolloutPool, SamplingParams
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from trimtab.fleet.scaling import Taker
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.rollout import (
@@ -20,13 +22,20 @@ from trimtab.model.rollout import (
     WorkerSpec,
     WorkerState,
 )
-from trimtab.runtime.rollout.launcher import EngineCommand, Launcher, Started
+from trimtab.runtime.engines.actor import ActorEngine
+from trimtab.runtime.rollout.launcher import EngineCommand, Launcher, NoRoomError, Started
 from trimtab.runtime.rollout.leases import Lease
 from trimtab.runtime.rollout.pool import RolloutPool
+from trimtab.runtime.rollout.processes import ProcessLauncher
 from trimtab.runtime.rollout.refits import RefitEngine, RefitSession
 from trimtab.runtime.rollout.sampling import Chunk, Completion, RefusedError, Sample, SamplingParams
 
+if TYPE_CHECKING:
+    from trimtab.runtime.rollout.starting import engines_as_processes as engines_as_processes
+    from trimtab.runtime.rollout.starting import engines_on_slots as engines_on_slots
+
 __all__ = [
+    "ActorEngine",
     "Chunk",
     "Completion",
     "ElasticConfig",
@@ -36,8 +45,10 @@ __all__ = [
     "Launcher",
     "Lease",
     "Membership",
+    "NoRoomError",
     "Owner",
     "Ownership",
+    "ProcessLauncher",
     "RefitEngine",
     "RefitSession",
     "RefitWay",
@@ -52,4 +63,14 @@ __all__ = [
     "Taker",
     "WorkerSpec",
     "WorkerState",
+    "engines_as_processes",
+    "engines_on_slots",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("engines_as_processes", "engines_on_slots"):  # they need Ray, which the others do not
+        from trimtab.runtime.rollout import starting
+
+        return getattr(starting, name)
+    raise AttributeError(f"module 'trimtab.rollout' has no attribute {name!r}")

@@ -239,6 +239,7 @@ class Explanation:
     attempts: int = 0
     how: str = ""  # what it runs in, and why
     story: tuple[Chapter, ...] = field(default=())
+    estimate_s: float = 0.0  # how long it will run, as it was submitted; 0: it did not say
 
 
 def labels_of(labels: Mapping[str, str] | None, where: str) -> Labels:

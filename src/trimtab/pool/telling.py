@@ -78,6 +78,7 @@ def explain(books: Books, name: str, now: float) -> Explanation:
         attempts=task.attempt,
         how=task.how,
         story=tuple(task.story),
+        estimate_s=task.spec.estimate_s,
     )
 
 

@@ -81,8 +81,8 @@ class ActorEngine(GatedEngine):
 
     async def _load(self) -> EngineLoad:
         if not self._has("load"):
-            # All that is known is what was sent from here.
-            return EngineLoad(len(self._flights), 0, None, time.monotonic(), fresh=False)
+            # It has what was sent from here, and nobody else's: else it would have a load to tell.
+            return EngineLoad(len(self._flights), 0, None, time.monotonic(), fresh=True)
         told = await self._call("load", within_s=self.deadlines.call_s)
         try:
             used = told.get("kv_used_share")

@@ -8,6 +8,7 @@ worker removed that serves on a node that stays, while one that has no node is t
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Iterable
 
@@ -57,7 +58,7 @@ class NodeFollower:
         self._launcher = launcher
         self._least, self._most, self._per_node = least, most, per_node
         self._name, self._spec = name, spec
-        self._numbers = iter(range(1, 10**9))
+        self._numbers = itertools.count(1)
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self.workers: list[str] = []
 

@@ -52,6 +52,15 @@ class Started:
     note: str = ""  # what a person should know
 
 
+@dataclass(frozen=True)
+class Seen:
+    """An engine's process as it is now, to whoever waits until it serves."""
+
+    ended: str = ""  # how, with its last words; empty while it runs
+    listens: bool = False  # it has its port
+    robbed: bool = False  # it ended, and somebody else has its port
+
+
 @runtime_checkable
 class Launcher(Protocol):
     """Starts and ends engines for the pool."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 import aiohttp
 
@@ -19,20 +18,10 @@ from trimtab.runtime.engines.detect import attach
 from trimtab.runtime.engines.engine import Deadlines
 from trimtab.runtime.engines.http_engine import HttpEngine
 from trimtab.runtime.engines.wire import require_private
-from trimtab.runtime.rollout.launcher import EngineCommand
+from trimtab.runtime.rollout.launcher import EngineCommand, Seen
 
 FIRST_S, LONGEST_S = 0.05, 1.0  # between looks: more often at first, for some engines start in half a second
 PORT_TRIES = 3
-
-
-@dataclass(frozen=True)
-class Seen:
-    """An engine's process as it is now."""
-
-    ended: str = ""  # how, with its last words; empty while it runs
-    listens: bool = False  # it has its port
-    robbed: bool = False  # it ended, and somebody else has its port
-
 
 Look = Callable[[], Awaitable[Seen]]
 

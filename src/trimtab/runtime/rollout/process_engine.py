@@ -22,7 +22,7 @@ from pathlib import Path
 from trimtab.model.errors import InputError
 from trimtab.runtime.cluster.ports import is_free
 from trimtab.runtime.cluster.processes import Process, below, gone, send, table
-from trimtab.runtime.rollout.launcher_wait import Seen
+from trimtab.runtime.rollout.launcher import Seen
 from trimtab.runtime.rollout.process_guard import NOT_FOUND
 
 GUARD = "trimtab.runtime.rollout.process_guard"

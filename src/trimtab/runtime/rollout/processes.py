@@ -19,8 +19,8 @@ import aiohttp
 from trimtab.model.errors import InfeasibleError, UnreachableError
 from trimtab.runtime.engines.engine import Deadlines
 from trimtab.runtime.engines.wire import open_session
-from trimtab.runtime.rollout.launcher import EngineCommand, Started, Told, address, plain
-from trimtab.runtime.rollout.launcher_wait import PORT_TRIES, PortTakenError, Seen, serving
+from trimtab.runtime.rollout.launcher import EngineCommand, Seen, Started, Told, address, plain
+from trimtab.runtime.rollout.launcher_wait import PORT_TRIES, PortTakenError, serving
 from trimtab.runtime.rollout.process_engine import EngineProcess, free_port
 
 log = logging.getLogger("trimtab.rollout")
@@ -85,6 +85,10 @@ class ProcessLauncher:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+    def devices_of(self, worker: str) -> str:
+        """The devices that its engine has to itself; empty where none were named, or it has none now."""
+        return self._device_of.get(worker, "")
 
     def log_of(self, worker: str) -> Path:
         """Where what its engines print is kept."""

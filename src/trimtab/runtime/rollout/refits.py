@@ -151,8 +151,10 @@ class RefitSession:
         finally:
             self._forget()
         if error is None and self.outcome is not None and self.membership.members and not self.outcome.current:
+            one = self._core.machine.worker(self.outcome.failed[0])
+            why = "" if one is None else f"; {one.worker}: {one.reason.sentence}"
             raise InfeasibleError(
-                f"no engine has version {self.version}: {self.outcome.reason.sentence}",
+                f"no engine has version {self.version}: {self.outcome.reason.sentence}{why}",
                 hint="begin the refit again; until then nothing is served",
             )
 

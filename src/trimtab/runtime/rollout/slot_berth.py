@@ -11,10 +11,10 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from trimtab.runtime.rollout.launcher import EngineCommand, address, plain
-from trimtab.runtime.rollout.launcher_wait import Seen
+from trimtab.runtime.rollout.launcher import EngineCommand, Seen, address, plain
 from trimtab.runtime.rollout.process_engine import EngineProcess, free_port
 
+ENDED_HERE = "it was told to end"
 SPARE_S = 1.0  # of the notice: for the process to vanish before it is killed with its host
 
 
@@ -48,9 +48,14 @@ class Berth:
         return address(host, self._port)
 
     def look(self) -> Seen:
-        """How the engine is."""
+        """How the engine is, while it comes up."""
         process = self._process
-        return Seen("it was ended") if process is None else process.seen(self._port)
+        return Seen(ENDED_HERE) if process is None else process.seen(self._port)
+
+    def ended(self) -> str:
+        """How the engine ended; empty while it runs."""
+        process = self._process
+        return ENDED_HERE if process is None else process.how_it_ended()
 
     def end(self) -> bool:
         """The engine is gone afterwards; whether that is so. The slot is still held."""

@@ -15,6 +15,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import logging
 import time
 import uuid
@@ -32,49 +33,20 @@ from trimtab.runtime.engines.engine import Deadlines
 from trimtab.runtime.engines.wire import open_session
 from trimtab.runtime.ray.client import Pool, Session
 from trimtab.runtime.ray.doors import News, TaskSeen
-from trimtab.runtime.ray.elastic_line import Line, MemberGoneError, MemberHungError, MemberRaisedError
-from trimtab.runtime.rollout.launcher import EngineCommand, NoRoomError, Started, Told, plain
-from trimtab.runtime.rollout.launcher_wait import PORT_TRIES, PortTakenError, Seen, serving
+from trimtab.runtime.ray.elastic_line import Line
+from trimtab.runtime.rollout.launcher import EngineCommand, NoRoomError, Seen, Started, Told, plain
+from trimtab.runtime.rollout.launcher_wait import PORT_TRIES, PortTakenError, serving
 from trimtab.runtime.rollout.slot_berth import Berth
+from trimtab.runtime.rollout.slot_place import ANSWER_S, Place
 
 log = logging.getLogger("trimtab.rollout")
 
-ANSWER_S = 30.0
 NEWS_S = 0.5  # a question for news waits so long at most: then it is asked of the tasks there are by then
 LOOK_S = 1.0  # between looks at an engine's process
 GIVE_UP_S = 60.0  # for a task to end
 UNTIMED_DRAIN_S = 30.0  # a node that drains without a deadline
 AS_LONG_AS_IT_TAKES_S = 1e7
 LOSSES = (Code.node_lost, Code.slot_lost, Code.process_died, Code.start_timeout, Code.restarts_used)
-_FAILED = (MemberGoneError, MemberHungError, MemberRaisedError)
-
-
-class Place:
-    """A worker's task in the slots' pool."""
-
-    def __init__(self, worker: str, line: Line) -> None:
-        self.worker = worker
-        self.line = line
-        self.reason = "it was submitted a moment ago"
-        self.node_goes = False
-        self.starting = False  # `start` is at work on it
-        self.up = False  # its engine was given to the rollout pool, and was not stopped since
-        self.taken = False  # the rollout pool was told that it may not use the worker
-        self.idle_since = time.monotonic()
-        self.changed = asyncio.Event()
-        self.watching: asyncio.Task[None] | None = None
-
-    @property
-    def state(self) -> State:
-        """Of its task, as last heard."""
-        return self.line.seen[0]
-
-    def stop_watching(self) -> None:
-        """Its engine is no longer the rollout pool's."""
-        self.up = False
-        if self.watching is not None:
-            self.watching.cancel()
-            self.watching = None
 
 
 class SlotLauncher:
@@ -103,7 +75,7 @@ class SlotLauncher:
         self.session = session
         self.slots = session.pool(slots) if isinstance(slots, str) else slots
         self.command = command
-        self.unit = Resources.of(resources, where="engines on slots")
+        self.unit = _checked(resources)
         self.notice_s = notice_s
         self.on_nodes: list[Callable[[tuple[NodeView, ...]], None]] = []
         self.places: dict[str, Place] = {}  # by worker
@@ -112,14 +84,14 @@ class SlotLauncher:
         self._deadlines = deadlines
         self._http: aiohttp.ClientSession | None = None
         self._run_id = uuid.uuid4().hex[:6]
-        self._numbers = iter(range(1, 10**9))
+        self._numbers = itertools.count(1)
         self._version = -1  # of the nodes, as last heard
         self._offset: float | None = None  # of the controller's clock
         self._threads = concurrent.futures.ThreadPoolExecutor(8, thread_name_prefix="trimtab-slots")
         self._loops: list[asyncio.Task[None]] = []
         self._aside_tasks: set[asyncio.Task[None]] = set()
         self._submitting: dict[str, asyncio.Task[Place]] = {}
-        self._closed = False
+        self._listening = self._closed = False
 
     # ---- what the rollout pool asks ----------------------------------------------------------------------------------
 
@@ -197,8 +169,13 @@ class SlotLauncher:
         task = self._submitting.get(worker)
         if task is None:
             task = self._submitting[worker] = asyncio.create_task(self._submit(worker))
-            task.add_done_callback(lambda _: self._submitting.pop(worker, None))
+            task.add_done_callback(functools.partial(self._is_submitted, worker))
         return await asyncio.shield(task)
+
+    def _is_submitted(self, worker: str, task: asyncio.Task[Place]) -> None:
+        del self._submitting[worker]
+        if not task.cancelled():
+            task.exception()  # whoever waited has it; that nobody did is no fault
 
     async def _submit(self, worker: str) -> Place:
         submit = functools.partial(
@@ -219,7 +196,7 @@ class SlotLauncher:
     async def _placed(self, place: Place) -> None:
         """Until its slot is there; NoRoomError after `room_s` in the queue."""
         deadline = time.monotonic() + self._room_s
-        while not place.line.there:
+        while not (place.line.there and place.state is State.running):
             if self.places.get(place.worker) is not place or place.state in ENDED:
                 raise UnreachableError(f"its task in pool {self.slots.name} ended: {place.reason}")
             left_s = deadline - time.monotonic()
@@ -250,11 +227,11 @@ class SlotLauncher:
         self._http = self._http or open_session()
 
         async def look() -> Seen:
-            seen: Seen = await self._call(place, "look")
+            seen: Seen = await place.call("look")
             return seen
 
         within_s = command.stop_s + ANSWER_S  # an engine that is there ends first
-        url = await self._call(place, "launch", command, version, path, within_s=within_s)
+        url = await place.call("launch", command, version, path, within_s=within_s)
         engine, note = await serving(place.worker, url, command, self._http, look, self._deadlines)
         place.up = True
         place.watching = asyncio.create_task(self._watch(place), name=f"engine-{place.worker}")
@@ -265,17 +242,16 @@ class SlotLauncher:
         while place.up:
             await asyncio.sleep(LOOK_S)
             try:
-                seen = await self._call(place, "look")
+                ended = await place.call("ended")
             except UnreachableError:
                 continue  # of the task's own end the news will tell
-            if seen.ended and place.up and place.state is State.running:
+            if ended and place.up and place.state is State.running:
                 place.watching = None
-                self._gone(place, seen.ended)
+                self._gone(place, ended)
 
     async def _ended_by_itself(self, place: Place) -> bool:
         with contextlib.suppress(UnreachableError):
-            seen: Seen = await self._call(place, "look")
-            return bool(seen.ended)
+            return bool(await place.call("ended"))
         return False
 
     # ---- giving it up ------------------------------------------------------------------------------------------------
@@ -283,7 +259,7 @@ class SlotLauncher:
     async def _hand_over(self, place: Place) -> None:
         """The pool has given notice: the engine ends, and the task returns to the queue by itself."""
         with contextlib.suppress(UnreachableError):
-            await self._call(place, "leave", within_s=self.command.stop_s + ANSWER_S)
+            await place.call("leave", within_s=self.command.stop_s + ANSWER_S)
         deadline = time.monotonic() + self.notice_s + GIVE_UP_S
         while place.state is State.cancelling and self.places.get(place.worker) is place:
             if time.monotonic() > deadline:
@@ -298,7 +274,7 @@ class SlotLauncher:
             del self.places[place.worker]
         if place.line.there:
             with contextlib.suppress(UnreachableError):
-                await self._call(place, "leave", within_s=self.command.stop_s + ANSWER_S)
+                await place.call("leave", within_s=self.command.stop_s + ANSWER_S)
         place.line.down("its slot was given back")
         try:
             await self._beside(functools.partial(place.line.task.complete, keep_slot=False))
@@ -320,7 +296,8 @@ class SlotLauncher:
 
     def listen(self) -> None:
         """Hear of nodes and tasks from now on."""
-        if not self._loops and not self._closed:
+        if not self._listening and not self._closed:
+            self._listening = True
             self.also(self._listen)
 
     async def _listen(self) -> None:
@@ -424,13 +401,6 @@ class SlotLauncher:
 
     # ---- how it is done ----------------------------------------------------------------------------------------------
 
-    async def _call(self, place: Place, method: str, *args: Any, within_s: float = ANSWER_S) -> Any:
-        """Call the task; UnreachableError where it is gone, hangs or raises."""
-        try:
-            return await place.line.call(method, *args, within_s=within_s)
-        except _FAILED as fault:
-            raise UnreachableError(str(fault), where=f"worker {place.worker}") from fault
-
     def _tell(self, door: Callable[..., None], *news: Any, **more: Any) -> None:
         """Tell the rollout pool; that it knows no such worker any more is no fault."""
         if self._closed:
@@ -453,3 +423,15 @@ class SlotLauncher:
 
     async def _beside(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _checked(resources: Mapping[str, float]) -> Resources:
+    """What an engine needs, in our words: Ray's would be resources that no node has, and waited for."""
+    where = "engines on slots"
+    for name in resources:
+        if name in ("CPU", "GPU"):
+            raise InputError(f"there is no resource {name}", where=where, hint=f"did you mean {name.lower()}?")
+    unit = Resources.of(resources, where=where)
+    if not unit:
+        raise InputError("an engine needs resources", where=where, hint="{'gpu': 1}")
+    return unit
