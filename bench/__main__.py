@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 
-TABLES = ("placement", "partition", "pools", "hosts", "nodes", "elastic", "rollout", "startup")
+TABLES = ("placement", "partition", "pools", "hosts", "nodes", "elastic", "rollout", "rollout_step", "startup")
 
 
 def main() -> None:

@@ -331,7 +331,7 @@ class SglangStub(Stub):
         return web.Response()
 
     async def _ready(self, request: web.Request) -> web.Response:
-        return web.Response()
+        return web.Response(status=200 if self.goes.is_set() else 503)
 
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response({"version": self.release})

@@ -166,7 +166,8 @@ def test_an_actor_with_two_methods_is_an_engine(cluster: None) -> None:
         got = await answer(engine, greedy("a", PROMPT, 5))
         assert (got.ids, got.finish) == (expected(5), Finish.length)
         assert got.so_far.logprobs == (-0.5,) * 5
-        assert (await engine.load()).fresh is False, "it tells none"
+        load = await engine.load()
+        assert (load.running, load.fresh) == (0, True), "what was sent from here is all it has"
         with pytest.raises(NotOfferedError, match="no way to sleep"):
             await engine.sleep()
         # A client that goes away.

@@ -140,6 +140,35 @@ def test_an_idle_engine_whose_loads_stand_still_is_not_taken_for_paused() -> Non
     scene("sglang", play)
 
 
+def test_a_release_without_a_page_that_says_so_is_found_paused_by_loads_that_stand_still() -> None:
+    async def play(stub: Any, engine: HttpEngine) -> None:
+        stub.refuse["/ready"] = (404, {})
+        assert (await engine.ready()).up
+        stub.stop("keep")
+        stub.stamp = 1000.0
+        await engine.load()
+        state = await engine.ready()
+        assert (state.up, state.paused) == (False, True)
+        stub.go()
+        stub.stamp = None
+        assert (await engine.ready()).up
+
+    scene("sglang", play, call_s=0.5)
+
+
+def test_a_server_that_calls_itself_ready_over_a_scheduler_that_stands_still_is_wedged_and_not_paused() -> None:
+    async def play(stub: Any, engine: HttpEngine) -> None:
+        stub.refuse["/ready"] = (200, {})
+        stub.stop("keep")
+        stub.stamp = stub.fresh_at = 1000.0
+        await engine.load()
+        state = await engine.ready()
+        assert (state.up, state.paused) == (False, False)
+        assert "does not answer" in state.why
+
+    scene("sglang", play, call_s=0.5)
+
+
 def test_health_is_never_asked_of_an_engine_that_computes_for_it() -> None:
     async def play(stub: Any, engine: HttpEngine) -> None:
         assert (await engine.ready()).up

@@ -13,18 +13,29 @@ __version__ = "0.0.0"
 __path__ = []  # a package, so that `sgl_kernel.anything` can be imported
 
 
-def _missing(name):
-    def call(*args, **kwargs):
-        raise NotImplementedError(f"sgl_kernel.{name} is not built for this machine")
+class _Missing:
+    """A name that is there and can do nothing; whatever is looked up on it is like it."""
 
-    call.__name__ = name
-    return call
+    def __init__(self, name):
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = "sgl_kernel"
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Missing(f"{self.__name__}.{name}")
+
+    def __call__(self, *args, **kwargs):
+        raise NotImplementedError(f"sgl_kernel.{self.__name__} is not built for this machine")
+
+    def __mro_entries__(self, bases):
+        return ()  # a class may be made from it; it inherits nothing
 
 
 def __getattr__(name):
     if name.startswith("__"):
         raise AttributeError(name)
-    return _missing(name)
+    return _Missing(name)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import os
 import signal
 import socket
@@ -12,9 +14,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine_answers import answer, greedy
+from trimtab.model.errors import UnreachableError
+from trimtab.runtime.engines.detect import attach
+from trimtab.runtime.engines.engine import Deadlines
+from trimtab.runtime.engines.wire import open_session
+
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / ".venv-engines-vllm" / "tiny"
-START_S = 300.0
+START_S = 900.0
+"""For all that are started together; half a minute each where the machine has nothing else to do."""
+PROMPT = (40, 41, 42, 43, 44)
+_LIBC = ctypes.CDLL(None)
 
 
 @dataclass
@@ -63,6 +74,7 @@ def engine(kind: str, folder: Path) -> Iterator[Process]:
             stderr=out,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
     started = Process(kind, f"http://127.0.0.1:{port}", log, process)
     try:
@@ -70,6 +82,26 @@ def engine(kind: str, folder: Path) -> Iterator[Process]:
     finally:
         started.signal(signal.SIGKILL)
         process.wait(60)
+
+
+async def come_up(process: Process) -> Process:
+    """Waits until it serves, by what its adapter says."""
+    async with open_session() as session:
+        while True:
+            assert process.alive, process.tail()
+            try:
+                adapter, _ = await attach("new", process.url, session, Deadlines(call_s=10))
+                if (await adapter.ready()).up:
+                    await answer(adapter, greedy("first", PROMPT, 2))
+                    return process
+            except UnreachableError:
+                pass
+            await asyncio.sleep(0.5)
+
+
+def _die_with_parent() -> None:
+    """A test run that is killed leaves no server behind: their own session keeps signals for the run from them."""
+    _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _vllm(port: int) -> tuple[list[str], dict[str, str]]:

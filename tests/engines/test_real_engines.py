@@ -13,7 +13,7 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import pytest
-from engine_processes import MODELS, START_S, Process, engine
+from engine_processes import MODELS, PROMPT, START_S, Process, come_up, engine
 
 from engine_answers import Whole, answer, answers, greedy, prompts, run
 from trimtab.runtime.engines.detect import attach
@@ -33,7 +33,6 @@ from trimtab.runtime.engines.http_engine import HttpEngine
 from trimtab.runtime.engines.wire import open_session
 
 pytestmark = pytest.mark.engines
-PROMPT = (40, 41, 42, 43, 44)
 LONG = 1900
 FREE = {"ignore_eos": True}  # answers as long as they were ordered
 
@@ -42,23 +41,8 @@ FREE = {"ignore_eos": True}  # answers as long as they were ordered
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     """One server of each kind that no test hurts."""
     with engine(request.param, tmp_path_factory.mktemp("engines")) as started:
-        run(up(started), within_s=START_S)
+        run(come_up(started), within_s=START_S)
         yield started
-
-
-async def up(process: Process) -> None:
-    """Waits until it serves, by what its adapter says."""
-    async with open_session() as session:
-        while True:
-            assert process.alive, process.tail()
-            try:
-                adapter, _ = await attach("new", process.url, session, Deadlines(call_s=5))
-                if (await adapter.ready()).up:
-                    await answer(adapter, greedy("first", PROMPT, 2))
-                    return
-            except EngineError:
-                pass
-            await asyncio.sleep(0.5)
 
 
 @asynccontextmanager
@@ -239,7 +223,7 @@ def test_a_refit_is_seen_in_the_answers_and_a_way_back_too(server: Process) -> N
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_killed_engine_leaves_what_it_had_said(kind: str, tmp_path: Path) -> None:
     async def scene(process: Process) -> None:
-        await up(process)
+        await come_up(process)
         async with reached(process, silence_s=10) as adapter:
             async with running(adapter) as task:
                 process.signal(signal.SIGKILL)
@@ -255,7 +239,7 @@ def test_a_killed_engine_leaves_what_it_had_said(kind: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_an_engine_paused_before_it_is_ended_leaves_nothing_hanging(kind: str, tmp_path: Path) -> None:
     async def scene(process: Process) -> None:
-        await up(process)
+        await come_up(process)
         async with reached(process) as adapter, running(adapter) as task:
             await adapter.pause(Pause.abort)
             assert (await task).finish is Finish.aborted
@@ -269,7 +253,7 @@ def test_an_engine_paused_before_it_is_ended_leaves_nothing_hanging(kind: str, t
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_sigterm_in_flight_ends_in_an_answer_or_an_error_and_never_in_a_wait(kind: str, tmp_path: Path) -> None:
     async def scene(process: Process) -> None:
-        await up(process)
+        await come_up(process)
         async with reached(process, silence_s=5, call_s=3) as adapter, running(adapter) as task:
             process.signal(signal.SIGTERM)
             await asyncio.wait([task])

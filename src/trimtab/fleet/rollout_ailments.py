@@ -17,6 +17,7 @@ from trimtab.model.rollout import Owner, RolloutRules
 Data = Mapping[str, Any]
 
 NAMED = 4  # workers in one sentence
+NOT_REACHED = "it is not there"  # so begins what is warned of an engine that was never reached
 
 
 class Weight(str, enum.Enum):
@@ -32,6 +33,7 @@ class Ailment(str, enum.Enum):
 
     # engines
     nobody_serves = "NOBODY_SERVES"
+    engine_awaited = "ENGINE_AWAITED"  # the job file names it, and it was never reached
     engine_lost = "ENGINE_LOST"  # its process is gone, or it cannot be reached
     engine_wedged = "ENGINE_WEDGED"  # healthy by its own word, and does not answer
     engine_faulty = "ENGINE_FAULTY"  # it breaks requests, or its health check fails

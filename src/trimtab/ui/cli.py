@@ -25,6 +25,7 @@ from trimtab.ui import (
     plan_commands,
     pool_commands,
     profile_commands,
+    rollout_commands,
     why_commands,
 )
 from trimtab.ui.output import err
@@ -52,6 +53,7 @@ cluster_commands.app.command("advise")(outside_commands.advise)
 cluster_commands.app.command("hook")(outside_commands.hook)
 cluster_commands.app.add_typer(outside_commands.export, name="export")
 app.add_typer(cluster_commands.app, name="cluster")
+app.add_typer(rollout_commands.app, name="rollout")
 
 _debug = False
 

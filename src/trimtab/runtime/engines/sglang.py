@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -84,7 +85,7 @@ class SglangEngine(HttpEngine):
         return "/generate", body
 
     def _reader(self, order: GenerateOrder) -> Reader:
-        return _Stream(order, self.name)
+        return _Stream(order, self.name, self._left)
 
     async def _look(self) -> EngineState:
         info = await self._info()
@@ -223,9 +224,12 @@ class SglangEngine(HttpEngine):
 class _Stream:
     """The events of one request."""
 
-    def __init__(self, order: GenerateOrder, engine: str) -> None:
+    def __init__(self, order: GenerateOrder, engine: str, leave: Callable[[str], None]) -> None:
         self._order, self._engine, self._told, self._text = order, engine, 0, ""
         self._whole = True  # events tell all that there is so far, not only what is new
+        self._leave = leave  # tells the engine that nobody waits for the rest of a request
+        # It takes "no end token" as no stop ids either, so then they are watched for here.
+        self._watched = frozenset(order.stop_ids if order.extra.get("ignore_eos") else ())
 
     async def take(self, event: dict[str, Any]) -> list[Piece]:
         meta = event["meta_info"]
@@ -242,7 +246,15 @@ class _Stream:
         matched = said.get("matched") if said else None
         whole = Piece(ids, logprobs, best, self._more(event.get("text")), finish, matched)
         start, self._told = self._told, self._told + len(ids)
-        return _by_version(whole, start, meta)
+        stop = next((at for at, one in enumerate(ids) if self._stops(one, start + at + 1)), None)
+        if stop is None:
+            return _by_version(whole, start, meta)
+        self._leave(str(meta["id"]))
+        ended = replace(_part(whole, 0, stop + 1, None, last=False), finish=Finish.stop, stopped_by=ids[stop])
+        return _by_version(ended, start, meta)
+
+    def _stops(self, one: int, count: int) -> bool:
+        return one in self._watched and count >= self._order.min_tokens
 
     def _no_abort(self, status: int, message: str) -> OrderRefusedError | EngineFailedError:
         """An end called abort, with a status: nobody aborted anything, the order or the engine is at fault."""
