@@ -229,7 +229,9 @@ def test_an_actor_with_all_methods_has_all_verbs(cluster: None) -> None:
 )
 def test_an_actor_that_fails_leaves_what_it_had_said(cluster: None, fault: str, error: type[EngineGoneError]) -> None:
     async def scene() -> None:
-        engine = ActorEngine("one", actor(Plain), Deadlines(silence_s=1.0, first_bytes_s=60))
+        engine = ActorEngine(
+            "one", actor(Plain), Deadlines(silence_s=1.0 if fault == "hang" else 30.0, first_bytes_s=60)
+        )
         with pytest.raises(error) as caught:
             await answer(engine, greedy("a", PROMPT, 9, extra={"fault": fault}))
         assert caught.value.so_far.token_ids == expected(3)
