@@ -10,14 +10,12 @@ Who serves what, who drains, wakes and starts, and that every request is answere
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import aiohttp
 
@@ -28,11 +26,9 @@ from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.errors import InputError, UnreachableError
 from trimtab.model.reason import Chapter
 from trimtab.model.rollout import (
-    DEFAULT_CLASS,
     InFlight,
     Membership,
     RefitWay,
-    RequestSpec,
     RolloutRules,
     ScaleStep,
     WorkerSpec,
@@ -42,25 +38,20 @@ from trimtab.model.rollout import (
 from trimtab.runtime.engines.detect import attach as attach_engine
 from trimtab.runtime.engines.engine import Deadlines, Engine
 from trimtab.runtime.engines.engine import Verb as Offers
-from trimtab.runtime.engines.texts import texts_of
 from trimtab.runtime.engines.wire import open_session
 from trimtab.runtime.journal import ROLLOUT_EVENTS, Journal
-from trimtab.runtime.rollout.asked import Asked
+from trimtab.runtime.rollout.asking import Asking
 from trimtab.runtime.rollout.core import Core, Hand, Listener
 from trimtab.runtime.rollout.deeds import Deeds
 from trimtab.runtime.rollout.flights import Flights, number_of
 from trimtab.runtime.rollout.launcher import Launcher
-from trimtab.runtime.rollout.leases import Lease, Leases
+from trimtab.runtime.rollout.leases import Leases
 from trimtab.runtime.rollout.refits import Refits, RefitSession
-from trimtab.runtime.rollout.sampling import Chunk, Completion, RefusedError, Sample, SamplingParams, checked_prompt
 from trimtab.runtime.rollout.showing import status
 from trimtab.runtime.rollout.watch import Watch
 
-NO_PARAMS = SamplingParams()
-STOP_S = 30.0
 
-
-class RolloutPool:
+class RolloutPool(Asking):
     """Engines and requests. Use it as an async context manager, or `start` and `stop` it."""
 
     def __init__(
@@ -74,9 +65,9 @@ class RolloutPool:
         gpus_of: Callable[[str], tuple[int, ...]] | None = None,
     ) -> None:
         self.elastic = elastic
-        self._core = core = Core(RolloutMachine(rules, elastic))
+        core = Core(RolloutMachine(rules, elastic))
         Flights(core)
-        self._leases = Leases(core)
+        super().__init__(core, Leases(core))
         self._deeds = Deeds(core, gpus_of)
         self._deeds.on_engine = self._has_engine
         self._refits = Refits(core)
@@ -86,8 +77,6 @@ class RolloutPool:
         self._journal_at = None if journal is None else Path(journal)
         self._journal: Journal | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._numbers = itertools.count(1)
-        self._running = False
 
     # ---- life --------------------------------------------------------------------------------------------------------
 
@@ -272,227 +261,6 @@ class RolloutPool:
         """Who could use a freed worker now, and has not got it."""
         self._core.tell(e.TakersSeen(takers))
 
-    # ---- requests ----------------------------------------------------------------------------------------------------
-
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams = NO_PARAMS,
-        *,
-        class_: str = DEFAULT_CLASS,
-        groups: Sequence[str] | None = None,
-        version: int | None = None,
-        at_least: int | None = None,
-        spans: bool = True,
-        keys: Sequence[str] | None = None,
-        deadline_s: float | None = None,
-    ) -> list[Completion]:
-        """Answers to all prompts, in their order. A sample that failed says so itself; a full queue is waited for.
-
-        `groups` names prompts that begin alike (each prompt is its own otherwise, which its n samples share).
-        `spans` False: no answer is made by two versions of the weights. `keys`: the same key gets the same answer.
-        """
-        self._require_running()
-        for name, given in (("groups", groups), ("keys", keys)):
-            if given is not None and len(given) != len(prompts):
-                raise InputError(f"{len(given)} {name} for {len(prompts)} prompts", hint=f"one of {name} for each")
-        ids = [checked_prompt(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
-        call = next(self._numbers)
-        tasks: list[list[asyncio.Task[Sample]]] = []
-        loop = asyncio.get_running_loop()
-        for at, prompt in enumerate(ids):
-            group = groups[at] if groups is not None else f"p{call}.{at}"
-            row = []
-            for index in range(params.n):
-                key = "" if keys is None else (keys[at] if params.n == 1 else f"{keys[at]}/{index}")
-                asking = self._ask_patiently(
-                    prompt, params, index, class_, group, version, at_least, spans, key, deadline_s
-                )
-                row.append(loop.create_task(asking))
-            tasks.append(row)
-        flat = [one for row in tasks for one in row]
-        try:
-            await asyncio.gather(*flat)
-        except BaseException:
-            for one in flat:
-                one.cancel()
-            await asyncio.gather(*flat, return_exceptions=True)
-            raise
-        return [Completion(tuple(one.result() for one in row)) for row in tasks]
-
-    async def _ask_patiently(self, prompt: tuple[int, ...], params: SamplingParams, index: int, *how: Any) -> Sample:
-        while True:
-            asked = self._ask(prompt, params, index, None, *how)
-            try:
-                return await asked.answered
-            except RefusedError as refused:
-                await asyncio.sleep(refused.retry_after_s)
-            except asyncio.CancelledError:
-                self.cancel(asked.spec.id)
-                raise
-
-    async def stream(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams = NO_PARAMS,
-        *,
-        class_: str = DEFAULT_CLASS,
-        group: str = "",
-        version: int | None = None,
-        at_least: int | None = None,
-        spans: bool = True,
-        key: str = "",
-        deadline_s: float | None = None,
-        restarts: Literal["tell", "hold"] = "tell",
-    ) -> AsyncGenerator[Chunk, None]:
-        """What comes of one prompt's samples, as it comes. Closing the generator cancels them.
-
-        Raises RefusedError or InputError before the first chunk. `restarts="hold"` is for clients that cannot take a
-        token back: what may begin again from the prompt comes only when it is whole.
-        """
-        self._require_running()
-        ids, chunks = checked_prompt(prompt, "prompt"), asyncio.Queue[Chunk]()
-        asked: list[Asked] = []
-        try:
-            how = (class_, group, version, at_least, spans, key, deadline_s)
-            asked += self._ask_all(ids, params, chunks, *how)
-            gate = _Gate(asked) if restarts == "hold" else None
-            left = len(asked)
-            while left:
-                for chunk in joined([await chunks.get(), *_waiting(chunks)]):
-                    for each in gate.passes(chunk) if gate is not None else (chunk,):
-                        left -= each.sample is not None
-                        yield each
-        finally:
-            for one in asked:
-                self.cancel(one.spec.id)
-
-    def ask(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams = NO_PARAMS,
-        *,
-        class_: str = DEFAULT_CLASS,
-        group: str = "",
-        version: int | None = None,
-        at_least: int | None = None,
-        spans: bool = True,
-        key: str = "",
-        deadline_s: float | None = None,
-    ) -> list[Asked]:
-        """Ask without waiting: `await one.answered` for each of the n samples, `cancel(one.spec.id)` ends it.
-
-        Raises RefusedError, with none of them asked, where the queue is full.
-        """
-        self._require_running()
-        ids = checked_prompt(prompt, "prompt")
-        return self._ask_all(ids, params, None, class_, group, version, at_least, spans, key, deadline_s)
-
-    def _ask_all(
-        self,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
-        chunks: asyncio.Queue[Chunk] | None,
-        class_: str,
-        group: str,
-        version: int | None,
-        at_least: int | None,
-        spans: bool,
-        key: str,
-        deadline_s: float | None,
-    ) -> list[Asked]:
-        group = group or (f"p{next(self._numbers)}" if params.n > 1 else "")
-        asked: list[Asked] = []
-        try:
-            for index in range(params.n):
-                own = key if params.n == 1 or not key else f"{key}/{index}"
-                one = self._ask(prompt, params, index, chunks, class_, group, version, at_least, spans, own, deadline_s)
-                asked.append(one)
-                if one.answered.done():
-                    one.answered.result()  # raises where it was refused
-        except BaseException:
-            for one in asked:
-                self.cancel(one.spec.id)
-            raise
-        return asked
-
-    def _ask(
-        self,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
-        index: int,
-        chunks: asyncio.Queue[Chunk] | None,
-        class_: str,
-        group: str,
-        version: int | None,
-        at_least: int | None,
-        spans: bool,
-        key: str,
-        deadline_s: float | None,
-    ) -> Asked:
-        core, own = self._core, params.sample(index)
-        spec = RequestSpec(
-            f"r{next(self._numbers)}",
-            len(prompt),
-            own.max_tokens,
-            own.min_tokens,
-            class_,
-            group,
-            version,
-            at_least,
-            own.may_resume(reads_text=self._reads_text()),
-            spans,
-            key,
-            None if deadline_s is None else core.clock() + deadline_s,
-        )
-        answered: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
-        asked = core.asked[spec.id] = Asked(spec, prompt, own, index, answered, chunks)
-        core.a_token = prompt[0]
-        try:
-            core.tell(e.Arrived(spec))
-        except BaseException:
-            core.asked.pop(spec.id, None)
-            raise
-        return asked
-
-    def _reads_text(self) -> bool:
-        """Whether every engine could say what tokens read."""
-        engines = [one.engine for one in self._core.hands.values() if one.engine is not None]
-        return all(texts_of(engine) is not None for engine in engines)
-
-    def cancel(self, request: str) -> None:
-        """It is not wanted any more; harmless where it is answered."""
-        if request in self._core.asked and self._running:
-            self._core.tell(e.Cancelled(request))
-
-    async def acquire(
-        self,
-        *,
-        class_: str = DEFAULT_CLASS,
-        group: str = "",
-        prompt_tokens: int = 0,
-        tokens: int = 0,
-        version: int | None = None,
-        at_least: int | None = None,
-        for_s: float = 600.0,
-        wait_s: float = 60.0,
-    ) -> Lease:
-        """A place on an engine for a caller that talks to it by itself; about so many tokens, for so long at most."""
-        self._require_running()
-        spec = RequestSpec(
-            f"l{next(self._numbers)}",
-            prompt_tokens,
-            max(1, tokens),
-            class_=class_,
-            group=group,
-            version=version,
-            at_least=at_least,
-            resumable=False,
-            deadline=self._core.clock() + wait_s + for_s,
-            watched=False,
-        )
-        return await self._leases.acquire(spec, wait_s)
-
     # ---- weights and readiness ---------------------------------------------------------------------------------------
 
     def refit(
@@ -583,6 +351,10 @@ class RolloutPool:
         """All that people ask about, as plain data."""
         return status(self._core, self.elastic)
 
+    def warn(self, sentence: str, worker: str = "") -> None:
+        """Put a warning beside those of the pool, where `status` shows them."""
+        self._core.warn(worker, sentence)
+
     def add_listener(self, listener: Listener) -> None:
         """Call it with every event and instruction, and the time."""
         self._core.listeners.append(listener)
@@ -602,88 +374,6 @@ class RolloutPool:
     def _write_down(self, what: Any, now: float) -> None:
         if self._journal is not None and type(what).__name__ in ROLLOUT_EVENTS:
             self._journal.append(now, what)
-
-    def _require_running(self) -> None:
-        if not self._running:
-            raise InputError("the rollout pool is not running", hint="async with RolloutPool(...) as pool: ...")
-
-
-def _waiting(chunks: asyncio.Queue[Chunk]) -> list[Chunk]:
-    """What lies in the queue already."""
-    return [chunks.get_nowait() for _ in range(chunks.qsize())]
-
-
-def joined(chunks: list[Chunk]) -> list[Chunk]:
-    """Neighbours of one sample in one piece: a reader who was busy gets what came meanwhile at once."""
-    out = chunks[:1]
-    for one in chunks[1:]:
-        last = out[-1]
-        if one.index != last.index or one.restarted or last.restarted or last.sample is not None:
-            out.append(one)
-            continue
-        out[-1] = Chunk(
-            one.index,
-            last.token_ids + one.token_ids,
-            one.logprobs if last.logprobs is None else last.logprobs + (one.logprobs or ()),
-            one.best if last.best is None else last.best + (one.best or ()),
-            last.text + one.text,
-            sample=one.sample,
-        )
-    return out
-
-
-class _Gate:
-    """Keeps back what may be taken back: chunks of requests that would begin again from the prompt.
-
-    A request that may resume is passed on as it comes. Should it begin again all the same (its tokens could not be
-    named), what comes anew must be what was given out, token by token; else the client is told the truth by an error.
-    """
-
-    def __init__(self, asked: Sequence[Asked]) -> None:
-        self._held: dict[int, list[Chunk]] = {
-            one.index: [] for one in asked if not (one.spec.resumable and one.spec.spans and one.spec.version is None)
-        }
-        self._given: dict[int, list[int]] = {one.index: [] for one in asked}
-        self._repeat: dict[int, int] = {}  # tokens that were given out and come again
-
-    def passes(self, chunk: Chunk) -> tuple[Chunk, ...]:
-        """What the client sees now."""
-        index = chunk.index
-        if index in self._held:
-            held = self._held[index]
-            if chunk.restarted:
-                held.clear()
-                return ()
-            held.append(chunk)
-            if chunk.sample is None:
-                return ()
-            self._held[index] = []
-            return tuple(held)
-        if chunk.restarted:
-            self._repeat[index] = 0
-            return ()
-        if index in self._repeat and chunk.sample is None:
-            return self._again(chunk)
-        self._given[index] += chunk.token_ids
-        return (chunk,)
-
-    def _again(self, chunk: Chunk) -> tuple[Chunk, ...]:
-        given, at = self._given[chunk.index], self._repeat[chunk.index]
-        known = given[at : at + len(chunk.token_ids)]
-        if list(chunk.token_ids[: len(known)]) != known:
-            raise UnreachableError(
-                "the answer began again and came out otherwise, after some of it was given out",
-                hint="ask again; with log-probabilities it can be carried on instead",
-            )
-        self._repeat[chunk.index] = at + len(known)
-        new = chunk.token_ids[len(known) :]
-        if not new:
-            return ()
-        del self._repeat[chunk.index]
-        given += new
-        logprobs = None if chunk.logprobs is None else chunk.logprobs[len(known) :]
-        best = None if chunk.best is None else chunk.best[len(known) :]
-        return (Chunk(chunk.index, new, logprobs, best, chunk.text),)
 
 
 def _choice(kind: Any, given: Any) -> Any:
