@@ -144,6 +144,7 @@ class EngineState:
     paused: bool = False
     asleep: bool = False
     dialect: str = ""  # which software, and which release of it
+    elsewhere: bool = False  # the pause or sleep is others' doing, not this adapter's
     boots: int = 0  # grows whenever it is seen to be another process than before, where that can be seen
 
 

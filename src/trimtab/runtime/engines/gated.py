@@ -8,8 +8,10 @@ that is over. A dialect says how its events are read and which calls its verbs a
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 from trimtab.model.errors import InputError, TrimtabError
@@ -69,9 +71,10 @@ class Nonsense(Exception):  # noqa: N818 - not raised beyond this folder
 class Flight:
     """One open stream."""
 
-    def __init__(self, order: GenerateOrder, attempt: int) -> None:
+    def __init__(self, order: GenerateOrder, attempt: str) -> None:
         self.order = order
-        # What the engine knows it by: a second attempt must not meet what is left of the first.
+        # What the engine knows it by. No second attempt may meet what is left of the first, whoever made that: SGLang
+        # aborts a name once more two seconds after its stream has ended, also if somebody has used it again by then.
         self.key = f"{order.id}.{attempt}"
         self.events: Events | None = None
         self.abort_asked = False
@@ -99,7 +102,7 @@ class GatedEngine:
         self.dialect = ""
         # Requests whose streams are open, by id.
         self._flights: dict[str, Flight] = {}
-        self._attempts = 0
+        self._attempts, self._sign = 0, secrets.token_hex(4)
         # Why nothing may be sent: set before a pause or sleep is sent, empty only when the engine confirmed otherwise.
         self._shut = ""
         self._shut_by_others = False  # it was somebody else's pause that shut it
@@ -117,7 +120,8 @@ class GatedEngine:
         """Would it serve now? A paused or sleeping engine is not ready, whatever its health page says."""
         try:
             await self._reach()
-            return await self._look()
+            state = await self._look()
+            return replace(state, elsewhere=self._shut_by_others)
         except TrimtabError as error:
             return EngineState(
                 False, error.what, paused=bool(self._paused), asleep=bool(self._asleep), dialect=self.dialect
@@ -143,7 +147,7 @@ class GatedEngine:
         if order.id in self._flights:
             raise InputError(f"a request '{order.id}' is already running there", where=f"engine {self.name}")
         self._attempts += 1
-        flight = self._flights[order.id] = Flight(order, self._attempts)
+        flight = self._flights[order.id] = Flight(order, f"{self._sign}.{self._attempts}")
         try:
             await self._reach()
             self._refuse_when_shut()

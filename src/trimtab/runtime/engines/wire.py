@@ -75,6 +75,8 @@ class Wire:
         return await self._call("POST", path, body, query, within_s)
 
     async def _call(self, method: str, path: str, body: Any, query: dict[str, Any], within_s: float | None) -> Any:
+        if self.session.closed:
+            raise EngineGoneError(f"{method} {path}: nothing is sent any more, the session is closed", engine=self.name)
         seconds = within_s if within_s is not None else self.deadlines.call_s
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=self.deadlines.connect_s)
         try:

@@ -64,14 +64,14 @@ class Watch:
             hand.boots = state.boots
             core.tell(e.WorkerUp(worker, number_of(state.version)))
             return
-        if state.asleep and not view.asleep and view.state not in IN_OUR_HANDS:
+        if state.asleep and state.elsewhere and not view.asleep and view.state not in IN_OUR_HANDS:
             core.tell(e.WorkerSlept(worker, keeps_weights=False))  # nobody says how deep: not to know is not to have
             return
         if state.up and view.asleep and view.state is S.inactive:
             core.tell(e.WorkerUp(worker, number_of(state.version), restarted=False))
             return
         if view.state is not S.inactive and (view.paused_elsewhere or not view.paused):
-            core.tell(e.PausedElsewhere(worker, state.paused and not state.asleep))
+            core.tell(e.PausedElsewhere(worker, state.paused and state.elsewhere and not state.asleep))
         core.tell(e.WorkerWell(worker))
         await self._load(worker, hand)
 
