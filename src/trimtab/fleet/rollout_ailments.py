@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,8 @@ class Ailment(str, enum.Enum):
     steps_untrue = "STEPS_UNTRUE"
     # requests
     queue_full = "QUEUE_FULL"
+    weights_awaited = "WEIGHTS_AWAITED"  # requests wait for a version that the trainer has not brought yet
+    moved_often = "MOVED_OFTEN"
     retries_used = "RETRIES_USED"  # they were sent to one engine after another, and broke each time
     requests_failed = "REQUESTS_FAILED"
     # settings
@@ -145,6 +147,10 @@ class Seen:
             return ""
         told = [one["sentence"] for one in self.status.get("warnings") or () if one.get("worker") == worker["name"]]
         return next((str(one).removeprefix("sleep: ") for one in reversed(told) if one.startswith("sleep: ")), "")
+
+
+Check = Callable[[Seen], Iterator[Finding]]
+"""One look at a status for one kind of ailment."""
 
 
 def reason_of(worker: Data) -> tuple[str, str]:

@@ -12,8 +12,9 @@ from trimtab.model.errors import InputError
 from trimtab.model.profile import Profile
 
 
-def load(path: Path, overrides: Sequence[str] = (), profile: Profile | None = None) -> Loaded:
+def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | None = None) -> Loaded:
     """Read a job file in any dialect, with `key=value` overrides and a measured profile."""
+    path = Path(path)
     text = yaml_text.read_text(path)
     data = yaml_text.parse(text, str(path))
     if not isinstance(data, Mapping):

@@ -110,6 +110,8 @@ class GatedEngine:
         self._paused: Pause | None = None
         # Parts of the memory that are released.
         self._asleep: set[Part] = set()
+        # A look that has not begun yet, for all that wait for one.
+        self._next_look: asyncio.Task[EngineState] | None = None
         # What is still being told to the engine of requests whose clients went away.
         self._telling: set[asyncio.Task[None]] = set()
         self._discarded = False  # its weights are gone or unknown until a refit is confirmed, whatever it reports
@@ -172,8 +174,12 @@ class GatedEngine:
             return
         try:
             async for event in flight.events:
-                for piece in await self._read(reader, event):
-                    yield self._blamed(flight, piece)
+                for told in await self._read(reader, event):
+                    piece = self._blamed(flight, told)
+                    if piece.finish is Finish.aborted_elsewhere and (why := await self._ending()):
+                        yield replace(piece, finish=None)
+                        raise EngineGoneError(f"it ended, and the answer with it: {why}", engine=self.name)
+                    yield piece
                     if piece.finish is not None:
                         await flight.events.rest()
                         return
@@ -202,6 +208,22 @@ class GatedEngine:
                 missing=piece.missing,
             )  # fmt: skip
         return piece
+
+    async def _ending(self) -> str:
+        """Why it will answer nothing more; empty where it will.
+
+        An engine that is told to end calls that an abort of everything that it has, as a trainer's abort is called; but
+        it answers no question afterwards. One look is shared by all requests that ended with the same word.
+        """
+        if self._next_look is None:
+            self._next_look = asyncio.get_running_loop().create_task(self._look_soon())
+        state = await asyncio.shield(self._next_look)
+        return "" if state.up or state.paused or state.asleep else state.why
+
+    async def _look_soon(self) -> EngineState:
+        await asyncio.sleep(0.02)
+        self._next_look = None  # who asks from here on asks about a later moment
+        return await self.ready()
 
     async def _told(self, error: Exception, so_far: SoFar) -> EngineError:
         """The error with what had been generated; a silence that is a pause of others is called so."""

@@ -144,9 +144,13 @@ class SglangEngine(HttpEngine):
             running = sum(int(one["num_running_reqs"]) for one in loads)
             waiting = sum(int(one["num_waiting_reqs"]) for one in loads)
             used = max(float(one["token_usage"]) for one in loads)
+            held = sum(int(one.get("num_used_tokens") or 0) for one in loads)
             stamp = [one.get("timestamp", told.get("timestamp")) for one in loads]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineNonsenseError(f"/v1/loads cannot be read: {error!r}", engine=self.name) from None
+        if held and not running + waiting:
+            # It counts at a prefill, before that is running, and then not for some steps; but what runs holds memory.
+            running = 1
         moved, self._load_stamp = stamp != self._load_stamp, stamp
         newest = max((_seconds(one) for one in stamp), default=0.0)
         # The first look has nothing to compare with, so then the age alone counts.

@@ -39,6 +39,7 @@ class Task:
     def __init__(self, session: Session, id: str) -> None:
         self._session = session
         self._handles: dict[Member, Any] = {}
+        self._seen: TaskSeen | None = None  # as `begin` saw it
         self.id = id
 
     # ---- looking
@@ -127,6 +128,23 @@ class Task:
         except exceptions.RayActorError as fault:
             raise self._interrupted(method, seen) from fault
         return values[0] if len(seen.members) == 1 or rank is not None else values
+
+    def begin(self, method: str, *args: Any, timeout: float = DEFAULT_TIMEOUT_S, **kwargs: Any) -> list[Any]:
+        """Call a method of every member, once it runs, and give Ray's references instead of what they return.
+
+        Where the members are is asked once, and again after `interrupted` has looked at a call that broke.
+        """
+        if self._seen is None:
+            self._seen = self._running(time.monotonic() + timeout, timeout)
+            for member, handle in zip(self._seen.members, self._seen.handles, strict=False):
+                if handle is not None:
+                    self._handles.setdefault(member, handle)
+        return [self._call(member, method, args, kwargs) for member in self._seen.members]
+
+    def interrupted(self, method: str) -> TaskInterruptedError:
+        """What became of a call begun by `begin` whose process ended under it."""
+        seen, self._seen = self._seen, None
+        return self._interrupted(method, seen if seen is not None else self.seen)
 
     # ---- asking
 

@@ -19,7 +19,7 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import aiohttp
@@ -71,11 +71,11 @@ class SlotLauncher:
         idle_s: float = 30.0,
         deadlines: Deadlines | None = None,
     ) -> None:
+        self.unit = _checked(resources)
         self.pool = pool
         self.session = session
         self.slots = session.pool(slots) if isinstance(slots, str) else slots
         self.command = command
-        self.unit = _checked(resources)
         self.notice_s = notice_s
         self.on_nodes: list[Callable[[tuple[NodeView, ...]], None]] = []
         self.places: dict[str, Place] = {}  # by worker
@@ -132,7 +132,7 @@ class SlotLauncher:
         if not place.taken and await self._ended_by_itself(place):
             place.idle_since = time.monotonic()
             return
-        await self._give_back(place)
+        await asyncio.shield(self._aside(self._give_back(place)))
         if place.taken:  # its node goes: elsewhere, if there is room
             self._tell(self.pool.resume, worker)
 
@@ -146,15 +146,13 @@ class SlotLauncher:
         await asyncio.gather(*self._loops, *self._aside_tasks, *self._submitting.values(), return_exceptions=True)
         for place in self.places.values():
             place.stop_watching()
-        ends = [self._give_back(place) for place in list(self.places.values())]
-        for fault in await asyncio.gather(*ends, return_exceptions=True):
-            if isinstance(fault, BaseException):
-                log.warning("a slot was not given back: %s", fault)
+        ends = [self._aside(self._give_back(place)) for place in list(self.places.values())]
+        await asyncio.gather(*ends, return_exceptions=True)
         if self._http is not None:
             await self._http.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def also(self, loop: Callable[[], Any]) -> None:
+    def also(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Something else that goes on until the launcher is closed."""
         self._loops.append(asyncio.get_running_loop().create_task(loop(), name="rollout-slots"))
 
@@ -261,7 +259,7 @@ class SlotLauncher:
         with contextlib.suppress(UnreachableError):
             await place.call("leave", within_s=self.command.stop_s + ANSWER_S)
         deadline = time.monotonic() + self.notice_s + GIVE_UP_S
-        while place.state is State.cancelling and self.places.get(place.worker) is place:
+        while place.state is State.cancelling and self.places.get(place.worker) is place and not self._closed:
             if time.monotonic() > deadline:
                 raise UnreachableError(f"its task does not leave its slot: {place.reason}")
             place.changed.clear()
@@ -410,16 +408,17 @@ class SlotLauncher:
         except InputError as fault:
             log.info("%s", fault.what)
 
-    def _aside(self, work: Any) -> None:
-        async def done() -> None:
-            try:
-                await work
-            except TrimtabError as fault:
-                log.warning("a slot was not given back: %s", fault.what)
-
-        task = asyncio.get_running_loop().create_task(done(), name="rollout-slot")
+    def _aside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Something that is seen through, though nobody may wait for it any more."""
+        task = asyncio.get_running_loop().create_task(work, name="rollout-slot")
         self._aside_tasks.add(task)
-        task.add_done_callback(self._aside_tasks.discard)
+        task.add_done_callback(self._seen_through)
+        return task
+
+    def _seen_through(self, task: asyncio.Task[None]) -> None:
+        self._aside_tasks.discard(task)
+        if not task.cancelled() and (fault := task.exception()) is not None:
+            log.warning("a slot was not given back: %s", fault)
 
     async def _beside(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

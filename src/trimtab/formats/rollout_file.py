@@ -1,0 +1,365 @@
+"""The `rollout:` section of a job file, and the `elastic_config:` block beside it: which engines serve, and how.
+
+Read whole and checked before anything is started: an unknown key is refused with the nearest known one, a contradiction
+with the line it stands in. What is not said has a default that works, so the smallest file names one engine. Only these
+two sections are looked at; what else a job file has is the planner's business.
+
+Engines are attached by their address, where somebody else runs them, or started from a command, several alike. Without
+`elastic_config` all of them serve, whatever the load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ValidationError
+
+from trimtab.fleet import scaling
+from trimtab.fleet.rollout import STATIC
+from trimtab.formats import elastic_config_file, yaml_text
+from trimtab.formats.rollout_sections import MOST_ENGINES, ClassSection, EngineSection, GatewaySection, RolloutSection
+from trimtab.formats.rollout_settings import (
+    AttachedEngine,
+    DoorSettings,
+    RolloutSettings,
+    StartedEngines,
+    place,
+)
+from trimtab.model.elastic_config import ElasticConfig
+from trimtab.model.errors import InputError, nearest
+from trimtab.model.rollout import DEFAULT_CLASS, Owner, Ownership, RequestClass, RolloutRules
+
+SECTION = "rollout"
+DEED_SPARE_S = 30.0
+USUAL_LIMIT = 64
+SMALLEST = f"{SECTION}: {{engines: ['http://127.0.0.1:8000']}}"
+
+SAID_ELSEWHERE = {
+    "least": "elastic_config.min_workers",
+    "most": "elastic_config.max_workers",
+    "capacity": "elastic_config.requests_per_worker_capacity",
+    "monitor_s": "elastic_config.monitoring_interval",
+    "drain_s": "elastic_config.drain_timeout",
+    "version": f"{SECTION}.version",
+    "classes": f"{SECTION}.classes",
+    "ownership": f"{SECTION}.ownership",
+}
+"""Rules that another key of the file has, so that each is said in one place."""
+
+
+STARTED_ONLY = (
+    "model",
+    "command",
+    "arguments",
+    "environment",
+    "count",
+    "host",
+    "folder",
+    "start_s",
+    "stop_s",
+    "idle",
+    "pool",
+)
+ATTACHED_ONLY = ("version", "node")
+ON_A_POOL = ("gpus", "cpus", "memory_gb", "priority", "per_node")
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> RolloutSettings:
+    """The settings in a job file. InputError with file, line and key where something is wrong."""
+    text = yaml_text.read_text(path)
+    return from_text(text, path)
+
+
+def from_text(text: str, path: Path) -> RolloutSettings:
+    """The settings in the text of a job file."""
+    name = str(path)
+    data = yaml_text.parse(text, name)
+    if not isinstance(data, Mapping) or data.get(SECTION) is None:
+        raise _no_section(data, name)
+    try:
+        section = RolloutSection.model_validate({SECTION: data[SECTION]}[SECTION])
+    except ValidationError as error:
+        raise _explained(error, text, name) from None
+    except RecursionError:
+        raise InputError("the file is nested too deeply", where=name) from None
+    at = _At(text, name)
+    elastic = _elastic(data, at)
+    engines = _engines(section, at)
+    return RolloutSettings(
+        path=path,
+        engines=engines,
+        rules=_rules(section, elastic, engines, at),
+        elastic=elastic or STATIC,
+        elastic_said=elastic is not None,
+        gateway=DoorSettings(**section.gateway.model_dump()),
+        follow_weights=section.follow_weights,
+        journal=None if section.journal is None else path.parent / section.journal,
+        logs=None if section.logs is None else path.parent / section.logs,
+        ray=section.ray,
+        text=text,
+    )
+
+
+def _no_section(data: Any, name: str) -> InputError:
+    if not isinstance(data, Mapping):
+        found = "nothing" if data is None else type(data).__name__
+        return InputError(f"a job file is a mapping of keys, this one holds {found}", where=name, hint=SMALLEST)
+    near = nearest(SECTION, [str(key) for key in data if key != SECTION])
+    meant = f"did you mean {SECTION} instead of {near}?" if near and SECTION not in data else f"the least is {SMALLEST}"
+    return InputError(f"this file has no {SECTION} section", where=name, hint=meant)
+
+
+@dataclass(frozen=True)
+class _At:
+    """Says where in the file something is wrong."""
+
+    text: str
+    name: str
+
+    def wrong(self, what: str, *keys: str | int, hint: str | None = None) -> InputError:
+        return InputError(what, where=self.place(*keys), hint=hint)
+
+    def place(self, *keys: str | int) -> str:
+        return place(self.text, self.name, keys)
+
+
+def _elastic(data: Mapping[Any, Any], at: _At) -> ElasticConfig | None:
+    block = elastic_config_file.BLOCK
+    try:
+        elastic = elastic_config_file.from_data(data, at.name)
+        if elastic is not None:
+            scaling.policy_of(elastic)
+    except InputError as error:
+        keys = [word for word in (error.where or "").rpartition(": ")[2].split(".") if word]
+        error.where = at.place(*(keys or [block]))
+        raise
+    return elastic
+
+
+def _engines(section: RolloutSection, at: _At) -> tuple[AttachedEngine | StartedEngines, ...]:
+    found: list[AttachedEngine | StartedEngines] = []
+    for index, one in enumerate(section.engines):
+        entry = EngineSection(url=one) if isinstance(one, str) else one
+        keys = (SECTION, "engines", index)
+        found.append(_attached(entry, at, keys) if entry.url is not None else _started(entry, at, keys))
+    _check_names(found, at)
+    return tuple(found)
+
+
+def _attached(entry: EngineSection, at: _At, keys: tuple[str | int, ...]) -> AttachedEngine:
+    url = (entry.url or "").rstrip("/")
+    parts = urlsplit(url if "//" in url else f"//{url}")
+    try:
+        port = parts.port
+    except ValueError:
+        port = -1
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or parts.path:
+        meant = f"http://{parts.netloc}" if parts.netloc and not parts.scheme else "http://HOST:PORT"
+        raise at.wrong(f"'{entry.url}' is no address of an engine", *keys, "url", hint=f"write {meant}")
+    for key in (*STARTED_ONLY, *ON_A_POOL, "kind"):
+        if key in entry.model_fields_set:
+            raise at.wrong(
+                f"{key} is for engines that trimtab starts, and this one has a url", *keys, key,
+                hint="leave the url out, or this",
+            )  # fmt: skip
+    return AttachedEngine(
+        url, entry.name, entry.limit, entry.version, entry.size, entry.node, tuple(entry.devices), at.place(*keys)
+    )
+
+
+def _started(entry: EngineSection, at: _At, keys: tuple[str | int, ...]) -> StartedEngines:
+    if entry.kind is None and entry.command is None:
+        raise at.wrong(
+            "an engine has a url (it runs already), or a kind or command (trimtab starts it)",
+            *keys,
+            hint="url: http://127.0.0.1:8000, or kind: vllm with model: PATH",
+        )
+    if entry.model is None and (entry.command is None or "{model}" in " ".join(entry.command)):
+        raise at.wrong("no model is given for the engine's command", *keys, hint="model: PATH or its name")
+    for key in ATTACHED_ONLY:
+        if key in entry.model_fields_set:
+            raise at.wrong(f"{key} is for engines that run already", *keys, key, hint=f"{SECTION}.version, or leave it")
+    if entry.pool is None:
+        for key in ON_A_POOL:
+            if key in entry.model_fields_set:
+                raise at.wrong(
+                    f"{key} is asked of a pool, and these engines are processes of this machine", *keys, key,
+                    hint="pool: NAME starts them on its slots",
+                )  # fmt: skip
+    follows = entry.count == "nodes"
+    if follows and entry.pool is None:
+        raise at.wrong("only engines of a pool follow its nodes", *keys, "count", hint="a number, or pool: NAME")
+    if entry.per_node is not None and not follows:
+        raise at.wrong("per_node goes with `count: nodes`", *keys, "per_node")
+    if entry.pool is not None and entry.devices:
+        raise at.wrong("devices are for processes of this machine; a pool gives its own", *keys, "devices")
+    if isinstance(entry.count, int) and 0 < len(entry.devices) < entry.count:
+        few = f"{entry.count} engines, and devices for {len(entry.devices)}"
+        raise at.wrong(few, *keys, "devices", hint="one entry for each engine: ['0', '1'], or '0,1' for one with two")
+    can_sleep = entry.kind in ("vllm", "sglang") and entry.pool is None
+    if entry.idle == "sleep" and not can_sleep:
+        why = "a slot is only free when its engine has ended" if entry.pool is not None else "this engine cannot sleep"
+        raise at.wrong(why, *keys, "idle", hint="idle: stop")
+    return StartedEngines(
+        name=entry.name or entry.kind or "engine",
+        kind=entry.kind or "",
+        model=entry.model or "",
+        count=entry.count if isinstance(entry.count, int) else None,
+        per_node=entry.per_node,
+        command=tuple(entry.command or ()),
+        arguments=tuple(entry.arguments),
+        environment=dict(entry.environment),
+        folder=entry.folder,
+        host=entry.host,
+        limit=entry.limit,
+        size=entry.size,
+        start_s=entry.start_s,
+        stop_s=entry.stop_s,
+        devices=tuple(entry.devices),
+        sleeps=can_sleep if entry.idle is None else entry.idle == "sleep",
+        pool=entry.pool,
+        gpus=float(entry.size) if entry.gpus is None else entry.gpus,
+        cpus=0.0 if entry.cpus is None else entry.cpus,
+        memory_gb=entry.memory_gb,
+        priority=3.0 if entry.priority is None else entry.priority,
+        where=at.place(*keys),
+    )
+
+
+def _check_names(found: Sequence[AttachedEngine | StartedEngines], at: _At) -> None:
+    """No two workers of one name, and no engine twice."""
+    seen: dict[str, int] = {}
+    for index, one in enumerate(found):
+        names: Iterable[str] = (one.url, one.label) if isinstance(one, AttachedEngine) else one.names or (one.name,)
+        for name in dict.fromkeys(names):
+            if name in seen:
+                hint = "give one of them another name" if not name.startswith("http") else "leave one of them out"
+                raise at.wrong(f"{name} is there twice", SECTION, "engines", index, hint=hint)
+            seen[name] = index
+    if sum(one.count or 0 for one in found) > MOST_ENGINES:
+        raise at.wrong(f"more than {MOST_ENGINES} engines", SECTION, "engines")
+
+
+def _rules(
+    section: RolloutSection,
+    elastic: ElasticConfig | None,
+    engines: Sequence[AttachedEngine | StartedEngines],
+    at: _At,
+) -> RolloutRules:
+    known = {one.name: one.type for one in fields(RolloutRules) if one.name not in SAID_ELSEWHERE}
+    hints = get_type_hints(RolloutRules)
+    for key, value in section.rules.items():
+        keys = (SECTION, "rules", str(key))
+        if key in SAID_ELSEWHERE:
+            raise at.wrong(f"{key} is said elsewhere", *keys, hint=f"it is {SAID_ELSEWHERE[key]}")
+        if key not in known:
+            near = nearest(str(key), known)
+            raise at.wrong(
+                f"unknown key {key}", *keys, hint=f"did you mean {near}?" if near else f"known: {', '.join(known)}"
+            )
+        kind = int if hints[key] is int else float
+        if isinstance(value, bool) or not isinstance(value, int | (float if kind is float else int)):
+            raise at.wrong(f"{key} is not right: {value!r}", *keys, hint="a number" if kind is float else "a count")
+    values: dict[str, Any] = {
+        **section.rules,
+        "version": section.version,
+        "classes": _classes(section),
+        "ownership": _ownership(section, at),
+    }
+    if elastic is not None:
+        values |= {
+            "least": elastic.min_workers, "most": elastic.max_workers,
+            "capacity": elastic.requests_per_worker_capacity, "monitor_s": elastic.monitoring_interval,
+            "drain_s": elastic.drain_timeout,
+        }  # fmt: skip
+    else:
+        values |= {
+            "least": 1,
+            "most": MOST_ENGINES,
+            "capacity": min((one.limit for one in engines), default=USUAL_LIMIT),
+        }
+    # The machine gives a deed up later than whoever carries it out does.
+    for key in ("start_s", "stop_s"):
+        if key not in section.rules:
+            own = [getattr(one, key) + DEED_SPARE_S for one in engines if isinstance(one, StartedEngines)]
+            values[key] = max([getattr(RolloutRules, key), *own])
+    try:
+        return RolloutRules(**values)
+    except InputError as error:
+        error.where = at.place(SECTION, "rules")
+        raise
+
+
+def _classes(section: RolloutSection) -> tuple[RequestClass, ...]:
+    """Those of the file, and the usual one for requests that name none."""
+    stated = {name: RequestClass(name, **one.model_dump()) for name, one in section.classes.items()}
+    return tuple({DEFAULT_CLASS: RequestClass(), **stated}.values())
+
+
+def _ownership(section: RolloutSection, at: _At) -> Ownership:
+    owners: dict[str, Owner] = {}
+    verbs = [one.name for one in fields(Ownership)]
+    for verb, owner in section.ownership.items():
+        keys = (SECTION, "ownership", verb)
+        if verb not in verbs:
+            near = nearest(verb, verbs)
+            raise at.wrong(
+                f"unknown key {verb}", *keys, hint=f"did you mean {near}?" if near else f"verbs: {', '.join(verbs)}"
+            )
+        if owner not in [one.value for one in Owner]:
+            raise at.wrong(f"{verb} cannot be owned by {owner!r}", *keys, hint="trimtab or trainer")
+        owners[verb] = Owner(owner)
+    return Ownership(**owners)
+
+
+# ---- what was wrong --------------------------------------------------------------------------------------------------
+
+
+def _explained(error: ValidationError, text: str, name: str) -> InputError:
+    """The first fault that pydantic found, in our words."""
+    faults = sorted(error.errors(), key=lambda fault: (fault["type"] != "extra_forbidden", -len(fault["loc"])))
+    fault = faults[0]
+    keys = [part for part in fault["loc"] if not _is_branch(part)]
+    last = str(keys[-1]) if keys else SECTION
+    where = place(text, name, (SECTION, *keys))
+    if fault["type"] == "extra_forbidden":
+        if last == elastic_config_file.BLOCK:
+            return InputError(
+                f"{last} does not belong here", where=where, hint=f"it stands beside {SECTION}, not in it"
+            )
+        known = _known_keys(keys[:-1])
+        near = nearest(last, known)
+        hint = f"did you mean {near}?" if near else f"known keys here: {', '.join(known)}"
+        return InputError(f"unknown key {last}", where=where, hint=hint)
+    message = fault["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    given = fault.get("input")
+    shown = "" if isinstance(given, Mapping | list) else f": {given!r}"[:80]
+    if last == "kind" and isinstance(given, str):
+        near = nearest(given, ("vllm", "sglang", "llamacpp"))
+        message = f"did you mean {near}?" if near else f"{message}; a `command` of your own needs no kind"
+    return InputError(f"{last} is not right{shown}", where=where, hint=message)
+
+
+def _is_branch(part: int | str) -> bool:
+    """Whether a step of a pydantic location names a type of a union rather than a key of the file."""
+    return isinstance(part, str) and (
+        part in {"int", "float", "str", "[key]", "EngineSection"}
+        or part.startswith(("constrained-", "function-", "literal["))
+    )
+
+
+def _known_keys(keys: Sequence[str | int]) -> list[str]:
+    """The keys that a section may have."""
+    models: dict[str, type[BaseModel]] = {
+        "engines": EngineSection, "classes": ClassSection, "gateway": GatewaySection
+    }  # fmt: skip
+    model = models.get(str(keys[0]), RolloutSection) if keys else RolloutSection
+    return list(model.model_fields)
