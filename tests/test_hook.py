@@ -19,8 +19,9 @@ import pytest
 
 from trimtab.model.errors import InputError, UnreachableError
 from trimtab.runtime import hook, hook_token
-from trimtab.runtime.hook import Hook, Wanted, listening
+from trimtab.runtime.hook import Hook, Wanted
 from trimtab.runtime.hook_doors import HookDoors
+from trimtab.runtime.listening import listening
 from trimtab.runtime.ray import draining
 from trimtab.runtime.ray.client import connect
 from trimtab.runtime.ray.draining import HeadNodeError, PastDeadlineError, UnknownNodeError

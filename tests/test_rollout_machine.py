@@ -862,3 +862,24 @@ def test_a_step_by_hand_is_judged_by_its_own_number() -> None:
             bench.done(f"w{number}")
     bench.wait(6.0)
     assert bench.machine.steps[-1].came_true is True
+
+
+def test_a_request_of_which_engines_die_is_not_given_to_all_of_them() -> None:
+    bench = Bench(5, retries=10, deadly=3)
+    bench.ask()
+    for attempt in (1, 2):
+        out = bench.tell(e.Broke("r", attempt, 0, "connection reset", gone=True))
+        assert "Send" in kinds(out)
+    (answer,) = (
+        one for one in bench.tell(e.Broke("r", 3, 0, "connection reset", gone=True)) if kinds([one]) == ["Answer"]
+    )
+    assert (answer.end, answer.reason.code) == (End.failed, Code.retries_used)
+    assert "3 engines in a row were gone before its first token" in answer.reason.sentence
+
+
+def test_an_engine_that_dies_after_a_token_is_not_held_against_the_request() -> None:
+    bench = Bench(5, retries=10, deadly=3)
+    bench.ask()
+    for attempt in range(1, 8):
+        bench.tell(e.Streamed("r", attempt, 1))
+        assert "Send" in kinds(bench.tell(e.Broke("r", attempt, 1, "connection reset", gone=True)))

@@ -5,6 +5,7 @@ from trimtab.rollout import RolloutPool, SamplingParams
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from trimtab.fleet.scaling import Taker
@@ -31,6 +32,8 @@ from trimtab.runtime.rollout.refits import RefitEngine, RefitSession
 from trimtab.runtime.rollout.sampling import Chunk, Completion, RefusedError, Sample, SamplingParams
 
 if TYPE_CHECKING:
+    from trimtab.runtime.rollout.gateway.server import Gateway as Gateway
+    from trimtab.runtime.rollout.gateway.settings import GatewaySettings as GatewaySettings
     from trimtab.runtime.rollout.starting import engines_as_processes as engines_as_processes
     from trimtab.runtime.rollout.starting import engines_on_slots as engines_on_slots
 
@@ -41,6 +44,8 @@ __all__ = [
     "ElasticConfig",
     "End",
     "EngineCommand",
+    "Gateway",
+    "GatewaySettings",
     "InFlight",
     "Launcher",
     "Lease",
@@ -68,9 +73,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("engines_as_processes", "engines_on_slots"):  # they need Ray, which the others do not
-        from trimtab.runtime.rollout import starting
+_HOMES = {  # what needs Ray, or the libraries of the extra `serve`, is imported when first used
+    "Gateway": "gateway.server",
+    "GatewaySettings": "gateway.settings",
+    "engines_as_processes": "starting",
+    "engines_on_slots": "starting",
+}
 
-        return getattr(starting, name)
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"trimtab.runtime.rollout.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'trimtab.rollout' has no attribute {name!r}")

@@ -65,6 +65,7 @@ class Broke:
     tokens: int  # in this attempt, that are good
     why: str
     fatal: bool = False
+    gone: bool = False  # the engine was not there any more, of this request perhaps
 
 
 @dataclass(frozen=True)

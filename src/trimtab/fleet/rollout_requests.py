@@ -230,6 +230,7 @@ class Requests:
         elif event.fatal:
             self._fail(request, Reason(Code.refused, f"{worker.id} says that the request is wrong: {event.why}"))
         else:
+            self._gone_under(request, sent, event.gone)
             self._broken(request, worker, event.why)
             self.on_fault(worker, event.why)
 
@@ -301,7 +302,12 @@ class Requests:
             if request.state is RequestState.moving:
                 self._moving_to_queued(request)
             else:
+                self._gone_under(request, sent, certain)
                 self._broken(request, worker, why)
+
+    def _gone_under(self, request: Request, sent: Sent, gone: bool) -> None:
+        """Whether the engine may have died of it: then it must not take all others with it."""
+        request.deadly = request.deadly + 1 if gone and request.tokens == sent.base else 0
 
     def lay_ghosts(self, worker: Worker) -> None:
         """Its process is gone for certain."""
@@ -331,7 +337,11 @@ class Requests:
         """It broke: again, with what it has, unless it has all or broke too often."""
         request.breaks += 1
         request.avoid = worker.id
-        if request.breaks > self.books.rules.retries and request.tokens < request.spec.max_tokens:
+        if request.deadly >= self.books.rules.deadly:
+            engines = counted(request.deadly, "engine")
+            sentence = f"{engines} in a row were gone before its first token, at last {worker.id}: {why}"
+            self._fail(request, Reason(Code.retries_used, sentence))
+        elif request.breaks > self.books.rules.retries and request.tokens < request.spec.max_tokens:
             times = counted(request.breaks, "time")
             self._fail(request, Reason(Code.retries_used, f"it broke {times}, at last on {worker.id}: {why}"))
         else:

@@ -202,6 +202,7 @@ class RolloutRules:
     tries: int = 3  # of a start, wake, stop or refit in a row; and probes of a suspect
     faults: int = 3  # broken requests in a row: suspect
     retries: int = 5  # of one request after breaks; moves that trimtab asks for are not counted
+    deadly: int = 3  # engines in a row that were gone before its first token: it is not tried on another one
     load_fresh_s: float = 5.0  # an engine's own figures are believed for so long
     kv_full: float = 0.97  # share of its cache in use: nothing more for it
     affinity_requests: float = 2.0  # a prefix is worth waiting behind so many requests more than elsewhere
@@ -224,8 +225,13 @@ class RolloutRules:
             raise InputError(f"monitor_s is {self.monitor_s}", hint="seconds, more than 0")
         if self.lost_s < self.suspect_s:
             raise InputError(f"lost_s {self.lost_s} is under suspect_s {self.suspect_s}")
-        if min(self.tries, self.faults) < 1 or min(self.retries, self.affinity_window, self.answers_kept) < 0:
-            raise InputError("tries and faults are at least 1; retries, affinity_window and answers_kept at least 0")
+        if (
+            min(self.tries, self.faults, self.deadly) < 1
+            or min(self.retries, self.affinity_window, self.answers_kept) < 0
+        ):
+            raise InputError(
+                "tries, faults and deadly are at least 1; retries, affinity_window and answers_kept at least 0"
+            )
 
 
 @dataclass(frozen=True)

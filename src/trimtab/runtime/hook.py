@@ -258,15 +258,3 @@ def _host_name(header: str) -> str:
     if header.startswith("["):
         return header[1:].partition("]")[0].lower()
     return header.rpartition(":")[0].lower() if ":" in header else header.lower()
-
-
-def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens, 0 being any port that is free; InputError where that cannot be."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=64)
-    except (OSError, OverflowError, UnicodeError) as fault:
-        raise InputError(
-            f"cannot listen on {host} port {port}: {getattr(fault, 'strerror', None) or fault}",
-            hint="--port names another; 0 takes any that is free",
-        ) from None

@@ -363,6 +363,7 @@ def hook(
             http://127.0.0.1:8267/nodes/10.0.0.7/drain
     """
     from trimtab.runtime.hook_token import token
+    from trimtab.runtime.listening import listening
     from trimtab.runtime.ray.link import RayLink
 
     served, doors_of = _import_hook()
@@ -370,7 +371,7 @@ def hook(
     try:
         doors = doors_of(link.ray, name)
         with (
-            served.listening(host, port) as door,
+            listening(host, port) as door,
             token(os.environ, token_file, door.getsockname()[1]) as (secret, told),
         ):
             server = served.Hook(doors.drain, doors.look, token=secret, listening=door, names=tuple(allow_host or ()))

@@ -155,7 +155,7 @@ def workers_table(workers: Sequence[Data]) -> Table:
     table = plain_table()
     for heading in ("worker", "engine", "state", "since", "version", "running", "tokens", "served", "why"):
         right = heading in ("since", "version", "running", "tokens", "served")
-        table.add_column(heading, justify="right" if right else "left", overflow="fold" if heading == "why" else None)
+        table.add_column(heading, justify="right" if right else "left", overflow="fold" if heading == "why" else "ellipsis")
     for one in workers[:WORKERS_SHOWN]:
         table.add_row(
             escape(one["name"]),
@@ -176,7 +176,7 @@ def state_words(worker: Data) -> str:
     more = [word for word in ("paused", "asleep") if worker.get(word)]
     if worker.get("doing"):
         more.append(str(worker["doing"]))
-    return worker["state"] + (f" ({', '.join(more)})" if more else "")
+    return f"{worker['state']} ({', '.join(more)})" if more else str(worker["state"])
 
 
 def _queue_table(waiting: Sequence[Data]) -> Table:
@@ -195,7 +195,7 @@ def _queue_table(waiting: Sequence[Data]) -> Table:
 def _steps_table(steps: Sequence[Data], now: float) -> Table:
     table = plain_table()
     for heading in ("when", "workers", "why", "expected", "came true"):
-        table.add_column(heading, overflow="fold" if heading in ("why", "expected") else None)
+        table.add_column(heading, overflow="fold" if heading in ("why", "expected") else "ellipsis")
     verdicts = {None: "not known yet", True: "yes", False: "[red]no[/]"}
     for one in steps:
         table.add_row(
@@ -261,7 +261,7 @@ def print_story(data: Data) -> None:
         out.print()
     table = plain_table()
     for heading in ("when", "state", "why"):
-        table.add_column(heading, overflow="fold" if heading == "why" else None)
+        table.add_column(heading, overflow="fold" if heading == "why" else "ellipsis")
     for one in data["story"]:
         table.add_row("" if one["at"] is None else clock(one["at"]), one["state"], why(one))
     show(table)

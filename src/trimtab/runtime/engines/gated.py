@@ -38,6 +38,9 @@ from trimtab.runtime.engines.engine import (
     Verb,
 )
 
+_SETTLES_S = 1.0
+"""So long its own figures may lag behind what it has done."""
+_LOOK_S = 0.02
 _EMPTY = "its weights were discarded or half replaced, and no refit has been confirmed since"
 
 
@@ -391,7 +394,7 @@ class GatedEngine:
             raise EngineBusyError(
                 f"{len(self._flights)} requests run there", engine=self.name, hint="drain or abort them first"
             )
-        load = await self.load()
+        load = await self._load_settled()
         if not load.fresh:
             raise EngineBusyError(
                 "its load is an old figure, so it may be busy", engine=self.name, hint="pause it first"
@@ -401,6 +404,17 @@ class GatedEngine:
                 f"it has {load.running} running and {load.waiting} waiting requests of others", engine=self.name,
                 hint="drain or abort them first",
             )  # fmt: skip
+
+    async def _load_settled(self) -> EngineLoad:
+        """Its load once it has counted the end of what was sent from here, which it does a moment late."""
+        deadline = asyncio.get_running_loop().time() + min(_SETTLES_S, self.deadlines.call_s)
+        while True:
+            load = await self.load()
+            if (load.fresh and not load.running and not load.waiting) or self._flights:
+                return load
+            if asyncio.get_running_loop().time() >= deadline:
+                return load
+            await asyncio.sleep(_LOOK_S)
 
     async def _require_put_back(self) -> None:
         """Requests that stand still still hold memory, unless the dialect knows better."""

@@ -237,7 +237,7 @@ class _Stream:
 
     async def take(self, event: dict[str, Any]) -> list[Piece]:
         meta = event["meta_info"]
-        ids = self._new(tuple(int(one) for one in event.get("output_ids") or ()), int(meta["completion_tokens"]))
+        ids = tuple(map(int, self._new(event.get("output_ids") or [], int(meta["completion_tokens"]))))
         said = meta.get("finish_reason")
         finish = None
         if said is not None:
@@ -266,7 +266,7 @@ class _Stream:
             return OrderRefusedError(f"it was refused ({status}): {message}", where=f"engine {self._engine}")
         return EngineFailedError(f"it gave up ({status}): {message}", engine=self._engine)
 
-    def _new(self, ids: tuple[int, ...], counted: int) -> tuple[int, ...]:
+    def _new(self, ids: list[Any], counted: int) -> list[Any]:
         if len(ids) == counted:
             return ids[self._told :]
         if self._told + len(ids) == counted:

@@ -7,7 +7,9 @@ it. An engine reads text also while it is paused or asleep.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from trimtab.runtime.engines.engine import EngineNonsenseError
@@ -30,6 +32,9 @@ class Texts(Protocol):
     async def model(self) -> str:
         """What the engine calls its model."""
 
+    async def vocabulary(self) -> int | None:
+        """How many ids the model knows; None where nobody says, or where the engine refuses others by itself."""
+
 
 RENDER_OPTIONS: dict[str, frozenset[str]] = {
     "llamacpp": frozenset({"add_generation_prompt", "chat_template_kwargs"}),
@@ -49,6 +54,10 @@ class _HttpTexts:
             return str(told["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
             raise self._nonsense("/v1/models names no model", told) from None
+
+    async def vocabulary(self) -> int | None:
+        """See `Texts`."""
+        return None
 
     async def _ids(self, path: str, body: Mapping[str, Any]) -> tuple[int, ...]:
         told = await self._engine.wire.post(path, body)
@@ -84,9 +93,17 @@ class LlamaCppTexts(_HttpTexts):
         body = {"messages": list(messages), **options}
         return await self.tokenize(await self._text("/apply-template", body, "prompt"))
 
+    async def vocabulary(self) -> int | None:
+        """It tells, with its model."""
+        told = await self._engine.wire.get("/v1/models")
+        try:
+            return int(told["data"][0]["meta"]["n_vocab"])
+        except (KeyError, IndexError, TypeError, ValueError):
+            return None
+
 
 class VllmTexts(_HttpTexts):
-    """Writes special tokens out always."""
+    """Writes special tokens out always. Ids that the model does not know it refuses by itself."""
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
         """See `Texts`."""
@@ -103,6 +120,15 @@ class VllmTexts(_HttpTexts):
 
 class SglangTexts(_HttpTexts):
     """Conversations need a release that takes messages at `/tokenize`; an older one refuses them."""
+
+    async def vocabulary(self) -> int | None:
+        """From the model's own file, where it lies here too: an id that the model does not know ends this server."""
+        told = await self._engine.wire.get("/model_info")
+        try:
+            config = json.loads((Path(told["model_path"]) / "config.json").read_text(encoding="utf-8"))
+            return int(config.get("text_config", config)["vocab_size"])
+        except (OSError, KeyError, TypeError, ValueError, AttributeError):
+            return None
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
         """See `Texts`."""

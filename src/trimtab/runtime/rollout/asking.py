@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from trimtab.fleet import rollout_events as e
 from trimtab.model.errors import InputError, UnreachableError
-from trimtab.model.rollout import DEFAULT_CLASS, RequestSpec
+from trimtab.model.rollout import DEFAULT_CLASS, End, RequestSpec
 from trimtab.runtime.engines.texts import texts_of
 from trimtab.runtime.rollout.asked import Asked
 from trimtab.runtime.rollout.core import Core
@@ -61,38 +61,51 @@ class Asking:
                 raise InputError(f"{len(given)} {name} for {len(prompts)} prompts", hint=f"one of {name} for each")
         ids = [checked_prompt(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
         call = next(self._numbers)
-        tasks: list[list[asyncio.Task[Sample]]] = []
-        loop = asyncio.get_running_loop()
-        for at, prompt in enumerate(ids):
-            group = groups[at] if groups is not None else f"p{call}.{at}"
-            row = []
-            for index in range(params.n):
-                key = "" if keys is None else (keys[at] if params.n == 1 else f"{keys[at]}/{index}")
-                asking = self._ask_patiently(
-                    prompt, params, index, class_, group, version, at_least, spans, key, deadline_s
-                )
-                row.append(loop.create_task(asking))
-            tasks.append(row)
-        flat = [one for row in tasks for one in row]
+        rows: list[list[asyncio.Future[Sample]]] = []
+        asked: list[Asked] = []
         try:
-            await asyncio.gather(*flat)
+            for at, prompt in enumerate(ids):
+                group = groups[at] if groups is not None else f"p{call}.{at}"
+                rows.append([])
+                for index in range(params.n):
+                    key = "" if keys is None else (keys[at] if params.n == 1 else f"{keys[at]}/{index}")
+                    how = (class_, group, version, at_least, spans, key, deadline_s)
+                    one = self._ask(prompt, params, index, None, *how)
+                    asked.append(one)
+                    rows[-1].append(one.answered if not one.answered.done() else self._again_later(one, how))
+            return [Completion(tuple([await one for one in row])) for row in rows]
         except BaseException:
-            for one in flat:
-                one.cancel()
-            await asyncio.gather(*flat, return_exceptions=True)
+            for one in asked:
+                self.cancel(one.spec.id)
+            for future in (future for row in rows for future in row):
+                future.cancel()
             raise
-        return [Completion(tuple(one.result() for one in row)) for row in tasks]
 
-    async def _ask_patiently(self, prompt: tuple[int, ...], params: SamplingParams, index: int, *how: Any) -> Sample:
+    def _again_later(self, refused: Asked, how: tuple[Any, ...]) -> asyncio.Future[Sample]:
+        """Its answer, also where there was no room for it yet; none is made for one that was answered at once."""
+        if refused.answered.exception() is None:
+            return refused.answered
+        return self._core.spawn_for(self._ask_patiently(refused, how), f"patience-{refused.spec.id}")
+
+    async def _ask_patiently(self, first: Asked, how: tuple[Any, ...]) -> Sample:
+        """Ask again whenever there may be room, until its deadline."""
+        core, asked = self._core, first
+        class_ = next(one for one in core.machine.rules.classes if one.name == how[0])
+        allowed_s = how[-1] if how[-1] is not None else class_.deadline_s
+        until = None if allowed_s is None else core.clock() + allowed_s
         while True:
-            asked = self._ask(prompt, params, index, None, *how)
             try:
                 return await asked.answered
             except RefusedError as refused:
+                left_s = None if until is None else until - core.clock()
+                if left_s is not None and left_s <= refused.retry_after_s:
+                    return Sample(asked.spec.id, (), End.failed, refused.reason)
                 await asyncio.sleep(refused.retry_after_s)
             except asyncio.CancelledError:
                 self.cancel(asked.spec.id)
                 raise
+            left_s = None if until is None else max(0.0, until - core.clock())
+            asked = self._ask(asked.prompt, asked.params, asked.index, None, *(*how[:-1], left_s))
 
     async def stream(
         self,

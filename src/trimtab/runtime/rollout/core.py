@@ -15,7 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from trimtab.fleet import rollout_events as e
 from trimtab.fleet.rollout import RolloutMachine
@@ -33,6 +33,7 @@ LEAST_WAIT_S = 0.001
 WARNINGS_KEPT = 100
 FAILED_KEPT = 20
 
+T = TypeVar("T")
 Listener = Callable[[Any, float], None]
 
 
@@ -191,6 +192,13 @@ class Core:
         return True
 
     # ---- tasks -----------------------------------------------------------------------------------------------------
+
+    def spawn_for(self, deed: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Do something beside for somebody who waits for what comes of it."""
+        task = asyncio.get_running_loop().create_task(deed, name=f"rollout-{name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def spawn(self, deed: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Do something beside; what it raises is an error of ours, and said."""

@@ -13,7 +13,7 @@ import contextlib
 from trimtab.fleet import rollout_events as e
 from trimtab.model.errors import InfeasibleError, InputError, TrimtabError
 from trimtab.model.rollout import ANSWERED, End
-from trimtab.runtime.engines.engine import Engine, EngineError, Finish, Piece
+from trimtab.runtime.engines.engine import Engine, EngineError, EngineGoneError, Finish, Piece
 from trimtab.runtime.engines.texts import texts_of
 from trimtab.runtime.rollout.across import AcrossCut, Stopped
 from trimtab.runtime.rollout.asked import Asked
@@ -109,7 +109,7 @@ class Flights:
                 self._core.attempts.pop((send.request, send.attempt), None)
                 raise
         except EngineError as error:
-            news = self._broke(attempt, error.what)
+            news = self._broke(attempt, error.what, gone=isinstance(error, EngineGoneError))
         except (InputError, InfeasibleError) as error:  # it would be refused everywhere
             news = e.Broke(send.request, send.attempt, self._made(attempt), str(error), fatal=True)
         except Exception as error:
@@ -166,11 +166,11 @@ class Flights:
             return e.AbortDone(name, number, made)
         return self._broke(attempt, "it was aborted here" if finish else "its stream ended without a finish")
 
-    def _broke(self, attempt: Attempt, why: str) -> e.RolloutEvent:
+    def _broke(self, attempt: Attempt, why: str, *, gone: bool = False) -> e.RolloutEvent:
         name, made = attempt.asked.spec.id, self._made(attempt)
         if attempt.cut:
             return e.AbortDone(name, attempt.number, made)
-        return e.Broke(name, attempt.number, made, why)
+        return e.Broke(name, attempt.number, made, why, gone=gone)
 
     def _made(self, attempt: Attempt) -> int:
         return attempt.asked.made if attempt.asked.attempt == attempt.number else 0

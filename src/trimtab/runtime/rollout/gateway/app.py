@@ -56,7 +56,7 @@ class GatewayApp:
         self.pool, self.settings = pool, settings
         self.guard = Guard(settings)
         self.meters = Meters(pool)
-        self.texts = PoolTexts(pool, settings.text_s)
+        self.texts = PoolTexts(pool, settings.text_s, settings.vocabulary)
         self.serving = Serving(pool, settings, self.guard, self.meters)
         self.workers = WorkerDoors(pool, settings, self.guard)
         self._openai = openai.Reader(self.texts, settings.model_name, settings.default_max_tokens)

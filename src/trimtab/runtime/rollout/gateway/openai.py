@@ -119,6 +119,9 @@ class Reader:
             running,
         )
         params = _params(fields, kinds, logprobs, max_tokens, known)
+        given = [one for one in prompts if not isinstance(one, str)]
+        if given and known is COMPLETIONS:
+            await self._texts.check_known(given, fields, "prompt")
         ids = [await self._texts.tokenize(one) if isinstance(one, str) else one for one in prompts]
         return Call(ids, [params] * len(ids), terms, stream), wishes
 

@@ -18,13 +18,13 @@ from types import TracebackType
 import uvicorn
 
 from trimtab.model.errors import InputError, UnreachableError
+from trimtab.runtime.listening import BACKLOG, listening
 from trimtab.runtime.rollout.gateway.app import GatewayApp
 from trimtab.runtime.rollout.gateway.settings import GatewaySettings
 from trimtab.runtime.rollout.pool import RolloutPool
 
 log = logging.getLogger("trimtab.gateway")
 
-BACKLOG = 1_024
 FILES_BESIDE = 512
 FILES_FEW = 4_096  # fewer is worth a word
 KEEP_ALIVE_S = 75
@@ -137,26 +137,3 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """None: signals are the caller's."""
         yield
-
-
-def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens, 0 being any port that is free; InputError where that cannot be."""
-    found: socket.socket | None = None
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
-        # With the protocol named: asyncio sends without delay only on sockets that say that they are TCP.
-        found = socket.socket(family, kind, socket.IPPROTO_TCP)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        found.bind(address)
-        found.listen(BACKLOG)
-        found.setblocking(False)
-    except (OSError, OverflowError, UnicodeError) as fault:
-        if found is not None:
-            found.close()
-        raise InputError(
-            f"cannot listen on {host} port {port}: {getattr(fault, 'strerror', None) or fault}",
-            hint="port names another; 0 takes any that is free",
-        ) from None
-    return found

@@ -22,6 +22,7 @@ class GatewaySettings:
     worker_hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")  # where new workers may be; `*.suffix`, CIDR too
     open_requests: bool | None = None  # answers without a token; None: on loopback only
     model_name: str = ""  # as clients call the model; empty: as the engines call it
+    vocabulary: int | None = None  # ids that the model knows; None: as the engines say, where they do
     max_body_bytes: int = 32 * 2**20
     max_concurrent: int = 16_384  # requests that are being answered; the next one is told to come back
     default_max_tokens: int = 1_024  # of a chat that does not say
@@ -40,7 +41,7 @@ class GatewaySettings:
             value = getattr(self, one.name)
             if one.name.endswith("_s") and value is not None and not (math.isfinite(value) and value > 0):
                 raise InputError(f"{one.name} is {value}", hint="seconds, more than 0")
-            if one.name.startswith(("max_", "default_max")) and value < 1:
+            if one.name.startswith(("max_", "default_max", "vocabulary")) and value is not None and value < 1:
                 raise InputError(f"{one.name} is {value}", hint="at least 1")
 
     @property

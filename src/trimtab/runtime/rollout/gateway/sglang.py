@@ -68,6 +68,9 @@ class Reader:
         fields.neutral(extras.NEUTRAL | _NEUTRAL)
         for name in fields.rest:
             raise fields.wrong(name, "this gateway knows no such field, and cannot pass it on")
+        given = [one for one in prompts if not isinstance(one, str)]
+        if given:
+            await self._texts.check_known(given, fields, "input_ids")
         ids = [await self._texts.tokenize(one) if isinstance(one, str) else one for one in prompts]
         return Call(ids, params, terms, stream, call_id), Wishes(single, names, logprobs, with_text)
 

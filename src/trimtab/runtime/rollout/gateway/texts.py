@@ -8,6 +8,7 @@ that was cut is written from its ids: a character may lie across the cut, and ne
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from trimtab.model.rollout import UP, End, WorkerState
 from trimtab.runtime.engines.engine import EngineError, OrderRefusedError
 from trimtab.runtime.engines.texts import Texts, texts_of
 from trimtab.runtime.rollout.gateway.faults import Refusal
+from trimtab.runtime.rollout.gateway.fields import Fields
 from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.rollout.sampling import Chunk, Sample
 
@@ -30,8 +32,9 @@ _HALF = "\ufffd"  # stands where bytes are no character
 class PoolTexts:
     """The tokenizer of a pool."""
 
-    def __init__(self, pool: RolloutPool, within_s: float) -> None:
+    def __init__(self, pool: RolloutPool, within_s: float, vocabulary: int | None = None) -> None:
         self._pool, self._within_s = pool, within_s
+        self._vocabulary, self._vocabulary_asked = vocabulary, False
         self._turn = 0
         self._model = ""
         self._names: dict[int, str] = {}  # what single tokens write
@@ -51,6 +54,17 @@ class PoolTexts:
         if not self._model:
             self._model = await self._ask(lambda texts: texts.model())
         return self._model
+
+    async def check_known(self, prompts: Sequence[tuple[int, ...]], fields: Fields, name: str) -> None:
+        """Refuses ids that the model does not know. They end some servers, and the next one that they are sent to."""
+        if self._vocabulary is None and not self._vocabulary_asked:
+            with contextlib.suppress(Refusal):  # nobody is there to be asked; the next call asks again
+                self._vocabulary = await self._ask(lambda texts: texts.vocabulary())
+                self._vocabulary_asked = True
+        if self._vocabulary is not None:
+            largest = max(map(max, prompts))
+            if largest >= self._vocabulary:
+                raise fields.wrong(name, f"the model knows {self._vocabulary} token ids, and {largest} is none of them")
 
     async def names(self, ids: Sequence[int]) -> list[str]:
         """What each of these ids writes by itself; each is asked for once."""
