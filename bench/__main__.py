@@ -7,7 +7,19 @@ import os
 import platform
 import sys
 
-TABLES = ("placement", "partition", "pools", "hosts", "nodes", "elastic", "rollout", "rollout_step", "startup")
+TABLES = (
+    "placement",
+    "partition",
+    "pools",
+    "hosts",
+    "nodes",
+    "elastic",
+    "rollout",
+    "rollout_step",
+    "gateway",
+    "startup",
+    "loop",
+)
 
 
 def main() -> None:

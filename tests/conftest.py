@@ -20,6 +20,8 @@ LAST = (  # these need one, and are kept off the storm; the longest begin first
     "test_cluster.py",
     "test_elastic.py",
     "test_rollout_slots.py",
+    "test_integrations_verl.py",
+    "test_integrations_loop.py",
     "test_controller.py",
     "test_members.py",
     "test_why_cluster.py",

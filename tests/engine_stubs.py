@@ -309,6 +309,7 @@ class SglangStub(Stub):
         self.release = "0.5.23"
         self.only_new = False  # ids of an event: only the new ones
         self.stamp: float | None = None  # its loads stand still at this time
+        self.counts_late = False  # its loads are those of a prefill: what was begun is not among the running ones
         self.counted = 0
 
     def routes(self, router: web.UrlDispatcher) -> None:
@@ -342,7 +343,9 @@ class SglangStub(Stub):
     async def _loads(self, request: web.Request) -> web.Response:
         if self.goes.is_set() and self.stamp is None:
             self.counted, self.fresh_at = len(self.running), time.time()
-        core = {"num_running_reqs": self.counted, "num_waiting_reqs": 0, "token_usage": 0.5}
+        held = sum(len(one.prompt) + len(one.ids) for one in self.running.values())
+        count = 0 if self.counts_late else self.counted
+        core = {"num_running_reqs": count, "num_waiting_reqs": 0, "num_used_tokens": held, "token_usage": 0.5}
         at = self.stamp if self.stamp is not None else self.fresh_at
         return web.json_response({"loads": [core | {"timestamp": at}]})
 
@@ -350,7 +353,10 @@ class SglangStub(Stub):
         body = self.body = await request.json()
         one = Generation(body["rid"], body["input_ids"], body["sampling_params"]["max_new_tokens"])
         if body.get("stream"):
-            return await self.stream(request, one)
+            try:
+                return await self.stream(request, one)
+            finally:  # once more, whatever has that name by then
+                asyncio.get_running_loop().call_later(0.3, self.abort, [one.key])
         if not self.goes.is_set():
             self.hung += 1
         await self.goes.wait()

@@ -33,6 +33,21 @@ from trimtab.runtime.engines.wire import open_session
 # Streams.
 
 
+def test_stop_ids_are_watched_for_where_the_engine_forgets_them_with_the_end_tokens() -> None:
+    async def play(stub: Any, engine: HttpEngine) -> None:
+        stop = expected(5)[-1]
+        until = expected(expected(5).index(stop) + 1)
+        order = greedy("a", PROMPT, 5000, stop_ids=(stop,), logprobs=1, extra={"ignore_eos": True})
+        got = await answer(engine, order)
+        assert (got.ids, got.finish, got.pieces[-1].stopped_by) == (until, Finish.stop, stop)
+        assert len(got.so_far.logprobs or ()) == len(until)
+        while stub.running:
+            await asyncio.sleep(0.01)
+        assert "/abort_request" in stub.calls()
+
+    scene("sglang", play)
+
+
 @BOTH
 def test_an_answer_streams_as_ids_with_log_probabilities_and_text(kind: str) -> None:
     async def play(stub: Any, engine: HttpEngine) -> None:
@@ -170,6 +185,21 @@ def test_a_500_is_the_engines_fault_and_a_400_the_orders(kind: str) -> None:
             status = 503
             with pytest.raises(EngineFailedError, match="no room"):
                 await answer(engine, greedy("a", PROMPT, 4))
+
+    scene(kind, play)
+
+
+@BOTH
+def test_an_abort_by_an_engine_that_is_ending_is_no_abort_of_somebody_else(kind: str) -> None:
+    async def play(stub: Any, engine: HttpEngine) -> None:
+        async with running(stub, engine) as task:
+            stub.refuse |= {"/health": (503, {}), "/model_info": (503, {})}
+            stub.abort(None)
+            with pytest.raises(EngineGoneError, match="it ended") as caught:
+                await task
+            made = len(caught.value.so_far.token_ids)
+            assert caught.value.so_far.token_ids == expected(made)
+            assert made > 0
 
     scene(kind, play)
 

@@ -126,7 +126,7 @@ def _sglang(port: int) -> tuple[list[str], dict[str, str]]:
         str(ROOT / ".venv-engines-sglang/bin/python"), "-m", "sglang.launch_server", "--model-path", str(MODELS / "v1"),
         "--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--attention-backend", "torch_native",
         "--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "16", "--context-length", "2048",
-        "--disable-overlap-schedule", "--enable-metrics",
+        "--disable-overlap-schedule", "--enable-metrics", "--sleep-on-idle",
     ]  # fmt: skip
     return command, {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 

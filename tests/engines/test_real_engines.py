@@ -144,7 +144,8 @@ def test_a_drained_engine_has_finished_everything_and_is_sent_nothing(server: Pr
         async with reached(server) as adapter:
             async with running(adapter, 300) as task:
                 await adapter.pause(Pause.wait)
-                assert len((await task).ids) == 300
+                ended = await task
+                assert (len(ended.ids), ended.finish) == (300, Finish.length), ended.pieces[-2:]
             with pytest.raises(EnginePausedError):
                 await answer(adapter, greedy("a", PROMPT, 2))
             await adapter.resume()

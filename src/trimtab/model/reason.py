@@ -108,6 +108,25 @@ class Code(str, enum.Enum):
     taken = "TAKEN"  # a worker is given to others, with notice
     held = "HELD"  # so many workers are held ready
     faulty = "FAULTY"  # a worker breaks requests, or does not do what it is told
+    # loop
+    too_few = "TOO_FEW"  # too few iterations were measured to tell drift from noise
+    costs_steady = "COSTS_STEADY"  # nothing costs other than what the plan was made for, beyond the noise
+    no_gain = "NO_GAIN"  # no plan is faster by more than real runs tell apart
+    within_noise = "WITHIN_NOISE"  # a plan looks faster, but would not be if the costs were noise
+    not_worth = "NOT_WORTH"  # the move costs more than it would gain in the iterations that count
+    dwell = "DWELL"  # a move would pay, but the last one is too short a while ago
+    model_off = "MODEL_OFF"  # the model does not predict what is measured, so nothing is moved for what it promises
+    drifted = "DRIFTED"  # costs are others than the plan was made for, and another plan pays
+    room_changed = "ROOM_CHANGED"  # nodes or a quota are others than before, and another plan pays
+    better_plan = "BETTER_PLAN"  # another plan pays, with costs and nodes as they were
+    plan_gone = "PLAN_GONE"  # GPUs of the plan are gone or will go: it has to move
+    no_plan = "NO_PLAN"  # nothing fits what is there: the run waits, with a deadline
+    moving = "MOVING"  # a move is under way
+    arrived = "ARRIVED"  # the move is done and the new plan runs
+    fell_short = "FELL_SHORT"  # the last move gained less than half of what was promised
+    stage_failed = "STAGE_FAILED"  # a stage of a move failed or took too long: back to the old plan
+    rolled_back = "ROLLED_BACK"  # the old plan runs again
+    stuck = "STUCK"  # there is no way back and no way on: the run stops
 
 
 @dataclass(frozen=True)

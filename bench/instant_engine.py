@@ -1,0 +1,135 @@
+"""An engine that answers at once, for measuring what stands before it: SGLang's interface, and OpenAI's completions.
+
+    python -m bench.instant_engine        # says its port, and serves until it is ended
+
+Answers are made once for each number of tokens and written whole: an event for each token, with ids, text and counts as
+SGLang has them, all in one write. So what it takes is next to nothing, and nothing is batched, queued or generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import re
+import signal
+import time
+
+TOKENS = re.compile(rb'"(?:max_new_tokens|max_tokens)": ?(\d+)')
+STREAMS = re.compile(rb'"stream": ?true')
+VERSION = "0"
+INFO = {
+    "/server_info": {"version": "0.5.23"},
+    "/get_server_info": {"version": "0.5.23"},
+    "/model_info": {"weight_version": VERSION, "model_path": "instant", "is_generation": True},
+    "/get_model_info": {"weight_version": VERSION, "model_path": "instant", "is_generation": True},
+    "/v1/models": {"object": "list", "data": [{"id": "instant", "object": "model", "owned_by": "bench"}]},
+}
+
+
+def answer(body: bytes, kind: str = "application/json", status: str = "200 OK") -> bytes:
+    """A whole response."""
+    return f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
+def streamed(events: list[bytes]) -> bytes:
+    """Events as they come one by one, each a chunk of its own."""
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    lines = [b"data: " + one + b"\n\n" for one in (*events, b"[DONE]")]
+    return head + b"".join(b"%x\r\n%s\r\n" % (len(one), one) for one in lines) + b"0\r\n\r\n"
+
+
+def event(count: int, whole: int) -> dict[str, object]:
+    """What SGLang says when so many tokens of the whole are there."""
+    ids = [100 + at % 50 for at in range(count)]
+    meta = {
+        "id": "instant",
+        "prompt_tokens": 8,
+        "completion_tokens": count,
+        "finish_reason": {"type": "length", "length": whole} if count == whole else None,
+        "weight_version": VERSION,
+    }
+    return {"text": " a" * count, "output_ids": ids, "meta_info": meta}
+
+
+def completion(text: str, last: bool) -> dict[str, object]:
+    """What OpenAI's completions say of a piece of text."""
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": "length" if last else None}
+    return {"id": "instant", "object": "text_completion", "created": 0, "model": "instant", "choices": [choice]}
+
+
+@functools.cache
+def generated(count: int, streams: bool) -> bytes:
+    """The answer of /generate."""
+    if not streams:
+        return answer(json.dumps(event(count, count)).encode())
+    return streamed([json.dumps(event(at, count)).encode() for at in range(1, count + 1)])
+
+
+@functools.cache
+def completed(count: int, streams: bool) -> bytes:
+    """The answer of /v1/completions."""
+    if not streams:
+        usage = {"prompt_tokens": 8, "completion_tokens": count, "total_tokens": 8 + count}
+        return answer(json.dumps({**completion(" a" * count, True), "usage": usage}).encode())
+    return streamed([json.dumps(completion(" a", at == count)).encode() for at in range(1, count + 1)])
+
+
+class Engine(asyncio.Protocol):
+    """One connection."""
+
+    def __init__(self) -> None:
+        self.buffer = b""
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Somebody came."""
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Some of a request, or several."""
+        self.buffer += data
+        while self.transport is not None:
+            end = self.buffer.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            head = self.buffer[:end].lower()
+            at = head.find(b"\r\ncontent-length:")
+            size = int(head[at + 17 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+            if len(self.buffer) < end + 4 + size:
+                return
+            path = self.buffer.split(b" ", 2)[1].partition(b"?")[0]
+            body, self.buffer = self.buffer[end + 4 : end + 4 + size], self.buffer[end + 4 + size :]
+            self.transport.write(respond(path, body))
+
+
+def respond(path: bytes, body: bytes) -> bytes:
+    """What is answered."""
+    if path in (b"/generate", b"/v1/completions"):
+        found = TOKENS.search(body)
+        make = generated if path == b"/generate" else completed
+        return make(int(found[1]) if found else 16, STREAMS.search(body) is not None)
+    if path == b"/v1/loads":
+        load = {"num_running_reqs": 0, "num_waiting_reqs": 0, "token_usage": 0.0, "timestamp": time.time()}
+        return answer(json.dumps({"loads": [load]}).encode())
+    told = INFO.get(path.decode("latin-1"))
+    if told is not None:
+        return answer(json.dumps(told).encode())
+    if path in (b"/health", b"/ready", b"/health_generate", b"/abort_request"):
+        return answer(b"")
+    return answer(b"{}", status="404 Not Found")
+
+
+async def serve() -> None:
+    """Until SIGTERM."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, ended.set)
+    server = await loop.create_server(Engine, "127.0.0.1", 0, backlog=1024)
+    print(f"at http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    await ended.wait()
+    server.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve())
