@@ -1,0 +1,431 @@
+"""Rollout engines on slots of a pool, on a real Ray of several nodes: lent, evicted, drained, lost, and followed.
+
+The engines are real llama.cpp servers; GPUs are Ray's numbers only. Requests run while all of it happens: each is
+answered once, with the tokens that an undisturbed engine gives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine_answers import prompts, run
+from rollout_commands import llama
+from storm import below, kill
+from tiny_gguf import tiny_gguf
+from trimtab import rollout
+from trimtab.model.elastic_config import ElasticConfig
+from trimtab.model.errors import InputError
+from trimtab.model.fleet import NodeFacts, NodeState, NodeView
+from trimtab.model.pool import State
+from trimtab.model.reason import Code, Reason
+from trimtab.model.resources import Resources
+from trimtab.rollout import RolloutPool, RolloutRules, SamplingParams, WorkerSpec, WorkerState
+from trimtab.runtime.cluster.processes import table
+from trimtab.runtime.ray.client import Pool, Session, connect
+from trimtab.runtime.rollout.following import NodeFollower, places_on
+from trimtab.runtime.rollout.slot_takers import Takers
+from trimtab.runtime.rollout.slots import SlotLauncher
+from trimtab.runtime.rollout.starting import engines_as_processes, engines_on_slots
+
+WAIT_S = 90.0
+MARK = f"slots-{uuid.uuid4().hex[:8]}"
+GPU = {"gpu": 1}
+GREEDY = SamplingParams(max_tokens=200, temperature=0.0)
+RULES = RolloutRules(
+    least=1, most=4, capacity=4, monitor_s=0.2, drain_s=3.0, abort_s=1.0, stall_s=60.0, suspect_s=0.5, lost_s=5.0,
+    back_off_s=0.2, probe_s=2.0, stop_s=30.0, retries=20,
+)  # fmt: skip
+
+
+class Nodes:
+    """A cluster of a head and further nodes, of one GPU each, added as tests need them."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        self.cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 1, "include_dashboard": False}
+        )
+        self.there: list[Any] = []
+
+    def add(self, count: int = 1) -> None:
+        self.there += [self.cluster.add_node(num_cpus=1, num_gpus=1, wait=False) for _ in range(count)]
+        deadline = time.monotonic() + WAIT_S
+        while not {one.node_id for one in self.there} <= alive():
+            assert time.monotonic() < deadline, "nodes did not join in time"
+            time.sleep(0.05)
+
+    def kill(self, node: Any) -> None:
+        """As a machine is lost: every process of it at once."""
+        raylets = [info.process.pid for info in node.all_processes["raylet"]]
+        for pid in [one for raylet in raylets for one in (raylet, *below(raylet))]:
+            kill(pid)
+        self.there.remove(node)
+        self.cluster.remove_node(node, allow_graceful=False)
+
+
+def alive() -> set[str]:
+    import ray
+
+    return {one["NodeID"] for one in ray.nodes() if one["Alive"]}
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    import ray
+
+    nodes = Nodes()
+    ray.init(address=nodes.cluster.address, log_to_driver=False, logging_level=logging.ERROR, namespace="trimtab")
+    nodes.add()
+    yield nodes
+    ray.shutdown()
+    nodes.cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def session(nodes: Nodes) -> Iterator[Session]:
+    session = connect(name=f"slots-{uuid.uuid4().hex[:6]}")
+    session.preemption(cancel_timeout_s=2.0, save_timeout_s=1.0)
+    session.pool("gpus", {"gpu": 64}, reuse=False, warm_each=2)
+    yield session
+    session.shutdown()
+    assert not servers(), "engines went with the cluster"
+
+
+@pytest.fixture
+def slots(session: Session) -> Pool:
+    return session.pool("gpus")
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[tuple[int, ...], tuple[int, ...]]:
+    return {}
+
+
+def servers() -> list[int]:
+    """Engines of these tests that live."""
+    return [pid for pid in table() if MARK in _line(pid) and "guard" not in _line(pid)]
+
+
+def _line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+class Taker:
+    """Somebody else who wants a GPU."""
+
+
+@asynccontextmanager
+async def engines(
+    session: Session, slots: Pool, elastic: ElasticConfig | None = None, **settings: Any
+) -> AsyncIterator[tuple[RolloutPool, SlotLauncher]]:
+    settings = {"resources": GPU, "limit": 4, "notice_s": 8.0, "room_s": 1.0, "idle_s": 3.0, **settings}
+    more = () if elastic is None else (elastic,)
+    async with RolloutPool(RULES, *more, look_s=0.3) as pool:
+        launcher = engines_on_slots(pool, session, slots, llama(mark=MARK, stop_s=2.0), **settings)
+        yield pool, launcher
+
+
+async def until(true: Callable[[], Any], what: str = "it") -> Any:
+    deadline = time.monotonic() + WAIT_S
+    while not (found := true()):
+        assert time.monotonic() < deadline, f"{what} did not come true in time"
+        await asyncio.sleep(0.05)
+    return found
+
+
+def active(pool: RolloutPool) -> list[str]:
+    return [one.worker for one in pool.workers() if one.state is WorkerState.active]
+
+
+async def said(task: Any) -> State:
+    state: State = await asyncio.to_thread(lambda: task.state)
+    return state
+
+
+class Traffic:
+    """Requests all the time, each compared with what an undisturbed engine says."""
+
+    def __init__(self, pool: RolloutPool, right: dict[tuple[int, ...], tuple[int, ...]]) -> None:
+        self.pool, self.right = pool, right
+        self.answered = 0
+        self._over = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._ask(list(right)[at::6])) for at in range(6)]
+
+    async def _ask(self, mine: list[tuple[int, ...]]) -> None:
+        while not self._over.is_set():
+            for prompt in mine:
+                [answer] = await self.pool.generate([prompt], GREEDY)
+                [sample] = answer.samples
+                assert sample.ok, sample.reason
+                assert sample.token_ids == self.right[prompt]
+                self.answered += 1
+
+    async def flows(self, more: int = 12) -> None:
+        """So many answers from now on."""
+        enough = self.answered + more
+        await until(lambda: self.answered >= enough or any(one.done() for one in self._tasks), "answers")
+
+    async def end(self) -> None:
+        self._over.set()
+        await asyncio.gather(*self._tasks)
+
+
+@asynccontextmanager
+async def traffic(pool: RolloutPool) -> AsyncIterator[Traffic]:
+    asked = prompts(12, longest=20)
+    answers = await pool.generate(asked, GREEDY)
+    one = Traffic(pool, {prompt: answer.samples[0].token_ids for prompt, answer in zip(asked, answers, strict=True)})
+    try:
+        yield one
+    finally:
+        await one.end()
+
+
+@pytest.mark.long
+def test_an_engine_ends_with_the_process_that_holds_its_slot_and_comes_back_in_another(
+    session: Session, slots: Pool
+) -> None:
+    async def play() -> None:
+        async with engines(session, slots, workers=1) as (pool, launcher):
+            await until(lambda: active(pool), "an engine")
+            [place] = launcher.places.values()
+            async with traffic(pool) as flow:
+                await flow.flows()
+                [engine], [host] = servers(), await asyncio.to_thread(lambda: place.line.task.members)
+                kill(host.pid)
+                await until(lambda: engine not in servers(), "its end")
+                await until(lambda: servers() and active(pool), "another engine, on a slot of its own")
+                assert list(launcher.places.values()) != [place]
+                await flow.flows()
+        assert not servers()
+        assert not [one for one in await asyncio.to_thread(slots.tasks) if one.state is State.running]
+
+    run(play(), within_s=300)
+
+
+def test_a_slot_that_is_not_needed_goes_to_whoever_waits_and_comes_back_by_priority(
+    session: Session, slots: Pool
+) -> None:
+    lends = ElasticConfig(
+        min_workers=1, max_workers=2, monitoring_interval=0.2, scale_up_cooldown=0.1, scale_down_cooldown=0.2,
+        min_stable_period=0.2, drain_timeout=0.2, requests_per_worker_capacity=4, scale_down_requires_demand=True,
+    )  # fmt: skip
+
+    async def play() -> None:
+        async with engines(session, slots, lends, workers=2, lends=True) as (pool, _):
+            pool.scale(2, why="the test")
+            await until(lambda: len(active(pool)) == 2, "two engines")
+            pool.release_scale()
+            await asyncio.sleep(1.0)
+            assert len(active(pool)) == 2, "idle, but nobody wants their room"
+            taker = await asyncio.to_thread(
+                lambda: slots.submit(Taker, resources=GPU, id=f"taker-{uuid.uuid4().hex[:4]}", priority=1.0)
+            )
+            await asyncio.to_thread(taker.wait, "running", WAIT_S)
+            assert len(servers()) == 1, "the engine is gone when its slot is somebody else's"
+            assert taker.id in pool.steps[-1].reason.sentence
+            assert len(active(pool)) == 1
+            pool.scale(2, why="the next step begins")
+            await until(lambda: len(active(pool)) == 2, "its return")
+            assert await said(taker) in (State.evicted, State.waiting), "the engine's priority is higher"
+            await asyncio.to_thread(taker.cancel)
+
+    run(play(), within_s=300)
+
+
+def test_no_request_is_lost_when_an_engine_dies_waits_for_room_or_is_evicted(session: Session, slots: Pool) -> None:
+    def vip() -> Any:
+        return slots.submit(Taker, resources=GPU, id=f"vip-{uuid.uuid4().hex[:4]}", priority=9.0, preemptible=False)
+
+    async def play() -> None:
+        first = await asyncio.to_thread(vip)
+        await asyncio.to_thread(first.wait, "running", WAIT_S)
+        async with engines(session, slots, workers=2) as (pool, launcher):
+            await until(lambda: len(active(pool)) == 1 and any(p.taken for p in launcher.places.values()))
+            [waits] = [place.worker for place in launcher.places.values() if place.taken]
+            view = next(one for one in pool.workers() if one.worker == waits)
+            assert view.state in (WorkerState.inactive, WorkerState.lost)
+            assert any("no room in pool gpus" in chapter.reason.sentence for chapter in pool.story(waits))
+            [place] = [one for one in launcher.places.values() if not one.taken]
+            async with traffic(pool) as flow:
+                [engine] = servers()
+                kill(engine)
+                await until(lambda: servers() not in ([], [engine]) and active(pool), "another engine")
+                assert launcher.places[place.worker] is place, "in the same slot"
+                await asyncio.to_thread(first.complete)
+                await until(lambda: len(active(pool)) == 2, "the second engine")
+                await flow.flows()
+                second = await asyncio.to_thread(vip)
+                await asyncio.to_thread(second.wait, "running", WAIT_S)
+                assert len(servers()) == 1
+                assert len(active(pool)) == 1
+                await flow.flows()
+            async with pool.refit(1) as refit:
+                await refit.load(str(tiny_gguf(shift=0.5)))
+            assert len(launcher.places) == 2, "the refit kept the slot"
+            await asyncio.to_thread(second.complete)
+            await until(lambda: len(active(pool)) == 2, "its return")
+            answers = await pool.generate([(5, 6, 7)] * 6, GREEDY)
+            assert {worker for answer in answers for worker in answer.samples[0].workers} == set(active(pool))
+            assert len({answer.samples[0].token_ids for answer in answers}) == 1, "it came back with the new weights"
+            assert {span.version for answer in answers for span in answer.samples[0].spans} == {1}
+
+    run(play(), within_s=300)
+
+
+def test_engines_follow_nodes_that_drain_and_join_and_are_lost(nodes: Nodes, session: Session, slots: Pool) -> None:
+    async def play() -> None:
+        async with engines(session, slots, least=1, most=8) as (pool, launcher):
+            await until(lambda: len(active(pool)) == 2, "an engine on every node")
+            where = {place.line.node: place.worker for place in launcher.places.values()}
+            [going] = nodes.there
+            leaver = where.pop(going.node_id)
+            [stayer] = where.values()
+            async with traffic(pool) as flow:
+                await flow.flows()
+                await asyncio.to_thread(session.drain_node, going.node_id, 9.0)
+                await until(lambda: [one.worker for one in pool.workers()] == [stayer], "the leaver's end")
+                await until(lambda: going.node_id not in alive(), "the node's end")
+                nodes.there.remove(going)
+                nodes.cluster.remove_node(going, allow_graceful=False)
+                await flow.flows()
+                nodes.add()  # Ray wants the main thread for it
+                await until(lambda: len(active(pool)) == 2, "an engine on the new node")
+                assert leaver not in active(pool)
+                await flow.flows()
+                nodes.kill(nodes.there[0])
+                await until(lambda: [one.worker for one in pool.workers()] == [stayer], "the loss")
+                await flow.flows()
+                assert len(servers()) == 1
+
+    run(play(), within_s=400)
+
+
+# Without a cluster.
+
+
+TWO_GPUS = Resources.of(gpu=2)
+
+
+@dataclass
+class Ledger:
+    """A rollout pool and a launcher that only take note."""
+
+    unit: Resources = TWO_GPUS
+    places: dict[str, Any] = field(default_factory=dict)
+    added: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+
+    @property
+    def pool(self) -> Ledger:
+        return self
+
+    def add_startable(self, spec: WorkerSpec, launcher: Any) -> str:
+        assert spec.startable
+        assert not spec.can_sleep, "asleep it would keep its slot"
+        self.added.append(spec.id)
+        return spec.id
+
+    async def remove(self, worker: str, deadline_s: float | None = None, why: str = "") -> None:
+        self.removed.append(worker)
+
+
+def node(name: str, gpus: float, state: NodeState = NodeState.ready, **more: Any) -> NodeView:
+    return NodeView(name, state, NodeFacts(Resources.of(gpu=gpus, cpu=8)), Reason(Code.joined, "test"), 0.0, **more)
+
+
+def test_a_node_has_places_for_what_is_left_of_it_and_none_before_it_may_be_used() -> None:
+    unit = TWO_GPUS
+    assert places_on(node("a", 8), unit) == 4
+    assert places_on(node("a", 8), unit, per_node=1) == 1
+    assert places_on(node("a", 8, outside=Resources.of(gpu=3)), unit) == 2
+    assert places_on(node("a", 1), unit) == 0
+    assert places_on(node("a", 8, NodeState.suspect), unit) == 4, "silent for a moment"
+    for state in (NodeState.held, NodeState.draining, NodeState.lost):
+        assert places_on(node("a", 8, state), unit) == 0
+    assert places_on(node("a", 8, told=False), unit) == 0
+
+
+def test_workers_follow_nodes_within_limits_and_those_whose_node_goes_go_first() -> None:
+    async def play() -> None:
+        ledger = Ledger()
+        follower = NodeFollower(ledger, least=1, most=5)  # type: ignore[arg-type]
+        follower.hear([])
+        assert ledger.added == ["engine-1"], "the least, wherever they will be"
+        follower.hear([node("a", 4), node("b", 4)])
+        assert len(follower.workers) == 4
+        for worker, where in zip(follower.workers, "aabb", strict=True):
+            ledger.places[worker] = SimpleNamespace(line=SimpleNamespace(there=True, node=where), node_goes=False)
+        follower.hear([node("a", 4, NodeState.draining), node("b", 4)])
+        await asyncio.sleep(0)
+        assert ledger.removed == ["engine-1", "engine-2"]
+        follower.hear([node("b", 4), node("c", 16)])
+        assert len(follower.workers) == 5
+        assert ledger.added[-1] == "engine-7", "a name is not given twice"
+
+    run(play())
+
+
+def test_a_taker_is_who_waits_for_engines_alone_and_less_what_is_being_given_up_already() -> None:
+    def waits(code: Code, *needs: str) -> SimpleNamespace:
+        return SimpleNamespace(reason=Reason(code, "test"), needs=needs)
+
+    explained = {
+        "one": waits(Code.no_room, "t1"),
+        "two": waits(Code.quota, "t1", "t2"),
+        "mixed": waits(Code.no_room, "t1", "somebody"),
+        "evicts": waits(Code.evicting, "t2"),
+        "soon": waits(Code.behind),
+    }
+
+    async def ask(door: str, *args: str) -> Any:
+        return explained[args[0]] if door == "explain" else {"pools": {"gpus": {"queue": ("t3", *explained)}}}
+
+    def place(task: str, up: bool = True) -> SimpleNamespace:
+        return SimpleNamespace(line=SimpleNamespace(task=SimpleNamespace(id=task)), up=up, taken=False)
+
+    async def play() -> None:
+        states = {"w1": WorkerState.active, "w2": WorkerState.active, "w3": WorkerState.inactive}
+        launcher = SimpleNamespace(
+            ask=ask,
+            places={"w1": place("t1"), "w2": place("t2"), "w3": place("t3", up=False)},
+            pool=SimpleNamespace(workers=lambda: [SimpleNamespace(worker=w, state=s) for w, s in states.items()]),
+        )
+        takers = Takers(launcher, use_s=60.0)  # type: ignore[arg-type]
+        assert await takers.found() == (rollout.Taker("one", 1, 60.0), rollout.Taker("two", 2, 60.0))
+        states["w2"] = WorkerState.draining
+        assert await takers.found() == (rollout.Taker("two", 2, 60.0),)
+        launcher.places["w2"].taken = True
+        assert len(await takers.found()) == 2, "what the slots' pool takes is for somebody else"
+
+    run(play())
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    for wrong in ({"least": 3, "most": 2}, {"per_node": 0}):
+        with pytest.raises(InputError):
+            NodeFollower(Ledger(), **wrong)  # type: ignore[arg-type]
+    for resources, said in (({"GPU": 1}, "did you mean gpu"), ({}, "needs resources"), ({"gpu": -1}, "negative")):
+        with pytest.raises(InputError, match=said):
+            SlotLauncher(None, None, "gpus", llama(), resources=resources)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="above 0 seconds"):
+        Takers(None, use_s=0.0)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="0 workers"):
+        engines_as_processes(None, llama(), 0)  # type: ignore[arg-type]
