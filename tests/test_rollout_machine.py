@@ -883,3 +883,12 @@ def test_an_engine_that_dies_after_a_token_is_not_held_against_the_request() -> 
     for attempt in range(1, 8):
         bench.tell(e.Streamed("r", attempt, 1))
         assert "Send" in kinds(bench.tell(e.Broke("r", attempt, 1, "connection reset", gone=True)))
+
+
+def test_a_drain_by_hand_has_all_the_time_it_was_given() -> None:
+    bench = Bench(2, drain_s=10.0, abort_s=5.0)
+    bench.ask()
+    worker = bench.send().worker
+    bench.tell(e.WorkerTaken(worker, 100.0, "by hand", patient=True))
+    assert bench.wait(90.0) == []
+    assert kinds(bench.wait(6.0)) == ["AbortSent"]

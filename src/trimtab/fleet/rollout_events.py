@@ -125,6 +125,7 @@ class WorkerTaken:
     deadline: float
     why: str
     forced: bool = False
+    patient: bool = False  # what runs there has all of that time; else as long as a drain takes, for somebody waits
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ class Workers:
             )
         worker.taken = True
         left_s = max(0.0, event.deadline - books.rest.now - books.rules.abort_s)
-        self._route_off(worker, Reason(Code.taken, event.why), min(left_s, books.rules.drain_s))
+        drain_s = left_s if event.patient else min(left_s, books.rules.drain_s)
+        self._route_off(worker, Reason(Code.taken, event.why), drain_s)
         books.look_soon()  # somebody may have to take its place
 
     def given(self, event: e.WorkerGiven) -> None:

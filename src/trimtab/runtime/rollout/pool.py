@@ -222,8 +222,14 @@ class RolloutPool(Asking):
             await hand.engine.close()
 
     def drain(self, worker: str, deadline_s: float | None = None, why: str = "") -> None:
-        """It serves nothing new until `resume`; refused where too few would be left."""
-        self.take(worker, self._core.machine.rules.drain_s if deadline_s is None else deadline_s, why or "by hand")
+        """It serves nothing new until `resume`; what it has goes elsewhere after so long. Refused where too few are left.
+
+        Left out, the deadline is the rules' `drain_s`.
+        """
+        core = self._core
+        core.hand(worker)
+        wait_s = core.machine.rules.drain_s + core.machine.rules.abort_s if deadline_s is None else deadline_s
+        core.tell(e.WorkerTaken(worker, core.clock() + wait_s, why or "by hand", patient=True))
 
     def take(self, worker: str, deadline_s: float, why: str, *, forced: bool = False) -> None:
         """It is given to others after so long at the latest, until `resume`; `forced`: whatever that leaves."""
