@@ -100,7 +100,11 @@ async def come_up(process: Process) -> Process:
 
 
 def _die_with_parent() -> None:
-    """A test run that is killed leaves no server behind: their own session keeps signals for the run from them."""
+    """A test run that is killed leaves no server behind: their own session keeps signals for the run from them.
+
+    That is the server alone. vLLM's core is a process of its own, which outlives a server that was killed (seen for an
+    hour); the end of the block takes the whole group.
+    """
     _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 

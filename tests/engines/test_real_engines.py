@@ -162,10 +162,9 @@ def test_a_pause_of_somebody_else_is_seen_and_its_abort_told_apart(server: Proce
                 ended = await task
                 assert ended.finish is Finish.aborted_elsewhere
                 assert len(ended.ids) > 0
-            if server.kind == "vllm":  # the other one does not say that it is paused
-                assert (await adapter.ready()).paused
-                with pytest.raises(EnginePausedError, match="somebody else"):
-                    await answer(adapter, greedy("a", PROMPT, 2))
+            assert (await adapter.ready()).paused
+            with pytest.raises(EnginePausedError, match="somebody else"):
+                await answer(adapter, greedy("a", PROMPT, 2))
             await other.resume()
             assert (await adapter.ready()).up
 

@@ -222,7 +222,7 @@ class RolloutPool(Asking):
             await hand.engine.close()
 
     def drain(self, worker: str, deadline_s: float | None = None, why: str = "") -> None:
-        """It serves nothing new until `resume`; what it has goes elsewhere after so long. Refused where too few are left.
+        """It serves nothing new until `resume`; what it has goes elsewhere after so long. Refused if too few are left.
 
         Left out, the deadline is the rules' `drain_s`.
         """
