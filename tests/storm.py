@@ -31,9 +31,9 @@ class Work:
     def run(self) -> str:
         log = self.directory / f"{self.name}.log"
         before = log.read_text().split() if log.exists() else []
-        overlaps = [f"overlap-with-{pid}" for pid in before if pid.isdigit() and lives(int(pid))]
+        overlaps = [f"overlap-with-{one}" for one in before if is_process(one) and still_lives(one)]
         with log.open("a") as file:
-            file.write("\n".join([str(os.getpid()), *overlaps]) + "\n")
+            file.write("\n".join([process_name(os.getpid()), *overlaps]) + "\n")
         deadline = time.monotonic() + self.seconds
         while time.monotonic() < deadline and not (self.directory / "calm").exists():
             time.sleep(0.05)
@@ -96,6 +96,26 @@ def lives(pid: int) -> bool:
     """Whether the process exists and is no zombie."""
     try:
         return _stat(pid)[0] != "Z"
+    except OSError:
+        return False
+
+
+def process_name(pid: int) -> str:
+    """A process and no other: numbers are given again within minutes where many come and go, so its birth is in it."""
+    return f"{pid}@{_stat(pid)[19]}"
+
+
+def is_process(name: str) -> bool:
+    """Whether this names one."""
+    pid, at, born = name.partition("@")
+    return bool(at) and pid.isdigit() and born.isdigit()
+
+
+def still_lives(name: str) -> bool:
+    """Whether that very process exists and is no zombie."""
+    pid = int(name.partition("@")[0])
+    try:
+        return lives(pid) and process_name(pid) == name
     except OSError:
         return False
 

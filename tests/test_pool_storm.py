@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import storm as storms
-from storm import HEALTH_CHECKS, Storm, Work, lives, wait_until
+from storm import HEALTH_CHECKS, Storm, Work, is_process, lives, still_lives, wait_until
 from trimtab.model.errors import TrimtabError
 from trimtab.model.pool import ENDED, State
 from trimtab.runtime.ray.client import Session, connect
@@ -74,19 +74,19 @@ def weather(storm: Storm, directory: Path, name: str, kills: int, count: int, pa
         (directory / "calm").touch()
         for task in tasks:
             assert session.task(task).result(timeout=120.0) == f"result of {task}"
-        pids = set()
+        processes: set[str] = set()
         for task in tasks:
             explanation = session.explain(task)
             ends = [chapter.state for chapter in explanation.story if chapter.state in [one.value for one in ENDED]]
             assert ends == [State.done.value], f"{task} ended as {ends}"
             lines = (directory / f"{task}.log").read_text().split()
-            assert not [line for line in lines if not line.isdigit()], f"two processes of {task} at once: {lines}"
+            assert all(map(is_process, lines)), f"two processes of {task} at once: {lines}"
             assert 1 <= len(lines) <= explanation.attempts, f"{task} began {len(lines)} times in {explanation.attempts}"
-            pids |= {int(line) for line in lines}
+            processes |= set(lines)
         status = session.status()
         assert not status["journal"]["fault"]
         session.shutdown()
-        wait_until(lambda: not any(lives(pid) for pid in pids), 30, "a process of a task is left behind")
+        wait_until(lambda: not any(map(still_lives, processes)), 30, "a process of a task is left behind")
         groups = ray.util.placement_group_table().values()
         assert [one["name"] for one in groups if one["state"] != "REMOVED"] == []
         left = ray.util.list_named_actors(all_namespaces=True)
