@@ -471,3 +471,18 @@ def test_the_journal_holds_every_event_and_leads_to_the_same_state(tmp_path: Pat
 def test_rules_that_contradict_themselves_are_refused() -> None:
     with pytest.raises(InputError, match="least 3, most 2"):
         RolloutRules(least=3, most=2)
+
+
+def test_nothing_comes_after_the_answer_though_the_engine_is_not_cut_off_yet() -> None:
+    async def act(scene: Scene) -> None:
+        for stub in scene.stubs:
+            stub.step_s = 0.001
+        for _ in range(10):
+            stream = scene.pool.stream(PROMPT, SamplingParams(max_tokens=5000), deadline_s=0.05)
+            chunks = [chunk async for chunk in stream]
+            assert [chunk.sample is not None for chunk in chunks] == [*[False] * (len(chunks) - 1), True]
+            told = tuple(token for chunk in chunks for token in chunk.token_ids)
+            assert chunks[-1].sample is not None
+            assert chunks[-1].sample.token_ids == told
+
+    play(act)

@@ -68,7 +68,7 @@ class Asked:
             self.workers.append(worker)
         if restarted and self.chunks is not None:
             self.given = ""
-            self.chunks.put_nowait(Chunk(self.index, restarted=True))
+            self._give(Chunk(self.index, restarted=True))
 
     def take(self, piece: Piece) -> None:
         """More of it."""
@@ -84,7 +84,7 @@ class Asked:
             self.stopped_by = piece.stopped_by
         if self.chunks is not None and (piece.token_ids or piece.text):
             self.given += piece.text or ""
-            self.chunks.put_nowait(Chunk(self.index, piece.token_ids, piece.logprobs, piece.best, piece.text or ""))
+            self._give(Chunk(self.index, piece.token_ids, piece.logprobs, piece.best, piece.text or ""))
 
     def give_rest(self) -> None:
         """Text that an engine held back when it was cut is given out now, where it goes on from what was given."""
@@ -92,7 +92,7 @@ class Asked:
             rest = self.before[len(self.given) :].rstrip("\ufffd")
             if rest:
                 self.given += rest
-                self.chunks.put_nowait(Chunk(self.index, text=rest))
+                self._give(Chunk(self.index, text=rest))
 
     def cut(self, tokens: int, text: str, stopped_by: str) -> None:
         """It had ended before: a stop string lay across a cut, and was seen late."""
@@ -118,9 +118,13 @@ class Asked:
             self.stopped_by,
             self.missing,
         )
+        self._give(Chunk(self.index, sample=sample))
         self.answered.set_result(sample)
-        if self.chunks is not None:
-            self.chunks.put_nowait(Chunk(self.index, sample=sample))
+
+    def _give(self, chunk: Chunk) -> None:
+        """To a client that streams; nothing comes after the answer, though its engine may not be cut off yet."""
+        if self.chunks is not None and not self.answered.done():
+            self.chunks.put_nowait(chunk)
 
     def refuse(self, reason: Reason, retry_after_s: float) -> None:
         """It was not accepted."""
