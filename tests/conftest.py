@@ -20,6 +20,7 @@ LAST = (  # these need one, and are kept off the storm; the longest begin first
     "test_cluster.py",
     "test_elastic.py",
     "test_rollout_slots.py",
+    "test_run_cluster.py",
     "test_integrations_verl.py",
     "test_integrations_loop.py",
     "test_controller.py",

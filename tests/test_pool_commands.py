@@ -26,6 +26,7 @@ from trimtab.ui.cli import run
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "pools.md").read_text(encoding="utf-8")
 ROLLOUT_PAGE = (ROOT / "docs" / "rollout.md").read_text(encoding="utf-8")
+LOOP_PAGE = (ROOT / "docs" / "loop.md").read_text(encoding="utf-8")
 NODES_PAGE = (ROOT / "docs" / "nodes.md").read_text(encoding="utf-8")
 
 
@@ -371,6 +372,7 @@ def test_the_page_lists_exactly_the_states_of_tasks() -> None:
 
 def test_the_page_lists_exactly_the_codes_of_reasons() -> None:
     rows = [*table("Reasons"), *table("Reasons", NODES_PAGE), *table("Reasons", ROLLOUT_PAGE)]
+    rows += table("Reasons", LOOP_PAGE)
     assert [row[0] for row in rows] == [f"`{code.value}`" for code in Code]
 
 

@@ -173,6 +173,9 @@ class ComponentSection(CostSection):
     device: Literal["gpu", "cpu"] = "gpu"
     cpus: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
     variants: Annotated[list[VariantSection], Field(min_length=1, max_length=16)] | None = None
+    use: Any = None  # these three are read by whoever runs the job
+    settings: Any = None
+    emulate: Any = None
 
 
 class SyncSection(_Section):
@@ -201,6 +204,7 @@ class JobFile(_Section):
     placement: dict[Name, str | int] | None = None
     rollout: Any = None  # these two are read by `formats.rollout_file`
     elastic_config: Any = None
+    run: Any = None  # read by whoever runs the job
 
 
 def matches(config: Mapping[str, Any]) -> bool:

@@ -1,0 +1,74 @@
+"""Stories and sentences of the loop: why a plan is kept, left or gone. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from trimtab.loop.records import Run
+from trimtab.model.reason import Chapter, Code, Reason
+from trimtab.model.run import Estimate
+from trimtab.model.workflow import Cluster
+
+NAMED = 3
+RUN = "run"
+CHAPTERS_KEPT = 200
+MOVES_KEPT = 20
+
+
+class Stories:
+    """What became of the run and of its newest moves."""
+
+    def __init__(self) -> None:
+        self.chapters: dict[str, list[Chapter]] = {RUN: []}
+
+    def write(self, subject: str, chapter: Chapter) -> None:
+        """Add a chapter, unless it says of the run what its last one said, only with other figures."""
+        story = self.chapters.setdefault(subject, [])
+        last = story[-1] if story and subject == RUN else None
+        if last is not None and (last.state, last.reason.code) == (chapter.state, chapter.reason.code):
+            return
+        story.append(chapter)
+        del story[:-CHAPTERS_KEPT]
+        for old in [name for name in self.chapters if name != RUN][:-MOVES_KEPT]:
+            del self.chapters[old]
+
+    def of(self, subject: str) -> tuple[Chapter, ...]:
+        """One story, as long as it is remembered."""
+        return tuple(self.chapters.get(subject, ()))
+
+
+def drift_reason(drifted: Sequence[str], levels: Mapping[str, float], run: Run) -> Reason:
+    """Why another plan may be better than the one in place."""
+    if drifted:
+        far = sorted(drifted, key=lambda name: -abs(levels[name] / run.reference[name] - 1))
+        said = ", ".join(f"{name} takes {levels[name] / run.reference[name]:.2f} times" for name in far[:NAMED])
+        more = f" and {len(far) - NAMED} more" if len(far) > NAMED else ""
+        return Reason(Code.drifted, f"{said}{more} what the plan was made for")
+    if run.room:
+        return Reason(Code.room_changed, run.room)
+    return Reason(Code.better_plan, "costs and nodes are as they were")
+
+
+def costs_text(estimates: Mapping[str, Estimate], reference: Mapping[str, float]) -> str:
+    """How near everything is to what the plan was made for."""
+    name = max(estimates, key=lambda one: abs(estimates[one].level / reference[one] - 1))
+    one = estimates[name]
+    away = one.level / reference[name] - 1
+    return f"{name} is furthest from what the plan was made for: {away:+.1%}, within its noise of {one.width:.1%}"
+
+
+def gone_reason(run: Run) -> Reason:
+    """Why the plan in place cannot go on."""
+    if run.lost:
+        return Reason(Code.plan_gone, f"GPUs of the plan are gone with {_names(run.lost)}")
+    return Reason(Code.plan_gone, f"GPUs of the plan will go with {_names(run.leaving)}")
+
+
+def room_text(before: Cluster, after: Cluster, why: str) -> str:
+    """How a cluster has changed."""
+    return f"{why}: {after.gpus} GPUs, there were {before.gpus}"
+
+
+def _names(nodes: Sequence[str]) -> str:
+    more = f" and {len(nodes) - NAMED} more" if len(nodes) > NAMED else ""
+    return ", ".join(nodes[:NAMED]) + more

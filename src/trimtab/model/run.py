@@ -1,0 +1,202 @@
+"""The nouns of a run that is watched: what was measured of its iterations, the rules of re-planning, and moves.
+
+Frozen facts, checked where they are made. Whether a run moves to another plan is decided in `trimtab.loop`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+from trimtab.model.errors import InputError
+from trimtab.model.plan import Plan
+from trimtab.model.reason import Reason
+
+
+class RunMode(str, enum.Enum):
+    """What the loop may do."""
+
+    advise = "advise"  # say what it would do and what that would gain
+    auto = "auto"  # do it
+
+
+class Stage(str, enum.Enum):
+    """The stages of a move, in their order. A failure of any of them ends in the old plan."""
+
+    drain = "drain"  # the iteration under way ends; whoever must go takes nothing new
+    save = "save"  # whoever moves writes its state, whole
+    release = "release"  # GPUs that the new plan uses otherwise are given back
+    place = "place"  # whoever is new or moves gets its GPUs and processes
+    load = "load"  # state is read there, whole
+    check = "check"  # everybody answers, with the state that was saved
+    resume = "resume"  # batches flow again
+
+
+STAGES = tuple(Stage)
+
+
+@dataclass(frozen=True)
+class RunRules:
+    """When a run is moved to another plan. Counts are iterations."""
+
+    mode: RunMode = RunMode.advise
+    horizon_iterations: int = 50  # a gain counts for so many at most, or for those that remain
+    margin: float = 0.5  # the gain exceeds the move's cost by this share of it
+    dwell_iterations: int = 5  # no move so soon after the last one; twice as long after one that failed or fell short
+    least_gain: float = 0.04  # share of an iteration: plans nearer than this are not told apart; half of it is sure
+    noise: float = 0.06  # a cost within this share of what the plan was made for is no drift, however steady it is
+    noise_widths: float = 3.0  # nor is one within so many times the measured spread
+    least_iterations: int = 8  # measured before anything is decided: the first ones are often slow
+    window: int = 10  # of the newest ones that tell level, trend and spread
+    trust: float = 0.5  # if predicted and measured time differ by more than this share, nothing is moved
+    assumed_move_s: float = 60.0  # the cost of a move as long as none was measured
+    stage_limit_s: float = 600.0  # of each stage; draining has two iterations more
+    rollback_limit_s: float = 900.0
+    wait_s: float = 900.0  # how long a run without a plan that fits waits for nodes
+    tries: int = 3  # of a move that has to be, one after another
+    back_off_s: float = 5.0  # before the second of them, twice as long before the third
+    elastic: tuple[str, ...] = ()  # components whose size the fleet changes within the plan's range
+    range_slack: float = 0.02  # the range's least is the fewest GPUs that lengthen the iteration by no more than this
+
+    def __post_init__(self) -> None:
+        for name in ("margin", "least_gain", "noise", "noise_widths", "trust", "assumed_move_s", "stage_limit_s",
+                     "rollback_limit_s", "wait_s", "back_off_s", "range_slack"):  # fmt: skip
+            if not _sound(getattr(self, name)):
+                raise InputError(f"{name} must be a number of 0 or more", where="the rules of the run")
+        least = {"horizon_iterations": 1, "dwell_iterations": 0, "least_iterations": 1, "window": 4, "tries": 1}
+        for name, fewest in least.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < fewest:
+                raise InputError(f"{name} must be a whole number of {fewest} or more", where="the rules of the run")
+        for name in ("stage_limit_s", "rollback_limit_s"):
+            if not getattr(self, name):
+                raise InputError(f"{name} must be more than 0", where="the rules of the run")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One component in one iteration. `busy_s` is its own computing time for its batches, without any waiting."""
+
+    component: str
+    busy_s: float
+    gpus: int = 0  # that it computed on; 0: on CPUs
+    batches: int | None = None  # None: all of the iteration
+    wait_s: float = 0.0  # for inputs and for room in the queue behind it
+    offload_s: float = 0.0
+    onload_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("busy_s", "wait_s", "offload_s", "onload_s"):
+            if not _sound(getattr(self, name)):
+                raise InputError(f"{name} of {self.component} is not a time", where="a measured iteration")
+        if self.gpus < 0 or (self.batches is not None and self.batches < 1):
+            raise InputError(f"{self.component} cannot have done this", where="a measured iteration")
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One iteration that is over. `extra` names periodic work in it (validation, checkpoint): it tells no cost."""
+
+    number: int  # 1, 2, 3 ...
+    wall_s: float
+    components: tuple[Measured, ...] = ()
+    extra: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.number, bool) or not isinstance(self.number, int) or self.number < 1:
+            raise InputError(f"{self.number!r} is no number of an iteration", hint="they count from 1")
+        if not _sound(self.wall_s):
+            raise InputError(f"the wall time of iteration {self.number} is not a time", where="a measured iteration")
+        names = [one.component for one in self.components]
+        if len(set(names)) < len(names):
+            raise InputError(f"a component of iteration {self.number} was measured twice", where="a measured iteration")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a component costs now, against its profile: the profile's curve times `level`.
+
+    `middle` is the same without the trend; `spread` is that of single iterations, `trend` the relative change per
+    iteration where there is one. Another level is told from it that is further than `width` from both, relatively.
+    """
+
+    level: float = 1.0
+    middle: float = 1.0
+    spread: float = 0.0
+    trend: float = 0.0
+    width: float = 0.0
+    measured: int = 0  # iterations that count
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a decision rests on. Seconds per iteration are predicted from what is measured now."""
+
+    iteration_s: float | None = None  # of the plan that runs
+    new_iteration_s: float | None = None  # of the best other plan
+    gain_s: float | None = None  # per iteration
+    sure_gain_s: float | None = None  # per iteration, if the costs have drifted only as far as is told from noise
+    horizon: int | None = None  # iterations that count
+    cost_s: float | None = None  # of the move
+    cost_measured: bool = False  # False: assumed
+    margin: float | None = None
+    dwell_left: int = 0  # iterations until a move is allowed again
+
+
+class How(str, enum.Enum):
+    """What a move does to a component."""
+
+    stays = "stays"  # same GPUs, same company
+    grows = "grows"  # keeps its GPUs and gets more
+    shrinks = "shrinks"  # keeps some of its GPUs
+    moves = "moves"  # other GPUs, or another way to run
+    regroups = "regroups"  # shares its GPUs with others than before
+    replaced = "replaced"  # what it ran on is gone
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a move does to one component. Seats are (node, GPU of that node)."""
+
+    component: str
+    how: How
+    before: tuple[tuple[str, int], ...]
+    after: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Move:
+    """From one plan to another while training goes on."""
+
+    id: int  # 1, 2, 3 ...
+    before: Plan
+    after: Plan
+    changes: tuple[Change, ...]
+    reason: Reason
+    numbers: Numbers
+    forced: bool = False  # the old plan cannot go on
+
+    @property
+    def touched(self) -> tuple[str, ...]:
+        """The components that it does not leave as they are."""
+        return tuple(change.component for change in self.changes if change.how is not How.stays)
+
+
+@dataclass(frozen=True)
+class MoveCost:
+    """What a move cost: seconds of each stage that was done, and of the way back where it failed."""
+
+    move: int
+    touched: tuple[str, ...]
+    stages: tuple[tuple[Stage, float], ...]
+    rollback_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """In all."""
+        return sum(took for _, took in self.stages) + self.rollback_s
+
+
+def _sound(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value) and value >= 0

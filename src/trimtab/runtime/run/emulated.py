@@ -1,0 +1,198 @@
+"""Components that do nothing but take time: the profiled time on the GPUs they were given, with stated disturbances.
+
+They let plans for many GPUs be tried on one machine, with real queues and real order. What a step takes is decided by
+seed, component, iteration and batch alone, never by when or where it runs: the same job gives the same times again, a
+run that is resumed or moved goes on in the same story, and more GPUs change the level but not the luck.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trimtab.model.errors import InputError
+from trimtab.model.plan import Plan
+from trimtab.model.workflow import Workflow
+from trimtab.plan.cost import Points, seconds_at
+from trimtab.plan.order import batch_seconds
+from trimtab.runtime.run.clock import Clock, WallClock
+from trimtab.runtime.run.component import Batch, Place, Result
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """How real times differ from profiled ones.
+
+    `noise` is the spread from iteration to iteration, `step_noise` that from batch to batch: standard deviations of the
+    logarithm, with a mean of 1. `factors` are measured ones (one drawn for each iteration) instead of `noise`.
+    A share `tail_share` of the batches takes `tail_factor` times as long: that does raise the mean.
+    From iteration `drift_from` on the level moves evenly to `drift_to` times what it was, over `drift_over` iterations.
+    """
+
+    noise: float = 0.0
+    step_noise: float = 0.0
+    factors: tuple[float, ...] = ()
+    tail_share: float = 0.0
+    tail_factor: float = 1.0
+    drift_to: float = 1.0
+    drift_over: int = 1
+    drift_from: int = 1
+
+    def __post_init__(self) -> None:
+        where = "emulate"
+        for name in ("noise", "step_noise"):
+            if not 0 <= getattr(self, name) <= 2:
+                raise InputError(f"{name} is a relative spread from 0 to 2, not {getattr(self, name)}", where=where)
+        if not 0 <= self.tail_share <= 1:
+            raise InputError(f"tail_share is a share from 0 to 1, not {self.tail_share}", where=where)
+        if self.tail_factor < 1 or self.drift_to <= 0 or self.drift_over < 1 or self.drift_from < 1:
+            raise InputError(
+                "tail_factor is at least 1, drift_to above 0, drift_over and drift_from whole numbers from 1",
+                where=where,
+            )
+        if any(factor <= 0 for factor in self.factors):
+            raise InputError("factors are above 0", where=where)
+        if self.noise and self.factors:
+            raise InputError("state either noise or factors, not both", where=where)
+
+    def level(self, iteration: int) -> float:
+        """What the drift makes of an iteration: 1 before it begins."""
+        passed = (iteration - self.drift_from) / self.drift_over
+        return 1.0 + (self.drift_to - 1.0) * min(1.0, max(0.0, passed))
+
+    def of_iteration(self, seed: int, component: str, iteration: int) -> float:
+        """The factor of all batches of an iteration, drift included."""
+        luck = _luck(seed, component, iteration, 0)
+        factor = 1.0
+        if self.factors:
+            factor = self.factors[int(luck.integers(len(self.factors)))]
+        elif self.noise:
+            factor = float(np.exp(luck.normal(-(self.noise**2) / 2, self.noise)))
+        return factor * self.level(iteration)
+
+    def of_batch(self, seed: int, component: str, iteration: int, index: int) -> float:
+        """The factor of one batch beside that of its iteration."""
+        if not self.step_noise and not self.tail_share:
+            return 1.0
+        luck = _luck(seed, component, iteration, index + 1)
+        factor = float(np.exp(luck.normal(-(self.step_noise**2) / 2, self.step_noise))) if self.step_noise else 1.0
+        return factor * (self.tail_factor if luck.random() < self.tail_share else 1.0)
+
+
+def _luck(seed: int, component: str, iteration: int, index: int) -> np.random.Generator:
+    return np.random.default_rng([seed & 0x7FFFFFFF, zlib.crc32(component.encode()), iteration, index])
+
+
+UNDISTURBED = Disturbance()
+
+
+class EmulatedComponent:
+    """Takes the time that a component takes on the GPUs of its place, and passes a few numbers on."""
+
+    def __init__(
+        self,
+        *,
+        place: Place,
+        batch_s: tuple[float, ...],
+        switch_s: float = 0.0,
+        sync_s: float = 0.0,
+        disturbance: Disturbance = UNDISTURBED,
+        clock: Clock | None = None,
+    ) -> None:
+        self.place = place
+        self.version: int | None = None
+        self.iteration = place.iteration - 1  # the last one of which it has ended all batches
+        self._batch_s = batch_s
+        self._switch_s = switch_s
+        self._sync_s = sync_s
+        self._disturbance = disturbance
+        self._clock: Clock = clock if clock is not None else WallClock()
+        self._overslept_s = 0.0
+
+    def step(self, batch: Batch) -> Result:
+        """Take the time of this batch."""
+        took_s = self.seconds(batch.iteration, batch.index)
+        self._pass(took_s)
+        if batch.index == batch.of - 1:
+            self.iteration = batch.iteration
+        return Result({"component": self.place.component, "iteration": batch.iteration, "index": batch.index})
+
+    def seconds(self, iteration: int, index: int) -> float:
+        """What a batch takes."""
+        seed, name = self.place.seed, self.place.component
+        factor = self._disturbance.of_iteration(seed, name, iteration)
+        return self._batch_s[index] * factor * self._disturbance.of_batch(seed, name, iteration, index)
+
+    def onload(self) -> None:
+        """Take the switch time, that of leaving included: the profile states both as one."""
+        self._pass(self._switch_s)
+
+    def offload(self) -> None:
+        """Leave at once."""
+
+    def weights(self) -> dict[str, int]:
+        """Take the time of a weight sync; whoever receives it goes on with its own work meanwhile."""
+        self._pass(self._sync_s)
+        return {"iteration": self.iteration}
+
+    def sync(self, weights: Any, version: int) -> None:
+        """Have them at once."""
+        self.version = version
+
+    def save(self, path: Path) -> None:
+        """The iteration it is at."""
+        (path / "iteration").write_text(str(self.iteration), encoding="utf-8")
+
+    def load(self, path: Path) -> None:
+        """Go on from there."""
+        self.iteration = int((path / "iteration").read_text(encoding="utf-8"))
+
+    def _pass(self, seconds: float) -> None:
+        """Sleep, and sleep less the next time by what a crowded machine made of it, so that levels stay true."""
+        began = self._clock.now()
+        self._clock.sleep(max(0.0, seconds - self._overslept_s))
+        took_s = self._clock.now() - began
+        self._overslept_s = max(0.0, self._overslept_s + took_s - seconds)
+
+
+def emulated_settings(
+    workflow: Workflow,
+    plan: Plan,
+    name: str,
+    *,
+    curve: Mapping[int, float] | None = None,
+    disturbance: Disturbance = UNDISTURBED,
+) -> dict[str, Any]:
+    """What `EmulatedComponent` needs to stand for a component of a plan, as settings that travel to any process.
+
+    A `curve` of points {gpus: seconds} takes the place of the profile: what the component truly takes, where that is
+    not what the planner was told.
+    """
+    component, placed = workflow.component(name), plan.placed(name)
+    seconds = placed.seconds
+    if curve is not None:
+        seconds = seconds_at(curve_points(curve, name), 0.0, max(1, len(placed.gpus)))
+    sync = workflow.weight_sync
+    return {
+        "batch_s": batch_seconds(component, workflow.batches, seconds),
+        "switch_s": placed.switch_seconds,
+        "sync_s": plan.sync_seconds if sync is not None and sync.source == name else 0.0,
+        "disturbance": disturbance,
+    }
+
+
+def curve_points(curve: Mapping[int, float], name: str) -> Points:
+    """Checked points of a curve, ascending."""
+    points = tuple(sorted(curve.items()))
+    if not points or any(gpus < 1 or not seconds >= 0 for gpus, seconds in points):
+        raise InputError(
+            f"the curve of {name} is no set of points {{gpus: seconds}}",
+            where=f"workflow.components.{name}.emulate",
+            hint="emulate: {seconds: {8: 20.0, 16: 11.0}}",
+        )
+    return points

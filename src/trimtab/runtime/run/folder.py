@@ -1,0 +1,220 @@
+"""The folder of a run: what happened (`events.jsonl`), where it stands (`summary.json`), and states to go on from.
+
+    lock              one run at a time
+    events.jsonl      one line for each thing that happened, appended
+    summary.json      the run in figures; replaced whole
+    saved.json        which state counts; replaced whole, after that state is
+    state/00000020/   what the components saved after iteration 20, a folder for each
+
+A run killed at any moment finds a whole state here or none. Iterations after the saved one are void: they are run again
+and counted once. A disk that takes no more events does not stop a run; what could not be written is tried again with
+the next event, and the summary says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trimtab.formats.files import replace
+from trimtab.model.codec import decode, encode
+from trimtab.model.errors import InputError
+from trimtab.model.run import Iteration
+from trimtab.runtime.locks import DirectoryLock
+
+FORMAT = "trimtab-run"
+VERSION = 1
+EVENTS, SUMMARY, SAVED, STATES = "events.jsonl", "summary.json", "saved.json", "state"
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """What a folder tells of a run: each iteration once, and the last one that there is a state of (0: none)."""
+
+    iterations: tuple[Iteration, ...] = ()
+    metrics: Mapping[int, dict[str, dict[str, float | None]]] = field(default_factory=dict)
+    saved: int = 0
+    sync_s: Mapping[int, float] = field(default_factory=dict)
+    planned: bool = False  # whether its costs had been measured and planned with
+
+
+class RunFolder:
+    """A folder that a run writes; held with a lock until `close`."""
+
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
+        self.path = path
+        self.fault: str | None = None  # why events could not be written, as long as that is so
+        self._unwritten: list[str] = []
+        self._descriptor: int | None = None
+        there = (path / EVENTS).exists()
+        if there and not resume:
+            raise InputError(
+                "there is a run in this folder already",
+                where=str(path),
+                hint="resume it, or name a folder that does not exist yet",
+            )
+        if resume and not there:
+            raise InputError("there is no run in this folder", where=str(path), hint="name the folder of a run")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(path)
+            self._descriptor = os.open(path / EVENTS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            _cut_torn_line(self._descriptor)
+            os.lseek(self._descriptor, 0, os.SEEK_END)
+        except OSError as fault:
+            raise InputError(f"cannot write here: {fault.strerror or fault}", where=str(path)) from None
+        self._drop_unfinished()
+
+    def tell(self, event: str, **facts: Any) -> None:
+        """Append an event."""
+        line = json.dumps({"event": event, "at": round(time.time(), 3), **facts}, allow_nan=False)
+        self._unwritten.append(line + "\n")
+        self._flush()
+
+    def summarise(self, summary: Mapping[str, Any]) -> None:
+        """Replace the summary. Never raises for the disk's sake."""
+        text = json.dumps({"format": FORMAT, "version": VERSION, **summary}, indent=1, allow_nan=False) + "\n"
+        try:
+            replace(self.path / SUMMARY, text)
+        except OSError as fault:
+            self.fault = f"summary.json cannot be written: {fault.strerror or fault}"
+
+    def state_being_saved(self, iteration: int, component: str) -> Path:
+        """An empty folder for a component's state after an iteration. Raises OSError."""
+        folder = self.path / STATES / f"{iteration:08d}.part" / component
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        return folder
+
+    def state_is_whole(self, iteration: int) -> None:
+        """All components have saved: this state counts from now on, and older ones go. Raises OSError."""
+        folder = self.path / STATES / f"{iteration:08d}"
+        if folder.exists():  # of a run that went on from before it: not this story
+            shutil.rmtree(folder)
+        os.rename(folder.with_name(f"{folder.name}.part"), folder)
+        replace(self.path / SAVED, json.dumps({"iteration": iteration, "folder": f"{STATES}/{folder.name}"}) + "\n")
+        for other in (self.path / STATES).iterdir():
+            if other != folder and not other.name.endswith(".part"):
+                shutil.rmtree(other, ignore_errors=True)
+
+    def state(self, iteration: int, component: str) -> Path | None:
+        """Where a component's state after an iteration is, if it saved one."""
+        folder = self.path / STATES / f"{iteration:08d}" / component
+        return folder if folder.is_dir() else None
+
+    def is_written(self) -> bool:
+        """Whether all events are; tries again where they are not."""
+        self._flush()
+        return not self._unwritten
+
+    def close(self) -> None:
+        """Let others in."""
+        self._flush()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        self._lock.release()
+
+    def _flush(self) -> None:
+        """Hand over what is not written yet; what the disk refuses stays."""
+        if self._descriptor is None:
+            return
+        while self._unwritten:
+            data = self._unwritten[0].encode()
+            end = os.lseek(self._descriptor, 0, os.SEEK_END)
+            try:
+                written = os.write(self._descriptor, data)
+                if written < len(data):
+                    raise OSError(28, os.strerror(28))
+            except OSError as fault:
+                with contextlib.suppress(OSError):  # no half line stays behind
+                    os.ftruncate(self._descriptor, end)
+                self.fault = f"events cannot be written: {fault.strerror or fault}"
+                return
+            self._unwritten.pop(0)
+        self.fault = None
+
+    def _drop_unfinished(self) -> None:
+        states = self.path / STATES
+        if states.is_dir():
+            for folder in states.glob("*.part"):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock(path: Path) -> DirectoryLock:
+    try:
+        return DirectoryLock(path, "run", wait_s=0.0)
+    except InputError as error:
+        holder = error.what.partition(": ")[2]
+        raise InputError(
+            f"another run writes this folder: {holder}", where=str(path), hint="wait for it, or end it"
+        ) from None
+
+
+def _cut_torn_line(descriptor: int) -> None:
+    """A line that a crash left half-written goes."""
+    size = os.lseek(descriptor, 0, os.SEEK_END)
+    at = max(0, size - 2**22)
+    tail = os.pread(descriptor, size - at, at)
+    if tail and not tail.endswith(b"\n"):
+        os.ftruncate(descriptor, at + tail.rfind(b"\n") + 1)
+
+
+def read_run(path: Path) -> PastRun:
+    """What the folder of a run tells; changes nothing. InputError where it is none, or is not understood."""
+    try:
+        lines = (path / EVENTS).read_text(encoding="utf-8").split("\n")[:-1]
+        saved = 0
+        if (path / SAVED).exists():
+            saved = int(json.loads((path / SAVED).read_text(encoding="utf-8"))["iteration"])
+    except FileNotFoundError:
+        raise InputError("there is no run in this folder", where=str(path)) from None
+    except (OSError, ValueError, KeyError, TypeError) as fault:
+        raise InputError(f"the folder cannot be read: {fault}", where=str(path)) from None
+    past = _Reading()
+    try:
+        for line in lines:
+            past.take(json.loads(line))
+    except (ValueError, KeyError, TypeError, AttributeError) as fault:
+        raise InputError(f"the line cannot be understood: {fault}", where=f"{path / EVENTS}:{past.taken + 1}") from None
+    iterations = tuple(past.iterations[number] for number in sorted(past.iterations))
+    return PastRun(iterations, past.metrics, saved, past.sync_s, past.planned)
+
+
+@dataclass
+class _Reading:
+    """The events of a run, one after another: what is run again takes the place of what was before."""
+
+    iterations: dict[int, Iteration] = field(default_factory=dict)
+    metrics: dict[int, dict[str, dict[str, float | None]]] = field(default_factory=dict)
+    sync_s: dict[int, float] = field(default_factory=dict)
+    planned: bool = False
+    taken: int = 0
+
+    def take(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "iteration":
+            iteration = decode(Iteration, event["iteration"])
+            self.iterations[iteration.number] = iteration
+            self.metrics[iteration.number] = event.get("metrics", {})
+            self.sync_s[iteration.number] = float(event.get("sync_s", 0.0))
+        elif kind == "resumed":
+            after = int(event["after"])
+            self.iterations = {number: one for number, one in self.iterations.items() if number <= after}
+            self.metrics = {number: one for number, one in self.metrics.items() if number <= after}
+        elif kind == "plan":
+            self.planned = self.planned or event.get("why") == "measured"
+        self.taken += 1
+
+
+def iteration_facts(iteration: Iteration) -> Any:
+    """An iteration as it stands in an event."""
+    return encode(iteration)

@@ -1,0 +1,120 @@
+"""A job to run: what the planner needs of it, and beside that which code each component is and how long it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trimtab.model.errors import InfeasibleError, InputError
+from trimtab.model.plan import Plan
+from trimtab.model.run import Iteration
+from trimtab.model.workflow import ANY_KIND, Component, Job, Variant, Workflow, check_workflow
+from trimtab.plan.boxes import Found
+from trimtab.plan.space import Space
+from trimtab.plan.timeline import to_plan
+from trimtab.runtime.run.emulated import UNDISTURBED, Disturbance
+
+UNMEASURED_S = 1.0
+"""Stands for a time that is not known yet, so that components can be placed for measuring."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which code a component is: a class with its settings, or (`use` is None) one that is emulated."""
+
+    use: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    curve: Mapping[int, float] | None = None
+    disturbance: Disturbance = UNDISTURBED
+
+
+@dataclass(frozen=True)
+class RunJob:
+    """A job with all that running it takes. `unmeasured` are components whose costs are not stated.
+
+    `near` is the folder of the job file, where modules are looked for that Python does not find. A step, or any other
+    call of a component, that takes longer than `step_limit_s` counts as hung.
+    """
+
+    job: Job
+    parts: Mapping[str, Part]
+    iterations: int = 1
+    seed: int = 0
+    save_every: int = 10
+    step_limit_s: float = 600.0
+    profile_iterations: int = 4
+    unmeasured: frozenset[str] = frozenset()
+    near: Path | None = None
+    name: str = "job"
+
+    def __post_init__(self) -> None:
+        check_workflow(self.job.workflow)
+        for key, least in (("iterations", 1), ("save_every", 1), ("profile_iterations", 2)):
+            if getattr(self, key) < least:
+                raise InputError(f"{key} is a whole number of {least} or more", where=f"{self.name}: run.{key}")
+        if not self.step_limit_s > 0:
+            raise InputError("step_limit_s is more than 0", where=f"{self.name}: run.step_limit_s")
+        for component in self.job.workflow.names:
+            where = f"{self.name}: workflow.components.{component}"
+            part = self.parts.get(component)
+            if part is None:
+                raise InputError(
+                    f"which code {component} is is not stated",
+                    where=where,
+                    hint="add use: package.module:Class, or emulate: true",
+                )
+            if part.use is None and part.curve is None and component in self.unmeasured:
+                raise InputError(f"{component} is emulated and has no costs", where=where, hint="add its `seconds`")
+
+
+def shared_plan(job: Job) -> Plan:
+    """All components on the same GPUs, as many of one kind as they can use: how costs are measured without waiting."""
+    space = Space(job)
+    for kind in space.budgets:
+        grouping = space.grouping((tuple(space.on_gpu),), (kind,))
+        if grouping is None:
+            continue
+        sizes = (grouping.tables[0].sizes[-1],)
+        options, seconds = space.best_of(grouping, sizes)
+        return to_plan(space, Found(grouping, sizes, options, seconds))
+    raise InfeasibleError(
+        "the components do not fit on the same GPUs, so their costs cannot be measured there",
+        where="workflow.components",
+        hint="state their `seconds`",
+    )
+
+
+def with_costs(
+    workflow: Workflow, iterations: Sequence[Iteration], names: frozenset[str], syncs_s: Sequence[float] = ()
+) -> Workflow:
+    """The workflow with the measured costs of some components: medians, at the GPU count they ran on.
+
+    Switches and the weight sync have measured times only where none are stated.
+    """
+    costs: dict[str, list[tuple[int, float, float]]] = {}
+    for iteration in iterations:
+        for one in iteration.components:
+            costs.setdefault(one.component, []).append((one.gpus, one.busy_s, one.offload_s + one.onload_s))
+
+    def measured(component: Component) -> Component:
+        if component.name not in names or component.name not in costs:
+            return component
+        gpus = costs[component.name][-1][0]
+        mine = [(busy, switch) for at, busy, switch in costs[component.name] if at == gpus]
+        busy_s = float(np.median([busy for busy, _ in mine]))
+        if component.on_cpu:
+            return replace(component, cpu_seconds=busy_s)
+        switch_s = component.switch_seconds or float(np.median([switch for _, switch in mine]))
+        variants = tuple(replace(variant, seconds={ANY_KIND: ((gpus, busy_s),)}) for variant in component.variants)
+        return replace(component, variants=variants or (Variant(),), switch_seconds=switch_s)
+
+    sync = workflow.weight_sync
+    if sync is not None and syncs_s and not (sync.shared_seconds or sync.separate_seconds):
+        sync_s = float(np.median(syncs_s))
+        sync = replace(sync, shared_seconds=sync_s, separate_seconds=sync_s)
+    components = tuple(measured(component) for component in workflow.components)
+    return replace(workflow, components=components, weight_sync=sync)

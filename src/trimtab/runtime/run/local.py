@@ -1,0 +1,334 @@
+"""A whole job in one process, without Ray: for debugging, for machines that have none, and for one GPU.
+
+Components work one after another, in the order in which the plan would have them begin (`plan/order.py`), each with its
+real outputs. Times are those of the plan: what ran here after something that it need not have waited for counts as if
+it had run beside it. So `wall_s` of an iteration is what the plan gives with the times measured, and `here_s` what it
+took in this process; under a plan where all share the same GPUs the two are the same.
+
+A run ends in one of three ways, each with its reason: done, stopped (Ctrl-C: once after the iteration under way, twice
+at once) or failed. Whatever way it ends, the folder holds each iteration once, and a state to go on from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from trimtab.model.errors import InputError, TrimtabError
+from trimtab.model.plan import Plan
+from trimtab.model.reason import Code, Reason
+from trimtab.model.run import Iteration
+from trimtab.model.workflow import Job, Workflow
+from trimtab.plan.order import play
+from trimtab.plan.placement import best_plan
+from trimtab.plan.timeline import to_plan
+from trimtab.runtime.run.acting import Acting, Inputs
+from trimtab.runtime.run.clock import Clock, WallClock
+from trimtab.runtime.run.component import ComponentError, said
+from trimtab.runtime.run.crew import Crew, CrewLike
+from trimtab.runtime.run.folder import PastRun, RunFolder, iteration_facts, read_run
+from trimtab.runtime.run.job import RunJob, shared_plan, with_costs
+from trimtab.runtime.run.measuring import Metrics, bars_facts, plan_facts, summary_facts
+from trimtab.runtime.run.saving import Saving
+
+State = Literal["running", "done", "stopped", "failed"]
+_CODES = {"raised": Code.raised, "hung": Code.hung, "unhealthy": Code.unhealthy}
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended: its iterations, each once, and why it did not go on."""
+
+    state: State
+    reason: Reason
+    iterations: tuple[Iteration, ...]
+    plan: Plan
+    since: int = 1  # the first iteration under that plan
+    metrics: Mapping[int, Metrics] = field(default_factory=dict)
+    here_s: Mapping[int, float] = field(default_factory=dict)  # what iterations took in this process, saving included
+    error: TrimtabError | None = None
+
+
+class LocalRun:
+    """Runs a job here, from its first iteration or from where its folder stands.
+
+    `plan` is taken as it is; without one the job is planned, after a few iterations on shared GPUs where costs are not
+    stated. `told` hears of every iteration as it ends, in the thread of `run`. `inputs(iteration, index)` is what
+    components get that come after nobody.
+    """
+
+    def __init__(
+        self,
+        run: RunJob,
+        folder: Path | None = None,
+        *,
+        plan: Plan | None = None,
+        resume: bool = False,
+        clock: Clock | None = None,
+        told: Callable[[Iteration, Metrics], None] | None = None,
+        inputs: Inputs | None = None,
+    ) -> None:
+        if resume and folder is None:
+            raise InputError("a run is resumed from its folder, and none is named")
+        self._job = run
+        self._workflow: Workflow = run.job.workflow
+        self._given = plan
+        self._path = folder
+        self._resume = resume
+        self._clock: Clock = clock if clock is not None else WallClock()
+        self._told = told
+        self._inputs = inputs
+        self._stop: Reason | None = None
+        self._interrupts = 0
+        self._ending = False
+        self._folder: RunFolder | None = None
+        self._past = PastRun()
+        self._iterations: list[Iteration] = []
+        self._metrics: dict[int, Metrics] = {}
+        self._saving = Saving(None, run.job.workflow.names, run.save_every, run.iterations)
+        self._plan_now: Plan | None = None
+        self._plan_since = 1
+        self._time_s = 0.0  # of the plan, since the run began
+        self._here = time.perf_counter()
+        self._here_s: dict[int, float] = {}
+        self._sync_s: dict[int, float] = {}
+
+    def stop(self, why: str = "somebody asked for it") -> None:
+        """End the run after the iteration that is under way, with its state saved. From any thread."""
+        self._stop = Reason(Code.by_hand, why)
+
+    def run(self) -> RunEnd:
+        """Run it to its end. Raises only for what is wrong before anything has begun."""
+        first = self._open()
+        plan = self._first_plan()
+        crew = self._make_crew()
+        with self._interrupts_heard():
+            state, reason, error = self._to_its_end(crew, plan, first)
+            crew.close()
+            plan = self._plan_now or plan
+            self._finish(state, reason, plan)
+        return RunEnd(
+            state, reason, tuple(self._iterations), plan, self._plan_since, self._metrics, self._here_s, error
+        )
+
+    def _to_its_end(self, crew: CrewLike, plan: Plan, first: int) -> tuple[State, Reason, TrimtabError | None]:
+        """All iterations, or as many as it comes to; whatever ends it is said, not raised."""
+        try:
+            try:
+                self._begin(crew, plan, first)
+                self._all_iterations(crew, plan, first)
+            finally:
+                self._ending = True  # from here on Ctrl-C changes nothing
+        except KeyboardInterrupt:
+            sentence = f"stopped at once: iteration {self._done + 1} was not over, and does not count"
+            return "stopped", Reason(Code.by_hand, sentence), None
+        except ComponentError as fault:
+            return "failed", Reason(_CODES.get(fault.wrong, Code.faulty), fault.what), fault
+        except TrimtabError as refused:
+            return "failed", Reason(Code.refused, refused.what), refused
+        except OSError as full:
+            error = InputError(f"the state cannot be saved: {full.strerror or full}", where=str(self._path))
+            return "failed", Reason(Code.faulty, error.what), error
+        except BaseException as broken:  # of ours, or of whoever is told: the folder is left in order all the same
+            crew.close()
+            self._finish("failed", Reason(Code.raised, f"it broke off: {said(broken)}"), self._plan_now or plan)
+            raise
+        if self._stop is not None and self._done < self._job.iterations:
+            return "stopped", self._stop, None
+        return "done", Reason(Code.completed, f"all {self._job.iterations} iterations are done"), None
+
+    def _make_crew(self) -> CrewLike:
+        return Crew(self._job, self._clock, self._path)
+
+    # ---- beginning and ending ------------------------------------------------------------------------------------
+
+    def _open(self) -> int:
+        """Open the folder; gives the first iteration to run."""
+        if self._path is None:
+            return 1
+        if self._resume:
+            self._past = read_run(self._path)
+        self._folder = RunFolder(self._path, resume=self._resume)
+        saved = self._past.saved
+        self._saving = Saving(self._folder, self._workflow.names, self._job.save_every, self._job.iterations)
+        self._saving.whole = saved
+        self._iterations = [one for one in self._past.iterations if one.number <= saved]
+        self._metrics = {number: dict(one) for number, one in self._past.metrics.items() if number <= saved}
+        self._sync_s = dict(self._past.sync_s)
+        return saved + 1
+
+    def _first_plan(self) -> Plan:
+        """The plan to begin with; nothing has been made yet, so whatever is wrong is raised."""
+        try:
+            if self._given is not None:
+                return self._given
+            if not self._job.unmeasured:
+                return _best(self._job.job)
+            if self._past.planned and self._costs_known():
+                return self._measured_plan()
+            return shared_plan(self._job.job)
+        except BaseException:
+            if self._folder is not None:
+                self._folder.close()
+            raise
+
+    def _begin(self, crew: CrewLike, plan: Plan, first: int) -> None:
+        """Make the components, and bring them to where the run stands."""
+        self._plan_now = plan
+        if first > 1:
+            self._tell("resumed", after=first - 1, void=max(0, len(self._past.iterations) - len(self._iterations)))
+        else:
+            self._tell("began", job=self._job.name, iterations=self._job.iterations, seed=self._job.seed)
+        self._tell("plan", why="first", iteration=first, **plan_facts(plan))
+        self._summarise("running", Reason(Code.began, "it runs"), plan)
+        crew.make(self._workflow, plan, first)
+        if first == 1 or self._folder is None:
+            return
+        for name in self._workflow.names:
+            state = self._folder.state(first - 1, name)
+            if state is not None and crew.has(name, "load"):
+                crew.load(name, state)
+        self._sync_now(crew, first - 1)
+
+    def _sync_now(self, crew: CrewLike, version: int) -> None:
+        sync = self._workflow.weight_sync
+        if sync is not None:
+            weights, _ = crew.weights(sync.source)
+            crew.sync(sync.target, weights, version)
+
+    def _finish(self, state: str, reason: Reason, plan: Plan) -> None:
+        self._tell("ended", state=state, code=reason.code.value, reason=reason.sentence, iteration=self._done)
+        self._summarise(state, reason, plan)
+        if self._folder is not None:
+            self._folder.close()
+
+    # ---- iterations ----------------------------------------------------------------------------------------------
+
+    @property
+    def _done(self) -> int:
+        return self._iterations[-1].number if self._iterations else 0
+
+    def _all_iterations(self, crew: CrewLike, plan: Plan, first: int) -> Plan:
+        """Run to the last iteration; with costs unknown, measure them first, and plan with them."""
+        last = self._job.iterations
+        if self._given is None and self._job.unmeasured and not (self._past.planned and self._costs_known()):
+            until = min(last, max(first, self._job.profile_iterations))
+            loaded = self._iterate(crew, plan, first, until)
+            first = until + 1
+            if self._stop is None and first <= last:
+                before, plan = plan, self._measured_plan()
+                self._plan_now, self._plan_since = plan, first
+                self._tell("plan", why="measured", iteration=first, **plan_facts(plan))
+                crew.change(self._workflow, before, plan, first, loaded)
+                self._sync_now(crew, until)
+        if self._stop is None and first <= last:
+            self._iterate(crew, plan, first, last)
+        return plan
+
+    def _costs_known(self) -> bool:
+        return len(self._iterations) >= self._job.profile_iterations
+
+    def _measured_plan(self) -> Plan:
+        """The best plan with costs as measured; the first iteration is left out, since everything is cold in it."""
+        measured = tuple(self._iterations[1 : self._job.profile_iterations]) or tuple(self._iterations)
+        syncs_s = [self._sync_s[one.number] for one in measured if one.number in self._sync_s]
+        self._workflow = with_costs(self._job.job.workflow, measured, self._job.unmeasured, syncs_s)
+        return _best(Job(self._job.job.cluster, self._workflow))
+
+    def _iterate(self, crew: CrewLike, plan: Plan, first: int, last: int) -> frozenset[str]:
+        """Iterations `first` to `last` under one plan; gives who is on its GPUs at the end."""
+        acting = Acting(
+            crew,
+            self._workflow,
+            plan,
+            self._saving,
+            first=first,
+            last=last,
+            now_s=self._time_s,
+            inputs=self._inputs,
+        )
+        self._here = time.perf_counter()
+        self._drive(acting)
+        if acting.order.finished >= first and self._stop is not None:
+            self._saving.complete(crew, acting.order.finished)
+        return acting.order.loaded
+
+    def _drive(self, acting: Acting) -> None:
+        """Perform all acts: here one after another, timed as if they ran side by side."""
+        for played in play(acting.order, acting.perform, self._time_s):
+            self._act_ended(acting, played.end_s)
+
+    def _act_ended(self, acting: Acting, now_s: float) -> None:
+        """An act is over: whatever iterations end with it are told, and a stop that was asked for is begun."""
+        self._time_s = now_s
+        while self._done < acting.order.finished:
+            self._iteration_done(acting, self._done + 1, now_s)
+        if self._stop is not None:
+            acting.order.stop_after(acting.order.finished)
+
+    def _iteration_done(self, acting: Acting, number: int, now_s: float) -> None:
+        acting.crew.check_health()
+        is_due = self._saving.is_due(number)
+        iteration = acting.measuring.iteration(number, now_s, ("checkpoint",) if is_due else ())
+        metrics = acting.measuring.metrics(number)
+        self._sync_s[number] = acting.measuring.sync_s(number)
+        here = time.perf_counter()
+        self._here_s[number], self._here = here - self._here, here
+        self._iterations.append(iteration)
+        self._metrics[number] = metrics
+        self._tell(
+            "iteration",
+            iteration=iteration_facts(iteration),
+            here_s=round(self._here_s[number], 6),
+            metrics=metrics,
+            sync_s=round(self._sync_s[number], 6),
+            bars=bars_facts(acting.measuring.bars(number)),
+        )
+        if is_due:  # after it is told: a state that counts never knows more than the events do
+            self._saving.complete(acting.crew, number)
+        if self._told is not None:
+            self._told(iteration, metrics)
+
+    # ---- telling -------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: str, **facts: Any) -> None:
+        if self._folder is not None:
+            self._folder.tell(event, **facts)
+
+    def _summarise(self, state: str, reason: Reason, plan: Plan) -> None:
+        if self._folder is not None:
+            facts = summary_facts(state, reason, plan, self._iterations, self._metrics, self._plan_since)
+            self._folder.summarise({**facts, "saved": self._saving.whole, "fault": self._folder.fault})
+
+    @contextlib.contextmanager
+    def _interrupts_heard(self) -> Iterator[None]:
+        """Ctrl-C once ends the run after the iteration under way, twice at once; SIGTERM as Ctrl-C once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def heard(number: int, frame: FrameType | None) -> None:
+            self._interrupts += 1
+            if self._interrupts > 1 and not self._ending:
+                raise KeyboardInterrupt
+            self.stop("Ctrl-C" if number == signal.SIGINT else "it was asked to end (SIGTERM)")
+
+        before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _best(job: Job) -> Plan:
+    space, outcome = best_plan(job)
+    assert outcome.best is not None
+    return to_plan(space, outcome.best)

@@ -1,0 +1,201 @@
+"""A component in a process of the cluster: what is made there, called there, and measured there.
+
+It lives in a host of a pool. Data goes from seat to seat through Ray's object store: a step takes references and gives
+one, so that whoever drives the run never holds what flows. Times are taken here, where the work is done; fetching
+inputs is told apart. Whatever a component does wrong comes back as a `Fault`, never as an exception of its own: those
+need not survive a journey between processes.
+
+`park` and `unpark` are the pool's words for giving up and taking the GPUs that components share: they become the
+component's `offload` and `onload`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trimtab.runtime.run.clock import WallClock
+from trimtab.runtime.run.component import (
+    Batch,
+    Component,
+    ComponentError,
+    Place,
+    Wrong,
+    checked,
+    make_component,
+    origin,
+    said,
+)
+from trimtab.runtime.run.emulated import EmulatedComponent
+
+OPTIONAL = ("offload", "onload", "save", "load", "weights", "sync", "health", "close")
+
+
+@dataclass(frozen=True)
+class SeatOrder:
+    """What is to be made: a class with its settings (`use`), or one that is emulated."""
+
+    place: Place
+    use: str | None
+    settings: Mapping[str, Any]
+    near: Path | None = None
+    wanted_by: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a component did wrong."""
+
+    wrong: Wrong
+    what: str
+    where: str | None = None
+
+
+@dataclass(frozen=True)
+class Done:
+    """What came of a call: seconds of its own, seconds for fetching inputs, and a reference to what it gave."""
+
+    took_s: float = 0.0
+    fetch_s: float = 0.0
+    value: Any = None  # a reference, in a list, so that it travels unopened; or a small plain value
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    fault: Fault | None = None
+
+
+class ComponentSeat:
+    """One member of a component."""
+
+    def __init__(self, order: SeatOrder) -> None:
+        rank, world = int(os.environ.get("TRIMTAB_RANK", 0)), int(os.environ.get("TRIMTAB_WORLD_SIZE", 1))
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        devices = tuple(int(one) for one in shown.split(",") if one.strip().isdecimal()) or order.place.devices
+        self._place = replace(order.place, rank=rank, world=world, devices=devices)
+        self._order = order
+        self._component: Component | None = None
+        self._fault: Fault | None = None
+        self._switched_s = 0.0
+        self._fault = self._guarded("make", self._make).fault
+
+    def has(self) -> Done:
+        """Which of the methods that a component need not have it has."""
+        if self._fault is not None:
+            return Done(fault=self._fault)
+        found = tuple(one for one in OPTIONAL if callable(getattr(self._component, one, None)))
+        return Done(value=found)
+
+    def step(self, iteration: int, index: int, of: int, inputs: list[tuple[str, list[Any]]], plain: Any = None) -> Done:
+        """One batch; `inputs` are references by component, `plain` what a component gets that comes after nobody."""
+        import ray
+
+        began = time.perf_counter()
+        data: Any = plain
+        if inputs:
+            found = {name: ray.get(reference[0]) for name, reference in inputs}
+            data = found if len(found) > 1 else next(iter(found.values()))
+        fetch_s = time.perf_counter() - began
+        batch = Batch(iteration, index, of, data)
+        leads = self._place.rank == 0
+
+        def stepped() -> Done:
+            assert self._component is not None
+            if self._place.emulated and not leads:
+                return Done()
+            began_s = time.perf_counter()
+            output = self._component.step(batch)
+            took_s = time.perf_counter() - began_s
+            result = checked(output, self._place.component, wanted_by=self._order.wanted_by if leads else ())
+            kept = [ray.put(result.data)] if leads and self._order.wanted_by else None
+            return Done(took_s, fetch_s, kept, result.metrics)
+
+        return self._guarded("step", stepped)
+
+    def weights(self) -> Done:
+        """A reference to the weights that it has now."""
+        import ray
+
+        def given() -> Done:
+            began = time.perf_counter()
+            value = self._component.weights()  # type: ignore[union-attr]
+            return Done(time.perf_counter() - began, value=[ray.put(value)])
+
+        return self._guarded("weights", given)
+
+    def sync(self, reference: list[Any], version: int) -> Done:
+        """Work with these weights."""
+        import ray
+
+        weights = ray.get(reference[0])
+        return self.do("sync", weights, version)
+
+    def do(self, method: str, *arguments: Any) -> Done:
+        """Any other call that has no data to pass on."""
+
+        def done() -> Done:
+            began = time.perf_counter()
+            value = getattr(self._component, method)(*arguments)
+            return Done(time.perf_counter() - began, value=value)
+
+        return self._guarded(method, done)
+
+    def save_to(self, folder: str) -> Done:
+        """Write its state into a folder of its rank."""
+        target = Path(folder) if self._place.world == 1 else Path(folder) / f"rank-{self._place.rank}"
+        target.mkdir(parents=True, exist_ok=True)
+        return self.do("save", target)
+
+    def load_from(self, folder: str) -> Done:
+        """Read the state of its rank; that of rank 0 where there were fewer."""
+        target = Path(folder) / f"rank-{self._place.rank}"
+        if not target.is_dir():
+            target = Path(folder) / "rank-0"
+        return self.do("load", target if target.is_dir() else Path(folder))
+
+    def switched(self) -> Done:
+        """Seconds of the last park or unpark, as the component took them."""
+        return Done(self._switched_s)
+
+    # ---- what the pool calls -----------------------------------------------------------------------------------------
+
+    def park(self) -> None:
+        """Leave the GPUs to whoever shares them."""
+        self._switch("offload")
+
+    def unpark(self) -> None:
+        """Come back to them."""
+        self._switch("onload")
+
+    def cancel(self) -> None:
+        """The process ends: so does the component, if it can say so."""
+        if callable(getattr(self._component, "close", None)):
+            self._guarded("close", lambda: Done(value=self._component.close()))  # type: ignore[union-attr]
+
+    def _switch(self, method: str) -> None:
+        began = time.perf_counter()
+        if callable(getattr(self._component, method, None)):
+            getattr(self._component, method)()
+        self._switched_s = time.perf_counter() - began
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _make(self) -> Done:
+        order = self._order
+        if order.use is None:
+            self._component = EmulatedComponent(**order.settings, place=self._place, clock=WallClock())
+        else:
+            self._component = make_component(order.use, order.settings, self._place, order.near)
+        return Done()
+
+    def _guarded(self, method: str, call: Callable[[], Done]) -> Done:
+        if self._fault is not None:
+            return Done(fault=self._fault)
+        name = self._place.component
+        try:
+            return call()
+        except ComponentError as error:
+            return Done(fault=Fault(error.wrong, error.what, error.where))
+        except Exception as error:
+            return Done(fault=Fault("raised", f"the {method} of {name} raised {said(error)}", origin(error)))
