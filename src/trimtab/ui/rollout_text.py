@@ -155,8 +155,9 @@ def workers_table(workers: Sequence[Data]) -> Table:
     table = plain_table()
     for heading in ("worker", "engine", "state", "since", "version", "running", "tokens", "served", "why"):
         right = heading in ("since", "version", "running", "tokens", "served")
-        fold = "fold" if heading == "why" else "ellipsis"
-        table.add_column(heading, justify="right" if right else "left", overflow=fold)
+        table.add_column(
+            heading, justify="right" if right else "left", overflow="fold" if heading == "why" else "ellipsis"
+        )
     for one in workers[:WORKERS_SHOWN]:
         table.add_row(
             escape(one["name"]),
