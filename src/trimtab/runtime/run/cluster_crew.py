@@ -147,9 +147,8 @@ class ClusterCrew:
 
     def _await_made(self, name: str) -> None:
         task = self._tasks[name]
-        state = task.wait(("running", "parked"), timeout=PLACE_S)
-        if state is State.parked:
-            self._take_turn(name)  # its first turn tells what it is
+        if name in self._shared or task.wait(("running", "parked"), timeout=PLACE_S) is State.parked:
+            self._take_turn(name, patience_s=PLACE_S)  # it is made when it has its first turn
         told = self._call(name, "has")
         self._has[name] = frozenset(told[0].value)
 
@@ -215,8 +214,9 @@ class ClusterCrew:
     def await_back(self, within_s: float) -> None:
         """After a loss: until every component has a process again, made anew where it was lost."""
         end = time.monotonic() + within_s
-        for task in self._tasks.values():
-            task.wait(("running", "parked"), timeout=max(0.1, end - time.monotonic()))
+        for name, task in self._tasks.items():
+            if name not in self._shared:
+                task.wait(("running", "parked"), timeout=max(0.1, end - time.monotonic()))
         for name in self._tasks:
             self._await_made(name)
 
@@ -226,13 +226,17 @@ class ClusterCrew:
 
     # ---- calls ---------------------------------------------------------------------------------------------------
 
-    def _take_turn(self, name: str) -> None:
-        task = self._tasks[name]
-        try:
-            task.take_turn()
-            task.wait("running", timeout=PLACE_S)
-        except InputError as error:  # it is not on its slots: being started again, most likely
-            raise SeatLostError(name, f"{name} cannot have its turn: {error.what}") from error
+    def _take_turn(self, name: str, patience_s: float = 0.0) -> None:
+        task, end = self._tasks[name], time.monotonic() + patience_s
+        while True:
+            try:
+                task.take_turn()
+                task.wait("running", timeout=PLACE_S)
+                return
+            except InputError as error:  # it is not on its slots: being started again, most likely
+                if time.monotonic() >= end:
+                    raise SeatLostError(name, f"{name} cannot have its turn: {error.what}") from error
+            time.sleep(LOOK_S)
 
     def _call(self, name: str, method: str, *arguments: Any) -> list[Done]:
         from ray import exceptions
