@@ -19,10 +19,10 @@ from trimtab.runtime.engines.engine import Deadlines
 
 PROMPT = (4, 5, 6)
 QUICK = RolloutRules(
-    least=1, most=8, drain_s=0.5, abort_s=1.0, stall_s=2.0, suspect_s=0.3, lost_s=1.0, back_off_s=0.05, probe_s=0.5,
+    least=1, most=8, drain_s=0.5, abort_s=1.0, stall_s=4.0, suspect_s=0.5, lost_s=2.0, back_off_s=0.05, probe_s=0.5,
     monitor_s=0.1, load_fresh_s=1.0,
 )  # fmt: skip
-DEADLINES = Deadlines(call_s=1.0, change_s=2.0, refit_s=2.0, first_bytes_s=1.5, silence_s=0.4, abort_s=0.5)
+DEADLINES = Deadlines(call_s=2.0, change_s=4.0, refit_s=4.0, first_bytes_s=4.0, silence_s=1.2, abort_s=0.5)
 
 
 @dataclass

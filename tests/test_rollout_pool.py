@@ -13,6 +13,7 @@ from rollout_scenes import PROMPT, QUICK, Scene, expected, play, run
 from trimtab.fleet.rollout import RolloutMachine
 from trimtab.model.errors import InputError, UnreachableError
 from trimtab.model.reason import Code
+from trimtab.model.rollout import RequestSpec
 from trimtab.rollout import (
     Chunk,
     End,
@@ -24,10 +25,11 @@ from trimtab.rollout import (
     WorkerSpec,
     WorkerState,
 )
-from trimtab.runtime.engines.engine import EngineGoneError
+from trimtab.runtime.engines.engine import EngineGoneError, Piece
 from trimtab.runtime.engines.llamacpp import LlamaCppEngine
 from trimtab.runtime.journal import ROLLOUT_EVENTS, read_journal
 from trimtab.runtime.rollout.across import AcrossCut, Stopped
+from trimtab.runtime.rollout.asked import Asked
 
 S = WorkerState
 
@@ -486,3 +488,19 @@ def test_nothing_comes_after_the_answer_though_the_engine_is_not_cut_off_yet() -
             assert chunks[-1].sample.token_ids == told
 
     play(act)
+
+
+def test_what_is_cut_back_to_fewer_tokens_is_given_out_anew() -> None:
+    async def act(scene: Scene) -> None:
+        spec = RequestSpec("r", 3, 10)
+        queue: asyncio.Queue[Chunk] = asyncio.Queue()
+        asked = Asked(spec, PROMPT, SamplingParams(), 0, asyncio.get_running_loop().create_future(), queue)
+        asked.begin(1, "one", 0)
+        for token, text in ((7, "a"), (8, "b"), (9, "c")):
+            asked.take(Piece((token,), text=text))
+        asked.begin(2, "two", 2)  # the machine counts two of them
+        chunks = [queue.get_nowait() for _ in range(queue.qsize())]
+        assert [chunk.restarted for chunk in chunks] == [False, False, False, True, False]
+        assert (chunks[-1].token_ids, chunks[-1].text, asked.text) == ((7, 8), "ab", "ab")
+
+    play(act, kinds=())

@@ -35,7 +35,7 @@ class Asked:
     best: list[Ranking] = field(default_factory=list)
     base: int = 0  # tokens that stood when this attempt began
     before: str = ""  # their text
-    texts: list[str] = field(default_factory=list)  # of this attempt
+    texts: list[tuple[int, str]] = field(default_factory=list)  # of this attempt, with the tokens that stood by then
     given: str = ""  # text that a streaming client has
     missing: int = 0
     stopped_by: str | int | None = None
@@ -46,7 +46,7 @@ class Asked:
     @property
     def text(self) -> str:
         """Of the whole answer so far."""
-        return self.before + "".join(self.texts)
+        return self.before + "".join(text for _, text in self.texts)
 
     @property
     def made(self) -> int:
@@ -59,16 +59,21 @@ class Asked:
             self.moves += 1
         elif self.attempt and self.ids:
             self.restarts += 1
-        restarted = resumed == 0 and bool(self.ids or self.missing)
-        self.before = self.text if resumed == len(self.ids) else ""
+        taken_back = len(self.ids) > resumed or self.missing > 0
+        kept = "".join(text for tokens, text in self.texts if tokens <= resumed)
+        self.before = self.before + kept if resumed >= self.base else ""
         self.texts = []
         del self.ids[resumed:], self.logprobs[resumed:], self.best[resumed:]
         self.attempt, self.worker, self.base, self.missing = attempt, worker, resumed, 0
         if not self.workers or self.workers[-1] != worker:
             self.workers.append(worker)
-        if restarted and self.chunks is not None:
-            self.given = ""
+        if taken_back and self.chunks is not None:
+            self.given = self.before
             self._give(Chunk(self.index, restarted=True))
+            if resumed:  # what stands is given out anew
+                kept_logprobs = tuple(self.logprobs) if self.params.logprobs is not None else None
+                best = tuple(self.best) if self.params.logprobs else None
+                self._give(Chunk(self.index, tuple(self.ids), kept_logprobs, best, self.before))
 
     def take(self, piece: Piece) -> None:
         """More of it."""
@@ -78,7 +83,7 @@ class Asked:
         if piece.best is not None:
             self.best += piece.best
         if piece.text:
-            self.texts.append(piece.text)
+            self.texts.append((len(self.ids), piece.text))
         self.missing += piece.missing
         if piece.stopped_by is not None:
             self.stopped_by = piece.stopped_by
