@@ -355,7 +355,7 @@ class RolloutWorld:
     def lose_ids(self, engine: Engine) -> None:
         """Tokens come that nobody can name."""
         for running in list(engine.running.values()):
-            if engine.alive and not engine.paused and len(running.made) + 1 < min(running.most, running.length):
+            if engine.alive and not engine.paused and len(running.made) < min(running.most, running.length) - 1:
                 running.made.append(-1 if engine.weights is None else engine.weights)
                 running.told = len(running.made)
                 self.post(e.Streamed(running.request, running.attempt, len(running.made), again=True), running)

@@ -212,7 +212,8 @@ class Fate(RuleBasedStateMachine):
         elif what == "fatal":
             world.break_one(engine, "bad request", fatal=True)
         elif what == "gap":
-            world.lose_ids(engine)
+            for one in world.engines.values():
+                world.lose_ids(one)
         else:
             world.deliver()
             world.abort_elsewhere(engine)

@@ -91,9 +91,12 @@ class Storm:
 
     async def replace(self, server: LlamaServer) -> None:
         """One more comes, and an old one goes for good."""
-        fresh = await come_up(start(self.folder, slots=SLOTS))
+        fresh = start(self.folder, slots=SLOTS)
+        await come_up(fresh)
+        self.hurt.add(fresh.port)
         self.engines.append(fresh)
         await self.join(fresh)
+        self.hurt.discard(fresh.port)
         await self.pool.remove(self.names[server.port], deadline_s=self.chance.choice((0.0, 0.5)))
         self.engines.remove(server)
         server.stop()

@@ -65,7 +65,7 @@ class Broke:
     tokens: int  # in this attempt, that are good
     why: str
     fatal: bool = False
-    gone: bool = False  # the engine was not there any more, of this request perhaps
+    gone: bool = False  # the engine went away under it: it may have died of this request
 
 
 @dataclass(frozen=True)

@@ -307,7 +307,10 @@ class Requests:
 
     def _gone_under(self, request: Request, sent: Sent, gone: bool) -> None:
         """Whether the engine may have died of it: then it must not take all others with it."""
-        request.deadly = request.deadly + 1 if gone and request.tokens == sent.base else 0
+        if not gone or request.tokens > sent.base:
+            request.deadly = 0
+        elif request.avoid != request.worker:  # another engine than the one before
+            request.deadly += 1
 
     def lay_ghosts(self, worker: Worker) -> None:
         """Its process is gone for certain."""

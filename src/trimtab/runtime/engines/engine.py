@@ -196,7 +196,12 @@ class EngineError(UnreachableError):
 
 
 class EngineGoneError(EngineError):
-    """Nothing listens there, or the connection broke: the process is gone, or cut the stream."""
+    """Nothing listens there, or the connection broke: the process is gone, or cut the stream.
+
+    `reached` is False where there was no connection at all: then it cannot have died of what was asked.
+    """
+
+    reached = True
 
 
 class EngineWedgedError(EngineError):

@@ -260,7 +260,9 @@ class Events:
     def _broken(self, error: BaseException) -> EngineGoneError | EngineWedgedError:
         if self._silent:
             return self._wedged(self._allowed_s)
-        return EngineGoneError(f"POST {self._path}: {_said(error)}", engine=self._wire.name)
+        gone = EngineGoneError(f"POST {self._path}: {_said(error)}", engine=self._wire.name)
+        gone.reached = not isinstance(error, aiohttp.ClientConnectorError)
+        return gone
 
 
 _DONE = object()

@@ -109,7 +109,7 @@ class Flights:
                 self._core.attempts.pop((send.request, send.attempt), None)
                 raise
         except EngineError as error:
-            news = self._broke(attempt, error.what, gone=isinstance(error, EngineGoneError))
+            news = self._broke(attempt, error.what, gone=isinstance(error, EngineGoneError) and error.reached)
         except (InputError, InfeasibleError) as error:  # it would be refused everywhere
             news = e.Broke(send.request, send.attempt, self._made(attempt), str(error), fatal=True)
         except Exception as error:
