@@ -69,8 +69,8 @@ class Storm:
         """As by hand: no farewell; a supervisor starts it again, and whoever did vouches for its weights."""
         server.kill()
         await asyncio.sleep(self.chance.uniform(0.0, 0.5))
-        at = self.engines.index(server)
-        self.engines[at] = await come_up(again(server))
+        back = await come_up(again(server))
+        self.engines[self.engines.index(server)] = back  # where it is by now: others come and go meanwhile
         await self.back(self.names[server.port])
 
     async def freeze(self, server: LlamaServer) -> None:
