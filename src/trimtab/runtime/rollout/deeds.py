@@ -161,9 +161,9 @@ class Deeds:
     async def _probe(self, hand: Hand, act: e.Act) -> e.ActDone:
         """One token, really generated: a health check that passes proves nothing of a wedged engine."""
         order = GenerateOrder(f"probe-{act.worker}-{act.attempt}", (self._core.a_token,), 1, temperature=0.0)
-        async for piece in _there(hand).generate(order):
-            if piece.finish is not None:
-                break
+        async with contextlib.aclosing(_there(hand).generate(order)) as pieces:
+            async for _ in pieces:
+                pass
         return e.ActDone(act.worker, act.attempt)
 
 

@@ -120,33 +120,38 @@ class Flights:
 
     async def _stream(self, attempt: Attempt, send: e.Send) -> e.RolloutEvent:
         engine, asked = self._engine(send.worker), attempt.asked
-        across = await self._across(asked, engine)
-        if across is not None and (stopped := across.before()) is not None:
-            await self._stop_across(asked, across, stopped, engine)
-            return e.Finished(send.request, send.attempt, 0, End.stop)
         order = asked.params.order(
             attempt.order, (*asked.prompt, *asked.ids), send.max_tokens, min(send.min_tokens, send.max_tokens)
         )
+        across = await self._across(attempt, engine)
+        if across is not None and (stopped := across.before()) is not None:
+            await self._stop_across(attempt, across, stopped, engine)
+            return e.Finished(send.request, send.attempt, 0, End.stop)
         finish = None
-        async for piece in engine.generate(order):
-            if asked.attempt != attempt.number:
-                return e.AbortDone(send.request, send.attempt, 0)  # the machine has given this attempt up
-            finish = piece.finish or finish
-            if across is not None:
-                attempt.silent = True
-                stopped = across.hold(piece)
-                if stopped is not None:
-                    await self._stop_across(asked, across, stopped, engine)
-                    return e.Finished(send.request, send.attempt, asked.made, End.stop)
-                if across.open and finish is None:
-                    continue
-                for held in across.held:
-                    self._take(attempt, held)
-                across, attempt.silent = None, False
-            else:
-                self._take(attempt, piece)
-            self._core.tokens_came(attempt)
+        async with contextlib.aclosing(engine.generate(order)) as pieces:
+            async for piece in pieces:
+                self._require_current(attempt)
+                finish = piece.finish or finish
+                if across is None:
+                    self._take(attempt, piece)
+                else:
+                    attempt.silent = True
+                    stopped = across.hold(piece)
+                    if stopped is not None:
+                        await self._stop_across(attempt, across, stopped, engine)
+                        return e.Finished(send.request, send.attempt, asked.made, End.stop)
+                    if across.open and finish is None:
+                        continue
+                    for held in across.held:
+                        self._take(attempt, held)
+                    across, attempt.silent = None, False
+                self._core.tokens_came(attempt)
         return self._ended(attempt, finish)
+
+    def _require_current(self, attempt: Attempt) -> None:
+        """Nothing of an attempt that the machine has given up gets into the answer, which another one writes by now."""
+        if attempt.asked.attempt != attempt.number:
+            raise EngineError("it was given up", engine=attempt.worker)
 
     def _take(self, attempt: Attempt, piece: Piece) -> None:
         if piece.version is not None:
@@ -196,32 +201,37 @@ class Flights:
 
     # ---- stop strings across a cut -----------------------------------------------------------------------------------
 
-    async def _across(self, asked: Asked, engine: Engine) -> AcrossCut | None:
+    async def _across(self, attempt: Attempt, engine: Engine) -> AcrossCut | None:
         """What the answer reads so far, where it goes on from a cut; engines hold text back that a cut then loses."""
+        asked = attempt.asked
         if not asked.base:
             return None
         texts = texts_of(engine)
         if texts is not None:
             try:
-                asked.before = await texts.detokenize(asked.ids)
+                before = await texts.detokenize(tuple(asked.ids))
             except EngineError:
                 if asked.params.stop:
                     raise
             else:
+                self._require_current(attempt)
+                asked.before = before
                 asked.give_rest()
         return AcrossCut(asked.before, asked.params.stop) if asked.params.stop else None
 
-    async def _stop_across(self, asked: Asked, across: AcrossCut, stopped: Stopped, engine: Engine) -> None:
+    async def _stop_across(self, attempt: Attempt, across: AcrossCut, stopped: Stopped, engine: Engine) -> None:
         """The answer ends with the token that completed the stop string, as it would have without the cut."""
-        text = asked.before[: stopped.begins]
-        for held in across.held:
-            asked.take(held)
-        last, texts = len(asked.ids), texts_of(engine)
+        asked = attempt.asked
+        ids = (*asked.ids, *(one for held in across.held for one in held.token_ids))
+        last, texts = len(ids), texts_of(engine)
         while texts is not None and last > 1:
-            if stopped.word not in (await texts.detokenize(asked.ids[: last - 1]))[stopped.begins :]:
+            if stopped.word not in (await texts.detokenize(ids[: last - 1]))[stopped.begins :]:
                 break
             last -= 1
-        asked.cut(last, text, stopped.word)
+        self._require_current(attempt)
+        for held in across.held:
+            asked.take(held)
+        asked.cut(last, asked.before[: stopped.begins], stopped.word)
 
 
 def copied(first: Asked, to: Asked) -> None:

@@ -29,7 +29,6 @@ from trimtab.runtime.run.local import LocalRun
 BACK_S = 180.0  # for a component that was lost to have a process again
 LOSSES = 20  # in a row without an iteration in between, after which the run gives up
 ENDS_S = 30.0  # for acts that are under way when one of them has failed
-CPUS = 0.01
 
 
 class ClusterRun(LocalRun):
@@ -66,7 +65,7 @@ class ClusterRun(LocalRun):
             try:
                 return super()._iterate(crew, plan, first, last)
             except SeatLostError as lost:  # noqa: PERF203
-                first = self._recovered(crew, lost)
+                first = self._recovered(crew, lost, plan)
 
     def _drive(self, acting: Acting) -> None:
         """Begin whatever may begin; go on with whatever has ended first."""
@@ -120,7 +119,7 @@ class ClusterRun(LocalRun):
 
     # ---- losses ------------------------------------------------------------------------------------------------------
 
-    def _recovered(self, crew: CrewLike, lost: SeatLostError) -> int:
+    def _recovered(self, crew: CrewLike, lost: SeatLostError, plan: Plan) -> int:
         """Bring everybody back to the last state; gives the iteration to go on with."""
         assert isinstance(crew, ClusterCrew)
         self._losses += 1
@@ -131,7 +130,11 @@ class ClusterRun(LocalRun):
         self._tell("lost", component=lost.component, why=lost.what, after=saved, void=void)
         while True:
             try:
-                crew.await_back(BACK_S)
+                if saved:
+                    crew.await_back(BACK_S)
+                else:  # nothing to go back to but the beginning: whoever lives has seen iterations that do not count
+                    crew.drop()
+                    crew.make(self._workflow, plan, 1)
                 self._iterations = [one for one in self._iterations if one.number <= saved]
                 self._metrics = {number: one for number, one in self._metrics.items() if number <= saved}
                 self._tell("resumed", after=saved, void=void)
@@ -141,13 +144,6 @@ class ClusterRun(LocalRun):
                 self._losses += 1
                 if self._losses > LOSSES:
                     raise again from None
-
-    def _load_states(self, crew: CrewLike, saved: int) -> None:
-        for name in self._workflow.names:
-            state = None if self._folder is None else self._folder.state(saved, name)
-            if state is not None and crew.has(name, "load"):
-                crew.load(name, state)
-        self._sync_now(crew, saved)
 
     def _iteration_done(self, acting: Acting, number: int, now_s: float) -> None:
         super()._iteration_done(acting, number, now_s)

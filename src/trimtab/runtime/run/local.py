@@ -191,11 +191,15 @@ class LocalRun:
         crew.make(self._workflow, plan, first)
         if first == 1 or self._folder is None:
             return
+        self._load_states(crew, first - 1)
+
+    def _load_states(self, crew: CrewLike, saved: int) -> None:
+        """Bring everybody to the state after an iteration."""
         for name in self._workflow.names:
-            state = self._folder.state(first - 1, name)
+            state = None if self._folder is None else self._folder.state(saved, name)
             if state is not None and crew.has(name, "load"):
                 crew.load(name, state)
-        self._sync_now(crew, first - 1)
+        self._sync_now(crew, saved)
 
     def _sync_now(self, crew: CrewLike, version: int) -> None:
         sync = self._workflow.weight_sync

@@ -77,7 +77,6 @@ class ComponentSeat:
         self._order = order
         self._component: Component | None = None
         self._fault: Fault | None = None
-        self._switched_s = 0.0
         self._fault = self._guarded("make", self._make).fault
 
     def has(self) -> Done:
@@ -154,10 +153,6 @@ class ComponentSeat:
             target = Path(folder) / "rank-0"
         return self.do("load", target if target.is_dir() else Path(folder))
 
-    def switched(self) -> Done:
-        """Seconds of the last park or unpark, as the component took them."""
-        return Done(self._switched_s)
-
     # ---- what the pool calls -----------------------------------------------------------------------------------------
 
     def park(self) -> None:
@@ -174,10 +169,8 @@ class ComponentSeat:
             self._guarded("close", lambda: Done(value=self._component.close()))  # type: ignore[union-attr]
 
     def _switch(self, method: str) -> None:
-        began = time.perf_counter()
         if callable(getattr(self._component, method, None)):
             getattr(self._component, method)()
-        self._switched_s = time.perf_counter() - began
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
