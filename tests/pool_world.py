@@ -11,7 +11,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from obvious_pool import Amounts, Facts, SlotFacts, added, amounts, can_lie, fits, has_room, may_evict
@@ -172,7 +172,7 @@ class World:
         asked = isinstance(
             event,
             news.PoolEnsured | news.Submitted | news.CompleteAsked | news.CancelAsked | news.EvictAsked
-            | news.TurnAsked | news.PoolDrained | news.PoolDropped | news.PolicySet,
+            | news.TurnAsked | news.QuotaSet | news.PoolDrained | news.PoolDropped | news.PolicySet,
         )  # fmt: skip
         if not asked:
             self._happens(event)
@@ -247,6 +247,9 @@ class World:
 
     def _on_PoolEnsured(self, event: news.PoolEnsured) -> None:  # noqa: N802
         self.pools.setdefault(event.spec.name, event.spec)
+
+    def _on_QuotaSet(self, event: news.QuotaSet) -> None:  # noqa: N802
+        self.pools[event.pool] = replace(self.pools[event.pool], quota=event.quota)
 
     def _on_PoolDrained(self, event: news.PoolDrained) -> None:  # noqa: N802
         (self.drained.add if event.on else self.drained.discard)(event.pool)

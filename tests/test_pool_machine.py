@@ -316,6 +316,23 @@ def test_nobody_is_evicted_for_room_that_is_being_made_free_anyway():
     assert one.states("low", "back") == ["running", "running"]
 
 
+def test_a_quota_can_be_changed_and_what_runs_over_a_smaller_one_goes_on():
+    one = world(8, spec=pool(quota=gpus(4, cpu=100)))
+    one.run(task("a", gpus(2)), task("b", gpus(2)), task("c", gpus(2)))
+    assert one.states("a", "b", "c") == ["running", "running", "waiting"]
+    assert one.why("c") is Code.quota
+    one.tell(news.QuotaSet("p", Resources.of(gpu=6, cpu=100)))
+    one.carry_all()
+    assert one.state("c") is State.running
+    one.tell(news.CompleteAsked("c"))
+    one.carry_all()
+    one.tell(news.QuotaSet("p", Resources.of(gpu=4, cpu=100)))
+    one.run(task("d", gpus(2)))
+    assert (one.state("d"), one.why("d")) == (State.waiting, Code.quota)
+    with pytest.raises(InputError, match="nowhere"):
+        one.tell(news.QuotaSet("nowhere", Resources.of(gpu=1)))
+
+
 def test_a_drained_pool_takes_nothing_new_and_says_so():
     one = world(8)
     one.run(task("a"))

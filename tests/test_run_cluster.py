@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,3 +96,25 @@ def test_a_component_that_raises_ends_the_run_with_its_name_and_the_reason(sessi
     end = ClusterRun(job(tmp_path, 4, use="run_parts:Noting", settings=fails), tmp_path / "raised", session).run()
     assert (end.state, [one.number for one in end.iterations]) == ("failed", [1])
     assert "out of memory" in end.reason.sentence
+
+
+def test_a_component_that_is_killed_comes_back_and_no_iteration_counts_twice(session: Session, tmp_path: Path) -> None:
+    run = job(tmp_path, 8, use="run_parts:Noting", settings={"pause_s": 0.02})
+    folder = tmp_path / "killed"
+    running = ClusterRun(run, folder, session)
+
+    def kill_the_trainer() -> None:
+        while not ((folder / "events.jsonl").exists() and len(events(folder, "iteration")) >= 3):
+            time.sleep(0.02)
+        pids = [member.pid for seen in session.tasks() if ".trainer." in seen.id for member in seen.members]
+        os.kill(pids[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_the_trainer)
+    killer.start()
+    end = running.run()
+    killer.join()
+    assert (end.state, [one.number for one in end.iterations]) == ("done", list(range(1, 9))), end.reason
+    assert len(events(folder, "lost")) >= 1
+    # Each batch of each iteration counted once in what the trainer keeps: 8 iterations of 4.
+    totals = [one["metrics"]["trainer"]["total"] for one in events(folder, "iteration")]  # type: ignore[index]
+    assert max(totals) == pytest.approx(30.5)  # the mean of batches 29 to 32

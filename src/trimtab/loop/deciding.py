@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.loop.estimates import profiled_seconds
-from trimtab.loop.seats import Sited
+from trimtab.loop.seats import Sited, near
 from trimtab.model.errors import InfeasibleError, InputError
 from trimtab.model.plan import Plan, Rules
 from trimtab.model.reason import Code, Reason
@@ -121,7 +121,7 @@ class Planner:
                 found.extend(self._like(space, running, best, now))
         candidates = []
         for one in found:
-            sited = Sited(to_plan(space, one), cluster) if space is not None else running
+            sited = near(Sited(to_plan(space, one), cluster), running) if space is not None else running
             if not sited.same_as(running):
                 candidates.append(Candidate(sited, one.seconds, self.seconds(sited.plan, sure)))
         return Look(tuple(levels.items()), tuple(sure.items()), now, now_sure, tuple(candidates))

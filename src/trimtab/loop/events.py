@@ -78,6 +78,16 @@ class RangeUsed:
 
 
 @dataclass(frozen=True)
+class Seated:
+    """Where the plan in place was put: (component, ((node, GPUs there), ...)), one of each group that is known.
+
+    A plan says how many GPUs; which node has them may be decided by whoever hands them out.
+    """
+
+    where: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+
+
+@dataclass(frozen=True)
 class AdviceTaken:
     """Somebody else carried out what was advised last: that plan runs now."""
 
@@ -128,6 +138,7 @@ LoopEvent = (
     | Asked
     | RemainingChanged
     | RangeUsed
+    | Seated
     | AdviceTaken
     | MoveStageDone
     | MoveStageFailed

@@ -34,7 +34,7 @@ from trimtab.loop.records import (
     load_stories,
     load_tracks,
 )
-from trimtab.loop.seats import Sited, changes, seats, without
+from trimtab.loop.seats import Sited, changes, near, reseated, seats, without
 from trimtab.loop.telling import RUN, Stories, gone_reason, room_text
 from trimtab.loop.watching import Watch
 from trimtab.model.codec import encode
@@ -73,6 +73,7 @@ class LoopMachine:
             e.Asked: self._on_asked,
             e.RemainingChanged: self._on_remaining_changed,
             e.RangeUsed: self._on_range_used,
+            e.Seated: self._on_seated,
             e.AdviceTaken: self._on_advice_taken,
             e.MoveStageDone: moves.stage_done,
             e.MoveStageFailed: moves.stage_failed,
@@ -188,6 +189,16 @@ class LoopMachine:
             if one.component == event.component and not one.least <= event.gpus <= one.most:
                 self._say(one)
 
+    def _on_seated(self, event: e.Seated, now: float) -> None:
+        run = self._run
+        if run.lost or self._moves.moving is not None:
+            raise InputError("no plan is in place that could have been put anywhere", where="Seated")
+        try:
+            run.running = reseated(run.running, dict(event.where))
+        except ValueError as error:
+            raise InputError(str(error), where="Seated") from None
+        self._watch.look_again()
+
     def _on_advice_taken(self, event: e.AdviceTaken, now: float) -> None:
         run = self._run
         if run.advised is None or self._moves.moving is not None:
@@ -250,7 +261,7 @@ class LoopMachine:
             return
         levels = self._watch.levels()
         try:
-            to = self._watch.planner.best(without(run.cluster, run.leaving), levels)
+            to = near(self._watch.planner.best(without(run.cluster, run.leaving), levels), run.running)
         except (InfeasibleError, InputError) as error:
             self._nothing_fits(Reason(Code.no_plan, f"{why.sentence}; {error.what}"), now)
             return

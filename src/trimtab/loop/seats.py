@@ -6,6 +6,7 @@ does. A plan never counts as in place on seats that are not there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -74,6 +75,87 @@ class Sited:
     def same_as(self, other: Sited) -> bool:
         """Whether nobody has to move from one to the other."""
         return not any(change.how is not How.stays for change in changes(self, other))
+
+
+def reseated(sited: Sited, where: Mapping[str, Sequence[tuple[str, int]]]) -> Sited:
+    """The same plan on the nodes where its components were put: (node, GPUs there), by any component of a group.
+
+    Groups of which nothing is told stay where they are as far as that is free, and take what is left of their kind.
+    Raises ValueError where these nodes do not have so many GPUs, or a group has another number of them.
+    """
+    free: dict[str, list[int]] = {}
+    kinds = {node.name: node.gpu for node in sited.cluster.nodes}
+    for rank, (node, _) in enumerate(seats(sited.cluster)):
+        free.setdefault(node, []).append(rank)
+    ranks: dict[tuple[str, ...], tuple[int, ...]] = {}
+    for group in sited.plan.groups:
+        told = next((where[name] for name in group.components if name in where), None)
+        if told is None:
+            continue
+        found: list[int] = []
+        for node, count in told:
+            here = free.get(node, [])
+            keep = [rank for rank in here if rank in group.gpus][:count]
+            some = keep + [rank for rank in here if rank not in keep][: count - len(keep)]
+            if len(some) < count:
+                raise ValueError(f"{node} has no {count} GPUs for {', '.join(group.components)}")
+            free[node] = [rank for rank in here if rank not in some]
+            found += some
+        if len(found) != len(group.gpus):
+            raise ValueError(f"{', '.join(group.components)} has {len(found)} GPUs, not {len(group.gpus)}")
+        ranks[group.components] = tuple(sorted(found))
+    for group in sited.plan.groups:
+        if group.components not in ranks:
+            left = [rank for node, some in free.items() if kinds[node] == group.kind for rank in some]
+            kept = [rank for rank in left if rank in group.gpus]
+            chosen = (kept + [rank for rank in left if rank not in kept])[: len(group.gpus)]
+            if len(chosen) < len(group.gpus):
+                raise ValueError(f"no {len(group.gpus)} GPUs are left for {', '.join(group.components)}")
+            ranks[group.components] = tuple(sorted(chosen))
+            for node in free:
+                free[node] = [rank for rank in free[node] if rank not in chosen]
+    return Sited(_on_ranks(sited.plan, ranks), sited.cluster)
+
+
+def near(to: Sited, running: Sited) -> Sited:
+    """The same plan on GPUs that its components have already, as far as they do: whoever need not move does not."""
+    rank_of = {seat: rank for rank, seat in enumerate(seats(to.cluster))}
+    kinds = [node.gpu for node in to.cluster.nodes for _ in range(node.gpus)]
+    usable = [False] * len(kinds)
+    for node in {node.name: node.gpu for node in running.cluster.nodes}.items():
+        for rank, (name, _) in enumerate(seats(to.cluster)):
+            usable[rank] = usable[rank] or (name, kinds[rank]) == node
+    old: dict[str, set[int]] = {}
+    for name in (one.name for one in running.plan.components):
+        held = {rank_of[seat] for seat in running.seats_of(name) if seat in rank_of}
+        old[name] = {rank for rank in held if usable[rank]}
+    taken: set[int] = set()
+    ranks: dict[tuple[str, ...], list[int]] = {}
+    company = {group.components for group in running.plan.groups}
+    for group in sorted(to.plan.groups, key=lambda one: one.components not in company):
+        had = set().union(*(old.get(name, set()) for name in group.components))
+        kept = sorted(rank for rank in had - taken if kinds[rank] == group.kind)[: len(group.gpus)]
+        ranks[group.components] = kept
+        taken.update(kept)
+    for group in to.plan.groups:
+        lacks = len(group.gpus) - len(ranks[group.components])
+        free = [rank for rank, kind in enumerate(kinds) if kind == group.kind and rank not in taken]
+        ranks[group.components] += free[:lacks]
+        taken.update(free[:lacks])
+    return Sited(_on_ranks(to.plan, {key: tuple(sorted(some)) for key, some in ranks.items()}), to.cluster)
+
+
+def _on_ranks(plan: Plan, ranks: Mapping[tuple[str, ...], tuple[int, ...]]) -> Plan:
+    """A plan with other GPUs for its groups; members that use fewer than their group has use its first ones."""
+    of = {name: ranks[group.components] for group in plan.groups for name in group.components}
+    return replace(
+        plan,
+        groups=tuple(replace(group, gpus=ranks[group.components]) for group in plan.groups),
+        components=tuple(
+            replace(placed, gpus=of[placed.name][: len(placed.gpus)]) if placed.name in of else placed
+            for placed in plan.components
+        ),
+    )
 
 
 def changes(before: Sited, after: Sited, alive: frozenset[Seat] | None = None) -> tuple[Change, ...]:

@@ -125,6 +125,12 @@ class Order:
         """The last iteration of which a component has ended all batches."""
         return self.first - 1 + self._roles[component].ended // self.batches
 
+    def is_idle(self, component: str) -> bool:
+        """Whether a component does nothing now."""
+        role = self._roles[component]
+        syncs = self._syncing and component in (self._source, self._target)
+        return role.begun == role.ended and not role.turning and not syncs
+
     def is_between(self, component: str) -> bool:
         """Whether a component is in the midst of no iteration: the next batch that it begins is a first one."""
         role = self._roles[component]

@@ -24,6 +24,14 @@ class PoolEnsured:
 
 
 @dataclass(frozen=True)
+class QuotaSet:
+    """The pool may use so much from now on. What runs over less goes on; nothing new starts until it fits."""
+
+    pool: str
+    quota: Resources
+
+
+@dataclass(frozen=True)
 class PoolDrained:
     """The pool takes nothing new (or, with `on` false, takes again)."""
 
@@ -246,6 +254,7 @@ class Tick:
 
 Event = (
     PoolEnsured
+    | QuotaSet
     | PoolDrained
     | PoolDropped
     | PolicySet

@@ -209,6 +209,11 @@ class Ledger:
         self.used[pool] = np.zeros_like(self.quota[pool])
         self.quota_kept[pool] = np.zeros_like(self.quota[pool])
 
+    def set_quota(self, pool: str, quota: Resources) -> None:
+        """A pool may use so much from now on."""
+        self.vector(quota)
+        self.quota[pool] = self.vector(quota).copy()
+
     def use(self, pool: str, bundles: Sequence[Resources], sign: int) -> None:
         """A task uses this of its pool's quota, or not any more."""
         for bundle in bundles:

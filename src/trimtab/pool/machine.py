@@ -12,6 +12,7 @@ which node every bundle goes to, so its books are exact; a group that is lost in
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 from typing import Any
 
 from trimtab.model.codec import encode
@@ -70,6 +71,13 @@ class PoolMachine(Lives):
                 self._freed()
             return
         self.add_pool(Pool(spec))
+        self._freed()
+
+    def _on_quota_set(self, event: e.QuotaSet, now: float) -> None:
+        pool = room.known_pool(self, event.pool)
+        pool.spec = replace(pool.spec, quota=event.quota)  # refused where its reserved slots are more than that
+        self.ledger.set_quota(event.pool, event.quota)
+        pool.lowered = bool((self.ledger.quota_left(event.pool) < 0).any())
         self._freed()
 
     def _on_pool_drained(self, event: e.PoolDrained, now: float) -> None:

@@ -120,6 +120,7 @@ class Pool:
     spec: PoolSpec
     drained: bool = False
     dropped: bool = False
+    lowered: bool = False  # its quota was made less than what it used then
     retired: list[int] = field(default_factory=list)  # reserved slots that were destroyed on request
     reuse_count: int = 0
     made_count: int = 0

@@ -16,6 +16,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trimtab.model.errors import InputError, TrimtabError, UnreachableError, nearest
@@ -31,7 +32,7 @@ from trimtab.model.pool import (
     strategy_of,
 )
 from trimtab.model.resources import Resources
-from trimtab.pool.events import PoolDrained, PoolDropped
+from trimtab.pool.events import PoolDrained, PoolDropped, QuotaSet
 from trimtab.runtime.ray.deeds import write_payload
 from trimtab.runtime.ray.doors import TaskSeen
 from trimtab.runtime.ray.link import ControllerLink, RayLink
@@ -343,6 +344,12 @@ class Pool:
     def tasks(self) -> list[TaskSeen]:
         """What the controller remembers of its tasks."""
         return self._session.tasks(self.name)
+
+    def set_quota(self, quota: Amounts) -> None:
+        """Let it use so much from now on. What runs over a smaller quota goes on; nothing new starts until it fits."""
+        resources = Resources.of(quota, where=f"pool {self.name}")
+        self._session.ask("ask", QuotaSet(self.name, resources))
+        self.spec = replace(self.spec, quota=resources)
 
     def drain(self, on: bool = True) -> None:
         """Take nothing new, or with `on` false take again."""

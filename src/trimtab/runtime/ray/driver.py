@@ -43,6 +43,7 @@ LOOK_AT_GROUPS_S = 5.0
 LOCK_WAIT_S = 5.0  # for a controller that has just died to let go of its journal
 LEAST_TICK_S = 0.01
 ASKS = (
+    events.QuotaSet,
     events.PoolDrained,
     events.PoolDropped,
     events.CompleteAsked,

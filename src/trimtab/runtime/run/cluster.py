@@ -1,34 +1,43 @@
 """A whole job on a Ray cluster: its components on slots of a pool, side by side as the plan has them.
 
 The same run as in one process (`local.py`), only that acts are carried out beside each other, each in a thread that
-waits for its component, and time is the wall's. A component whose process or node is lost comes back by the pool's
-doing; the run then goes on from the last state that everybody has saved, and iterations after that are void: they are
-run again, and counted once.
+waits for its component, and time is the wall's. When a component's process or node is lost, everybody is made anew
+under a plan that fits, and the run goes on from the last state that all have saved; iterations after that are void:
+they are run again, and counted once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from trimtab.model.errors import UnreachableError
+from trimtab.loop import events as e
+from trimtab.loop.seats import seats
+from trimtab.model.errors import TrimtabError, UnreachableError
 from trimtab.model.plan import Plan
-from trimtab.model.run import Iteration
+from trimtab.model.pool import ENDED, State
+from trimtab.model.run import STAGES, Iteration
 from trimtab.plan.order import Act
-from trimtab.runtime.ray.client import Session
+from trimtab.runtime.ray.client import Pool, Session
+from trimtab.runtime.ray.doors import TaskSeen
 from trimtab.runtime.run.acting import Acting, Inputs
-from trimtab.runtime.run.cluster_crew import ClusterCrew, SeatLostError
-from trimtab.runtime.run.crew import CrewLike
+from trimtab.runtime.run.cluster_crew import CPU_EACH, ClusterCrew
+from trimtab.runtime.run.crew import CrewLike, LostError
 from trimtab.runtime.run.job import RunJob
 from trimtab.runtime.run.local import LocalRun
+from trimtab.runtime.run.looping import Looping, nodes_facts
+from trimtab.runtime.run.measuring import Metrics
+from trimtab.runtime.run.news import Listening, Nodes, Seen, first_nodes
 
-BACK_S = 180.0  # for a component that was lost to have a process again
 LOSSES = 20  # in a row without an iteration in between, after which the run gives up
 ENDS_S = 30.0  # for acts that are under way when one of them has failed
+LOOK_S = 0.25  # between looks at what was posted, while nothing ends
+SPARE_CPU = 1.0
 
 
 class ClusterRun(LocalRun):
@@ -42,71 +51,149 @@ class ClusterRun(LocalRun):
         *,
         plan: Plan | None = None,
         resume: bool = False,
-        told: Callable[[Iteration, dict[str, dict[str, float | None]]], None] | None = None,
+        told: Callable[[Iteration, Metrics], None] | None = None,
         inputs: Inputs | None = None,
+        on_event: Callable[[str, dict[str, Any]], None] | None = None,
     ) -> None:
-        super().__init__(run, folder, plan=plan, resume=resume, told=told, inputs=inputs)
+        super().__init__(run, folder, plan=plan, resume=resume, told=told, inputs=inputs, on_event=on_event)
         self._session = session
         self._losses = 0
+        self._began = time.perf_counter()
+        self._nodes = Nodes(run.job.cluster)
+        self._seen = self._nodes.first(first_nodes(session))
+        self._cluster = self._seen.cluster
+        self._names = {node: name for name, node in self._seen.ids.items()}  # of nodes, by Ray's id
+        self._listening: Listening | None = None
+        self._news: queue.SimpleQueue[tuple[Seen, e.Why]] = queue.SimpleQueue()
+        self._pool: Pool | None = None
+        self._crew: ClusterCrew | None = None
+
+    @property
+    def pool(self) -> Pool:
+        """The run's pool, once it runs: others may submit to it."""
+        if self._pool is None:
+            raise UnreachableError("the run has no pool yet", hint="ask again when it has begun")
+        return self._pool
+
+    # ---- beginning and ending ----------------------------------------------------------------------------------------
 
     def _make_crew(self) -> CrewLike:
         assert self._path is not None
-        cluster = self._job.job.cluster
-        gpus = [node.gpus for node in cluster.nodes]
-        quota = {"gpu": float(sum(gpus)), "cpu": 1.0}
+        self._began = time.perf_counter() - self._time_s
         count = len(self._workflow.components)
-        pool = self._session.pool(f"run-{self._path.name}", quota=quota, warm_hosts=count, ends_with_me=True)
-        return ClusterCrew(self._job, self._session, pool, gpus, self._path)
+        name = f"run-{self._path.name}"
+        self._pool = self._session.pool(name, quota=self._quota(), warm_hosts=count, ends_with_me=True, strategy="PACK")
+        self._tell("cluster", why="first", leaving=[], deadline=None, nodes=nodes_facts(self._cluster))
+        crew = self._crew = ClusterCrew(self._job, self._session, self._pool, seats(self._cluster), self._path)
+        self._listening = Listening(
+            self._session,
+            name,
+            self._nodes,
+            self._seen,
+            lambda seen, why: self._news.put((seen, why)),
+            lambda task: self._heard(crew, task),
+        )
+        self._listening.begin()
+        return crew
 
-    # ---- acts beside each other ------------------------------------------------------------------------------------
+    def _quota(self) -> dict[str, float]:
+        cpus = SPARE_CPU + CPU_EACH * (2 * len(self._workflow.components) + self._cluster.gpus)
+        return {"gpu": float(self._cluster.gpus), "cpu": cpus}
 
-    def _iterate(self, crew: CrewLike, plan: Plan, first: int, last: int) -> frozenset[str]:
-        while True:
+    def _finish(self, state: str, reason: Any, plan: Plan) -> None:
+        if self._listening is not None:
+            self._listening.close()
+        if self._pool is not None:
+            with contextlib.suppress(TrimtabError):
+                self._pool.drop()
+        super()._finish(state, reason, plan)
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._began
+
+    def _passed(self) -> None:
+        """The wall's time passes by itself."""
+
+    # ---- news --------------------------------------------------------------------------------------------------------
+
+    def _heard(self, crew: ClusterCrew, task: TaskSeen) -> None:
+        """A task of the run's pool is in another state; in the thread that listens."""
+        component = dict(task.labels).get("component")
+        if component is not None:
+            if task.state in ENDED or task.state is State.evicted:
+                crew.gone(task.id, str(task.reason))
+            return
+        what = "returned" if task.state is State.running and task.evictions else task.state.value
+        facts = {"code": task.reason.code.value, "reason": task.reason.sentence, "priority": task.priority}
+        self._tell("task", task=task.id, pool=task.pool, what=what, **facts)
+
+    def _take_news(self) -> None:
+        """Hand over what was heard of the cluster, in the thread of the run."""
+        while self._loop is not None:
             try:
-                return super()._iterate(crew, plan, first, last)
-            except SeatLostError as lost:  # noqa: PERF203
-                first = self._recovered(crew, lost, plan)
+                seen, why = self._news.get_nowait()
+            except queue.Empty:
+                return
+            grown = seen.cluster.gpus > self._cluster.gpus
+            self._seen, self._cluster = seen, seen.cluster
+            self._names.update({node: name for name, node in seen.ids.items()})
+            if grown and self._pool is not None and why is e.Why.joined:
+                self._pool.set_quota(self._quota())
+            deadline = None if seen.deadline is None else self._now() + seen.deadline - time.time()
+            self._loop.changed(seen.cluster, why, seen.leaving, deadline)
+
+    # ---- acts beside each other --------------------------------------------------------------------------------------
 
     def _drive(self, acting: Acting) -> None:
         """Begin whatever may begin; go on with whatever has ended first."""
         ended: queue.SimpleQueue[tuple[Act, float, BaseException | None]] = queue.SimpleQueue()
-        began = time.perf_counter() - self._time_s
         under_way = 0
 
         def act_in_thread(act: Act) -> None:
             fault: BaseException | None = None
             try:
-                acting.perform(act, time.perf_counter() - began)
+                acting.perform(act, self._now())
             except BaseException as error:
                 fault = error
-            ended.put((act, time.perf_counter() - began, fault))
+            ended.put((act, self._now(), fault))
 
-        with ThreadPoolExecutor(2 * len(self._workflow.components) + 1, thread_name_prefix="trimtab-run") as threads:
-            while True:
-                with acting.lock:
-                    for act in acting.order.ready():
-                        acting.order.begin(act)
-                        threads.submit(act_in_thread, act)
-                        under_way += 1
-                if not under_way:
-                    return
-                act, now_s, fault = self._next(ended)
+        while True:
+            with acting.lock:
+                for act in acting.order.ready():
+                    acting.order.begin(act)
+                    threading.Thread(target=act_in_thread, args=(act,), name="trimtab-act", daemon=True).start()
+                    under_way += 1
+            if not under_way:
+                return
+            try:
+                act, now_s, fault = self._next(acting, ended)
                 under_way -= 1
                 if fault is not None:
-                    self._wait_for_others(ended, under_way)
                     raise fault
                 with acting.lock:
                     acting.order.end(act)
                     self._act_ended(acting, now_s)
+            except BaseException:
+                acting.crew.drop()  # whoever still works is ended, so that nobody is waited for in vain
+                self._wait_for_others(ended, under_way)
+                raise
 
-    def _next(self, ended: queue.SimpleQueue[Any]) -> tuple[Act, float, BaseException | None]:
-        """Each act has a deadline of its own, so this one is only there in case that fails."""
-        limit_s = self._job.step_limit_s + BACK_S
-        try:
-            told: tuple[Act, float, BaseException | None] = ended.get(timeout=limit_s)
-        except queue.Empty:
-            raise UnreachableError(f"nothing has ended in {limit_s:g} s") from None
-        return told
+    def _next(self, acting: Acting, ended: queue.SimpleQueue[Any]) -> tuple[Act, float, BaseException | None]:
+        """What ends next. Each act has a deadline of its own; meanwhile news are heard."""
+        while True:
+            try:
+                told: tuple[Act, float, BaseException | None] = ended.get(timeout=LOOK_S)
+            except queue.Empty:
+                with acting.lock:
+                    self._act_ended(acting, self._now())
+                continue
+            return told
+
+    def _act_ended(self, acting: Acting, now_s: float) -> None:
+        self._take_news()
+        if self._loop is not None:
+            self._loop.look()
+        super()._act_ended(acting, now_s)
 
     def _wait_for_others(self, ended: queue.SimpleQueue[Any], under_way: int) -> None:
         end = time.monotonic() + ENDS_S
@@ -117,34 +204,104 @@ class ClusterRun(LocalRun):
                 return
             under_way -= 1
 
-    # ---- losses ------------------------------------------------------------------------------------------------------
-
-    def _recovered(self, crew: CrewLike, lost: SeatLostError, plan: Plan) -> int:
-        """Bring everybody back to the last state; gives the iteration to go on with."""
-        assert isinstance(crew, ClusterCrew)
-        self._losses += 1
-        if self._losses > LOSSES:
-            raise lost
-        saved = self._saving.whole
-        void = sum(one.number > saved for one in self._iterations)
-        self._tell("lost", component=lost.component, why=lost.what, after=saved, void=void)
-        while True:
-            try:
-                if saved:
-                    crew.await_back(BACK_S)
-                else:  # nothing to go back to but the beginning: whoever lives has seen iterations that do not count
-                    crew.drop()
-                    crew.make(self._workflow, plan, 1)
-                self._iterations = [one for one in self._iterations if one.number <= saved]
-                self._metrics = {number: one for number, one in self._metrics.items() if number <= saved}
-                self._tell("resumed", after=saved, void=void)
-                self._load_states(crew, saved)
-                return saved + 1
-            except SeatLostError as again:  # noqa: PERF203
-                self._losses += 1
-                if self._losses > LOSSES:
-                    raise again from None
-
     def _iteration_done(self, acting: Acting, number: int, now_s: float) -> None:
         super()._iteration_done(acting, number, now_s)
         self._losses = 0
+
+    # ---- the loop ----------------------------------------------------------------------------------------------------
+
+    def _make_loop(self, plan: Plan, first: int) -> Looping:
+        loop = self._loop = super()._make_loop(plan, first)
+        self._take_seats()
+        self._take_news()
+        return loop
+
+    def _take_seats(self) -> None:
+        """Tell the loop on which nodes the components were put: whoever hands out slots decides that."""
+        assert self._loop is not None
+        assert self._crew is not None
+        where = {
+            name: tuple((self._names.get(node, node), count) for node, count in nodes)
+            for name, nodes in self._crew.where().items()
+        }
+        self._loop.handle(e.Seated(tuple(where.items())))
+
+    def _settled(self, crew: CrewLike, plan: Plan, first: int, why: str) -> None:
+        if self._loop is not None:
+            self._take_seats()
+            plan = self._loop.machine.plan
+        super()._settled(crew, plan, first, why)
+
+    def _moving(self, crew: CrewLike, *arguments: Any) -> Any:
+        assert isinstance(crew, ClusterCrew)
+        crew.seats = seats(self._cluster)
+        return super()._moving(crew, *arguments)
+
+    # ---- losses ------------------------------------------------------------------------------------------------------
+
+    def _recovered(self, crew: CrewLike, lost: LostError, plan: Plan) -> tuple[Plan, int]:
+        """Make everybody anew under a plan that fits, from the last state; gives plan and iteration to go on with."""
+        assert isinstance(crew, ClusterCrew)
+        while True:
+            self._losses += 1
+            if self._losses > LOSSES:
+                raise lost
+            saved = self._saving.whole
+            void = sum(one.number > saved for one in self._iterations)
+            self._tell("lost", component=lost.component, why=lost.what, after=saved, void=void)
+            self._iterations = [one for one in self._iterations if one.number <= saved]
+            self._metrics = {number: one for number, one in self._metrics.items() if number <= saved}
+            self._tell("resumed", after=saved, void=void)
+            try:
+                crew.drop()
+                plan = self._plan_that_fits(plan, saved)
+                if self._ends:
+                    return plan, saved + 1
+                return self._rebuilt(crew, plan, saved), saved + 1
+            except LostError as again:
+                lost = again
+
+    def _plan_that_fits(self, plan: Plan, saved: int) -> Plan:
+        """The plan as it is where its GPUs are there; else what the loop moves to, once it finds something."""
+        loop = self._loop
+        if loop is None:
+            return plan
+        loop.began(saved, self._job.iterations - saved)
+        while True:
+            self._take_news()
+            loop.look()
+            if self._ends:
+                return plan
+            if loop.move is not None:
+                return loop.move.before if isinstance(loop.todo, e.RollBack) else loop.move.after
+            if not loop.machine.watch.must_go():
+                return loop.machine.plan
+            if loop.advised is not None:  # nobody else could carry it out, and the plan that was is gone
+                loop.handle(e.AdviceTaken())
+                return loop.machine.plan
+            time.sleep(LOOK_S)
+
+    def _rebuilt(self, crew: ClusterCrew, plan: Plan, saved: int) -> Plan:
+        """Everybody made anew, with the state after an iteration; a move that was under way has arrived then."""
+        loop, began = self._loop, self._now()
+        crew.seats = seats(self._cluster)
+        try:
+            crew.make(self._workflow, plan, saved + 1)
+            if saved:
+                self._load_states(crew, saved)
+        except LostError:
+            if loop is not None and loop.move is not None and not isinstance(loop.todo, e.RollBack):
+                assert loop.todo is not None
+                loop.stage_failed(loop.todo.stage, "a component was lost again")
+            raise
+        took_s = self._now() - began
+        if loop is not None and loop.move is not None:
+            if isinstance(loop.todo, e.RollBack):
+                loop.rolled_back(took_s)
+            else:
+                for stage in STAGES:
+                    if loop.move is not None:
+                        loop.stage_done(stage, took_s if stage.value == "place" else 0.0)
+                plan = loop.machine.plan
+        self._settled(crew, plan, saved + 1, "lost")
+        return plan

@@ -1,90 +1,75 @@
 """The components of a run on a Ray cluster: tasks of a pool, on the slots that the plan gives them.
 
 A group of the plan is one set of slots. Its first component is the task that holds them; the others share them and take
-turns there, so that leaving and coming back to GPUs is the pool's doing and shows in its books. Every call ends in a
-time or in an error that says whose fault it is: a component's own (`ComponentError`), or that its process is gone
-(`SeatLostError`), after which the pool has it back by itself and the run goes on from its last state. Calls may come
-from several threads, one at a time for each component.
+turns there, so that leaving and coming back to GPUs is the pool's doing and shows in its books. A component that brings
+its own workers holds no GPUs itself where it has them alone: its workers do. Every call ends in a time or in an error
+that says whose fault it is: a component's own (`ComponentError`), or that its process is gone (`LostError`): nobody is
+started again behind the run's back, which goes on from its last state with everybody made anew. Calls may come from
+several threads, one at a time for each component.
 """
 
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.model.errors import InputError, TrimtabError, UnreachableError
-from trimtab.model.plan import Plan
+from trimtab.loop.seats import Seat
+from trimtab.model.errors import InputError, TrimtabError
+from trimtab.model.plan import Group, Plan
 from trimtab.model.pool import State
 from trimtab.model.workflow import Workflow
 from trimtab.runtime.ray.client import Pool, Session
 from trimtab.runtime.ray.task import Task
-from trimtab.runtime.run.component import Batch, ComponentError, Place, Result
+from trimtab.runtime.ray.task_errors import TaskError
+from trimtab.runtime.run.component import Batch, ComponentError, Place, Result, find_class
+from trimtab.runtime.run.crew import LostError
 from trimtab.runtime.run.emulated import emulated_settings
 from trimtab.runtime.run.job import RunJob
 from trimtab.runtime.run.seat import ComponentSeat, Done, SeatOrder
 
 PLACE_S = 120.0  # for a component to have its slots and its process
 CLOSE_S = 30.0
-LOOK_S = 0.02
+LOOK_S = 0.5  # a call is waited for in stretches of this, between which it is seen whether its process is known lost
 CPU_EACH = 0.01  # slots of components that compute on GPUs, or nowhere, ask for next to nothing
 
 
-class SeatLostError(UnreachableError):
-    """A component's process is gone. The pool starts it again; what it had since it was saved is lost."""
-
-    def __init__(self, component: str, what: str) -> None:
-        super().__init__(what)
-        self.component = component
-
-
 class ClusterCrew:
-    """All components of a run, each a task of the run's pool."""
+    """All components of a run, each a task of the run's pool. `seats` are those of the cluster, by rank."""
 
-    def __init__(self, run: RunJob, session: Session, pool: Pool, gpus_of_nodes: Sequence[int], folder: Path) -> None:
+    def __init__(self, run: RunJob, session: Session, pool: Pool, seats: Sequence[Seat], folder: Path) -> None:
+        self.seats = tuple(seats)
         self._run = run
         self._session = session
         self._pool = pool
-        self._gpus_each = max(gpus_of_nodes, default=0)
         self._folder = folder
         self._tasks: dict[str, Task] = {}
         self._shared: dict[str, str] = {}  # component: who holds the slots that it takes turns in
         self._has: dict[str, frozenset[str]] = {}
+        self._counts: dict[str, list[int]] = {}  # GPUs of its group on each node, of whoever holds the slots
+        self._gone: dict[str, str] = {}  # task: why, as soon as somebody has heard of it
         self._made = 0
         self._children = {
             name: tuple(c.name for c in run.job.workflow.components if name in c.after)
             for name in run.job.workflow.names
         }
 
-    # ---- making --------------------------------------------------------------------------------------------------
+    # ---- making and ending -----------------------------------------------------------------------------------------
 
     def make(self, workflow: Workflow, plan: Plan, iteration: int) -> None:
-        """Submit all components and wait until each is made."""
-        self._made += 1
-        for component in workflow.in_order():
-            self._submit(workflow, plan, component.name, iteration)
-        for name in workflow.names:
-            self._await_made(name)
+        """Make all components; those that share GPUs come back to them with their first turn."""
+        self.place(workflow, plan, workflow.names, iteration)
 
-    def change(self, workflow: Workflow, before: Plan, after: Plan, iteration: int, loaded: frozenset[str]) -> None:
-        """Another plan, between two iterations: who gets other GPUs or other company is made anew with its state."""
-        touched = [name for name in workflow.names if _seat(before, name) != _seat(after, name)]
-        with tempfile.TemporaryDirectory(prefix="move-", dir=self._folder) as folder:
-            saved = [name for name in touched if self.has(name, "save") and self.has(name, "load")]
-            for name in saved:
-                self.save(name, Path(folder) / name)
-            self.drop(touched)
-            self._made += 1
-            for component in workflow.in_order():
-                if component.name in touched:
-                    self._submit(workflow, after, component.name, iteration)
-            for name in touched:
-                self._await_made(name)
-            for name in saved:
-                self.load(name, Path(folder) / name)
+    def place(self, workflow: Workflow, plan: Plan, names: Sequence[str], iteration: int) -> None:
+        """Submit these components and wait until each is made. Large ones first: they find room then if any do."""
+        self._made += 1
+        order = {component.name: at for at, component in enumerate(workflow.in_order())}
+        for name in sorted(names, key=lambda one: (-len(_group(plan, one).gpus), order[one])):
+            self._submit(workflow, plan, name, iteration)
+        for name in sorted(names, key=lambda one: order[one]):
+            self._await_made(name)
 
     def drop(self, names: Sequence[str] | None = None) -> None:
         """End these components, or all, and see their processes gone and their slots given back."""
@@ -100,59 +85,102 @@ class ClusterCrew:
             self._shared.pop(name, None)
             self._has.pop(name, None)
 
+    def resize(self, workflow: Workflow, plan: Plan, name: str) -> None:
+        """Have a component that can go on with the GPUs that a plan gives it."""
+        pace = self._emulated(workflow, plan, name) if self._run.parts[name].paced else None
+        self._call(name, "resize", len(plan.placed(name).gpus), pace)
+
+    def settle(self, plan: Plan, loaded: frozenset[str]) -> None:
+        """Nothing: whoever takes its turn has the one before leave."""
+
+    def close(self) -> None:
+        """End all of it."""
+        self.drop()
+
     def _submit(self, workflow: Workflow, plan: Plan, name: str, iteration: int) -> None:
-        part, gpus = self._run.parts[name], plan.placed(name).gpus
+        part, placed, group = self._run.parts[name], plan.placed(name), _group(plan, name)
+        alone = len(group.components) <= 1
+        on_slots = alone and bool(placed.gpus) and self._brings_workers(name)
         place = Place(
             component=name,
-            devices=gpus,
-            gpus=len(gpus),
+            devices=placed.gpus,
+            gpus=len(placed.gpus),
             iteration=iteration,
             seed=self._run.seed,
             folder=self._folder,
             emulated=part.use is None,
+            pool=self._pool.name,
+            session=self._session.name,
+            on_slots=on_slots,
         )
-        settings = part.settings
+        settings, pace = part.settings, None
         if part.use is None:
-            settings = emulated_settings(workflow, plan, name, curve=part.curve, disturbance=part.disturbance)
-        order = SeatOrder(place, part.use, settings, self._run.near, self._children[name])
-        group = next((one.components for one in plan.groups if name in one.components), (name,))
-        holder = next((one for one in group if one in self._tasks), None)
-        bundles = self._bundles(len(gpus))
-        sharing: dict[str, Any] = {"room": bundles} if len(group) > 1 else {}
+            settings = self._emulated(workflow, plan, name)
+        elif part.paced:
+            pace = self._emulated(workflow, plan, name)
+        order = SeatOrder(place, part.use, settings, self._run.near, self._children[name], pace)
+        self._counts.pop(name, None)
+        holder = next((one for one in group.components if one in self._tasks), None)
+        sharing: dict[str, Any] = {}
         if holder is not None:
             self._shared[name] = holder
             sharing = {"shares": self._tasks[holder].id}
+        elif not alone:
+            sharing = {"room": self._bundles(group.gpus, group.gpus)}
+        if placed.gpus and holder is None and not on_slots:
+            self._counts[name] = self._on_each(group.gpus, group.gpus)
         self._tasks[name] = self._pool.submit(
             ComponentSeat,
             (order,),
-            resources=bundles,
+            resources=self._bundles((), ()) if on_slots else self._bundles(placed.gpus, group.gpus),
             id=f"{self._pool.name}.{name}.{self._made}",
-            priority=8.0,
+            priority=self._run.priority,
+            strategy="PACK",
             preemptible=False,
             saves=False,
-            restarts=-1,
             labels={"component": name},
             wait_s=PLACE_S,
             **sharing,
         )
 
-    def _bundles(self, gpus: int) -> list[dict[str, float]]:
-        """As few as the nodes allow: a member for each node that it needs."""
-        if not gpus or not self._gpus_each:
-            return [{"cpu": CPU_EACH}]
-        whole, rest = divmod(gpus, self._gpus_each)
-        return [
-            {"gpu": float(count), "cpu": CPU_EACH} for count in (*([self._gpus_each] * whole), *([rest] * (rest > 0)))
-        ]
+    def _brings_workers(self, name: str) -> bool:
+        use = self._run.parts[name].use
+        return use is not None and bool(getattr(find_class(use, self._run.near, name), "brings_workers", False))
+
+    def _emulated(self, workflow: Workflow, plan: Plan, name: str) -> dict[str, Any]:
+        part = self._run.parts[name]
+        return emulated_settings(workflow, plan, name, curve=part.curve, disturbance=part.disturbance)
+
+    def _bundles(self, gpus: Sequence[int], group: Sequence[int]) -> list[dict[str, float]]:
+        """One for each node that the group is on, with the GPUs that the component uses there."""
+        counts = self._on_each(gpus, group) or [0]
+        return [{"cpu": CPU_EACH, **({"gpu": float(count)} if count else {})} for count in counts]
+
+    def _on_each(self, gpus: Sequence[int], group: Sequence[int]) -> list[int]:
+        """How many of these GPUs are on each of the nodes that a group is on."""
+        nodes = dict.fromkeys(self.seats[rank][0] for rank in group)
+        return [sum(self.seats[rank][0] == node for rank in gpus) for node in nodes]
 
     def _await_made(self, name: str) -> None:
         task = self._tasks[name]
-        if name in self._shared or task.wait(("running", "parked"), timeout=PLACE_S) is State.parked:
-            self._take_turn(name, patience_s=PLACE_S)  # it is made when it has its first turn
+        try:
+            if name in self._shared or task.wait(("running", "parked"), timeout=PLACE_S) is State.parked:
+                self._take_turn(name)  # it is made when it has its first turn
+        except TaskError as error:
+            raise LostError(name, f"{name} could not be placed: {error.what}") from error
         told = self._call(name, "has")
         self._has[name] = frozenset(told[0].value)
 
-    # ---- what a run asks -----------------------------------------------------------------------------------------
+    def where(self) -> dict[str, tuple[tuple[str, int], ...]]:
+        """Where GPUs were given to the first component of each group that holds any: node (its id), how many there."""
+        found = {}
+        for name, counts in self._counts.items():
+            if name in self._tasks and name not in self._shared:
+                members = sorted(self._tasks[name].members, key=lambda member: member.rank)
+                found[name] = tuple((member.node, counts[member.rank]) for member in members)
+        return found
+
+    # ---- what a run asks -------------------------------------------------------------------------------------------
 
     def has(self, name: str, method: str) -> bool:
         """Whether a component can do something that it need not be able to."""
@@ -202,41 +230,39 @@ class ClusterCrew:
         """Have a component read its state."""
         self._call(name, "load_from", str(folder))
 
-    def check_health(self) -> None:
-        """Raise where a component says that it is not well."""
-        for name in self._tasks:
+    def span(self, name: str, least: int, most: int) -> None:
+        """Tell a component that brings its own workers how many GPUs are its own to use."""
+        if self.has(name, "span"):
+            self._call(name, "do", "span", least, most)
+
+    def workers(self, names: Sequence[str]) -> Mapping[str, list[dict[str, Any]]]:
+        """The workers of those of these components that bring their own."""
+        return {name: self._call(name, "do", "workers")[0].value for name in names if self.has(name, "workers")}
+
+    def check_health(self, names: Sequence[str]) -> None:
+        """Raise where one of these says that it is not well."""
+        for name in names:
             if self.has(name, "health"):
                 for done in self._call(name, "do", "health"):
                     if done.value is not True:
                         why = done.value if isinstance(done.value, str) else "it says so"
                         raise ComponentError(name, "unhealthy", f"{name} is not well: {why}")
 
-    def await_back(self, within_s: float) -> None:
-        """After a loss: until every component has a process again, made anew where it was lost."""
-        end = time.monotonic() + within_s
-        for name, task in self._tasks.items():
-            if name not in self._shared:
-                task.wait(("running", "parked"), timeout=max(0.1, end - time.monotonic()))
-        for name in self._tasks:
-            self._await_made(name)
+    # ---- losses ----------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """End all of it."""
-        self.drop()
+    def gone(self, task: str, why: str) -> None:
+        """From any thread: the process of a task is known to be gone; whoever waits for it hears of it."""
+        self._gone[task] = why
 
-    # ---- calls ---------------------------------------------------------------------------------------------------
+    # ---- calls -----------------------------------------------------------------------------------------------------
 
-    def _take_turn(self, name: str, patience_s: float = 0.0) -> None:
-        task, end = self._tasks[name], time.monotonic() + patience_s
-        while True:
-            try:
-                task.take_turn()
-                task.wait("running", timeout=PLACE_S)
-                return
-            except InputError as error:  # it is not on its slots: being started again, most likely
-                if time.monotonic() >= end:
-                    raise SeatLostError(name, f"{name} cannot have its turn: {error.what}") from error
-            time.sleep(LOOK_S)
+    def _take_turn(self, name: str) -> None:
+        task = self._tasks[name]
+        try:
+            task.take_turn()
+            task.wait("running", timeout=PLACE_S)
+        except (InputError, TaskError) as error:
+            raise LostError(name, f"{name} cannot have its turn: {error.what}") from error
 
     def _call(self, name: str, method: str, *arguments: Any) -> list[Done]:
         from ray import exceptions
@@ -244,27 +270,39 @@ class ClusterCrew:
         limit_s, task = self._run.step_limit_s, self._tasks[name]
         try:
             references = task.begin(method, *arguments, timeout=PLACE_S)
-            done: list[Done] = self._session._ray.get(references, timeout=limit_s)
-        except exceptions.GetTimeoutError:
-            raise ComponentError(
-                name,
-                "hung",
-                f"the {method} of {name} was not over after {limit_s:g} s",
-                hint="raise run.step_limit_s if it needs longer",
-            ) from None
+            done: list[Done] = self._got(name, task, method, references, limit_s)
+        except TaskError as error:
+            raise LostError(name, f"{name} was lost: {error.what}") from error
         except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
-            raise SeatLostError(name, f"{name} was lost: {task.interrupted(method).what}") from error
+            raise LostError(name, f"{name} was lost: {task.interrupted(method).what}") from error
         except exceptions.RayTaskError as error:
             if isinstance(error.cause, exceptions.ObjectLostError | exceptions.RayActorError):
-                raise SeatLostError(name, f"what {name} was to work on is gone with whoever made it") from error
+                raise LostError(name, f"what {name} was to work on is gone with whoever made it") from error
             raise
         for one in done:
             if one.fault is not None:
                 raise ComponentError(name, one.fault.wrong, one.fault.what, where=one.fault.where)
         return done
 
+    def _got(self, name: str, task: Task, method: str, references: list[Any], limit_s: float) -> list[Done]:
+        """What the calls gave. Ray may take a quarter of a minute to miss a node: what others heard is seen sooner."""
+        ray, end = self._session._ray, time.monotonic() + limit_s
+        while True:
+            left_s = end - time.monotonic()
+            ready, _ = ray.wait(references, num_returns=len(references), timeout=max(0.0, min(LOOK_S, left_s)))
+            if len(ready) == len(references):
+                return list(ray.get(references))
+            if task.id in self._gone:
+                raise LostError(name, f"{name} was lost: {self._gone[task.id]}")
+            if left_s <= 0:
+                raise ComponentError(
+                    name,
+                    "hung",
+                    f"the {method} of {name} was not over after {limit_s:g} s",
+                    hint="raise run.step_limit_s if it needs longer",
+                )
 
-def _seat(plan: Plan, name: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """What makes a component's place another one: its GPUs, and who shares them."""
-    company = next((group.components for group in plan.groups if name in group.components), (name,))
-    return plan.placed(name).gpus, company
+
+def _group(plan: Plan, name: str) -> Group:
+    """The group of a component; one of its own where it uses no GPUs."""
+    return next((one for one in plan.groups if name in one.components), Group((name,), ()))

@@ -29,7 +29,9 @@ Wrong = Literal["raised", "hung", "wrong type", "unhealthy", "died"]
 class Place:
     """Where a component is and what it was given. `devices` are GPU numbers of its machine, `gpus` how many it has.
 
-    `iteration` is the first one that it will see; `folder` is the run's, for files of its own.
+    `iteration` is the first one that it will see; `folder` is the run's, for files of its own. A component that brings
+    its own workers finds the names of the run's `pool` and of its controller (`session`) where they may have slots of
+    their own (`on_slots`); otherwise they live where it lives.
     """
 
     component: str
@@ -41,6 +43,9 @@ class Place:
     seed: int = 0
     folder: Path | None = None
     emulated: bool = False
+    pool: str | None = None
+    session: str | None = None
+    on_slots: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,15 @@ class Optionally(Protocol):
 
     def close(self) -> None:
         """The run is over."""
+
+    def resize(self, gpus: int) -> None:
+        """Go on with so many GPUs, with nothing lost. Only for one that brings its own workers."""
+
+    def span(self, least: int, most: int) -> None:
+        """Between so many GPUs and so many are its own to use as its load has it."""
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Each of its workers: name, state, running, reason."""
 
 
 class ComponentError(UnreachableError):

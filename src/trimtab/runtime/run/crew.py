@@ -7,11 +7,11 @@ Every call ends in a time or in a ComponentError that says whose fault it is. Wh
 from __future__ import annotations
 
 import contextlib
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from trimtab.model.errors import UnreachableError
 from trimtab.model.plan import Plan
 from trimtab.model.workflow import Workflow
 from trimtab.runtime.run.calls import Caller, DeadlineError
@@ -27,10 +27,18 @@ from trimtab.runtime.run.component import (
     origin,
     said,
 )
-from trimtab.runtime.run.emulated import EmulatedComponent, emulated_settings
+from trimtab.runtime.run.emulated import EmulatedComponent, Paced, emulated_settings
 from trimtab.runtime.run.job import RunJob
 
 CLOSE_LIMIT_S = 10.0
+
+
+class LostError(UnreachableError):
+    """A component's process is gone; what it had since it was saved is lost."""
+
+    def __init__(self, component: str, what: str) -> None:
+        super().__init__(what)
+        self.component = component
 
 
 class CrewLike(Protocol):
@@ -39,8 +47,17 @@ class CrewLike(Protocol):
     def make(self, workflow: Workflow, plan: Plan, iteration: int) -> None:
         """Make all components, and have those that share GPUs leave them."""
 
-    def change(self, workflow: Workflow, before: Plan, after: Plan, iteration: int, loaded: frozenset[str]) -> None:
-        """Another plan, between two iterations; `loaded` are those on their GPUs."""
+    def drop(self, names: Sequence[str] | None = None) -> None:
+        """End these components, or all. Never raises for a component's sake."""
+
+    def place(self, workflow: Workflow, plan: Plan, names: Sequence[str], iteration: int) -> None:
+        """Make these components anew where a plan has them."""
+
+    def resize(self, workflow: Workflow, plan: Plan, name: str) -> None:
+        """Have a component that can go on with the GPUs that a plan gives it."""
+
+    def settle(self, plan: Plan, loaded: frozenset[str]) -> None:
+        """Have those that share GPUs off them and all others on theirs; `loaded` are on theirs now."""
 
     def has(self, name: str, method: str) -> bool:
         """Whether a component can do something that it need not be able to."""
@@ -66,8 +83,14 @@ class CrewLike(Protocol):
     def load(self, name: str, folder: Path) -> None:
         """Have a component read its state."""
 
-    def check_health(self) -> None:
-        """Raise where one says that it is not well."""
+    def check_health(self, names: Sequence[str]) -> None:
+        """Raise where one of these says that it is not well."""
+
+    def span(self, name: str, least: int, most: int) -> None:
+        """Tell a component that brings its own workers how many GPUs are its own to use."""
+
+    def workers(self, names: Sequence[str]) -> Mapping[str, list[dict[str, Any]]]:
+        """The workers of those of these components that bring their own."""
 
     def close(self) -> None:
         """The run is over. Never raises for a component's sake."""
@@ -94,34 +117,35 @@ class Crew:
             if self._shares(plan, component.name):
                 self.offload(component.name)
 
-    def change(self, workflow: Workflow, before: Plan, after: Plan, iteration: int, loaded: frozenset[str]) -> None:
-        """Another plan, between two iterations: who gets other GPUs is made anew with the state it had.
+    def drop(self, names: Sequence[str] | None = None) -> None:
+        """End these components, or all; says nothing of what goes wrong with somebody who is to go anyway."""
+        for name in list(self._made) if names is None else names:
+            if name in self._made and not self._caller.stuck and self.has(name, "close"):
+                with contextlib.suppress(ComponentError):
+                    self._called(name, "close", self._method(name, "close"))
+            self._made.pop(name, None)
 
-        A component that cannot save and load stays the object it is. Afterwards those that share GPUs are off them, and
-        all others on theirs.
-        """
+    def place(self, workflow: Workflow, plan: Plan, names: Sequence[str], iteration: int) -> None:
+        """Make these components anew where a plan has them; they are on their GPUs then."""
         for component in workflow.in_order():
-            name = component.name
-            on = name in loaded
-            if before.placed(name).gpus != after.placed(name).gpus or self._run.parts[name].use is None:
-                on = self._made_anew(workflow, after, name, iteration) or on
-            if self._shares(after, name):
-                if on:
-                    self.offload(name)
-            elif not on:
-                self.onload(name)
+            if component.name in names:
+                self._make(workflow, plan, component.name, iteration)
 
-    def _made_anew(self, workflow: Workflow, plan: Plan, name: str, iteration: int) -> bool:
-        """Whether a component could be made anew, and is on its GPUs therefore."""
-        if not (self.has(name, "save") and self.has(name, "load")):
-            return False
-        with tempfile.TemporaryDirectory(prefix="trimtab-move-") as folder:
-            self.save(name, Path(folder))
-            if self.has(name, "close"):
-                self._timed(name, "close")
-            self._make(workflow, plan, name, iteration)
-            self.load(name, Path(folder))
-        return True
+    def resize(self, workflow: Workflow, plan: Plan, name: str) -> None:
+        """Have a component that can go on with the GPUs that a plan gives it."""
+        component = self._made[name]
+        if isinstance(component, Paced):
+            component.pace(**self._emulated(workflow, plan, name))
+        self._timed(name, "resize", len(plan.placed(name).gpus))
+
+    def settle(self, plan: Plan, loaded: frozenset[str]) -> None:
+        """Have those that share GPUs off them and all others on theirs; `loaded` are on theirs now."""
+        for name in self._made:
+            if self._shares(plan, name):
+                if name in loaded:
+                    self.offload(name)
+            elif name not in loaded:
+                self.onload(name)
 
     def has(self, name: str, method: str) -> bool:
         """Whether a component can do something that it need not be able to."""
@@ -156,9 +180,18 @@ class Crew:
         """Have a component read its state."""
         self._timed(name, "load", folder)
 
-    def check_health(self) -> None:
-        """Raise ComponentError where one says that it is not well."""
-        for name in self._made:
+    def span(self, name: str, least: int, most: int) -> None:
+        """Tell a component that brings its own workers how many GPUs are its own to use."""
+        if self.has(name, "span"):
+            self._timed(name, "span", least, most)
+
+    def workers(self, names: Sequence[str]) -> Mapping[str, list[dict[str, Any]]]:
+        """The workers of those of these components that bring their own."""
+        return {name: self._timed(name, "workers")[0] for name in names if self.has(name, "workers")}
+
+    def check_health(self, names: Sequence[str]) -> None:
+        """Raise ComponentError where one of these says that it is not well."""
+        for name in names:
             if self.has(name, "health"):
                 answer, _ = self._timed(name, "health")
                 if answer is not True:
@@ -187,11 +220,17 @@ class Crew:
             emulated=part.use is None,
         )
         if part.use is None:
-            settings = emulated_settings(workflow, plan, name, curve=part.curve, disturbance=part.disturbance)
-            self._made[name] = EmulatedComponent(**settings, place=place, clock=self._clock)
+            self._made[name] = EmulatedComponent(**self._emulated(workflow, plan, name), place=place, clock=self._clock)
             return
         use, given, near = part.use, part.settings, self._run.near
-        self._made[name] = self._called(name, "make", lambda: make_component(use, given, place, near))
+        made: Component = self._called(name, "make", lambda: make_component(use, given, place, near))
+        if part.paced:
+            made = Paced(made, place=place, clock=self._clock, **self._emulated(workflow, plan, name))
+        self._made[name] = made
+
+    def _emulated(self, workflow: Workflow, plan: Plan, name: str) -> dict[str, Any]:
+        part = self._run.parts[name]
+        return emulated_settings(workflow, plan, name, curve=part.curve, disturbance=part.disturbance)
 
     def _shares(self, plan: Plan, name: str) -> bool:
         return any(name in group.components and len(group.components) > 1 for group in plan.groups)

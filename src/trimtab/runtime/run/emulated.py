@@ -3,25 +3,31 @@
 They let plans for many GPUs be tried on one machine, with real queues and real order. What a step takes is decided by
 seed, component, iteration and batch alone, never by when or where it runs: the same job gives the same times again, a
 run that is resumed or moved goes on in the same story, and more GPUs change the level but not the luck.
+
+`Paced` joins the two worlds: somebody's code does its work, and then waits until it has taken as long as the emulated
+component would. What it computes is never touched, and work that takes longer than that takes as long as it takes.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from trimtab.loop.estimates import profiled_seconds
 from trimtab.model.errors import InputError
 from trimtab.model.plan import Plan
 from trimtab.model.workflow import Workflow
 from trimtab.plan.cost import Points, seconds_at
 from trimtab.plan.order import batch_seconds
 from trimtab.runtime.run.clock import Clock, WallClock
-from trimtab.runtime.run.component import Batch, Place, Result
+from trimtab.runtime.run.component import Batch, Component, Optionally, Place, Result
+
+_Given = TypeVar("_Given")
 
 
 @dataclass(frozen=True)
@@ -108,8 +114,8 @@ class EmulatedComponent:
         self.version: int | None = None
         self.iteration = place.iteration - 1  # the last one of which it has ended all batches
         self._batch_s = batch_s
-        self._switch_s = switch_s
-        self._sync_s = sync_s
+        self.switch_s = switch_s
+        self.sync_s = sync_s
         self._disturbance = disturbance
         self._clock: Clock = clock if clock is not None else WallClock()
         self._overslept_s = 0.0
@@ -117,7 +123,7 @@ class EmulatedComponent:
     def step(self, batch: Batch) -> Result:
         """Take the time of this batch."""
         took_s = self.seconds(batch.iteration, batch.index)
-        self._pass(took_s)
+        self.pass_s(took_s)
         if batch.index == batch.of - 1:
             self.iteration = batch.iteration
         return Result({"component": self.place.component, "iteration": batch.iteration, "index": batch.index})
@@ -130,14 +136,14 @@ class EmulatedComponent:
 
     def onload(self) -> None:
         """Take the switch time, that of leaving included: the profile states both as one."""
-        self._pass(self._switch_s)
+        self.pass_s(self.switch_s)
 
     def offload(self) -> None:
         """Leave at once."""
 
     def weights(self) -> dict[str, int]:
         """Take the time of a weight sync; whoever receives it goes on with its own work meanwhile."""
-        self._pass(self._sync_s)
+        self.pass_s(self.sync_s)
         return {"iteration": self.iteration}
 
     def sync(self, weights: Any, version: int) -> None:
@@ -152,12 +158,71 @@ class EmulatedComponent:
         """Go on from there."""
         self.iteration = int((path / "iteration").read_text(encoding="utf-8"))
 
-    def _pass(self, seconds: float) -> None:
+    def pass_s(self, seconds: float) -> None:
         """Sleep, and sleep less the next time by what a crowded machine made of it, so that levels stay true."""
         began = self._clock.now()
         self._clock.sleep(max(0.0, seconds - self._overslept_s))
         took_s = self._clock.now() - began
         self._overslept_s = max(0.0, self._overslept_s + took_s - seconds)
+
+
+OPTIONAL = tuple(name for name in vars(Optionally) if not name.startswith("_"))
+"""The methods that a component may have."""
+
+
+class Paced:
+    """Somebody's component whose steps, switches and weight syncs last as long as the emulated ones would.
+
+    It has the optional methods that the component has, and no others; `onload` also where a switch takes time.
+    """
+
+    def __init__(self, component: Component, *, place: Place, clock: Clock | None = None, **settings: Any) -> None:
+        self.component = component
+        self._place = place
+        self._clock: Clock = clock if clock is not None else WallClock()
+        self._left_s = 0.0  # what leaving the GPUs took the last time: the next switch holds it
+        self.pace(**settings)
+        for name in ("brings_workers", *OPTIONAL):
+            if hasattr(component, name):
+                setattr(self, name, getattr(component, name))
+        own = {"offload": self._offload, "weights": self._weights}
+        for name, method in own.items():
+            if callable(getattr(component, name, None)):
+                setattr(self, name, method)
+        if callable(getattr(component, "onload", None)) or self._emulated.switch_s:
+            setattr(self, "onload", self._onload)  # noqa: B010
+
+    def pace(self, **settings: Any) -> None:
+        """Last as long as these settings say from now on: for one that goes on with other GPUs."""
+        self._emulated = EmulatedComponent(**settings, place=self._place, clock=self._clock)
+
+    def step(self, batch: Batch) -> Any:
+        """Its step, and what is left of the time of this batch."""
+        seconds = self._emulated.seconds(batch.iteration, batch.index)
+        return self._lasting(seconds, lambda: self.component.step(batch))
+
+    def _onload(self) -> None:
+        onload = getattr(self.component, "onload", None)
+        seconds = max(0.0, self._emulated.switch_s - self._left_s)
+        self._left_s = 0.0
+        self._lasting(seconds, onload if callable(onload) else lambda: None)
+
+    def _offload(self) -> None:
+        began = self._clock.now()
+        self.component.offload()  # type: ignore[attr-defined]
+        self._left_s = self._clock.now() - began
+
+    def _weights(self) -> Any:
+        return self._lasting(self._emulated.sync_s, self.component.weights)  # type: ignore[attr-defined]
+
+    def _lasting(self, seconds: float, work: Callable[[], _Given]) -> _Given:
+        """Do the work, and let the rest of its time pass."""
+        began = self._clock.now()
+        given = work()
+        left_s = seconds - (self._clock.now() - began)
+        if left_s > 0:
+            self._emulated.pass_s(left_s)
+        return given
 
 
 def emulated_settings(
@@ -170,11 +235,14 @@ def emulated_settings(
 ) -> dict[str, Any]:
     """What `EmulatedComponent` needs to stand for a component of a plan, as settings that travel to any process.
 
-    A `curve` of points {gpus: seconds} takes the place of the profile: what the component truly takes, where that is
-    not what the planner was told.
+    Times are those of its profile, whatever the plan was made with: costs that have drifted drift here by themselves. A
+    `curve` of points {gpus: seconds} takes the place of the profile: what the component truly takes, where that is not
+    what the planner was told.
     """
     component, placed = workflow.component(name), plan.placed(name)
-    seconds = placed.seconds
+    kind = next((group.kind for group in plan.groups if name in group.components), "")
+    profiled = profiled_seconds(component, placed.variant, kind, len(placed.gpus))
+    seconds = placed.seconds if profiled is None else profiled
     if curve is not None:
         seconds = seconds_at(curve_points(curve, name), 0.0, max(1, len(placed.gpus)))
     sync = workflow.weight_sync

@@ -11,7 +11,7 @@ import numpy as np
 
 from trimtab.model.errors import InfeasibleError, InputError
 from trimtab.model.plan import Plan
-from trimtab.model.run import Iteration
+from trimtab.model.run import Iteration, RunRules
 from trimtab.model.workflow import ANY_KIND, Component, Job, Variant, Workflow, check_workflow
 from trimtab.plan.boxes import Found
 from trimtab.plan.space import Space
@@ -24,12 +24,16 @@ UNMEASURED_S = 1.0
 
 @dataclass(frozen=True)
 class Part:
-    """Which code a component is: a class with its settings, or (`use` is None) one that is emulated."""
+    """Which code a component is: a class with its settings, or (`use` is None) one that is emulated.
+
+    With `paced` the code is real and its steps are made to last as long as emulated ones would.
+    """
 
     use: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     curve: Mapping[int, float] | None = None
     disturbance: Disturbance = UNDISTURBED
+    paced: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,9 @@ class RunJob:
     unmeasured: frozenset[str] = frozenset()
     near: Path | None = None
     name: str = "job"
+    rules: RunRules = field(default_factory=RunRules)
+    priority: float = 8.0
+    text: str | None = None  # the job as a job file says it: kept in the run's folder
 
     def __post_init__(self) -> None:
         check_workflow(self.job.workflow)
@@ -67,7 +74,7 @@ class RunJob:
                     where=where,
                     hint="add use: package.module:Class, or emulate: true",
                 )
-            if part.use is None and part.curve is None and component in self.unmeasured:
+            if (part.use is None or part.paced) and part.curve is None and component in self.unmeasured:
                 raise InputError(f"{component} is emulated and has no costs", where=where, hint="add its `seconds`")
 
 

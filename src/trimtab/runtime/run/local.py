@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from trimtab.model.errors import InputError, TrimtabError
+from trimtab.loop.events import Asked, RollBack
+from trimtab.loop.machine import LoopMachine
+from trimtab.model.errors import InputError, TrimtabError, UnreachableError
 from trimtab.model.plan import Plan
 from trimtab.model.reason import Code, Reason
-from trimtab.model.run import Iteration
+from trimtab.model.run import STAGES, Iteration, Stage
 from trimtab.model.workflow import Job, Workflow
 from trimtab.plan.order import play
 from trimtab.plan.placement import best_plan
@@ -32,10 +35,12 @@ from trimtab.plan.timeline import to_plan
 from trimtab.runtime.run.acting import Acting, Inputs
 from trimtab.runtime.run.clock import Clock, WallClock
 from trimtab.runtime.run.component import ComponentError, said
-from trimtab.runtime.run.crew import Crew, CrewLike
+from trimtab.runtime.run.crew import Crew, CrewLike, LostError
 from trimtab.runtime.run.folder import PastRun, RunFolder, iteration_facts, read_run
 from trimtab.runtime.run.job import RunJob, shared_plan, with_costs
+from trimtab.runtime.run.looping import Looping
 from trimtab.runtime.run.measuring import Metrics, bars_facts, plan_facts, summary_facts
+from trimtab.runtime.run.moving import Moving
 from trimtab.runtime.run.saving import Saving
 
 State = Literal["running", "done", "stopped", "failed"]
@@ -74,6 +79,7 @@ class LocalRun:
         clock: Clock | None = None,
         told: Callable[[Iteration, Metrics], None] | None = None,
         inputs: Inputs | None = None,
+        on_event: Callable[[str, dict[str, Any]], None] | None = None,
     ) -> None:
         if resume and folder is None:
             raise InputError("a run is resumed from its folder, and none is named")
@@ -84,7 +90,10 @@ class LocalRun:
         self._resume = resume
         self._clock: Clock = clock if clock is not None else WallClock()
         self._told = told
+        self._on_event = on_event
         self._inputs = inputs
+        self._loop: Looping | None = None
+        self._asked: list[str] = []
         self._stop: Reason | None = None
         self._interrupts = 0
         self._ending = False
@@ -99,10 +108,23 @@ class LocalRun:
         self._here = time.perf_counter()
         self._here_s: dict[int, float] = {}
         self._sync_s: dict[int, float] = {}
+        self._cluster = run.job.cluster
+        self._measured = False  # costs that were not stated are known, and planned with
+        self._spans: dict[str, tuple[int, int]] = {}
+        self._workers: dict[tuple[str, str], str] = {}
+        self._telling = threading.Lock()
+        self._acted = self._clock.now()  # when the last act was over, by the clock
 
     def stop(self, why: str = "somebody asked for it") -> None:
         """End the run after the iteration that is under way, with its state saved. From any thread."""
         self._stop = Reason(Code.by_hand, why)
+
+    def ask(self, why: str = "somebody asked") -> None:
+        """Whether the plan is still right: the answer is told when the iteration under way is over. From any thread."""
+        if self._loop is None:
+            self._asked.append(why)
+        else:
+            self._loop.post(Asked(why))
 
     def run(self) -> RunEnd:
         """Run it to its end. Raises only for what is wrong before anything has begun."""
@@ -140,6 +162,8 @@ class LocalRun:
             crew.close()
             self._finish("failed", Reason(Code.raised, f"it broke off: {said(broken)}"), self._plan_now or plan)
             raise
+        if self._loop is not None and self._loop.stop is not None:
+            return "failed", self._loop.stop, UnreachableError(self._loop.stop.sentence)
         if self._stop is not None and self._done < self._job.iterations:
             return "stopped", self._stop, None
         return "done", Reason(Code.completed, f"all {self._job.iterations} iterations are done"), None
@@ -156,6 +180,7 @@ class LocalRun:
         if self._resume:
             self._past = read_run(self._path)
         self._folder = RunFolder(self._path, resume=self._resume)
+        self._folder.keep_job(self._job.text)
         saved = self._past.saved
         self._saving = Saving(self._folder, self._workflow.names, self._job.save_every, self._job.iterations)
         self._saving.whole = saved
@@ -170,10 +195,11 @@ class LocalRun:
             if self._given is not None:
                 return self._given
             if not self._job.unmeasured:
-                return _best(self._job.job)
+                return _best(Job(self._cluster, self._workflow))
             if self._past.planned and self._costs_known():
+                self._measured = True
                 return self._measured_plan()
-            return shared_plan(self._job.job)
+            return shared_plan(Job(self._cluster, self._workflow))
         except BaseException:
             if self._folder is not None:
                 self._folder.close()
@@ -219,22 +245,133 @@ class LocalRun:
     def _done(self) -> int:
         return self._iterations[-1].number if self._iterations else 0
 
-    def _all_iterations(self, crew: CrewLike, plan: Plan, first: int) -> Plan:
+    def _all_iterations(self, crew: CrewLike, plan: Plan, first: int) -> None:
         """Run to the last iteration; with costs unknown, measure them first, and plan with them."""
         last = self._job.iterations
-        if self._given is None and self._job.unmeasured and not (self._past.planned and self._costs_known()):
-            until = min(last, max(first, self._job.profile_iterations))
-            loaded = self._iterate(crew, plan, first, until)
-            first = until + 1
-            if self._stop is None and first <= last:
-                before, plan = plan, self._measured_plan()
-                self._plan_now, self._plan_since = plan, first
-                self._tell("plan", why="measured", iteration=first, **plan_facts(plan))
-                crew.change(self._workflow, before, plan, first, loaded)
-                self._sync_now(crew, until)
-        if self._stop is None and first <= last:
-            self._iterate(crew, plan, first, last)
-        return plan
+        while not self._ends and first <= last:
+            until = last
+            try:
+                if self._has_to_measure():
+                    until = min(last, max(first, self._job.profile_iterations))
+                elif self._loop is None:
+                    self._loop = self._make_loop(plan, first)
+                loaded = self._iterate(crew, plan, first, until)
+                first = self._done + 1
+                if not self._ends and first <= last:
+                    plan = self._next_plan(crew, plan, first, loaded)
+            except LostError as lost:
+                plan, first = self._recovered(crew, lost, plan)
+
+    @property
+    def _ends(self) -> bool:
+        return self._stop is not None or (self._loop is not None and self._loop.stop is not None)
+
+    def _has_to_measure(self) -> bool:
+        return self._given is None and bool(self._job.unmeasured) and not self._measured
+
+    def _recovered(self, crew: CrewLike, lost: LostError, plan: Plan) -> tuple[Plan, int]:
+        """Go on after a component was lost; gives the plan and the iteration to go on with."""
+        raise lost  # in one process nobody is lost alone
+
+    # ---- the loop, and moves -------------------------------------------------------------------------------------
+
+    def _make_loop(self, plan: Plan, first: int) -> Looping:
+        machine = LoopMachine(self._workflow, self._cluster, plan, self._job.rules)
+        loop = Looping(machine, self._tell, self._now)
+        loop.began(first - 1, self._job.iterations - first + 1)
+        while self._asked:
+            loop.post(Asked(self._asked.pop(0)))
+        return loop
+
+    def _next_plan(self, crew: CrewLike, plan: Plan, first: int, loaded: frozenset[str]) -> Plan:
+        """What the next iterations run under: another plan where costs are known now, or where the loop moves."""
+        if self._has_to_measure():
+            before, after = plan, self._measured_plan()
+            self._measured = True
+            touched = tuple(name for name in self._workflow.names if _seat(before, name) != _seat(after, name))
+            moving = self._moving(crew, before, after, touched, first, loaded)
+            try:
+                for stage in STAGES:
+                    moving.do(stage)
+            except ComponentError as fault:  # it ran well as it was: so it goes on
+                self._tell("told", code=Code.rolled_back.value, reason=f"the plan stays as it is: {fault.what}")
+                moving.undo()
+                return before
+            finally:
+                moving.end()
+                self._passed()
+            self._settled(crew, after, first, "measured")
+            return after
+        loop = self._loop
+        assert loop is not None
+        if loop.move is None:  # it was begun and is rolled back already, or the run ends
+            self._moving(crew, plan, plan, (), first, loaded).do(Stage.resume)
+            return plan
+        return self._moved(crew, loop, plan, first, loaded)
+
+    def _moved(self, crew: CrewLike, loop: Looping, plan: Plan, first: int, loaded: frozenset[str]) -> Plan:
+        """Carry out a move that has begun, and is drained by now; gives the plan that is in place then."""
+        move = loop.move
+        assert move is not None
+        moving = self._moving(crew, plan, move.after, move.touched, first, loaded)
+        try:
+            while loop.move is not None:
+                todo, began = loop.todo, self._now()
+                assert todo is not None
+                if isinstance(todo, RollBack):
+                    self._undone(loop, moving)
+                    return plan
+                try:
+                    moving.do(todo.stage)
+                except (TrimtabError, OSError) as fault:
+                    self._passed()
+                    loop.stage_failed(todo.stage, said_of(fault))
+                    continue
+                self._passed()
+                took_s = 0.0 if todo.stage is Stage.drain else self._now() - began
+                loop.stage_done(todo.stage, took_s)
+                loop.look()
+        finally:
+            moving.end()
+        self._settled(crew, loop.machine.plan, first, "move")
+        return loop.machine.plan
+
+    def _undone(self, loop: Looping, moving: Moving) -> None:
+        began = self._now()
+        try:
+            moving.undo()
+        except LostError:
+            raise
+        except (TrimtabError, OSError) as fault:
+            self._passed()
+            loop.roll_back_failed(said_of(fault))
+            return
+        self._passed()
+        loop.rolled_back(self._now() - began)
+
+    def _moving(
+        self, crew: CrewLike, before: Plan, after: Plan, touched: tuple[str, ...], first: int, loaded: frozenset[str]
+    ) -> Moving:
+        inside = self._path if self._path is not None and self._path.is_dir() else None
+        folder = Path(tempfile.mkdtemp(prefix="move-", dir=inside))
+        return Moving(
+            crew, self._workflow, before, after, touched, folder, first, loaded, lambda: self._sync_now(crew, first - 1)
+        )
+
+    def _settled(self, crew: CrewLike, plan: Plan, first: int, why: str) -> None:
+        """Another plan is in place."""
+        self._plan_now, self._plan_since = plan, first
+        self._tell("plan", why=why, iteration=first, **plan_facts(plan))
+
+    def _now(self) -> float:
+        """Seconds of the run's timeline."""
+        return self._time_s
+
+    def _passed(self) -> None:
+        """Something that is no act took time: so much later is it on the timeline."""
+        now = self._clock.now()
+        self._time_s += max(0.0, now - self._acted)
+        self._acted = now
 
     def _costs_known(self) -> bool:
         return len(self._iterations) >= self._job.profile_iterations
@@ -244,7 +381,7 @@ class LocalRun:
         measured = tuple(self._iterations[1 : self._job.profile_iterations]) or tuple(self._iterations)
         syncs_s = [self._sync_s[one.number] for one in measured if one.number in self._sync_s]
         self._workflow = with_costs(self._job.job.workflow, measured, self._job.unmeasured, syncs_s)
-        return _best(Job(self._job.job.cluster, self._workflow))
+        return _best(Job(self._cluster, self._workflow))
 
     def _iterate(self, crew: CrewLike, plan: Plan, first: int, last: int) -> frozenset[str]:
         """Iterations `first` to `last` under one plan; gives who is on its GPUs at the end."""
@@ -260,7 +397,8 @@ class LocalRun:
         )
         self._here = time.perf_counter()
         self._drive(acting)
-        if acting.order.finished >= first and self._stop is not None:
+        self._acted = self._clock.now()
+        if acting.order.finished >= first and self._ends:
             self._saving.complete(crew, acting.order.finished)
         return acting.order.loaded
 
@@ -274,11 +412,12 @@ class LocalRun:
         self._time_s = now_s
         while self._done < acting.order.finished:
             self._iteration_done(acting, self._done + 1, now_s)
-        if self._stop is not None:
+        if self._ends or (self._loop is not None and self._loop.move is not None):
             acting.order.stop_after(acting.order.finished)
 
     def _iteration_done(self, acting: Acting, number: int, now_s: float) -> None:
-        acting.crew.check_health()
+        idle = tuple(name for name in self._workflow.names if acting.order.is_idle(name))
+        acting.crew.check_health(idle)
         is_due = self._saving.is_due(number)
         iteration = acting.measuring.iteration(number, now_s, ("checkpoint",) if is_due else ())
         metrics = acting.measuring.metrics(number)
@@ -299,12 +438,35 @@ class LocalRun:
             self._saving.complete(acting.crew, number)
         if self._told is not None:
             self._told(iteration, metrics)
+        if self._loop is not None:
+            self._loop.iteration(iteration)
+            self._loop.look()
+        self._see_workers(acting.crew, idle)
+
+    def _see_workers(self, crew: CrewLike, names: Sequence[str]) -> None:
+        """Tell components that bring their own workers what the loop lets them have, and what became of the workers."""
+        for name in names:
+            span = self._loop.ranges.get(name) if self._loop is not None else None
+            if span is not None and self._spans.get(name) != span:
+                crew.span(name, *span)
+                self._spans[name] = span
+        for name, workers in crew.workers(names).items():
+            for one in workers:
+                worker, state = str(one.get("name")), str(one.get("state"))
+                if self._workers.get((name, worker)) != state:
+                    self._workers[name, worker] = state
+                    said = {"code": one.get("code", ""), "reason": one.get("reason", "")}
+                    self._tell("worker", component=name, worker=worker, state=state, **said)
 
     # ---- telling -------------------------------------------------------------------------------------------------
 
     def _tell(self, event: str, **facts: Any) -> None:
-        if self._folder is not None:
-            self._folder.tell(event, **facts)
+        facts["t_s"] = round(self._now(), 4)
+        with self._telling:
+            if self._folder is not None:
+                self._folder.tell(event, **facts)
+            if self._on_event is not None:
+                self._on_event(event, facts)
 
     def _summarise(self, state: str, reason: Reason, plan: Plan) -> None:
         if self._folder is not None:
@@ -330,6 +492,17 @@ class LocalRun:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _seat(plan: Plan, name: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """What makes a component's place another one: its GPUs, and who shares them."""
+    company = next((group.components for group in plan.groups if name in group.components), (name,))
+    return plan.placed(name).gpus, company
+
+
+def said_of(fault: BaseException) -> str:
+    """What went wrong, in one line."""
+    return fault.what if isinstance(fault, TrimtabError) else said(fault)
 
 
 def _best(job: Job) -> Plan:

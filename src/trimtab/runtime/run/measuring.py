@@ -152,6 +152,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "costs_s": {placed.name: placed.seconds for placed in plan.components},
         "switch_s": {placed.name: placed.switch_seconds for placed in plan.components if placed.switch_seconds},
         "sync_s": plan.sync_seconds,
+        "variants": {placed.name: placed.variant for placed in plan.components if placed.variant},
     }
 
 

@@ -30,9 +30,7 @@ from trimtab.runtime.run.component import (
     origin,
     said,
 )
-from trimtab.runtime.run.emulated import EmulatedComponent
-
-OPTIONAL = ("offload", "onload", "save", "load", "weights", "sync", "health", "close")
+from trimtab.runtime.run.emulated import OPTIONAL, EmulatedComponent, Paced
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,7 @@ class SeatOrder:
     settings: Mapping[str, Any]
     near: Path | None = None
     wanted_by: tuple[str, ...] = ()
+    pace: Mapping[str, Any] | None = None  # what an emulated one would take, where somebody's code is made to last
 
 
 @dataclass(frozen=True)
@@ -140,6 +139,12 @@ class ComponentSeat:
 
         return self._guarded(method, done)
 
+    def resize(self, gpus: int, pace: Mapping[str, Any] | None) -> Done:
+        """Go on with so many GPUs."""
+        if pace is not None and isinstance(self._component, Paced):
+            self._component.pace(**pace)
+        return self.do("resize", gpus)
+
     def save_to(self, folder: str) -> Done:
         """Write its state into a folder of its rank."""
         target = Path(folder) if self._place.world == 1 else Path(folder) / f"rank-{self._place.rank}"
@@ -180,6 +185,8 @@ class ComponentSeat:
             self._component = EmulatedComponent(**order.settings, place=self._place, clock=WallClock())
         else:
             self._component = make_component(order.use, order.settings, self._place, order.near)
+            if order.pace is not None:
+                self._component = Paced(self._component, place=self._place, **order.pace)
         return Done()
 
     def _guarded(self, method: str, call: Callable[[], Done]) -> Done:

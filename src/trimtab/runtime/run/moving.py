@@ -1,0 +1,118 @@
+"""A move, carried out stage by stage with a crew, and undone where one of them fails.
+
+Between two iterations nobody works. Whoever has to go writes its state, ends, is made anew where the new plan has it,
+and reads its state; whoever need not is not touched, and a component that can grow and shrink by itself does only that.
+Until the last stage is done every component's state is on disk or in its process, so that the way back is always there.
+
+What must never happen: a component that is ended before its state is written; two processes of one component.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trimtab.model.errors import UnreachableError
+from trimtab.model.plan import Plan
+from trimtab.model.run import Stage
+from trimtab.model.workflow import Workflow
+from trimtab.runtime.run.crew import CrewLike
+
+
+class Moving:
+    """From one plan to another, after `iteration` - 1. `loaded` are the components on their GPUs now."""
+
+    def __init__(
+        self,
+        crew: CrewLike,
+        workflow: Workflow,
+        before: Plan,
+        after: Plan,
+        touched: Sequence[str],
+        folder: Path,
+        iteration: int,
+        loaded: frozenset[str],
+        sync: Callable[[], None],
+    ) -> None:
+        self._crew, self._workflow = crew, workflow
+        self._before, self._after = before, after
+        self._folder, self._iteration, self._loaded = folder, iteration, loaded
+        self._sync = sync
+        groups = [group.components for plan in (before, after) for group in plan.groups]
+        shares = {name for components in groups if len(components) > 1 for name in components}
+        self._resized = tuple(n for n in touched if crew.has(n, "resize") and n not in shares)
+        self._anew = tuple(n for n in touched if n not in self._resized)
+        self._saved = tuple(n for n in self._anew if crew.has(n, "save") and crew.has(n, "load"))
+        self._released = self._resizing = False
+
+    def do(self, stage: Stage) -> None:
+        """Do a stage; raises where it fails."""
+        doing: dict[Stage, Callable[[], None]] = {
+            Stage.save: self._save,
+            Stage.release: self._release,
+            Stage.place: lambda: self._place(self._after),
+            Stage.load: self._load,
+            Stage.check: self._check,
+            Stage.resume: lambda: self._resume(self._after),
+        }
+        if stage in doing:  # draining was the run's doing
+            doing[stage]()
+
+    def undo(self) -> None:
+        """Put the old plan in place again; raises where that fails."""
+        if self._released:
+            self._crew.drop(self._anew)
+        if self._released or self._resizing:
+            self._place(self._before)
+            self._load()
+            self._check()
+        self._resume(self._before)
+
+    def end(self) -> None:
+        """Nothing of it is needed any more."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _save(self) -> None:
+        source = self._workflow.weight_sync.source if self._workflow.weight_sync is not None else None
+        if source in self._anew and source not in self._saved:
+            raise UnreachableError(
+                f"{source} cannot save and load, so it cannot move without losing what it has learned",
+                hint="give it save(path) and load(path)",
+            )
+        for name in self._saved:
+            folder = self._folder / name
+            folder.mkdir(parents=True)
+            self._crew.save(name, folder)
+
+    def _release(self) -> None:
+        self._released = bool(self._anew)
+        self._crew.drop(self._anew)
+
+    def _place(self, plan: Plan) -> None:
+        # Whoever shrinks does so before others are placed, whoever grows after that: there is room for both then.
+        larger = [n for n in self._resized if len(plan.placed(n).gpus) > len(self._other(plan).placed(n).gpus)]
+        self._resizing = bool(self._resized)
+        for name in self._resized:
+            if name not in larger:
+                self._crew.resize(self._workflow, plan, name)
+        self._crew.place(self._workflow, plan, self._anew, self._iteration)
+        for name in larger:
+            self._crew.resize(self._workflow, plan, name)
+
+    def _other(self, plan: Plan) -> Plan:
+        return self._before if plan is self._after else self._after
+
+    def _load(self) -> None:
+        for name in self._saved:
+            self._crew.load(name, self._folder / name)
+
+    def _check(self) -> None:
+        self._crew.check_health(self._workflow.names)
+
+    def _resume(self, plan: Plan) -> None:
+        made = frozenset(self._anew) if self._released else frozenset()
+        self._crew.settle(plan, self._loaded | made)
+        sync = self._workflow.weight_sync
+        if sync is not None and {sync.source, sync.target} & {*self._anew, *self._resized}:
+            self._sync()
