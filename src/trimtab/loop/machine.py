@@ -390,6 +390,11 @@ class LoopMachine:
         return self._run.running.plan
 
     @property
+    def cluster(self) -> Cluster:
+        """What there is."""
+        return self._run.cluster
+
+    @property
     def iterations(self) -> int:
         """Iterations counted."""
         return self._run.done

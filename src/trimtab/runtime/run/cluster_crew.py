@@ -109,6 +109,7 @@ class ClusterCrew:
             seed=self._run.seed,
             folder=self._folder,
             emulated=part.use is None,
+            near=self._run.near,
             pool=self._pool.name,
             session=self._session.name,
             on_slots=on_slots,

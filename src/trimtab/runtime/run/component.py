@@ -31,7 +31,7 @@ class Place:
 
     `iteration` is the first one that it will see; `folder` is the run's, for files of its own. A component that brings
     its own workers finds the names of the run's `pool` and of its controller (`session`) where they may have slots of
-    their own (`on_slots`); otherwise they live where it lives.
+    their own (`on_slots`); otherwise they live where it lives. `near` is the folder of the job file.
     """
 
     component: str
@@ -46,6 +46,7 @@ class Place:
     pool: str | None = None
     session: str | None = None
     on_slots: bool = False
+    near: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -218,6 +218,7 @@ class Crew:
             seed=self._run.seed,
             folder=self._folder,
             emulated=part.use is None,
+            near=self._run.near,
         )
         if part.use is None:
             self._made[name] = EmulatedComponent(**self._emulated(workflow, plan, name), place=place, clock=self._clock)

@@ -1,6 +1,7 @@
 """The folder of a run: what happened (`events.jsonl`), where it stands (`summary.json`), and states to go on from.
 
     lock              one run at a time
+    job.yaml          what it was asked to do
     events.jsonl      one line for each thing that happened, appended
     summary.json      the run in figures; replaced whole
     saved.json        which state counts; replaced whole, after that state is
@@ -14,8 +15,10 @@ the next event, and the summary says so.
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -31,7 +34,8 @@ from trimtab.runtime.locks import DirectoryLock
 
 FORMAT = "trimtab-run"
 VERSION = 1
-EVENTS, SUMMARY, SAVED, STATES = "events.jsonl", "summary.json", "saved.json", "state"
+EVENTS, SUMMARY, SAVED, STATES, JOB = "events.jsonl", "summary.json", "saved.json", "state", "job.yaml"
+LOCK = "lock"
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class PastRun:
     saved: int = 0
     sync_s: Mapping[int, float] = field(default_factory=dict)
     planned: bool = False  # whether its costs had been measured and planned with
+    plans: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # facts of the plan of each iteration
 
 
 class RunFolder:
@@ -55,13 +60,9 @@ class RunFolder:
         self._descriptor: int | None = None
         there = (path / EVENTS).exists()
         if there and not resume:
-            raise InputError(
-                "there is a run in this folder already",
-                where=str(path),
-                hint="resume it, or name a folder that does not exist yet",
-            )
+            raise _taken(path)
         if resume and not there:
-            raise InputError("there is no run in this folder", where=str(path), hint="name the folder of a run")
+            raise _no_run(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(path)
@@ -77,6 +78,15 @@ class RunFolder:
         line = json.dumps({"event": event, "at": round(time.time(), 3), **facts}, allow_nan=False)
         self._unwritten.append(line + "\n")
         self._flush()
+
+    def keep_job(self, text: str | None) -> None:
+        """Keep what the run was asked to do, to go on from here without the file. Never raises for the disk's sake."""
+        if text is None:
+            return
+        try:
+            replace(self.path / JOB, text)
+        except OSError as fault:
+            self.fault = f"job.yaml cannot be written: {fault.strerror or fault}"
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
         """Replace the summary. Never raises for the disk's sake."""
@@ -99,7 +109,9 @@ class RunFolder:
         folder = self.path / STATES / f"{iteration:08d}"
         if folder.exists():  # of a run that went on from before it: not this story
             shutil.rmtree(folder)
-        os.rename(folder.with_name(f"{folder.name}.part"), folder)
+        part = folder.with_name(f"{folder.name}.part")
+        part.mkdir(parents=True, exist_ok=True)  # where nobody has anything to save
+        os.rename(part, folder)
         replace(self.path / SAVED, json.dumps({"iteration": iteration, "folder": f"{STATES}/{folder.name}"}) + "\n")
         for other in (self.path / STATES).iterdir():
             if other != folder and not other.name.endswith(".part"):
@@ -149,6 +161,54 @@ class RunFolder:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def new_folder(base: Path, name: str) -> Path:
+    """A folder of its own for a run, made now: `runs/NAME-1`, or the next number that nobody has. InputError."""
+    kept = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:60] or "job"
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        taken = [one.name.rpartition("-")[2] for one in base.glob(f"{glob.escape(kept)}-*")]
+        number = max((int(one) for one in taken if one.isdecimal() and len(one) < 10), default=0)
+        while True:
+            number += 1
+            with contextlib.suppress(FileExistsError):  # another run may take the same number at the same time
+                (base / f"{kept}-{number}").mkdir()
+                return base / f"{kept}-{number}"
+    except OSError as fault:
+        raise InputError(f"cannot write here: {fault.strerror or fault}", where=str(base), hint="--folder") from None
+
+
+def discard_unused(path: Path) -> None:
+    """Remove the folder of a run that never began: there is nothing in it but a lock, and no event."""
+    with contextlib.suppress(OSError):
+        if (path / EVENTS).exists() and (path / EVENTS).stat().st_size:
+            return
+        for name in (EVENTS, LOCK, JOB):
+            (path / name).unlink(missing_ok=True)
+        path.rmdir()
+
+
+def check_free(path: Path, *, resume: bool) -> None:
+    """Raise InputError where a run cannot have this folder; what is there stays as it is."""
+    if not resume and (path / EVENTS).exists():
+        raise _taken(path)
+    if resume and not (path / EVENTS).exists():
+        raise _no_run(path)
+    if (path / EVENTS).exists():
+        _lock(path).release()
+
+
+def _taken(path: Path) -> InputError:
+    return InputError(
+        "there is a run in this folder already",
+        where=str(path),
+        hint=f"`trimtab run --resume {path}` goes on with it; or name a folder that does not exist yet",
+    )
+
+
+def _no_run(path: Path) -> InputError:
+    return InputError("there is no run in this folder", where=str(path), hint="name the folder of a run")
+
+
 def _lock(path: Path) -> DirectoryLock:
     try:
         return DirectoryLock(path, "run", wait_s=0.0)
@@ -176,7 +236,7 @@ def read_run(path: Path) -> PastRun:
         if (path / SAVED).exists():
             saved = int(json.loads((path / SAVED).read_text(encoding="utf-8"))["iteration"])
     except FileNotFoundError:
-        raise InputError("there is no run in this folder", where=str(path)) from None
+        raise _no_run(path) from None
     except (OSError, ValueError, KeyError, TypeError) as fault:
         raise InputError(f"the folder cannot be read: {fault}", where=str(path)) from None
     past = _Reading()
@@ -186,7 +246,17 @@ def read_run(path: Path) -> PastRun:
     except (ValueError, KeyError, TypeError, AttributeError) as fault:
         raise InputError(f"the line cannot be understood: {fault}", where=f"{path / EVENTS}:{past.taken + 1}") from None
     iterations = tuple(past.iterations[number] for number in sorted(past.iterations))
-    return PastRun(iterations, past.metrics, saved, past.sync_s, past.planned)
+    return PastRun(iterations, past.metrics, saved, past.sync_s, past.planned, past.plans)
+
+
+def read_saved(path: Path) -> tuple[int, str | None]:
+    """The last iteration that a folder has a state of (0: none), and what its summary says could not be written."""
+    saved, fault = 0, None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        saved = int(json.loads((path / SAVED).read_text(encoding="utf-8"))["iteration"])
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        fault = json.loads((path / SUMMARY).read_text(encoding="utf-8")).get("fault")
+    return saved, fault
 
 
 @dataclass
@@ -197,6 +267,8 @@ class _Reading:
     metrics: dict[int, dict[str, dict[str, float | None]]] = field(default_factory=dict)
     sync_s: dict[int, float] = field(default_factory=dict)
     planned: bool = False
+    plans: dict[int, dict[str, Any]] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
     taken: int = 0
 
     def take(self, event: dict[str, Any]) -> None:
@@ -206,11 +278,13 @@ class _Reading:
             self.iterations[iteration.number] = iteration
             self.metrics[iteration.number] = event.get("metrics", {})
             self.sync_s[iteration.number] = float(event.get("sync_s", 0.0))
+            self.plans[iteration.number] = self.plan
         elif kind == "resumed":
             after = int(event["after"])
             self.iterations = {number: one for number, one in self.iterations.items() if number <= after}
             self.metrics = {number: one for number, one in self.metrics.items() if number <= after}
         elif kind == "plan":
+            self.plan = event
             self.planned = self.planned or event.get("why") == "measured"
         self.taken += 1
 

@@ -38,11 +38,12 @@ from trimtab.runtime.run.component import ComponentError, said
 from trimtab.runtime.run.crew import Crew, CrewLike, LostError
 from trimtab.runtime.run.folder import PastRun, RunFolder, iteration_facts, read_run
 from trimtab.runtime.run.job import RunJob, shared_plan, with_costs
-from trimtab.runtime.run.looping import Looping
+from trimtab.runtime.run.looping import Looping, keep_machine, kept_machine
 from trimtab.runtime.run.measuring import Metrics, bars_facts, plan_facts, summary_facts
 from trimtab.runtime.run.moving import Moving
 from trimtab.runtime.run.saving import Saving
 
+LOOP = "loop.json"
 State = Literal["running", "done", "stopped", "failed"]
 _CODES = {"raised": Code.raised, "hung": Code.hung, "unhealthy": Code.unhealthy}
 
@@ -101,7 +102,7 @@ class LocalRun:
         self._past = PastRun()
         self._iterations: list[Iteration] = []
         self._metrics: dict[int, Metrics] = {}
-        self._saving = Saving(None, run.job.workflow.names, run.save_every, run.iterations)
+        self._saving = Saving(None, run.job.workflow.names, run.save_every, run.iterations, self._tell)
         self._plan_now: Plan | None = None
         self._plan_since = 1
         self._time_s = 0.0  # of the plan, since the run began
@@ -109,6 +110,7 @@ class LocalRun:
         self._here_s: dict[int, float] = {}
         self._sync_s: dict[int, float] = {}
         self._cluster = run.job.cluster
+        self._kept: LoopMachine | None = None  # what the loop knew when the run was left
         self._measured = False  # costs that were not stated are known, and planned with
         self._spans: dict[str, tuple[int, int]] = {}
         self._workers: dict[tuple[str, str], str] = {}
@@ -182,7 +184,9 @@ class LocalRun:
         self._folder = RunFolder(self._path, resume=self._resume)
         self._folder.keep_job(self._job.text)
         saved = self._past.saved
-        self._saving = Saving(self._folder, self._workflow.names, self._job.save_every, self._job.iterations)
+        self._saving = Saving(
+            self._folder, self._workflow.names, self._job.save_every, self._job.iterations, self._tell
+        )
         self._saving.whole = saved
         self._iterations = [one for one in self._past.iterations if one.number <= saved]
         self._metrics = {number: dict(one) for number, one in self._past.metrics.items() if number <= saved}
@@ -194,12 +198,15 @@ class LocalRun:
         try:
             if self._given is not None:
                 return self._given
-            if not self._job.unmeasured:
-                return _best(Job(self._cluster, self._workflow))
-            if self._past.planned and self._costs_known():
-                self._measured = True
-                return self._measured_plan()
-            return shared_plan(Job(self._cluster, self._workflow))
+            best = shared_plan if self._job.unmeasured else _best
+            if self._job.unmeasured and self._past.planned and self._costs_known():
+                self._measured, best = True, _best
+                self._workflow = self._measured_workflow()
+            if self._resume and self._path is not None and best is _best:
+                self._kept = kept_machine(self._path / LOOP, self._workflow, self._cluster, self._job.rules)
+                if self._kept is not None:
+                    return self._kept.plan
+            return best(Job(self._cluster, self._workflow))
         except BaseException:
             if self._folder is not None:
                 self._folder.close()
@@ -276,18 +283,24 @@ class LocalRun:
     # ---- the loop, and moves -------------------------------------------------------------------------------------
 
     def _make_loop(self, plan: Plan, first: int) -> Looping:
-        machine = LoopMachine(self._workflow, self._cluster, plan, self._job.rules)
+        machine = self._kept
+        if machine is None or machine.plan != plan:
+            machine = LoopMachine(self._workflow, self._cluster, plan, self._job.rules)
         loop = Looping(machine, self._tell, self._now)
         loop.began(first - 1, self._job.iterations - first + 1)
         while self._asked:
             loop.post(Asked(self._asked.pop(0)))
         return loop
 
+    def _keep_loop(self) -> None:
+        if self._loop is not None and self._path is not None:
+            keep_machine(self._path / LOOP, self._loop.machine)
+
     def _next_plan(self, crew: CrewLike, plan: Plan, first: int, loaded: frozenset[str]) -> Plan:
         """What the next iterations run under: another plan where costs are known now, or where the loop moves."""
         if self._has_to_measure():
-            before, after = plan, self._measured_plan()
-            self._measured = True
+            self._measured, self._workflow = True, self._measured_workflow()
+            before, after = plan, _best(Job(self._cluster, self._workflow))
             touched = tuple(name for name in self._workflow.names if _seat(before, name) != _seat(after, name))
             moving = self._moving(crew, before, after, touched, first, loaded)
             try:
@@ -334,6 +347,7 @@ class LocalRun:
         finally:
             moving.end()
         self._settled(crew, loop.machine.plan, first, "move")
+        self._keep_loop()
         return loop.machine.plan
 
     def _undone(self, loop: Looping, moving: Moving) -> None:
@@ -376,12 +390,11 @@ class LocalRun:
     def _costs_known(self) -> bool:
         return len(self._iterations) >= self._job.profile_iterations
 
-    def _measured_plan(self) -> Plan:
-        """The best plan with costs as measured; the first iteration is left out, since everything is cold in it."""
+    def _measured_workflow(self) -> Workflow:
+        """The workflow with costs as measured; the first iteration is left out, since everything is cold in it."""
         measured = tuple(self._iterations[1 : self._job.profile_iterations]) or tuple(self._iterations)
         syncs_s = [self._sync_s[one.number] for one in measured if one.number in self._sync_s]
-        self._workflow = with_costs(self._job.job.workflow, measured, self._job.unmeasured, syncs_s)
-        return _best(Job(self._cluster, self._workflow))
+        return with_costs(self._job.job.workflow, measured, self._job.unmeasured, syncs_s)
 
     def _iterate(self, crew: CrewLike, plan: Plan, first: int, last: int) -> frozenset[str]:
         """Iterations `first` to `last` under one plan; gives who is on its GPUs at the end."""
@@ -436,6 +449,7 @@ class LocalRun:
         )
         if is_due:  # after it is told: a state that counts never knows more than the events do
             self._saving.complete(acting.crew, number)
+            self._keep_loop()
         if self._told is not None:
             self._told(iteration, metrics)
         if self._loop is not None:

@@ -7,18 +7,22 @@ two events at a time. Nothing here calls a component or waits.
 
 from __future__ import annotations
 
+import json
 import queue
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
+
+from trimtab.formats.files import replace
 
 from trimtab.loop import events as e
 from trimtab.loop.machine import LoopMachine
-from trimtab.model.errors import InputError
+from trimtab.model.errors import InputError, TrimtabError
 from trimtab.model.plan import Plan
 from trimtab.model.reason import Code, Reason
-from trimtab.model.run import Iteration, Move, Numbers, Stage
-from trimtab.model.workflow import Cluster
+from trimtab.model.run import Iteration, Move, Numbers, RunRules, Stage
+from trimtab.model.workflow import Cluster, Workflow
 from trimtab.runtime.run.measuring import plan_facts
 
 Tell = Callable[..., None]
@@ -137,6 +141,21 @@ class Looping:
         self._tell(
             "decided", what=what, iteration=self.machine.iterations, numbers=figures, **_said_by(reason), **facts
         )
+
+
+def keep_machine(path: Path, machine: LoopMachine) -> None:
+    """Write all that a machine knows, so that a run that is resumed need not learn it again. Raises OSError."""
+    replace(path, json.dumps(machine.dump(), allow_nan=False) + "\n")
+
+
+def kept_machine(path: Path, workflow: Workflow, cluster: Cluster, rules: RunRules) -> LoopMachine | None:
+    """A machine as it was kept; None where there is none, or it was of another job or cluster."""
+    try:
+        machine = LoopMachine.load(json.loads(path.read_text(encoding="utf-8")), workflow, rules)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, TrimtabError):
+        return None
+    known = {placed.name for placed in machine.plan.components}
+    return machine if machine.cluster == cluster and known == set(workflow.names) else None
 
 
 def nodes_facts(cluster: Cluster) -> list[list[Any]]:

@@ -7,6 +7,7 @@ nobody has to wait for a state, also where iterations overlap. It counts when th
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from trimtab.runtime.run.crew import CrewLike
 from trimtab.runtime.run.folder import RunFolder
@@ -15,8 +16,11 @@ from trimtab.runtime.run.folder import RunFolder
 class Saving:
     """When to save, and who has. Any thread may save a component, one at a time for each."""
 
-    def __init__(self, folder: RunFolder | None, names: tuple[str, ...], every: int, last: int) -> None:
+    def __init__(
+        self, folder: RunFolder | None, names: tuple[str, ...], every: int, last: int, tell: Callable[..., None]
+    ) -> None:
         self._folder = folder
+        self._tell = tell
         self._names = names
         self._every = every
         self._last = last
@@ -48,7 +52,7 @@ class Saving:
             if (iteration, name) not in self._saved:
                 self.save(crew, name, iteration)
         self._folder.state_is_whole(iteration)
-        self._folder.tell("saved", iteration=iteration)
+        self._tell("saved", iteration=iteration)
         with self._lock:
             self.whole = iteration
             self._saved = {one for one in self._saved if one[0] > iteration}
