@@ -131,3 +131,25 @@ def events(folder: Path, *kinds: str) -> list[dict[str, Any]]:
 
 def moves_of(folder: Path, state: str) -> list[dict[str, Any]]:
     return [one for one in events(folder, "move") if one["state"] == state]
+
+
+def quick(name: str, *after: str) -> Component:
+    points = tuple((gpus, 0.04 + 0.8 / gpus) for gpus in (1, 2, 4, 8))
+    return Component(name, (Variant(seconds={"": points}, floor_seconds=0.03),), after, switch_seconds=0.2, engine=name)
+
+
+def on_ray(iterations: int, rules: RunRules | None = None) -> RunJob:
+    """On two nodes of four GPUs, in iterations of a third of a second: the rollout soon takes three times as long."""
+    parts = {
+        "rollout": Part("run_moves:Learns", paced=True, disturbance=Disturbance(drift_to=3.0, drift_over=6)),
+        "trainer": Part("run_moves:Learns", paced=True),
+    }
+    flow = Workflow(
+        (quick("rollout"), quick("trainer", "rollout")),
+        batches=4,
+        staleness=1,
+        weight_sync=WeightSync("trainer", "rollout", 0.01, 0.01),
+    )
+    rules = rules or RunRules(**{**vars(AUTO), "assumed_move_s": 0.2, "back_off_s": 0.2})
+    near = Path(__file__).parent
+    return RunJob(Job(cluster(4, 4), flow), parts, iterations=iterations, save_every=4, rules=rules, near=near)

@@ -390,6 +390,16 @@ class LoopMachine:
         return self._run.running.plan
 
     @property
+    def sited(self) -> Sited:
+        """The plan in place, and the cluster that its ranks count through."""
+        return self._run.running
+
+    @property
+    def moving_to(self) -> Sited | None:
+        """Where the move under way goes; ranks count through the nodes that stay."""
+        return None if self._moves.moving is None else self._moves.moving.to
+
+    @property
     def cluster(self) -> Cluster:
         """What there is."""
         return self._run.cluster

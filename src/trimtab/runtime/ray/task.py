@@ -40,6 +40,7 @@ class Task:
         self._session = session
         self._handles: dict[Member, Any] = {}
         self._seen: TaskSeen | None = None  # as `begin` saw it
+        self._methods: dict[tuple[Member, str, int], Any] = {}  # of members, with their options: made once
         self.id = id
 
     # ---- looking
@@ -129,9 +130,12 @@ class Task:
             raise self._interrupted(method, seen) from fault
         return values[0] if len(seen.members) == 1 or rank is not None else values
 
-    def begin(self, method: str, *args: Any, timeout: float = DEFAULT_TIMEOUT_S, **kwargs: Any) -> list[Any]:
+    def begin(
+        self, method: str, *args: Any, timeout: float = DEFAULT_TIMEOUT_S, returns: int = 1, **kwargs: Any
+    ) -> list[Any]:
         """Call a method of every member, once it runs, and give Ray's references instead of what they return.
 
+        With several `returns` the method gives a tuple of so many, and there is a list of references for each member.
         Where the members are is asked once, and again after `interrupted` has looked at a call that broke.
         """
         if self._seen is None:
@@ -139,7 +143,7 @@ class Task:
             for member, handle in zip(self._seen.members, self._seen.handles, strict=False):
                 if handle is not None:
                     self._handles.setdefault(member, handle)
-        return [self._call(member, method, args, kwargs) for member in self._seen.members]
+        return [self._call(member, method, args, kwargs, returns) for member in self._seen.members]
 
     def interrupted(self, method: str) -> TaskInterruptedError:
         """What became of a call begun by `begin` whose process ended under it."""
@@ -189,7 +193,22 @@ class Task:
                 raise self._late(f"task {self.id} does not run after {timeout:.3g} s, but is {seen.state.value}")
             time.sleep(0.01)
 
-    def _call(self, member: Member, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(
+        self, member: Member, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], returns: int = 1
+    ) -> Any:
+        """Begin a call of one member."""
+        is_host = member.kind == "host"
+        known = self._methods.get((member, method, returns))
+        if known is None:
+            handle = self._handle(member)
+            named = handle.call if is_host else getattr(handle, method)
+            # The name is what Ray's dashboard and task list show.
+            known = named.options(name=f"{self.id}.{method}", num_returns=returns)
+            self._methods = {key: one for key, one in self._methods.items() if key[0].attempt == member.attempt}
+            self._methods[member, method, returns] = known
+        return known.remote(method, *args, **kwargs) if is_host else known.remote(*args, **kwargs)
+
+    def _handle(self, member: Member) -> Any:
         from ray import exceptions
 
         handle = self._handles.get(member)
@@ -200,10 +219,7 @@ class Task:
                 raise exceptions.RayActorError() from None
             self._handles = {known: one for known, one in self._handles.items() if known.attempt == member.attempt}
             self._handles[member] = handle
-        shown = f"{self.id}.{method}"  # in Ray's dashboard and task list
-        if member.kind == "host":
-            return handle.call.options(name=shown).remote(method, *args, **kwargs)
-        return getattr(handle, method).options(name=shown).remote(*args, **kwargs)
+        return handle
 
     def _interrupted(self, method: str, seen: TaskSeen) -> TaskInterruptedError:
         """The error for a process that ended under a call, once the controller knows of it."""

@@ -12,12 +12,13 @@ import contextlib
 import queue
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from trimtab.loop import events as e
-from trimtab.loop.seats import seats
+from trimtab.loop.seats import Sited
 from trimtab.model.errors import TrimtabError, UnreachableError
 from trimtab.model.plan import Plan
 from trimtab.model.pool import ENDED, State
@@ -30,7 +31,7 @@ from trimtab.runtime.run.cluster_crew import CPU_EACH, ClusterCrew
 from trimtab.runtime.run.crew import CrewLike, LostError
 from trimtab.runtime.run.job import RunJob
 from trimtab.runtime.run.local import LocalRun
-from trimtab.runtime.run.looping import Looping, nodes_facts
+from trimtab.runtime.run.looping import Looping
 from trimtab.runtime.run.measuring import Metrics
 from trimtab.runtime.run.news import Listening, Nodes, Seen, first_nodes
 
@@ -38,6 +39,8 @@ LOSSES = 20  # in a row without an iteration in between, after which the run giv
 ENDS_S = 30.0  # for acts that are under way when one of them has failed
 LOOK_S = 0.25  # between looks at what was posted, while nothing ends
 SPARE_CPU = 1.0
+FEW_NODES = 8  # up to which each has processes ready, so that a move need not wait for one
+WARM_EACH = 2
 
 
 class ClusterRun(LocalRun):
@@ -81,10 +84,17 @@ class ClusterRun(LocalRun):
         assert self._path is not None
         self._began = time.perf_counter() - self._time_s
         count = len(self._workflow.components)
-        name = f"run-{self._path.name}"
-        self._pool = self._session.pool(name, quota=self._quota(), warm_hosts=count, ends_with_me=True, strategy="PACK")
-        self._tell("cluster", why="first", leaving=[], deadline=None, nodes=nodes_facts(self._cluster))
-        crew = self._crew = ClusterCrew(self._job, self._session, self._pool, seats(self._cluster), self._path)
+        name = f"run-{self._path.name}-{uuid.uuid4().hex[:6]}"  # one that was killed may hold its own for a while
+        few = len(self._cluster.nodes) <= FEW_NODES
+        self._pool = self._session.pool(
+            name,
+            quota=self._quota(),
+            warm_hosts=0 if few else 2 * count,
+            warm_each=min(count, WARM_EACH) if few else 0,
+            ends_with_me=True,
+            strategy="PACK",
+        )
+        crew = self._crew = ClusterCrew(self._job, self._session, self._pool, self._path)
         self._listening = Listening(
             self._session,
             name,
@@ -232,11 +242,6 @@ class ClusterRun(LocalRun):
             plan = self._loop.machine.plan
         super()._settled(crew, plan, first, why)
 
-    def _moving(self, crew: CrewLike, *arguments: Any) -> Any:
-        assert isinstance(crew, ClusterCrew)
-        crew.seats = seats(self._cluster)
-        return super()._moving(crew, *arguments)
-
     # ---- losses ------------------------------------------------------------------------------------------------------
 
     def _recovered(self, crew: CrewLike, lost: LostError, plan: Plan) -> tuple[Plan, int]:
@@ -254,39 +259,40 @@ class ClusterRun(LocalRun):
             self._tell("resumed", after=saved, void=void)
             try:
                 crew.drop()
-                plan = self._plan_that_fits(plan, saved)
+                sited = self._plan_that_fits(plan, saved)
                 if self._ends:
                     return plan, saved + 1
-                return self._rebuilt(crew, plan, saved), saved + 1
+                return self._rebuilt(crew, sited, saved), saved + 1
             except LostError as again:
                 lost = again
 
-    def _plan_that_fits(self, plan: Plan, saved: int) -> Plan:
+    def _plan_that_fits(self, plan: Plan, saved: int) -> Sited:
         """The plan as it is where its GPUs are there; else what the loop moves to, once it finds something."""
         loop = self._loop
         if loop is None:
-            return plan
+            return Sited(plan, self._cluster)
         loop.began(saved, self._job.iterations - saved)
         while True:
             self._take_news()
             loop.look()
-            if self._ends:
-                return plan
-            if loop.move is not None:
-                return loop.move.before if isinstance(loop.todo, e.RollBack) else loop.move.after
-            if not loop.machine.watch.must_go():
-                return loop.machine.plan
-            if loop.advised is not None:  # nobody else could carry it out, and the plan that was is gone
+            machine, to = loop.machine, loop.machine.moving_to
+            if to is not None and not isinstance(loop.todo, e.RollBack):
+                return to
+            if not machine.watch.must_go() or self._ends:
+                return machine.sited
+            if to is not None:
+                loop.rolled_back(0.0)  # there is nothing to go back to: it looks for another plan
+            elif loop.advised is not None:  # nobody else could carry it out, and the plan that was is gone
                 loop.handle(e.AdviceTaken())
-                return loop.machine.plan
-            time.sleep(LOOK_S)
+                loop.advised = None
+            else:
+                time.sleep(LOOK_S)
 
-    def _rebuilt(self, crew: ClusterCrew, plan: Plan, saved: int) -> Plan:
+    def _rebuilt(self, crew: ClusterCrew, sited: Sited, saved: int) -> Plan:
         """Everybody made anew, with the state after an iteration; a move that was under way has arrived then."""
-        loop, began = self._loop, self._now()
-        crew.seats = seats(self._cluster)
+        loop, began, plan = self._loop, self._now(), sited.plan
         try:
-            crew.make(self._workflow, plan, saved + 1)
+            crew.make(self._workflow, sited, saved + 1)
             if saved:
                 self._load_states(crew, saved)
         except LostError:

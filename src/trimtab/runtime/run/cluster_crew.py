@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.loop.seats import Seat
+from trimtab.loop.seats import Seat, Sited, seats
 from trimtab.model.errors import InputError, TrimtabError
 from trimtab.model.plan import Group, Plan
 from trimtab.model.pool import State
@@ -37,10 +37,10 @@ CPU_EACH = 0.01  # slots of components that compute on GPUs, or nowhere, ask for
 
 
 class ClusterCrew:
-    """All components of a run, each a task of the run's pool. `seats` are those of the cluster, by rank."""
+    """All components of a run, each a task of the run's pool."""
 
-    def __init__(self, run: RunJob, session: Session, pool: Pool, seats: Sequence[Seat], folder: Path) -> None:
-        self.seats = tuple(seats)
+    def __init__(self, run: RunJob, session: Session, pool: Pool, folder: Path) -> None:
+        self._seats: tuple[Seat, ...] = ()  # of the cluster that a plan counts through, by rank
         self._run = run
         self._session = session
         self._pool = pool
@@ -58,13 +58,14 @@ class ClusterCrew:
 
     # ---- making and ending -----------------------------------------------------------------------------------------
 
-    def make(self, workflow: Workflow, plan: Plan, iteration: int) -> None:
+    def make(self, workflow: Workflow, sited: Sited, iteration: int) -> None:
         """Make all components; those that share GPUs come back to them with their first turn."""
-        self.place(workflow, plan, workflow.names, iteration)
+        self.place(workflow, sited, workflow.names, iteration)
 
-    def place(self, workflow: Workflow, plan: Plan, names: Sequence[str], iteration: int) -> None:
+    def place(self, workflow: Workflow, sited: Sited, names: Sequence[str], iteration: int) -> None:
         """Submit these components and wait until each is made. Large ones first: they find room then if any do."""
         self._made += 1
+        self._seats, plan = seats(sited.cluster), sited.plan
         order = {component.name: at for at, component in enumerate(workflow.in_order())}
         for name in sorted(names, key=lambda one: (-len(_group(plan, one).gpus), order[one])):
             self._submit(workflow, plan, name, iteration)
@@ -159,8 +160,8 @@ class ClusterCrew:
 
     def _on_each(self, gpus: Sequence[int], group: Sequence[int]) -> list[int]:
         """How many of these GPUs are on each of the nodes that a group is on."""
-        nodes = dict.fromkeys(self.seats[rank][0] for rank in group)
-        return [sum(self.seats[rank][0] == node for rank in gpus) for node in nodes]
+        nodes = dict.fromkeys(self._seats[rank][0] for rank in group)
+        return [sum(self._seats[rank][0] == node for rank in gpus) for node in nodes]
 
     def _await_made(self, name: str) -> None:
         task = self._tasks[name]
@@ -190,13 +191,12 @@ class ClusterCrew:
     def step(self, name: str, batch: Batch) -> tuple[Result, float]:
         """One batch; its data are references, and so is what it gives."""
         after = self._run.job.workflow.component(name).after
-        inputs: list[tuple[str, Any]] = []
-        if after:
-            data = batch.data if len(after) > 1 else {after[0]: batch.data}
-            inputs = [(parent, data[parent]) for parent in after]
+        inputs = [batch.data[parent] for parent in after] if len(after) > 1 else [batch.data] * len(after)
         plain = None if after else batch.data
-        done = self._call(name, "step", batch.iteration, batch.index, batch.of, inputs, plain)
-        return Result(done[0].value, done[0].metrics), max(one.took_s for one in done)
+        done, data = self._call_for_data(
+            name, "step", batch.iteration, batch.index, batch.of, after, *inputs, plain=plain
+        )
+        return Result(data, done[0].metrics), max(one.took_s for one in done)
 
     def offload(self, name: str) -> float:
         """Nothing: whoever takes its turn has the one before parked."""
@@ -212,8 +212,8 @@ class ClusterCrew:
         """A reference to the weights that a component has now."""
         if not self.has(source, "weights"):
             return None, 0.0
-        done = self._call(source, "weights")
-        return done[0].value, done[0].took_s
+        done, weights = self._call_for_data(source, "weights")
+        return weights, done[0].took_s
 
     def sync(self, target: str, weights: Any, version: int) -> float:
         """Give weights to a component; gives the seconds."""
@@ -235,10 +235,6 @@ class ClusterCrew:
         """Tell a component that brings its own workers how many GPUs are its own to use."""
         if self.has(name, "span"):
             self._call(name, "do", "span", least, most)
-
-    def workers(self, names: Sequence[str]) -> Mapping[str, list[dict[str, Any]]]:
-        """The workers of those of these components that bring their own."""
-        return {name: self._call(name, "do", "workers")[0].value for name in names if self.has(name, "workers")}
 
     def check_health(self, names: Sequence[str]) -> None:
         """Raise where one of these says that it is not well."""
@@ -266,12 +262,26 @@ class ClusterCrew:
             raise LostError(name, f"{name} cannot have its turn: {error.what}") from error
 
     def _call(self, name: str, method: str, *arguments: Any) -> list[Done]:
+        """What came of a call of every member."""
+        return self._called(name, method, lambda: self._tasks[name].begin(method, *arguments, timeout=PLACE_S))
+
+    def _call_for_data(self, name: str, method: str, *arguments: Any, **more: Any) -> tuple[list[Done], Any]:
+        """The same of a method that gives data as well: a reference to those of the first member."""
+        data: list[Any] = []
+
+        def begun() -> list[Any]:
+            both = self._tasks[name].begin(method, *arguments, timeout=PLACE_S, returns=2, **more)
+            data.append(both[0][1])
+            return [done for done, _ in both]
+
+        return self._called(name, method, begun), data[0]
+
+    def _called(self, name: str, method: str, begin: Callable[[], list[Any]]) -> list[Done]:
         from ray import exceptions
 
         limit_s, task = self._run.step_limit_s, self._tasks[name]
         try:
-            references = task.begin(method, *arguments, timeout=PLACE_S)
-            done: list[Done] = self._got(name, task, method, references, limit_s)
+            done: list[Done] = self._got(name, task, method, begin(), limit_s)
         except TaskError as error:
             raise LostError(name, f"{name} was lost: {error.what}") from error
         except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
@@ -287,12 +297,13 @@ class ClusterCrew:
 
     def _got(self, name: str, task: Task, method: str, references: list[Any], limit_s: float) -> list[Done]:
         """What the calls gave. Ray may take a quarter of a minute to miss a node: what others heard is seen sooner."""
+        from ray.exceptions import GetTimeoutError
+
         ray, end = self._session._ray, time.monotonic() + limit_s
         while True:
             left_s = end - time.monotonic()
-            ready, _ = ray.wait(references, num_returns=len(references), timeout=max(0.0, min(LOOK_S, left_s)))
-            if len(ready) == len(references):
-                return list(ray.get(references))
+            with contextlib.suppress(GetTimeoutError):
+                return list(ray.get(references, timeout=max(0.0, min(LOOK_S, left_s))))
             if task.id in self._gone:
                 raise LostError(name, f"{name} was lost: {self._gone[task.id]}")
             if left_s <= 0:

@@ -7,10 +7,11 @@ Every call ends in a time or in a ComponentError that says whose fault it is. Wh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from trimtab.loop.seats import Sited
 from trimtab.model.errors import UnreachableError
 from trimtab.model.plan import Plan
 from trimtab.model.workflow import Workflow
@@ -44,13 +45,13 @@ class LostError(UnreachableError):
 class CrewLike(Protocol):
     """All components of a run, wherever they are. Times are seconds; ComponentError says who did what it may not."""
 
-    def make(self, workflow: Workflow, plan: Plan, iteration: int) -> None:
+    def make(self, workflow: Workflow, sited: Sited, iteration: int) -> None:
         """Make all components, and have those that share GPUs leave them."""
 
     def drop(self, names: Sequence[str] | None = None) -> None:
         """End these components, or all. Never raises for a component's sake."""
 
-    def place(self, workflow: Workflow, plan: Plan, names: Sequence[str], iteration: int) -> None:
+    def place(self, workflow: Workflow, sited: Sited, names: Sequence[str], iteration: int) -> None:
         """Make these components anew where a plan has them."""
 
     def resize(self, workflow: Workflow, plan: Plan, name: str) -> None:
@@ -89,9 +90,6 @@ class CrewLike(Protocol):
     def span(self, name: str, least: int, most: int) -> None:
         """Tell a component that brings its own workers how many GPUs are its own to use."""
 
-    def workers(self, names: Sequence[str]) -> Mapping[str, list[dict[str, Any]]]:
-        """The workers of those of these components that bring their own."""
-
     def close(self) -> None:
         """The run is over. Never raises for a component's sake."""
 
@@ -110,11 +108,11 @@ class Crew:
             for name in run.job.workflow.names
         }
 
-    def make(self, workflow: Workflow, plan: Plan, iteration: int) -> None:
+    def make(self, workflow: Workflow, sited: Sited, iteration: int) -> None:
         """Make all components, and have those that share GPUs leave them."""
         for component in workflow.in_order():
-            self._make(workflow, plan, component.name, iteration)
-            if self._shares(plan, component.name):
+            self._make(workflow, sited.plan, component.name, iteration)
+            if self._shares(sited.plan, component.name):
                 self.offload(component.name)
 
     def drop(self, names: Sequence[str] | None = None) -> None:
@@ -125,11 +123,11 @@ class Crew:
                     self._called(name, "close", self._method(name, "close"))
             self._made.pop(name, None)
 
-    def place(self, workflow: Workflow, plan: Plan, names: Sequence[str], iteration: int) -> None:
+    def place(self, workflow: Workflow, sited: Sited, names: Sequence[str], iteration: int) -> None:
         """Make these components anew where a plan has them; they are on their GPUs then."""
         for component in workflow.in_order():
             if component.name in names:
-                self._make(workflow, plan, component.name, iteration)
+                self._make(workflow, sited.plan, component.name, iteration)
 
     def resize(self, workflow: Workflow, plan: Plan, name: str) -> None:
         """Have a component that can go on with the GPUs that a plan gives it."""
@@ -184,10 +182,6 @@ class Crew:
         """Tell a component that brings its own workers how many GPUs are its own to use."""
         if self.has(name, "span"):
             self._timed(name, "span", least, most)
-
-    def workers(self, names: Sequence[str]) -> Mapping[str, list[dict[str, Any]]]:
-        """The workers of those of these components that bring their own."""
-        return {name: self._timed(name, "workers")[0] for name in names if self.has(name, "workers")}
 
     def check_health(self, names: Sequence[str]) -> None:
         """Raise ComponentError where one of these says that it is not well."""

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from trimtab.loop.events import Asked, RollBack
 from trimtab.loop.machine import LoopMachine
+from trimtab.loop.seats import Sited
 from trimtab.model.errors import InputError, TrimtabError, UnreachableError
 from trimtab.model.plan import Plan
 from trimtab.model.reason import Code, Reason
@@ -36,9 +37,10 @@ from trimtab.runtime.run.acting import Acting, Inputs
 from trimtab.runtime.run.clock import Clock, WallClock
 from trimtab.runtime.run.component import ComponentError, said
 from trimtab.runtime.run.crew import Crew, CrewLike, LostError
+from trimtab.runtime.run.engines_diary import diary_of, read_diary
 from trimtab.runtime.run.folder import PastRun, RunFolder, iteration_facts, read_run
 from trimtab.runtime.run.job import RunJob, shared_plan, with_costs
-from trimtab.runtime.run.looping import Looping, keep_machine, kept_machine
+from trimtab.runtime.run.looping import Looping, keep_machine, kept_machine, nodes_facts
 from trimtab.runtime.run.measuring import Metrics, bars_facts, plan_facts, summary_facts
 from trimtab.runtime.run.moving import Moving
 from trimtab.runtime.run.saving import Saving
@@ -113,7 +115,7 @@ class LocalRun:
         self._kept: LoopMachine | None = None  # what the loop knew when the run was left
         self._measured = False  # costs that were not stated are known, and planned with
         self._spans: dict[str, tuple[int, int]] = {}
-        self._workers: dict[tuple[str, str], str] = {}
+        self._diaries: dict[str, int] = {}  # how far those of components' own workers were read
         self._telling = threading.Lock()
         self._acted = self._clock.now()  # when the last act was over, by the clock
 
@@ -183,6 +185,7 @@ class LocalRun:
             self._past = read_run(self._path)
         self._folder = RunFolder(self._path, resume=self._resume)
         self._folder.keep_job(self._job.text)
+        self._diaries = {name: size_of(diary_of(self._path, name)) for name in self._workflow.names}
         saved = self._past.saved
         self._saving = Saving(
             self._folder, self._workflow.names, self._job.save_every, self._job.iterations, self._tell
@@ -219,9 +222,10 @@ class LocalRun:
             self._tell("resumed", after=first - 1, void=max(0, len(self._past.iterations) - len(self._iterations)))
         else:
             self._tell("began", job=self._job.name, iterations=self._job.iterations, seed=self._job.seed)
+        self._tell("cluster", why="first", leaving=[], deadline=None, nodes=nodes_facts(self._cluster))
         self._tell("plan", why="first", iteration=first, **plan_facts(plan))
         self._summarise("running", Reason(Code.began, "it runs"), plan)
-        crew.make(self._workflow, plan, first)
+        crew.make(self._workflow, Sited(plan, self._cluster), first)
         if first == 1 or self._folder is None:
             return
         self._load_states(crew, first - 1)
@@ -302,7 +306,8 @@ class LocalRun:
             self._measured, self._workflow = True, self._measured_workflow()
             before, after = plan, _best(Job(self._cluster, self._workflow))
             touched = tuple(name for name in self._workflow.names if _seat(before, name) != _seat(after, name))
-            moving = self._moving(crew, before, after, touched, first, loaded)
+            here, there = Sited(before, self._cluster), Sited(after, self._cluster)
+            moving = self._moving(crew, here, there, touched, first, loaded)
             try:
                 for stage in STAGES:
                     moving.do(stage)
@@ -318,7 +323,7 @@ class LocalRun:
         loop = self._loop
         assert loop is not None
         if loop.move is None:  # it was begun and is rolled back already, or the run ends
-            self._moving(crew, plan, plan, (), first, loaded).do(Stage.resume)
+            crew.settle(plan, loaded)
             return plan
         return self._moved(crew, loop, plan, first, loaded)
 
@@ -326,7 +331,9 @@ class LocalRun:
         """Carry out a move that has begun, and is drained by now; gives the plan that is in place then."""
         move = loop.move
         assert move is not None
-        moving = self._moving(crew, plan, move.after, move.touched, first, loaded)
+        here, there = loop.machine.sited, loop.machine.moving_to
+        assert there is not None
+        moving = self._moving(crew, here, there, move.touched, first, loaded)
         try:
             while loop.move is not None:
                 todo, began = loop.todo, self._now()
@@ -364,7 +371,7 @@ class LocalRun:
         loop.rolled_back(self._now() - began)
 
     def _moving(
-        self, crew: CrewLike, before: Plan, after: Plan, touched: tuple[str, ...], first: int, loaded: frozenset[str]
+        self, crew: CrewLike, before: Sited, after: Sited, touched: tuple[str, ...], first: int, loaded: frozenset[str]
     ) -> Moving:
         inside = self._path if self._path is not None and self._path.is_dir() else None
         folder = Path(tempfile.mkdtemp(prefix="move-", dir=inside))
@@ -405,7 +412,7 @@ class LocalRun:
             self._saving,
             first=first,
             last=last,
-            now_s=self._time_s,
+            now_s=self._now(),
             inputs=self._inputs,
         )
         self._here = time.perf_counter()
@@ -464,18 +471,17 @@ class LocalRun:
             if span is not None and self._spans.get(name) != span:
                 crew.span(name, *span)
                 self._spans[name] = span
-        for name, workers in crew.workers(names).items():
-            for one in workers:
-                worker, state = str(one.get("name")), str(one.get("state"))
-                if self._workers.get((name, worker)) != state:
-                    self._workers[name, worker] = state
-                    said = {"code": one.get("code", ""), "reason": one.get("reason", "")}
-                    self._tell("worker", component=name, worker=worker, state=state, **said)
+        if self._path is not None:
+            for name in self._workflow.names:
+                lines, self._diaries[name] = read_diary(diary_of(self._path, name), self._diaries.get(name, 0))
+                for line in lines:
+                    at_s = self._now() - max(0.0, time.time() - line.pop("at"))
+                    self._tell("worker", component=name, t_s=round(at_s, 4), **line)
 
     # ---- telling -------------------------------------------------------------------------------------------------
 
     def _tell(self, event: str, **facts: Any) -> None:
-        facts["t_s"] = round(self._now(), 4)
+        facts.setdefault("t_s", round(self._now(), 4))
         with self._telling:
             if self._folder is not None:
                 self._folder.tell(event, **facts)
@@ -512,6 +518,11 @@ def _seat(plan: Plan, name: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """What makes a component's place another one: its GPUs, and who shares them."""
     company = next((group.components for group in plan.groups if name in group.components), (name,))
     return plan.placed(name).gpus, company
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; none where there is none."""
+    return path.stat().st_size if path.is_file() else 0
 
 
 def said_of(fault: BaseException) -> str:

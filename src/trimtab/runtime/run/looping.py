@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.formats.files import replace
-
 from trimtab.loop import events as e
 from trimtab.loop.machine import LoopMachine
 from trimtab.model.errors import InputError, TrimtabError

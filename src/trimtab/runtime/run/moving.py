@@ -13,8 +13,8 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from trimtab.loop.seats import Sited
 from trimtab.model.errors import UnreachableError
-from trimtab.model.plan import Plan
 from trimtab.model.run import Stage
 from trimtab.model.workflow import Workflow
 from trimtab.runtime.run.crew import CrewLike
@@ -27,8 +27,8 @@ class Moving:
         self,
         crew: CrewLike,
         workflow: Workflow,
-        before: Plan,
-        after: Plan,
+        before: Sited,
+        after: Sited,
         touched: Sequence[str],
         folder: Path,
         iteration: int,
@@ -39,7 +39,7 @@ class Moving:
         self._before, self._after = before, after
         self._folder, self._iteration, self._loaded = folder, iteration, loaded
         self._sync = sync
-        groups = [group.components for plan in (before, after) for group in plan.groups]
+        groups = [group.components for sited in (before, after) for group in sited.plan.groups]
         shares = {name for components in groups if len(components) > 1 for name in components}
         self._resized = tuple(n for n in touched if crew.has(n, "resize") and n not in shares)
         self._anew = tuple(n for n in touched if n not in self._resized)
@@ -89,19 +89,17 @@ class Moving:
         self._released = bool(self._anew)
         self._crew.drop(self._anew)
 
-    def _place(self, plan: Plan) -> None:
+    def _place(self, to: Sited) -> None:
         # Whoever shrinks does so before others are placed, whoever grows after that: there is room for both then.
-        larger = [n for n in self._resized if len(plan.placed(n).gpus) > len(self._other(plan).placed(n).gpus)]
+        plan, before = to.plan, (self._before if to is self._after else self._after).plan
+        larger = [name for name in self._resized if len(plan.placed(name).gpus) > len(before.placed(name).gpus)]
         self._resizing = bool(self._resized)
         for name in self._resized:
             if name not in larger:
                 self._crew.resize(self._workflow, plan, name)
-        self._crew.place(self._workflow, plan, self._anew, self._iteration)
+        self._crew.place(self._workflow, to, self._anew, self._iteration)
         for name in larger:
             self._crew.resize(self._workflow, plan, name)
-
-    def _other(self, plan: Plan) -> Plan:
-        return self._before if plan is self._after else self._after
 
     def _load(self) -> None:
         for name in self._saved:
@@ -110,9 +108,9 @@ class Moving:
     def _check(self) -> None:
         self._crew.check_health(self._workflow.names)
 
-    def _resume(self, plan: Plan) -> None:
+    def _resume(self, to: Sited) -> None:
         made = frozenset(self._anew) if self._released else frozenset()
-        self._crew.settle(plan, self._loaded | made)
+        self._crew.settle(to.plan, self._loaded | made)
         sync = self._workflow.weight_sync
         if sync is not None and {sync.source, sync.target} & {*self._anew, *self._resized}:
             self._sync()

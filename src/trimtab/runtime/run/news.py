@@ -56,7 +56,7 @@ class Nodes:
                     where="cluster",
                     hint=f"GPUs of its nodes: {have}; ask for less, or add nodes",
                 )
-            chosen = min(fits, key=lambda view: (_gpus(view), view.node))
+            chosen = min(fits, key=lambda view: (view.facts.name != wanted.name, _gpus(view), view.node))
             left.remove(chosen)
             self._known[chosen.node] = replace(wanted, name=_name(chosen, self._known))
         self._ignored = {view.node for view in left}
@@ -134,7 +134,7 @@ class Listening:
             try:
                 told: News = self._session.ask("news", self._tasks, version, ASK_S, timeout_s=ASK_S + 10.0)
                 version = told.version
-                quota = self._session.ask("pool", self._pool).quota.get("gpu")
+                quota = self._session.ask("pool", self._pool).quota.floats().get("gpu", 0.0)
                 self._take(self._nodes.now(told.nodes, quota))
                 for task in self._session.tasks(self._pool):
                     self._heard(task)
@@ -177,7 +177,7 @@ def first_nodes(session: Session, within_s: float = 30.0) -> tuple[NodeView, ...
 
 
 def _gpus(view: NodeView) -> int:
-    return int(view.facts.total.get("gpu"))
+    return int(view.facts.total.floats().get("gpu", 0.0))
 
 
 def _alike(there: str, wanted: str) -> bool:

@@ -1,9 +1,10 @@
 """A component in a process of the cluster: what is made there, called there, and measured there.
 
-It lives in a host of a pool. Data goes from seat to seat through Ray's object store: a step takes references and gives
-one, so that whoever drives the run never holds what flows. Times are taken here, where the work is done; fetching
-inputs is told apart. Whatever a component does wrong comes back as a `Fault`, never as an exception of its own: those
-need not survive a journey between processes.
+It lives in a host of a pool. Data goes from seat to seat through Ray's object store: whoever drives the run passes on
+references to what a step gave, and never opens them. What is small rides with the calls, as Ray has it; references
+inside of other values would cost more than the calls do, since each is lent and given back on its own. Times are taken
+here, where the work is done, once its inputs are there. Whatever a component does wrong comes back as a `Fault`, never
+as an exception of its own: those need not survive a journey between processes.
 
 `park` and `unpark` are the pool's words for giving up and taking the GPUs that components share: they become the
 component's `offload` and `onload`.
@@ -56,11 +57,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class Done:
-    """What came of a call: seconds of its own, seconds for fetching inputs, and a reference to what it gave."""
+    """What came of a call: seconds of its own, and a small plain value; data that flows goes beside it."""
 
     took_s: float = 0.0
-    fetch_s: float = 0.0
-    value: Any = None  # a reference, in a list, so that it travels unopened; or a small plain value
+    value: Any = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     fault: Fault | None = None
 
@@ -85,20 +85,19 @@ class ComponentSeat:
         found = tuple(one for one in OPTIONAL if callable(getattr(self._component, one, None)))
         return Done(value=found)
 
-    def step(self, iteration: int, index: int, of: int, inputs: list[tuple[str, list[Any]]], plain: Any = None) -> Done:
-        """One batch; `inputs` are references by component, `plain` what a component gets that comes after nobody."""
-        import ray
-
-        began = time.perf_counter()
+    def step(
+        self, iteration: int, index: int, of: int, parents: tuple[str, ...], *inputs: Any, plain: Any = None
+    ) -> tuple[Done, Any]:
+        """One batch, and what becomes of it; `inputs` are those of its `parents`, `plain` is for one that has none."""
         data: Any = plain
-        if inputs:
-            found = {name: ray.get(reference[0]) for name, reference in inputs}
-            data = found if len(found) > 1 else next(iter(found.values()))
-        fetch_s = time.perf_counter() - began
+        if parents:
+            data = dict(zip(parents, inputs, strict=True)) if len(parents) > 1 else inputs[0]
         batch = Batch(iteration, index, of, data)
         leads = self._place.rank == 0
+        given: Any = None
 
         def stepped() -> Done:
+            nonlocal given
             assert self._component is not None
             if self._place.emulated and not leads:
                 return Done()
@@ -106,27 +105,18 @@ class ComponentSeat:
             output = self._component.step(batch)
             took_s = time.perf_counter() - began_s
             result = checked(output, self._place.component, wanted_by=self._order.wanted_by if leads else ())
-            kept = [ray.put(result.data)] if leads and self._order.wanted_by else None
-            return Done(took_s, fetch_s, kept, result.metrics)
+            given = result.data if leads and self._order.wanted_by else None
+            return Done(took_s, metrics=result.metrics)
 
-        return self._guarded("step", stepped)
+        return self._guarded("step", stepped), given
 
-    def weights(self) -> Done:
-        """A reference to the weights that it has now."""
-        import ray
+    def weights(self) -> tuple[Done, Any]:
+        """The weights that it has now, beside what getting them took."""
+        done = self.do("weights")
+        return replace(done, value=None), done.value
 
-        def given() -> Done:
-            began = time.perf_counter()
-            value = self._component.weights()  # type: ignore[union-attr]
-            return Done(time.perf_counter() - began, value=[ray.put(value)])
-
-        return self._guarded("weights", given)
-
-    def sync(self, reference: list[Any], version: int) -> Done:
+    def sync(self, weights: Any, version: int) -> Done:
         """Work with these weights."""
-        import ray
-
-        weights = ray.get(reference[0])
         return self.do("sync", weights, version)
 
     def do(self, method: str, *arguments: Any) -> Done:
