@@ -19,18 +19,23 @@ TABLES = (
     "gateway",
     "startup",
     "loop",
+    "run_fidelity",
+    "run_moves",
 )
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or TABLES
+    options = [word for word in sys.argv[1:] if word.startswith("-")]
+    wanted = [word for word in sys.argv[1:] if word not in options] or TABLES
     unknown = [name for name in wanted if name not in TABLES]
     if unknown:
         sys.exit(f"no bench is called {', '.join(unknown)}; there are: {', '.join(TABLES)}")
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
+    if "--json" not in options:
+        print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
     for name in wanted:
         importlib.import_module(f"bench.{name}").main()
-        print()
+        if "--json" not in options:
+            print()
 
 
 main()

@@ -147,7 +147,7 @@ def test_report_and_svg_are_written(capsys: pytest.CaptureFixture[str], tmp_path
     ("arguments", "status", "words"),
     [
         (["plan", "nothing.yaml"], 2, "there is no file nothing.yaml"),
-        (["plan"], 2, "Missing argument"),
+        (["plan"], 2, "which job to plan is not said"),
         (["frobnicate"], 2, "No such command"),
         (["plan", EXAMPLE, "--noise", "much"], 2, "a share such as 5%"),
         (["plan", EXAMPLE, "--report", "/no/such/folder/r.html"], 2, "cannot write"),

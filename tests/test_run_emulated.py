@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from jobs import cluster, component, seed_job
+from run_parts import Bare, Noting
 from trimtab.model.errors import InputError
 from trimtab.model.workflow import Job, WeightSync, Workflow
 from trimtab.plan.placement import plan_placement
 from trimtab.runtime.run.clock import VirtualClock, WallClock
 from trimtab.runtime.run.component import Batch, Place
-from trimtab.runtime.run.emulated import Disturbance, EmulatedComponent, emulated_settings
+from trimtab.runtime.run.emulated import OPTIONAL, Disturbance, EmulatedComponent, Paced, emulated_settings
 
 ONE = Place("rollout", gpus=8, seed=3, emulated=True)
 
@@ -94,6 +95,8 @@ def test_measured_factors_are_drawn_as_they_are() -> None:
     one = made(Disturbance(factors=(0.9, 1.0, 1.3)))
     seen = {round(iteration_s(one, t) / 4, 6) for t in range(1, 60)}
     assert seen == {0.9, 1.0, 1.3}
+    ordered = made(Disturbance(factors=(0.9, 1.0, 1.3), in_order=True))
+    assert [iteration_s(ordered, t) / 4 for t in range(1, 6)] == pytest.approx([0.9, 1.0, 1.3, 0.9, 1.0])
 
 
 def test_a_long_tail_strikes_the_stated_share_of_batches() -> None:
@@ -146,3 +149,84 @@ def test_on_the_wall_clock_time_really_passes() -> None:
     began = clock.now()
     one.step(Batch(1, 0, 1))
     assert clock.now() - began >= 0.02
+
+
+class Working:
+    """Takes time of its own for whatever is asked of it."""
+
+    def __init__(self, clock: VirtualClock, takes_s: float) -> None:
+        self.clock, self.takes_s = clock, takes_s
+
+    def step(self, batch: Batch) -> str:
+        self.clock.sleep(self.takes_s)
+        return f"batch {batch.index}"
+
+    def offload(self) -> None:
+        self.clock.sleep(self.takes_s)
+
+    def onload(self) -> None:
+        self.clock.sleep(self.takes_s)
+
+    def weights(self) -> str:
+        self.clock.sleep(self.takes_s)
+        return "weights"
+
+
+def paced(takes_s: float, **settings) -> tuple[Paced, VirtualClock]:
+    clock = VirtualClock()
+    given = {"batch_s": (1.0, 1.0), "switch_s": 2.0, "sync_s": 3.0, **settings}
+    return Paced(Working(clock, takes_s), place=ONE, clock=clock, **given), clock
+
+
+def test_paced_code_gives_what_it_gives_and_lasts_as_long_as_the_emulated_one() -> None:
+    one, clock = paced(0.25)
+    assert [one.step(Batch(1, index, 2)) for index in range(2)] == ["batch 0", "batch 1"]
+    assert clock.now() == pytest.approx(2.0)
+    one.offload()
+    one.onload()
+    assert clock.now() == pytest.approx(4.0)  # leaving and coming back are one switch
+    assert one.weights() == "weights"
+    assert clock.now() == pytest.approx(7.0)
+
+
+def test_work_that_takes_longer_than_its_pace_takes_as_long_as_it_takes_and_is_not_made_good() -> None:
+    one, clock = paced(5.0)
+    one.step(Batch(1, 0, 2))
+    one.offload()
+    one.onload()
+    assert clock.now() == pytest.approx(15.0)
+    one.component.takes_s = 0.0
+    one.step(Batch(1, 1, 2))
+    assert clock.now() == pytest.approx(16.0)
+
+
+def test_paced_code_is_disturbed_as_the_emulated_one_and_takes_another_pace_when_told() -> None:
+    drifts = Disturbance(drift_to=3.0, drift_over=1, drift_from=1)
+    one, clock = paced(0.25, disturbance=drifts)
+    one.step(Batch(2, 0, 2))
+    assert clock.now() == pytest.approx(3.0)
+    one.pace(batch_s=(0.5, 0.5))
+    one.step(Batch(2, 1, 2))
+    assert clock.now() == pytest.approx(3.5)
+
+
+def test_paced_code_has_the_methods_that_it_has_and_no_others(tmp_path: Path) -> None:
+    def methods(one: object) -> set[str]:
+        return {name for name in OPTIONAL if callable(getattr(one, name, None))}
+
+    settings = {"place": ONE, "batch_s": (0.0,), "clock": VirtualClock()}
+    noting, bare = Noting(place=ONE), Bare(ONE)
+    assert methods(Paced(noting, **settings)) == methods(noting) >= {"save", "load", "onload", "sync"}
+    assert methods(Paced(bare, **settings)) == methods(bare) == set()
+    assert methods(Paced(bare, switch_s=1.0, **settings)) == {"onload"}  # its turns take time all the same
+    noting.total = 7
+    Paced(noting, **settings).save(tmp_path)
+    assert (tmp_path / "total").read_text() == "7"
+
+
+def test_a_step_that_raises_is_not_waited_for() -> None:
+    clock = VirtualClock()
+    one = Paced(Noting(place=ONE, fail={"how": "raise"}), place=ONE, clock=clock, batch_s=(5.0,))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        one.step(Batch(1, 0, 1))
+    assert clock.now() == 0.0

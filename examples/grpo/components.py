@@ -28,6 +28,9 @@ class Policy(Protocol):
     def log_probabilities(self, asked: Tokens, answered: Tokens) -> Floats:
         """Of the tokens of given answers."""
 
+    def next_logs(self, asked: Tokens, answered: Tokens, at: Tokens) -> Floats:
+        """Of every token that may come next, at one place of each answer."""
+
     def update(
         self, asked: Tokens, answered: Tokens, old: Floats, reference: Floats, advantage: Floats, rules: Rules
     ) -> dict[str, float]:

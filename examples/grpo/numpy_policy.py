@@ -31,6 +31,7 @@ class NumpyPolicy:
         }
         self._moments = {name: (np.zeros_like(w), np.zeros_like(w)) for name, w in self.weights.items()}
         self._updates = 0
+        self._table: Floats | None = None  # what `next_logs` has found, until there are other weights
 
     def sample(self, asked: Tokens, seed: list[int]) -> tuple[Tokens, Floats]:
         """One answer to each question, with the log-probability of every token; only unended ones cost anything."""
@@ -59,6 +60,15 @@ class NumpyPolicy:
         found = np.zeros(answered.shape)
         found[counts] = logs[np.arange(len(logs)), answered[counts]]
         return found
+
+    def next_logs(self, asked: Tokens, answered: Tokens, at: Tokens) -> Floats:
+        """Log-probabilities of what comes at the places `at` of answers, the same whatever else is asked with them."""
+        if self._table is None:  # by digit and last token: that is all there is to see
+            pairs = np.indices((SEEN, SEEN)).reshape(2, -1)
+            self._table = self._logs(pairs[0], pairs[1])[0].reshape(SEEN, SEEN, VOCABULARY)
+        rows = np.arange(len(asked))
+        last = np.where(at > 0, answered[rows, np.maximum(at - 1, 0)], BLANK)
+        return np.asarray(self._table[asked[rows, at], last])
 
     def update(
         self, asked: Tokens, answered: Tokens, old: Floats, reference: Floats, advantage: Floats, rules: Rules
@@ -95,6 +105,7 @@ class NumpyPolicy:
     def restore(self, state: dict[str, NDArray[Any]]) -> None:
         """Go on from a state."""
         self.weights = {name: state[name].copy() for name in self.weights}
+        self._table = None
         self._moments = {name: (state[f"m.{name}"].copy(), state[f"v.{name}"].copy()) for name in self.weights}
         self._updates = int(state["updates"])
 
@@ -105,6 +116,7 @@ class NumpyPolicy:
     def take(self, weights: dict[str, Floats]) -> None:
         """Work with others' weights from now on."""
         self.weights = {name: weights[name].copy() for name in self.weights}
+        self._table = None
 
     def offload(self) -> None:
         """Nothing of it is on a GPU."""
@@ -122,6 +134,7 @@ class NumpyPolicy:
 
     def _adam(self, gradient: dict[str, Floats], rate: float) -> None:
         self._updates += 1
+        self._table = None
         for name, slope in gradient.items():
             m, v = self._moments[name]
             m += 0.1 * (slope - m)

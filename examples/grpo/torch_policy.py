@@ -132,6 +132,17 @@ class TorchPolicy:
         found: Floats = self._logs(asked, answered).double().cpu().numpy()
         return found
 
+    @torch.no_grad()
+    def next_logs(self, asked: Tokens, answered: Tokens, at: Tokens) -> Floats:
+        """Log-probabilities of what comes at the places `at` of answers."""
+        tokens = self._here(answered)
+        last = torch.cat([torch.full_like(tokens[:, :1], BLANK), tokens[:, :-1]], dim=1)
+        longest = int(at.max()) + 1
+        logits, _ = self.model(self._here(asked)[:, :longest], last[:, :longest])
+        rows = torch.arange(len(at), device=self.device)
+        found: Floats = torch.log_softmax(logits[rows, self._here(at)].float(), dim=-1).double().cpu().numpy()
+        return found
+
     def update(
         self, asked: Tokens, answered: Tokens, old: Floats, reference: Floats, advantage: Floats, rules: Rules
     ) -> dict[str, float]:

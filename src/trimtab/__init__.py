@@ -2,8 +2,8 @@
 
 From Python: `trimtab.load` reads a job file of any dialect, `trimtab.plan_placement` plans it,
 `trimtab.profile.component` times the components of anybody's loop, and `trimtab.connect` has pools on a Ray cluster
-(`SimpleScheduler` is another way to them); `trimtab.ElasticGroup` has a member wherever there is room. All of them are
-imported when first used.
+(`SimpleScheduler` is another way to them); `trimtab.ElasticGroup` has a member wherever there is room, and
+`trimtab.Job` is a job that runs. All of them are imported when first used.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trimtab.formats.load import load as load
     from trimtab.model.elastic_config import ElasticConfig as ElasticConfig
     from trimtab.plan.placement import plan_placement as plan_placement
+    from trimtab.running import Job as Job
     from trimtab.runtime.elastic_scheduler import ElasticScheduler as ElasticScheduler
     from trimtab.runtime.ray.client import Pool as Pool
     from trimtab.runtime.ray.client import Session as Session
@@ -51,6 +52,7 @@ _HOMES = {
     "SimpleScheduler": "trimtab.runtime.simple",
     "SimpleTaskSpec": "trimtab.runtime.simple",
     "PreemptionAggressiveness": "trimtab.runtime.simple",
+    "Job": "trimtab.running",
 }
 
 __all__ = [
@@ -59,6 +61,7 @@ __all__ = [
     "ElasticScheduler",
     "GroupError",
     "GroupGaveUpError",
+    "Job",
     "MemberWorld",
     "Pool",
     "PreemptionAggressiveness",

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from trimtab.runtime.rollout.gateway.settings import GatewaySettings as GatewaySettings
     from trimtab.runtime.rollout.starting import engines_as_processes as engines_as_processes
     from trimtab.runtime.rollout.starting import engines_on_slots as engines_on_slots
+    from trimtab.runtime.run.engines import EngineRollout as EngineRollout
 
 __all__ = [
     "ActorEngine",
@@ -44,6 +45,7 @@ __all__ = [
     "ElasticConfig",
     "End",
     "EngineCommand",
+    "EngineRollout",
     "Gateway",
     "GatewaySettings",
     "InFlight",
@@ -74,14 +76,15 @@ __all__ = [
 
 
 _HOMES = {  # what needs Ray, or the libraries of the extra `serve`, is imported when first used
-    "Gateway": "gateway.server",
-    "GatewaySettings": "gateway.settings",
-    "engines_as_processes": "starting",
-    "engines_on_slots": "starting",
+    "EngineRollout": "run.engines",
+    "Gateway": "rollout.gateway.server",
+    "GatewaySettings": "rollout.gateway.settings",
+    "engines_as_processes": "rollout.starting",
+    "engines_on_slots": "rollout.starting",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(importlib.import_module(f"trimtab.runtime.rollout.{_HOMES[name]}"), name)
+        return getattr(importlib.import_module(f"trimtab.runtime.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'trimtab.rollout' has no attribute {name!r}")

@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from trimtab.formats.dialect import Loaded, Settings
+from trimtab.formats.run_section import read_section
 from trimtab.formats.yaml_text import dump
 from trimtab.model.errors import InputError, nearest
 from trimtab.model.plan import CurrentPlacement, Plan
@@ -204,7 +205,7 @@ class JobFile(_Section):
     placement: dict[Name, str | int] | None = None
     rollout: Any = None  # these two are read by `formats.rollout_file`
     elastic_config: Any = None
-    run: Any = None  # read by whoever runs the job
+    run: Any = None  # read by `formats.run_section`
 
 
 def matches(config: Mapping[str, Any]) -> bool:
@@ -222,6 +223,7 @@ def read(config: Mapping[str, Any], path: Path, profile: Profile | None = None) 
     except RecursionError:
         raise InputError("the file is nested too deeply", where=name) from None
     cluster = _cluster(file.cluster, name)
+    read_section(file.run, path, file.workflow.components)
     components = tuple(
         _component(n, section, cluster, profile, name) for n, section in file.workflow.components.items()
     )
@@ -329,6 +331,7 @@ def _component(name: str, section: ComponentSection, cluster: Cluster, profile: 
         "switch_seconds": section.switch_seconds,
         "engine": section.engine,
     }
+    measures = section.use is not None or section.emulate not in (None, False)  # running it tells what it costs
     if section.device == "cpu":
         for key in ("gpus", "multiple_of", "variants", "memory_gb", "floor_seconds"):
             if getattr(section, key) is not None:
@@ -336,6 +339,8 @@ def _component(name: str, section: ComponentSection, cluster: Cluster, profile: 
         if not isinstance(section.seconds, float | int):
             if measured is not None and section.seconds is None:
                 return Component(**common, cpu_seconds=measured.seconds[-1][1], cpus=section.cpus)
+            if measures and section.seconds is None:
+                raise _not_measured(name, file, where)
             raise InputError(
                 f"{name} runs on CPUs: its `seconds` is one number", where=f"{where}.seconds", hint="seconds: 3.0"
             )
@@ -356,8 +361,18 @@ def _component(name: str, section: ComponentSection, cluster: Cluster, profile: 
                     hint="take a profile in shared mode, where components run one after another",
                 )
             costs = costs.model_copy(update={"seconds": dict(measured.seconds)})
+        if costs.seconds is None and measures:
+            raise _not_measured(name, file, at)
         variants.append(_variant(variant_name, costs, cluster, at))
     return Component(**common, variants=tuple(variants))
+
+
+def _not_measured(name: str, file: str, where: str) -> InputError:
+    return InputError(
+        f"what {name} costs is not stated: running the job measures it",
+        where=f"{where}.seconds",
+        hint=f"`trimtab run {file}` measures, then plans; `trimtab plan {file} --from-run DIR` plans from a past run",
+    )
 
 
 def _inherit(variant: VariantSection, section: ComponentSection) -> VariantSection:
@@ -461,7 +476,7 @@ def _current(placement: Mapping[str, str | int], workflow: Workflow, cluster: Cl
                 )
             if component in ranks:
                 raise InputError(f"{component} is placed twice", where=where)
-            ranks[component] = _ranks(str(value), cluster.gpus, where)
+            ranks[component] = ranks_of(str(value), cluster.gpus, where)
     return CurrentPlacement(ranks, f"{name}: placement")
 
 
@@ -520,7 +535,7 @@ def _known_keys(path: list[str]) -> list[str]:
     return [field.alias or key for key, field in model.model_fields.items()]
 
 
-def _ranks(text: str, total: int, where: str) -> tuple[int, ...]:
+def ranks_of(text: str, total: int, where: str) -> tuple[int, ...]:
     """GPU ranks of a placement: `all`, a rank, a range, or several with commas."""
     if text.strip().lower() == "all":
         return tuple(range(total))

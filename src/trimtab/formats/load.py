@@ -25,7 +25,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
             hint="see `trimtab plan --help` for a whole example",
         )
     if job.matches(data) and "${" not in text:
-        return job.read(_overridden(data, overrides), path, profile)
+        return job.read(overridden(data, overrides), path, profile)
     # Frameworks' files need OmegaConf and Hydra, whose import costs more than planning does.
     from trimtab.formats import nemo_rl, rlinf, verl
     from trimtab.formats.hydra_config import compose
@@ -43,7 +43,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
     )
 
 
-def _overridden(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def overridden(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """The data with `a.b=value` applied; values are YAML."""
     result = dict(data)
     for override in overrides:

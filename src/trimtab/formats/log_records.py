@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from trimtab.formats.files import unreadable
 
@@ -18,10 +19,14 @@ MAX_LINE_BYTES = 1 << 20
 
 _COLOURS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _RAY_PREFIX = re.compile(r"^\((?:[^()]|\([^()]*\))*\bpid=\d+[^()]*\) ?")
+_LABEL = re.compile(r"\[(?:rank|default)_?\d+\]:? ?|\s{0,6}\d{1,6}: ")
+_PROCESS = re.compile(rf"(?:{_RAY_PREFIX.pattern})|(?:{_LABEL.pattern})")
 _RAY_REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 _PREFIX_CHARACTERS = 300
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _WRAPPED = re.compile(r"[A-Za-z][\w.]*\(([^(),]*)(?:,[^()]*)?\)")
+
+_LABELS_BEGIN = frozenset("[ 0123456789")
 
 MAX_STEP_DIGITS = 12
 MAX_NUMBER_CHARACTERS = 80
@@ -38,10 +43,23 @@ class Record:
     whole: bool = True
 
 
+class Parser(Protocol):
+    """Lines in, records out: one process's lines of one log, in order, as they come."""
+
+    def take(self, line: Line) -> Iterable[Record]:
+        """The records that end with this line."""
+        ...
+
+    def end(self) -> Iterable[Record]:
+        """What has begun and will not end, as no line follows."""
+        ...
+
+
 @dataclass(frozen=True)
 class Framework:
     """How one training framework logs.
 
+    A line without any of the `needles` says nothing to the parser, whatever else is in it.
     `parts` maps a component to alternatives, each a set of timers that are added up; the first alternative with any
     timer present counts. `waiting` looks at all names a run logged and tells which components' times are waits, and
     why. `amounts` gives (response tokens of the step, mean answer length), either of which may be unknown. `last` is
@@ -54,7 +72,8 @@ class Framework:
     prefix: str
     kept: tuple[str, ...]
     marker: re.Pattern[str]
-    parse: Callable[[Iterable[Line]], Iterator[Record]]
+    parser: Callable[[], Parser]
+    needles: tuple[bytes, ...]
     parts: Mapping[str, tuple[tuple[str, ...], ...]]
     total: str
     periodic: tuple[str, ...]
@@ -67,6 +86,13 @@ class Framework:
     def keeps(self, name: str) -> bool:
         """Whether a logged value matters here; the rest is thrown away early, logs being large."""
         return name.startswith(self.kept)
+
+    def parse(self, lines: Iterable[Line]) -> Iterator[Record]:
+        """The records of a whole log."""
+        parser = self.parser()
+        for line in lines:
+            yield from parser.take(line)
+        yield from parser.end()
 
 
 @dataclass(frozen=True)
@@ -92,12 +118,21 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def clean(text: str) -> str:
-    """A line without colours and without what Ray puts around it."""
+    """A line without colours and without what Ray, torchrun or srun put before it."""
     text = _COLOURS.sub("", text) if "\x1b" in text else text
     if text.startswith("("):
         # Only the start is searched, so that no line, however odd, takes long.
         text = _RAY_PREFIX.sub("", text[:_PREFIX_CHARACTERS], count=1) + text[_PREFIX_CHARACTERS:]
+    elif text[:1] in _LABELS_BEGIN and (label := _LABEL.match(text)):
+        text = text[label.end() :]
     return _RAY_REPEATED.sub("", text) if "[repeated " in text else text
+
+
+def process_of(text: str) -> str:
+    """Which process wrote a line: the mark that Ray, torchrun or srun put before it; empty where there is none."""
+    text = _COLOURS.sub("", text[:_PREFIX_CHARACTERS]) if "\x1b" in text[:_PREFIX_CHARACTERS] else text
+    found = _PROCESS.match(text[:_PREFIX_CHARACTERS])
+    return found[0].strip() if found else ""
 
 
 def number(text: str) -> float | None:

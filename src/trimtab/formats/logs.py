@@ -34,12 +34,44 @@ _NOT_WAITING = (*_FIRST_IN_CHAIN, "weight_sync")
 
 
 @dataclass
-class _Run:
-    """The steps of one log in order, cut where the run was started anew."""
+class Joined:
+    """The steps with timings of one run in order, cut where it was started anew; repeated lines are dropped."""
 
+    framework: Framework
     pieces: list[list[Record]] = field(default_factory=list)
     repeated: int = 0
     cut_off: int = 0
+    _known: dict[int, list[dict[str, float]]] = field(default_factory=dict)
+
+    @property
+    def newest(self) -> Record | None:
+        """The step that came last; what else is said of it goes into it."""
+        return self.pieces[-1][-1] if self.pieces else None
+
+    def take(self, record: Record) -> bool:
+        """Count a record; whether a step begins with it."""
+        framework, newest = self.framework, self.newest
+        if not record.whole:
+            self.cut_off += 1
+            return False
+        again = newest is not None and newest.step == record.step
+        if not any(name.startswith(framework.prefix) for name in record.values):
+            # Lines of validation scores and the like; what they say of the same step belongs to it.
+            if newest is not None and again:
+                newest.values.update(record.values)
+            return False
+        if newest is not None and again and not disagree(framework, record, newest):
+            # A redrawn progress bar, or one step in two lines.
+            newest.values.update(record.values)
+            return False
+        if record.values in self._known.get(record.step, ()):
+            self.repeated += 1
+            return False
+        if newest is None or again or record.step < newest.step:
+            self.pieces.append([])
+        self.pieces[-1].append(record)
+        self._known.setdefault(record.step, []).append(record.values)
+        return True
 
     def steps(self, warmup: int) -> list[Record]:
         """The steps that count: without the warm-up of every piece."""
@@ -62,8 +94,8 @@ def read(
         raise InputError("no log file is given")
     if warmup < 0:
         raise InputError("--warmup cannot be negative")
-    files = list(itertools.chain.from_iterable(_files(path) for path in paths))
-    source = _framework(framework) if framework else detect(files)
+    files = list(itertools.chain.from_iterable(files_of(path) for path in paths))
+    source = framework_named(framework) if framework else detect(files)
     said = facts or RunFacts()
     facts = said
     if config is not None:
@@ -81,7 +113,7 @@ def read(
             where=_named(files),
             hint="let the run go on for 10 steps or so, or give --warmup 0",
         )
-    samples = _samples(source, steps, facts)
+    samples = samples_of(source, steps, facts)
     logs_gpus.check_names(said, samples)
     curve = rollout_lengths.read(lengths, group_size) if lengths else ((), ())
     return _profile(source, run, steps, samples, facts, warmup, kind, curve)
@@ -107,7 +139,8 @@ def detect(files: Sequence[Path]) -> Framework:
     raise InputError("no framework that trimtab knows wrote these timings", where=_named(files), hint=hint)
 
 
-def _framework(name: str) -> Framework:
+def framework_named(name: str) -> Framework:
+    """The framework of that name, or an InputError."""
     known = {**FRAMEWORKS, "nemo-rl": NEMO_RL, "nemo": NEMO_RL}
     if name.lower() not in known:
         near = nearest(name.lower(), FRAMEWORKS)
@@ -116,7 +149,7 @@ def _framework(name: str) -> Framework:
     return known[name.lower()]
 
 
-def _files(path: Path) -> list[Path]:
+def files_of(path: Path) -> list[Path]:
     """The file, or the logs in a folder: event files of one run, or JSON lines, oldest first by name."""
     if not path.is_dir():
         return [path]
@@ -132,7 +165,7 @@ def _files(path: Path) -> list[Path]:
     return inside
 
 
-def _records(framework: Framework, path: Path, run: _Run) -> Iterator[Record]:
+def _records(framework: Framework, path: Path, run: Joined) -> Iterator[Record]:
     if not tensorboard_events.is_event_file(path):
         yield from framework.parse(read_lines(path))
         return
@@ -151,47 +184,25 @@ def _records(framework: Framework, path: Path, run: _Run) -> Iterator[Record]:
         yield record
 
 
-def _join(framework: Framework, files: Iterable[Path]) -> _Run:
-    """All steps with timings, in order; restarts open a new piece, repeated lines are dropped."""
-    run = _Run()
-    known: dict[int, list[dict[str, float]]] = {}
-    previous: Record | None = None
+def _join(framework: Framework, files: Iterable[Path]) -> Joined:
+    """All steps with timings of these files, read one after another."""
+    run = Joined(framework)
     for record in itertools.chain.from_iterable(_records(framework, path, run) for path in files):
-        if not record.whole:
-            run.cut_off += 1
-            continue
-        if not any(name.startswith(framework.prefix) for name in record.values):
-            # Lines of validation scores and the like; what they say of the same step belongs to it.
-            if previous is not None and previous.step == record.step:
-                previous.values.update(record.values)
-            continue
-        again = previous is not None and previous.step == record.step
-        if previous is not None and again and not _disagree(framework, record, previous):
-            # A redrawn progress bar, or one step in two lines.
-            previous.values.update(record.values)
-            continue
-        if record.values in known.get(record.step, ()):
-            run.repeated += 1
-            continue
-        if previous is None or again or record.step < previous.step:
-            run.pieces.append([])
-        run.pieces[-1].append(record)
-        known.setdefault(record.step, []).append(record.values)
-        previous = record
+        run.take(record)
     return run
 
 
-def _disagree(framework: Framework, record: Record, previous: Record) -> bool:
+def disagree(framework: Framework, record: Record, other: Record) -> bool:
     """Whether two records of one step hold different times: then the step was run twice."""
     return any(
-        name.startswith(framework.prefix) and previous.values.get(name, value) != value
+        name.startswith(framework.prefix) and other.values.get(name, value) != value
         for name, value in record.values.items()
     )
 
 
 def _profile(
     framework: Framework,
-    run: _Run,
+    run: Joined,
     steps: list[Record],
     samples: dict[str, list[Sample]],
     facts: RunFacts,
@@ -209,22 +220,14 @@ def _profile(
         raise InputError(
             f"on how many GPUs did these run: {', '.join(missing)}? A log does not say", hint=logs_gpus.HOW_TO_SAY
         )
-    names = frozenset(name for record in steps for name in record.values)
-    waits = framework.waiting(names)
-    if facts.asynchronous:
-        waits.setdefault(_first(samples), f"in {facts.asynchronous} mode it runs beside the training")
     notes = _step_notes(framework, run, steps, warmup)
     iteration = _iteration(framework, steps)
-    overlap = _overlap(framework, steps, samples, waits)
-    if overlap and facts.shared and framework.last in samples and _derive_last(framework, steps, samples, waits):
+    waits, derived = waits_of(framework, steps, samples, facts)
+    if derived:
         notes.append(
             f"{framework.last}'s timer contains waiting; as all components share their GPUs, "
             "its cost is what the others leave of the step"
         )
-    elif overlap:
-        for name in samples:
-            if name not in _NOT_WAITING:
-                waits.setdefault(name, overlap)
     components: list[ComponentProfile] = []
     for name, taken in samples.items():
         component = measured.summarise(name, facts.gpus(name) or 0, taken, kind, waits=name in waits)
@@ -248,28 +251,50 @@ def _profile(
     return Profile(framework.name, tuple(components), (*notes, *completion[1]))
 
 
-def _samples(framework: Framework, steps: Iterable[Record], facts: RunFacts) -> dict[str, list[Sample]]:
+def waits_of(
+    framework: Framework, steps: Sequence[Record], samples: dict[str, list[Sample]], facts: RunFacts
+) -> tuple[dict[str, str], bool]:
+    """The components whose times are waits, and why; and whether the last one's samples were derived from the others'.
+
+    Where they were, `samples` has them.
+    """
+    waits = framework.waiting(frozenset(name for record in steps for name in record.values))
+    if facts.asynchronous:
+        waits.setdefault(_first(samples), f"in {facts.asynchronous} mode it runs beside the training")
+    overlap = _overlap(framework, steps, samples, waits)
+    if overlap is None:
+        return waits, False
+    if facts.shared and framework.last in samples and derive_last(framework, steps, samples, waits):
+        return waits, True
+    for name in samples:
+        if name not in _NOT_WAITING:
+            waits.setdefault(name, overlap)
+    return waits, False
+
+
+def samples_of(framework: Framework, steps: Iterable[Record], facts: RunFacts) -> dict[str, list[Sample]]:
+    """What each component took in each step that has it."""
     samples: dict[str, list[Sample]] = {}
     for record in steps:
         tokens, length = framework.amounts(record.values)
         if tokens is None and length is not None and facts.answers_per_step:
             tokens = length * facts.answers_per_step
         for name in framework.parts:
-            seconds = _seconds(framework, name, record)
+            seconds = seconds_of(framework, name, record)
             if seconds is not None and seconds >= 0:
                 sample = Sample(seconds) if name in _NO_TOKENS else Sample(seconds, tokens, length)
                 samples.setdefault(name, []).append(sample)
     return samples
 
 
-def _derive_last(
+def derive_last(
     framework: Framework, steps: Iterable[Record], samples: dict[str, list[Sample]], waits: Mapping[str, str]
 ) -> bool:
     """Replace the last component's samples by what the others leave of each step; false where nothing is left."""
     derived: list[Sample] = []
     for record in _plain_steps(framework, steps):
         others = [name for name in samples if name != framework.last and name not in waits]
-        taken = sum(_seconds(framework, name, record) or 0.0 for name in others)
+        taken = sum(seconds_of(framework, name, record) or 0.0 for name in others)
         taken += sum(record.values.get(framework.prefix + name, 0.0) for name in framework.beside)
         left = record.values[framework.prefix + framework.total] - taken
         if left <= 0:
@@ -279,7 +304,8 @@ def _derive_last(
     return bool(derived)
 
 
-def _seconds(framework: Framework, component: str, record: Record) -> float | None:
+def seconds_of(framework: Framework, component: str, record: Record) -> float | None:
+    """What a component's timers say of a step; None where it logs none."""
     for timers in framework.parts[component]:
         found = [record.values[framework.prefix + t] for t in timers if framework.prefix + t in record.values]
         # The first timer of an alternative is the component itself, the others are work that goes with it.
@@ -296,14 +322,15 @@ def _first(samples: Mapping[str, object]) -> str:
     return next((name for name in _FIRST_IN_CHAIN if name in samples), next(iter(samples)))
 
 
-def _is_periodic(framework: Framework, record: Record) -> bool:
+def is_periodic(framework: Framework, record: Record) -> bool:
+    """Whether validation, a checkpoint or the like fell into the step."""
     return any(record.values.get(framework.prefix + name, 0.0) > 0 for name in framework.periodic)
 
 
 def _plain_steps(framework: Framework, steps: Iterable[Record]) -> list[Record]:
     """Steps without periodic work that state their total: only their totals are an iteration's."""
     total = framework.prefix + framework.total
-    return [r for r in steps if r.values.get(total, 0.0) > 0 and not _is_periodic(framework, r)]
+    return [r for r in steps if r.values.get(total, 0.0) > 0 and not is_periodic(framework, r)]
 
 
 def _iteration(framework: Framework, steps: Iterable[Record]) -> float | None:
@@ -317,14 +344,14 @@ def _overlap(
     """Why the components' times overlap, where they do: then all but the first contain waiting for their input."""
     ratios = []
     for record in _plain_steps(framework, steps):
-        taken = [_seconds(framework, name, record) or 0.0 for name in samples if name not in waits]
+        taken = [seconds_of(framework, name, record) or 0.0 for name in samples if name not in waits]
         ratios.append(sum(taken) / record.values[framework.prefix + framework.total])
     if not ratios or statistics.median(ratios) <= OVERLAP:
         return None
     return f"the components together take {statistics.median(ratios):.2f} times their step, so they ran side by side"
 
 
-def _step_notes(framework: Framework, run: _Run, steps: list[Record], warmup: int) -> list[str]:
+def _step_notes(framework: Framework, run: Joined, steps: list[Record], warmup: int) -> list[str]:
     notes: list[str] = []
     found = sum(len(piece) for piece in run.pieces)
     numbers = f"steps {steps[0].step} to {steps[-1].step}" if len(run.pieces) == 1 else "all pieces"
@@ -339,7 +366,7 @@ def _step_notes(framework: Framework, run: _Run, steps: list[Record], warmup: in
         notes.append(f"cut off in the log, and left out: {_steps(run.cut_off)}")
     if len(steps) < measured.STEPS_TO_TRUST:
         notes.append(f"{_steps(len(steps))} are few: medians of {measured.STEPS_TO_TRUST} or more are steadier")
-    periodic = sum(_is_periodic(framework, record) for record in steps)
+    periodic = sum(is_periodic(framework, record) for record in steps)
     if periodic:
         notes.append(f"validation, checkpoints or the like fell into {_steps(periodic)}; their totals are left out")
     idle = {

@@ -8,7 +8,7 @@ look alike and are no steps.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from trimtab.formats.log_records import Framework, Line, Record, number, tokens_of
 
@@ -20,37 +20,47 @@ _LENGTH = re.compile(r"^\s*• Mean Generation Length: ([0-9.eE+-]+)\s*$")
 _TOTAL_BULLET = re.compile(r"^\s*• Total step time: [0-9.]+s")
 
 
-def _parse(lines: Iterable[Line]) -> Iterator[Record]:
-    step: int | None = None
-    seen = 0
-    length: float | None = None
-    block: Record | None = None
-    for line in lines:
+class _Parser:
+    """Blocks of bullets, each under the header of its step."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._seen = 0
+        self._length: float | None = None
+        self._block: Record | None = None
+
+    def take(self, line: Line) -> Iterator[Record]:
         text = line.text
-        bullet = _BULLET.match(text) if "•" in text else None
-        if block is not None and bullet:
-            name, seconds = bullet[1].strip(), number(bullet[2])
-            if seconds is not None and line.whole:
-                block.values["timing/train/" + ("total_step_time" if name == _TOTAL else name)] = seconds
-            block.whole = block.whole and line.whole
-            continue
-        if block is not None and text.strip() and _ends_block(text):
-            yield block
-            block = None
+        if self._block is not None:
+            if bullet := _BULLET.match(text) if "•" in text else None:
+                self._read(self._block, bullet, line.whole)
+                return
+            if text.strip() and _ends_block(text):
+                yield from self.end()
         if found := _STEP.search(text):
-            step = int(found[1])
+            self._step = int(found[1])
         elif found := _LENGTH.match(text):
-            length = number(found[1])
+            self._length = number(found[1])
         elif _TIMING.match(text):
             # Runs under the single controller print no step header: then blocks are counted.
-            seen = seen + 1 if step is None else step
-            step = None
-            block = Record(seen)
-            if length is not None:
-                block.values["train/mean_gen_tokens_per_sample"] = length
-                length = None
-    if block is not None:
-        yield block
+            self._seen = self._seen + 1 if self._step is None else self._step
+            self._step = None
+            self._block = Record(self._seen)
+            if self._length is not None:
+                self._block.values["train/mean_gen_tokens_per_sample"] = self._length
+                self._length = None
+
+    def end(self) -> Iterator[Record]:
+        block, self._block = self._block, None
+        if block is not None:
+            yield block
+
+    @staticmethod
+    def _read(block: Record, bullet: re.Match[str], whole: bool) -> None:
+        name, seconds = bullet[1].strip(), number(bullet[2])
+        if seconds is not None and whole:
+            block.values["timing/train/" + ("total_step_time" if name == _TOTAL else name)] = seconds
+        block.whole = block.whole and whole
 
 
 def _ends_block(text: str) -> bool:
@@ -74,7 +84,8 @@ NEMO_RL = Framework(
     prefix="timing/train/",
     kept=("timing/train/", "train/mean_gen_tokens_per_sample", "train/global_valid_seqs"),
     marker=_TOTAL_BULLET,
-    parse=_parse,
+    parser=_Parser,
+    needles=("•".encode(), b"Timing:", b" Step ", b"Performance Metrics:", b"Results:"),
     parts={
         "generation": (("generation",), ("exposed_generation",)),
         "reward": (("reward_calculation",),),

@@ -9,7 +9,7 @@ alone exists it is taken; otherwise the time is marked.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from trimtab.formats.log_records import Framework, Line, Record, number, tokens_of
 
@@ -20,28 +20,33 @@ _BAR_OR_TABLE = re.compile(r"├─+ Metric Table ─+┤|\d/\d+ \[.*\b(?:step|r
 _SECTIONS = {"Time": "time/", "Rollout": "rollout/"}
 
 
-def _parse(lines: Iterable[Line]) -> Iterator[Record]:
-    table: Record | None = None
-    prefix: str | None = None
-    for line in lines:
+class _Parser:
+    """A table over many lines, or a progress bar's state in one."""
+
+    def __init__(self) -> None:
+        self._table: Record | None = None
+        self._prefix: str | None = None  # of the table's section
+
+    def take(self, line: Line) -> Iterator[Record]:
         text = line.text
         if "│" in text or "├" in text or "╰" in text:
             if found := _TABLE_STEP.search(text):
-                if table is not None:
-                    yield table
-                table, prefix = Record(int(found[1]), whole=False), None
+                yield from self.end()
+                self._table = Record(int(found[1]), whole=False)
             elif section := _SECTION.match(text):
-                prefix = _SECTIONS.get(section[1].strip())
-            elif table is not None and "╰" in text:
-                table.whole = line.whole
-                yield table
-                table, prefix = None, None
-            elif table is not None and prefix is not None:
-                _read_row(table, prefix, text)
+                self._prefix = _SECTIONS.get(section[1].strip())
+            elif self._table is not None and "╰" in text:
+                self._table.whole = line.whole
+                yield from self.end()
+            elif self._table is not None and self._prefix is not None:
+                _read_row(self._table, self._prefix, text)
         elif "_time=" in text and (progress := _PROGRESS.search(text)):
             yield _progress_record(int(progress[1]), text[progress.end() :])
-    if table is not None:
-        yield table
+
+    def end(self) -> Iterator[Record]:
+        table, self._table, self._prefix = self._table, None, None
+        if table is not None:
+            yield table
 
 
 def _read_row(table: Record, prefix: str, text: str) -> None:
@@ -95,7 +100,8 @@ RLINF = Framework(
     prefix="time/",
     kept=("time/", "rollout/response_length", "rollout/average_response_length", "rollout/total_num_sequence"),
     marker=_BAR_OR_TABLE,
-    parse=_parse,
+    parser=_Parser,
+    needles=("│".encode(), "├".encode(), "╰".encode(), b"_time="),
     parts={
         "rollout": (
             ("rollout",),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from trimtab.formats.log_records import Framework, Line, Record, number, step_number, tokens_of
 
@@ -28,8 +28,10 @@ _ASYNCHRONOUS = {
 }
 
 
-def _parse(lines: Iterable[Line]) -> Iterator[Record]:
-    for line in lines:
+class _Parser:
+    """Every line is a record of its own, or none."""
+
+    def take(self, line: Line) -> Iterator[Record]:
         text = line.text.strip()
         if text.startswith("{"):
             record = _json_record(text)
@@ -39,6 +41,9 @@ def _parse(lines: Iterable[Line]) -> Iterator[Record]:
             record = None
         if record is not None:
             yield record
+
+    def end(self) -> tuple[Record, ...]:
+        return ()
 
 
 def _json_record(text: str) -> Record | None:
@@ -104,7 +109,8 @@ VERL = Framework(
         "fully_async/",
     ),
     marker=_CONSOLE_OR_JSON,
-    parse=_parse,
+    parser=_Parser,
+    needles=(b"step",),
     parts={
         "rollout": (("gen", "gen_max"),),
         "reward": (("reward",),),

@@ -50,7 +50,7 @@ def read_scalars(path: Path, keeps: Callable[[str], bool], cut_off: Callable[[],
                     cut_off()
                     return
                 try:
-                    yield from _event(memoryview(body)[:length], keeps)
+                    yield from scalars_of(memoryview(body)[:length], keeps)
                 except (ValueError, struct.error, IndexError):
                     cut_off()
                     return
@@ -58,7 +58,8 @@ def read_scalars(path: Path, keeps: Callable[[str], bool], cut_off: Callable[[],
         raise unreadable(path, error) from None
 
 
-def _event(data: memoryview, keeps: Callable[[str], bool]) -> list[Scalar]:
+def scalars_of(data: memoryview, keeps: Callable[[str], bool]) -> list[Scalar]:
+    """The scalars of one record's bytes; ValueError, struct.error or IndexError where they are none."""
     step = 0
     found: list[tuple[str, float]] = []
     for field, kind, value, content in _fields(data):

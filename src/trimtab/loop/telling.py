@@ -10,6 +10,7 @@ from trimtab.model.run import Estimate
 from trimtab.model.workflow import Cluster
 
 NAMED = 3
+SMALL = 0.02  # a drift that makes less than this share of the longest component is not named
 RUN = "run"
 CHAPTERS_KEPT = 200
 MOVES_KEPT = 20
@@ -37,23 +38,29 @@ class Stories:
         return tuple(self.chapters.get(subject, ()))
 
 
-def drift_reason(drifted: Sequence[str], levels: Mapping[str, float], run: Run) -> Reason:
-    """Why another plan may be better than the one in place."""
-    if drifted:
-        far = sorted(drifted, key=lambda name: -abs(levels[name] / run.reference[name] - 1))
-        said = ", ".join(f"{name} takes {levels[name] / run.reference[name]:.2f} times" for name in far[:NAMED])
+def drift_reason(drifted: Sequence[str], levels: Mapping[str, float], run: Run, seconds: Mapping[str, float]) -> Reason:
+    """Why another plan may be better than the one in place; `seconds` are those of each component in an iteration.
+
+    Of what has drifted, that is named which makes seconds, and nothing that is small beside an iteration.
+    """
+    away = {name: abs(1 - run.reference[name] / levels[name]) * seconds.get(name, 0.0) for name in drifted}
+    least = SMALL * max(seconds.values(), default=0.0)
+    far = sorted((name for name in drifted if away[name] >= least), key=lambda name: -away[name])
+    said = [run.room] if run.room else []
+    if far:
+        named = ", ".join(f"{name} takes {levels[name] / run.reference[name]:.2f} times" for name in far[:NAMED])
         more = f" and {len(far) - NAMED} more" if len(far) > NAMED else ""
-        return Reason(Code.drifted, f"{said}{more} what the plan was made for")
-    if run.room:
-        return Reason(Code.room_changed, run.room)
-    return Reason(Code.better_plan, "costs and nodes are as they were")
+        said.append(f"{named}{more} what the plan was made for")
+    if not said:
+        return Reason(Code.better_plan, "costs and nodes are as they were")
+    return Reason(Code.drifted if far else Code.room_changed, "; ".join(said))
 
 
 def costs_text(estimates: Mapping[str, Estimate], reference: Mapping[str, float]) -> str:
     """How near everything is to what the plan was made for."""
-    name = max(estimates, key=lambda one: abs(estimates[one].level / reference[one] - 1))
+    name = max(estimates, key=lambda one: abs(estimates[one].middle / reference[one] - 1))
     one = estimates[name]
-    away = one.level / reference[name] - 1
+    away = one.middle / reference[name] - 1
     return f"{name} is furthest from what the plan was made for: {away:+.1%}, within its noise of {one.width:.1%}"
 
 

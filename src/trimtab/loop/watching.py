@@ -89,7 +89,7 @@ class Watch:
         levels = {name: one.level for name, one in estimates.items()}
         sure = {name: sure_level(one, run.reference[name]) for name, one in estimates.items()}
         drifted = [name for name in sure if sure[name] != run.reference[name]]
-        why = drift_reason(drifted, levels, run)
+        why = drift_reason(drifted, levels, run, self.planner.times(run.running.plan, levels))
         look, fresh = self._looked(levels, sure)
         verdict = self._weighed(look, why)
         if verdict.to is not None and not fresh:

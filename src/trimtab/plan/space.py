@@ -323,7 +323,9 @@ class Ways:
     """
 
     def __init__(self, ways: tuple[Option, ...], most: int) -> None:
-        self.options = ways
+        self._options = ways
+        self._of: tuple[Ways, float] | None = None  # those that these are a multiple of
+        self._made: dict[int, list[Option]] = {}  # fronts of such
         self.least = ways[0].gpus if ways else most + 1
         self._fronts: list[list[Option]] = [[]]
         waiting = iter(ways)
@@ -344,17 +346,32 @@ class Ways:
         self.host = np.array([o.host_gb if o else 0.0 for o in fastest])
 
     def scaled(self, factor: float) -> Ways:
-        """The same ways, all of them slower or faster."""
+        """The same ways, all of them slower or faster. Options are made when they are asked for: few ever are."""
         other = copy.copy(self)
         other.seconds = self.seconds * factor
-        new = {id(option): replace(option, seconds=option.seconds * factor) for option in self.options}
-        other.options = tuple(new.values())
-        other._fronts = [[new[id(option)] for option in front] for front in self._fronts]
+        other._of, other._made = (self, factor), {}
         return other
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """All of them, in order of count, then variant."""
+        if self._of is None:
+            return self._options
+        before, factor = self._of
+        return tuple(_slower(option, factor) for option in before.options)
 
     def front(self, gpus: int) -> list[Option]:
         """The options within so many GPUs of which none is better than another in every respect, fastest first."""
-        return self._fronts[gpus]
+        if self._of is None:
+            return self._fronts[gpus]
+        if gpus not in self._made:
+            before, factor = self._of
+            self._made[gpus] = [_slower(option, factor) for option in before.front(gpus)]
+        return self._made[gpus]
+
+
+def _slower(option: Option, factor: float) -> Option:
+    return replace(option, seconds=option.seconds * factor)
 
 
 def _peak_gb(some: tuple[Option, ...]) -> float:

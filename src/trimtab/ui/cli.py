@@ -17,6 +17,7 @@ from rich.markup import escape
 from trimtab import __version__
 from trimtab.model.errors import TrimtabError
 from trimtab.ui import (
+    advise_commands,
     cluster_commands,
     demo_commands,
     layer_commands,
@@ -26,6 +27,9 @@ from trimtab.ui import (
     pool_commands,
     profile_commands,
     rollout_commands,
+    run_commands,
+    run_report_command,
+    simulate_commands,
     why_commands,
 )
 from trimtab.ui.output import err
@@ -42,6 +46,9 @@ app = typer.Typer(
 )
 app.command("plan")(plan_commands.plan)
 app.command("partition")(partition_commands.partition)
+app.command("run")(run_commands.run)
+app.command("simulate")(simulate_commands.simulate)
+app.command("report")(run_report_command.report)
 app.add_typer(demo_commands.app, name="demo")
 profile_commands.app.command("layers")(layer_commands.layers)
 app.add_typer(profile_commands.app, name="profile")
@@ -49,6 +56,7 @@ app.command("status")(pool_commands.status)
 app.command("explain")(pool_commands.explain)
 app.add_typer(pool_commands.app, name="pool")
 app.command("why")(why_commands.why)
+app.command("advise")(advise_commands.advise)
 cluster_commands.app.command("advise")(outside_commands.advise)
 cluster_commands.app.command("hook")(outside_commands.hook)
 cluster_commands.app.add_typer(outside_commands.export, name="export")

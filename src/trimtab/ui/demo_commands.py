@@ -1,4 +1,4 @@
-"""`trimtab demo`: the bundled job, planned; `demo rlhf`: pools on a real Ray; `demo elastic`: nodes come and go."""
+"""`trimtab demo`: a job planned, trained and moved; `plan`, `rlhf`, `elastic` show one side of it each."""
 
 from __future__ import annotations
 
@@ -31,11 +31,24 @@ class Backend(str, enum.Enum):
 @app.callback()
 def demo(
     context: typer.Context,
+    folder: Annotated[Path, typer.Option("--folder", help="Where run and report go.")] = Path("out"),
+) -> None:
+    """Train a policy on a Ray of its own: plan, a node that joins, an evaluation that preempts, drift, moves, a report.
+
+    `demo plan` plans the bundled example, `demo rlhf` shows pools on Ray, `demo elastic` elastic groups.
+    """
+    if context.invoked_subcommand is None:
+        from trimtab.ui.run_demo import run_demo
+
+        raise typer.Exit(run_demo(folder))
+
+
+@app.command()
+def plan(
     folder: Annotated[Path, typer.Option("--folder", help="Where the report goes.")] = Path("out"),
 ) -> None:
-    """Plan the bundled example and write its report; `demo rlhf` shows pools on Ray, `demo elastic` elastic groups."""
-    if context.invoked_subcommand is None:
-        plan_commands.demo(folder)
+    """Plan the bundled example and write its report."""
+    plan_commands.demo(folder)
 
 
 @app.command()

@@ -105,7 +105,8 @@ def ticks(seconds: float, most: int) -> list[tuple[float, str]]:
     """Round times from 0 to `seconds`, at most `most` of them after 0, with their labels in one fitting unit."""
     if not (seconds > 0 and math.isfinite(seconds)):
         return [(0.0, "0")]
-    step = _step(seconds / max(1, most), minutes=seconds > 240)
+    at_least = seconds / max(1, most)
+    step = _step(at_least, minutes=seconds > 240 or at_least > 50)
     size, unit = next((s, u) for s, u in ((3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (0, "µs")) if step >= s)
     count = math.floor(seconds / step + _LESS_THAN_A_TICK)
     return [(0.0, "0")] + [(i * step, f"{i * step / (size or 1e-6):.6g} {unit}") for i in range(1, count + 1)]

@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,12 +38,18 @@ class PlanFormat(str, enum.Enum):
 
 
 def plan(
-    file: Annotated[Path, typer.Argument(help="A job file: trimtab's own form, or an RLinf, verl or NeMo RL config.")],
+    file: Annotated[
+        Path | None, typer.Argument(help="A job file: trimtab's own form, or an RLinf, verl or NeMo RL config.")
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the file to override.")
     ] = None,
     profile: Annotated[
         Path | None, typer.Option("--profile", "-p", help="Measured costs, from `trimtab profile logs`.")
+    ] = None,
+    from_run: Annotated[
+        Path | None,
+        typer.Option("--from-run", help="Costs as the run in this folder measured them; its own job without FILE."),
     ] = None,
     form: Annotated[PlanFormat, typer.Option("--format", "-f", help="How to answer.")] = PlanFormat.text,
     apply: Annotated[bool, typer.Option("--apply", help="Write the placement into FILE (a backup is kept).")] = False,
@@ -81,17 +88,14 @@ def plan(
         trimtab plan job.yaml cluster.nodes=4 --report plan.html
 
         trimtab plan verl_config.yaml --profile profile.yaml --format overrides
+
+        trimtab plan --from-run runs/grpo-1 cluster.nodes=4
     """
-    from trimtab.formats.load import load
     from trimtab.plan.placement import best_plan, explain
 
     noise_share = share(noise, "--noise")
-    measured = None
-    if profile is not None:
-        from trimtab.formats import profile_file
-
-        measured = profile_file.read(profile)
-    loaded = load(file, overrides or [], measured)
+    loaded, notes = _read(file, overrides or [], profile, from_run)
+    file = loaded.path
     log.debug("read %s as %s", file, loaded.dialect)
     try:
         began = time.perf_counter()
@@ -106,6 +110,7 @@ def plan(
                 noise=noise_share,
                 with_sensitivity=sensitivity,
             )
+        result = replace(result, assumptions=(*notes, *result.assumptions))
     except TrimtabError as error:
         # The planner knows keys of trimtab's own form only; which file they stand in is known here.
         if error.where is None or not error.where.startswith(str(file)):
@@ -119,6 +124,30 @@ def plan(
     if apply:
         _apply(loaded, settings)
     _show(result, settings, loaded, form, searched, noise_share)
+
+
+def _read(
+    file: Path | None, overrides: list[str], profile: Path | None, from_run: Path | None
+) -> tuple[Loaded, tuple[str, ...]]:
+    """The job to plan, and what its costs rest on where a run measured them."""
+    if from_run is None:
+        from trimtab.formats.load import load
+
+        if file is None:
+            raise InputError("which job to plan is not said", where="command line", hint="trimtab plan FILE")
+        measured = None
+        if profile is not None:
+            from trimtab.formats import profile_file
+
+            measured = profile_file.read(profile)
+        return load(file, overrides, measured), ()
+    if profile is not None:
+        raise InputError("costs come from --profile or from --from-run, not from both", where="command line")
+    from trimtab.runtime.run.past_costs import load_from_run
+
+    if file is not None and "=" in str(file) and not file.exists():  # an override, and the job is the run's own
+        file, overrides = None, [str(file), *overrides]
+    return load_from_run(from_run, file, overrides)
 
 
 def _show(result: Answer, settings: Settings, loaded: Loaded, form: PlanFormat, searched: float, noise: float) -> None:
@@ -202,6 +231,7 @@ def demo(
         job,
         overrides=[],
         profile=None,
+        from_run=None,
         form=PlanFormat.text,
         apply=False,
         output=None,

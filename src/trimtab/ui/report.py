@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import resources
 
@@ -69,19 +69,18 @@ def _style() -> str:
     return resources.files("trimtab.ui").joinpath("assets/report.css").read_text(encoding="utf-8") + timeline.style()
 
 
-def page_head(title: str) -> str:
-    """The head of a report: one file, one look, and nothing from anywhere else."""
-    digest = base64.b64encode(hashlib.sha256(COPY_SCRIPT.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
-        "base-uri 'none'; form-action 'none'"
+def page_head(title: str, *, scripts: Sequence[str] = (COPY_SCRIPT,), style: str = "") -> str:
+    """The head of a report: one file, one look, and nothing from anywhere else. Only these scripts may run in it."""
+    digests = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
     )
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {digests}; base-uri 'none'; form-action 'none'"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta name="generator" content="trimtab {escape(__version__)}">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{_style()}</style>\n</head>\n<body>\n<main>"
+        f"<title>{escape(title)}</title>\n<style>\n{_style()}{style}</style>\n</head>\n<body>\n<main>"
     )
 
 

@@ -144,11 +144,11 @@ class ClusterRun(LocalRun):
                 seen, why = self._news.get_nowait()
             except queue.Empty:
                 return
-            grown = seen.cluster.gpus > self._cluster.gpus
             self._seen, self._cluster = seen, seen.cluster
             self._names.update({node: name for name, node in seen.ids.items()})
-            if grown and self._pool is not None and why is e.Why.joined:
+            if self._pool is not None and self._listening is not None and seen.cluster.gpus > self._listening.own_gpus:
                 self._pool.set_quota(self._quota())
+                self._listening.own_gpus = float(seen.cluster.gpus)
             deadline = None if seen.deadline is None else self._now() + seen.deadline - time.time()
             self._loop.changed(seen.cluster, why, seen.leaving, deadline)
 

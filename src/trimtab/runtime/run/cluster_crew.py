@@ -60,15 +60,21 @@ class ClusterCrew:
 
     def make(self, workflow: Workflow, sited: Sited, iteration: int) -> None:
         """Make all components; those that share GPUs come back to them with their first turn."""
-        self.place(workflow, sited, workflow.names, iteration)
+        self._place(workflow, sited, workflow.names, iteration, may_evict=True)
 
     def place(self, workflow: Workflow, sited: Sited, names: Sequence[str], iteration: int) -> None:
+        """Make these anew amid a run: room is there as soon as whoever had it is gone, so nobody is evicted for it."""
+        self._place(workflow, sited, names, iteration, may_evict=False)
+
+    def _place(
+        self, workflow: Workflow, sited: Sited, names: Sequence[str], iteration: int, *, may_evict: bool
+    ) -> None:
         """Submit these components and wait until each is made. Large ones first: they find room then if any do."""
         self._made += 1
         self._seats, plan = seats(sited.cluster), sited.plan
         order = {component.name: at for at, component in enumerate(workflow.in_order())}
         for name in sorted(names, key=lambda one: (-len(_group(plan, one).gpus), order[one])):
-            self._submit(workflow, plan, name, iteration)
+            self._submit(workflow, plan, name, iteration, may_evict)
         for name in sorted(names, key=lambda one: order[one]):
             self._await_made(name)
 
@@ -98,7 +104,7 @@ class ClusterCrew:
         """End all of it."""
         self.drop()
 
-    def _submit(self, workflow: Workflow, plan: Plan, name: str, iteration: int) -> None:
+    def _submit(self, workflow: Workflow, plan: Plan, name: str, iteration: int, may_evict: bool) -> None:
         part, placed, group = self._run.parts[name], plan.placed(name), _group(plan, name)
         alone = len(group.components) <= 1
         on_slots = alone and bool(placed.gpus) and self._brings_workers(name)
@@ -139,6 +145,7 @@ class ClusterCrew:
             priority=self._run.priority,
             strategy="PACK",
             preemptible=False,
+            may_evict=may_evict,
             saves=False,
             labels={"component": name},
             wait_s=PLACE_S,

@@ -35,7 +35,8 @@ class Disturbance:
     """How real times differ from profiled ones.
 
     `noise` is the spread from iteration to iteration, `step_noise` that from batch to batch: standard deviations of the
-    logarithm, with a mean of 1. `factors` are measured ones (one drawn for each iteration) instead of `noise`.
+    logarithm, with a mean of 1. `factors` are measured ones instead of `noise`: one drawn for each iteration, or with
+    `in_order` one after another, and from the first again.
     A share `tail_share` of the batches takes `tail_factor` times as long: that does raise the mean.
     From iteration `drift_from` on the level moves evenly to `drift_to` times what it was, over `drift_over` iterations.
     """
@@ -43,6 +44,7 @@ class Disturbance:
     noise: float = 0.0
     step_noise: float = 0.0
     factors: tuple[float, ...] = ()
+    in_order: bool = False
     tail_share: float = 0.0
     tail_factor: float = 1.0
     drift_to: float = 1.0
@@ -76,7 +78,8 @@ class Disturbance:
         luck = _luck(seed, component, iteration, 0)
         factor = 1.0
         if self.factors:
-            factor = self.factors[int(luck.integers(len(self.factors)))]
+            drawn = iteration - 1 if self.in_order else int(luck.integers(len(self.factors)))
+            factor = self.factors[drawn % len(self.factors)]
         elif self.noise:
             factor = float(np.exp(luck.normal(-(self.noise**2) / 2, self.noise)))
         return factor * self.level(iteration)

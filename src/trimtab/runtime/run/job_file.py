@@ -7,37 +7,63 @@
           settings: {temperature: 1.0}   # what the class is made with, beside its place
     run: {iterations: 60, seed: 0, save_every: 10, step_limit_s: 600}
 
-Costs may be missing: they are measured then. Everything else is read, and refused, by `formats/job.py`.
+With both `use` and `emulate` the code is real and its steps last as long as emulated ones. Costs may be missing: they
+are measured then. Everything else is read, and refused, by `formats/job.py` and `formats/run_section.py`.
 """
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trimtab.formats import job as job_form
 from trimtab.formats import yaml_text
-from trimtab.model.errors import InputError, nearest
+from trimtab.formats.dialect import Loaded
+from trimtab.formats.run_section import mode_of, read_section, unknown_key, whole
+from trimtab.model.errors import InputError
+from trimtab.model.workflow import Workflow
 from trimtab.runtime.run.emulated import Disturbance
 from trimtab.runtime.run.job import UNMEASURED_S, Part, RunJob
 
-RUN_KEYS = {"iterations": int, "seed": int, "save_every": int, "step_limit_s": float, "profile_iterations": int}
 PART_KEYS = ("use", "settings", "emulate")
 EMULATE_KEYS = ("seconds", "noise", "step_noise", "factors", "tail", "drift")
+DEEPEST = 50  # levels of a file that is kept
 
 
 def load_run(path: Path, **overrides: Any) -> RunJob:
-    """Read a job file to run. `overrides` (iterations, seed ...) win over its `run` section."""
+    """Read a job file to run. `overrides` (iterations, seed, mode of the loop) win over its `run` section."""
     return read_run_job(yaml_text.read_mapping(path), path, **overrides)
 
 
 def read_run_job(config: Mapping[str, Any], path: Path, **overrides: Any) -> RunJob:
     """A job to run from the data of a file; InputError names the key that is wrong."""
-    name = str(path)
-    data = {key: value for key, value in config.items() if key != "run"}
-    run = _run_section(config.get("run"), name)
-    run.update({key: value for key, value in overrides.items() if value is not None})
+    config = _with(config, {key: value for key, value in overrides.items() if value is not None})
+    loaded, parts, unmeasured = read_costed(config, path)
+    run = read_section(config.get("run"), path, loaded.job.workflow.names)
+    near = run.modules_from or path.resolve().parent
+    return RunJob(
+        job=loaded.job,
+        parts=parts,
+        iterations=run.iterations,
+        seed=run.seed,
+        save_every=run.save_every,
+        step_limit_s=run.step_limit_s,
+        profile_iterations=run.profile_iterations,
+        unmeasured=unmeasured,
+        near=near,
+        name=str(path),
+        rules=run.rules,
+        priority=run.priority,
+        text=job_text(config, path, near),
+    )
+
+
+def read_costed(config: Mapping[str, Any], path: Path) -> tuple[Loaded, dict[str, Part], frozenset[str]]:
+    """A file as the planner has it, which code its components are, and those whose costs only stand for some."""
+    data = dict(config)
     workflow = data.get("workflow")
     sections = workflow.get("components") if isinstance(workflow, Mapping) else None
     parts: dict[str, Part] = {}
@@ -48,66 +74,155 @@ def read_run_job(config: Mapping[str, Any], path: Path, **overrides: Any) -> Run
             costed[component] = section
             if not isinstance(section, Mapping):
                 continue
-            where = f"{name}: workflow.components.{component}"
-            part = _part(section, where)
+            part = _part(section, f"{path}: workflow.components.{component}")
             if part is not None:
                 parts[component] = part
             kept = {key: value for key, value in section.items() if key not in PART_KEYS}
             if "seconds" not in kept and "variants" not in kept:
+                if part is not None and part.paced and part.curve is None:
+                    where = f"{path}: workflow.components.{component}"
+                    raise InputError(f"{component} is emulated and has no costs", where=where, hint="add its `seconds`")
                 unmeasured.add(component)
                 kept["seconds"] = UNMEASURED_S if kept.get("device") == "cpu" else {1: UNMEASURED_S}
             costed[component] = kept
         data["workflow"] = {**workflow, "components": costed}
-    loaded = job_form.read(data, path)
-    return RunJob(
-        job=loaded.job,
-        parts=parts,
-        unmeasured=frozenset(unmeasured),
-        near=path.resolve().parent,
-        name=name,
-        **run,
+    return job_form.read(data, path), parts, frozenset(unmeasured)
+
+
+def _with(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The data with what the caller wants otherwise in its `run` section."""
+    if not overrides:
+        return dict(config)
+    run = config.get("run")
+    if run is not None and not isinstance(run, Mapping):
+        return dict(config)  # refused when it is read
+    section = dict(run or {})
+    for key, value in overrides.items():
+        where = f"command line: --{key}"
+        if key == "mode":
+            loop = section.get("loop") or {}
+            section["loop"] = {**loop, "mode": mode_of(value, where).value} if isinstance(loop, Mapping) else loop
+        else:
+            section[key] = whole(value, key, where)
+    return {**config, "run": section}
+
+
+def job_text(config: Mapping[str, Any], path: Path, near: Path) -> str:
+    """A job as it is kept in the folder of its run, so that it can be run again from there."""
+    section = config.get("run")
+    run = {**(section if isinstance(section, Mapping) else {}), "modules_from": str(near)}
+    data = plain_data({**config, "run": run}, str(path))
+    return f"# What this run was asked to do; it came from {path.name}.\n{yaml_text.dump(data)}"
+
+
+def plain_data(data: Any, where: str, level: int = 0) -> Any:
+    """Data that a file can hold; InputError names what it cannot."""
+    if level > DEEPEST:
+        raise InputError("this is nested too deeply", where=where)
+    if data is None or isinstance(data, bool | datetime.date):
+        return data
+    for kind in (int, float, str):
+        if isinstance(data, kind):
+            return kind(data)  # numbers of libraries become plain ones
+    if isinstance(data, Mapping):
+        for key in data:
+            if not isinstance(key, str | int | float):
+                raise InputError(f"a key is a {type(key).__name__}: text or a number is expected", where=where)
+        return {key: plain_data(value, f"{where}.{key}", level + 1) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [plain_data(value, f"{where}[{at}]", level + 1) for at, value in enumerate(data)]
+    raise InputError(
+        f"this is a {type(data).__name__}, which a job file cannot hold",
+        where=where,
+        hint="settings are plain data: numbers, texts, lists and sections of them",
     )
 
 
-def _run_section(section: Any, name: str) -> dict[str, Any]:
-    if section is None:
-        return {}
-    if not isinstance(section, Mapping):
-        raise InputError("run is a section of keys", where=f"{name}: run", hint="run: {iterations: 60}")
-    run: dict[str, Any] = {}
-    for key, value in section.items():
-        kind = RUN_KEYS.get(key)
-        where = f"{name}: run.{key}"
-        if kind is None:
-            raise _unknown(key, RUN_KEYS, where)
-        fits = isinstance(value, int | float) if kind is float else isinstance(value, int)
-        if isinstance(value, bool) or not fits:
-            raise InputError(f"{key} is not right: {value!r}"[:120], where=where, hint="a number is expected")
-        run[key] = kind(value)
-    return run
+# ---- the same job again ----------------------------------------------------------------------------------------------
+
+
+def check_same(before: RunJob, now: RunJob, where: str) -> None:
+    """Raise InputError where a run cannot go on as another job, and say what differs.
+
+    What makes the work itself has to be equal: components, their order, code and settings, batches, weights and seed.
+    Costs, nodes, length, saving and the rules of the loop may be others.
+    """
+    for what, then, given in _facts_that_matter(before, now):
+        if then != given:
+            now_word = "and are" if what.endswith(" were") else "and is"
+            raise InputError(
+                f"the run in this folder is of another job: {what} {_shown(then)}, {now_word} {_shown(given)} now",
+                where=where,
+                hint="leave the job out to go on as before, or name another folder",
+            )
+
+
+def _facts_that_matter(before: RunJob, now: RunJob) -> list[tuple[str, Any, Any]]:
+    one, other = before.job.workflow, now.job.workflow
+    facts: list[tuple[str, Any, Any]] = [("the components were", list(one.names), list(other.names))]
+    if one.names != other.names:
+        return facts
+    for name in one.names:
+        facts += [
+            (f"{name}.{key} was", first, second)
+            for (key, first), (_, second) in zip(
+                _component_facts(before, name), _component_facts(now, name), strict=True
+            )
+        ]
+    facts += [(f"{key} was", getattr(one, key), getattr(other, key)) for key in ("batches", "staleness")]
+    return [
+        *facts,
+        ("weight_sync was", _sync_ends(one), _sync_ends(other)),
+        ("run.seed was", before.seed, now.seed),
+    ]
+
+
+def _component_facts(run: RunJob, name: str) -> list[tuple[str, Any]]:
+    component, part = run.job.workflow.component(name), run.parts[name]
+    return [
+        ("after", list(component.after)),
+        ("granularity", component.granularity or "all"),
+        ("device", "cpu" if component.on_cpu else "gpu"),
+        ("use", part.use),
+        ("settings", dict(part.settings)),
+        ("emulate", (part.use is None or part.paced, part.curve, part.disturbance)),
+    ]
+
+
+def _sync_ends(workflow: Workflow) -> str | None:
+    sync = workflow.weight_sync
+    return f"{sync.source} to {sync.target}" if sync is not None else None
+
+
+def _shown(value: Any) -> str:
+    text = str(value) if value is not None else "nothing"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# ---- components ------------------------------------------------------------------------------------------------------
 
 
 def _part(section: Mapping[str, Any], where: str) -> Part | None:
     use, settings, emulate = (section.get(key) for key in PART_KEYS)
+    if use is not None and not isinstance(use, str):
+        raise InputError("use names a class", where=f"{where}.use", hint="write package.module:Class")
+    if settings is not None and not (isinstance(settings, Mapping) and all(isinstance(k, str) for k in settings)):
+        raise InputError("settings is a section of keys", where=f"{where}.settings")
     if emulate in (None, False):
-        if use is None:
-            return None
-        if not isinstance(use, str):
-            raise InputError("use names a class", where=f"{where}.use", hint="write package.module:Class")
-        if settings is not None and not (isinstance(settings, Mapping) and all(isinstance(k, str) for k in settings)):
-            raise InputError("settings is a section of keys", where=f"{where}.settings")
-        return Part(use, dict(settings or {}))
+        return Part(use, dict(settings or {})) if use is not None else None
     if emulate is True:
-        return Part()
-    if not isinstance(emulate, Mapping):
+        emulated = Part()
+    elif isinstance(emulate, Mapping):
+        emulated = _emulated(emulate, f"{where}.emulate")
+    else:
         raise InputError("emulate is true, or a section of keys", where=f"{where}.emulate")
-    return _emulated(emulate, f"{where}.emulate")
+    return replace(emulated, use=use, settings=dict(settings or {}), paced=use is not None)
 
 
 def _emulated(section: Mapping[str, Any], where: str) -> Part:
     for key in section:
         if key not in EMULATE_KEYS:
-            raise _unknown(key, EMULATE_KEYS, f"{where}.{key}")
+            raise unknown_key(key, EMULATE_KEYS, f"{where}.{key}")
     curve = section.get("seconds")
     if curve is not None and not (
         isinstance(curve, Mapping) and curve and all(_is_count(g) and _is_number(s) for g, s in curve.items())
@@ -153,14 +268,5 @@ def _sub(section: Mapping[str, Any], key: str, known: tuple[str, ...], where: st
         raise InputError(f"{key} is a section of {', '.join(known)}", where=f"{where}.{key}")
     for one in value:
         if one not in known:
-            raise _unknown(one, known, f"{where}.{key}.{one}")
+            raise unknown_key(one, known, f"{where}.{key}.{one}")
     return dict(value)
-
-
-def _unknown(key: Any, known: Any, where: str) -> InputError:
-    near = nearest(str(key), known)
-    return InputError(
-        f"unknown key {key}",
-        where=where,
-        hint=f"did you mean {near}?" if near else f"known keys here: {', '.join(known)}",
-    )

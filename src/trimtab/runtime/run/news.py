@@ -112,6 +112,8 @@ class Listening:
         self._pool = pool
         self._nodes = nodes
         self._seen = first
+        self.own_gpus = float(first.cluster.gpus)
+        """What the run let its pool use: less than that is somebody else's doing."""
         self._on_cluster = on_cluster
         self._on_task = on_task
         self._tasks: dict[str, tuple[State, int]] = {}
@@ -134,8 +136,9 @@ class Listening:
             try:
                 told: News = self._session.ask("news", self._tasks, version, ASK_S, timeout_s=ASK_S + 10.0)
                 version = told.version
+                own = self.own_gpus  # read before it is asked: the run raises its quota first, and then says so
                 quota = self._session.ask("pool", self._pool).quota.floats().get("gpu", 0.0)
-                self._take(self._nodes.now(told.nodes, quota))
+                self._take(self._nodes.now(told.nodes, None if quota >= own else quota))
                 for task in self._session.tasks(self._pool):
                     self._heard(task)
             except Exception:  # noqa: PERF203 -- the controller starts again, or Ray was shut down under us
