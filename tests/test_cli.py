@@ -217,7 +217,7 @@ def test_help_names_every_verb_and_option() -> None:
 
 
 def test_the_demo_plans_the_bundled_example_and_says_what_to_look_at(tmp_path: Path) -> None:
-    done = shell("demo", "--folder", tmp_path / "out")
+    done = shell("demo", "plan", "--folder", tmp_path / "out")
     assert done.returncode == 0
     assert "What to look at" in done.stdout
     assert (tmp_path / "out" / "plan.html").exists()

@@ -24,7 +24,7 @@ from trimtab.model.workflow import Workflow
 from trimtab.runtime.ray.client import Pool, Session
 from trimtab.runtime.ray.task import Task
 from trimtab.runtime.ray.task_errors import TaskError
-from trimtab.runtime.run.component import Batch, ComponentError, Place, Result, find_class
+from trimtab.runtime.run.component import Batch, ComponentError, Place, Result, find_class, said
 from trimtab.runtime.run.crew import LostError
 from trimtab.runtime.run.emulated import emulated_settings
 from trimtab.runtime.run.job import RunJob
@@ -296,7 +296,9 @@ class ClusterCrew:
         except exceptions.RayTaskError as error:
             if isinstance(error.cause, exceptions.ObjectLostError | exceptions.RayActorError):
                 raise LostError(name, f"what {name} was to work on is gone with whoever made it") from error
-            raise
+            raise ComponentError(name, "raised", f"the {method} of {name} raised {said(error.cause)}") from error
+        except exceptions.RayError as error:
+            raise LostError(name, f"{name} cannot be reached: {said(error)}") from error
         for one in done:
             if one.fault is not None:
                 raise ComponentError(name, one.fault.wrong, one.fault.what, where=one.fault.where)

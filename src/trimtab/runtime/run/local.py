@@ -11,24 +11,20 @@ at once) or failed. Whatever way it ends, the folder holds each iteration once, 
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
-from trimtab.loop.events import Asked, RollBack
+from trimtab.loop.events import Asked
 from trimtab.loop.machine import LoopMachine
 from trimtab.loop.seats import Sited
 from trimtab.model.errors import InputError, TrimtabError, UnreachableError
 from trimtab.model.plan import Plan
 from trimtab.model.reason import Code, Reason
-from trimtab.model.run import STAGES, Iteration, Stage
+from trimtab.model.run import STAGES, Iteration
 from trimtab.model.workflow import Job, Workflow
 from trimtab.plan.order import play
 from trimtab.plan.placement import best_plan
@@ -39,10 +35,11 @@ from trimtab.runtime.run.component import ComponentError, said
 from trimtab.runtime.run.crew import Crew, CrewLike, LostError
 from trimtab.runtime.run.engines_diary import diary_of, read_diary
 from trimtab.runtime.run.folder import PastRun, RunFolder, iteration_facts, read_run
+from trimtab.runtime.run.interrupts import interrupts_heard
 from trimtab.runtime.run.job import RunJob, shared_plan, with_costs
 from trimtab.runtime.run.looping import Looping, keep_machine, kept_machine, nodes_facts
 from trimtab.runtime.run.measuring import Metrics, bars_facts, plan_facts, summary_facts
-from trimtab.runtime.run.moving import Moving
+from trimtab.runtime.run.moving import Moving, carry_out
 from trimtab.runtime.run.saving import Saving
 
 LOOP = "loop.json"
@@ -98,7 +95,6 @@ class LocalRun:
         self._loop: Looping | None = None
         self._asked: list[str] = []
         self._stop: Reason | None = None
-        self._interrupts = 0
         self._ending = False
         self._folder: RunFolder | None = None
         self._past = PastRun()
@@ -135,7 +131,7 @@ class LocalRun:
         first = self._open()
         plan = self._first_plan()
         crew = self._make_crew()
-        with self._interrupts_heard():
+        with interrupts_heard(self.stop, lambda: self._ending):
             state, reason, error = self._to_its_end(crew, plan, first)
             crew.close()
             plan = self._plan_now or plan
@@ -272,6 +268,8 @@ class LocalRun:
                     plan = self._next_plan(crew, plan, first, loaded)
             except LostError as lost:
                 plan, first = self._recovered(crew, lost, plan)
+        if self._stop is not None and self._done:
+            self._saving.complete(crew, self._done)
 
     @property
     def _ends(self) -> bool:
@@ -329,54 +327,29 @@ class LocalRun:
 
     def _moved(self, crew: CrewLike, loop: Looping, plan: Plan, first: int, loaded: frozenset[str]) -> Plan:
         """Carry out a move that has begun, and is drained by now; gives the plan that is in place then."""
-        move = loop.move
-        assert move is not None
+        assert loop.move is not None
         here, there = loop.machine.sited, loop.machine.moving_to
         assert there is not None
-        moving = self._moving(crew, here, there, move.touched, first, loaded)
-        try:
-            while loop.move is not None:
-                todo, began = loop.todo, self._now()
-                assert todo is not None
-                if isinstance(todo, RollBack):
-                    self._undone(loop, moving)
-                    return plan
-                try:
-                    moving.do(todo.stage)
-                except (TrimtabError, OSError) as fault:
-                    self._passed()
-                    loop.stage_failed(todo.stage, said_of(fault))
-                    continue
-                self._passed()
-                took_s = 0.0 if todo.stage is Stage.drain else self._now() - began
-                loop.stage_done(todo.stage, took_s)
-                loop.look()
-        finally:
-            moving.end()
+        moving = self._moving(crew, here, there, loop.move.touched, first, loaded)
+        if not carry_out(loop, moving, self._now, self._passed):
+            return plan
         self._settled(crew, loop.machine.plan, first, "move")
         self._keep_loop()
         return loop.machine.plan
 
-    def _undone(self, loop: Looping, moving: Moving) -> None:
-        began = self._now()
-        try:
-            moving.undo()
-        except LostError:
-            raise
-        except (TrimtabError, OSError) as fault:
-            self._passed()
-            loop.roll_back_failed(said_of(fault))
-            return
-        self._passed()
-        loop.rolled_back(self._now() - began)
-
     def _moving(
         self, crew: CrewLike, before: Sited, after: Sited, touched: tuple[str, ...], first: int, loaded: frozenset[str]
     ) -> Moving:
-        inside = self._path if self._path is not None and self._path.is_dir() else None
-        folder = Path(tempfile.mkdtemp(prefix="move-", dir=inside))
         return Moving(
-            crew, self._workflow, before, after, touched, folder, first, loaded, lambda: self._sync_now(crew, first - 1)
+            crew,
+            self._workflow,
+            before,
+            after,
+            touched,
+            first,
+            loaded,
+            inside=self._path,
+            sync=lambda: self._sync_now(crew, first - 1),
         )
 
     def _settled(self, crew: CrewLike, plan: Plan, first: int, why: str) -> None:
@@ -418,8 +391,6 @@ class LocalRun:
         self._here = time.perf_counter()
         self._drive(acting)
         self._acted = self._clock.now()
-        if acting.order.finished >= first and self._ends:
-            self._saving.complete(crew, acting.order.finished)
         return acting.order.loaded
 
     def _drive(self, acting: Acting) -> None:
@@ -493,26 +464,6 @@ class LocalRun:
             facts = summary_facts(state, reason, plan, self._iterations, self._metrics, self._plan_since)
             self._folder.summarise({**facts, "saved": self._saving.whole, "fault": self._folder.fault})
 
-    @contextlib.contextmanager
-    def _interrupts_heard(self) -> Iterator[None]:
-        """Ctrl-C once ends the run after the iteration under way, twice at once; SIGTERM as Ctrl-C once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def heard(number: int, frame: FrameType | None) -> None:
-            self._interrupts += 1
-            if self._interrupts > 1 and not self._ending:
-                raise KeyboardInterrupt
-            self.stop("Ctrl-C" if number == signal.SIGINT else "it was asked to end (SIGTERM)")
-
-        before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
 
 def _seat(plan: Plan, name: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """What makes a component's place another one: its GPUs, and who shares them."""
@@ -523,11 +474,6 @@ def _seat(plan: Plan, name: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
 def size_of(path: Path) -> int:
     """Bytes of a file; none where there is none."""
     return path.stat().st_size if path.is_file() else 0
-
-
-def said_of(fault: BaseException) -> str:
-    """What went wrong, in one line."""
-    return fault.what if isinstance(fault, TrimtabError) else said(fault)
 
 
 def _best(job: Job) -> Plan:

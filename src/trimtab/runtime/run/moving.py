@@ -10,14 +10,18 @@ What must never happen: a component that is ended before its state is written; t
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from trimtab.loop.events import RollBack
 from trimtab.loop.seats import Sited
-from trimtab.model.errors import UnreachableError
+from trimtab.model.errors import TrimtabError, UnreachableError
 from trimtab.model.run import Stage
 from trimtab.model.workflow import Workflow
-from trimtab.runtime.run.crew import CrewLike
+from trimtab.runtime.run.component import said
+from trimtab.runtime.run.crew import CrewLike, LostError
+from trimtab.runtime.run.looping import Looping
 
 
 class Moving:
@@ -30,15 +34,18 @@ class Moving:
         before: Sited,
         after: Sited,
         touched: Sequence[str],
-        folder: Path,
         iteration: int,
         loaded: frozenset[str],
+        *,
+        inside: Path | None,
         sync: Callable[[], None],
     ) -> None:
+        """States are written `inside` a folder (None: where temporary files go); `sync` passes weights on."""
         self._crew, self._workflow = crew, workflow
         self._before, self._after = before, after
-        self._folder, self._iteration, self._loaded = folder, iteration, loaded
-        self._sync = sync
+        self._iteration, self._loaded = iteration, loaded
+        self._inside, self._sync = inside, sync
+        self._folder: Path | None = None
         groups = [group.components for sited in (before, after) for group in sited.plan.groups]
         shares = {name for components in groups if len(components) > 1 for name in components}
         self._resized = tuple(n for n in touched if crew.has(n, "resize") and n not in shares)
@@ -71,7 +78,8 @@ class Moving:
 
     def end(self) -> None:
         """Nothing of it is needed any more."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _save(self) -> None:
         source = self._workflow.weight_sync.source if self._workflow.weight_sync is not None else None
@@ -80,9 +88,10 @@ class Moving:
                 f"{source} cannot save and load, so it cannot move without losing what it has learned",
                 hint="give it save(path) and load(path)",
             )
+        self._folder = Path(tempfile.mkdtemp(prefix="move-", dir=self._inside))
         for name in self._saved:
             folder = self._folder / name
-            folder.mkdir(parents=True)
+            folder.mkdir()
             self._crew.save(name, folder)
 
     def _release(self) -> None:
@@ -102,6 +111,7 @@ class Moving:
             self._crew.resize(self._workflow, plan, name)
 
     def _load(self) -> None:
+        assert self._folder is not None, "whoever loads has saved"
         for name in self._saved:
             self._crew.load(name, self._folder / name)
 
@@ -114,3 +124,49 @@ class Moving:
         sync = self._workflow.weight_sync
         if sync is not None and {sync.source, sync.target} & {*self._anew, *self._resized}:
             self._sync()
+
+
+def carry_out(loop: Looping, moving: Moving, now: Callable[[], float], passed: Callable[[], None]) -> bool:
+    """Do what the loop says of the move that has begun, stage by stage; whether it arrived.
+
+    Where it fails the old plan is in place again, or the loop has said that the run cannot go on. `passed` is told
+    whenever time has gone by. Raises LostError where there is nobody left to go back with.
+    """
+    try:
+        while loop.move is not None:
+            todo, began = loop.todo, now()
+            assert todo is not None
+            if isinstance(todo, RollBack):
+                _undo(loop, moving, now, passed)
+                return False
+            try:
+                moving.do(todo.stage)
+            except (TrimtabError, OSError) as fault:
+                passed()
+                loop.stage_failed(todo.stage, _said_of(fault))
+                continue
+            passed()
+            # The iteration that is drained would have run anyway: only what comes after it is standing still.
+            loop.stage_done(todo.stage, 0.0 if todo.stage is Stage.drain else now() - began)
+            loop.look()
+    finally:
+        moving.end()
+    return True
+
+
+def _undo(loop: Looping, moving: Moving, now: Callable[[], float], passed: Callable[[], None]) -> None:
+    began = now()
+    try:
+        moving.undo()
+    except LostError:
+        raise
+    except (TrimtabError, OSError) as fault:
+        passed()
+        loop.roll_back_failed(_said_of(fault))
+        return
+    passed()
+    loop.rolled_back(now() - began)
+
+
+def _said_of(fault: TrimtabError | OSError) -> str:
+    return fault.what if isinstance(fault, TrimtabError) else said(fault)
