@@ -21,6 +21,7 @@ TABLES = (
     "loop",
     "run_fidelity",
     "run_moves",
+    "replay",
 )
 
 

@@ -94,6 +94,14 @@ def test_a_steady_growth_is_followed_without_delay() -> None:
     assert one.trend == pytest.approx(0.02, rel=0.05)
 
 
+@pytest.mark.parametrize("over", range(4, 31, 2))
+def test_where_a_growth_ends_the_level_stays_however_steep_it_was(over: int) -> None:
+    levels = [1 + 12 * min(1.0, max(0, at - 25) / over) for at in range(70)]
+    jitter = [1 + 0.02 * ((at * 7) % 5 - 2) for at in range(70)]
+    one = watched([level * away for level, away in zip(levels, jitter, strict=True)]).estimate("rollout")
+    assert one.level == pytest.approx(13.0, rel=0.05)
+
+
 def test_what_is_done_again_after_a_resume_is_measured_again() -> None:
     estimates = watched([1.0] * 4 + [1.1] * 4)
     estimates.forget_after(4)

@@ -120,9 +120,11 @@ def sure_level(estimate: Estimate, reference: float) -> float:
 def _add(track: Track, number: int, value: float, window: int) -> None:
     if len(track.recent) >= SOME:
         level, spread, trend = _fit(track.recent)
-        away = value - (level + trend * (number - track.recent[-1][0]))
+        last = track.recent[-1][0]
+        away = value - (level + trend * (number - last))
         if abs(away) > max(STICKS_OUT, STICKS_OUT_WIDTHS * spread):
-            if track.aside and (track.aside[-1][1] - level > 0) != (away > 0):
+            # Both against the trend as it would go on: where it ended, whatever follows is on its other side.
+            if track.aside and (track.aside[-1][1] - (level + trend * (track.aside[-1][0] - last)) > 0) != (away > 0):
                 track.aside.clear()
             track.aside.append((number, value))
             if len(track.aside) == JUMP:

@@ -6,6 +6,7 @@ that holds slots and is not leaving already.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ class Candidates:
         self.by_row: dict[int, list[int]] = {}
         self.spread: list[int] = []  # gangs
         self._holes: list[int] = []
+        self._lowest: float | None = None  # priority of anybody who may be evicted at all
         self._pools: dict[str, int] = {}
         self._label_sets: dict[Labels, int] = {}
         self._rules_of: Policy | None = None
@@ -57,6 +59,7 @@ class Candidates:
 
     def add(self, task: Task, group: Group, alone: bool) -> None:
         """The task holds slots now; `alone`: nobody shares them."""
+        self._lowest = None
         ledger = self._ledger
         uses = ledger.sum_vector(task.uses)
         for bundle in group.bundles:
@@ -99,6 +102,7 @@ class Candidates:
         at = self.at.pop(task, None)
         if at is None:
             return
+        self._lowest = None
         row = int(self._columns["row"][at])
         if row >= 0:
             self.by_row[row].remove(at)
@@ -109,6 +113,18 @@ class Candidates:
         self.names[at] = None
         del self.parts[at]
         self._holes.append(at)
+
+    def nobody(self, priority: float, policy: Policy | None) -> bool:
+        """Whether it is certain that nobody may leave for one of this priority; False says nothing."""
+        if policy is None:
+            return True
+        if self._lowest is None:
+            evictable = self["evictable"]
+            self._lowest = float(self["priority"][evictable].min()) if evictable.any() else math.inf
+        gaps = [policy.same_pool_gap] if policy.same_pool else []
+        gaps += [policy.label_gap] if policy.label_rules else []
+        gaps += [policy.cross_pool_gap] if policy.cross_pool else []
+        return not gaps or priority - self._lowest + GAP_GRAIN < min(gaps)
 
     def allowed(self, task: Task, now: float, policy: Policy | None) -> tuple[NDArray[np.bool_], float | None]:
         """Whom the policy lets leave for the task; and when youth first protects somebody else no longer."""

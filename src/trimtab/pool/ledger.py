@@ -36,6 +36,7 @@ class Ledger:
         self.usable: NDArray[np.bool_] = np.zeros(0, np.bool_)  # there, and not cordoned
         self.cordoned: set[str] = set()
         self._free: Vector | None = None
+        self._most: tuple[Vector, Vector] | None = None  # of any usable row: free, and free with idle slots
         self.quota: dict[str, Vector] = {}
         self.used: dict[str, Vector] = {}
         self.quota_kept: dict[str, Vector] = {}  # for claims
@@ -87,7 +88,7 @@ class Ledger:
             for pool in by_pool:
                 by_pool[pool] = wider(by_pool[pool])
         self._vectors.clear()
-        self._free = None
+        self._free = self._most = None
 
     # ---- nodes ----
 
@@ -108,7 +109,7 @@ class Ledger:
         self.total[row] = self.vector(amounts)
         self.outside[row] = self.vector(outside)
         self.usable[row] = node not in self.cordoned
-        self._free = None
+        self._free = self._most = None
 
     def set_row(self, row: int, node: str | None) -> None:
         """The node of a row as a snapshot has it; None where one was lost."""
@@ -133,6 +134,7 @@ class Ledger:
 
     def cordon(self, node: str, on: bool) -> None:
         """Nothing new goes to the node, or may again."""
+        self._most = None
         (self.cordoned.add if on else self.cordoned.discard)(node)
         row = self.row_of.get(node)
         if row is not None:
@@ -146,7 +148,7 @@ class Ledger:
         for matrix in (self.total, self.outside, self.held, self.kept, self.idle):
             matrix[row] = 0
         self.usable[row] = False
-        self._free = None
+        self._free = self._most = None
 
     @property
     def free(self) -> Vector:
@@ -155,7 +157,18 @@ class Ledger:
             self._free = self.total - self.outside - self.held - self.kept
         return self._free
 
+    def too_large(self, ask: Vector, *, with_idle: bool = False) -> bool:
+        """Whether no usable row has so much of each resource; False says nothing."""
+        if self._most is None:
+            free = self.free[: len(self.nodes)][self.usable[: len(self.nodes)]]
+            idle = self.idle[: len(self.nodes)][self.usable[: len(self.nodes)]]
+            nothing = np.zeros(self.total.shape[1], np.int64)
+            both = free + idle
+            self._most = (free.max(axis=0), both.max(axis=0)) if len(free) else (nothing, nothing)
+        return bool((ask > self._most[with_idle]).any())
+
     def _add(self, matrix: Vector, nodes: Sequence[str], bundles: Sequence[Resources], sign: int, free: int) -> None:
+        self._most = None
         for node, bundle in zip(nodes, bundles, strict=True):
             row = self.row_of.get(node)
             if row is None:
@@ -195,6 +208,7 @@ class Ledger:
         row = self.row_of.get(node)
         if row is None:
             return
+        self._most = None
         vector = self.fitted(vector)
         self.kept[row] += sign * vector
         if self._free is not None:

@@ -42,6 +42,8 @@ class Lives(Books):
         # Kinds of waiting tasks that found no room since anything was freed, and no way to make any.
         self._blocked: set[QueueKind] = set()
         self._no_spot: dict[tuple[object, ...], Reason] = {}  # why sizes found none, while one event is handled
+        # By all that decides it but priority: the highest that found nobody to leave, since anything changed.
+        self._no_choice: dict[tuple[object, ...], float] = {}
         self._dirty = False
         self._out: list[e.Instruction] = []
 
@@ -51,6 +53,7 @@ class Lives(Books):
         """Something may have room now that had none: everybody is looked at again."""
         self._blocked.clear()
         self._no_spot.clear()
+        self._no_choice.clear()
         self._dirty = True
 
     def _enqueue(self, task: Task) -> None:
@@ -70,6 +73,7 @@ class Lives(Books):
 
     def _claim(self, task: Task, choice: Choice, now: float) -> None:
         """Have the victims leave, and keep what goes free for the task."""
+        self._no_choice.clear()
         self.waiting.remove(task.id)
         victims = [self.tasks[name] for name, _ in choice.victims]
         group_id, nodes = choice.group, choice.nodes
@@ -180,6 +184,7 @@ class Lives(Books):
 
     def _to_starting(self, task: Task, spot: Spot, now: float) -> None:
         """From the queue, or from a claim."""
+        self._no_choice.clear()
         spec = task.spec
         pool = self.pools[spec.pool]
         if spot.group is None:

@@ -12,6 +12,7 @@ which node every bundle goes to, so its books are exact; a group that is lost in
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -400,6 +401,7 @@ class PoolMachine(Lives):
     def _schedule(self, now: float) -> None:
         """Start whoever can start, in the order of the queue."""
         self._no_spot.clear()
+        self._no_choice.clear()
         self._dirty = True
         while self._dirty:  # what is given up on the way (a refused task) may free something
             self._dirty = False
@@ -430,6 +432,7 @@ class PoolMachine(Lives):
                 # Some failed for room that was kept only until now.
                 self._blocked.clear()
                 self._no_spot.clear()
+                self._no_choice.clear()
                 waits = self._behind(waits)
             for task, reason in waits:
                 if task.id in self.waiting:
@@ -469,12 +472,17 @@ class PoolMachine(Lives):
             self._end(task, After.failed, Reason(Code.refused, spot.sentence), now)
             return None
         self._no_spot[alike] = spot
+        rest = (*alike[:4], alike[5], task.spec.labels, self.may_evict(task))
+        if task.spec.priority <= self._no_choice.get(rest, -math.inf):
+            return spot  # one who may have more people leave found nobody
         choice = room.choose(self, task, now)
         if choice.found:
             self._claim(task, choice, now)
             return None
         if choice.again_at is not None:
             self.recheck(choice.again_at)
+        else:
+            self._no_choice[rest] = max(task.spec.priority, self._no_choice.get(rest, -math.inf))
         return spot
 
     def _known_node(self, name: str) -> None:

@@ -59,7 +59,9 @@ def spot(books: Books, task: Task) -> Spot | Reason:
             return Spot(group.id, (), Reason(Code.reused, "an idle slot of its size was there"))
     left = slots_left(books, spec.pool)
     if pool.dynamic and (left is None or left >= len(spec.size)):
-        rows = place(ledger.free, ledger.usable, _asks(books, spec), strategy_of(books, spec))
+        asks = _asks(books, spec)
+        none = any(ledger.too_large(ask) for ask in asks[:1] + asks[-1:])
+        rows = None if none else place(ledger.free, ledger.usable, asks, strategy_of(books, spec))
         if rows is not None:
             nodes = tuple(str(ledger.nodes[row]) for row in rows)
             return Spot(None, nodes, Reason(Code.placed, f"{_on(nodes)} had room"))
@@ -105,7 +107,7 @@ def soon(books: Books, task: Task) -> Choice:
 
 def choose(books: Books, task: Task, now: float, *, everyone: bool = False) -> Choice:
     """Who would have to leave for the task; with `everyone`, as if anybody could."""
-    in_a_moment = soon(books, task) if not everyone else Choice()
+    in_a_moment = soon(books, task) if not everyone and books.going else Choice()
     if in_a_moment.found:
         return in_a_moment
     policy = books.policy
@@ -113,6 +115,12 @@ def choose(books: Books, task: Task, now: float, *, everyone: bool = False) -> C
     may_evict = books.may_evict(task)
     if not everyone and not may_evict and not any(one.idle for one in books.shelves.values()):
         return Choice()
+    if not everyone and not shelf.reserved and (not may_evict or books.candidates.nobody(task.spec.priority, policy)):
+        asks = _asks(books, task.spec)
+        if not books.pools[task.spec.pool].spec.dynamic or any(
+            books.ledger.too_large(ask, with_idle=True) for ask in asks[:1] + asks[-1:]
+        ):
+            return Choice()  # nobody leaves, and idle slots are not enough
     budget_left, recent = None, []
     if policy is not None and policy.budget is not None and not everyone:
         begin = now - policy.budget_window_s
@@ -196,7 +204,7 @@ def keep_for(books: Books, task: Task) -> Kept:
         free[row] -= part
         kept.nodes.append((str(ledger.nodes[row]), part))
         missing = ask - part
-        for group in _idle_on(books, str(ledger.nodes[row])):
+        for group in _idle_on(books, str(ledger.nodes[row])) if idle[row].any() and (missing > 0).any() else ():
             if (missing > 0).any() and group.id not in kept.groups:
                 kept.groups.append(group.id)
                 for node, bundle in zip(group.nodes, group.bundles, strict=True):

@@ -209,7 +209,8 @@ class _Search:
         ledger = self.ledger
         available = ledger.free + ledger.idle
         slots_needed = 0 if self.slots_left is None else max(0, len(self.asks) - self.slots_left)
-        rows = place(available, ledger.usable, self.asks, strategy)
+        none = any(ledger.too_large(ask, with_idle=True) for ask in self.asks[:1] + self.asks[-1:])
+        rows = None if none else place(available, ledger.usable, self.asks, strategy)
         if rows is not None:
             lines = self._cover_pool([], slots_needed)
             return None if lines is None else _Way(rows, None, lines)

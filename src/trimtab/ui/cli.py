@@ -19,6 +19,7 @@ from trimtab.model.errors import TrimtabError
 from trimtab.ui import (
     advise_commands,
     cluster_commands,
+    dashboard_commands,
     demo_commands,
     layer_commands,
     outside_commands,
@@ -49,6 +50,8 @@ app.command("partition")(partition_commands.partition)
 app.command("run")(run_commands.run)
 app.command("simulate")(simulate_commands.simulate)
 app.command("report")(run_report_command.report)
+app.command("dashboard")(dashboard_commands.dashboard)
+app.command("top")(dashboard_commands.top)
 app.add_typer(demo_commands.app, name="demo")
 profile_commands.app.command("layers")(layer_commands.layers)
 app.add_typer(profile_commands.app, name="profile")

@@ -128,11 +128,10 @@ class Slots:
         nodes = tuple(table["bundles_to_node_id"].get(index) for index in range(len(wanted.nodes)))
         if nodes != wanted.nodes:
             raise GroupError(f"Ray put it on {_short(nodes)} instead of {_short(wanted.nodes)}")
-        for index, bundle in enumerate(wanted.bundles):
-            if bundle.get("gpu"):
-                gpus = bundle.floats()["gpu"]
-                reading = self._read_devices(handle, index, gpus, wanted.nodes[index])
-                self._devices[wanted.group, index] = await reading
+        counts = {index: bundle.floats()["gpu"] for index, bundle in enumerate(wanted.bundles) if bundle.get("gpu")}
+        reading = (self._read_devices(handle, index, gpus, wanted.nodes[index]) for index, gpus in counts.items())
+        for index, devices in zip(counts, await asyncio.gather(*reading), strict=True):
+            self._devices[wanted.group, index] = devices
 
     async def _read_devices(self, handle: Any, bundle: int, gpus: float, node: str) -> tuple[str, ...]:
         """GPU ids of a bundle. Whoever has all of a node needs no process to read them, which would take a second."""

@@ -327,9 +327,12 @@ class SlotLauncher:
         self._let_idle_ones_go()
 
     async def _hear_task(self, place: Place, seen: TaskSeen) -> None:
-        before, place.line.seen = place.line.seen, (seen.state, seen.attempt)
+        place.line.seen = seen.state, seen.attempt
         place.reason = str(seen.reason)
-        if seen.state is State.running and (not place.line.there or seen.attempt != before[1]):
+        if place.line.there and seen.attempt != place.line.attempt:  # it went and came between two pieces of news
+            place.line.down("its task was started again")
+            self._gone(place, "its task was started again")
+        if seen.state is State.running and not place.line.there:
             await self._has_slot(place, seen)
         elif seen.state is State.cancelling and seen.reason.code not in LOSSES:
             self._notice(place, seen)

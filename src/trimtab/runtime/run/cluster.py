@@ -34,6 +34,7 @@ from trimtab.runtime.run.local import LocalRun
 from trimtab.runtime.run.looping import Looping
 from trimtab.runtime.run.measuring import Metrics
 from trimtab.runtime.run.news import Listening, Nodes, Seen, first_nodes
+from trimtab.runtime.run.seat import ComponentSeat
 
 LOSSES = 20  # in a row without an iteration in between, after which the run gives up
 ENDS_S = 30.0  # for acts that are under way when one of them has failed
@@ -90,7 +91,8 @@ class ClusterRun(LocalRun):
             name,
             quota=self._quota(),
             warm_hosts=0 if few else 2 * count,
-            warm_each=min(count, WARM_EACH) if few else 0,
+            warm_each=0 if not few else count if len(self._cluster.nodes) <= 2 else min(count, WARM_EACH),
+            preload=(ComponentSeat.__module__,),
             ends_with_me=True,
             strategy="PACK",
         )

@@ -53,6 +53,10 @@ class EmbeddedRay:
 
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        # Nodes here have few CPUs, and Ray ends idle workers beyond that number: each one that is needed again costs a
+        # second. A busy machine may take longer to start a node than Ray's half a minute.
+        os.environ.setdefault("RAY_num_workers_soft_limit", "24")
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
         self._before = set(processes.below(os.getpid()))
         with _quiet():
             self._cluster = RayNodes()

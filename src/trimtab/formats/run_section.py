@@ -1,0 +1,149 @@
+"""The `run` section of a job file: how long the job runs, how it is saved, and the rules of its loop.
+
+    run:
+      iterations: 60
+      seed: 0
+      save_every: 10            # iterations between two states to go on from
+      step_limit_s: 600         # a call of a component that takes longer counts as hung
+      profile_iterations: 4     # measured before planning, where costs are not stated
+      priority: 8               # of its tasks among those of others in the cluster
+      modules_from: ../code     # where the components' modules are; without it, beside the file and above it
+      loop: {mode: auto, dwell_iterations: 5}    # any field of `model.run.RunRules`
+
+Every key is checked here, also when a job is only planned, so that a misspelt one is never passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from trimtab.model.errors import InputError, nearest
+from trimtab.model.run import RunMode, RunRules
+
+LEAST = {"iterations": 1, "save_every": 1, "profile_iterations": 2}
+WHOLE = ("iterations", "seed", "save_every", "profile_iterations")
+NUMBERS = ("step_limit_s", "priority")
+KEYS = (*WHOLE, *NUMBERS, "modules_from", "loop")
+LARGEST = 1e9
+_DEFAULTS = RunRules()
+LOOP_KEYS = tuple(field.name for field in fields(RunRules))
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """What the section says; what it leaves out has these values."""
+
+    iterations: int = 1
+    seed: int = 0
+    save_every: int = 10
+    step_limit_s: float = 600.0
+    profile_iterations: int = 4
+    priority: float = 8.0
+    rules: RunRules = _DEFAULTS
+    modules_from: Path | None = None
+
+
+def read_section(section: Any, file: Path, components: Collection[str]) -> RunSection:
+    """The section, checked; InputError names the key that is wrong."""
+    where = f"{file}: run"
+    if section is None:
+        return RunSection()
+    if not isinstance(section, Mapping):
+        raise InputError("run is a section of keys", where=where, hint="run: {iterations: 60}")
+    stated: dict[str, Any] = {}
+    for key, value in section.items():
+        at = f"{where}.{key}"
+        if key in WHOLE:
+            stated[key] = whole(value, str(key), at)
+        elif key in NUMBERS:
+            stated[key] = _number(value, str(key), at)
+        elif key == "modules_from":
+            if not isinstance(value, str) or not value:
+                raise _not_right(key, value, at, "a folder is expected")
+            stated[key] = file.resolve().parent / value
+        elif key == "loop":
+            stated["rules"] = read_rules(value, at, components)
+        else:
+            raise unknown_key(key, KEYS, at)
+    if not stated.get("step_limit_s", 1.0) > 0:
+        raise InputError("step_limit_s is more than 0", where=f"{where}.step_limit_s")
+    return RunSection(**stated)
+
+
+def whole(value: Any, key: str, where: str) -> int:
+    """A whole number of the run, checked."""
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > LARGEST:
+        raise _not_right(key, value, where, "a whole number is expected")
+    if value < LEAST.get(key, value):
+        raise InputError(f"{key} is a whole number of {LEAST[key]} or more", where=where)
+    return value
+
+
+def read_rules(section: Any, where: str, components: Collection[str]) -> RunRules:
+    """The rules of the loop; what is not stated is as `RunRules` has it."""
+    if not isinstance(section, Mapping):
+        raise InputError("loop is a section of keys", where=where, hint="loop: {mode: auto}")
+    stated: dict[str, Any] = {}
+    for key, value in section.items():
+        at = f"{where}.{key}"
+        if key not in LOOP_KEYS:
+            raise unknown_key(key, LOOP_KEYS, at)
+        if key == "mode":
+            stated[key] = mode_of(value, at)
+        elif key == "elastic":
+            stated[key] = _names(value, at, components)
+        elif isinstance(getattr(_DEFAULTS, key), int):
+            stated[key] = whole(value, key, at)
+        else:
+            stated[key] = _number(value, key, at)
+    try:
+        return RunRules(**stated)
+    except InputError as error:
+        raise InputError(error.what, where=where) from None
+
+
+def mode_of(value: Any, where: str) -> RunMode:
+    """What the loop may do, as a word."""
+    try:
+        return RunMode(value)
+    except ValueError:
+        words = " or ".join(mode.value for mode in RunMode)
+        raise InputError(f"mode is {words}, not {value!r}"[:120], where=where) from None
+
+
+def unknown_key(key: Any, known: Collection[str], where: str) -> InputError:
+    """The error for a key that nobody knows, with the one that was meant."""
+    near = nearest(str(key), known)
+    return InputError(
+        f"unknown key {key}",
+        where=where,
+        hint=f"did you mean {near}?" if near else f"known keys here: {', '.join(known)}",
+    )
+
+
+def _names(value: Any, where: str, components: Collection[str]) -> tuple[str, ...]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list):
+        raise _not_right("elastic", value, where, "names of components are expected")
+    for name in names:
+        if name not in components:
+            near = nearest(str(name), components)
+            raise InputError(
+                f"there is no component named {name}",
+                where=where,
+                hint=f"did you mean {near}?" if near else f"components are: {', '.join(components)}",
+            )
+    return tuple(dict.fromkeys(names))
+
+
+def _number(value: Any, key: str, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+        raise _not_right(key, value, where, "a number is expected")
+    return float(value)
+
+
+def _not_right(key: Any, value: Any, where: str, expected: str) -> InputError:
+    return InputError(f"{key} is not right: {value!r}"[:120], where=where, hint=expected)

@@ -1,0 +1,254 @@
+"""Running a job from Python: the same as `trimtab run`.
+
+    job = trimtab.Job.load("job.yaml")
+    end = job.run(local=True)                  # in this process, without Ray; else on Ray
+    print(end.state, end.reason.sentence, len(end.iterations))
+
+    job = trimtab.Job(
+        {"rollout": Rollout, "trainer": {"use": Trainer, "after": "rollout", "settings": {"rate": 1e-3}}},
+        cluster=8, batches=4, weight_sync=("trainer", "rollout"), run={"iterations": 80},
+    )
+
+A job made of classes comes down to the same form as a file, and is kept in the run's folder as one: so classes have to
+be where Python can import them, and settings are plain data. What is wrong is refused before anything is begun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trimtab.model.errors import InfeasibleError, InputError
+from trimtab.model.plan import CurrentPlacement, Plan
+from trimtab.plan.compare import current_plan
+from trimtab.plan.placement import best_plan
+from trimtab.plan.timeline import to_plan
+from trimtab.runtime.run.component import check_class, find_class
+from trimtab.runtime.run.folder import JOB, check_free, discard_unused, new_folder, read_run
+from trimtab.runtime.run.job import RunJob
+from trimtab.runtime.run.job_file import check_same, load_run, plain_data, read_run_job
+from trimtab.runtime.run.local import LocalRun, RunEnd
+
+RUNS = Path("runs")
+"""Where folders of runs go that are not named."""
+
+OnEvent = Callable[[str, dict[str, Any]], None]
+
+
+class Job:
+    """A job to run: its components, what they run on, and for how long.
+
+    `components` maps names to classes, or to sections as in a job file, where `use` may be a class. `cluster` is a
+    section of a job file, or a number of GPUs on one node; `weight_sync` a section or (from, to); `run` the section of
+    that name. Jobs of files are made by `Job.load`.
+    """
+
+    _runner: LocalRun | None = None  # while it runs
+
+    def __init__(
+        self,
+        components: Mapping[str, type | Mapping[str, Any]],
+        *,
+        cluster: int | Mapping[str, Any] = 1,
+        batches: int = 1,
+        staleness: int = 0,
+        weight_sync: tuple[str, str] | Mapping[str, Any] | None = None,
+        run: Mapping[str, Any] | None = None,
+        name: str = "job",
+    ) -> None:
+        sections = {part: _section(part, given) for part, given in components.items()}
+        modules = next((str(folder) for _, folder in sections.values() if folder is not None), None)
+        if isinstance(weight_sync, tuple):
+            weight_sync = dict(zip(("from", "to"), weight_sync, strict=True))
+        config = {
+            "cluster": {"nodes": 1, "gpus_per_node": cluster} if isinstance(cluster, int) else cluster,
+            "workflow": {
+                "batches": batches,
+                "staleness": staleness,
+                "components": {part: section for part, (section, _) in sections.items()},
+                **({"weight_sync": weight_sync} if weight_sync is not None else {}),
+            },
+            "run": {**({"modules_from": modules} if modules else {}), **(run or {})},
+        }
+        self.name = name
+        self.run_job = read_run_job(plain_data(config, name), Path.cwd() / name)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        iterations: int | None = None,
+        seed: int | None = None,
+        mode: str | None = None,
+    ) -> Job:
+        """The job of a file, with another length, seed or mode of the loop where they are given."""
+        return cls._of(load_run(Path(path), iterations=iterations, seed=seed, mode=mode), _name_of(Path(path)))
+
+    @classmethod
+    def of_run(
+        cls,
+        folder: str | Path,
+        *,
+        iterations: int | None = None,
+        seed: int | None = None,
+        mode: str | None = None,
+    ) -> Job:
+        """The job that the folder of a run is of."""
+        kept = Path(folder) / JOB
+        read_run(Path(folder))  # refuses what is no run
+        if not kept.is_file():
+            raise InputError("the folder does not say which job it is of", where=str(kept), hint="name the job file")
+        return cls._of(
+            load_run(kept, iterations=iterations, seed=seed, mode=mode), Path(folder).name.rpartition("-")[0]
+        )
+
+    @classmethod
+    def _of(cls, run: RunJob, name: str) -> Job:
+        job = cls.__new__(cls)
+        job.name, job.run_job = name or "job", run
+        return job
+
+    def plan(self, gpus: Mapping[str, Sequence[int]] | None = None) -> Plan:
+        """The best plan under the stated costs, or the one that has the components on these GPUs (global ranks).
+
+        InputError where costs are not stated: running measures them. InfeasibleError where it cannot be.
+        """
+        if self.run_job.unmeasured:
+            names = " and ".join(sorted(self.run_job.unmeasured))
+            raise InputError(f"what {names} cost is not stated: running the job measures it", where=self.run_job.name)
+        space, outcome = best_plan(self.run_job.job)
+        assert outcome.best is not None
+        if gpus is None:
+            return to_plan(space, outcome.best)
+        where = f"{self.run_job.name}: the plan that is given"
+        strange = set(gpus) - set(self.run_job.job.workflow.names)
+        if strange:
+            raise InputError(f"there is no component named {min(strange)}", where=where)
+        placement = CurrentPlacement({name: tuple(ranks) for name, ranks in gpus.items()}, where)
+        placed = current_plan(space, placement, outcome.best)
+        if placed.plan is None:
+            raise InfeasibleError(f"the plan cannot be: {placed.reason}", where=where)
+        return placed.plan
+
+    def run(
+        self,
+        *,
+        local: bool = False,
+        address: str | None = None,
+        folder: str | Path | None = None,
+        resume: bool = False,
+        plan: Plan | None = None,
+        on_event: OnEvent | None = None,
+    ) -> RunEnd:
+        """Run it to its end, and say how it ended; raises TrimtabError only for what is wrong before it has begun.
+
+        With `local` all of it runs in this process, without Ray; else on the Ray that this process is connected to,
+        the one at `address` or RAY_ADDRESS, or one of its own that ends with the run. `folder` is `runs/NAME-N`
+        where none is named; with `resume` the run in it goes on. `on_event` hears of everything that goes into
+        `events.jsonl`, and before that of `starting`, with the folder and a sentence on where it runs.
+        """
+        tell = on_event or (lambda event, facts: None)
+        self.check(away=not local and bool(address))
+        is_new = True
+        if resume:
+            path, is_new = self._to_resume(folder), False
+        elif folder is not None:
+            path = Path(folder)
+            is_new = not path.exists()
+            check_free(path, resume=False)
+        else:
+            path = new_folder(RUNS, self.name)
+        try:
+            with self._made(local, address, path, resume, plan, tell) as self._runner:
+                return self._runner.run()
+        finally:
+            self._runner = None
+            if is_new:
+                discard_unused(path)
+
+    def stop(self, why: str = "somebody asked for it") -> None:
+        """End the run after the iteration under way, with its state saved. From any thread."""
+        self._running().stop(why)
+
+    def ask(self, why: str = "somebody asked") -> None:
+        """Ask whether the plan is still right: the answer is an event `decided`. From any thread."""
+        self._running().ask(why)
+
+    def _running(self) -> LocalRun:
+        if self._runner is None:
+            raise InputError("the job does not run now")
+        return self._runner
+
+    def check(self, *, away: bool = False) -> None:
+        """Raise InputError where a component's class is not there, or cannot be made with its settings.
+
+        With `away` modules are not looked for here: they are on the machines of a cluster.
+        """
+        for name, part in self.run_job.parts.items():
+            if part.use is not None and not away:
+                where = f"{self.run_job.name}: workflow.components.{name}.use"
+                check_class(find_class(part.use, self.run_job.near, where), part.use, part.settings, where)
+
+    def _to_resume(self, folder: str | Path | None) -> Path:
+        if folder is None:
+            raise InputError("a run is resumed from its folder, and none is named")
+        path = Path(folder)
+        check_free(path, resume=True)
+        if (path / JOB).is_file():
+            check_same(load_run(path / JOB), self.run_job, str(path))
+        return path
+
+    @contextlib.contextmanager
+    def _made(
+        self, local: bool, address: str | None, path: Path, resume: bool, plan: Plan | None, tell: OnEvent
+    ) -> Iterator[LocalRun]:
+        if local:
+            tell("starting", {"folder": str(path), "on": "this process, without Ray"})
+            yield LocalRun(self.run_job, path, plan=plan, resume=resume, on_event=tell)
+            return
+        from trimtab.runtime.run.cluster import ClusterRun
+        from trimtab.runtime.run.embedded import session_for
+
+        with session_for(self.run_job.job.cluster, address) as (session, how):
+            tell("starting", {"folder": str(path), "on": how})
+            yield ClusterRun(self.run_job, path.resolve(), session, plan=plan, resume=resume, on_event=tell)
+
+
+def _name_of(path: Path) -> str:
+    """What runs of a file are called: a file named job.yaml is known by its folder."""
+    return path.stem if path.stem != "job" else path.resolve().parent.name
+
+
+def _section(component: str, given: Any) -> tuple[dict[str, Any], Path | None]:
+    """A component as a job file has it, and the folder of its module where Python does not look there by itself."""
+    section = dict(given) if isinstance(given, Mapping) else {"use": given}
+    use = section.get("use")
+    if use is None or isinstance(use, str):
+        return section, None
+    where = f"components.{component}"
+    if not inspect.isclass(use):
+        raise InputError(
+            f"{component} is a {type(use).__name__}: a class is expected, which the run makes where it is needed",
+            where=where,
+        )
+    if "<locals>" in use.__qualname__:
+        raise InputError(
+            f"{use.__qualname__} is made inside of a function, where nobody else can import it",
+            where=where,
+            hint="define it at the top of its module",
+        )
+    module, folder = use.__module__, None
+    if module == "__main__":
+        file = getattr(sys.modules["__main__"], "__file__", None)
+        if file is None:
+            raise InputError(f"{use.__qualname__} is in no file, so nobody else can import it", where=where)
+        # As with processes of multiprocessing: the script is imported again, so what it does stands under
+        # `if __name__ == "__main__":`.
+        module, folder = Path(file).stem, Path(os.path.abspath(file)).parent
+    return {**section, "use": f"{module}:{use.__qualname__}"}, folder
