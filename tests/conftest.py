@@ -17,8 +17,11 @@ from pages import ARGUMENTS
 
 FIRST = "test_pool_storm.py"  # minutes on one core, beside all that needs no cluster
 LAST = (  # these need one, and are kept off the storm; the longest begin first
+    "test_run_kills.py",
     "test_cluster.py",
     "test_elastic.py",
+    "test_run_engines.py",
+    "test_run_commands.py",
     "test_rollout_slots.py",
     "test_run_cluster.py",
     "test_integrations_verl.py",

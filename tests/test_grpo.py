@@ -96,7 +96,7 @@ def test_with_stale_weights_it_trains_all_the_same() -> None:
 
 def test_the_job_file_and_the_job_in_python_are_the_same() -> None:
     read = load_run(ROOT / "examples" / "grpo" / "job.yaml")
-    assert replace(read, name="grpo") == grpo()
+    assert replace(read, name="grpo", text=None) == grpo()
 
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------

@@ -170,8 +170,7 @@ from run_moves import on_ray
 from trimtab.runtime.ray.client import connect
 from trimtab.runtime.run.cluster import ClusterRun
 with connect(sys.argv[1], name="kills") as session:
-    end = ClusterRun(on_ray(iterations=int(sys.argv[3])), Path(sys.argv[2]), session, resume=sys.argv[4] == "resume").run()
-    print(end.state, end.reason)
+    ClusterRun(on_ray(iterations=int(sys.argv[3])), Path(sys.argv[2]), session).run()
 """
 
 
@@ -179,7 +178,7 @@ def test_a_driver_that_is_killed_amid_a_move_is_resumed_and_nothing_counts_twice
     folder = tmp_path / "run"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     command = [sys.executable, "-c", DRIVER, house.ray.address, str(folder), str(ITERATIONS)]
-    with subprocess.Popen([*command, "new"], env=environment) as driver:
+    with subprocess.Popen(command, env=environment) as driver:
         end = time.monotonic() + 120
         while not ((folder / "events.jsonl").exists() and moves_of(folder, "stage")):
             assert driver.poll() is None, "it ended before it moved"

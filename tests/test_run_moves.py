@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from run_moves import AUTO, drifting, events, moves_of, parts_that_move, trained
+from run_moves import drifting, events, moves_of, parts_that_move, trained
 from trimtab.model.run import STAGES, Stage
 from trimtab.runtime.run.clock import VirtualClock
-from trimtab.runtime.run.component import Place
 from trimtab.runtime.run.crew import Crew, CrewLike
 from trimtab.runtime.run.local import LocalRun
 from trimtab.runtime.run.moving import Moving

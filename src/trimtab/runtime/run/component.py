@@ -113,9 +113,6 @@ class Optionally(Protocol):
     def span(self, least: int, most: int) -> None:
         """Between so many GPUs and so many are its own to use as its load has it."""
 
-    def workers(self) -> list[dict[str, Any]]:
-        """Each of its workers: name, state, running, reason."""
-
 
 class ComponentError(UnreachableError):
     """A component did what it may not: the run ends, or goes on without it."""

@@ -1,0 +1,57 @@
+"""What happens to nodes: losses, returns, joins and drains, at stated times or by chance.
+
+By chance each node lives for a time that is exponential around its mean, is gone for as long as a repair takes, and
+comes back empty. Everything is drawn before a run begins, so that all policies meet the same failures.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+from trimtab.replay.timing import Distribution
+
+AN_HOUR = Distribution(3600.0)
+What = Literal["lost", "joined", "draining"]
+
+
+@dataclass(frozen=True)
+class NodeEvent:
+    """Something happens to a node. A node that drains is gone `notice_s` later."""
+
+    at_s: float
+    node: str
+    what: What
+    notice_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Churn:
+    """Failures by chance."""
+
+    days_between: float  # mean time between two failures of one node
+    repair_s: Distribution = AN_HOUR
+    drained: float = 0.0  # share of failures that are announced: the node drains first
+    notice_s: float = 120.0
+
+    def events(self, nodes: list[str], until_s: float, seed: int) -> list[NodeEvent]:
+        """What will happen, in order of time."""
+        found = []
+        for node in nodes:
+            source = random.Random(f"churn {seed} {node}")
+            at = 0.0
+            while True:
+                at += source.expovariate(1.0 / (self.days_between * 86_400.0))
+                if at >= until_s:
+                    break
+                announced = source.random() < self.drained
+                found.append(NodeEvent(at, node, "draining" if announced else "lost", self.notice_s * announced))
+                at += (self.notice_s if announced else 0.0) + self.repair_s.draw(source)
+                found.append(NodeEvent(at, node, "joined"))
+        return sorted(found, key=lambda one: (one.at_s, one.node))
+
+    def text(self) -> str:
+        """As a report states it."""
+        said = f"each node fails every {self.days_between:g} days on average and is back after {self.repair_s.text()}"
+        return said + (f"; {self.drained:.0%} announced {self.notice_s:g} s ahead" if self.drained else "")

@@ -1,0 +1,311 @@
+"""Drives the rollout machine under a virtual clock: engines that are arithmetic, a trainer, and clients.
+
+Two kinds of load. Closed loop: the prompts of a step all arrive at once, the next step begins when the last answer is
+there, the trainer has trained and the weights are new. Open loop: requests arrive as a trace says. What must be true is
+looked at with every event: every request is answered once, with exactly the tokens it was to have, by engines that are
+awake; the machine checks its books on a sample of events and at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from trimtab.fleet import rollout_events as e
+from trimtab.fleet.load import Taker
+from trimtab.fleet.rollout import RolloutMachine
+from trimtab.model.elastic_config import ElasticConfig
+from trimtab.model.rollout import (
+    End,
+    Owner,
+    Ownership,
+    RequestClass,
+    RequestSpec,
+    RolloutRules,
+    Verb,
+    WorkerSpec,
+    WorkerState,
+)
+from trimtab.replay.agenda import Agenda
+from trimtab.replay.engine_model import H200_8B, Engine, EngineSpeed, Key
+from trimtab.replay.rollout_work import Profile
+from trimtab.replay.traces import RequestRow
+from trimtab.replay.truths import UntrueError
+
+CHECK_EVERY = 20_000
+USABLE_S = 20.0  # an engine that is free for less is of no use to anybody else
+NEVER_S = 1e9
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Engines and what is done to them, whoever decides."""
+
+    engines: int = 8
+    limit: int = 256  # requests at once on one engine
+    speed: EngineSpeed = H200_8B
+    sleep_s: float = 2.0
+    wake_s: float = 4.0
+    refit_s: float = 2.0
+    cut_s: float = 0.1  # until an engine has let go of a request
+    training_s: float = 60.0
+    taker: Taker | None = None
+
+    def text(self) -> str:
+        """As a report states it."""
+        return (
+            f"{self.engines} engines of {self.limit} places; {self.speed.text()}; sleep {self.sleep_s:g} s, wake "
+            f"{self.wake_s:g} s, weights {self.refit_s:g} s, training {self.training_s:g} s"
+        )
+
+
+@dataclass
+class RolloutOutcome:
+    """What came of a run."""
+
+    steps_s: list[float] = field(default_factory=list)  # from the first prompt to the last answer
+    total_s: float = 0.0
+    asleep_s: float = 0.0  # engine-seconds in all
+    usable_s: float = 0.0  # of those, in stretches long enough for somebody else
+    busy_s: float = 0.0  # engine-seconds in which at least one request was there
+    waits_s: list[float] = field(default_factory=list)  # from arrival to the first engine
+    answered: int = 0
+    moved: int = 0
+    read_again: int = 0
+    scalings: int = 0
+    events: int = 0
+    checks: int = 0
+    workers: list[tuple[float, int, int]] = field(default_factory=list)  # time, engines awake, requests not answered
+
+
+@dataclass
+class _Asked:
+    tokens: int
+    prompt: int
+    group: str
+    arrived_s: float
+    sent: bool = False
+
+
+class RolloutReplay:
+    """One run."""
+
+    def __init__(
+        self,
+        elastic: ElasticConfig,
+        fleet: Fleet,
+        *,
+        queue: int = 1_000_000,
+        check_every: int = CHECK_EVERY,
+        heard: Callable[[float, e.RolloutEvent, list[e.RolloutInstruction]], None] | None = None,
+    ) -> None:
+        self.fleet = fleet
+        rules = RolloutRules(
+            least=elastic.min_workers,
+            most=min(elastic.max_workers, fleet.engines),
+            capacity=elastic.requests_per_worker_capacity,
+            monitor_s=elastic.monitoring_interval,
+            drain_s=elastic.drain_timeout,
+            stall_s=NEVER_S,
+            ownership=Ownership(refit=Owner.trimtab),
+            classes=(RequestClass(queue_limit=queue, deadline_s=None),),
+        )
+        self.machine = RolloutMachine(rules, elastic)
+        self.outcome = RolloutOutcome()
+        self._heard, self._check_every = heard, check_every
+        self._agenda: Agenda[tuple[str, int] | e.RolloutEvent] = Agenda()
+        self._engines = {f"e{at}": Engine(fleet.speed) for at in range(rules.most)}
+        self._asked: dict[str, _Asked] = {}  # not answered
+        self._answered: set[str] = set()
+        self._where: dict[Key, tuple[str, int]] = {}  # engine, and tokens that were there before
+        self._asleep: dict[str, float] = {}  # since when
+        self._busy: dict[str, float] = {}  # since when
+        self._version = 0
+        for name in self._engines:
+            self._tell(e.WorkerAdded(WorkerSpec(name, limit=fleet.limit), up=True, version=0))
+        if fleet.taker is not None:
+            self._tell(e.TakersSeen((fleet.taker,)))
+
+    # ---- loads -----------------------------------------------------------------------------------------------------
+
+    def closed(self, profile: Profile, batches: Sequence[dict[str, int]]) -> RolloutOutcome:
+        """Step by step: a rollout, training, new weights."""
+        for batch in batches:
+            begin = self._agenda.now
+            for name, tokens in batch.items():
+                self._arrive(name, profile.prompt_tokens, tokens, profile.most, name.split(".")[0])
+            self._pass(lambda: not self._asked)
+            self.outcome.steps_s.append(self._agenda.now - begin)
+            self._until(self._agenda.now + self.fleet.training_s)
+            self._version += 1
+            self._tell(e.RefitBegun(self._version))
+            self._until(self._agenda.now + self.fleet.refit_s + 0.1)
+        return self._over()
+
+    def open(self, rows: Sequence[RequestRow], rate: float = 1.0) -> RolloutOutcome:
+        """Requests as a trace says, `rate` times as fast."""
+        for number, row in enumerate(rows):
+            self._until(row.arrival_s / rate)
+            group = f"b{row.blocks[0]}" if row.blocks else ""
+            self._arrive(f"r{number}", row.input_tokens, max(row.output_tokens, 1), max(row.output_tokens, 1), group)
+        self._pass(lambda: not self._asked)
+        return self._over()
+
+    def _arrive(self, name: str, prompt: int, tokens: int, most: int, group: str) -> None:
+        if name in self._asked or name in self._answered:
+            raise UntrueError(f"request {name} comes twice")
+        self._asked[name] = _Asked(tokens, prompt, group, self._agenda.now)
+        self._tell(e.Arrived(RequestSpec(name, prompt, most, group=group)))
+
+    def _over(self) -> RolloutOutcome:
+        self.machine.check()
+        out = self.outcome
+        out.checks += 1
+        out.total_s = self._agenda.now
+        for since in self._asleep.values():
+            self._stint(self._agenda.now - since)
+        self._asleep.clear()
+        if self._asked or self._where:
+            raise UntrueError(f"{len(self._asked)} requests were not answered, {len(self._where)} still run")
+        return out
+
+    # ---- time ------------------------------------------------------------------------------------------------------
+
+    def _until(self, moment: float) -> None:
+        self._pass(lambda: False, moment)
+        self._agenda.leap(moment)
+
+    def _pass(self, done: Callable[[], bool], moment: float = float("inf")) -> None:
+        agenda, machine = self._agenda, self.machine
+        while not done():
+            due, first = machine.next_deadline(), agenda.first()
+            at = min(one for one in (due, first, moment) if one is not None)
+            if at >= moment:
+                return
+            if at == float("inf"):
+                raise UntrueError(f"nothing happens any more, and {len(self._asked)} requests wait")
+            if first is not None and first <= at:
+                self._happens(agenda.pop())
+            else:
+                agenda.leap(at)
+                self._tell(e.Tick())
+
+    def _count(self, name: str) -> None:
+        """An engine has its first request, or none any more."""
+        if self._engines[name].running:
+            self._busy.setdefault(name, self._agenda.now)
+        elif name in self._busy:
+            self.outcome.busy_s += self._agenda.now - self._busy.pop(name)
+
+    def _happens(self, what: tuple[str, int] | e.RolloutEvent) -> None:
+        if not isinstance(what, tuple):
+            self._tell(what)
+            return
+        name, news = what
+        engine = self._engines[name]
+        end = engine.next_end() if news == engine.news else None
+        if end is None:
+            return
+        key = end[1]
+        engine.drop(key, self._agenda.now)
+        _, before = self._where.pop(key)
+        self._tell(e.Finished(*key, self._asked[key[0]].tokens - before, End.stop))
+        self._foretell(name)
+
+    def _foretell(self, name: str) -> None:
+        engine = self._engines[name]
+        self._count(name)
+        end = engine.next_end()
+        if end is not None:
+            self._agenda.put(end[0], (name, engine.news))
+
+    # ---- what the machine wants ------------------------------------------------------------------------------------
+
+    def _tell(self, event: e.RolloutEvent) -> None:
+        now, out = self._agenda.now, self.outcome
+        wanted = self.machine.handle(event, now)
+        out.events += 1
+        if self._heard is not None:
+            self._heard(now, event, wanted)
+        for one in wanted:
+            if isinstance(one, e.Send):
+                self._send(one)
+            elif isinstance(one, e.Answer):
+                self._answer(one)
+            elif isinstance(one, e.AbortSent):
+                self._cut(one)
+            elif isinstance(one, e.Act):
+                self._act(one)
+            elif isinstance(one, e.Refuse):
+                raise UntrueError(f"{one.request} is refused: {one.reason.sentence}")
+            elif isinstance(one, e.TellStep):
+                out.scalings += 1
+                out.workers.append((now, len(self._engines) - len(self._asleep), len(self._asked)))
+        if isinstance(event, e.ActDone):
+            self._see_who_sleeps()
+        if out.events % self._check_every == 0:
+            self.machine.check()
+            out.checks += 1
+
+    def _send(self, one: e.Send) -> None:
+        asked, key = self._asked[one.request], (one.request, one.attempt)
+        if one.worker in self._asleep:
+            raise UntrueError(f"{one.request} is sent to {one.worker}, which sleeps")
+        if not asked.sent:
+            asked.sent = True
+            self.outcome.waits_s.append(self._agenda.now - asked.arrived_s)
+        if one.attempt > 1:
+            self.outcome.moved += 1
+            self.outcome.read_again += one.resumed
+        self._where[key] = (one.worker, one.resumed)
+        engine = self._engines[one.worker]
+        engine.add(key, asked.group, asked.prompt, one.resumed, asked.tokens - one.resumed, self._agenda.now)
+        self._foretell(one.worker)
+
+    def _answer(self, one: e.Answer) -> None:
+        asked = self._asked.pop(one.request, None)
+        if asked is None:
+            raise UntrueError(f"{one.request} is answered, and was answered before or never asked")
+        if one.end is not End.stop or one.tokens != asked.tokens:
+            raise UntrueError(f"{one.request} is answered with {one.tokens} of {asked.tokens} tokens ({one.end.value})")
+        self._answered.add(one.request)
+        self.outcome.answered += 1
+
+    def _cut(self, one: e.AbortSent) -> None:
+        key = (one.request, one.attempt)
+        found = self._where.pop(key, None)
+        if found is None:
+            return  # it has ended meanwhile, and that was told
+        tokens = self._engines[found[0]].drop(key, self._agenda.now)
+        self._agenda.put(self._agenda.now + self.fleet.cut_s, e.AbortDone(one.request, one.attempt, tokens))
+        self._foretell(found[0])
+
+    def _act(self, one: e.Act) -> None:
+        fleet, engine = self.fleet, self._engines[one.worker]
+        took = {Verb.sleep: fleet.sleep_s, Verb.wake: fleet.wake_s, Verb.refit: fleet.refit_s}.get(one.verb, 0.1)
+        if one.verb is Verb.sleep and engine.running:
+            raise UntrueError(f"{one.worker} is put to sleep under {len(engine.running)} requests")
+        if one.verb is Verb.wake and (since := self._asleep.pop(one.worker, None)) is not None:
+            self._stint(self._agenda.now - since)
+            engine.forget()
+            self._tell_takers()
+        version = one.version if one.verb is Verb.refit else self.machine.version
+        self._agenda.put(self._agenda.now + took, e.ActDone(one.worker, one.attempt, version))
+
+    def _stint(self, seconds: float) -> None:
+        self.outcome.asleep_s += seconds
+        if seconds >= USABLE_S:
+            self.outcome.usable_s += seconds
+
+    def _see_who_sleeps(self) -> None:
+        for view in self.machine.workers():
+            if view.state is WorkerState.inactive and view.asleep and view.worker not in self._asleep:
+                self._asleep[view.worker] = self._agenda.now
+                self._tell_takers()
+
+    def _tell_takers(self) -> None:
+        taker = self.fleet.taker
+        if taker is not None:
+            wants = max(taker.workers - len(self._asleep), 0)
+            seen = (replace(taker, workers=wants),) if wants else ()
+            self._agenda.put(self._agenda.now, e.TakersSeen(seen))

@@ -1,0 +1,93 @@
+"""Runs one policy of a rollout scenario with one seed, and says what it came to, beside bounds nobody can pass."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import fmean
+
+from trimtab.replay.engine_model import least_engine_s
+from trimtab.replay.figures import percentile
+from trimtab.replay.rollout_driver import RolloutOutcome, RolloutReplay
+from trimtab.replay.rollout_scenario import RolloutPolicy, RolloutScenario
+
+
+@dataclass(frozen=True)
+class RolloutFigures:
+    """One run of one policy."""
+
+    policy: str
+    seed: int
+    step_s: float  # mean, from the first prompt to the last answer; of a trace: from its begin to its end
+    worst_step_s: float
+    engine_s: float  # engines awake, times seconds; of a step with its training, or of the whole trace
+    usable_s: float  # engine-seconds that somebody else could use
+    wait_p99_s: float  # from arrival to the first engine
+    busy_s: float  # of the engine-seconds: at least one request was there
+    least_engine_s: float  # nobody can do it with fewer, whatever it knows
+    moved: float
+    scalings: int
+    events: int
+    checks: int
+    answered: int
+    seconds: float = 0.0
+
+
+FIGURES = (
+    "step_s",
+    "worst_step_s",
+    "engine_s",
+    "usable_s",
+    "wait_p99_s",
+    "busy_s",
+    "least_engine_s",
+    "moved",
+    "scalings",
+)
+
+
+def run_rollout(scenario: RolloutScenario, policy: RolloutPolicy, seed: int) -> RolloutFigures:
+    """One policy, one seed."""
+    replay = RolloutReplay(policy.elastic, scenario.fleet)
+    if scenario.profile is not None:
+        profile = scenario.profile
+        batches = profile.lengths(scenario.steps, scenario.prompts, scenario.samples, seed)
+        outcome = replay.closed(profile, batches)
+        answers = [(profile.prompt_tokens, tokens) for batch in batches for tokens in batch.values()]
+        prompts = scenario.steps * scenario.prompts * profile.prompt_tokens
+        return _figures(scenario, policy, seed, outcome, answers, prompts)
+    rows = scenario.rows
+    outcome = replay.open(rows, scenario.rate)
+    outcome.steps_s = [outcome.total_s]
+    answers = [(one.input_tokens, max(one.output_tokens, 1)) for one in rows]
+    return _figures(scenario, policy, seed, outcome, answers, 0)
+
+
+def _figures(
+    scenario: RolloutScenario,
+    policy: RolloutPolicy,
+    seed: int,
+    outcome: RolloutOutcome,
+    answers: list[tuple[int, int]],
+    prompts: int,
+) -> RolloutFigures:
+    fleet, steps = scenario.fleet, len(outcome.steps_s)
+    engines = min(policy.elastic.max_workers, fleet.engines)
+    waits = sorted(outcome.waits_s)
+    return RolloutFigures(
+        policy.name,
+        seed,
+        fmean(outcome.steps_s),
+        max(outcome.steps_s),
+        (engines * outcome.total_s - outcome.asleep_s) / steps,
+        # What a smaller static fleet leaves over is somebody else's all the time.
+        (outcome.usable_s + (fleet.engines - engines) * outcome.total_s) / steps,
+        percentile(waits, 0.99) if waits else math.nan,
+        outcome.busy_s / steps,
+        least_engine_s(fleet.speed, fleet.limit, answers, prompts) / steps,
+        outcome.moved / steps,
+        outcome.scalings,
+        outcome.events,
+        outcome.checks,
+        outcome.answered,
+    )

@@ -1,0 +1,208 @@
+"""A scenario of rollouts: engines, answers or a trace of requests, and the policies that say how many engines serve.
+
+In closed loop the load is a profile of lengths and a number of steps; in open loop a trace of requests. Every policy
+runs on the same load. `static` is every number of engines by itself, so that the best of them is known in hindsight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from trimtab.fleet import scaling
+from trimtab.fleet.load import Decision, LoadSample, PolicyState
+from trimtab.formats import yaml_text
+from trimtab.model.elastic_config import ElasticConfig
+from trimtab.model.errors import InputError, nearest
+from trimtab.replay.engine_model import EngineSpeed
+from trimtab.replay.rollout_driver import Fleet
+from trimtab.replay.rollout_policies import as_documented, cost_aware, predictive, ray_serve
+from trimtab.replay.rollout_work import Profile, profile_of
+from trimtab.replay.scenario import SEEDS, Amount, More, Sections, Whole, explained
+from trimtab.replay.traces import RequestRow, requests
+
+KNOWN: dict[str, tuple[str | Callable[[PolicyState, LoadSample], tuple[PolicyState, Decision]], str]] = {
+    "threshold": ("threshold", "between two shares of capacity, moved as seldom as possible: the default"),
+    "as_documented": (as_documented, "the common rule: thresholds, cooldowns, one worker a step"),
+    "ray_serve": (ray_serve, "Ray Serve's rule: ongoing requests over a target, 30 s up, 600 s down"),
+    "predictive": (predictive, "learns how steps come and go; slows nobody down"),
+    "cost_aware": (cost_aware, "gives up only what is free for longer than that takes"),
+}
+ELASTIC_KEYS = tuple(one.name for one in fields(ElasticConfig) if one.name not in ("policy", "max_workers"))
+POLICIES = ("static", *KNOWN)
+
+
+@dataclass(frozen=True)
+class RolloutPolicy:
+    """A policy as a scenario asks for it, or a static number of engines."""
+
+    name: str
+    use: str
+    elastic: ElasticConfig
+
+    def text(self) -> str:
+        """As a report states it."""
+        return f"{self.elastic.max_workers} engines at all times" if self.use == "static" else KNOWN[self.use][1]
+
+
+@dataclass(frozen=True)
+class RolloutScenario:
+    """All that is asked."""
+
+    name: str
+    fleet: Fleet
+    policies: tuple[RolloutPolicy, ...]
+    seeds: tuple[int, ...]
+    profile: Profile | None = None
+    steps: int = 0
+    prompts: int = 0
+    samples: int = 0
+    trace: Path | None = None
+    limit: int | None = None
+    rate: float = 1.0
+
+    @cached_property
+    def rows(self) -> list[RequestRow]:
+        """The requests of the trace."""
+        return [] if self.trace is None else requests(self.trace, self.limit)
+
+    def assumptions(self) -> list[str]:
+        """All that was assumed, for a report."""
+        if self.profile is not None:
+            load = f"{self.steps} steps of {self.prompts} prompts x {self.samples} samples; {self.profile.text()}"
+        else:
+            load = (
+                f"{len(self.rows):,} requests of {self.trace.name if self.trace else ''}, {self.rate:g} times as fast"
+            )
+        return [self.fleet.text(), load, "an engine that is woken has an empty cache and needs the weights first"]
+
+
+# ---- as it is written ---------------------------------------------------------------------------------------------
+
+
+def _one(value: Any) -> Any:
+    return [value] if isinstance(value, str | dict) else value
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class FleetSection(_Section):
+    """The `engines` section."""
+
+    count: Whole = 8
+    limit: Whole = 256
+    sleep_s: Amount = 2.0
+    wake_s: Amount = 4.0
+    refit_s: Amount = 2.0
+    training_s: Amount = 60.0
+    decode_s: More | None = None
+    request_s: Amount | None = None
+    cached_s: Amount | None = None
+    read_s: More | None = None
+
+
+class LoadSection(_Section):
+    """The `rollout` section."""
+
+    profile: str | dict[str, Any] | None = None
+    steps: Whole = 8
+    prompts: Whole = 128
+    samples: Whole = 8
+    trace: str | None = None
+    limit: Whole | None = None
+    rate: More = 1.0
+
+
+class RolloutPolicySection(_Section):
+    """One entry of `policies`."""
+
+    use: str
+    name: str | None = None
+    elastic: dict[str, Any] = Field(default_factory=dict)
+
+
+def _all_policies() -> list[str | RolloutPolicySection]:
+    return list(POLICIES)
+
+
+class RolloutFile(_Section):
+    """The whole file."""
+
+    name: str | None = None
+    engines: FleetSection = Field(default_factory=FleetSection)
+    rollout: LoadSection
+    elastic: dict[str, Any] = Field(default_factory=dict)  # of every policy
+    policies: Annotated[list[str | RolloutPolicySection], BeforeValidator(_one), Field(min_length=1)] = Field(
+        default_factory=_all_policies
+    )
+    seeds: Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=1)] = Field(
+        default_factory=lambda: list(SEEDS)
+    )
+
+
+SECTIONS: Sections = {"engines": FleetSection, "rollout": LoadSection, "policies": RolloutPolicySection}
+
+
+def read(path: Path) -> RolloutScenario:
+    """The scenario in a file. InputError with file and key where something is wrong."""
+    try:
+        said = RolloutFile.model_validate(yaml_text.read_mapping(path))
+    except ValidationError as error:
+        raise explained(error, path, RolloutFile, SECTIONS) from None
+    load = said.rollout
+    where = f"{path}: rollout"
+    if (load.profile is None) == (load.trace is None):
+        raise InputError("requests come from a profile or from a trace", where=where, hint="`profile` or `trace`")
+    policies = [each for one in said.policies for each in _policies(one, said, path)]
+    names = [one.name for one in policies]
+    if len(set(names)) < len(names):
+        doubled = next(name for name in names if names.count(name) > 1)
+        raise InputError(f"two policies are called {doubled}", where=f"{path}: policies", hint="give one a `name`")
+    return RolloutScenario(
+        said.name or path.stem,
+        _fleet(said.engines),
+        tuple(policies),
+        tuple(dict.fromkeys(said.seeds)),
+        None if load.profile is None else profile_of(load.profile, f"{where}.profile"),
+        load.steps,
+        load.prompts,
+        load.samples,
+        None if load.trace is None else path.parent / load.trace,
+        load.limit,
+        load.rate,
+    )
+
+
+def _fleet(said: FleetSection) -> Fleet:
+    given = {name: getattr(said, name) for name in ("decode_s", "request_s", "cached_s", "read_s")}
+    speed = EngineSpeed(**{name: value for name, value in given.items() if value is not None})
+    return Fleet(said.count, said.limit, speed, said.sleep_s, said.wake_s, said.refit_s, training_s=said.training_s)
+
+
+def _policies(said: str | RolloutPolicySection, file: RolloutFile, path: Path) -> list[RolloutPolicy]:
+    one = RolloutPolicySection(use=said) if isinstance(said, str) else said
+    where = f"{path}: policies.{one.name or one.use}"
+    if one.use not in POLICIES:
+        near = nearest(one.use, POLICIES)
+        hint = f"did you mean {near}?" if near else "known: " + ", ".join(POLICIES)
+        raise InputError(f"there is no policy {one.use}", where=where, hint=hint)
+    settings = {**file.elastic, **one.elastic}
+    for key in settings:
+        if key not in ELASTIC_KEYS:
+            near = nearest(key, ELASTIC_KEYS)
+            hint = f"did you mean {near}?" if near else "known: " + ", ".join(ELASTIC_KEYS)
+            raise InputError(f"{key} is not known here", where=where, hint=hint)
+    count = file.engines.count
+    if one.use == "static":
+        numbers = sorted({max(1, round(count * share / 4)) for share in (1, 2, 3, 4)} | {count})
+        fixed = [ElasticConfig(policy=scaling.static, min_workers=each, max_workers=each) for each in numbers]
+        return [RolloutPolicy(f"static {one.max_workers}", "static", one) for one in fixed]
+    elastic = ElasticConfig(**{**settings, "policy": KNOWN[one.use][0], "max_workers": count})
+    return [RolloutPolicy(one.name or one.use, one.use, elastic)]

@@ -1,0 +1,85 @@
+"""Answers of RL rollouts, made up: no public trace of them exists. Every parameter is stated.
+
+Lengths are lognormal: a part of the spread belongs to the prompt, so that samples of one prompt are alike, and the rest
+to the sample. They drift from step to step as training goes on. The model may make so many tokens and not more.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trimtab.model.errors import InputError, nearest
+from trimtab.replay.timing import P99
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Lengths of answers."""
+
+    name: str
+    prompt_tokens: int
+    median: float
+    p99: float
+    most: int
+    alike: float = 0.65  # share of the variance (of the logarithm) that a prompt's samples have in common
+    drift: float = 0.0  # growth of the median in a step
+
+    def __post_init__(self) -> None:
+        where = f"profile {self.name}"
+        if not 0 < self.median <= self.p99 or self.most < 1 or self.prompt_tokens < 1:
+            raise InputError("tokens are at least 1, and the p99 is not below the median", where=where)
+        if not 0 <= self.alike <= 1 or not self.drift > -1:
+            raise InputError("alike is a share, drift is more than -1", where=where)
+
+    def lengths(self, steps: int, prompts: int, samples: int, seed: int) -> list[dict[str, int]]:
+        """Tokens by request, for each step. `s3p7.2` is a sample of prompt 7 in step 3."""
+        sigma = math.log(self.p99 / self.median) / P99
+        of_prompt, of_sample = sigma * math.sqrt(self.alike), sigma * math.sqrt(1 - self.alike)
+        source = random.Random(f"lengths {self.name} {seed}")
+        found = []
+        for step in range(steps):
+            middle = math.log(self.median * (1 + self.drift) ** step)
+            batch = {}
+            for prompt in range(prompts):
+                of_this = middle + source.gauss(0, of_prompt)
+                for sample in range(samples):
+                    tokens = int(math.exp(of_this + source.gauss(0, of_sample)))
+                    batch[f"s{step}p{prompt}.{sample}"] = min(max(tokens, 8), self.most)
+            found.append(batch)
+        return found
+
+    def text(self) -> str:
+        """As a report states it."""
+        drift = f", {self.drift:+.1%} a step" if self.drift else ""
+        return (
+            f"{self.name}: {self.prompt_tokens} prompt tokens, answers of median {self.median:g} and p99 {self.p99:g}"
+            f"{drift}, at most {self.most:,}; {self.alike:.0%} of the variance is the prompt's"
+        )
+
+
+PROFILES = {
+    one.name: one
+    for one in (
+        Profile("reasoning", 512, 1_600, 16_000, 32_768),
+        Profile("growing", 512, 1_000, 8_000, 32_768, drift=0.04),
+        Profile("short", 256, 300, 1_200, 2_048, alike=0.4),
+        Profile("agents", 2_048, 4_000, 24_000, 32_768, alike=0.8),
+    )
+}
+
+
+def profile_of(said: str | Mapping[str, object], where: str) -> Profile:
+    """A profile by name, or as a scenario describes it."""
+    if isinstance(said, str):
+        if said not in PROFILES:
+            near = nearest(said, PROFILES)
+            hint = f"did you mean {near}?" if near else "known: " + ", ".join(PROFILES)
+            raise InputError(f"there is no profile {said}", where=where, hint=hint)
+        return PROFILES[said]
+    try:
+        return Profile(**said)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise InputError(str(error).replace("Profile.__init__() ", ""), where=where) from None

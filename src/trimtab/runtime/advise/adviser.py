@@ -1,0 +1,212 @@
+"""Whether another plan than the one in place is to be advised, step by step: a thin coat around the loop's machine.
+
+The machine (`trimtab.loop`, in mode advise) tells drift from noise and weighs gain against the cost of a restart. Here
+its answers become advice for people: one that stands until another plan is clearly better or until it would gain next
+to nothing, so that it does not flicker with the noise; with the settings that the run's framework understands, and
+with an error band. Pure: no clock, no file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from trimtab.formats.dialect import Loaded, Settings
+from trimtab.formats.write_back import overrides
+from trimtab.loop import events as e
+from trimtab.loop.estimates import sure_level
+from trimtab.loop.machine import LoopMachine
+from trimtab.model.errors import InputError
+from trimtab.model.plan import CurrentPlacement, Plan, Rules
+from trimtab.model.reason import Code, Reason
+from trimtab.model.run import Estimate, Iteration, Measured, RunRules
+from trimtab.model.workflow import Component, Job
+from trimtab.plan.compare import current_plan
+from trimtab.plan.placement import best_plan
+
+NEAR = 0.02
+"""An advised plan is not exchanged for one that is faster by less than this share: real runs do not tell them apart."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Another plan, and what it would gain. Seconds are of one iteration, shares are of the plan in place."""
+
+    since: int  # the step after which it was first given
+    plan: Plan
+    settings: Settings
+    reason: Reason
+    iteration_s: float
+    new_iteration_s: float
+    gain: float
+    low: float
+    high: float
+    extrapolated: tuple[str, ...] = ()  # components planned on GPU counts that nobody measured
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """What to add to the run's command line; advice with the same overrides is the same advice."""
+        return tuple(overrides(self.settings))
+
+
+class Adviser:
+    """One run with its costs and its placement."""
+
+    def __init__(self, loaded: Loaded, rules: RunRules) -> None:
+        self.loaded = loaded
+        self.rules = rules
+        self.advice: Advice | None = None
+        self.reason = Reason(Code.too_few, "nothing is measured yet")
+        self._count = 0
+        self.machine = self._watching(placement_now(loaded))
+        self._estimates = self.machine.estimates()
+
+    def _watching(self, plan: Plan) -> LoopMachine:
+        job = self.loaded.job
+        return LoopMachine(job.workflow, job.cluster, plan, self.rules, self.loaded.rules)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in place."""
+        return self.machine.plan
+
+    def estimates(self) -> dict[str, Estimate]:
+        """What every component costs now, against the profile, or against what it cost when advice was taken."""
+        return self._estimates
+
+    def drifted(self) -> tuple[str, ...]:
+        """Components whose cost is told from what it was, the one that is furthest from it first."""
+        found = [(name, one) for name, one in self.estimates().items() if one.measured and sure_level(one, 1.0) != 1.0]
+        return tuple(name for name, one in sorted(found, key=lambda pair: -abs(math.log(pair[1].level))))
+
+    def take(self, step: int, costs: Mapping[str, float], wall_s: float | None) -> None:
+        """Count a step: what each component cost in it, and how long it took where that is known."""
+        placed = {one.name: len(one.gpus) for one in self.plan.components}
+        parts = tuple(Measured(name, seconds, placed[name]) for name, seconds in costs.items() if name in placed)
+        self._count += 1
+        # A step with periodic work has no wall time that counts; its components' timers are as good as any.
+        done = Iteration(self._count, wall_s or 0.0, parts)
+        instructions = self.machine.handle(e.IterationDone(done), float(self._count))
+        self._estimates = self.machine.estimates()
+        for said in instructions:
+            if isinstance(said, e.Advise):
+                self._advised(step, said)
+            elif isinstance(said, e.Stay):
+                self._stays(said)
+
+    def taken(self, advice: Advice) -> None:
+        """The run goes on with a plan that was advised, whatever is advised by now."""
+        # What cannot be measured there costs what it cost here: levels count from now on.
+        levels = {name: one.level for name, one in self.estimates().items()}
+        self.loaded = replace(self.loaded, job=scaled(self.loaded.job, levels))
+        self.machine, self._count = self._watching(advice.plan), 0
+        self._estimates = self.machine.estimates()
+        self.reason = Reason(Code.arrived, f"the advice was taken: {self.plan.describe()}")
+        self.advice = None
+
+    def as_now(self, plan: Plan) -> Plan:
+        """A plan with the timeline that it has at what everything costs now."""
+        levels = {name: one.level for name, one in self.estimates().items()}
+        job = scaled(self.loaded.job, levels)
+        ranks = {name: group.gpus for group in plan.groups for name in group.components}
+        return _placed(job, None, CurrentPlacement(ranks, str(self.loaded.path)))
+
+    # ---- advice that stands ----------------------------------------------------------------------------------------
+
+    def _advised(self, step: int, said: e.Advise) -> None:
+        old, plan = self.advice, said.plan
+        self.reason = said.reason
+        if old is not None and self._seconds(old.plan, {}) <= self._seconds(plan, {}) * (1 + NEAR):
+            self.advice = self._weighed(old, said.reason)
+            return
+        try:
+            settings = self.loaded.settings(plan)
+        except InputError as error:  # the framework's rules let it pass, its keys cannot say it
+            self.advice, self.reason = None, Reason(Code.no_gain, error.what)
+            return
+        far = tuple(one.name for one in plan.components if one.extrapolated)
+        new = Advice(step, plan, settings, said.reason, 0.0, 0.0, 0.0, 0.0, 0.0, far)
+        if old is not None and old.overrides == new.overrides:
+            new = replace(new, since=old.since)
+        self.advice = self._weighed(new, said.reason)
+
+    def _stays(self, said: e.Stay) -> None:
+        self.reason = said.reason
+        if self.advice is None:
+            return
+        kept = self._weighed(self.advice, self.advice.reason)
+        self.advice = kept if kept.gain >= self.rules.least_gain / 2 else None
+
+    def _weighed(self, advice: Advice, reason: Reason) -> Advice:
+        """The advice with the gain that it has at what everything costs now.
+
+        The band is how far the gain changes when each component costs as much more or less as cannot be told from what
+        was measured of it, all components together.
+        """
+        now, then = self._seconds(self.plan, {}), self._seconds(advice.plan, {})
+        cause, _, _ = reason.sentence.partition("; ")  # what follows may speak of another plan that is as good
+        said = f"{cause}; {advice.plan.describe()} would take {then:.3g} s instead of {now:.3g} s"
+        gain, away = self._gain(advice.plan, {}), 0.0
+        for name, one in self.estimates().items():
+            sides = (self._gain(advice.plan, {name: factor}) for factor in (1 + one.width, 1 / (1 + one.width)))
+            away += max(abs(side - gain) for side in sides) ** 2
+        return replace(
+            advice,
+            reason=Reason(reason.code, said),
+            iteration_s=now,
+            new_iteration_s=then,
+            gain=gain,
+            low=gain - math.sqrt(away),
+            high=gain + math.sqrt(away),
+        )
+
+    def _gain(self, plan: Plan, factors: Mapping[str, float]) -> float:
+        """The share of an iteration that a plan saves, if costs are off by these factors."""
+        now = self._seconds(self.plan, factors)
+        return 1 - self._seconds(plan, factors) / now if now > 0 else 0.0
+
+    def _seconds(self, plan: Plan, factors: Mapping[str, float]) -> float:
+        levels = {name: one.level * factors.get(name, 1.0) for name, one in self.estimates().items()}
+        return self.machine.watch.planner.seconds(plan, levels)
+
+
+def placement_now(loaded: Loaded) -> Plan:
+    """The placement that the file states, as a plan with what it takes."""
+    if loaded.current is None:
+        raise InputError("the file does not say where the components are now", where=str(loaded.path))
+    return _placed(loaded.job, loaded.rules, loaded.current)
+
+
+def _placed(job: Job, rules: Rules | None, current: CurrentPlacement) -> Plan:
+    space, outcome = best_plan(job, rules)
+    assert outcome.best is not None
+    found = current_plan(space, current, outcome.best)
+    if found.plan is None:
+        raise InputError(
+            f"the placement in place cannot be judged: {found.reason}",
+            where=current.where,
+            hint="give the configuration that the run was started with, and its overrides",
+        )
+    return found.plan
+
+
+def scaled(job: Job, levels: Mapping[str, float]) -> Job:
+    """The job with every component so much dearer."""
+
+    def dearer(component: Component) -> Component:
+        level = levels.get(component.name, 1.0)
+        if component.cpu_seconds is not None:
+            return replace(component, cpu_seconds=component.cpu_seconds * level)
+        variants = tuple(
+            replace(
+                one,
+                floor_seconds=one.floor_seconds * level,
+                seconds={kind: tuple((g, s * level) for g, s in points) for kind, points in one.seconds.items()},
+            )
+            for one in component.variants
+        )
+        return replace(component, variants=variants)
+
+    components = tuple(dearer(one) for one in job.workflow.components)
+    return replace(job, workflow=replace(job.workflow, components=components))

@@ -1,0 +1,92 @@
+"""What rollout engines say of themselves at `/metrics`: how many answers they work on, how many wait, how fast.
+
+Only looks. An engine that stops answering is told with its cause and since when, and asked again at the next look; it
+never ends the command. All are asked at once, and a look ends by its deadline whatever they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from trimtab.model.errors import InputError, TrimtabError
+
+ANSWER_S = 3.0
+
+RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
+WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred")
+CACHE = ("vllm:kv_cache_usage_perc", "sglang:token_usage")
+TOKENS = ("vllm:generation_tokens_total", "llamacpp:tokens_predicted_total", "sglang:generation_tokens_total")
+SPEED = ("sglang:gen_throughput",)
+
+
+@dataclass(frozen=True)
+class EngineSeen:
+    """One engine at one look. What it does not tell is None; `silent_s` is how long it has not answered."""
+
+    url: str
+    running: float | None = None
+    waiting: float | None = None
+    cache: float | None = None  # share of the KV cache in use
+    tokens_per_s: float | None = None
+    fault: str | None = None
+    silent_s: float | None = None
+
+
+class Engines:
+    """The engines that were named."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        for url in urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise InputError(
+                    f"{url} is no address of an engine", where="command line: --engine", hint="write http://HOST:PORT"
+                )
+        self._urls = list(dict.fromkeys(url.rstrip("/").removesuffix("/metrics") for url in urls))
+        self._tokens: dict[str, tuple[float, float]] = {}  # total, and when it was seen
+        self._answered: dict[str, float] = {}
+
+    def look(self, now: float) -> tuple[EngineSeen, ...]:
+        """Ask all of them."""
+        if not self._urls:
+            return ()
+        answers = asyncio.run(_asked(self._urls))
+        return tuple(self._seen(url, told, now) for url, told in zip(self._urls, answers, strict=True))
+
+    def _seen(self, url: str, told: dict[str, float] | str, now: float) -> EngineSeen:
+        if isinstance(told, str):
+            since = self._answered.setdefault(url, now)
+            return EngineSeen(url, fault=told, silent_s=now - since)
+        self._answered[url] = now
+        speed, total = _first(told, SPEED), _first(told, TOKENS)
+        before = self._tokens.get(url)
+        if total is not None:
+            self._tokens[url] = total, now
+            if before is not None and now > before[1] and total >= before[0]:  # less: it was started anew
+                speed = (total - before[0]) / (now - before[1])
+        return EngineSeen(url, _first(told, RUNNING), _first(told, WAITING), _first(told, CACHE), speed)
+
+
+async def _asked(urls: Sequence[str]) -> list[dict[str, float] | str]:
+    from trimtab.runtime.engines.engine import Deadlines
+    from trimtab.runtime.engines.http_engine import gauges
+    from trimtab.runtime.engines.wire import Wire, open_session
+
+    deadlines = Deadlines(connect_s=ANSWER_S, call_s=ANSWER_S)
+    async with open_session() as session:
+
+        async def one(url: str) -> dict[str, float] | str:
+            try:
+                found = await gauges(Wire(url, url, session, deadlines, keep_alive=False))
+            except TrimtabError as fault:
+                return fault.what
+            return found if _first(found, RUNNING) is not None else "its /metrics are of no engine that trimtab knows"
+
+        return list(await asyncio.gather(*(one(url) for url in urls)))
+
+
+def _first(told: Mapping[str, float], names: Sequence[str]) -> float | None:
+    return next((told[name] for name in names if name in told), None)

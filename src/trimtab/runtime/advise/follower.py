@@ -1,0 +1,164 @@
+"""Follows a run until it is told to stop: reads what is new, asks who can be asked, and lets the user's command run.
+
+Every look takes what there is and ends; between two looks it sleeps. It ends by itself when its time is over or when
+the log has said nothing for long. What was in the log before it began is learned from and never acted upon: the user's
+command runs only at a checkpoint that is written while it looks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from trimtab.formats.follow import RunLog, Step
+from trimtab.model.errors import InputError
+from trimtab.runtime.advise.adviser import Advice
+from trimtab.runtime.advise.advising import Advising, News, Picture
+from trimtab.runtime.advise.cluster import ClusterWatch, NodeSeen, gpus_here
+from trimtab.runtime.advise.engines import Engines, EngineSeen
+from trimtab.runtime.advise.hook import RestartHook
+from trimtab.runtime.advise.tail import Tail
+
+
+@dataclass(frozen=True)
+class Around:
+    """What else was asked: engines, the cluster's nodes (or why they are not known), this machine's GPUs."""
+
+    engines: tuple[EngineSeen, ...] = ()
+    nodes: tuple[NodeSeen, ...] | str | None = None
+    gpus: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One look: what is known, what is new, and which steps are."""
+
+    picture: Picture
+    news: tuple[News, ...]
+    steps: tuple[Step, ...]
+    around: Around
+    ended: str | None = None  # why nothing more is looked at
+
+
+@dataclass
+class Follower:
+    """One run that is followed. Seconds of `every_s`, `at_most_s` and `silent_s` are by the clock."""
+
+    tail: Tail
+    log: RunLog
+    advising: Advising
+    engines: Engines
+    cluster: ClusterWatch | None = None
+    hook: RestartHook | None = None
+    least_gain: float = 0.1
+    every_s: float = 2.0
+    at_most_s: float = math.inf
+    silent_s: float = 7200.0
+    gpus: Callable[[], tuple[float, ...]] = gpus_here
+    history: list[News] = field(default_factory=list)
+    _hooked: Advice | None = None  # what the user's command was run for last
+
+    def once(self) -> Frame:
+        """All of a log that is finished."""
+        steps = [*self._read(), *self.log.end()]
+        news = [one for step in steps for one in self.advising.take(step)]
+        self._require_steps(steps)
+        news += self.advising.end()
+        self.history += news
+        return self._frame(news, steps, "the log was read to its end")
+
+    def frames(self) -> Iterator[Frame]:
+        """Look again and again; what was there before comes with the first frame."""
+        began = heard = time.monotonic()
+        steps = [*self._read(), *self.log.settle(), *self.log.settle()]
+        news = [one for step in steps for one in self.advising.take(step)]
+        seen = bool(steps)
+        while True:
+            now = time.monotonic()
+            ended = None
+            if steps:
+                heard, seen = now, True
+            if now - began >= self.at_most_s:
+                ended = f"{self.at_most_s:g} s are over"
+            elif now - heard >= self.silent_s:
+                if not seen:
+                    self._require_steps([])
+                ended = f"the log has told no step for {self.silent_s:g} s"
+            self.history += news
+            yield self._frame(news, steps, ended)
+            if ended is not None:
+                return
+            time.sleep(max(0.0, min(self.every_s, began + self.at_most_s - time.monotonic())))
+            steps = [*self._read(), *self.log.settle()]
+            news = [one for step in steps for one in self._live(step)] + self._heard_of_hook()
+
+    def _read(self) -> list[Step]:
+        steps = []
+        for name, data in self.tail.read():
+            if data is None:
+                self.log.anew(name)
+            else:
+                steps += self.log.take(name, data)
+        return steps
+
+    def _live(self, step: Step) -> list[News]:
+        """A step that ended while we look: it may be the checkpoint that the user's command waits for."""
+        news = self.advising.take(step)
+        advice = self.advising.adviser.advice if self.advising.adviser else None
+        if self.hook is None or advice is None or not step.saved or not self.hook.wanted(advice):
+            return news
+        if advice.gain < self.least_gain:
+            return news
+        said = f"a checkpoint is written and {advice.gain:.0%} is to be gained: your command is run"
+        news.append(News("hook started", step.number, said, advice))
+        self._hooked = advice
+        failed = self.hook.start(advice, step.number)
+        if failed is not None:
+            news.append(News("hook ended", step.number, failed.sentence))
+        return news
+
+    def _heard_of_hook(self) -> list[News]:
+        end = self.hook.ended() if self.hook is not None else None
+        if end is None:
+            return []
+        if end.done and self._hooked is not None:
+            self.advising.carried_out(self._hooked)
+        return [News("hook ended", end.step, end.sentence)]
+
+    def _require_steps(self, steps: list[Step]) -> None:
+        if steps:
+            return
+        framework = self.log.framework
+        raise InputError(
+            f"no step with timings of {framework.name} is in the log ({self.log.lines} lines were read)",
+            where=", ".join(str(path) for path in self.tail.paths),
+            hint=f"read are: {framework.reads}",
+        )
+
+    def _frame(self, news: list[News], steps: list[Step], ended: str | None) -> Frame:
+        nodes = self.cluster.seen() if self.cluster is not None else None
+        around = Around(self.engines.look(time.monotonic()), nodes, self.gpus())
+        return Frame(self.advising.picture(self._notes()), tuple(news), tuple(steps), around, ended)
+
+    def _notes(self) -> list[str]:
+        """What was left out of the log, or doubted."""
+        log, notes = self.log, []
+        if self.tail.anew:
+            notes.append(f"a file of the log was started anew {_times(self.tail.anew)}")
+        if self.tail.gone:
+            notes.append(f"not there at the moment: {', '.join(sorted(str(path) for path in self.tail.gone))}")
+        if self.tail.not_read:
+            notes.append(f"logs of other ranks are not read: {len(self.tail.not_read)} of them")
+        if log.others:
+            notes.append(f"told by several processes, and counted once: {_times(log.others)}")
+        if log.joined.repeated:
+            notes.append(f"logged again with the same values, and counted once: {_times(log.joined.repeated)}")
+        if log.joined.cut_off:
+            notes.append(f"cut off in the log, and left out: {_times(log.joined.cut_off)}")
+        return notes
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

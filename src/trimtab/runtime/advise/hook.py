@@ -1,0 +1,108 @@
+"""The user's own command that restarts a run with advised settings: run once for each advice, with a deadline.
+
+It gets the advice in its environment and its output goes to standard error, so that standard output stays the answer's.
+It is never run twice for the same overrides, whatever became of it the first time; and it outlives us where we are
+interrupted, because a restart that is cut in half is worse than either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+
+from trimtab.runtime.advise.adviser import Advice
+
+STANDARD_ERROR = 2
+END_S = 5.0  # between asking it to end and ending it
+
+
+@dataclass(frozen=True)
+class HookEnd:
+    """What became of the command. `status` is None where it could not be started or took too long."""
+
+    step: int
+    sentence: str
+    status: int | None
+
+    @property
+    def done(self) -> bool:
+        """Whether it says that it has done what it should."""
+        return self.status == 0
+
+
+class RestartHook:
+    """At most one such command at a time."""
+
+    def __init__(self, command: str, config: str, at_most_s: float) -> None:
+        self._command = command
+        self._config = config
+        self._at_most_s = at_most_s
+        self._ran: set[tuple[str, ...]] = set()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._deadline = 0.0
+        self._step = 0
+
+    @property
+    def runs(self) -> bool:
+        """Whether the command is under way."""
+        return self._process is not None
+
+    def wanted(self, advice: Advice) -> bool:
+        """Whether the command was not run for this advice yet."""
+        return self._process is None and advice.overrides not in self._ran
+
+    def start(self, advice: Advice, step: int) -> HookEnd | None:
+        """Run the command for this advice; what became of it, where it cannot even be started."""
+        self._ran.add(advice.overrides)
+        self._step = step
+        environment = {
+            **os.environ,
+            "TRIMTAB_CONFIG": self._config,
+            "TRIMTAB_OVERRIDES": " ".join(shlex.quote(one) for one in advice.overrides),
+            "TRIMTAB_PLAN": advice.plan.describe(),
+            "TRIMTAB_GAIN": f"{advice.gain:.4f}",
+            "TRIMTAB_STEP": str(step),
+        }
+        try:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", self._command],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=STANDARD_ERROR,
+                start_new_session=True,  # Ctrl-C is for us
+            )
+        except OSError as error:
+            return HookEnd(step, f"the command could not be started: {error.strerror}", None)
+        self._deadline = time.monotonic() + self._at_most_s
+        return None
+
+    def ended(self) -> HookEnd | None:
+        """What became of the command, once it has ended or its time is over."""
+        process = self._process
+        if process is None:
+            return None
+        status = process.poll()
+        if status is not None:
+            self._process = None
+            how = f"ended with status {status}" if status >= 0 else f"was ended by signal {-status}"
+            return HookEnd(self._step, f"the command {how}", status)
+        if time.monotonic() < self._deadline:
+            return None
+        self._process = None
+        _end(process)
+        return HookEnd(self._step, f"the command took longer than {self._at_most_s:g} s and was ended", None)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the command and what it started in its session."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
+            return

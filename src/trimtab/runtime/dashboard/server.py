@@ -1,0 +1,204 @@
+"""The dashboard as a server on loopback, in a thread of its own: beside a run it takes no turn of the run's.
+
+A port that is in use is not an end: the next ones are tried, and `port` says which it is. The token stands in a file
+that only its owner can read, or in the environment; it is never printed. A stop ends all streams at once: browsers come
+back by themselves when there is a server again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import secrets
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+
+from trimtab.model.errors import InputError, UnreachableError
+from trimtab.runtime.dashboard.app import EVERY_S, DashboardApp
+from trimtab.runtime.dashboard.source import Source
+from trimtab.runtime.hook_token import own_folder, write_private
+from trimtab.runtime.listening import BACKLOG, listening
+from trimtab.runtime.rollout.gateway.settings import SHORTEST_TOKEN
+
+log = logging.getLogger("trimtab.dashboard")
+
+HOST = "127.0.0.1"
+PORT = 8270
+TRIED = 20  # ports one after another, before any that is free
+VARIABLE = "TRIMTAB_DASHBOARD_TOKEN"
+START_S = 20.0
+STOP_S = 5.0
+FILES = 6_000  # open ones: a thousand tabs, and more
+
+
+class DashboardServer:
+    """One page for one source, from `with` to its end."""
+
+    def __init__(
+        self,
+        source: Source,
+        port: int | None = None,
+        *,
+        every_s: float = EVERY_S,
+        environment: Mapping[str, str] | None = None,
+        token_file: Path | None = None,
+    ) -> None:
+        self._source = source
+        self._asked = port
+        self._every_s = every_s
+        self._environment = os.environ if environment is None else environment
+        self._token_file = token_file
+        self.token_is = ""  # a sentence
+        self.port = 0
+        self.app: DashboardApp | None = None
+        self._socket: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server: _Server | None = None
+        self._started = threading.Event()
+        self._fault: BaseException | None = None
+        self._ends = contextlib.ExitStack()
+
+    @property
+    def url(self) -> str:
+        """The link to look; whoever has it can change nothing."""
+        return f"http://{HOST}:{self.port}/"
+
+    @property
+    def said(self) -> str:
+        """Where it is, in a sentence; and that it is not where it was asked to be."""
+        asked = self._asked if self._asked is not None else PORT
+        moved = f" (port {asked} is in use)" if asked and asked != self.port else ""
+        return f"dashboard: {self.url}{moved}"
+
+    def __enter__(self) -> DashboardServer:
+        _allow_files()
+        self._socket = _first_free(PORT if self._asked is None else self._asked)
+        self.port = int(self._socket.getsockname()[1])
+        try:
+            token, self.token_is = self._ends.enter_context(_token(self._environment, self._token_file, self.port))
+            self._thread = threading.Thread(target=self._run, args=(token,), name="trimtab-dashboard", daemon=True)
+            self._thread.start()
+            if not self._started.wait(START_S) or self._fault is not None:
+                raise UnreachableError(f"the dashboard did not start: {self._fault or f'not within {START_S:g} s'}")
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it. Harmless when it never started, or has ended."""
+        if self._thread is not None:
+            if self._loop is not None and self._server is not None:
+                with contextlib.suppress(RuntimeError):  # its loop is over already
+                    self._loop.call_soon_threadsafe(self._leave)
+            self._thread.join(STOP_S + 2)
+            self._thread = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        self._ends.close()
+
+    def _run(self, token: str) -> None:
+        try:
+            asyncio.run(self._serve(token))
+        except BaseException as fault:  # a dashboard that fails ends no run
+            self._fault = fault
+            log.warning("the dashboard ended: %s", fault)
+        finally:
+            self._started.set()
+
+    def _leave(self) -> None:
+        """Streams would never end by themselves: they are ended, and then the server."""
+        if self.app is not None:
+            self.app.feed.end()
+        if self._server is not None:
+            self._server.should_exit = True
+
+    async def _serve(self, token: str) -> None:
+        assert self._socket is not None
+        self._loop = asyncio.get_running_loop()
+        self.app = DashboardApp(self._source, token, every_s=self._every_s)
+        config = uvicorn.Config(
+            self.app,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=1,
+            backlog=BACKLOG,
+        )
+        self._server = _Server(config)
+        serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        following = asyncio.create_task(self.app.follow())
+        while not self._server.started and not serving.done():
+            await asyncio.sleep(0.005)
+        self._started.set()
+        try:
+            done, _ = await asyncio.wait({serving, following}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            self._leave()
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            await asyncio.wait({serving}, timeout=STOP_S)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """None: signals are the caller's."""
+        yield
+
+
+def _first_free(port: int) -> socket.socket:
+    """A socket on this port or, where it is in use, on one of the next; at last on any."""
+    if not 0 <= port <= 65_535:
+        raise InputError(f"port is {port}", hint="1 to 65535, or 0 for any that is free")
+    tried = [*range(port, min(port + TRIED, 65_536)), 0] if port else [0]
+    for one in tried[:-1]:
+        with contextlib.suppress(InputError):
+            return listening(HOST, one)
+    return listening(HOST, tried[-1])
+
+
+@contextmanager
+def _token(environment: Mapping[str, str], path: Path | None, port: int) -> Iterator[tuple[str, str]]:
+    given = environment.get(VARIABLE)
+    if given is not None:
+        if len(given) < SHORTEST_TOKEN:
+            raise InputError(f"{VARIABLE} must have {SHORTEST_TOKEN} characters or more")
+        yield given, f"the token to change something is {VARIABLE}"
+        return
+    target = path or own_folder() / f"dashboard-{port}.token"
+    made = secrets.token_urlsafe(32)
+    write_private(target, made)
+    try:
+        yield made, f"the token to change something is in {target}"
+    finally:
+        with contextlib.suppress(OSError):
+            target.unlink()
+
+
+def _allow_files() -> None:
+    """Raise this process's own limit of open files as far as it may go; most begin with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < FILES:
+        most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -1,0 +1,28 @@
+"""What a dashboard shows, as its server sees it: whoever has something to show implements this."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+State = Mapping[str, Any]
+"""How things stand, as plain data that can be written as JSON. Never changed once it was given out."""
+
+
+class Source(Protocol):
+    """Called from one thread at a time, but not always the same. May take its time."""
+
+    def look(self) -> State | None:
+        """How things stand now; None where nothing changed since the last look."""
+
+    def difference(self, before: State, after: State) -> Mapping[str, Any]:
+        """What somebody who knows `before` has to be told."""
+
+    def story(self, kind: str, name: str) -> Mapping[str, Any] | None:
+        """The story of a task, worker, node, component, move or mark; None where there is no such one."""
+
+    def files(self) -> Mapping[str, tuple[str, bytes]]:
+        """Everything that is served as it is: path, kind and content. The page itself is at `/`."""
+
+    def change(self, what: str, facts: Mapping[str, Any]) -> str:
+        """Change something and say what came of it. Raises a TrimtabError; InputError for what it does not know."""

@@ -1,0 +1,61 @@
+"""The events of a run's folder, as they are written: whole lines only, and from the start again where the file is new.
+
+It only reads. A folder without events yet has none; a file that became shorter or was replaced is another run, and is
+told as one. A line that cannot be understood is given as None, so that whoever reads can count it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from trimtab.model.errors import InputError
+from trimtab.runtime.run.folder import EVENTS
+
+AT_ONCE = 2**23  # bytes of one look: a large run comes in pieces, and nobody waits for all of it
+
+
+class Tail:
+    """Reads on where it stopped."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / EVENTS
+        if not folder.exists():
+            raise InputError("there is no such folder", where=str(folder), hint="name the folder of a run")
+        if not folder.is_dir():
+            raise InputError("this is a file, not the folder of a run", where=str(folder), hint="name its folder")
+        self._at = 0
+        self._file: tuple[int, int] | None = None
+        self._rest = b""
+
+    def read(self) -> tuple[bool, list[dict[str, Any] | None]]:
+        """Whether it begins anew, and what was written since the last look. Raises InputError if it cannot be read."""
+        try:
+            with open(self.path, "rb") as file:
+                found = os.fstat(file.fileno())
+                which = (found.st_dev, found.st_ino)
+                anew = self._file is not None and (which != self._file or found.st_size < self._at)
+                if anew:
+                    self._at, self._rest = 0, b""
+                self._file = which
+                file.seek(self._at)
+                data = file.read(AT_ONCE)
+        except FileNotFoundError:
+            anew = self._file is not None
+            self._file, self._at, self._rest = None, 0, b""
+            return anew, []
+        except OSError as fault:
+            raise InputError(f"it cannot be read: {fault.strerror or fault}", where=str(self.path)) from None
+        self._at += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return anew, [_event(line) for line in lines]
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,122 @@
+"""Advice on what the loggers of verl and RLinf write, in environments of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from advise_world import VERL, Told, grows, measured, verl_data
+from trimtab.formats import logs
+from trimtab.formats.follow import RunLog, Step
+from trimtab.formats.follow_costs import RunConfig
+from trimtab.model.run import RunRules
+from trimtab.runtime.advise.advising import Advising
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.frameworks
+
+
+def ran(environment: str, script: str, told: list[dict[str, float]], folder: Path, *words: Path) -> bytes:
+    """What a framework's own code prints when it is told this."""
+    python = ROOT / environment / "bin" / "python"
+    assert python.exists(), f"there is no {environment}: run tools/make-framework-envs"
+    done = subprocess.run(
+        [python, Path(__file__).parent / script, *words],
+        input=json.dumps(told).encode(),
+        capture_output=True,
+        timeout=300,
+        check=False,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def logged(folder: Path, told: Told) -> dict[str, bytes]:
+    """What verl's console and file loggers make of a run."""
+    timings = [
+        {name.removeprefix("timing_s/"): value for name, value in data.items() if name.startswith("timing_s/")}
+        for _, data in verl_data(told)
+    ]
+    file = folder / "verl.jsonl"
+    console = ran(".venv-verl", "verl_logs.py", timings, folder, file)
+    return {"console": console, "file": file.read_bytes()}
+
+
+def steps_of(data: bytes, framework: str = "verl") -> list[Step]:
+    log = RunLog(logs.FRAMEWORKS[framework])
+    found = []
+    for at in range(0, len(data), 777):
+        found += log.take("run.log", data[at : at + 777])
+    return found + log.end()
+
+
+@pytest.fixture(scope="module")
+def drifting(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    return logged(tmp_path_factory.mktemp("verl"), VERL.told(saves=20))
+
+
+@pytest.mark.parametrize("logger", ["console", "file"])
+def test_what_verls_own_logger_writes_is_advised_upon(logger: str, drifting: dict[str, bytes], tmp_path: Path) -> None:
+    steps = steps_of(drifting[logger])
+    assert [step.number for step in steps] == list(range(1, VERL.told().steps + 1))
+    assert [step.number for step in steps if step.saved] == [20, 40, 60]
+    assert VERL.points is not None
+    config = RunConfig(VERL.path(tmp_path), VERL.overrides)
+    rules = RunRules(assumed_move_s=120.0)
+    advising = Advising(logs.FRAMEWORKS["verl"], config, measured(VERL.points), rules, 2)
+    news = [one for step in steps for one in advising.take(step)]
+    assert news[0].what == "advised"
+    assert VERL.after < news[0].step <= VERL.after + VERL.over + rules.window
+    assert news[0].sentence.startswith("reward takes ")
+    assert advising.adviser is not None
+    assert advising.adviser.advice is not None
+    again = RunConfig(config.path, (*config.overrides, *advising.adviser.advice.overrides)).placement(VERL.seconds)
+    assert {name: len(ranks) for name, ranks in again.ranks.items()}["reward"] == 8
+
+
+def test_noise_alone_in_verls_own_log_is_no_reason_for_advice(tmp_path: Path) -> None:
+    assert VERL.points is not None
+    config = RunConfig(VERL.path(tmp_path), VERL.overrides)
+    advising = Advising(logs.FRAMEWORKS["verl"], config, measured(VERL.points), RunRules(assumed_move_s=120.0), 2)
+    news = [one for step in steps_of(logged(tmp_path, VERL.steady(4))["file"]) for one in advising.take(step)]
+    assert news == []
+
+
+EMBODIED = """\
+cluster: {num_nodes: 1, num_gpus_per_node: 8, component_placement: {env: 0-3, "rollout,actor": 4-7}}
+runner: {task_type: embodied}
+data: {env_num: 64}
+"""
+EMBODIED_POINTS = {"env": {4: 30.0, 8: 29.8}, "rollout": {4: 2.0, 8: 1.1}, "actor": {4: 30.0, 8: 29.9}}
+
+
+@pytest.mark.parametrize("drifts", [True, False])
+def test_what_rlinfs_own_table_shows_is_advised_upon(drifts: bool, tmp_path: Path) -> None:
+    seconds = {name: points[4] for name, points in EMBODIED_POINTS.items()}
+    told = Told(seconds, grows("rollout", after=25, to=10.0)) if drifts else Told(seconds)
+    timers = {"env": "time/env/env_interact_step", "rollout": "time/rollout/predict", "actor": "time/actor_training"}
+    metrics = [
+        {timers[name]: value for name, value in times.items()}
+        | {"time/sync_weights": 1.0, "time/step": sum(times.values()) + 1.5, "env/success_once": 0.4}
+        for _, times, _ in told.each()
+    ]
+    steps = steps_of(ran(".venv-rlinf", "rlinf_logs.py", metrics, tmp_path), "rlinf")
+    assert [step.number for step in steps] == list(range(1, told.steps + 1))
+    path = tmp_path / "config.yaml"
+    path.write_text(EMBODIED)
+    rules = RunRules(assumed_move_s=120.0)
+    advising = Advising(logs.FRAMEWORKS["rlinf"], RunConfig(path), measured(EMBODIED_POINTS), rules, 2)
+    news = [one for step in steps for one in advising.take(step)]
+    if not drifts:
+        assert news == []
+        return
+    assert news[0].what == "advised"
+    assert 25 < news[0].step <= 25 + 12 + rules.window
+    assert news[0].sentence.startswith("rollout takes ")
+    assert news[0].advice is not None
+    again = RunConfig(path, news[0].advice.overrides).placement(seconds)
+    assert {name: len(ranks) for name, ranks in again.ranks.items()} == dict.fromkeys(seconds, 8)

@@ -1,0 +1,61 @@
+"""The cluster of a followed run is looked at and never touched; that it goes away is told."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from trimtab.model.errors import UnreachableError
+from trimtab.runtime.advise.cluster import ClusterWatch, busy_in, gpus_here
+from trimtab.runtime.ray.survey import find
+
+WAIT_S = 120.0
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.1)
+
+
+def test_nodes_and_gpus_are_seen_and_the_end_of_the_cluster_is_told() -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    head = {"num_cpus": 1, "num_gpus": 2, "node_name": "one", "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    watch = ClusterWatch(find(cluster.address), every_s=0.2, stale_s=8.0)
+    try:
+        until(lambda: not isinstance(watch.seen(), str))
+        seen = watch.seen()
+        assert not isinstance(seen, str)
+        assert [(one.name, one.gpus, one.free, one.draining) for one in seen] == [("one", 2.0, 2.0, False)]
+        cluster.add_node(num_cpus=1, num_gpus=4, node_name="two")
+        until(lambda: len(watch.seen()) == 2 and not isinstance(watch.seen(), str))
+    finally:
+        cluster.shutdown()
+    until(lambda: isinstance(watch.seen(), str))
+    watch.close()
+
+
+def test_a_cluster_that_is_not_there_is_refused_at_once() -> None:
+    with pytest.raises(UnreachableError):
+        find("127.0.0.1:9")
+
+
+def test_how_busy_gpus_are_is_read_from_a_nodes_figures() -> None:
+    page = (
+        "# HELP ray_node_gpus_utilization Total GPU usage.\n"
+        'ray_node_gpus_utilization{GpuDeviceName="H200",GpuIndex="1",ip="10.0.0.1"} 40.0\n'
+        'ray_node_gpus_utilization{GpuDeviceName="H200",GpuIndex="0",ip="10.0.0.1"} 97.0\n'
+        'ray_node_gpus_utilization{ip="10.0.0.1"} 3.0\nray_node_gpus_available{GpuIndex="0"} 8\n'
+    )
+    assert busy_in(page) == [(0, 0.97), (1, 0.4)]
+    assert busy_in("<html>no figures</html>") == []
+
+
+def test_gpus_of_this_machine_are_shares_where_there_are_any() -> None:
+    assert all(0 <= one <= 1 for one in gpus_here())

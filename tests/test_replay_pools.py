@@ -1,0 +1,231 @@
+"""Pools under a virtual clock: the machine that runs live, baselines beside it, and what must be true throughout."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from trimtab.model.codec import decode, encode
+from trimtab.model.pool import Place, Strategy
+from trimtab.model.resources import Resources
+from trimtab.pool import events as e
+from trimtab.pool.machine import PoolMachine
+from trimtab.replay.baselines import Ordered
+from trimtab.replay.churn import Churn, NodeEvent
+from trimtab.replay.clairvoyant import Clairvoyant
+from trimtab.replay.figures import figures, percentile
+from trimtab.replay.las import LeastAttained
+from trimtab.replay.pool_driver import Outcome, PoolReplay, Reality
+from trimtab.replay.pool_policies import KNOWN, PoolPolicy, scheduler
+from trimtab.replay.timing import Distribution, PoolTimes
+from trimtab.replay.traces import JobRow
+from trimtab.replay.truths import Truths, UntrueError
+from trimtab.replay.workload import CLASSES, TaskGenerator, Work, works
+
+AT_ONCE = PoolTimes(*[Distribution()] * 5)
+CLOCKWORK = PoolTimes(Distribution(1.0), Distribution(2.0), Distribution(1.0), Distribution(4.0), Distribution(3.0))
+BUSY = TaskGenerator(60, 30.0, Distribution(2_000.0, 1.0), ((1, 0.7), (2, 0.2), (8, 0.08), (16, 0.02)))
+SCHEDULED = [name for name in KNOWN if name != "clairvoyant"]
+
+
+def nodes(count: int) -> tuple[str, ...]:
+    return tuple(f"n{at}" for at in range(count))
+
+
+def rows(*jobs: tuple[float, float, int]) -> list[JobRow]:
+    return [JobRow(*job) for job in jobs]
+
+
+def tasks(*jobs: tuple[float, float, int, float], saves: bool = True) -> list[Work]:
+    """Tasks as (submitted, lasts, GPUs, priority)."""
+    made = works(rows(*(job[:3] for job in jobs)), seed=1, node_gpus=8, saves=saves)
+    return [
+        dataclasses.replace(one, spec=dataclasses.replace(one.spec, priority=job[3]))
+        for one, job in zip(made, jobs, strict=True)
+    ]
+
+
+def run(policy: str, asked: list[Work], reality: Reality, **more: object) -> Outcome:
+    if policy == "clairvoyant":
+        return Clairvoyant(asked, reality).run()
+    gpus = len(reality.nodes) * reality.node_gpus
+    machine, first = scheduler(PoolPolicy(policy, policy), reality.node_gpus, gpus)
+    return PoolReplay(machine, asked, reality, first=first, **more).run()  # type: ignore[arg-type]
+
+
+# ---- the machine itself ---------------------------------------------------------------------------------------------
+
+
+def test_the_machine_in_replay_is_the_one_that_runs_live_and_says_the_same_to_the_same_events() -> None:
+    heard: list[tuple[float, e.Event, list[e.Instruction]]] = []
+    churn = Churn(0.2, Distribution(600.0), drained=0.5).events(list(nodes(3)), 40_000, 1)
+    reality = Reality(nodes(3), 8, churn=tuple(churn), seed=1)
+    run("trimtab", works(BUSY.rows(1), seed=1, node_gpus=8), reality, heard=lambda *one: heard.append(one))
+    live = PoolMachine()
+    for now, event, instructions in heard:
+        # As a journal has it: plain data, read again.
+        again = decode(type(event), json.loads(json.dumps(encode(event))))
+        assert live.handle(again, now) == instructions
+    live.check()
+    assert any(isinstance(one, e.Stop) for _, _, out in heard for one in out)
+
+
+@pytest.mark.parametrize("policy", KNOWN)
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(policy: str) -> None:
+    def ends(seed: int) -> list[float | None]:
+        reality = Reality(nodes(2), 8, seed=seed)
+        return [one.done_s for one in run(policy, works(BUSY.rows(1)[:30], seed=seed, node_gpus=8), reality).lives]
+
+    assert ends(1) == ends(1)
+    assert ends(1) != ends(2)
+
+
+@pytest.mark.parametrize("policy", KNOWN)
+def test_every_task_ends_once_through_failures_drains_and_returns(policy: str) -> None:
+    churn = Churn(0.15, Distribution(900.0, 0.5), drained=0.4, notice_s=60.0)
+    for seed in (1, 2):
+        asked = works(BUSY.rows(seed), seed=seed, node_gpus=8, saves=seed != 2)
+        happens = tuple(churn.events(list(nodes(3)), 60_000, seed))
+        outcome = run(policy, asked, Reality(nodes(3), 8, churn=happens, seed=seed), **_often(policy))
+        assert all(one.done_s is not None for one in outcome.lives)
+        assert all(one.done_s >= one.work.submit_s + one.work.work_s - 1e-6 for one in outcome.lives if one.done_s)
+        assert outcome.work_gpu_s <= outcome.held_gpu_s + 1e-6 <= outcome.capacity_gpu_s + 2e-6
+
+
+def _often(policy: str) -> dict[str, object]:
+    return {} if policy == "clairvoyant" else {"check_every": 100}
+
+
+# ---- what policies do -----------------------------------------------------------------------------------------------
+
+
+def test_a_wait_is_the_time_in_the_queue_and_deeds_take_their_time() -> None:
+    asked = tasks((0, 100, 8, 5), (10, 50, 8, 5))
+    outcome = run("trimtab_no_preemption", asked, Reality(nodes(1), 8, CLOCKWORK))
+    first, second = outcome.lives
+    # bound in 1 s, started in 2 s, stopped in 1 s; the second has the slot of the first.
+    assert (first.first_start_s, first.done_s) == (1.0, 103.0)
+    assert (second.first_start_s, second.done_s) == (104.0, 156.0)
+    assert (first.waited_s, second.waited_s) == (1.0, 94.0)
+
+
+def test_an_important_task_evicts_and_what_was_saved_is_not_done_again() -> None:
+    outcome = run("trimtab", tasks((0, 100, 8, 2), (50, 10, 8, 8)), Reality(nodes(1), 8, CLOCKWORK))
+    low, high = outcome.lives
+    # Told at 50, gone after 1 + 4 s of stopping and saving; 47 s of its work are kept.
+    assert (high.first_start_s, high.done_s) == (55.0, 67.0)
+    assert low.evictions == outcome.evictions == 1
+    assert low.redone_s == 0.0
+    # The slot is free at 68: started in 2 s, its state loaded in 3 s, and the 53 s that were left.
+    assert low.done_s == 68.0 + 5.0 + 53.0
+
+
+def test_what_is_not_saved_is_done_again_from_its_last_checkpoint() -> None:
+    reality = Reality(nodes(1), 8, CLOCKWORK, checkpoint_s=20.0)
+    low = run("trimtab", tasks((0, 100, 8, 2), (50, 10, 8, 8), saves=False), reality).lives[0]
+    assert low.redone_s == 7.0  # of 47
+    lost = Reality(nodes(2), 8, CLOCKWORK, churn=(NodeEvent(50, "n0", "lost"),), checkpoint_s=0.0)
+    one = run("trimtab", tasks((0, 100, 8, 5)), lost).lives[0]
+    assert (one.losses, one.redone_s) == (1, 47.0)
+
+
+def test_first_come_first_served_holds_everybody_up_unless_they_may_pass() -> None:
+    asked = tasks((0, 100, 4, 5), (1, 10, 8, 5), (2, 10, 1, 5))
+    reality = Reality(nodes(1), 8, AT_ONCE)
+    assert run("fifo", asked, reality).lives[2].first_start_s == 110.0
+    assert run("fifo_fill", asked, reality).lives[2].first_start_s == 2.0
+
+
+def test_priority_decides_who_is_next_and_evicts_nobody() -> None:
+    asked = tasks((0, 100, 8, 2), (1, 10, 8, 2), (2, 10, 8, 8))
+    outcome = run("priority", asked, Reality(nodes(1), 8, AT_ONCE))
+    assert [one.first_start_s for one in outcome.lives] == [0.0, 110.0, 100.0]
+    assert outcome.evictions == 0
+
+
+def test_least_attained_service_lets_newcomers_pass_those_who_have_had_their_hour() -> None:
+    asked = tasks((0, 10_000, 8, 8), (2_000, 10, 8, 2))
+    machine = LeastAttained(8, threshold_gpu_s=8_000.0)
+    outcome = PoolReplay(machine, asked, Reality(nodes(1), 8, AT_ONCE)).run()
+    assert [one.evictions for one in outcome.lives] == [1, 0]
+    assert outcome.lives[1].first_start_s == 2_000.0
+    assert outcome.lives[0].done_s == 10_010.0
+
+
+def test_the_clairvoyant_is_ahead_of_everybody_on_the_class_that_counts_most() -> None:
+    for seed in (1, 2):
+        asked = works(BUSY.rows(seed), seed=seed, node_gpus=8)
+        reality = Reality(nodes(2), 8, seed=seed)
+        names = [one.name for one in CLASSES]
+        high = {name: figures(run(name, asked, reality), name, seed, names).classes["high"] for name in KNOWN}
+        assert min(high, key=lambda name: high[name].completion_mean_s) == "clairvoyant"
+
+
+def test_a_job_larger_than_a_node_is_a_gang_that_starts_whole() -> None:
+    asked = tasks((0, 100, 20, 5))
+    assert [one.get("gpu") // 10_000 for one in asked[0].spec.bundles] == [8, 8, 4]
+    for policy in SCHEDULED:
+        assert run(policy, asked, Reality(nodes(3), 8, AT_ONCE)).lives[0].first_start_s == 0.0
+
+
+# ---- what must be true ----------------------------------------------------------------------------------------------
+
+
+class Liar(Ordered):
+    """A scheduler that does what must never be done."""
+
+    def __init__(self, lie: str) -> None:
+        super().__init__(8)
+        self.lie = lie
+
+    def handle(self, event: e.Event, now: float) -> list[e.Instruction]:
+        out = super().handle(event, now)
+        if isinstance(event, e.Started) and self.lie == "starts twice":
+            return [*out, e.Start(event.task, event.attempt + 1, (Place("g2", 0, "n0"),), False, 1e9)]
+        if isinstance(event, e.GroupGone) and self.lie == "starts after its end":
+            return [e.MakeGroup("g9", "pool", (Resources.of(gpu=1),), ("n0",), Strategy.pack, 1e9)]
+        if isinstance(event, e.GroupMade) and event.group == "g9":
+            return [e.Start("t0", 9, (Place("g9", 0, "n0"),), False, 1e9)]
+        if isinstance(event, e.Submitted) and self.lie == "takes too much":
+            return [e.MakeGroup(f"x{event.spec.id}", "pool", (Resources.of(gpu=8),), ("n0",), Strategy.pack, 1e9)]
+        if isinstance(event, e.Started) and self.lie == "removes under it":
+            return [*out, e.RemoveGroup("g2")]
+        return [] if self.lie == "forgets" else out
+
+    def _made(self, group: str) -> None:
+        if group in self.by_group:
+            super()._made(group)
+
+
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [
+        ("starts twice", "runs already"),
+        ("starts after its end", "has ended"),
+        ("takes too much", "groups hold 16 of 8 GPUs"),
+        ("removes under it", "removed under a process"),
+        ("forgets", "nothing happens any more"),
+    ],
+)
+def test_a_scheduler_that_does_what_must_never_be_done_is_found_out(lie: str, said: str) -> None:
+    asked = tasks((0, 10, 1, 5), (1, 10, 1, 5))
+    if lie == "starts after its end":
+        asked = tasks((0, 10, 1, 5), (100, 10, 1, 5))
+    with pytest.raises(UntrueError, match=said):
+        PoolReplay(Liar(lie), asked, Reality(nodes(1), 8, AT_ONCE)).run()
+
+
+def test_books_that_do_not_add_up_are_found() -> None:
+    truths = Truths()
+    truths.joined("n0", 8)
+    truths.came("t0")
+    truths.submitted += 1
+    with pytest.raises(UntrueError, match="2 tasks came, 0 ended, 1 are there"):
+        truths.whole()
+
+
+def test_a_percentile_is_one_of_the_values() -> None:
+    assert percentile([1.0, 2.0, 3.0, 4.0], 0.5) == 2.0
+    assert percentile([1.0, 2.0, 3.0, 4.0], 0.99) == 4.0

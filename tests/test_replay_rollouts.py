@@ -1,0 +1,244 @@
+"""Rollouts under a virtual clock: the machine that runs live, engines that are arithmetic, policies side by side."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trimtab.fleet import rollout_events as e
+from trimtab.fleet.load import Costs, LoadSample, PolicyState
+from trimtab.fleet.rollout import RolloutMachine
+from trimtab.fleet.scaling import begin, consult
+from trimtab.model.elastic_config import ElasticConfig
+from trimtab.model.errors import InputError
+from trimtab.replay import rollout_scenario
+from trimtab.replay.engine_model import Engine, EngineSpeed, least_engine_s
+from trimtab.replay.rollout_driver import Fleet, RolloutOutcome, RolloutReplay
+from trimtab.replay.rollout_policies import as_documented, cost_aware, predictive, ray_serve
+from trimtab.replay.rollout_running import run_rollout
+from trimtab.replay.rollout_work import PROFILES, Profile
+from trimtab.replay.traces import RequestRow
+from trimtab.replay.truths import UntrueError
+from trimtab.ui.cli import run as command
+
+QUICK: dict[str, Any] = {
+    "monitoring_interval": 1.0,
+    "min_stable_period": 3.0,
+    "scale_up_cooldown": 5.0,
+    "scale_down_cooldown": 10.0,
+    "drain_timeout": 5.0,
+}
+FLEET = Fleet(4, 32, training_s=40.0)
+SHORT = PROFILES["short"]
+
+
+def elastic(policy: Any = "threshold", **more: Any) -> ElasticConfig:
+    return ElasticConfig(policy=policy, max_workers=4, requests_per_worker_capacity=8, **{**QUICK, **more})
+
+
+def static(count: int) -> ElasticConfig:
+    return replace(elastic("static"), min_workers=count, max_workers=count)
+
+
+def closed(config: ElasticConfig, steps: int = 5, profile: Profile = SHORT) -> RolloutOutcome:
+    return RolloutReplay(config, FLEET, check_every=200).closed(profile, profile.lengths(steps, 12, 8, 1))
+
+
+# ---- engines ------------------------------------------------------------
+
+
+def test_an_engine_makes_a_token_for_everybody_in_each_step_and_is_slower_the_fuller_it_is() -> None:
+    speed = EngineSpeed(decode_s=1.0, request_s=0.1, cached_s=0.0, read_s=0.01)
+    engine = Engine(speed)
+    engine.add(("a", 1), "", 100, 0, 10, 0.0)  # read in 1 s, then 10 steps of 1.1 s
+    assert engine.next_end() == (pytest.approx(12.0), ("a", 1))
+    engine.add(("b", 1), "", 100, 0, 2, 1.0 + 1.1 * 4)
+    # Four tokens are made; the other prompt is read, then steps take 1.2 s: the short one ends first.
+    assert engine.next_end() == (pytest.approx(5.4 + 1.0 + 2.4), ("b", 1))
+    assert engine.drop(("a", 1), 5.4 + 1.0 + 1.2) == 5
+
+
+def test_a_prompt_that_its_group_has_brought_is_not_read_again_until_the_cache_is_flushed() -> None:
+    engine = Engine(EngineSpeed(1.0, 0.0, 0.0, 0.01))
+    engine.add(("a", 1), "g", 100, 0, 5, 0.0)
+    engine.add(("b", 1), "g", 100, 0, 5, 0.0)
+    assert engine.reading_until == 1.0
+    engine.forget()
+    engine.add(("c", 1), "g", 100, 0, 5, 0.0)
+    assert engine.reading_until == 2.0
+
+
+# ---- the machine itself ------------------------------------------------------------
+
+
+def test_the_machine_in_replay_says_the_same_to_the_same_events_as_a_fresh_one() -> None:
+    heard: list[tuple[float, e.RolloutEvent, list[e.RolloutInstruction]]] = []
+    config = elastic()
+    replay = RolloutReplay(config, FLEET, heard=lambda *one: heard.append(one))
+    replay.closed(SHORT, SHORT.lengths(2, 8, 4, 1))
+    fresh = RolloutMachine(replay.machine.rules, config)
+    for now, event, instructions in heard:
+        assert fresh.handle(event, now) == instructions
+    fresh.check()
+
+
+@pytest.mark.parametrize("policy", ["threshold", as_documented, ray_serve, predictive, cost_aware])
+def test_every_request_is_answered_once_and_whole_under_every_policy(policy: Any) -> None:
+    outcome = closed(elastic(policy))
+    assert outcome.answered == 5 * 12 * 8
+    assert len(outcome.steps_s) == 5
+    assert outcome.asleep_s + outcome.busy_s <= 4 * outcome.total_s
+
+
+def test_requests_of_a_trace_come_when_it_says_and_wait_where_engines_are_full() -> None:
+    rows = [RequestRow(0.5 * at, 64, 200, (at % 3,)) for at in range(60)]
+    wide = RolloutReplay(static(4), FLEET).open(rows)
+    narrow = RolloutReplay(static(1), replace(FLEET, limit=1)).open(rows)
+    assert wide.answered == narrow.answered == 60
+    assert max(wide.waits_s) == 0.0
+    assert max(narrow.waits_s) > 1.0
+    assert RolloutReplay(static(4), FLEET).open(rows, rate=10.0).total_s < wide.total_s
+
+
+def test_an_answer_that_is_short_or_comes_twice_is_found_out() -> None:
+    replay = RolloutReplay(static(4), FLEET)
+    replay._arrive("r", 10, 20, 20, "")
+    with pytest.raises(UntrueError, match="comes twice"):
+        replay._arrive("r", 10, 20, 20, "")
+    replay._asked["r"].tokens = 25
+    with pytest.raises(UntrueError, match="answered with 20 of 25 tokens"):
+        replay._tell(e.Finished("r", 1, 20))
+
+
+# ---- policies ------------------------------------------------------------
+
+
+def sample(now: float, load: int, *, active: int = 4, queued: int = 0) -> LoadSample:
+    return LoadSample(now, queued, load - queued, 0, active, 0, 0, 4 - active, 8, 1, 4, costs=Costs(2.0, 4.0, 1.0))
+
+
+def looks(policy: Any, *loads: tuple[float, int, int]) -> list[int]:
+    """What it wants at each look (time, load, engines awake)."""
+    state: PolicyState = begin(elastic(policy))
+    wanted = []
+    for now, load, active in loads:
+        state, decision = consult(state, sample(now, load, active=active))
+        wanted.append(decision.workers)
+    return wanted
+
+
+def test_predictive_changes_nothing_before_it_has_seen_a_step_then_sleeps_in_training_and_is_back_in_time() -> None:
+    first = [(0, 90, 4), (10, 2, 4), (20, 0, 4), (60, 90, 4)]
+    assert looks(predictive, *first) == [4, 4, 4, 4]
+    # The pause took 40 s. In the next tail whoever is idle may go; in training all but the least; back 12 s ahead.
+    rest = [(70, 3, 4), (80, 0, 3), (85, 0, 1), (107, 0, 1), (109, 0, 1)]
+    assert looks(predictive, *first, *rest)[4:] == [3, 1, 1, 1, 4]
+
+
+def test_cost_aware_gives_nothing_up_for_less_time_than_that_takes() -> None:
+    steps = [(0, 90, 4), (10, 4, 4), (12, 0, 4), (15, 90, 4), (25, 4, 4), (27, 0, 4)]
+    assert looks(cost_aware, *steps)[-2:] == [4, 4]  # free for 5 s
+    slow = [(0, 90, 4), (10, 4, 4), (12, 0, 4), (112, 90, 4), (122, 4, 4)]
+    assert looks(cost_aware, *slow)[-1] == 1
+
+
+def test_ray_serve_waits_half_a_minute_up_and_ten_minutes_down() -> None:
+    up = [(float(at), 90, 1) for at in range(0, 40, 5)]
+    assert looks(ray_serve, *up) == [1, 1, 1, 1, 1, 1, 4, 1]
+    down = [(float(at), 1, 4) for at in range(0, 660, 60)]
+    assert looks(ray_serve, *down)[-2:] == [4, 1]
+
+
+def test_predictive_is_as_fast_as_all_engines_and_takes_far_fewer_engine_seconds() -> None:
+    every, less = closed(static(4), 6), closed(elastic(predictive), 6)
+    assert sum(less.steps_s) <= 1.02 * sum(every.steps_s)
+    assert 4 * less.total_s - less.asleep_s < 0.75 * 4 * every.total_s
+
+
+def test_nobody_takes_fewer_engine_seconds_than_the_bound() -> None:
+    batches = SHORT.lengths(3, 12, 8, 1)
+    answers = [(SHORT.prompt_tokens, tokens) for batch in batches for tokens in batch.values()]
+    bound = least_engine_s(FLEET.speed, FLEET.limit, answers, 3 * 12 * SHORT.prompt_tokens)
+    for config in (static(1), static(4), elastic(predictive), elastic()):
+        assert closed(config, 3).busy_s >= bound
+
+
+# ---- loads and files ------------------------------------------------------------
+
+
+def test_lengths_have_the_median_and_tail_that_the_profile_states_and_samples_of_a_prompt_are_alike() -> None:
+    profile = PROFILES["reasoning"]
+    (batch,) = profile.lengths(1, 400, 8, 7)
+    ordered = sorted(batch.values())
+    assert 1_400 < ordered[len(ordered) // 2] < 1_850
+    assert 11_000 < ordered[int(len(ordered) * 0.99)] < 24_000
+    logs = [[math.log(batch[f"s0p{prompt}.{at}"]) for at in range(8)] for prompt in range(400)]
+    means = [sum(one) / 8 for one in logs]
+    whole = sum(means) / 400
+    between = sum((one - whole) ** 2 for one in means) / 400
+    total = sum((x - whole) ** 2 for one in logs for x in one) / 3_200
+    assert between / total > 0.55
+    grown = PROFILES["growing"].lengths(20, 50, 8, 7)
+    assert sum(grown[-1].values()) > 1.5 * sum(grown[0].values())
+
+
+SMALL = """
+name: small
+engines: {count: 2, limit: 16, training_s: 20}
+rollout: {profile: short, steps: 2, prompts: 4, samples: 4}
+elastic: {monitoring_interval: 1.0}
+seeds: [1]
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "rollout.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_scenario_of_rollouts_runs_every_static_number_and_every_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, page = written(tmp_path, SMALL), tmp_path / "page.html"
+    assert command(["simulate", str(path), "--format", "json", "--html", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = [one["policy"] for one in found["summary"]]
+    assert names == ["static 1", "static 2", *rollout_scenario.KNOWN]
+    assert "Engine-seconds" in page.read_text(encoding="utf-8")
+    assert command(["simulate", str(path), "--policy", "predictive"]) == 0
+    assert "32 requests, each answered once and whole" in capsys.readouterr().out
+
+
+def test_a_trace_of_requests_is_a_load_as_well(tmp_path: Path) -> None:
+    rows = "".join(f"{at},100,50\n" for at in range(20))
+    (tmp_path / "requests.csv").write_text("arrival_s,input_tokens,output_tokens\n" + rows, encoding="utf-8")
+    text = SMALL.replace("{profile: short, steps: 2, prompts: 4, samples: 4}", "{trace: requests.csv, rate: 2}")
+    scenario = rollout_scenario.read(written(tmp_path, text))
+    assert run_rollout(scenario, scenario.policies[0], 1).answered == 20
+    assert any("20 requests of requests.csv, 2 times as fast" in one for one in scenario.assumptions())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("profile: short", "profile: shorts", "did you mean short"),
+        ("profile: short, ", "", "from a profile or from a trace"),
+        ("profile: short", "profile: {name: a, median: 3}", "missing"),
+        ("profile: short", "profile: {name: a, prompt_tokens: 1, median: 9, p99: 3, most: 9}", "not below the median"),
+        ("steps: 2", "stesp: 2", "did you mean steps"),
+        ("monitoring_interval", "monitor_interval", "did you mean monitoring_interval"),
+        ("monitoring_interval: 1.0", "min_workers: 9", "9"),
+        ("seeds: [1]", "policies: [predictiv]", "did you mean predictive"),
+        ("count: 2", "count: 0", "greater than or equal to 1"),
+    ],
+)
+def test_a_scenario_of_rollouts_that_is_wrong_is_refused(tmp_path: Path, old: str, new: str, said: str) -> None:
+    with pytest.raises(InputError) as raised:
+        rollout_scenario.read(written(tmp_path, SMALL.replace(old, new)))
+    assert said in str(raised.value)

@@ -1,0 +1,103 @@
+"""`trimtab simulate`: the command from file to answer, in every form."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from trimtab.model.errors import InputError
+from trimtab.replay import scenario
+from trimtab.ui.cli import run
+from trimtab.ui.simulate_commands import swept
+
+TINY = """
+name: tiny & small
+cluster: {nodes: 2, gpus: 4, events: [{at_s: 900, node: 1, what: lost}, {at_s: 2000, node: 1, what: joined}]}
+tasks: {generate: {count: 25, per_hour: 40, duration_s: {median: 600, p99: 3000}, gpus: {1: 0.8, 4: 0.2}}}
+policies: [trimtab, fifo, las, clairvoyant]
+seeds: [1, 2]
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY, encoding="utf-8")
+    return path
+
+
+def test_the_answer_is_a_table_with_a_line_for_each_policy(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", str(tiny)]) == 0
+    shown = capsys.readouterr().out
+    firsts = [line.split()[0] for line in shown.splitlines() if line.split()]
+    assert [one for one in firsts if one in ("fifo", "las", "clairvoyant")] == ["fifo", "las", "clairvoyant"]
+    assert "8 runs" in shown
+    assert "by chance, whatever a job's size and length" in shown
+
+
+def test_programs_read_json_and_csv_and_one_process_or_two_say_the_same(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["simulate", str(tiny), "--format", "json", "--jobs", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["policy"] for one in found["summary"]] == ["trimtab", "fifo", "las", "clairvoyant"]
+    assert found["seeds"] == [1, 2]
+    assert run(["simulate", str(tiny), "--format", "csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert len(rows) == len(found["runs"]) == 8
+    for row, other in zip(rows, found["runs"], strict=True):
+        assert all(row[key] == str(value) for key, value in other.items() if key != "seconds")
+
+
+def test_only_the_policies_and_seeds_that_are_asked_for_are_run(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", str(tiny), "--policy", "fifo", "--seed", "7", "--format", "csv"]) == 0
+    (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert (row["policy"], row["seed"]) == ("fifo", "7")
+    assert run(["simulate", str(tiny), "--policy", "fifi"]) == 2
+    assert "did you mean fifo?" in capsys.readouterr().err
+
+
+def test_the_report_is_one_page_that_loads_nothing(tiny: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    assert run(["simulate", str(tiny), "--seed", "1", "--html", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert "tiny &amp; small" in text
+    assert "src=" not in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
+    begin = 0
+    drawn = 0
+    while (begin := text.find("<svg", begin)) >= 0:
+        end = text.index("</svg>", begin) + len("</svg>")
+        ElementTree.fromstring(text[begin:end])
+        begin, drawn = end, drawn + 1
+    assert drawn == 2 * (4 + 1 + 2)  # classes and all, the cluster, two curves; wide and narrow
+
+
+def test_a_sweep_tries_a_setting_of_the_machine(tiny: Path) -> None:
+    asked = scenario.read(tiny)
+    names = [one.name for one in swept(asked, "patience_s=60,600").policies]
+    assert names == ["trimtab, patience_s 60", "trimtab, patience_s 600", "fifo", "las", "clairvoyant"]
+    assert len(swept(asked, "same_pool_gap=1..5").policies) == 5 + 3
+    assert swept(asked, "return_preempts=1").policies[0].pool == {"return_preempts": True}
+    for said, why in (
+        ("patience=1", "did you mean patience_s"),
+        ("patience_s", "no values"),
+        ("patience_s=a", "no val"),
+    ):
+        with pytest.raises(InputError, match=why):
+            swept(asked, said)
+
+
+def test_a_job_that_no_cluster_could_hold_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "jobs.csv").write_text("submit_s,duration_s,gpus\n0,10,64\n", encoding="utf-8")
+    path = tmp_path / "large.yaml"
+    path.write_text("cluster: {nodes: 2}\ntasks: {trace: jobs.csv}\n", encoding="utf-8")
+    assert run(["simulate", str(path)]) == 2
+    assert "a job asks 64 GPUs, and the cluster has 16" in capsys.readouterr().err
