@@ -400,19 +400,20 @@ def a_session() -> Iterator[tuple[Any, Any]]:
     from trimtab.runtime.ray.client import connect
 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(
-        address="local", num_cpus=8, num_gpus=GPUS, include_dashboard=False, log_to_driver=False,
-        logging_level=logging.ERROR,
-    )  # fmt: skip
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     logging.getLogger("trimtab").setLevel(logging.ERROR)
-    try:
-        with redirect_stdout(io.StringIO()), connect(name="bench") as session:
-            yield ray, session
-            session.shutdown()
-    finally:
-        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-        ray.shutdown()
+    with redirect_stdout(io.StringIO()):
+        ray.init(
+            address="local", num_cpus=8, num_gpus=GPUS, include_dashboard=False, log_to_driver=False,
+            logging_level=logging.ERROR,
+        )  # fmt: skip
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        try:
+            with connect(name="bench") as session:
+                yield ray, session
+                session.shutdown()
+        finally:
+            ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+            ray.shutdown()
 
 
 def say_row(row: Row) -> None:

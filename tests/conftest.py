@@ -28,6 +28,7 @@ LAST = (  # these need one, and are kept off the storm; the longest begin first
     "test_integrations_loop.py",
     "test_controller.py",
     "test_members.py",
+    "test_advise_cluster.py",
     "test_why_cluster.py",
     "test_nodes.py",
     "test_cluster_workflows.py",

@@ -35,12 +35,15 @@ def applied(before: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
     line = {**before["timeline"]}
     for key in ("keys", "nodes", "cpu", "lanes", "moves", "open", "end"):
         line[key] = added.get(key, line[key])
+    if added.get("anew"):
+        line = {**line, "tracks": [], "marks": []}
     tracks = {json.dumps(track["rows"]): list(track["bars"]) for track in line["tracks"]}
-    for rows in added.get("fresh", ()):
-        tracks.pop(json.dumps(rows), None)
     for track in added.get("tracks", ()):
-        tracks.setdefault(json.dumps(track["rows"]), []).extend(track["bars"])
-    line["tracks"] = tracks
+        bars = tracks.setdefault(json.dumps(track["rows"]), [])
+        for at in range(0, len(track["bars"]), 5):
+            start = max(track["bars"][at], bars[-4] if bars else 0)
+            if track["bars"][at + 1] > start:
+                bars += [start, *track["bars"][at + 1 : at + 5]]
     line["marks"] = [*line["marks"], *added.get("marks", ())]
     state["timeline"] = {**line, "tracks": [{"rows": json.loads(key), "bars": bars} for key, bars in tracks.items()]}
     return state
@@ -59,29 +62,27 @@ def test_a_page_that_was_told_every_change_shows_what_one_that_is_opened_now_sho
     growing.mkdir()
     source = DashboardSource(growing)
     shown: dict[str, Any] = {}
-    before: Any = {}
     for at in range(0, len(lines), 7):
         with open(growing / "events.jsonl", "a") as file:
             file.writelines(lines[at : at + 7])
-        after = source.look()
-        assert after is not None
-        shown = applied(shown, json.loads(json.dumps(source.difference(before, after))))
-        before = after
-        fresh = DashboardSource(growing).look()
-        same(json.loads(json.dumps(shown)), json.loads(json.dumps(fresh)))
+        told = source.look()
+        assert told is not None
+        shown = applied(shown, json.loads(json.dumps(told)))
+        fresh = DashboardSource(growing)
+        fresh.look()
+        same(json.loads(json.dumps(shown)), json.loads(json.dumps(fresh.whole())))
+        same(json.loads(json.dumps(shown)), json.loads(json.dumps(source.whole())))
     assert source.look() is None
 
 
 def test_a_change_is_small_beside_the_whole(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run").start()
     source = DashboardSource(run.folder)
-    before = source.look()
+    source.look()
     run.iteration(6)
-    after = source.look()
-    assert before is not None
-    assert after is not None
-    told = source.difference(before, after)
-    assert "whole" not in told
+    told = source.look()
+    assert told is not None
+    assert set(told) == {"panels", "timeline"}
     assert sum(len(track["bars"]) for track in told["timeline"]["tracks"]) <= 5 * 8
 
 
@@ -90,8 +91,8 @@ def test_stories_of_a_task_a_worker_a_node_a_component_a_move_and_a_mark(tmp_pat
     run.preempt()
     run.join_and_move()
     source = DashboardSource(run.folder)
-    state = source.look()
-    assert state is not None
+    source.look()
+    state = source.whole()
     task = source.story("task", "rollout-w1")
     assert task is not None
     assert ["evicted", "1 time"] in task["facts"]
@@ -161,12 +162,12 @@ def test_torn_lines_wait_odd_ones_are_counted_and_a_shorter_file_is_another_run(
     events.write_text("".join(text.splitlines(keepends=True)[:3]))
     again = source.look()
     assert again is not None
-    assert again["notes"] == []
-    assert source.difference(state, again) == {"whole": again}
+    assert again == {"whole": source.whole()}
+    assert again["whole"]["notes"] == []
     os.unlink(events)
     gone = source.look()
     assert gone is not None
-    assert gone["timeline"]["tracks"] == []
+    assert gone["whole"]["timeline"]["tracks"] == []
 
 
 def test_what_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
@@ -190,8 +191,9 @@ def test_names_from_outside_are_only_text_on_the_page(tmp_path: Path) -> None:
     for what in ("task", "worker"):
         run.tell(what, task=name, pool=name, what=name, component=name, worker=name, state=name, code=name, reason=name)
     samples.move(run, 1, 1, samples.plan_of(((name,), "0-3"), costs={name: 1.0}, predicted=1.0))
-    state = DashboardSource(run.folder).look()
-    assert state is not None
+    source = DashboardSource(run.folder)
+    source.look()
+    state = source.whole()
     for html in state["panels"].values():
         assert "<img" not in html
     assert name not in "".join(state["panels"].values())

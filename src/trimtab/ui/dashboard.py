@@ -1,23 +1,17 @@
-"""The dashboard's page, its files, and what a page that is open has to be told when something changed.
+"""The dashboard's page and its files: everything that a browser is given comes from this package.
 
-Pure: the same state always gives the same page. The timeline is the report's (`run_pictures`, `run_timeline.js`), and
-so is the look. The page is whole without a run and without scripts says so; everything in it comes from this package.
+The page is the same for every run: what it shows is told to it (`dashboard_source`). The timeline is the report's
+(`run_timeline.js`), and so is the look. Without scripts it says that it needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
-from typing import Any
 
 from trimtab import __version__
-from trimtab.ui.dashboard_board import Board
-from trimtab.ui.dashboard_panels import Panels, run_panels
 from trimtab.ui.lettering import escape
-from trimtab.ui.run_pictures import chart_data, run_chart
-
-State = Mapping[str, Any]
 
 STYLES = ("report.css", "timeline.css", "run_report.css", "dashboard.css")
 SCRIPTS = ("run_timeline.js", "dashboard.js")
@@ -40,86 +34,6 @@ COLUMNS = (
     },
 )
 """Panels and their titles. Each stays in its column, so that none jumps when another grows."""
-
-
-def state(
-    board: Board | None, panels: Panels, *, title: str, changes: Sequence[str] = (), notes: Sequence[str] = ()
-) -> State:
-    """Everything that a page shows. `panels` are those beside the run's own; `changes` are what may be asked."""
-    timeline: dict[str, Any] | None = None
-    note = ""
-    if board is not None:
-        chart = run_chart(board.story)
-        timeline = chart_data(chart)
-        # Numbers that stay, whatever is told late: they are names of marks.
-        order = sorted(range(len(board.story.happenings)), key=lambda at: board.story.happenings[at].t_s)
-        for mark in timeline["marks"]:
-            mark[6] = order[mark[6]]
-        panels = {**run_panels(board, chart, board.costs), **panels}
-        strong = [one for one in board.story.happenings if one.strong or one.kind in ("arrived", "ended")]
-        note = f"{strong[-1].title}. {strong[-1].reason}".strip() if strong else ""
-    return {
-        "title": title,
-        "timeline": timeline,
-        "panels": panels,
-        "note": note,
-        "notes": list(notes),
-        "changes": list(changes),
-    }
-
-
-def difference(before: State, after: State) -> dict[str, Any]:
-    """What a page that shows `before` has to be told to show `after`."""
-    if not before or before["title"] != after["title"] or not _goes_on(before["timeline"], after["timeline"]):
-        return {"whole": after}
-    told: dict[str, Any] = {name: after[name] for name in ("note", "notes", "changes") if after[name] != before[name]}
-    panels = {name: html for name, html in after["panels"].items() if before["panels"].get(name) != html}
-    if panels:
-        told["panels"] = panels
-    if after["timeline"] is not None:
-        added = _added(before["timeline"], after["timeline"])
-        if added:
-            told["timeline"] = added
-    return told
-
-
-def _goes_on(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> bool:
-    """Whether one timeline continues the other: not another run, or one that has become shorter."""
-    if before is None or after is None:
-        return before is after
-    return bool(after["end"] >= before["end"] and len(after["marks"]) >= len(before["marks"]))
-
-
-def _added(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """What the timeline's script has to add. `fresh` are rows whose bars replace those that are there."""
-    told: dict[str, Any] = {
-        name: after[name]
-        for name in ("keys", "nodes", "cpu", "lanes", "moves", "open", "end")
-        if after[name] != before[name]
-    }
-    old = {_rows(track): track["bars"] for track in before["tracks"]}
-    tracks, fresh = [], []
-    for track in after["tracks"]:
-        had = old.pop(_rows(track), [])
-        bars = track["bars"]
-        if bars[: len(had)] == had:
-            if len(bars) > len(had):
-                tracks.append({"rows": track["rows"], "bars": bars[len(had) :]})
-        else:
-            fresh.append(track["rows"])
-            tracks.append(track)
-    fresh += [[list(part) for part in rows] for rows in old]
-    known = {mark[6] for mark in before["marks"]}
-    marks = [mark for mark in after["marks"] if mark[6] not in known]
-    lists: dict[str, list[Any]] = {"tracks": tracks, "fresh": fresh, "marks": marks}
-    return told | {name: some for name, some in lists.items() if some}
-
-
-def _rows(track: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(tuple, track["rows"]))
-
-
-# ---- the page --------------------------------------------------------------------------------------------------------
 
 
 @cache

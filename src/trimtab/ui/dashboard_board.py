@@ -8,7 +8,7 @@ counted and left out, and nothing that was understood is ever forgotten.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trimtab.model.errors import TrimtabError
@@ -22,6 +22,8 @@ Subject = tuple[str, str]
 """What a story is of: task, worker, node, component, move or mark, and its name."""
 
 OVER = ("done", "ended", "failed", "cancelled", "completed", "left", "gone")
+RECENT = 200  # iterations that costs are told of
+BARS_EACH = 64  # at most, of an iteration
 _ODD = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, TrimtabError)
 
 
@@ -125,8 +127,14 @@ class Board:
 
     @property
     def costs(self) -> list[Cost]:
-        """What each component costs, and how idle its GPUs are."""
-        return costs(self.story, idle_shares(self.story))
+        """What each component cost in the last iterations, and how idle its GPUs were."""
+        story = self.story
+        done = story.done[-RECENT:]
+        if len(story.done) > RECENT:
+            numbers = {one.iteration.number for one in done}
+            bars = story.bars[-RECENT * BARS_EACH :]
+            story = replace(story, done=done, bars=[bar for bar in bars if bar.iteration in numbers])
+        return costs(story, idle_shares(story))
 
     def is_there(self, node: NodeSeen) -> bool:
         """Whether a node is there now."""

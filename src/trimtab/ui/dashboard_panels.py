@@ -11,12 +11,12 @@ from statistics import median
 from typing import Any
 
 from trimtab.model.ranks import ranks_text
-from trimtab.ui.dashboard_board import Board, Seen
+from trimtab.ui.dashboard_board import RECENT, Board, Seen
+from trimtab.ui.dashboard_timeline import LiveTimeline
 from trimtab.ui.lettering import duration, escape, share
-from trimtab.ui.run_pictures import RunChart, legend
-from trimtab.ui.run_pictures_lines import Curve, Curves, curves_svg
+from trimtab.ui.run_pictures_lines import Curve, Curves, Point, curves_svg, thinned
 from trimtab.ui.run_report_facts import counted
-from trimtab.ui.run_report_figures import Cost, course, ends_of, errors, expected, metric_names
+from trimtab.ui.run_report_figures import course, ends_of, errors, expected, metric_names
 from trimtab.ui.run_report_markup import code_of, heads, scroll
 from trimtab.ui.run_report_story import Story
 from trimtab.ui.run_report_words import standing
@@ -27,18 +27,19 @@ Panels = dict[str, str]
 CURVE_PX = 600
 MOST_ROWS = 100
 MOST_METRICS = 4
+MOST_POINTS = 600
 _NONE = '<p class="none">None yet.</p>'
 
 
-def run_panels(board: Board, chart: RunChart, spent: list[Cost]) -> Panels:
+def run_panels(board: Board, line: LiveTimeline) -> Panels:
     """All panels that a run fills."""
     story = board.story
     names = metric_names(story)
     return {
         "standing": escape(standing(story) if story.events else "Nothing has been written yet."),
-        "tiles": _tiles(story, chart, names),
-        "legend": legend(chart) if chart.keys or chart.marks else "",
-        "components": _components(board, spent),
+        "tiles": _tiles(story, line, names),
+        "legend": line.legend,
+        "components": _components(board),
         "predicted": _predicted(story),
         "reward": _rewards(story, names),
         "nodes": _nodes(board),
@@ -81,7 +82,7 @@ def _why(code: str, reason: str) -> str:
     return f"{escape(reason) or '–'}{code_of(code)}"
 
 
-def _tiles(story: Story, chart: RunChart, names: Sequence[str]) -> str:
+def _tiles(story: Story, line: LiveTimeline, names: Sequence[str]) -> str:
     done = story.iterations
     walls = [one.iteration.wall_s for one in done[-20:]]
     promised = story.prediction(len(story.plans) - 1) if story.plans else None
@@ -94,8 +95,8 @@ def _tiles(story: Story, chart: RunChart, names: Sequence[str]) -> str:
             f"{duration(promised)} predicted" if promised is not None else "no prediction",
         ),
     ]
-    if chart.there_gpu_s > 0:
-        idle = max(0.0, 1 - chart.used_gpu_s / chart.there_gpu_s)
+    if (there_gpu_s := line.there_gpu_s) > 0:
+        idle = max(0.0, 1 - line.used_gpu_s / there_gpu_s)
         tiles.append(("GPUs idle", share(idle), f"of {counted(story.gpus, 'GPU')}"))
     arrived = sum(move.state == "arrived" for move in story.moves)
     back = sum(move.state == "rolled back" for move in story.moves)
@@ -111,10 +112,10 @@ def _tiles(story: Story, chart: RunChart, names: Sequence[str]) -> str:
     )
 
 
-def _components(board: Board, spent: list[Cost]) -> str:
+def _components(board: Board) -> str:
     rows = []
     plan = board.story.plans[-1] if board.story.plans else None
-    for at, cost in enumerate(spent):
+    for at, cost in enumerate(board.costs):
         seats = plan.seats(cost.component) if plan is not None else ()
         key = f'<span class="named"><span class="tt-key key{at % COLOURS}"></span>'
         rows.append(
@@ -128,7 +129,8 @@ def _components(board: Board, spent: list[Cost]) -> str:
             )
         )
     columns = heads("Component", "GPUs", "Planned", "Own time", "Waits", "GPUs idle", words=2)
-    return table("Components", columns, rows)
+    some = f"<p>Medians of the last {RECENT} iterations.</p>" if len(board.story.done) > RECENT else ""
+    return some + table("Components", columns, rows)
 
 
 def _nodes(board: Board) -> str:
@@ -214,19 +216,30 @@ def _changes(story: Story) -> tuple[tuple[float, str], ...]:
     return tuple((float(plan.iteration), plan.words) for plan in story.plans if plan.number)
 
 
+def _fewer(points: tuple[Point, ...]) -> tuple[Point, ...]:
+    """Points of a long run as a picture needs them: of each pixel the first, the lowest, the highest and the last."""
+    if len(points) <= MOST_POINTS:
+        return points
+    first, last = points[0][0], points[-1][0]
+    scale = CURVE_PX / (last - first)
+    return tuple((round(first + x / scale), y) for x, y in thinned([((x - first) * scale, y) for x, y in points]))
+
+
 def _predicted(story: Story) -> str:
     done = story.iterations
     if not done:
         return _NONE
     measured = tuple((float(one.iteration.number), one.iteration.wall_s) for one in done)
-    curves = [Curve("measured", measured, None, notes=tuple(", ".join(one.iteration.extra) for one in done))]
+    few = len(measured) <= MOST_POINTS
+    notes = tuple(", ".join(one.iteration.extra) for one in done) if few else ()
+    curves = [Curve("measured", _fewer(measured), None, notes=notes)]
     promised = [(float(plan.iteration), story.prediction(plan.number)) for plan in story.plans]
     if any(value is not None for _, value in promised):
         steps = tuple((at, float("nan") if value is None else value) for at, value in promised)
         curves.append(Curve("predicted", steps, 0, dashed=True))
     current = tuple((float(number), value) for number, value in expected(story))
     if current:
-        curves.append(Curve("expected by costs as measured then", current, 1))
+        curves.append(Curve("expected by costs as measured then", _fewer(current), 1))
     off = [abs(error) for _, error in errors(story)]
     said = f"Off by {share(median(off))} at the median." if off else "Nothing was predicted."
     looks = {"measured": "line-ink", "predicted": "line-0"}
@@ -244,7 +257,7 @@ def _rewards(story: Story, names: Sequence[str]) -> str:
         if points:
             first, last = ends_of([value for _, value in points])
             said = f"{name}: from {first:.3g} to {last:.3g}."
-            chart = Curves(name, (Curve(name, points, 2),), "number", said, _changes(story))
+            chart = Curves(name, (Curve(name, _fewer(points), 2),), "number", said, _changes(story))
             out += f"<p>{escape(said)}</p><figure>{curves_svg(chart, CURVE_PX, f'reward{at}')}</figure>"
     return out or _NONE
 

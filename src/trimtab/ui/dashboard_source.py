@@ -16,7 +16,8 @@ from trimtab.model.errors import InputError, TrimtabError, UnreachableError
 from trimtab.runtime.dashboard.tail import Tail
 from trimtab.ui import dashboard
 from trimtab.ui.dashboard_board import Board
-from trimtab.ui.dashboard_panels import Panels, controller_panels
+from trimtab.ui.dashboard_panels import Panels, controller_panels, run_panels
+from trimtab.ui.dashboard_timeline import LiveTimeline
 from trimtab.ui.printing import clock
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 ASK_EVERY_S = 1.0
 AGAIN_S = 10.0  # after a controller could not be reached
+TOLD = ("arrived", "ended")  # what is read aloud beside what goes through all rows
 
 Opens = Callable[[], "AbstractContextManager[Session]"]
 
@@ -39,22 +41,43 @@ class DashboardSource:
         self._tail = Tail(folder) if folder is not None else None
         self._title = (folder.resolve().name or "run") if folder is not None else "cluster"
         self.board: Board | None = Board() if folder is not None else None
+        self._line = LiveTimeline(self.board.story) if self.board is not None else None
         self._replan = replan
         self._controller = _Controller(opens) if opens is not None else None
-        self._first = True
+        self._shown: dict[str, Any] = {}  # all that was told, but for the timeline
+        self._is_new = True
 
-    def look(self) -> dashboard.State | None:
-        """How things stand; None where nothing is new."""
+    def look(self) -> Mapping[str, Any] | None:
+        """What has changed; None where nothing did."""
         new = self._read()
         asked = self._controller is not None and self._controller.look()
-        if not (new or asked or self._first):
+        if not (new or asked or not self._shown):
             return None
-        self._first = False
-        panels: Panels = {} if self._controller is None else self._controller.panels
-        notes = [self.fault] if self.fault else []
-        if self.board is not None and self.board.story.unclear:
-            notes.append(f"{len(self.board.story.unclear)} lines of events.jsonl could not be understood")
-        return dashboard.state(self.board, panels, title=self._title, changes=self._changes(), notes=notes)
+        line = self._line.news() if self._line is not None else {}
+        before, self._shown = self._shown, self._now()
+        told = {name: value for name, value in self._shown.items() if name != "panels" and before.get(name) != value}
+        had = before.get("panels", {})
+        panels = {name: html for name, html in self._shown["panels"].items() if had.get(name) != html}
+        if self._is_new:
+            self._is_new = False
+            return {"whole": self.whole()}
+        return told | ({"panels": panels} if panels else {}) | ({"timeline": line} if line else {})
+
+    def whole(self) -> Mapping[str, Any]:
+        """All that was told until now."""
+        return {**self._shown, "timeline": self._line.whole() if self._line is not None else None}
+
+    def _now(self) -> dict[str, Any]:
+        panels: Panels = {} if self._controller is None else dict(self._controller.panels)
+        notes, note = [self.fault] if self.fault else [], ""
+        if self.board is not None and self._line is not None:
+            story = self.board.story
+            panels |= run_panels(self.board, self._line)
+            if story.unclear:
+                notes.append(f"{len(story.unclear)} lines of events.jsonl could not be understood")
+            strong = next((one for one in reversed(story.happenings) if one.strong or one.kind in TOLD), None)
+            note = f"{strong.title}. {strong.reason}".strip() if strong is not None else ""
+        return {"title": self._title, "panels": panels, "note": note, "notes": notes, "changes": self._changes()}
 
     @property
     def status(self) -> Mapping[str, Any] | None:
@@ -72,13 +95,11 @@ class DashboardSource:
         anew, events = self._tail.read()
         if anew or self.board is None:
             self.board = Board()
+            self._line = LiveTimeline(self.board.story)
+            self._is_new = True
         for event in events:
             self.board.take(event)
         return anew or bool(events)
-
-    def difference(self, before: dashboard.State, after: dashboard.State) -> Mapping[str, Any]:
-        """What a page that shows `before` has to be told."""
-        return dashboard.difference(before, after)
 
     def files(self) -> Mapping[str, tuple[str, bytes]]:
         """The page and what it needs."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trimtab.runtime.run.embedded import EmbeddedRay
 
 JOB = Path("examples/grpo/demo.yaml")
-JOINS_AT, EVALUATED_AT = 12, 24  # iterations after which it happens
+JOINS_AT, EVALUATED_AT = 10, 30  # iterations after which it happens
 EVALUATION_GPUS, EVALUATION_S, EVALUATION_PRIORITY = 1.0, 4.0, 9.5
 
 

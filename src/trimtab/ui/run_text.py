@@ -25,6 +25,13 @@ def seconds(value: float) -> str:
     return f"{1e3 * value:.0f} ms" if value < 0.9995 else f"{value:.1f} s" if value < 600 else span(value)
 
 
+PASSING = ("starting", "cancelling")
+"""States of a task that are left by themselves."""
+
+NEWS = ("TAKEN", "RETURNED", "PROCESS_DIED", "NODE_LOST")
+"""Why a worker is in another state, where that is not the run's own doing."""
+
+
 class Story:
     """Follows a run by its events: `heard` gives the lines that are worth a line of their own."""
 
@@ -195,10 +202,16 @@ class Story:
             yield str(facts["reason"])
 
     def _task(self, facts: Facts) -> Iterator[str]:
+        """Somebody else's, in the run's slots: when it waits, runs and ends, and not each step of the way."""
+        if facts["what"] in PASSING:
+            return
         why = facts.get("reason")
         yield f"task {facts['task']}: {facts['what']}{f', {why}' if why else ''}"
 
     def _worker(self, facts: Facts) -> Iterator[str]:
+        """What others did to it: that it starts, sleeps and gets weights as the run has it is no news."""
+        if facts.get("code") not in NEWS and facts["state"] != "lost":
+            return
         why = facts.get("reason")
         yield f"{facts['component']}: worker {facts['worker']} is {facts['state']}{f' ({why})' if why else ''}"
 

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from trimtab.model.errors import InputError, TrimtabError
 from trimtab.runtime.dashboard.feed import Client, Feed
-from trimtab.runtime.dashboard.source import Source, State
+from trimtab.runtime.dashboard.source import Source
 from trimtab.runtime.rollout.gateway.faults import Refusal
 from trimtab.runtime.rollout.gateway.guard import Guard
 from trimtab.runtime.rollout.gateway.settings import GatewaySettings
@@ -58,9 +58,8 @@ class DashboardApp:
     def __init__(self, source: Source, token: str, *, every_s: float = EVERY_S) -> None:
         self._source = source
         self._every_s = every_s
-        self._turn, self._writing = asyncio.Lock(), asyncio.Lock()
+        self._turn = asyncio.Lock()  # for asking the source
         self.feed = Feed()
-        self._state: State = {}
         self._whole: tuple[int, bytes] | None = None
         self._looked = asyncio.Event()
         self._fault = ""
@@ -98,33 +97,29 @@ class DashboardApp:
             await asyncio.sleep(max(self._every_s, min(PART * (time.monotonic() - began), SELDOM_S)))
 
     async def _look(self) -> None:
-        def looked() -> tuple[State, bytes] | None:
-            after = self._source.look()
-            if after is None:
-                return None
-            return after, _json(self._source.difference(self._state, after))
+        def looked() -> bytes | None:
+            found = self._source.look()
+            return None if found is None else _json(found)
 
-        try:
-            async with self._turn:
-                found = await asyncio.to_thread(looked)
-            fault = ""
-        except TrimtabError as error:
-            found, fault = None, error.what
-        if fault != self._fault:
-            self._fault = fault
-            self.feed.publish(_json({"fault": fault}))
-        if found is not None:
-            self._state, change = found
-            self.feed.publish(change)
+        async with self._turn:
+            try:
+                change, fault = await asyncio.to_thread(looked), ""
+            except TrimtabError as error:
+                change, fault = None, error.what
+            if fault != self._fault:
+                self._fault = fault
+                self.feed.publish(_json({"fault": fault}))
+            if change is not None:
+                self.feed.publish(change)
         self._looked.set()
 
     async def _all(self) -> tuple[int, bytes]:
         """The whole of how things stand, and the number of the last change in it."""
         await self._looked.wait()
-        async with self._writing:  # a thousand who come at once need it written once
+        async with self._turn:  # a thousand who come at once need it written once
             if self._whole is None or self._whole[0] != self.feed.number:
-                number, state = self.feed.number, {**self._state, "fault": self._fault}
-                self._whole = number, await asyncio.to_thread(_json, state)
+                whole = await asyncio.to_thread(lambda: _json({**self._source.whole(), "fault": self._fault}))
+                self._whole = self.feed.number, whole
             return self._whole
 
     # ---- answers -----------------------------------------------------------------------------------------------------
@@ -246,5 +241,5 @@ def _refused(refusal: Refusal) -> Response:
     return JSONResponse({"error": refusal.message}, refusal.status, refusal.headers)
 
 
-def _json(data: State) -> bytes:
+def _json(data: Mapping[str, Any]) -> bytes:
     return json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")

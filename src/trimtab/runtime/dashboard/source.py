@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-State = Mapping[str, Any]
-"""How things stand, as plain data that can be written as JSON. Never changed once it was given out."""
-
 
 class Source(Protocol):
     """Called from one thread at a time, but not always the same. May take its time."""
 
-    def look(self) -> State | None:
-        """How things stand now; None where nothing changed since the last look."""
+    def look(self) -> Mapping[str, Any] | None:
+        """What has changed since the last look, as plain data that can be written as JSON; None where nothing did."""
 
-    def difference(self, before: State, after: State) -> Mapping[str, Any]:
-        """What somebody who knows `before` has to be told."""
+    def whole(self) -> Mapping[str, Any]:
+        """All that the looks until now have told, for somebody who knows nothing yet."""
 
     def story(self, kind: str, name: str) -> Mapping[str, Any] | None:
         """The story of a task, worker, node, component, move or mark; None where there is no such one."""

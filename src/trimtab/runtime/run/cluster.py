@@ -154,6 +154,14 @@ class ClusterRun(LocalRun):
             deadline = None if seen.deadline is None else self._now() + seen.deadline - time.time()
             self._loop.changed(seen.cluster, why, seen.leaving, deadline)
 
+    def _changed_unseen(self) -> bool:
+        """Whether the cluster has changed while there was no loop yet to be told; it is known from now on."""
+        before = self._cluster
+        while not self._news.empty():
+            self._seen, _ = self._news.get()
+            self._cluster = self._seen.cluster
+        return self._cluster != before
+
     # ---- acts beside each other --------------------------------------------------------------------------------------
 
     def _drive(self, acting: Acting) -> None:
@@ -272,7 +280,7 @@ class ClusterRun(LocalRun):
         """The plan as it is where its GPUs are there; else what the loop moves to, once it finds something."""
         loop = self._loop
         if loop is None:
-            return Sited(plan, self._cluster)
+            return Sited(self._fresh_plan() if self._changed_unseen() else plan, self._cluster)
         loop.began(saved, self._job.iterations - saved)
         while True:
             self._take_news()

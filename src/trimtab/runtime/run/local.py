@@ -129,8 +129,13 @@ class LocalRun:
     def run(self) -> RunEnd:
         """Run it to its end. Raises only for what is wrong before anything has begun."""
         first = self._open()
-        plan = self._first_plan()
-        crew = self._make_crew()
+        try:
+            plan = self._first_plan()
+            crew = self._make_crew()
+        except BaseException:
+            if self._folder is not None:
+                self._folder.close()
+            raise
         with interrupts_heard(self.stop, lambda: self._ending):
             state, reason, error = self._to_its_end(crew, plan, first)
             crew.close()
@@ -194,22 +199,20 @@ class LocalRun:
 
     def _first_plan(self) -> Plan:
         """The plan to begin with; nothing has been made yet, so whatever is wrong is raised."""
-        try:
-            if self._given is not None:
-                return self._given
-            best = shared_plan if self._job.unmeasured else _best
-            if self._job.unmeasured and self._past.planned and self._costs_known():
-                self._measured, best = True, _best
-                self._workflow = self._measured_workflow()
-            if self._resume and self._path is not None and best is _best:
-                self._kept = kept_machine(self._path / LOOP, self._workflow, self._cluster, self._job.rules)
-                if self._kept is not None:
-                    return self._kept.plan
-            return best(Job(self._cluster, self._workflow))
-        except BaseException:
-            if self._folder is not None:
-                self._folder.close()
-            raise
+        if self._given is not None:
+            return self._given
+        if self._job.unmeasured and self._past.planned and self._costs_known():
+            self._measured, self._workflow = True, self._measured_workflow()
+        if self._resume and self._path is not None and not self._has_to_measure():
+            self._kept = kept_machine(self._path / LOOP, self._workflow, self._cluster, self._job.rules)
+            if self._kept is not None:
+                return self._kept.plan
+        return self._fresh_plan()
+
+    def _fresh_plan(self) -> Plan:
+        """The best plan for what there is; as long as costs are not known, one on shared GPUs to measure them."""
+        best = shared_plan if self._has_to_measure() else _best
+        return best(Job(self._cluster, self._workflow))
 
     def _begin(self, crew: CrewLike, plan: Plan, first: int) -> None:
         """Make the components, and bring them to where the run stands."""
@@ -302,7 +305,7 @@ class LocalRun:
         """What the next iterations run under: another plan where costs are known now, or where the loop moves."""
         if self._has_to_measure():
             self._measured, self._workflow = True, self._measured_workflow()
-            before, after = plan, _best(Job(self._cluster, self._workflow))
+            before, after = plan, self._fresh_plan()
             touched = tuple(name for name in self._workflow.names if _seat(before, name) != _seat(after, name))
             here, there = Sited(before, self._cluster), Sited(after, self._cluster)
             moving = self._moving(crew, here, there, touched, first, loaded)

@@ -1,8 +1,8 @@
 /* The dashboard: shows how things stand, and takes whatever the server tells as it happens.
 
    Messages: `whole` has everything; `change` has what is new of panels (markup that the server made), of the timeline
-   (as run_timeline.js takes it, and `fresh`: rows whose bars replace those that are there) and of the rest. Every
-   message has an id; whoever comes back says the last one it had, and is told what it missed or everything anew.
+   (as run_timeline.js takes it; with `anew` it replaces what is there) and of the rest. Every message
+   has an id; whoever comes back says the last one it had, and is told what it missed or everything anew.
 
    A tab that nobody looks at holds no connection: a browser has only a few for one server, however many tabs. */
 (() => {
@@ -10,7 +10,6 @@
   const byId = (id) => document.getElementById(id);
   const LATEST_MS = 15000, FIRST_MS = 500;
   let timeline = null, last = "", stream = null, waiting = 0, pause = FIRST_MS, changes = [], seen = {};
-  let newest = null, drawing = false;
 
   const element = (name, attributes, ...inside) => {
     const made = document.createElement(name);
@@ -63,7 +62,6 @@
       timeline.moves = [];
       timeline.end = 0;
     }
-    for (const rows of data.fresh || []) timeline.tracks.delete(JSON.stringify(rows));
     timeline.add(data);
   };
 
@@ -97,7 +95,7 @@
   const changed = (data) => {
     if (data.whole) { whole(data.whole); return; }
     panels(data.panels);
-    if (data.timeline) time(data.timeline, false);
+    if (data.timeline) time(data.timeline, data.timeline.anew);
     rest(data);
   };
 
