@@ -24,7 +24,7 @@ from trimtab.ui.timeline import COLOURS
 
 Panels = dict[str, str]
 
-CURVE_PX = 600
+CURVE_PX, NARROW_PX = 600, 360
 MOST_ROWS = 100
 MOST_METRICS = 4
 MOST_POINTS = 600
@@ -216,6 +216,15 @@ def _changes(story: Story) -> tuple[tuple[float, str], ...]:
     return tuple((float(plan.iteration), plan.words) for plan in story.plans if plan.number)
 
 
+def _drawn(chart: Curves, name: str) -> str:
+    """A picture for wide and one for narrow screens; the look says which is shown."""
+    pictures = "".join(
+        curves_svg(chart, width, f"{name}-{css}").replace('class="tt"', f'class="tt {css}"', 1)
+        for css, width in (("wide", CURVE_PX), ("narrow", NARROW_PX))
+    )
+    return f"<figure>{pictures}</figure>"
+
+
 def _fewer(points: tuple[Point, ...]) -> tuple[Point, ...]:
     """Points of a long run as a picture needs them: of each pixel the first, the lowest, the highest and the last."""
     if len(points) <= MOST_POINTS:
@@ -247,7 +256,7 @@ def _predicted(story: Story) -> str:
         f'<li><span class="tt-key {looks.get(curve.name, "line-1")}"></span>{curve.name}</li>' for curve in curves
     )
     chart = Curves("Iteration time, predicted and measured", tuple(curves), "seconds", said, _changes(story))
-    return f'<p>{said}</p><ul class="legend">{key}</ul><figure>{curves_svg(chart, CURVE_PX, "predicted")}</figure>'
+    return f'<p>{said}</p><ul class="legend">{key}</ul>{_drawn(chart, "predicted")}'
 
 
 def _rewards(story: Story, names: Sequence[str]) -> str:
@@ -258,7 +267,7 @@ def _rewards(story: Story, names: Sequence[str]) -> str:
             first, last = ends_of([value for _, value in points])
             said = f"{name}: from {first:.3g} to {last:.3g}."
             chart = Curves(name, (Curve(name, _fewer(points), 2),), "number", said, _changes(story))
-            out += f"<p>{escape(said)}</p><figure>{curves_svg(chart, CURVE_PX, f'reward{at}')}</figure>"
+            out += f"<p>{escape(said)}</p>{_drawn(chart, f'reward{at}')}"
     return out or _NONE
 
 
@@ -287,7 +296,12 @@ def _pools(pools: Mapping[str, Mapping[str, Any]]) -> str:
         used, quota = view.get("used") or {}, view.get("quota") or {}
         state = "takes nothing new" if view.get("drained") else "open"
         rows.append(
-            _row(escape(name), _cell(f"{_amounts(used)} of {_amounts(quota)}"), _cell(tasks or "none"), _cell(state))
+            _row(
+                named("pool", name),
+                _cell(f"{_amounts(used)} of {_amounts(quota)}"),
+                _cell(tasks or "none"),
+                _cell(state),
+            )
         )
     return table("Pools", heads("Pool", "Used", "Tasks", "State", words=4), rows)
 

@@ -18,7 +18,7 @@ from trimtab.ui import dashboard
 from trimtab.ui.dashboard_board import Board
 from trimtab.ui.dashboard_panels import Panels, controller_panels, run_panels
 from trimtab.ui.dashboard_timeline import LiveTimeline
-from trimtab.ui.printing import clock
+from trimtab.ui.printing import clock, counts
 
 if TYPE_CHECKING:
     from trimtab.runtime.ray.client import Session
@@ -179,6 +179,8 @@ class _Controller:
         from trimtab.ui import fleet_text, pool_text
 
         session = self._open()
+        if kind == "pool":
+            return self._pool_story(name, session.status()["pools"].get(name))
         try:
             if kind == "task":
                 data = pool_text.explanation_data(session.explain(name), session.status())
@@ -198,6 +200,18 @@ class _Controller:
         ]
         chapters = [[clock(one["at"]), one["state"], f"{one['code']}: {one['sentence']}"] for one in data["story"]]
         return {"kind": kind, "name": name, "id": name, "facts": [*facts, ["why", why]], "chapters": chapters}
+
+    def _pool_story(self, name: str, view: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        if view is None:
+            return None
+        facts = [
+            ["state", "starts nothing new" if view["drained"] else "open"],
+            ["tasks", ", ".join(f"{count} {state}" for state, count in view["tasks"].items() if count) or "none"],
+            ["queue", ", ".join(view["queue"]) or "nobody waits"],
+            ["slots", counts(view["slots"], view["slots"]) or "none"],
+            ["evictions", ", ".join(f"{count} {code}" for code, count in view["evictions"].items()) or "none"],
+        ]
+        return {"kind": "pool", "name": name, "id": name, "facts": facts, "chapters": []}
 
     def change(self, what: str, facts: Mapping[str, Any]) -> str:
         session = self._open()
