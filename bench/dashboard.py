@@ -127,6 +127,7 @@ def _say(name: str, seen: dict[str, Any]) -> None:
     print(
         f"{f'frame, {name}':>26} {statistics.median(draws):>9.2f} ms to draw ({draws[int(0.99 * len(draws))]:.1f} ms at"
         f" the 99th percentile), {statistics.median(gaps):.1f} ms from frame to frame"
+        f" ({gaps[int(0.99 * len(gaps))]:.1f} ms)"
     )
 
 

@@ -287,6 +287,26 @@ def test_a_controller_that_cannot_be_reached_is_said_and_the_run_is_shown_all_th
         assert asked(server, "/story?kind=task&name=nobody")[0] == 502
 
 
+def test_while_nobody_looks_nothing_is_read_and_whoever_comes_sees_the_newest(run: Growing) -> None:
+    source = DashboardSource(run.folder)
+    looks: list[None] = []
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            if name == "look":
+                looks.append(None)
+            return getattr(source, name)
+
+    with DashboardServer(Counting(), 0, every_s=0.02, environment={"TRIMTAB_DASHBOARD_TOKEN": TOKEN}) as server:
+        asked(server, "/state")
+        before = len(looks)
+        run.preempt()
+        threading.Event().wait(0.3)
+        assert len(looks) == before
+        assert "rollout-w1" in json.loads(asked(server, "/state")[2])["panels"]["tasks"]
+        assert asked(server, "/story?kind=task&name=eval-1")[0] == 200
+
+
 def test_a_run_whose_dashboard_cannot_start_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
     with Beside(lambda why: None, said.append, port=99_999) as beside:

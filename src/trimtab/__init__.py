@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trimtab.runtime.simple import PreemptionAggressiveness as PreemptionAggressiveness
     from trimtab.runtime.simple import SimpleScheduler as SimpleScheduler
     from trimtab.runtime.simple import SimpleTaskSpec as SimpleTaskSpec
+    from trimtab.ui.notebook import report as report
 
 _HOMES = {
     "load": "trimtab.formats.load",
@@ -53,6 +54,7 @@ _HOMES = {
     "SimpleTaskSpec": "trimtab.runtime.simple",
     "PreemptionAggressiveness": "trimtab.runtime.simple",
     "Job": "trimtab.running",
+    "report": "trimtab.ui.notebook",
 }
 
 __all__ = [
@@ -76,6 +78,7 @@ __all__ = [
     "load",
     "plan_placement",
     "profile",
+    "report",
 ]
 
 

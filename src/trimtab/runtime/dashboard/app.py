@@ -61,7 +61,7 @@ class DashboardApp:
         self._turn = asyncio.Lock()  # for asking the source
         self.feed = Feed()
         self._whole: tuple[int, bytes] | None = None
-        self._looked = asyncio.Event()
+        self._looked, self._looked_at = asyncio.Event(), 0.0
         self._fault = ""
         self._guard = Guard(GatewaySettings(token=token, max_body_bytes=MOST_BYTES))
         self._files = source.files()
@@ -90,10 +90,11 @@ class DashboardApp:
     # ---- following ---------------------------------------------------------------------------------------------------
 
     async def follow(self) -> None:
-        """Look again and again, and tell what changed, until it is cancelled."""
+        """Look again and again, and tell what changed, until it is cancelled. While nobody is there, nobody looks."""
         while True:
             began = time.monotonic()
-            await self._look()
+            if self.feed.clients or not self._looked.is_set():
+                await self._look()
             await asyncio.sleep(max(self._every_s, min(PART * (time.monotonic() - began), SELDOM_S)))
 
     async def _look(self) -> None:
@@ -111,11 +112,18 @@ class DashboardApp:
                 self.feed.publish(_json({"fault": fault}))
             if change is not None:
                 self.feed.publish(change)
+            self._looked_at = time.monotonic()
         self._looked.set()
+
+    async def _look_first(self) -> None:
+        """Look, if nobody has for a while."""
+        await self._looked.wait()
+        if not self.feed.clients and time.monotonic() - self._looked_at > self._every_s:
+            await self._look()
 
     async def _all(self) -> tuple[int, bytes]:
         """The whole of how things stand, and the number of the last change in it."""
-        await self._looked.wait()
+        await self._look_first()
         async with self._turn:  # a thousand who come at once need it written once
             if self._whole is None or self._whole[0] != self.feed.number:
                 whole = await asyncio.to_thread(lambda: _json({**self._source.whole(), "fault": self._fault}))
@@ -135,6 +143,7 @@ class DashboardApp:
 
     async def _story(self, request: Request) -> Response:
         kind, name = request.query_params.get("kind", ""), request.query_params.get("name", "")
+        await self._look_first()
         try:
             async with self._turn:
                 found = await asyncio.to_thread(self._source.story, kind, name)

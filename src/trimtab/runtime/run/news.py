@@ -20,6 +20,7 @@ from trimtab.runtime.ray.client import Session
 from trimtab.runtime.ray.doors import News, TaskSeen
 
 ASK_S = 0.5  # a question waits so long for news
+PAUSE_S = 0.2  # between two questions: turns of components are news as well, many in a second
 AGAIN_S = 1.0  # after one that was not answered
 
 
@@ -141,6 +142,7 @@ class Listening:
                 self._take(self._nodes.now(told.nodes, None if quota >= own else quota))
                 for task in self._session.tasks(self._pool):
                     self._heard(task)
+                self._closed.wait(PAUSE_S)
             except Exception:  # noqa: PERF203 -- the controller starts again, or Ray was shut down under us
                 self._closed.wait(AGAIN_S)
 
