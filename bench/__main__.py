@@ -22,6 +22,7 @@ TABLES = (
     "run_fidelity",
     "run_moves",
     "replay",
+    "dashboard",
 )
 
 

@@ -26,6 +26,7 @@ TWICE = """() => {
   const ids = [...document.querySelectorAll("[id]")].map((one) => one.id);
   return ids.filter((id, at) => ids.indexOf(id) !== at);
 }"""
+expect.set_options(timeout=20_000)
 NODES = "() => trimtabTimeline.first.nodes.map((node) => node.name)"
 
 
@@ -48,7 +49,7 @@ def opened(browser: Browser) -> Iterator[Any]:
         page.on("pageerror", lambda error: page.said.append(str(error)))  # type: ignore[attr-defined]
         page.on("request", lambda request: page.asked.append(request.url))  # type: ignore[attr-defined]
         page.goto(url)
-        expect(page.locator("#link")).to_have_text("live", timeout=20_000)
+        expect(page.locator("#link")).to_have_text("live")
         expect(page.locator("#p-timeline canvas.rt-canvas")).to_be_visible(timeout=20_000)
         return page
 
@@ -82,7 +83,7 @@ def test_a_run_is_watched_with_a_preemption_a_node_that_joins_and_a_move(opened:
         expect(page.locator("#p-moves tbody tr")).to_contain_text("arrived")
         expect(page.locator("#p-moves")).to_contain_text("a node joined")
         expect(page.locator('[data-panel="tiles"]')).to_contain_text("8")
-        expect(page.locator("#p-predicted svg")).to_be_visible()
+        expect(page.locator("#p-predicted svg.wide")).to_be_visible()
         expect(page.locator("#p-reward")).to_contain_text("reward.reward: from 0.1 to 0.8")
         until(page, "trimtabTimeline.first.marks.filter((mark) => mark[2] === 'evicted').length", 1)
         run.tell("ended", state="done", code="COMPLETED", reason="all are done", iteration=8)
@@ -119,6 +120,13 @@ def test_a_task_a_node_and_a_mark_are_clicked_and_their_stories_read(opened: Any
         }""")
         page.mouse.click(*place)
         expect(page.get_by_role("dialog", name="task rollout-w1")).to_be_visible()
+        page.keyboard.press("Escape")
+        page.locator(".rt-view").focus()
+        page.keyboard.press("n")
+        expect(page.locator(".rt-where")).to_contain_text("rollout")
+        assert page.locator("dialog[open]").count() == 0
+        page.keyboard.press("Enter")
+        expect(page.locator("dialog[open]")).to_be_visible()
         assert page.said == []
 
 
@@ -131,7 +139,7 @@ def test_a_server_that_is_restarted_finds_its_page_again(opened: Any, run: Growi
     run.preempt()
     with serving(run.folder, port) as server:
         assert server.port == port
-        expect(page.locator("#link")).to_have_text("live", timeout=20_000)
+        expect(page.locator("#link")).to_have_text("live")
         expect(page.locator("#p-tasks")).to_contain_text("rollout-w1")
         until(page, "trimtabTimeline.first.marks.filter((mark) => mark[2] === 'evicted').length", 1)
         whole = page.evaluate("[...trimtabTimeline.first.tracks.values()].reduce((sum, t) => sum + t.starts.length, 0)")
@@ -179,6 +187,26 @@ def test_all_can_be_read_and_has_a_name_in_dark_and_light_and_at_any_width(
         assert page.evaluate(OUTSIDE) == []
         page.locator("#p-tasks").get_by_role("button", name="rollout-w1").click()
         assert [found for found in page.evaluate(CONTRASTS) if found[0] < 4.5] == []
+        assert page.said == []
+
+
+def test_the_longest_names_and_none_at_all_fit(opened: Any, tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run")
+    name = "<b>&\"'" + "w" * 70
+    run.begin([[name, 4, name], ["", 2, ""]], job=name)
+    run.plan("first", 1, samples.plan_of(((name, "trainer"), "0-5"), costs={name: 1.0, "trainer": 0.5}, predicted=2.0))
+    for what in ("task", "worker"):
+        run.tell(what, task=name, pool=name, what=name, component=name, worker=name, state=name, code=name, reason=name)
+    run.iteration(1)
+    with serving(run.folder) as server:
+        page = opened(server.url)
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate(OUTSIDE) == []
+        page.locator("#p-tasks").get_by_role("button").first.click()
+        expect(page.locator("dialog[open]")).to_contain_text(name)
+        assert page.evaluate("document.querySelector('dialog[open]').scrollWidth") <= WIDTHS[-1]
         assert page.said == []
 
 

@@ -89,7 +89,8 @@ def _page() -> str:
 <code>trimtab report</code> makes one that does not.</p></noscript>
 <section class="card" id="p-timeline" aria-labelledby="h-timeline" hidden>
 <h2 id="h-timeline">Timeline</h2>
-<p>A row for each GPU. Grey is idle; where a row is empty, the node was not there. Click a mark to read its story.</p>
+<p>A row for each GPU. Grey is idle; where a row is empty, the node was not there. Click a mark,
+or go to it by N and P and press Enter, to read its story.</p>
 <div data-panel="legend"></div>
 <div class="run-timeline" id="timeline"></div>
 </section>

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trimtab.ui.dashboard_source import DashboardSource
 
 FolderArgument = Annotated[
-    Path | None, typer.Argument(metavar="[DIR]", help="The folder of a run, whether it goes on or is over.")
+    Path | None, typer.Argument(metavar="DIR", help="The folder of a run, whether it goes on or is over.")
 ]
 AddressOption = Annotated[
     str | None, typer.Option("--address", "-a", help="A Ray cluster, for pools, queue, nodes and evictions.")
@@ -35,7 +35,7 @@ def dashboard(
     name: NameOption = None,
     port: Annotated[
         int | None,
-        typer.Option("--port", "-p", help="Where to listen; if it is in use, the next one.  [default: 8270]"),
+        typer.Option("--port", "-p", help="Where to listen, 8270 unless said; if it is in use, the next one."),
     ] = None,
     token_file: Annotated[
         Path | None, typer.Option("--token-file", help="Where the token is written that changes need.")

@@ -100,7 +100,11 @@ def _tiles(story: Story, line: LiveTimeline, names: Sequence[str]) -> str:
         tiles.append(("GPUs idle", share(idle), f"of {counted(story.gpus, 'GPU')}"))
     arrived = sum(move.state == "arrived" for move in story.moves)
     back = sum(move.state == "rolled back" for move in story.moves)
-    evicted = sum(one.lane == "tasks" and one.kind == "evicted" for one in story.happenings)
+    # A worker whose slot was taken is told as a worker, as a task, or as both.
+    evicted = max(
+        sum(one.lane == "tasks" and one.kind == "evicted" for one in story.happenings),
+        sum(one.code == "TAKEN" and one.kind == "left" and bool(one.lane) for one in story.happenings),
+    )
     tiles.append(("Moves", str(arrived), f"{back} rolled back, {evicted} evicted"))
     values = [value for name in names[:1] for _, value in course(done, name)]
     if values:

@@ -43,6 +43,10 @@ def run(
     plan: Annotated[
         Path | None, typer.Option("--plan", help="This plan instead of the best: what `trimtab plan -f json` printed.")
     ] = None,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Show it on a page on this machine while it runs.")
+    ] = False,
+    port: Annotated[int | None, typer.Option("--port", help="Of the dashboard: 8270 unless said, or the next.")] = None,
     form: Annotated[Format, typer.Option("--format", "-f", help="How to answer at the end.")] = Format.text,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the answer.")] = False,
@@ -60,6 +64,7 @@ def run(
 
         trimtab run --resume runs/grpo-1 --iterations 400
     """
+    from trimtab.ui.dashboard_commands import Beside
     from trimtab.ui.run_live import Display, answers_alone, signals_told
     from trimtab.ui.run_text import Story
 
@@ -76,6 +81,8 @@ def run(
     def heard(event: str, facts: dict[str, Any]) -> None:
         if event == "starting":
             where.update(facts)
+            if dashboard or port is not None:
+                beside.at(Path(facts["folder"]))
         display.heard(event, facts)
 
     def asked_now() -> None:
@@ -84,7 +91,7 @@ def run(
             display.say("asked whether the plan is still right")
             story.say_next()
 
-    with Display(asked.name, story, quiet=quiet) as display:
+    with Display(asked.name, story, quiet=quiet) as display, Beside(asked.ask, display.say, port) as beside:
         display.say(_asked_words(asked))
         with answers_alone(), signals_told(display.interrupted, asked_now):
             end = asked.run(

@@ -40,7 +40,7 @@ HEADERS = {
 }
 EVERY_S = 0.25  # between two looks
 SELDOM_S = 5.0  # at most, on a machine that has no time
-PART = 8.0  # looking and telling take at most one part in so many of the time
+PART = 8.0  # it rests so many times as long as a look took
 BEAT_S = 15.0  # a line for whoever is between us, when nothing happens
 SEND_S = 20.0  # for a client to take what it was sent; then it counts as gone
 RETRY_MS = 1_000

@@ -10,6 +10,7 @@
   const byId = (id) => document.getElementById(id);
   const LATEST_MS = 15000, FIRST_MS = 500;
   let timeline = null, last = "", stream = null, waiting = 0, pause = FIRST_MS, changes = [], seen = {};
+  let noted = [], fault = "", answered = "";
 
   const element = (name, attributes, ...inside) => {
     const made = document.createElement(name);
@@ -52,7 +53,19 @@
     byId("p-timeline").hidden = !data && !timeline;
     if (!data) return;
     if (!timeline) {
-      timeline = trimtabTimeline.make(byId("timeline"), data, {picked: (mark) => tell("mark", String(mark[6]))});
+      const place = byId("timeline");
+      let clicked = false;
+      // Going from mark to mark by keyboard opens nothing by itself: Enter does.
+      place.addEventListener("pointerup", (event) => { clicked = event.target.matches("canvas"); }, {capture: true});
+      place.addEventListener("keydown", (event) => {
+        if (event.key === "Enter" && timeline.picked && event.target.matches(".rt-view")) story(timeline.picked);
+      });
+      const story = (mark) => tell("mark", String(mark[6]));
+      const picked = (mark) => {
+        if (clicked) story(mark);
+        clicked = false;
+      };
+      timeline = trimtabTimeline.make(place, data, {picked});
       trimtabTimeline.first = timeline;
       return;
     }
@@ -65,7 +78,8 @@
     timeline.add(data);
   };
 
-  const lines = (notes) => {
+  const lines = () => {
+    const notes = [...noted, ...(fault ? [fault] : []), ...(answered ? [answered] : [])];
     const place = byId("notes");
     place.hidden = !notes.length;
     place.replaceChildren(...notes.map((note) => element("li", {}, note)));
@@ -73,8 +87,9 @@
 
   const rest = (data) => {
     if (data.note !== undefined) byId("said").textContent = data.note;
-    if (data.fault !== undefined) data = {...data, notes: [...(data.notes || []), ...(data.fault ? [data.fault] : [])]};
-    if (data.notes) lines(data.notes);
+    if (data.fault !== undefined) fault = data.fault;
+    if (data.notes) noted = data.notes;
+    lines();
     if (data.changes) offer(data.changes);
   };
 
@@ -211,8 +226,8 @@
     } catch {
       words = "the server is not there";
     }
-    byId("said").textContent = words;
-    lines([words]);
+    byId("said").textContent = answered = words;
+    lines();
   };
 
   join();
