@@ -416,7 +416,7 @@ def test_on_a_terminal_the_run_is_a_picture_that_says_what_ctrl_c_does(tmp_path:
     screen = Terminal(TRIMTAB, "run", str(path), "--local", cwd=tmp_path, around=dict(os.environ))
     try:
         screen.expect("Ctrl-C ends it after this iteration, a second one at once")
-        screen.expect(r"iteration \d+ of 900 .*\n.*plan: rollout 1 \| trainer 1 GPUs")
+        screen.expect(r"iteration \d+ of 900 [\s\S]*?plan: rollout 1 \| trainer 1 GPUs")
         screen.expect(r"trainer +1 +\d+ ms")
         screen.interrupt()
         screen.expect("it ends after the iteration under way")
@@ -663,7 +663,9 @@ def test_what_happens_to_a_run_is_said_in_words() -> None:
         *story.heard("cluster", {"why": "joined", "nodes": [["a", 8, ""], ["b", 8, ""]], "leaving": ["a"]}),
         *story.heard("range", {"component": "rollout", "least": 2, "most": 6}),
         *story.heard("task", {"task": "eval", "what": "running", "reason": "room made by evicting others"}),
-        *story.heard("worker", {"component": "rollout", "worker": "w1", "state": "draining", "reason": ""}),
+        *story.heard("task", {"task": "eval", "what": "cancelling", "reason": "its work is done"}),  # it says itself when
+        *story.heard("worker", {"component": "rollout", "worker": "w1", "state": "draining", "code": "TAKEN"}),
+        *story.heard("worker", {"component": "rollout", "worker": "w1", "state": "active", "code": "CURRENT"}),
         *story.heard("lost", {"component": "trainer", "why": "its process is gone", "after": 20, "void": 0}),
         *story.heard("told", {"code": "NO_PLAN", "reason": "nothing fits"}),
         *story.heard("something new", {}),

@@ -102,7 +102,7 @@ class ClusterRun(LocalRun):
             name,
             self._nodes,
             self._seen,
-            lambda seen, why: self._news.put((seen, why)),
+            lambda seen, why: self._heard_of_nodes(crew, seen, why),
             lambda task: self._heard(crew, task),
         )
         self._listening.begin()
@@ -127,6 +127,12 @@ class ClusterRun(LocalRun):
         """The wall's time passes by itself."""
 
     # ---- news --------------------------------------------------------------------------------------------------------
+
+    def _heard_of_nodes(self, crew: ClusterCrew, seen: Seen, why: e.Why) -> None:
+        """Nodes have changed; in the thread that listens."""
+        self._news.put((seen, why))
+        if why is e.Why.lost:
+            crew.alarm("a node was lost")
 
     def _heard(self, crew: ClusterCrew, task: TaskSeen) -> None:
         """A task of the run's pool is in another state; in the thread that listens."""

@@ -23,7 +23,7 @@ from trimtab.model.pool import State
 from trimtab.model.workflow import Workflow
 from trimtab.runtime.ray.client import Pool, Session
 from trimtab.runtime.ray.task import Task
-from trimtab.runtime.ray.task_errors import TaskError
+from trimtab.runtime.ray.task_errors import TaskError, TaskTimeoutError
 from trimtab.runtime.run.component import Batch, ComponentError, Place, Result, find_class, said
 from trimtab.runtime.run.crew import LostError
 from trimtab.runtime.run.emulated import emulated_settings
@@ -50,6 +50,7 @@ class ClusterCrew:
         self._has: dict[str, frozenset[str]] = {}
         self._counts: dict[str, list[int]] = {}  # GPUs of its group on each node, of whoever holds the slots
         self._gone: dict[str, str] = {}  # task: why, as soon as somebody has heard of it
+        self._alarm: str | None = None
         self._made = 0
         self._children = {
             name: tuple(c.name for c in run.job.workflow.components if name in c.after)
@@ -71,6 +72,8 @@ class ClusterCrew:
     ) -> None:
         """Submit these components and wait until each is made. Large ones first: they find room then if any do."""
         self._made += 1
+        if may_evict:
+            self._alarm = None
         self._seats, plan = seats(sited.cluster), sited.plan
         order = {component.name: at for at, component in enumerate(workflow.in_order())}
         for name in sorted(names, key=lambda one: (-len(_group(plan, one).gpus), order[one])):
@@ -171,14 +174,25 @@ class ClusterCrew:
         return [sum(self._seats[rank][0] == node for rank in gpus) for node in nodes]
 
     def _await_made(self, name: str) -> None:
-        task = self._tasks[name]
         try:
-            if name in self._shared or task.wait(("running", "parked"), timeout=PLACE_S) is State.parked:
+            if name in self._shared or self._waited(name) is State.parked:
                 self._take_turn(name)  # it is made when it has its first turn
         except TaskError as error:
             raise LostError(name, f"{name} could not be placed: {error.what}") from error
         told = self._call(name, "has")
         self._has[name] = frozenset(told[0].value)
+
+    def _waited(self, name: str) -> State:
+        """Until a component has its process. A plan that was made for nodes which are gone is not waited for."""
+        task, end = self._tasks[name], time.monotonic() + PLACE_S
+        while True:
+            try:
+                return task.wait(("running", "parked"), timeout=min(1.0, max(0.0, end - time.monotonic())))
+            except TaskTimeoutError:
+                if self._alarm is not None:
+                    raise LostError(name, f"{name} is not placed any more: {self._alarm}") from None
+                if time.monotonic() >= end:
+                    raise
 
     def where(self) -> dict[str, tuple[tuple[str, int], ...]]:
         """Where GPUs were given to the first component of each group that holds any: node (its id), how many there."""
@@ -253,6 +267,10 @@ class ClusterCrew:
                         raise ComponentError(name, "unhealthy", f"{name} is not well: {why}")
 
     # ---- losses ----------------------------------------------------------------------------------------------------
+
+    def alarm(self, why: str) -> None:
+        """From any thread: nodes are lost, so whoever waits to be placed need not; until all are made anew."""
+        self._alarm = why
 
     def gone(self, task: str, why: str) -> None:
         """From any thread: the process of a task is known to be gone; whoever waits for it hears of it."""
