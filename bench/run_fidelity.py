@@ -287,12 +287,18 @@ def run(session: Any, folder: Path, job: Job, plan: Plan, iterations: int) -> tu
     return [one.wall_s for one in end.iterations if not one.extra], between
 
 
-def fidelity(session: Any, folder: Path, chosen: list[Case], said: Callable[[Row], None]) -> list[Row]:
-    """Run all workflows, one after another."""
+def counts(times: float) -> tuple[int, int]:
+    """Iterations of a workflow, and those of them that are not counted: everything is cold in them."""
+    return (ITERATIONS, COLD) if times == 1 else (3, 1)
+
+
+def fidelity(session: Any, folder: Path, chosen: list[Case], times: float, said: Callable[[Row], None]) -> list[Row]:
+    """Run all workflows, one after another, in iterations that are so many times as long."""
     rows = []
+    iterations, cold = counts(times)
     for number, case in enumerate(chosen):
-        job, plan = planned(case)
-        walls, between = run(session, folder / f"flow{number}", job, plan, ITERATIONS)
+        job, plan = planned(replace(case, seconds=case.seconds * times))
+        walls, between = run(session, folder / f"flow{number}", job, plan, iterations)
         row = Row(
             case.name,
             len(job.workflow.names),
@@ -300,8 +306,8 @@ def fidelity(session: Any, folder: Path, chosen: list[Case], said: Callable[[Row
             kind_of(plan),
             plan.describe(),
             plan.iteration_seconds,
-            statistics.median(walls[COLD:]),
-            statistics.median(between[COLD:]),
+            statistics.median(walls[cold:]),
+            statistics.median(between[cold:]),
         )
         said(row)
         rows.append(row)
@@ -441,6 +447,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--only", default="", help="workflows whose name holds this")
     parser.add_argument("--plans", action="store_true", help="the plans, and nothing run")
+    parser.add_argument("--times", type=float, default=1.0, help="iterations so many times as long (--times=4)")
     asked, _ = parser.parse_known_args()
     chosen = [case for case in cases() if asked.only in case.name]
     if asked.plans:
@@ -448,10 +455,11 @@ def main() -> None:
             say(f"{case.name:<40}{planned(case)[1].describe()}")
         return
     if not asked.json:
-        say(f"Predicted and measured iterations on a real Ray, {GPUS} logical GPUs; median of {ITERATIONS - COLD}")
+        iterations, cold = counts(asked.times)
+        say(f"Predicted and measured iterations on a real Ray, {GPUS} logical GPUs; median of {iterations - cold}")
         say(f"{'':<48}  {'plan':<9}{'predicted':>8}{'measured':>9}{'error':>9}{'between':>9}")
     with a_session() as (ray, session), tempfile.TemporaryDirectory(prefix="bench-run-") as folder:
-        rows = fidelity(session, Path(folder), chosen, (lambda row: None) if asked.json else say_row)
+        rows = fidelity(session, Path(folder), chosen, asked.times, (lambda row: None) if asked.json else say_row)
         way = hops(ray, session, Path(folder))
     errors = [abs(row.error) for row in rows]
     if asked.json:

@@ -663,7 +663,7 @@ def test_what_happens_to_a_run_is_said_in_words() -> None:
         *story.heard("cluster", {"why": "joined", "nodes": [["a", 8, ""], ["b", 8, ""]], "leaving": ["a"]}),
         *story.heard("range", {"component": "rollout", "least": 2, "most": 6}),
         *story.heard("task", {"task": "eval", "what": "running", "reason": "room made by evicting others"}),
-        *story.heard("task", {"task": "eval", "what": "cancelling", "reason": "its work is done"}),  # it says itself when
+        *story.heard("task", {"task": "eval", "what": "cancelling", "reason": "its work is done"}),
         *story.heard("worker", {"component": "rollout", "worker": "w1", "state": "draining", "code": "TAKEN"}),
         *story.heard("worker", {"component": "rollout", "worker": "w1", "state": "active", "code": "CURRENT"}),
         *story.heard("lost", {"component": "trainer", "why": "its process is gone", "after": 20, "void": 0}),

@@ -188,7 +188,7 @@ class ClusterCrew:
         while True:
             try:
                 return task.wait(("running", "parked"), timeout=min(1.0, max(0.0, end - time.monotonic())))
-            except TaskTimeoutError:
+            except TaskTimeoutError:  # noqa: PERF203 -- once a second
                 if self._alarm is not None:
                     raise LostError(name, f"{name} is not placed any more: {self._alarm}") from None
                 if time.monotonic() >= end:
