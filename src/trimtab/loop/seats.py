@@ -121,10 +121,8 @@ def near(to: Sited, running: Sited) -> Sited:
     """The same plan on GPUs that its components have already, as far as they do: whoever need not move does not."""
     rank_of = {seat: rank for rank, seat in enumerate(seats(to.cluster))}
     kinds = [node.gpu for node in to.cluster.nodes for _ in range(node.gpus)]
-    usable = [False] * len(kinds)
-    for node in {node.name: node.gpu for node in running.cluster.nodes}.items():
-        for rank, (name, _) in enumerate(seats(to.cluster)):
-            usable[rank] = usable[rank] or (name, kinds[rank]) == node
+    known = {(node.name, node.gpu) for node in running.cluster.nodes}
+    usable = [(name, kind) in known for (name, _), kind in zip(seats(to.cluster), kinds, strict=True)]
     old: dict[str, set[int]] = {}
     for name in (one.name for one in running.plan.components):
         held = {rank_of[seat] for seat in running.seats_of(name) if seat in rank_of}
