@@ -19,7 +19,7 @@ import pytest
 
 from run_moves import AUTO, cluster, events, moves_of, on_ray, trained
 from trimtab.model.fleet import NodeState
-from trimtab.model.run import STAGES, Stage
+from trimtab.model.run import STAGES, RunMode, Stage
 from trimtab.model.workflow import Node
 from trimtab.runtime.ray.client import Session, connect
 from trimtab.runtime.run.cluster import ClusterRun
@@ -144,6 +144,17 @@ def test_a_node_that_is_lost_leaves_the_run_a_smaller_plan_and_one_that_joins_a_
     forced = [one for one in moves_of(tmp_path / "run", "begun") if one["forced"]]
     assert forced
     assert "gone with node" in forced[-1]["reason"]
+
+
+def test_a_run_that_is_only_advised_follows_the_advice_when_its_plan_is_gone(house: House, tmp_path: Path) -> None:
+    rules = replace(AUTO, mode=RunMode.advise)
+    end = run(house, tmp_path / "run", once(at_iteration(6), house.kill_node), rules=rules)
+    counts_once(end, tmp_path / "run")
+    assert not moves_of(tmp_path / "run", "begun")
+    plans = events(tmp_path / "run", "plan")
+    assert plans[0]["why"] == "first"
+    assert {one["why"] for one in plans[1:]} == {"lost"}  # it may try the old one before it hears of the node
+    assert plans[-1]["plan"] != plans[0]["plan"]
 
 
 def test_a_node_that_is_lost_amid_a_move(house: House, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ class ClusterRun(LocalRun):
             name,
             quota=self._quota(),
             warm_hosts=0 if few else 2 * count,
-            warm_each=0 if not few else count if len(self._cluster.nodes) <= 2 else min(count, WARM_EACH),
+            warm_each=self._warm_each(count) if few else 0,
             preload=(ComponentSeat.__module__,),
             ends_with_me=True,
             strategy="PACK",
@@ -107,6 +107,10 @@ class ClusterRun(LocalRun):
         )
         self._listening.begin()
         return crew
+
+    def _warm_each(self, count: int) -> int:
+        """Processes ready on every node: on one or two of them each component may have a member at once."""
+        return count if len(self._cluster.nodes) <= 2 else min(count, WARM_EACH)
 
     def _quota(self) -> dict[str, float]:
         cpus = SPARE_CPU + CPU_EACH * (2 * len(self._workflow.components) + self._cluster.gpus)
@@ -152,11 +156,7 @@ class ClusterRun(LocalRun):
                 seen, why = self._news.get_nowait()
             except queue.Empty:
                 return
-            self._seen, self._cluster = seen, seen.cluster
-            self._names.update({node: name for name, node in seen.ids.items()})
-            if self._pool is not None and self._listening is not None and seen.cluster.gpus > self._listening.own_gpus:
-                self._pool.set_quota(self._quota())
-                self._listening.own_gpus = float(seen.cluster.gpus)
+            self._know(seen)
             deadline = None if seen.deadline is None else self._now() + seen.deadline - time.time()
             self._loop.changed(seen.cluster, why, seen.leaving, deadline)
 
@@ -164,9 +164,16 @@ class ClusterRun(LocalRun):
         """Whether the cluster has changed while there was no loop yet to be told; it is known from now on."""
         before = self._cluster
         while not self._news.empty():
-            self._seen, _ = self._news.get()
-            self._cluster = self._seen.cluster
+            self._know(self._news.get()[0])
         return self._cluster != before
+
+    def _know(self, seen: Seen) -> None:
+        """These are the nodes from now on; what the pool may use grows with them."""
+        self._seen, self._cluster = seen, seen.cluster
+        self._names.update({node: name for name, node in seen.ids.items()})
+        if self._pool is not None and self._listening is not None and seen.cluster.gpus > self._listening.own_gpus:
+            self._pool.set_quota(self._quota())
+            self._listening.own_gpus = float(seen.cluster.gpus)
 
     # ---- acts beside each other --------------------------------------------------------------------------------------
 
@@ -275,20 +282,26 @@ class ClusterRun(LocalRun):
             self._tell("resumed", after=saved, void=void)
             try:
                 crew.drop()
-                sited = self._plan_that_fits(plan, saved)
+                sited = self._plan_that_fits(plan, saved, lost)
                 if self._ends:
                     return plan, saved + 1
                 return self._rebuilt(crew, sited, saved), saved + 1
             except LostError as again:
                 lost = again
 
-    def _plan_that_fits(self, plan: Plan, saved: int) -> Sited:
-        """The plan as it is where its GPUs are there; else what the loop moves to, once it finds something."""
+    def _plan_that_fits(self, plan: Plan, saved: int, lost: LostError) -> Sited:
+        """The plan as it is where its GPUs are there; else what the loop moves to, once it finds something.
+
+        A loop that only advises stops no run, so here it is seen to that nobody waits for ever.
+        """
         loop = self._loop
         if loop is None:
             return Sited(self._fresh_plan() if self._changed_unseen() else plan, self._cluster)
         loop.began(saved, self._job.iterations - saved)
+        end = self._now() + self._job.rules.wait_s + self._job.rules.rollback_limit_s
         while True:
+            if self._now() > end:
+                raise UnreachableError(f"{lost.what}; nothing that fits what is left came in time")
             self._take_news()
             loop.look()
             machine, to = loop.machine, loop.machine.moving_to
