@@ -37,14 +37,21 @@ class Nodes:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         self.there: list[Any] = []
+        self.session: Session | None = None
 
     def add(self, count: int = 1) -> None:
         self.there += [self.cluster.add_node(num_cpus=1, num_gpus=1, wait=False) for _ in range(count)]
         until(lambda: {one.node_id for one in self.there} <= alive())
 
     def have(self, count: int) -> None:
-        """At least so many nodes that are there to stay."""
+        """At least so many nodes that are there to stay, and are known to the controller, which hears of them later."""
         self.add(max(0, count - len(self.there)))
+        until(lambda: {one.node_id for one in self.there} <= self.ready())
+
+    def ready(self) -> set[str]:
+        if self.session is None:
+            return alive()
+        return {one["node"] for one in self.session.status()["fleet"] if one["state"] == "ready"}
 
     def kill(self, node: Any) -> None:
         """As a machine is lost: every process of it at once."""
@@ -68,7 +75,7 @@ def nodes() -> Iterator[Nodes]:
 
 @pytest.fixture(scope="module")
 def session(nodes: Nodes) -> Iterator[Session]:
-    session = connect(name=f"elastic-{uuid.uuid4().hex[:6]}")
+    session = nodes.session = connect(name=f"elastic-{uuid.uuid4().hex[:6]}")
     yield session
     session.shutdown()
 

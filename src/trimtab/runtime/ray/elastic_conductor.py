@@ -254,6 +254,7 @@ class Conductor:
                 self._hear_task(line, seen)
 
     def _hear_nodes(self, nodes: Sequence[NodeView], change: int) -> None:
+        self._tally.start(one.node for one in nodes)
         nodes = [shown for one in nodes if (shown := _as_told(one)) is not None]
         before, self._nodes = self._nodes, {one.node: one for one in nodes}
         for one in self._tally.nodes(before, self._nodes, self._now(), self.spec.unit):

@@ -6,7 +6,7 @@ Counts and remembers; decides nothing. The facts are plain data, which the contr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +73,17 @@ class Tally:
         self.wanted = 0
         self.redone = 0
         self._joined_at: dict[str, float] = {}  # nodes that joined and have not taken part in a step yet
-        self._first = True
+        self._began = False
+        self._at_start: set[str] = set()  # nodes that the first news named, told to the group or not yet
         self._join_to_step_s: list[float] = []
         self._drain_lead_s: list[float] = []
         self._story: list[dict[str, Any]] = []
+
+    def start(self, nodes: Iterable[str]) -> None:
+        """Nodes that are there before the group is: they do not join, also where they are told of a moment later."""
+        if not self._began:
+            self._at_start = set(nodes)
+            self._began = bool(self._at_start)
 
     def nodes(
         self, before: Mapping[str, NodeView], after: Mapping[str, NodeView], now: float, unit: Resources
@@ -87,7 +94,7 @@ class Tally:
             if not unit.within(total):
                 continue
             had = before.get(node)
-            if had is None and self._first:
+            if had is None and node in self._at_start:
                 yield Happening("found", f"node {node[:12]} has {total}", node=node, total=total)
             elif had is None:
                 self._joined_at[node] = view.since
@@ -99,9 +106,9 @@ class Tally:
         for node, had in before.items():
             if node not in after and unit.within(had.facts.total):
                 self._joined_at.pop(node, None)
+                self._at_start.discard(node)
                 gone = "node left" if had.state is NodeState.draining else "node lost"
                 yield Happening(gone, f"node {node[:12]} is gone", node=node)
-        self._first = self._first and not after
 
     def stepped(self, world: World, now: float) -> None:
         """A step is complete: nodes that had joined have worked for the first time."""
