@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup demo test lint types tests bench test-long test-engines test-frameworks clean
+.PHONY: setup demo test lint types tests bench coverage test-long test-engines test-frameworks clean
 
 setup: $(STAMP)
 
@@ -26,10 +26,14 @@ types: setup
 
 tests: setup
 	@tools/install-browser
-	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
+	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25
 
 bench: setup
 	@$(BIN)/python -m bench
+
+coverage: setup
+	@tools/install-browser
+	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term
 
 test-long: setup
 	@$(BIN)/pytest -m long tests

@@ -6,6 +6,7 @@ a machine is: every process of it at once. Whatever it kills it has started itse
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -53,10 +54,10 @@ class Storm:
         self.nodes = [self.cluster.add_node(num_cpus=cpus, wait=False) for _ in range(nodes)]
         self.cluster.wait_for_nodes()
 
-    def kill_host(self, pids: Iterable[int]) -> None:
-        """Kill the process of some task."""
-        known = sorted(pids)
-        if known and kill(self.random.choice(known)):
+    def kill_host(self, names: Iterable[str]) -> None:
+        """Kill the process of some task, if that very process is still there."""
+        known = sorted(filter(still_lives, names))
+        if known and kill(pid_of(self.random.choice(known))):
             self.kills["host"] += 1
 
     def kill_controller(self, pid: int) -> None:
@@ -105,15 +106,29 @@ def process_name(pid: int) -> str:
     return f"{pid}@{_stat(pid)[19]}"
 
 
+def process_names(pids: Iterable[int]) -> list[str]:
+    """Those of them that are there."""
+    names = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            names.append(process_name(pid))
+    return names
+
+
 def is_process(name: str) -> bool:
     """Whether this names one."""
     pid, at, born = name.partition("@")
     return bool(at) and pid.isdigit() and born.isdigit()
 
 
+def pid_of(name: str) -> int:
+    """The number of the process that this names."""
+    return int(name.partition("@")[0])
+
+
 def still_lives(name: str) -> bool:
     """Whether that very process exists and is no zombie."""
-    pid = int(name.partition("@")[0])
+    pid = pid_of(name)
     try:
         return lives(pid) and process_name(pid) == name
     except OSError:

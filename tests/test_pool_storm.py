@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 import storm as storms
-from storm import HEALTH_CHECKS, Storm, Work, is_process, lives, still_lives, wait_until
+from storm import HEALTH_CHECKS, Storm, Work, is_process, process_names, still_lives, wait_until
 from trimtab.model.errors import TrimtabError
 from trimtab.model.pool import ENDED, State
 from trimtab.runtime.ray.client import Session, connect
 
 NODES, CPUS, TASKS, KILLS = 4, 2, 100, 200
+KILLS_MEANWHILE = 2  # while a controller that was killed is not back
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +40,11 @@ def storm() -> Iterator[Storm]:
 
 
 def rage(storm: Storm, session: Session, wanted: int, pause_s: float) -> None:
-    """Until so many kills were made: every thirteenth of the controller, every fortieth of a node, others of tasks."""
-    last_controller = 0
+    """Until so many kills were made: every thirteenth of the controller, every fortieth of a node, others of tasks.
+
+    While the controller is away, processes that it last named are killed too, and it finds that when it is back.
+    """
+    last_controller, running = 0, list[str]()
     for number in range(1, 10 * wanted):
         if sum(storm.kills.values()) >= wanted:
             return
@@ -54,9 +58,12 @@ def rage(storm: Storm, session: Session, wanted: int, pause_s: float) -> None:
                 if pid != last_controller:
                     storm.kill_controller(pid)
                     last_controller = pid
+                    for _ in range(KILLS_MEANWHILE):
+                        time.sleep(pause_s)
+                        storm.kill_host(running)
             else:
-                running = [member.pid for seen in session.tasks() for member in seen.members]
-                storm.kill_host(pid for pid in running if lives(pid))
+                running = process_names(member.pid for seen in session.tasks() for member in seen.members)
+                storm.kill_host(running)
     raise AssertionError(f"only {storm.kills} of {wanted} kills")
 
 
@@ -94,10 +101,10 @@ def weather(storm: Storm, directory: Path, name: str, kills: int, count: int, pa
 
 
 def test_two_hundred_kills_lose_and_double_nothing(storm: Storm, tmp_path: Path):
-    weather(storm, tmp_path, "storm", KILLS, TASKS, pause_s=0.4)
+    weather(storm, tmp_path, "storm", KILLS, TASKS, pause_s=0.25)
     assert all(storm.kills.values()), storm.kills
 
 
 @pytest.mark.long
 def test_a_storm_of_six_hundred_kills_loses_and_doubles_nothing(storm: Storm, tmp_path: Path):
-    weather(storm, tmp_path, "long-storm", 3 * KILLS, 3 * TASKS, pause_s=0.3)
+    weather(storm, tmp_path, "long-storm", 3 * KILLS, 3 * TASKS, pause_s=0.25)
