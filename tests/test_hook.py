@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from trimtab.model.errors import InputError, UnreachableError
-from trimtab.runtime import hook, hook_token
+from trimtab.runtime import hook, tokens
 from trimtab.runtime.hook import Hook, Wanted
 from trimtab.runtime.hook_doors import HookDoors
 from trimtab.runtime.listening import listening
@@ -251,7 +251,7 @@ def test_a_token_that_is_made_is_in_a_file_of_its_owner_alone_and_goes_with_the_
     path = tmp_path / "token"
     path.write_text("left behind")
     path.chmod(0o644)
-    with hook_token.token({}, path, 1) as (token, told):
+    with tokens.token({}, tokens.HOOK, path, "hook-1") as (token, told):
         assert path.read_text().strip() == token
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert str(path) in told
@@ -260,7 +260,7 @@ def test_a_token_that_is_made_is_in_a_file_of_its_owner_alone_and_goes_with_the_
 
 
 def test_a_token_of_the_environment_is_taken_and_written_nowhere(tmp_path: Path) -> None:
-    with hook_token.token({hook_token.VARIABLE: TOKEN}, tmp_path / "token", 1) as (token, told):
+    with tokens.token({tokens.HOOK: TOKEN}, tokens.HOOK, tmp_path / "token", "hook-1") as (token, told):
         assert token == TOKEN
         assert TOKEN not in told
     assert list(tmp_path.iterdir()) == []
@@ -269,15 +269,16 @@ def test_a_token_of_the_environment_is_taken_and_written_nowhere(tmp_path: Path)
 def test_without_a_name_the_token_is_in_a_folder_of_its_owner_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hook_token.tempfile, "tempdir", str(tmp_path))
-    with hook_token.token({}, None, 8267):
+    monkeypatch.setattr(tokens.tempfile, "tempdir", str(tmp_path))
+    with tokens.token({}, tokens.HOOK, None, "hook-8267"):
         [folder] = tmp_path.iterdir()
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert [one.name for one in folder.iterdir()] == ["hook-8267.token"]
     folder.chmod(0o777)
-    with pytest.raises(InputError, match="others can write"), hook_token.token({}, None, 8267):
+    with pytest.raises(InputError, match="others can write"), tokens.token({}, tokens.HOOK, None, "hook-8267"):
         pass
-    with pytest.raises(InputError, match="cannot be written"), hook_token.token({}, tmp_path / "no" / "token", 1):
+    nowhere = tmp_path / "no" / "token"
+    with pytest.raises(InputError, match="cannot be written"), tokens.token({}, tokens.HOOK, nowhere, "hook-1"):
         pass
 
 
@@ -352,7 +353,7 @@ def test_a_post_drains_a_real_node_through_the_controller(cluster: Any, tmp_path
     token_file = tmp_path / "token"
     code = "import sys; from trimtab.ui.cli import run; sys.exit(run(sys.argv[1:]))"
     command = ["cluster", "hook", "--port", "0", "--address", cluster.address, "--token-file", str(token_file)]
-    environment = {name: value for name, value in os.environ.items() if name != hook_token.VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name != tokens.HOOK}
     process = subprocess.Popen(
         [sys.executable, "-c", code, *command], stderr=subprocess.PIPE, text=True, env=environment
     )

@@ -29,13 +29,13 @@ from starlette.routing import Route
 
 from trimtab.model.errors import InfeasibleError, InputError, TrimtabError, UnreachableError
 from trimtab.runtime.ray.draining import HeadNodeError, PastDeadlineError, UnknownNodeError
+from trimtab.runtime.tokens import checked
 
 log = logging.getLogger("trimtab.hook")
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 LARGEST_BODY = 4096
 LONGEST_CAUSE = 200
-SHORTEST_TOKEN = 16
 BODY_S = 10.0
 ANSWER_S = 30.0
 STOP_S = 5.0
@@ -72,14 +72,9 @@ class Hook:
         listening: socket.socket,
         names: tuple[str, ...] = (),
     ) -> None:
-        if len(token) < SHORTEST_TOKEN or not token.isascii() or any(character.isspace() for character in token):
-            raise InputError(
-                f"the hook's token must have {SHORTEST_TOKEN} characters or more, without spaces",
-                hint="TRIMTAB_HOOK_TOKEN; without it one is made",
-            )
         self._drain = drain
         self._look = look
-        self._token = token.encode()
+        self._token = checked(token, "the hook's token", "TRIMTAB_HOOK_TOKEN; without it one is made").encode()
         self._socket = listening
         self.host, self.port = listening.getsockname()[:2]
         self._open_reads = self.host in LOOPBACK

@@ -1,10 +1,17 @@
-"""A socket to listen on, for every door that trimtab opens."""
+"""A socket to listen on, and a server that keeps to itself, for every door that trimtab opens."""
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import socket
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from trimtab.model.errors import InputError
+
+if TYPE_CHECKING:
+    import uvicorn
 
 BACKLOG = 1_024
 
@@ -30,3 +37,38 @@ def listening(host: str, port: int) -> socket.socket:
             hint="--port names another; 0 takes any that is free",
         ) from None
     return found
+
+
+def quiet_server(app: Any, **settings: Any) -> uvicorn.Server:
+    """A server that logs nothing, says nothing of itself and takes no signal: whoever starts it stops it."""
+    import uvicorn
+
+    class Quiet(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        **settings,
+    )
+    return Quiet(config)
+
+
+def allow_files(wanted: int) -> int:
+    """Raise this process's own limit of open files as far as it may go (most begin with 1,024); what it is then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most

@@ -1,4 +1,4 @@
-"""The hook's token: the one in the environment, or one made for this run in a file that only its owner can read.
+"""The token of a door: the one in the environment, or one made for this run in a file that only its owner can read.
 
 The token itself is never printed or logged; where it is, is. A file that was made here goes with the run.
 """
@@ -16,21 +16,32 @@ from pathlib import Path
 
 from trimtab.model.errors import InputError
 
-VARIABLE = "TRIMTAB_HOOK_TOKEN"
+HOOK = "TRIMTAB_HOOK_TOKEN"
+DASHBOARD = "TRIMTAB_DASHBOARD_TOKEN"
+SHORTEST = 16
+
+
+def checked(token: str, of: str, hint: str = "") -> str:
+    """The token, if nobody can guess it and it can stand in a header; InputError otherwise."""
+    if len(token) < SHORTEST or not token.isascii() or any(map(str.isspace, token)):
+        raise InputError(f"{of} must have {SHORTEST} characters or more, without spaces", hint=hint or None)
+    return token
 
 
 @contextmanager
-def token(environment: Mapping[str, str], path: Path | None, port: int) -> Iterator[tuple[str, str]]:
-    """The token, and a sentence on where it is. `port` tells hooks of one user on one machine apart."""
-    given = environment.get(VARIABLE)
+def token(
+    environment: Mapping[str, str], variable: str, path: Path | None, name: str, called: str = "the token"
+) -> Iterator[tuple[str, str]]:
+    """The token, and a sentence on where it is. `name` tells the doors of one user on one machine apart."""
+    given = environment.get(variable)
     if given is not None:
-        yield given, f"the token is {VARIABLE}"
+        yield checked(given, variable, "without it one is made"), f"{called} is {variable}"
         return
-    target = path or own_folder() / f"hook-{port}.token"
+    target = path or own_folder() / f"{name}.token"
     made = secrets.token_urlsafe(32)
     write_private(target, made)
     try:
-        yield made, f"the token is in {target}"
+        yield made, f"{called} is in {target}"
     finally:
         with contextlib.suppress(OSError):
             target.unlink()
@@ -55,7 +66,7 @@ def write_private(target: Path, text: str) -> None:
     """A file that only its owner can read; whatever was there before is gone first."""
     try:
         with contextlib.suppress(FileNotFoundError):
-            target.unlink()  # of a hook that was killed; made anew, so that no other's descriptor or mode is kept
+            target.unlink()  # of a door that was killed; made anew, so that no other's descriptor or mode is kept
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         with os.fdopen(os.open(target, flags, 0o600), "w", encoding="ascii") as file:
             file.write(text + "\n")

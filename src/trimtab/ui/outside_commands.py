@@ -362,9 +362,9 @@ def hook(
         curl -X POST -H "Authorization: Bearer $(cat TOKEN_FILE)" -d '{"deadline_s": 120, "cause": "spot"}' \\
             http://127.0.0.1:8267/nodes/10.0.0.7/drain
     """
-    from trimtab.runtime.hook_token import token
     from trimtab.runtime.listening import listening
     from trimtab.runtime.ray.link import RayLink
+    from trimtab.runtime.tokens import HOOK, token
 
     served, doors_of = _import_hook()
     link = RayLink(address, start=False)
@@ -372,7 +372,7 @@ def hook(
         doors = doors_of(link.ray, name)
         with (
             listening(host, port) as door,
-            token(os.environ, token_file, door.getsockname()[1]) as (secret, told),
+            token(os.environ, HOOK, token_file, f"hook-{door.getsockname()[1]}") as (secret, told),
         ):
             server = served.Hook(doors.drain, doors.look, token=secret, listening=door, names=tuple(allow_host or ()))
             for line in (f"listening on {server.url}", told, doors.how(), "Ctrl-C ends it"):

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from trimtab.model.errors import InputError, UnreachableError
 from trimtab.runtime.cluster.processes import Process, this
-from trimtab.runtime.hook_token import own_folder, write_private
+from trimtab.runtime.tokens import own_folder, write_private
 
 TOKEN = "TRIMTAB_ROLLOUT_TOKEN"
 URL = "TRIMTAB_ROLLOUT_URL"

@@ -11,12 +11,9 @@ import asyncio
 import contextlib
 import logging
 import os
-import resource
-import secrets
 import socket
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import uvicorn
@@ -24,16 +21,15 @@ import uvicorn
 from trimtab.model.errors import InputError, UnreachableError
 from trimtab.runtime.dashboard.app import EVERY_S, DashboardApp
 from trimtab.runtime.dashboard.source import Source
-from trimtab.runtime.hook_token import own_folder, write_private
-from trimtab.runtime.listening import BACKLOG, listening
-from trimtab.runtime.rollout.gateway.settings import SHORTEST_TOKEN
+from trimtab.runtime.listening import allow_files, listening, quiet_server
+from trimtab.runtime.tokens import DASHBOARD
+from trimtab.runtime.tokens import token as token_of
 
 log = logging.getLogger("trimtab.dashboard")
 
 HOST = "127.0.0.1"
 PORT = 8270
 TRIED = 20  # ports one after another, before any that is free
-VARIABLE = "TRIMTAB_DASHBOARD_TOKEN"
 START_S = 20.0
 STOP_S = 5.0
 FILES = 6_000  # open ones: a thousand tabs, and more
@@ -62,7 +58,7 @@ class DashboardServer:
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._server: _Server | None = None
+        self._server: uvicorn.Server | None = None
         self._started = threading.Event()
         self._fault: BaseException | None = None
         self._ends = contextlib.ExitStack()
@@ -80,11 +76,19 @@ class DashboardServer:
         return f"dashboard: {self.url}{moved}"
 
     def __enter__(self) -> DashboardServer:
-        _allow_files()
+        allow_files(FILES)
         self._socket = _first_free(PORT if self._asked is None else self._asked)
         self.port = int(self._socket.getsockname()[1])
         try:
-            token, self.token_is = self._ends.enter_context(_token(self._environment, self._token_file, self.port))
+            token, self.token_is = self._ends.enter_context(
+                token_of(
+                    self._environment,
+                    DASHBOARD,
+                    self._token_file,
+                    f"dashboard-{self.port}",
+                    "the token to change something",
+                )
+            )
             self._thread = threading.Thread(target=self._run, args=(token,), name="trimtab-dashboard", daemon=True)
             self._thread.start()
             if not self._started.wait(START_S) or self._fault is not None:
@@ -130,19 +134,7 @@ class DashboardServer:
         assert self._socket is not None
         self._loop = asyncio.get_running_loop()
         self.app = DashboardApp(self._source, token, every_s=self._every_s)
-        config = uvicorn.Config(
-            self.app,
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=1,
-            backlog=BACKLOG,
-        )
-        self._server = _Server(config)
+        self._server = quiet_server(self.app, timeout_graceful_shutdown=1)
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         following = asyncio.create_task(self.app.follow())
         while not self._server.started and not serving.done():
@@ -159,13 +151,6 @@ class DashboardServer:
             await asyncio.wait({serving}, timeout=STOP_S)
 
 
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """None: signals are the caller's."""
-        yield
-
-
 def _first_free(port: int) -> socket.socket:
     """A socket on this port or, where it is in use, on one of the next; at last on any."""
     if not 0 <= port <= 65_535:
@@ -175,30 +160,3 @@ def _first_free(port: int) -> socket.socket:
         with contextlib.suppress(InputError):
             return listening(HOST, one)
     return listening(HOST, tried[-1])
-
-
-@contextmanager
-def _token(environment: Mapping[str, str], path: Path | None, port: int) -> Iterator[tuple[str, str]]:
-    given = environment.get(VARIABLE)
-    if given is not None:
-        if len(given) < SHORTEST_TOKEN:
-            raise InputError(f"{VARIABLE} must have {SHORTEST_TOKEN} characters or more")
-        yield given, f"the token to change something is {VARIABLE}"
-        return
-    target = path or own_folder() / f"dashboard-{port}.token"
-    made = secrets.token_urlsafe(32)
-    write_private(target, made)
-    try:
-        yield made, f"the token to change something is in {target}"
-    finally:
-        with contextlib.suppress(OSError):
-            target.unlink()
-
-
-def _allow_files() -> None:
-    """Raise this process's own limit of open files as far as it may go; most begin with 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < FILES:
-        most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

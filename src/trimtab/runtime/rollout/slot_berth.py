@@ -18,17 +18,41 @@ ENDED_HERE = "it was told to end"
 SPARE_S = 1.0  # of the notice: for the process to vanish before it is killed with its host
 
 
-class Berth:
-    """A slot's task, with an engine or without one."""
+class Leaving:
+    """How whoever holds a slot leaves it: when its launcher has let it go, or when its notice is over."""
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
-        self._process: EngineProcess | None = None
-        self._port = 0
         self._changing = threading.RLock()
         self._let_go = threading.Event()
 
-    # ---- on the main thread
+    def end(self) -> bool:
+        """The engine is gone afterwards; whether that is so. The slot is still held."""
+        raise NotImplementedError
+
+    def leave(self) -> bool:
+        """End the engine; whoever was told to leave need not stay longer."""
+        ended = self.end()
+        self._let_go.set()
+        return ended
+
+    def drain(self, seconds: float) -> None:
+        """The slot is wanted by others: requests may be finished for so long. On a thread of its own."""
+        self._let_go.wait(max(0.0, seconds - SPARE_S))
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Leave now: the process ends a moment later. On a thread of its own."""
+        self._let_go.set()
+
+
+class Berth(Leaving):
+    """A slot's task, with an engine or without one."""
+
+    def __init__(self, worker: str) -> None:
+        super().__init__(worker)
+        self._process: EngineProcess | None = None
+        self._port = 0
 
     def launch(self, command: EngineCommand, version: int, path: str | None) -> str:
         """Begin an engine, in the place of the one before; where it will listen."""
@@ -58,29 +82,16 @@ class Berth:
         return ENDED_HERE if process is None else process.how_it_ended()
 
     def end(self) -> bool:
-        """The engine is gone afterwards; whether that is so. The slot is still held."""
+        """The engine's process is gone afterwards; whether that is so."""
         with self._changing:
             ended = self._process is None or self._process.end()
             if ended:
                 self._process = None
             return ended
 
-    def leave(self) -> bool:
-        """End the engine; whoever was told to leave need not stay longer."""
-        ended = self.end()
-        self._let_go.set()
-        return ended
-
-    # ---- on threads of their own
-
-    def drain(self, seconds: float) -> None:
-        """The slot is wanted by others: requests may be finished for so long."""
-        self._let_go.wait(max(0.0, seconds - SPARE_S))
-        self.cancel()
-
     def cancel(self) -> None:
         """Leave now."""
-        self._let_go.set()
+        super().cancel()
         process = self._process
         if process is not None:
             process.kill()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from trimtab.runtime.engines.engine import Deadlines
 from trimtab.runtime.ray.client import Pool, Session
 from trimtab.runtime.ray.task import Task
 from trimtab.runtime.rollout.launcher import EngineCommand, Started, Told
-from trimtab.runtime.rollout.slot_berth import ENDED_HERE, SPARE_S
+from trimtab.runtime.rollout.slot_berth import ENDED_HERE, Leaving
 from trimtab.runtime.rollout.slot_place import Place as SlotPlace
 from trimtab.runtime.rollout.slots import SlotLauncher
 from trimtab.runtime.run.component import Place
@@ -41,16 +40,12 @@ class EngineActor:
     stop_s: float = 10.0
 
 
-class ActorBerth:
+class ActorBerth(Leaving):
     """A slot's task, with an engine object or without one. Calls come on the main thread, `drain` and `cancel` not."""
 
     def __init__(self, worker: str) -> None:
-        self._worker = worker
+        super().__init__(worker)
         self._desk: EngineDesk | None = None
-        self._changing = threading.RLock()
-        self._let_go = threading.Event()
-
-    # ---- on the main thread
 
     def launch(self, actor: EngineActor) -> int:
         """Make an engine, in the place of the one before; gives the process that it lives in."""
@@ -75,29 +70,12 @@ class ActorBerth:
         return ENDED_HERE if self._desk is None else ""
 
     def end(self) -> bool:
-        """The engine is gone afterwards. The slot is still held."""
+        """The engine is gone afterwards."""
         with self._changing:
             desk, self._desk = self._desk, None
             if desk is not None:
                 desk.close()
             return True
-
-    def leave(self) -> bool:
-        """End the engine; whoever was told to leave need not stay longer."""
-        ended = self.end()
-        self._let_go.set()
-        return ended
-
-    # ---- on threads of their own
-
-    def drain(self, seconds: float) -> None:
-        """The slot is wanted by others: requests may be finished for so long."""
-        self._let_go.wait(max(0.0, seconds - SPARE_S))
-        self.cancel()
-
-    def cancel(self) -> None:
-        """Leave now: the process ends a moment later, and the engine with it."""
-        self._let_go.set()
 
 
 def _devices() -> tuple[int, ...]:

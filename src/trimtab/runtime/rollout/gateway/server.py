@@ -8,17 +8,14 @@ pool belongs to the caller and is neither started nor stopped here.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import resource
 import socket
-from collections.abc import Iterator
 from types import TracebackType
 
 import uvicorn
 
 from trimtab.model.errors import InputError, UnreachableError
-from trimtab.runtime.listening import BACKLOG, listening
+from trimtab.runtime.listening import allow_files, listening, quiet_server
 from trimtab.runtime.rollout.gateway.app import GatewayApp
 from trimtab.runtime.rollout.gateway.settings import GatewaySettings
 from trimtab.runtime.rollout.pool import RolloutPool
@@ -39,7 +36,7 @@ class Gateway:
         self.settings = settings
         self.app = GatewayApp(pool, settings)
         self._socket: socket.socket | None = None
-        self._server: _Server | None = None
+        self._server: uvicorn.Server | None = None
         self._running: asyncio.Task[None] | None = None
 
     @property
@@ -64,21 +61,11 @@ class Gateway:
         if self._running is not None:
             raise InputError("the gateway runs already")
         self._socket = listening(self.settings.host, self.settings.port)
-        _allow_files(2 * self.settings.max_concurrent)  # a connection to the client and one to the engine for each
-        config = uvicorn.Config(
-            self.app,
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(CUT_S),
-            backlog=BACKLOG,
-        )
-        self._server = _Server(config)
+        # A connection to the client and one to the engine for each.
+        files = allow_files(2 * self.settings.max_concurrent + FILES_BESIDE)
+        if files < FILES_FEW:
+            log.warning("at most %d open files are allowed here: about %d requests at once", files, files // 2)
+        self._server = quiet_server(self.app, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=int(CUT_S))
         self._running = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="gateway")
         for _ in range(int(START_S / 0.005)):
             if self._server.started or self._running.done():
@@ -117,23 +104,3 @@ class Gateway:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.stop()
-
-
-def _allow_files(wanted: int) -> None:
-    """Raises this process's own limit of open files as far as it may go; most begin with 1,024."""
-    wanted += FILES_BESIDE
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most < FILES_FEW:
-        log.warning("at most %d open files are allowed here: about %d requests at once", most, most // 2)
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """None: signals are the caller's."""
-        yield

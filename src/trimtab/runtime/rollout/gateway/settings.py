@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, field, fields
 
 from trimtab.model.errors import InputError
+from trimtab.runtime.tokens import checked
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-SHORTEST_TOKEN = 16
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,7 @@ class GatewaySettings:
     write_s: float = 60.0  # for a client to take what it was sent; then it counts as gone
 
     def __post_init__(self) -> None:
-        if len(self.token) < SHORTEST_TOKEN or not self.token.isascii() or any(map(str.isspace, self.token)):
-            raise InputError(f"the gateway's token must have {SHORTEST_TOKEN} characters or more, without spaces")
+        checked(self.token, "the gateway's token")
         if not 0 <= self.port <= 65_535:
             raise InputError(f"port is {self.port}", hint="1 to 65535, or 0 for any that is free")
         for one in fields(self):
