@@ -11,7 +11,7 @@ import typer
 
 from trimtab.model.errors import InputError, TrimtabError, UnreachableError
 from trimtab.model.run import RunMode
-from trimtab.ui.output import Format, answer, out
+from trimtab.ui.output import Format, answer, err, out
 
 if TYPE_CHECKING:
     from trimtab.model.plan import Plan
@@ -64,7 +64,7 @@ def run(
 
         trimtab run --resume runs/grpo-1 --iterations 400
     """
-    from trimtab.ui.dashboard_commands import Beside
+    from trimtab.ui.dashboard_commands import beside
     from trimtab.ui.run_live import Display, answers_alone, signals_told
     from trimtab.ui.run_text import Story
 
@@ -81,8 +81,6 @@ def run(
     def heard(event: str, facts: dict[str, Any]) -> None:
         if event == "starting":
             where.update(facts)
-            if dashboard or port is not None:
-                beside.at(Path(facts["folder"]))
         display.heard(event, facts)
 
     def asked_now() -> None:
@@ -91,7 +89,18 @@ def run(
             display.say("asked whether the plan is still right")
             story.say_next()
 
-    with Display(asked.name, story, quiet=quiet) as display, Beside(asked.ask, display.say, port) as beside:
+    def said(line: str) -> None:
+        """Where the dashboard is; said also to those who want no progress."""
+        if quiet:
+            err.print(line, markup=False)
+        else:
+            display.say(line)
+
+    if not local:
+        from trimtab.runtime.run.embedded import hush
+
+        hush()
+    with Display(asked.name, story, quiet=quiet) as display:
         display.say(_asked_words(asked))
         with answers_alone(), signals_told(display.interrupted, asked_now):
             end = asked.run(
@@ -101,6 +110,7 @@ def run(
                 resume=resume is not None,
                 plan=given,
                 on_event=heard,
+                beside=beside(said, port) if dashboard or port is not None else None,
             )
     again = " --local" if local else f" --address {address}" if address else ""
     _say(_end_data(end, story, where["folder"], asked, again), form)

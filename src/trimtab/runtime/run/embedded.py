@@ -77,20 +77,13 @@ class EmbeddedRay:
                     f"no Ray could be started on this machine: {lines[0][:200]}",
                     hint="--local runs the job without Ray",
                 ) from fault
-        self._hush()
+        hush()
         self._look()
         return self
 
     def __exit__(self, *_: object) -> None:
         with deaf():
             self._end()
-
-    def _hush(self) -> None:
-        """Ray prints a paragraph for every process that ends by a signal; a run says by itself whom it has lost."""
-        from ray._private import worker
-
-        if hasattr(worker, "print_to_stdstream"):
-            worker.print_to_stdstream = lambda *_, **__: None
 
     def add(self, node: Node) -> None:
         """Another node joins."""
@@ -237,3 +230,11 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         log.setLevel(before)
+
+
+def hush() -> None:
+    """Ray prints a paragraph for every process that ends by a signal; a run says by itself whom it has lost."""
+    from ray._private import worker
+
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = lambda *_, **__: None
