@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from rollout_scenes import PROMPT, QUICK, Scene, expected, play
+from rollout_scenes import DEADLINES, PROMPT, QUICK, Scene, expected, play
 from trimtab.model.errors import InfeasibleError, InputError
 from trimtab.model.reason import Code
 from trimtab.model.rollout import Owner, Ownership, WorkerSpec
 from trimtab.rollout import ElasticConfig, RefitSession, SamplingParams, Span, Taker, WorkerState
 from trimtab.runtime.engines.detect import attach
+from trimtab.runtime.rollout.launcher import Started
+from trimtab.runtime.rollout.pool import RolloutPool
 
 S = WorkerState
 BOTH = pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -169,6 +171,47 @@ def test_with_refits_in_trimtabs_hands_newcomers_get_the_weights_by_themselves()
         scene.stubs.append(late)
         await scene.becomes(1, S.active)
         assert late.loaded == "/weights/1"
+
+    play(act, rules=replace(QUICK, ownership=Ownership(refit=Owner.trimtab)))
+
+
+class Starter:
+    """Starts a stub's engine with whatever weights it is asked for, as a command line would name them."""
+
+    def __init__(self, stub: Any, pool: RolloutPool) -> None:
+        self.stub, self.pool = stub, pool
+
+    async def start(self, worker: str, version: int, path: str | None) -> Started:
+        self.stub.loaded, self.stub.version = path or "", str(version)
+        engine, _ = await attach(worker, self.stub.url, self.pool._session, DEADLINES)
+        return Started(engine, version, self.stub.url)
+
+    async def stop(self, worker: str) -> None:
+        pass
+
+    async def restart(self, worker: str, version: int, path: str | None) -> Started:
+        return await self.start(worker, version, path)
+
+    async def close(self) -> None:
+        pass
+
+
+def test_nothing_is_loaded_under_a_worker_that_was_started_with_the_weights_and_serves() -> None:
+    async def act(scene: Scene) -> None:
+        late = scene.stubs.pop()
+        await scene.pool.remove(scene.names.pop())
+        async with scene.pool.refit(1) as refit:
+            await refit.load("/weights/1")
+        late.asked.clear()
+        scene.names.append(
+            scene.pool.add_startable(WorkerSpec("late", startable=True, limit=8), Starter(late, scene.pool))
+        )
+        scene.stubs.append(late)
+        await scene.becomes(1, S.active)
+        samples = await asyncio.gather(*(scene.one(5) for _ in range(12)))
+        assert {one.token_ids for one in samples} == {expected(5, "/weights/1")}
+        assert late.calls("/generate")
+        assert (late.loaded, late.calls("/update_weights_from_disk")) == ("/weights/1", [])
 
     play(act, rules=replace(QUICK, ownership=Ownership(refit=Owner.trimtab)))
 
