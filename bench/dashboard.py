@@ -8,6 +8,7 @@ without a GPU and with other work, the time between frames is the machine's.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import statistics
@@ -62,6 +63,7 @@ def _measured(count: int) -> None:
     if chromium is None:
         print("no chromium here; run tools/install-browser")
         return
+    before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         run = samples.large(Path(folder) / "large", nodes=GPUS // 8, bars=count)
         lines = (run / "events.jsonl").read_text().splitlines(keepends=True)
@@ -113,6 +115,7 @@ def _measured(count: int) -> None:
     print(f"{'heap of the page':>26} {heap / 2**20:>9.1f} MiB, {after / 2**20:.1f} MiB after {LIVE} events more")
     print(f"{'memory of this process':>26} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:>9.0f} MiB")
     print(f"{'the console says':>26} {'; '.join(said) or 'nothing'}")
+    print(f"{'load of the machine':>26} {before:>9.1f} before, {os.getloadavg()[0]:.1f} now")
 
 
 def _feed(events: Path, lines: list[str]) -> None:

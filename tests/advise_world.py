@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -147,6 +148,33 @@ def nemo_blocks(told: Told, mark: str = "") -> str:
     return "".join(f"{mark}{line}\n" for line in lines)
 
 
+OPENRLHF_TIMERS = {"rollout": "generation", "inference": "make_experience", "actor": "ppo_train"}
+
+
+def openrlhf_lines(told: Told, mark: str = "\x1b[36m(PPOTrainer pid=77)\x1b[0m ") -> str:
+    """A line for every step, as its logger prints a step's status."""
+    text = ""
+    for step, times, length in told.each():
+        status: dict[str, float] = {"policy_loss": -0.01, "reward": 0.5, "response_length": length, "kl": 0.002}
+        status |= {f"timing/{OPENRLHF_TIMERS[name]}": value for name, value in times.items()} | {
+            "timing/broadcast": 1.5
+        }
+        whole = sum(value for name, value in status.items() if name.startswith("timing/"))
+        status["timing/step_total"] = whole * (1 - told.overlap)
+        text += f"{mark}INFO 09-14 01:51:48 ppo_trainer.py:551] \u2728 Global step {step}: {status}\n"
+    return text
+
+
+def openrlhf_beside(told: Told) -> str:
+    """The same of an asynchronous run: a step lasts as long as whoever takes longer."""
+    lines = []
+    for line in openrlhf_lines(told).replace("\u2728 ", "").splitlines(keepends=True):
+        times = {name: float(value) for name, value in re.findall(r"'timing/(\w+)': ([\d.]+)", line)}
+        total = max(times["generation"], times["make_experience"] + times["ppo_train"] + times["broadcast"])
+        lines.append(re.sub(r"('timing/step_total': )[\d.]+", rf"\g<1>{total}", line))
+    return "".join(lines)
+
+
 def profile(folder: Path, points: Mapping[str, Mapping[int, float]]) -> Path:
     """A profile file with these points."""
     path = folder / "profile.yaml"
@@ -182,7 +210,7 @@ def event_file(steps: list[tuple[int, dict[str, float]]]) -> bytes:
     return text
 
 
-# ---- the three runs whose advice has to change ---------------------------------------------------------------------
+# ---- the runs whose advice has to change ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -275,4 +303,19 @@ cluster: {num_nodes: 1, gpus_per_node: 8}
     to=6.0,
     write=nemo_blocks,
 )
-CASES = (VERL, RLINF, NEMO)
+OPENRLHF = Case(
+    framework="openrlhf",
+    config="""\
+actor: {num_nodes: 1, num_gpus_per_node: 4}
+vllm: {num_engines: 4, tensor_parallel_size: 1}
+train: {async_enable: true, async_queue_size: 1}
+rollout: {batch_size: 128}
+""",
+    overrides=(),
+    seconds={"rollout": 60.0, "inference": 12.0, "actor": 45.0},
+    points=None,
+    drifts="rollout",
+    to=2.0,
+    write=openrlhf_beside,
+)
+CASES = (VERL, RLINF, NEMO, OPENRLHF)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,3 +95,12 @@ class Raising(Plain):
 class NoEngine:
     def ready(self) -> bool:
         return True
+
+
+class Slow(Plain):
+    """Takes its time for every token, so that it has something to do whenever one looks."""
+
+    def generate(self, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        for piece in super().generate(order):
+            time.sleep(0.03)
+            yield piece

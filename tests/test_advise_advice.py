@@ -7,7 +7,22 @@ from typing import Any
 
 import pytest
 
-from advise_world import CASES, NEMO, RLINF, VERL, Case, Told, grows, measured, nemo_blocks, verl_console, verl_jsonl
+from advise_world import (
+    CASES,
+    NEMO,
+    OPENRLHF,
+    RLINF,
+    VERL,
+    Case,
+    Told,
+    grows,
+    measured,
+    nemo_blocks,
+    verl_console,
+    verl_jsonl,
+)
+from test_dialect_nemo_rl import accept as nemo_rl_accepts
+from test_dialect_openrlhf import accept as openrlhf_accepts
 from trimtab.formats import logs
 from trimtab.formats.follow import RunLog
 from trimtab.formats.follow_costs import RunConfig
@@ -92,12 +107,13 @@ def test_the_overrides_put_the_advised_plan_in_place(case: Case, tmp_path: Path)
     advice = run.advising.adviser.advice
     assert advice is not None
     again = RunConfig(run.config.path, (*run.config.overrides, *advice.overrides))
-    placed = again.placement(case.seconds)
+    placed, _ = again.placement(case.seconds)
     sizes = {frozenset(group.components): len(group.gpus) for group in advice.plan.groups}
     found: dict[tuple[int, ...], set[str]] = {}
     for name, ranks in placed.ranks.items():
         found.setdefault(tuple(ranks), set()).add(name)
     assert {frozenset(names): len(ranks) for ranks, names in found.items()} == sizes
+    _accepted(case, dict(advice.settings.values), {name: len(ranks) for name, ranks in placed.ranks.items()})
     # With the run started anew so, the same costs give no further advice.
     points = case.points or {name: {1: 1.0} for name in case.seconds}
     if case.points:
@@ -107,6 +123,14 @@ def test_the_overrides_put_the_advised_plan_in_place(case: Case, tmp_path: Path)
         if case.framework == "verl":  # RLinf's separate placements overlap, so that their times are waits
             after.take(case.write(moved))
             assert after.whats() == []
+
+
+def _accepted(case: Case, values: dict[str, Any], gpus: dict[str, int]) -> None:
+    """The framework's own rules, as tests of its dialect have them; of RLinf and verl their own code is asked."""
+    if case is NEMO:
+        assert nemo_rl_accepts(values, reward_model=True)["policy"] == gpus["policy"]
+    elif case is OPENRLHF:
+        assert openrlhf_accepts(values, 1, is_async=True) == {"actor": gpus["actor"], "rollout": gpus["rollout"]}
 
 
 def _at(points: Any, gpus: int) -> float:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import http.server
 import os
+import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from ray.cluster_utils import Cluster
 
 from trimtab.model.errors import UnreachableError
-from trimtab.runtime.advise.cluster import ClusterWatch, busy_in, gpus_here
+from trimtab.runtime.advise.cluster import ClusterWatch, _look, busy_in
+from trimtab.runtime.advise.gpus import gpus_here
 from trimtab.runtime.ray.survey import find
 
 WAIT_S = 120.0
@@ -59,3 +64,59 @@ def test_how_busy_gpus_are_is_read_from_a_nodes_figures() -> None:
 
 def test_gpus_of_this_machine_are_shares_where_there_are_any() -> None:
     assert all(0 <= one <= 1 for one in gpus_here())
+
+
+class _Figures(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'ray_node_gpus_utilization{GpuIndex="0"} 97.0\nray_node_gpus_utilization{GpuIndex="1"} 3.0\n')
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_nodes_are_asked_for_their_figures_and_one_that_does_not_answer_is_shown_without() -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Figures)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+
+    class View:
+        def nodes(self) -> list[Any]:
+            both = (("gpu", 2.0),)
+            return [SimpleNamespace(node_id=one, name=one, total=both, free=both, draining=False) for one in "ab"]
+
+        def exports(self) -> dict[str, str]:
+            return {"a": f"http://127.0.0.1:{server.server_port}/metrics", "b": "http://127.0.0.1:9/metrics"}
+
+    found = _look(cast(Any, View()))
+    server.shutdown()
+    server.server_close()
+    thread.join(5)
+    assert [(one["name"], one["busy"]) for one in found] == [("a", [(0, 0.97), (1, 0.03)]), ("b", [])]
+
+
+class _Driver:
+    """NVIDIA's library as far as it is asked, for two GPUs."""
+
+    def __init__(self, fails: int = -1) -> None:
+        self._fails = fails
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:  # noqa: N802
+        count._obj.value = 2
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, device: Any) -> int:  # noqa: N802
+        device._obj.value = index + 1
+        return 0
+
+    def nvmlDeviceGetUtilizationRates(self, device: Any, rates: Any) -> int:  # noqa: N802
+        rates._obj[0], rates._obj[1] = 40 * device.value, 7
+        return 3 if device.value - 1 == self._fails else 0
+
+
+def test_the_driver_is_asked_for_each_gpu_and_one_that_cannot_tell_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trimtab.runtime.advise.gpus.driver", _Driver)
+    assert gpus_here() == (0.4, 0.8)
+    monkeypatch.setattr("trimtab.runtime.advise.gpus.driver", lambda: _Driver(fails=1))
+    assert gpus_here() == ()

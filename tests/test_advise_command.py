@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ import pytest
 
 from advise_world import CASES, NEMO, RLINF, VERL, Case, Told, profile, verl_data, verl_jsonl
 from cluster_here import Terminal
+from engine_servers import again as start_again
+from engine_servers import servers, wait_up
 from trimtab.ui.cli import run
 
 PATIENCE_S = 120.0
@@ -58,8 +60,8 @@ def test_a_finished_log_is_answered_as_data_and_as_a_page(
     assert data["advice"]["gain_low"] < data["advice"]["gain"] < data["advice"]["gain_high"]
     assert data["history"][0]["what"] == "advised"
     html = page.read_text(encoding="utf-8")
-    for override in data["advice"]["overrides"]:
-        assert override.split("=")[0] in html
+    for word in data["advice"]["command_line"]:
+        assert word.strip("'").split("=")[0] in html
     assert "Where each step goes" in html
     assert "The plan that is advised" in html
     assert not re.findall(r"(?:src|href)=", html)
@@ -100,6 +102,7 @@ def test_a_log_in_a_mode_whose_timings_are_waits_is_shown_and_not_planned(
     ("more", "said"),
     [
         (["--once", "--restart-hook", "true"], "--once for one that is over"),
+        (["--once", "--dashboard"], "`trimtab dashboard DIR` shows it"),
         (["--engine", "engine:8000"], "no address of an engine"),
         (["--every", "0"], "--every takes at least"),
         (["--least-gain", "lots"], "share such as 5%"),
@@ -276,8 +279,28 @@ def test_it_ends_by_itself_when_its_time_is_over_and_the_page_is_there(tmp_path:
     lives.append(live)
     said = live.end(None)
     assert "1 s are over" in said
+    (kept,) = (tmp_path / "runs").iterdir()
+    assert f"what is seen is kept in runs/{kept.name}" in said
     assert "No advice (COSTS_STEADY)" in said
     assert "No advice" in (tmp_path / "page.html").read_text()
+
+
+def test_a_second_command_on_the_same_log_looks_and_remembers_nothing(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trimtab.runtime.advise.record import Record, default_folder
+
+    monkeypatch.chdir(tmp_path)
+    first = Record(default_folder([small]), [small], VERL.path(tmp_path), VERL.overrides)
+    briefly = words(VERL, tmp_path, small, "--at-most", "0")
+    assert run(briefly) == 0
+    told = capsys.readouterr()
+    assert "nothing is remembered of this run: another run writes this folder" in told.err.replace("\n", " ")
+    assert "No advice (COSTS_STEADY)" in told.out
+    assert run([*briefly, "--restart-hook", "true"]) == 2  # it might be run twice
+    first.close()
+    assert run(briefly) == 0
+    assert list((tmp_path / "runs").iterdir()) == [tmp_path / default_folder([small])]
 
 
 def test_on_a_terminal_one_picture_is_redrawn(tmp_path: Path) -> None:
@@ -346,6 +369,36 @@ def test_an_engine_that_stops_answering_is_told_and_asked_again(
     again.shutdown()
     again.server_close()
     thread.join(5)
+
+
+def test_a_real_engine_is_read_frozen_killed_and_back(tmp_path: Path) -> None:
+    from trimtab.runtime.advise.engines import Engines
+
+    with servers(1, tmp_path) as [server]:
+        engines = Engines([server.url])
+        until(lambda: engines.look(0.0)[0].fault is None)
+        (seen,) = engines.look(0.0)
+        assert (seen.running, seen.waiting) == (0.0, 0.0)
+        server.freeze()
+        (frozen,) = engines.look(5.0)
+        assert frozen.fault is not None
+        assert frozen.silent_s == 5.0
+        server.thaw()
+        until(lambda: engines.look(6.0)[0].fault is None)
+        server.kill()
+        (gone,) = engines.look(16.0)
+        assert gone.fault is not None
+        assert gone.silent_s == 10.0
+        again = wait_up(start_again(server))
+        until(lambda: engines.look(20.0)[0].fault is None)
+        again.stop()
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_what_answers_and_is_no_engine_is_said_to_be_none(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from advise_world import (
+    CASES,
     NEMO,
-    RLINF,
     VERL,
     Told,
     event_file,
     nemo_blocks,
+    openrlhf_lines,
     rlinf_bar,
     verl_console,
     verl_data,
@@ -33,6 +34,7 @@ SAMPLES = [
     ROOT / "examples/logs/verl.jsonl",
     ROOT / "examples/logs/rlinf.log",
     ROOT / "examples/logs/nemo_rl.log",
+    ROOT / "examples/logs/openrlhf.log",
     DATA / "verl_console.log",
     DATA / "rlinf_metrics.log",
     DATA / "nemo_async.log",
@@ -50,6 +52,13 @@ def steps_of(log: RunLog, *pieces: bytes | str) -> list[Step]:
     for piece in pieces:
         found += log.take("run.log", piece if isinstance(piece, bytes) else piece.encode())
     return found + log.end()
+
+
+def short(framework: str) -> bytes:
+    """Six steps in a framework's own form."""
+    writes = {"verl": verl_console, "nemo_rl": nemo_blocks, "rlinf": rlinf_bar, "openrlhf": openrlhf_lines}
+    case = next(case for case in CASES if case.framework == framework)
+    return writes[framework](Told(case.seconds, steps=6)).encode()
 
 
 def numbers(steps: Iterable[Step]) -> list[int]:
@@ -71,10 +80,9 @@ def test_bytes_in_any_pieces_give_what_the_whole_file_gives(path: Path, size: in
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 4000), max_size=12), st.sampled_from(["verl", "nemo_rl", "rlinf"]))
+@given(st.lists(st.integers(1, 4000), max_size=12), st.sampled_from(["verl", "nemo_rl", "rlinf", "openrlhf"]))
 def test_no_cut_makes_another_step(cuts: list[int], framework: str) -> None:
-    text = {"verl": verl_console(SHORT), "nemo_rl": nemo_blocks(Told(NEMO.seconds, steps=6)),
-            "rlinf": rlinf_bar(Told(RLINF.seconds, steps=6))}[framework].encode()  # fmt: skip
+    text = short(framework)
     log, given_out, at = log_of(framework), [], 0
     for cut in [*cuts, len(text)]:
         given_out += log.take("run.log", text[at : at + cut])
@@ -165,12 +173,11 @@ def test_a_line_without_end_does_not_fill_the_memory() -> None:
 @settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.one_of(st.binary(max_size=200), st.integers(0, 2000)), max_size=20),
-    st.sampled_from(["verl", "nemo_rl", "rlinf"]),
+    st.sampled_from(["verl", "nemo_rl", "rlinf", "openrlhf"]),
     st.booleans(),
 )
 def test_garbage_is_never_an_error(pieces: list[bytes | int], framework: str, events: bool) -> None:
-    good = {"verl": verl_console(SHORT), "nemo_rl": nemo_blocks(Told(NEMO.seconds, steps=6)),
-            "rlinf": rlinf_bar(Told(RLINF.seconds, steps=6))}[framework].encode()  # fmt: skip
+    good = short(framework)
     good = event_file(verl_data(SHORT)) if events else good
     log = log_of(framework)
     for piece in pieces:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from playwright.sync_api import Browser, Page, expect
 import run_report_samples as samples
 from dashboard_pages import TOKEN, Growing, serving
 from pages import CONTRASTS, OUTSIDE, SCHEMES, WIDTHS
+from trimtab.runtime.run import asks
 from trimtab.ui.notebook import report
 
 NAMELESS = """() => [...document.querySelectorAll("button, input, a, [role], section, dialog, table")].filter((one) => {
@@ -154,19 +156,57 @@ def test_a_server_that_is_restarted_finds_its_page_again(opened: Any, run: Growi
 
 
 def test_a_change_is_asked_for_with_the_token_and_refused_without(opened: Any, run: Growing) -> None:
-    heard: list[str] = []
-    with serving(run.folder, replan=heard.append) as server:
+    def heard() -> int:
+        return len(asks.taken(run.folder, asks.RUN))
+
+    with serving(run.folder) as server:
         page = opened(server.url)
         page.get_by_role("button", name="Is the plan still right?").click()
         page.get_by_role("textbox", name="Token").fill("not the token of this one")
         page.get_by_role("button", name="Ask", exact=True).click()
         expect(page.locator("#notes")).to_contain_text("a token is needed")
-        assert heard == []
+        assert heard() == 0
         page.get_by_role("button", name="Is the plan still right?").click()
         page.get_by_role("textbox", name="Token").fill(TOKEN)
-        page.get_by_role("button", name="Ask", exact=True).click()
+        page.keyboard.press("Enter")
         expect(page.locator("#notes")).to_contain_text("asked: the next decision")
-        assert heard == ["asked on the dashboard"]
+        assert heard() == 1
+        # The token is known now, and it is asked all the same whether it is meant.
+        page.get_by_role("button", name="Is the plan still right?").click()
+        expect(page.get_by_role("textbox", name="Token")).to_be_hidden()
+        page.get_by_role("button", name="Leave it").click()
+        page.locator("#p-workers").get_by_role("button", name="rollout w0").click()
+        page.get_by_role("button", name="Drain this worker").click()
+        dialog = page.get_by_role("dialog", name="Drain this worker")
+        expect(dialog).to_contain_text("Worker rollout w0 gets nothing new")
+        dialog.get_by_role("button", name="Ask", exact=True).click()
+        expect(page.locator("#notes")).to_contain_text("asked: worker rollout w0 serves nothing new")
+        assert heard() == 0
+        asked = asks.taken(run.folder, asks.of_workers("rollout"))
+        assert [(one["ask"], one["worker"]) for one in asked] == [("drain", "w0")]
+        assert [found for found in page.evaluate(CONTRASTS) if found[0] < 4.5] == []
+
+
+def test_a_story_that_is_read_goes_on_while_it_is(opened: Any, run: Growing) -> None:
+    with serving(run.folder) as server:
+        page = opened(server.url)
+        page.locator("#p-workers").get_by_role("button", name="rollout w1").click()
+        story = page.get_by_role("dialog", name="worker rollout w1")
+        expect(story).to_contain_text("planned")
+        expect(story).not_to_contain_text("its slot is taken")
+        run.preempt()
+        expect(story).to_contain_text("its slot is taken")
+        expect(story.get_by_role("button", name="Have this worker serve again")).to_be_visible()
+
+
+def test_what_workers_have_to_do_is_shown_as_it_changes(opened: Any, run: Growing) -> None:
+    with serving(run.folder) as server:
+        page = opened(server.url)
+        requests = page.locator("#p-workers tbody tr").first.locator("td.number")
+        expect(requests).to_have_text("–")
+        for running in (3, 5):
+            (run.folder / "rollout.load.json").write_text(json.dumps({"w0": [running, 8], "w1": [0, 8]}))
+            expect(requests).to_have_text(f"{running} of 8")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -183,7 +223,7 @@ def test_all_can_be_read_and_has_a_name_in_dark_and_light_and_at_any_width(
         assert page.evaluate(TWICE) == []
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 900})
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            until(page, f"document.documentElement.scrollWidth <= {width}", True)  # the timeline follows a frame later
         assert page.evaluate(OUTSIDE) == []
         page.locator("#p-tasks").get_by_role("button", name="rollout-w1").click()
         assert [found for found in page.evaluate(CONTRASTS) if found[0] < 4.5] == []
@@ -202,7 +242,7 @@ def test_the_longest_names_and_none_at_all_fit(opened: Any, tmp_path: Path) -> N
         page = opened(server.url)
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 900})
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            until(page, f"document.documentElement.scrollWidth <= {width}", True)  # the timeline follows a frame later
         assert page.evaluate(OUTSIDE) == []
         page.locator("#p-tasks").get_by_role("button").first.click()
         expect(page.locator("dialog[open]")).to_contain_text(name)
@@ -224,6 +264,40 @@ def test_who_reads_by_keyboard_keeps_their_place_when_something_changes(opened: 
         run.iteration(7)
         expect(page.locator('[data-panel="tiles"]')).to_contain_text("7")
         assert page.evaluate("[trimtabTimeline.first.from, trimtabTimeline.first.to]") == before
+
+
+def test_more_tabs_than_a_browser_has_connections_share_one_stream_and_the_next_one_takes_it_over(
+    browser: Browser, run: Growing
+) -> None:
+    context = browser.new_context()
+    with serving(run.folder) as server:
+        assert server.app is not None
+        clients = server.app.feed.clients
+        pages = [context.new_page() for _ in range(8)]  # Chromium has six connections to one server
+        for page in pages:
+            page.goto(server.url)
+            expect(page.locator("#link")).to_have_text("live")
+            expect(page.locator("#p-workers tbody tr")).to_have_count(2)
+        assert len(clients) == 1
+        run.preempt()
+        for page in pages:
+            expect(page.locator("#p-tasks")).to_contain_text("rollout-w1")
+        pages.pop(0).close()
+        run.join_and_move()
+        for page in pages:
+            until(page, NODES, ["alpha", "beta", "gamma"])
+            expect(page.locator("#p-moves")).to_contain_text("arrived")
+        assert len(clients) == 1
+        port = server.port
+    for page in pages:
+        expect(page.locator("#link")).to_contain_text("not connected")
+    run.iteration(9)
+    with serving(run.folder, port):
+        for page in pages:
+            expect(page.locator("#link")).to_have_text("live")
+            expect(page.locator('[data-panel="tiles"]')).to_contain_text("9")
+            until(page, "trimtabTimeline.first.marks.filter((mark) => mark[2] === 'evicted').length", 1)
+    context.close()
 
 
 def test_a_tab_that_nobody_looks_at_holds_no_connection(opened: Any, run: Growing) -> None:

@@ -17,7 +17,8 @@ from dashboard_pages import TOKEN, Growing, serving
 from trimtab.model.errors import InputError, UnreachableError
 from trimtab.runtime.dashboard import feed
 from trimtab.runtime.dashboard.server import DashboardServer
-from trimtab.ui.dashboard_commands import Beside
+from trimtab.runtime.run import asks
+from trimtab.ui.dashboard_commands import beside
 from trimtab.ui.dashboard_source import DashboardSource
 
 
@@ -104,15 +105,19 @@ def test_a_host_or_an_origin_of_another_machine_is_refused(server: DashboardServ
 
 
 def test_whatever_changes_something_needs_the_token(run: Growing) -> None:
-    heard: list[str] = []
-    with serving(run.folder, replan=heard.append) as server:
-        assert json.loads(asked(server, "/state")[2])["changes"] == ["replan"]
+    def heard() -> list[dict[str, Any]]:
+        return asks.taken(run.folder, asks.RUN)
+
+    with serving(run.folder) as server:
+        assert json.loads(asked(server, "/state")[2])["changes"] == ["replan", "drain-worker", "resume-worker"]
         assert asked(server, "/change/replan", "POST")[0] == 401
         assert asked(server, "/change/replan", "POST", Authorization="Bearer a-token-of-somebody-else")[0] == 401
+        for alien in ({"Host": "elsewhere.example"}, {"Origin": "http://elsewhere.example"}):
+            assert asked(server, "/change/replan", "POST", Authorization=f"Bearer {TOKEN}", **alien)[0] in (403, 421)
         assert asked(server, "/change/replan", "GET", Authorization=f"Bearer {TOKEN}")[0] in (404, 405)
-        assert heard == []
+        assert heard() == []
         status, _, said = asked(server, "/change/replan", "POST", b"{}", Authorization=f"Bearer {TOKEN}")
-        assert (status, heard) == (200, ["asked on the dashboard"])
+        assert (status, heard()) == (200, [{"ask": "replan", "why": "asked on the dashboard"}])
         assert "asked" in json.loads(said)["said"]
         assert asked(server, "/change/replan", "POST", b"[1]", Authorization=f"Bearer {TOKEN}")[0] == 400
         assert asked(server, "/change/drain-node", "POST", b"{}", Authorization=f"Bearer {TOKEN}")[0] == 400
@@ -164,6 +169,17 @@ def test_changes_come_as_they_happen_and_whoever_comes_back_gets_what_it_missed(
     other = Stream(server, "0000-3")
     assert other.next()[0] == "whole"
     other.close()
+
+
+def test_how_a_run_ended_is_told_before_the_server_ends_with_it(run: Growing) -> None:
+    with DashboardServer(DashboardSource(run.folder), 0, every_s=30.0, environment={}) as server:
+        stream = Stream(server)
+        assert stream.next()[0] == "whole"
+        run.tell("ended", state="done", code="COMPLETED", reason="all are done", iteration=5)
+    what, _, data = stream.next()
+    assert what == "change"
+    assert "all are done" in data["panels"]["standing"]
+    stream.close()
 
 
 def test_after_a_restart_a_client_is_told_everything_anew(run: Growing) -> None:
@@ -263,6 +279,20 @@ def test_a_thousand_who_look_at_once_are_all_told(run: Growing, server: Dashboar
     assert asked(server, "/")[0] == 200
 
 
+def test_more_who_look_than_there_is_room_for_are_asked_to_come_later(
+    server: DashboardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trimtab.runtime.dashboard.app.MOST_STREAMS", 2)
+    streams = [Stream(server) for _ in range(2)]
+    for stream in streams:
+        assert stream.next()[0] == "whole"
+    status, heads, _ = asked(server, "/events")
+    assert (status, heads["retry-after"]) == (503, "10")
+    assert asked(server, "/state")[0] == 200
+    for stream in streams:
+        stream.close()
+
+
 def test_stories_are_answered_and_unknown_ones_are_not_there(run: Growing, server: DashboardServer) -> None:
     run.preempt()
     stream = Stream(server)
@@ -309,12 +339,10 @@ def test_while_nobody_looks_nothing_is_read_and_whoever_comes_sees_the_newest(ru
 
 def test_a_run_whose_dashboard_cannot_start_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
-    with Beside(lambda why: None, said.append, port=99_999) as beside:
-        beside.at(tmp_path / "new")
+    with beside(said.append, port=99_999)(tmp_path / "new", None):
+        pass
     assert said == []
     assert "no dashboard" in capsys.readouterr().err
-    with Beside(lambda why: None, said.append, port=0) as beside:
-        beside.at(tmp_path / "new")
-        beside.at(tmp_path / "new")
+    with beside(said.append, port=0)(tmp_path / "new", None):
         assert len(said) == 1
         assert said[0].startswith("dashboard: http://127.0.0.1:")

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 
 import pytest
 
 from trimtab.model.codec import decode, encode
-from trimtab.model.pool import Place, Strategy
+from trimtab.model.pool import Place, PoolSpec, Strategy
+from trimtab.model.reason import Reason
 from trimtab.model.resources import Resources
 from trimtab.pool import events as e
+from trimtab.pool import room
+from trimtab.pool.books import Books
+from trimtab.pool.gains import Log
+from trimtab.pool.ledger import Ledger
 from trimtab.pool.machine import PoolMachine
+from trimtab.pool.records import Pool, Task
+from trimtab.pool.room import Spot
 from trimtab.replay.baselines import Ordered
 from trimtab.replay.churn import Churn, NodeEvent
 from trimtab.replay.clairvoyant import Clairvoyant
@@ -215,6 +223,114 @@ def test_a_scheduler_that_does_what_must_never_be_done_is_found_out(lie: str, sa
         asked = tasks((0, 10, 1, 5), (100, 10, 1, 5))
     with pytest.raises(UntrueError, match=said):
         PoolReplay(Liar(lie), asked, Reality(nodes(1), 8, AT_ONCE)).run()
+
+
+def _gives_back_twice(patch: pytest.MonkeyPatch) -> None:
+    release = Ledger.release
+
+    def twice(self: Ledger, on: object, bundles: object) -> None:
+        release(self, on, bundles)  # type: ignore[arg-type]
+        release(self, on, bundles)  # type: ignore[arg-type]
+
+    patch.setattr(Ledger, "release", twice)
+
+
+def _hears_of_nothing_that_falls_free(patch: pytest.MonkeyPatch) -> None:
+    for what in ("row", "leaver", "pool"):
+        patch.setattr(Log, what, lambda self, where: None)
+
+
+def _thinks_that_gains_help_nobody(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(room, "could_help", lambda *asked: False)
+
+
+def _says_starts_twice(patch: pytest.MonkeyPatch) -> None:
+    handle = PoolMachine.handle
+
+    def again(self: PoolMachine, event: e.Event, now: float) -> list[e.Instruction]:
+        out = handle(self, event, now)
+        return [*out, *(dataclasses.replace(one, attempt=one.attempt + 1) for one in out if isinstance(one, e.Start))]
+
+    patch.setattr(PoolMachine, "handle", again)
+
+
+def _miscounts_a_quota(patch: pytest.MonkeyPatch) -> None:
+    use = Ledger.use
+
+    def less(self: Ledger, pool: str, bundles: tuple[Resources, ...], sign: int) -> None:
+        use(self, pool, bundles[: 1 if sign > 0 else None], sign)  # of a gang, only its first member
+
+    patch.setattr(Ledger, "use", less)
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (_gives_back_twice, "groups hold|what groups hold is not"),
+        (_hears_of_nothing_that_falls_free, "nothing happens any more|waits, and there is room for it"),
+        (_thinks_that_gains_help_nobody, "nothing happens any more|waits, and there is room for it"),
+        (_says_starts_twice, "runs already"),
+        (_miscounts_a_quota, "is not what the books say"),
+    ],
+)
+@pytest.mark.parametrize("check_every", [7, 10**9])
+def test_a_pool_machine_that_is_broken_on_purpose_is_caught_on_the_way_or_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, broken: Callable[[pytest.MonkeyPatch], None], said: str, check_every: int
+) -> None:
+    asked = works(BUSY.rows(3), seed=3, node_gpus=8)
+    reality = Reality(nodes(3), 8, CLOCKWORK, seed=3)
+    run("trimtab", asked, reality, check_every=check_every)  # as it is, nothing is found
+    broken(monkeypatch)
+    with pytest.raises(AssertionError, match=said):
+        run("trimtab", asked, reality, check_every=check_every)
+
+
+# ---- who is looked at, and who is patient ---------------------------------------------------------------------------
+
+
+def test_an_end_looks_only_at_those_whom_it_could_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = [(float(at), 500.0 + at, 1, 5.0) for at in range(8)]
+    large = [(20.0 + at, 50.0, 8, 1.0 + at / 100) for at in range(30)]  # each a kind of its own, and none may evict
+    looked: list[str] = []
+    spot = room.spot
+
+    def counted(books: Books, task: Task) -> Spot | Reason:
+        looked.append(task.id)
+        return spot(books, task)
+
+    monkeypatch.setattr(room, "spot", counted)
+    asked = tasks(*small, *large)
+    outcome = run("trimtab", asked, Reality(nodes(1), 8, AT_ONCE), check_every=10**9)
+    assert all(life.done_s is not None for life in outcome.lives)
+    # One look when it comes and one when it starts; a few more beside, where 30 kinds wait through 38 ends.
+    assert len(looked) <= 6 * len(asked)
+
+
+def test_room_is_kept_for_one_who_waits_only_after_many_times_as_long_as_tasks_run() -> None:
+    pool = Pool(PoolSpec("p", Resources.of(gpu=8), patience_s=60.0, patience_runs=10.0))
+    assert pool.patience_s == 60.0
+    pool.ran(2.0)
+    assert pool.patience_s == 60.0
+    for _ in range(500):
+        pool.ran(100.0)
+    assert pool.patience_s == pytest.approx(1_000.0, rel=0.01)
+    assert Pool(dataclasses.replace(pool.spec, patience_runs=0.0), run_count=9, run_mean_s=100.0).patience_s == 60.0
+
+
+def test_with_patience_a_gang_starts_sooner_and_others_wait_for_it() -> None:
+    asked = tasks(
+        *((60.0 * at, 400.0, 1, 5.0) for at in range(60)),  # always some that would fit
+        (500.0, 100.0, 8, 5.0),
+    )
+    started = {}
+    for runs in (0.0, 1_000.0):
+        machine, first = scheduler(PoolPolicy("t", "trimtab", pool={"patience_runs": runs}), 8, 8)
+        outcome = PoolReplay(machine, asked, Reality(nodes(1), 8, AT_ONCE), first=first).run()
+        (gang,) = [life for life in outcome.lives if life.work.gpus == 8]
+        started[runs] = gang.first_start_s
+    assert started[0.0] is not None
+    assert started[1_000.0] is not None
+    assert started[0.0] < started[1_000.0]
 
 
 def test_books_that_do_not_add_up_are_found() -> None:

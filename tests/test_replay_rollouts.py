@@ -12,6 +12,7 @@ import pytest
 
 from trimtab.fleet import rollout_events as e
 from trimtab.fleet.load import Costs, LoadSample, PolicyState
+from trimtab.fleet.predictive import cost_aware
 from trimtab.fleet.rollout import RolloutMachine
 from trimtab.fleet.scaling import begin, consult
 from trimtab.model.elastic_config import ElasticConfig
@@ -19,8 +20,8 @@ from trimtab.model.errors import InputError
 from trimtab.replay import rollout_scenario
 from trimtab.replay.engine_model import Engine, EngineSpeed, least_engine_s
 from trimtab.replay.rollout_driver import Fleet, RolloutOutcome, RolloutReplay
-from trimtab.replay.rollout_policies import as_documented, cost_aware, predictive, ray_serve
-from trimtab.replay.rollout_running import run_rollout
+from trimtab.replay.rollout_policies import as_documented, ray_serve
+from trimtab.replay.rollout_running import clairvoyant_engine_s, run_rollout
 from trimtab.replay.rollout_work import PROFILES, Profile
 from trimtab.replay.traces import RequestRow
 from trimtab.replay.truths import UntrueError
@@ -87,7 +88,7 @@ def test_the_machine_in_replay_says_the_same_to_the_same_events_as_a_fresh_one()
     fresh.check()
 
 
-@pytest.mark.parametrize("policy", ["threshold", as_documented, ray_serve, predictive, cost_aware])
+@pytest.mark.parametrize("policy", ["threshold", as_documented, ray_serve, "predictive", cost_aware])
 def test_every_request_is_answered_once_and_whole_under_every_policy(policy: Any) -> None:
     outcome = closed(elastic(policy))
     assert outcome.answered == 5 * 12 * 8
@@ -103,6 +104,17 @@ def test_requests_of_a_trace_come_when_it_says_and_wait_where_engines_are_full()
     assert max(wide.waits_s) == 0.0
     assert max(narrow.waits_s) > 1.0
     assert RolloutReplay(static(4), FLEET).open(rows, rate=10.0).total_s < wide.total_s
+
+
+def test_of_a_trace_only_the_part_that_counts_is_counted_and_all_of_it_is_run() -> None:
+    rows = [RequestRow(0.5 * at, 64, 200) for at in range(60)]
+    whole = RolloutReplay(static(1), replace(FLEET, limit=1)).open(rows)
+    late = RolloutReplay(static(1), replace(FLEET, limit=1)).open(rows, counted_from_s=20.0)
+    assert (whole.answered, late.answered) == (60, 60)
+    assert late.total_s == pytest.approx(whole.total_s - 20.0)
+    assert late.busy_s == pytest.approx(whole.busy_s - 20.0, abs=1.0)
+    assert 0 < len(late.waits_s) < 60
+    assert min(late.waits_s) > min(whole.waits_s)
 
 
 def test_an_answer_that_is_short_or_comes_twice_is_found_out() -> None:
@@ -132,21 +144,6 @@ def looks(policy: Any, *loads: tuple[float, int, int]) -> list[int]:
     return wanted
 
 
-def test_predictive_changes_nothing_before_it_has_seen_a_step_then_sleeps_in_training_and_is_back_in_time() -> None:
-    first = [(0, 90, 4), (10, 2, 4), (20, 0, 4), (60, 90, 4)]
-    assert looks(predictive, *first) == [4, 4, 4, 4]
-    # The pause took 40 s. In the next tail whoever is idle may go; in training all but the least; back 12 s ahead.
-    rest = [(70, 3, 4), (80, 0, 3), (85, 0, 1), (107, 0, 1), (109, 0, 1)]
-    assert looks(predictive, *first, *rest)[4:] == [3, 1, 1, 1, 4]
-
-
-def test_cost_aware_gives_nothing_up_for_less_time_than_that_takes() -> None:
-    steps = [(0, 90, 4), (10, 4, 4), (12, 0, 4), (15, 90, 4), (25, 4, 4), (27, 0, 4)]
-    assert looks(cost_aware, *steps)[-2:] == [4, 4]  # free for 5 s
-    slow = [(0, 90, 4), (10, 4, 4), (12, 0, 4), (112, 90, 4), (122, 4, 4)]
-    assert looks(cost_aware, *slow)[-1] == 1
-
-
 def test_ray_serve_waits_half_a_minute_up_and_ten_minutes_down() -> None:
     up = [(float(at), 90, 1) for at in range(0, 40, 5)]
     assert looks(ray_serve, *up) == [1, 1, 1, 1, 1, 1, 4, 1]
@@ -155,16 +152,32 @@ def test_ray_serve_waits_half_a_minute_up_and_ten_minutes_down() -> None:
 
 
 def test_predictive_is_as_fast_as_all_engines_and_takes_far_fewer_engine_seconds() -> None:
-    every, less = closed(static(4), 6), closed(elastic(predictive), 6)
+    every, less = closed(static(4), 6), closed(elastic("predictive"), 6)
     assert sum(less.steps_s) <= 1.02 * sum(every.steps_s)
     assert 4 * less.total_s - less.asleep_s < 0.75 * 4 * every.total_s
+
+
+@pytest.mark.parametrize(
+    "fleet",
+    [
+        replace(FLEET, training_s=8.0),
+        replace(FLEET, wake_s=30.0, sleep_s=8.0),
+        replace(FLEET, training_s=60.0, training_p99_s=76.0),
+    ],
+)
+def test_predictive_slows_no_step_where_pauses_are_short_or_vary_or_waking_is_slow(fleet: Fleet) -> None:
+    batches = SHORT.lengths(5, 12, 8, 1)
+    every = RolloutReplay(static(4), fleet).closed(SHORT, batches)
+    less = RolloutReplay(elastic("predictive"), fleet).closed(SHORT, batches)
+    assert less.steps_s == pytest.approx(every.steps_s, rel=0.01)
+    assert 4 * less.total_s - less.asleep_s <= 4 * every.total_s
 
 
 def test_nobody_takes_fewer_engine_seconds_than_the_bound() -> None:
     batches = SHORT.lengths(3, 12, 8, 1)
     answers = [(SHORT.prompt_tokens, tokens) for batch in batches for tokens in batch.values()]
     bound = least_engine_s(FLEET.speed, FLEET.limit, answers, 3 * 12 * SHORT.prompt_tokens)
-    for config in (static(1), static(4), elastic(predictive), elastic()):
+    for config in (static(1), static(4), elastic("predictive"), elastic()):
         assert closed(config, 3).busy_s >= bound
 
 
@@ -224,9 +237,70 @@ def test_a_trace_of_requests_is_a_load_as_well(tmp_path: Path) -> None:
     assert any("20 requests of requests.csv, 2 times as fast" in one for one in scenario.assumptions())
 
 
+def test_the_clairvoyant_of_a_trace_has_the_fewest_engines_with_which_nobody_waits(tmp_path: Path) -> None:
+    rows = "".join(f"{at / 10},100,500\n" for at in range(200)) + "".join(f"{40 + at},100,50\n" for at in range(40))
+    (tmp_path / "requests.csv").write_text("arrival_s,input_tokens,output_tokens\n" + rows, encoding="utf-8")
+    text = SMALL.replace("{profile: short, steps: 2, prompts: 4, samples: 4}", "{trace: requests.csv}")
+    scenario = rollout_scenario.read(written(tmp_path, text))
+    runs = [(one.elastic.max_workers, run_rollout(scenario, one, 1)) for one in scenario.policies[:2]]
+    bound = clairvoyant_engine_s(runs, 16)
+    assert bound is not None
+    assert int(runs[1][1].step_s) <= bound < runs[1][1].engine_s  # one engine at least, two where they must be
+    assert clairvoyant_engine_s(runs[:1], 16) is None  # with one engine alone somebody waits
+    later = replace(scenario, part=(0.5, 1.0))
+    assert run_rollout(later, later.policies[1], 1).engine_s < 0.6 * runs[1][1].engine_s
+
+
+SWEEP = ["--policy", "threshold", "--sweep"]
+
+
+def test_a_sweep_of_rollouts_recommends_with_evidence_from_runs_that_did_not_choose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, page = written(tmp_path, SMALL.replace("seeds: [1]", "seeds: [1, 2, 3]")), tmp_path / "page.html"
+    asked = ["simulate", str(path), *SWEEP, "scale_up_threshold=0.5..0.95"]
+    assert command([*asked, "--format", "json", "--html", str(page)]) == 0
+    said = capsys.readouterr()
+    assert "scale_up_threshold 0.5 is left out" in said.err
+    advice = json.loads(said.out)["recommendation"]
+    assert advice["choose"].startswith("threshold")
+    assert "3 seeds that did not choose it" in advice["sentence"]
+    assert "What the sweep recommends" in page.read_text(encoding="utf-8")
+
+
+def test_a_sweep_over_a_trace_is_chosen_by_its_first_half_and_judged_by_its_second(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = "".join(f"{at / 2},100,120\n" for at in range(400))
+    (tmp_path / "requests.csv").write_text("arrival_s,input_tokens,output_tokens\n" + rows, encoding="utf-8")
+    text = SMALL.replace("{profile: short, steps: 2, prompts: 4, samples: 4}", "{trace: requests.csv}")
+    assert command(["simulate", str(written(tmp_path, text)), *SWEEP, "scale_down_cooldown=5,300"]) == 0
+    assert "4 windows that did not choose it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("sweep", "said"),
+    [
+        ("scale_up_treshold=0.5..0.9", "did you mean scale_up_threshold"),
+        ("max_workers=1,2", "max_workers cannot be swept"),
+        ("policy=1", "cannot be swept"),
+        ("min_workers=1.5", "no whole number"),
+        ("scale_up_threshold=0.1", "not below scale_up_threshold"),
+        ("scale_up_threshold", "no values"),
+    ],
+)
+def test_a_sweep_that_makes_no_sense_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sweep: str, said: str
+) -> None:
+    assert command(["simulate", str(written(tmp_path, SMALL)), *SWEEP, sweep]) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
+        ("steps: 2", "part: [0.5, 0.2]", "the lower one first"),
+        ("training_s: 20", "training_s: 20, training_p99_s: 10", "p99 is 10, and the median 20"),
         ("profile: short", "profile: shorts", "did you mean short"),
         ("profile: short, ", "", "from a profile or from a trace"),
         ("profile: short", "profile: {name: a, median: 3}", "missing"),

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.model.errors import InputError
 from trimtab.replay import scenario
 from trimtab.ui.cli import run
-from trimtab.ui.simulate_commands import swept
+from trimtab.ui.simulate_pool import swept
 
 TINY = """
 name: tiny & small
@@ -78,19 +77,33 @@ def test_the_report_is_one_page_that_loads_nothing(tiny: Path, tmp_path: Path) -
     assert drawn == 2 * (4 + 1 + 2)  # classes and all, the cluster, two curves; wide and narrow
 
 
-def test_a_sweep_tries_a_setting_of_the_machine(tiny: Path) -> None:
+def test_a_sweep_tries_a_setting_of_the_machine_and_recommends_a_value_by_seeds_that_did_not_choose_it(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "sweep.html"
+    asked = ["simulate", str(tiny), "--policy", "trimtab", "--sweep", "patience_runs=0,40", "--html", str(page)]
+    assert run([*asked, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["policies"]) == ["trimtab", "trimtab, patience_runs 0", "trimtab, patience_runs 40"]
+    advice = found["recommendation"]
+    assert advice["choose"] in found["policies"]
+    assert "2 seeds that did not choose it" in advice["sentence"]
+    assert "What the sweep recommends" in page.read_text(encoding="utf-8")
+    assert run([*asked, "--seed", "1"]) == 0
+    assert "keep trimtab" in capsys.readouterr().out  # one seed is too few to choose by
+
+
+def test_settings_that_cannot_be_swept_are_named(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = scenario.read(tiny)
-    names = [one.name for one in swept(asked, "patience_s=60,600").policies]
-    assert names == ["trimtab, patience_s 60", "trimtab, patience_s 600", "fifo", "las", "clairvoyant"]
-    assert len(swept(asked, "same_pool_gap=1..5").policies) == 5 + 3
-    assert swept(asked, "return_preempts=1").policies[0].pool == {"return_preempts": True}
+    assert len(swept(asked, "same_pool_gap", [1.0, 3.0, 5.0], "here").policies) == 1 + 3 + 3
+    assert swept(asked, "return_preempts", [1.0], "here").policies[1].pool == {"return_preempts": True}
     for said, why in (
         ("patience=1", "did you mean patience_s"),
         ("patience_s", "no values"),
-        ("patience_s=a", "no val"),
+        ("patience_s=a", "are no values"),
     ):
-        with pytest.raises(InputError, match=why):
-            swept(asked, said)
+        assert run(["simulate", str(tiny), "--sweep", said]) == 2
+        assert why in capsys.readouterr().err
 
 
 def test_a_job_that_no_cluster_could_hold_is_refused_before_anything_runs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,14 @@ def test_a_trace_is_found_beside_the_scenario(tmp_path: Path) -> None:
     assert "3 jobs of jobs.csv, 2 times as fast" in found.tasks.text()
 
 
+def test_jobs_at_the_beginning_of_a_trace_can_be_left_out(tmp_path: Path) -> None:
+    path = written(tmp_path, PHILLY, "jobs.csv")
+    found = read(tmp_path, "cluster: {nodes: 1}\ntasks: {trace: jobs.csv, skip: 1, limit: 1}\n")
+    (kept,) = found.tasks.rows(1)
+    assert kept == replace(traces.jobs(path)[1], submit_s=0.0)
+    assert "1 jobs of jobs.csv behind the first 1" in found.tasks.text()
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -165,11 +174,14 @@ def test_a_trace_is_found_beside_the_scenario(tmp_path: Path) -> None:
         (SMALLEST.replace("duration_s: 60", "duration_s: {p99: 1}"), "a median is missing"),
         (SMALLEST.replace("count: 3,", "count: 3, classes: 1,"), "classes is not known"),
         ("cluster: {nodes: 2}\ntasks: {trace: nowhere.csv}\n", "there is no file"),
+        ("cluster: {nodes: 2}\ntasks: {trace: jobs.csv, skip: 3}\n", "skip 3 leaves no job"),
+        ("cluster: {nodes: 2}\ntasks: {trace: jobs.csv, skip: -1}\n", "greater than or equal to 0"),
         ("- 1\n", "a mapping of keys"),
         ("a: [\n", "not valid YAML"),
     ],
 )
 def test_a_scenario_that_is_wrong_is_refused_with_its_place(tmp_path: Path, text: str, said: str) -> None:
+    written(tmp_path, PHILLY, "jobs.csv")
     with pytest.raises(InputError) as raised:
         read(tmp_path, text).tasks.rows(1)
     assert said in str(raised.value)

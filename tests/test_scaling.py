@@ -566,7 +566,7 @@ def test_a_registered_policy_is_found_by_its_name() -> None:
 def test_a_name_that_nobody_has_is_an_error_with_the_nearest() -> None:
     with pytest.raises(InputError, match="did you mean threshold"):
         scaling.begin(replace(DEFAULTS, policy="treshold"))
-    with pytest.raises(InputError, match="policies: static, threshold"):
+    with pytest.raises(InputError, match="policies: predictive, static, threshold"):
         scaling.begin(replace(DEFAULTS, policy="xyz"))
 
 

@@ -21,7 +21,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimtab.model.errors import InfeasibleError, InputError
 from trimtab.model.plan import CurrentPlacement, Plan
@@ -34,10 +34,15 @@ from trimtab.runtime.run.job import RunJob
 from trimtab.runtime.run.job_file import check_same, load_run, plain_data, read_run_job
 from trimtab.runtime.run.local import LocalRun, RunEnd
 
+if TYPE_CHECKING:
+    from trimtab.runtime.ray.client import Session
+
 RUNS = Path("runs")
 """Where folders of runs go that are not named."""
 
 OnEvent = Callable[[str, dict[str, Any]], None]
+Beside = Callable[[Path, "Session | None"], contextlib.AbstractContextManager[object]]
+"""What goes on beside a run: begun when its folder and its session on Ray are there, ended before they go."""
 
 
 class Job:
@@ -145,13 +150,15 @@ class Job:
         resume: bool = False,
         plan: Plan | None = None,
         on_event: OnEvent | None = None,
+        beside: Beside | None = None,
     ) -> RunEnd:
         """Run it to its end, and say how it ended; raises TrimtabError only for what is wrong before it has begun.
 
         With `local` all of it runs in this process, without Ray; else on the Ray that this process is connected to,
         the one at `address` or RAY_ADDRESS, or one of its own that ends with the run. `folder` is `runs/NAME-N`
         where none is named; with `resume` the run in it goes on. `on_event` hears of everything that goes into
-        `events.jsonl`, and before that of `starting`, with the folder and a sentence on where it runs.
+        `events.jsonl`, and before that of `starting`, with the folder and a sentence on where it runs. `beside` is a
+        context from then to the end, as `trimtab run --dashboard` has one.
         """
         tell = on_event or (lambda event, facts: None)
         self.check(away=not local and bool(address))
@@ -165,7 +172,7 @@ class Job:
         else:
             path = new_folder(RUNS, self.name)
         try:
-            with self._made(local, address, path, resume, plan, tell) as self._runner:
+            with self._made(local, address, path, resume, plan, tell, beside) as self._runner:
                 return self._runner.run()
         finally:
             self._runner = None
@@ -206,18 +213,28 @@ class Job:
 
     @contextlib.contextmanager
     def _made(
-        self, local: bool, address: str | None, path: Path, resume: bool, plan: Plan | None, tell: OnEvent
+        self,
+        local: bool,
+        address: str | None,
+        path: Path,
+        resume: bool,
+        plan: Plan | None,
+        tell: OnEvent,
+        beside: Beside | None,
     ) -> Iterator[LocalRun]:
+        also = beside or (lambda folder, session: contextlib.nullcontext())
         if local:
             tell("starting", {"folder": str(path), "on": "this process, without Ray"})
-            yield LocalRun(self.run_job, path, plan=plan, resume=resume, on_event=tell)
+            with also(path, None):
+                yield LocalRun(self.run_job, path, plan=plan, resume=resume, on_event=tell)
             return
         from trimtab.runtime.run.cluster import ClusterRun
         from trimtab.runtime.run.embedded import session_for
 
         with session_for(self.run_job.job.cluster, address) as (session, how):
             tell("starting", {"folder": str(path), "on": how})
-            yield ClusterRun(self.run_job, path.resolve(), session, plan=plan, resume=resume, on_event=tell)
+            with also(path, session):
+                yield ClusterRun(self.run_job, path.resolve(), session, plan=plan, resume=resume, on_event=tell)
 
 
 def _name_of(path: Path) -> str:

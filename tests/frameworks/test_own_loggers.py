@@ -1,17 +1,22 @@
-"""Advice on what the loggers of verl and RLinf write, in environments of their own."""
+"""Advice on what the loggers of verl, RLinf and OpenRLHF write, accepted by their own code, each in its environment."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+from test_own_placement_code import VERL as VERL_FLAGS
+from test_own_placement_code import ask
 
-from advise_world import VERL, Told, grows, measured, verl_data
+from advise_world import OPENRLHF, RLINF, VERL, Told, grows, measured, openrlhf_beside, verl_data
 from trimtab.formats import logs
 from trimtab.formats.follow import RunLog, Step
 from trimtab.formats.follow_costs import RunConfig
+from trimtab.formats.hydra_config import compose
+from trimtab.formats.write_back import shell_words
 from trimtab.model.run import RunRules
 from trimtab.runtime.advise.advising import Advising
 
@@ -19,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.frameworks
 
 
-def ran(environment: str, script: str, told: list[dict[str, float]], folder: Path, *words: Path) -> bytes:
+def ran(environment: str, script: str, told: list[Any], folder: Path, *words: Path) -> bytes:
     """What a framework's own code prints when it is told this."""
     python = ROOT / environment / "bin" / "python"
     assert python.exists(), f"there is no {environment}: run tools/make-framework-envs"
@@ -74,8 +79,12 @@ def test_what_verls_own_logger_writes_is_advised_upon(logger: str, drifting: dic
     assert news[0].sentence.startswith("reward takes ")
     assert advising.adviser is not None
     assert advising.adviser.advice is not None
-    again = RunConfig(config.path, (*config.overrides, *advising.adviser.advice.overrides)).placement(VERL.seconds)
+    again, _ = RunConfig(config.path, (*config.overrides, *advising.adviser.advice.overrides)).placement(VERL.seconds)
     assert {name: len(ranks) for name, ranks in again.ranks.items()}["reward"] == 8
+    # The run started anew with the advice gets the pools that were planned, by verl's own code.
+    line = [*VERL_FLAGS, *config.overrides[1:3], *advising.adviser.advice.overrides]
+    (answer,) = ask(".venv-verl", "verl_pools.py", [line])
+    assert answer.get("pools") == {"global_pool": [8, 8], "reward_pool": [8]}, answer
 
 
 def test_noise_alone_in_verls_own_log_is_no_reason_for_advice(tmp_path: Path) -> None:
@@ -118,5 +127,46 @@ def test_what_rlinfs_own_table_shows_is_advised_upon(drifts: bool, tmp_path: Pat
     assert 25 < news[0].step <= 25 + 12 + rules.window
     assert news[0].sentence.startswith("rollout takes ")
     assert news[0].advice is not None
-    again = RunConfig(path, news[0].advice.overrides).placement(seconds)
+    again, _ = RunConfig(path, news[0].advice.overrides).placement(seconds)
     assert {name: len(ranks) for name, ranks in again.ranks.items()} == dict.fromkeys(seconds, 8)
+    config = compose(path, news[0].advice.overrides).config
+    case = {"config": config, "nodes": 1, "gpus_per_node": 8, "embodied": True}
+    (answer,) = ask(".venv-rlinf", "rlinf_places.py", [case])
+    assert answer.get("ranks") == {name: list(range(8)) for name in seconds}, answer
+
+
+def test_what_rlinfs_own_code_makes_of_advice_for_a_reasoning_run(tmp_path: Path) -> None:
+    assert RLINF.points is not None
+    config = RunConfig(RLINF.path(tmp_path), RLINF.overrides)
+    rules = RunRules(assumed_move_s=120.0)
+    advising = Advising(logs.FRAMEWORKS["rlinf"], config, measured(RLINF.points), rules, 2)
+    for step in steps_of(RLINF.write(RLINF.told()).encode(), "rlinf"):
+        advising.take(step)
+    assert advising.adviser is not None
+    advice = advising.adviser.advice
+    assert advice is not None
+    made = {**compose(config.path, advice.overrides).config, "profile_data": {}}
+    (answer,) = ask(
+        ".venv-rlinf", "rlinf_places.py", [{"config": made, "nodes": 2, "gpus_per_node": 8, "embodied": False}]
+    )
+    planned = {name: list(group.gpus) for group in advice.plan.groups for name in group.components}
+    assert answer.get("ranks") == {**planned, "reward": planned["rollout"]}, answer
+
+
+def test_what_openrlhfs_own_logger_prints_is_advised_upon_in_flags_that_it_takes(tmp_path: Path) -> None:
+    told = openrlhf_beside(OPENRLHF.told())
+    statuses = [json.loads(line.partition(": ")[2].replace("'", '"')) for line in told.splitlines()]
+    printed = ran(".venv-openrlhf", "openrlhf_logs.py", statuses, tmp_path).decode()
+    known, _, text = printed.partition("\n")
+    steps = steps_of(text.encode(), "openrlhf")
+    assert [step.number for step in steps] == list(range(1, 61))
+    config = RunConfig(OPENRLHF.path(tmp_path))
+    rules = RunRules(assumed_move_s=120.0)
+    advising = Advising(logs.FRAMEWORKS["openrlhf"], config, None, rules, 2)
+    news = [one for step in steps for one in advising.take(step)]
+    assert news[0].what == "advised"
+    assert OPENRLHF.after < news[0].step <= OPENRLHF.after + OPENRLHF.over + rules.window
+    assert news[0].sentence.startswith("rollout takes ")
+    assert news[0].advice is not None
+    flags = {word.partition("=")[0] for word in shell_words(news[0].advice.settings)}
+    assert flags <= set(json.loads(known))

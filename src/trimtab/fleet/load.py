@@ -51,6 +51,8 @@ class LoadSample:
     takers: tuple[Taker, ...] = ()
     costs: Costs = Costs()
     fresh: bool = True  # False: some of this could not be asked, or is old
+    idle: int = 0  # ACTIVE workers with no request at all
+    service_s: float | None = None  # what a request takes on a worker, lately; None until one was answered
 
     def __post_init__(self) -> None:
         if self.capacity < 1:
@@ -131,7 +133,7 @@ class Memory:
     last_down: float | None = None
     expected: Expected | None = None  # of the last decision, unless it has been checked
     outcome: str = ""  # what became of the last step: told by the next one
-    kept: Any = None  # for policies of users: plain data
+    kept: Any = None  # what other policies, and those of users, remember: plain data
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,13 @@ class Scaler:
         """The load and the workers as they are."""
         books, rest = self.books, self.books.rest
         active, coming, ready, back = 0, 0, 0, 0
-        running, draining, drains = 0, 0, 0
+        running, draining, drains, idle = 0, 0, 0, 0
         for worker in books.workers.values():
             if worker.state is S.active:
+                load = self._load(worker)
                 active += 1
-                running += self._load(worker)
+                running += load
+                idle += load == 0
             elif worker.state is S.draining:
                 drains += 1
                 draining += self._load(worker)
@@ -72,6 +74,8 @@ class Scaler:
             fresh=all(
                 one.load_until is not None or not one.load_asked for one in books.of(S.active, S.draining, S.suspect)
             ),
+            idle=idle,
+            service_s=rest.service_s.value,
         )
 
     def _load(self, worker: Worker) -> int:

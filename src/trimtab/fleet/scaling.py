@@ -23,6 +23,7 @@ from trimtab.fleet.load import (
     Taker,
     workers_text,
 )
+from trimtab.fleet.predictive import predictive
 from trimtab.fleet.threshold import threshold
 from trimtab.model.codec import decode, encode
 from trimtab.model.elastic_config import ElasticConfig
@@ -30,7 +31,7 @@ from trimtab.model.errors import InputError, nearest
 from trimtab.model.reason import Code, Reason
 
 __all__ = ["Costs", "Decision", "LoadSample", "Memory", "Policy", "PolicyState", "Taker", "begin", "consult", "dump",
-           "load", "policies", "policy_of", "register", "static", "threshold"]  # fmt: skip
+           "load", "policies", "policy_of", "predictive", "register", "static", "threshold"]  # fmt: skip
 
 policies: dict[str, Policy] = {}  # by the name that `ElasticConfig.policy` gives
 
@@ -122,3 +123,4 @@ def static(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decisio
 
 
 register("threshold")(threshold)
+register("predictive")(predictive)

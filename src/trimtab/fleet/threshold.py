@@ -115,11 +115,11 @@ def _down(config: ElasticConfig, memory: Memory, sample: LoadSample) -> tuple[in
             Code.not_yet, f"{below}; the last step was too short a time ago, the next down in {left_s:.3g} s"
         )
     if config.scale_down_requires_demand:
-        return _for_takers(sample, needed, below)
+        return for_takers(sample, needed, below)
     return needed, Reason(Code.load_low, f"{below}: {serving} to {workers_text(needed)}")
 
 
-def _for_takers(sample: LoadSample, needed: int, below: str) -> tuple[int, Reason]:
+def for_takers(sample: LoadSample, needed: int, below: str) -> tuple[int, Reason]:
     """Give up no more than somebody can use for longer than it takes to give up and have back."""
     sleep_s, wake_s = sample.costs.sleep_s, sample.costs.wake_s
     measured = sleep_s is not None and wake_s is not None

@@ -19,12 +19,14 @@ from trimtab.model.workflow import Job
 class Settings:
     """A plan in a file's own keys: dotted key to value, in the order they are shown. A value of `None` removes a key.
 
-    `block` is the same as YAML text to read and to paste; `advice` are sentences on what keys alone cannot say.
+    `block` is the same as YAML text to read and to paste; `advice` are sentences on what keys alone cannot say; `words`
+    are what goes on the command line of a framework that takes no Hydra overrides.
     """
 
     values: Mapping[str, Any]
     block: str
     advice: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,14 @@ from trimtab.formats.logs_gpus import RunFacts
 from trimtab.model.errors import InputError
 from trimtab.model.plan import CurrentPlacement
 from trimtab.model.profile import ComponentProfile, Profile
+from trimtab.model.workflow import Cluster
 
 WEIGHT_SYNC = "weight_sync"
 REQUIRED: Mapping[str, tuple[str, ...]] = {
     "verl": ("rollout", "update_actor"),
     "rlinf": ("rollout", "actor"),
     "nemo_rl": ("generation", "policy"),
+    "openrlhf": ("rollout", "actor"),
 }
 """Without these no run trains; a run that warms up its critic logs them later."""
 
@@ -43,29 +45,29 @@ class RunConfig:
         """The job with these costs."""
         return load(self.path, self.overrides, profile)
 
-    def placement(self, components: Iterable[str]) -> CurrentPlacement:
-        """Where these components are now, or an InputError where the file does not say."""
+    def placement(self, components: Iterable[str]) -> tuple[CurrentPlacement, Cluster]:
+        """Where these components are now, and on what; an InputError where the file does not say."""
         # Where things are does not depend on what they cost, but a framework's file is read with costs only.
         some = tuple(ComponentProfile(name, ((1, 1.0),)) for name in components if name != WEIGHT_SYNC)
-        current = self.load(Profile("", some)).current
-        if current is None:
+        loaded = self.load(Profile("", some))
+        if loaded.current is None:
             raise InputError(
                 "the configuration does not say where the components are now",
                 where=str(self.path),
                 hint="give the configuration that the run was started with, and its overrides",
             )
-        return current
+        return loaded.current, loaded.job.cluster
 
     def framework(self) -> str | None:
         """Whose configuration it is, where it is a framework's."""
-        from trimtab.formats import job, nemo_rl, rlinf, verl
+        from trimtab.formats import job, nemo_rl, openrlhf, rlinf, verl
         from trimtab.formats.hydra_config import compose
 
         composed = compose(self.path, self.overrides)
         if job.matches(composed.config):
             return None
-        known = ((rlinf.NAME, rlinf.matches), (verl.NAME, verl.matches), (nemo_rl.NAME, nemo_rl.matches))
-        return next((name for name, matches in known if matches(composed.reader)), None)
+        known = (rlinf, verl, nemo_rl, openrlhf)
+        return next((dialect.NAME for dialect in known if dialect.matches(composed.reader)), None)
 
     def asynchronous(self) -> str | None:
         """The mode, where it is one in which generation runs beside training."""
@@ -76,6 +78,8 @@ class RunConfig:
             return "fully_async"
         if reader.has("actor_rollout_ref") and reader.has("rollout.nnodes"):
             return "one_step_off"
+        if reader.has("vllm.num_engines"):
+            return None  # OpenRLHF's timers are of each component's own work, also side by side
         if reader.get("grpo.async_grpo.enabled", False) is True:
             return "asynchronous GRPO"
         mode = reader.get("trainer.v1.trainer_mode", "sync")

@@ -27,11 +27,12 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
     if job.matches(data) and "${" not in text:
         return job.read(overridden(data, overrides), path, profile)
     # Frameworks' files need OmegaConf and Hydra, whose import costs more than planning does.
-    from trimtab.formats import nemo_rl, rlinf, verl
+    from trimtab.formats import nemo_rl, openrlhf, rlinf, verl
     from trimtab.formats.hydra_config import compose
 
     composed = compose(path, overrides)
-    for matches, read in ((rlinf.matches, rlinf.read), (verl.matches, verl.read), (nemo_rl.matches, nemo_rl.read)):
+    known = ((rlinf.matches, rlinf.read), (verl.matches, verl.read), (nemo_rl.matches, nemo_rl.read))
+    for matches, read in (*known, (openrlhf.matches, openrlhf.read)):
         if matches(composed.reader):
             return read(composed, profile)
     if job.matches(composed.config):
@@ -39,7 +40,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
     raise InputError(
         "this is no job file that trimtab knows",
         where=str(path),
-        hint="known are trimtab's own form (cluster, workflow) and the configs of RLinf, verl and NeMo RL",
+        hint="known are trimtab's own form (cluster, workflow) and the configs of RLinf, verl, NeMo RL and OpenRLHF",
     )
 
 

@@ -62,9 +62,10 @@ class Framework:
     A line without any of the `needles` says nothing to the parser, whatever else is in it.
     `parts` maps a component to alternatives, each a set of timers that are added up; the first alternative with any
     timer present counts. `waiting` looks at all names a run logged and tells which components' times are waits, and
-    why. `amounts` gives (response tokens of the step, mean answer length), either of which may be unknown. `last` is
-    the component whose timer may start before its input is there; `beside` are timers of no component that are part
-    of a step.
+    why. `amounts` gives (response tokens of the step, mean answer length), either of which may be unknown. `reward` is
+    the name under which the mean reward of a step is logged. `own_times` says that timers hold no waiting for others,
+    even where components run side by side. `last` is the component whose timer may start before its input is there;
+    `beside` are timers of no component that are part of a step.
     """
 
     name: str
@@ -80,6 +81,8 @@ class Framework:
     idle: tuple[str, ...]
     waiting: Callable[[frozenset[str]], dict[str, str]]
     amounts: Callable[[Mapping[str, float]], tuple[float | None, float | None]]
+    reward: str = ""
+    own_times: bool = False
     last: str = ""
     beside: tuple[str, ...] = ()
 

@@ -17,13 +17,14 @@ from trimtab.formats import logs_gpus, measured, rollout_lengths, tensorboard_ev
 from trimtab.formats.log_records import Framework, Record, read_lines
 from trimtab.formats.logs_gpus import RunFacts
 from trimtab.formats.logs_nemo_rl import NEMO_RL
+from trimtab.formats.logs_openrlhf import OPENRLHF
 from trimtab.formats.logs_rlinf import RLINF
 from trimtab.formats.logs_verl import VERL
 from trimtab.formats.measured import Sample
 from trimtab.model.errors import InputError, nearest
 from trimtab.model.profile import ComponentProfile, Profile
 
-FRAMEWORKS: Mapping[str, Framework] = {framework.name: framework for framework in (VERL, RLINF, NEMO_RL)}
+FRAMEWORKS: Mapping[str, Framework] = {framework.name: framework for framework in (VERL, RLINF, NEMO_RL, OPENRLHF)}
 
 OVERLAP = 1.15
 """Components that together take so much longer than their step cannot have run one after another."""
@@ -261,7 +262,7 @@ def waits_of(
     waits = framework.waiting(frozenset(name for record in steps for name in record.values))
     if facts.asynchronous:
         waits.setdefault(_first(samples), f"in {facts.asynchronous} mode it runs beside the training")
-    overlap = _overlap(framework, steps, samples, waits)
+    overlap = None if framework.own_times else _overlap(framework, steps, samples, waits)
     if overlap is None:
         return waits, False
     if facts.shared and framework.last in samples and derive_last(framework, steps, samples, waits):

@@ -95,7 +95,7 @@ def check_names(facts: RunFacts, components: Iterable[str]) -> None:
 def from_config(path: Path, framework: str) -> RunFacts:
     """What a run's configuration says in literal numbers."""
     config = yaml_text.read_mapping(path)
-    readers = {"verl": _verl, "rlinf": _rlinf, "nemo_rl": _nemo_rl}
+    readers = {"verl": _verl, "rlinf": _rlinf, "nemo_rl": _nemo_rl, "openrlhf": _openrlhf}
     return readers[framework](config, str(path))
 
 
@@ -111,6 +111,14 @@ def _verl(config: Mapping[str, Any], name: str) -> RunFacts:
         )
     mode = _get(config, "trainer.v1.trainer_mode")
     return RunFacts(total, by_name, asynchronous=mode if mode in ("colocate_async", "separate_async") else None)
+
+
+def _openrlhf(config: Mapping[str, Any], name: str) -> RunFacts:
+    training = _count(config, "actor.num_nodes", name) * _count(config, "actor.num_gpus_per_node", name)
+    engine_gpus = _get(config, "vllm.tensor_parallel_size")
+    rollout = _count(config, "vllm.num_engines", name) * (engine_gpus if _is_count(engine_gpus) else 1)
+    answers = _product(config, "rollout.batch_size", "rollout.n_samples_per_prompt")
+    return RunFacts(by_name={"rollout": rollout, "trainer": training}, answers_per_step=answers)
 
 
 def _nemo_rl(config: Mapping[str, Any], name: str) -> RunFacts:

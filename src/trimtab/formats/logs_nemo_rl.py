@@ -17,6 +17,7 @@ _TIMING = re.compile(r"^\W*Timing:\s*$")
 _BULLET = re.compile(r"^\s*• ([^:]{1,120}): ([0-9.eE+-]+)s(?: \(([0-9.]+)%\))?\s*$")
 _TOTAL = "Total step time"
 _LENGTH = re.compile(r"^\s*• Mean Generation Length: ([0-9.eE+-]+)\s*$")
+_REWARD = re.compile(r"^\s*• Avg Reward: ([0-9.eE+-]+)\s*$")
 _TOTAL_BULLET = re.compile(r"^\s*• Total step time: [0-9.]+s")
 
 
@@ -26,7 +27,7 @@ class _Parser:
     def __init__(self) -> None:
         self._step: int | None = None
         self._seen = 0
-        self._length: float | None = None
+        self._results: dict[str, float] = {}
         self._block: Record | None = None
 
     def take(self, line: Line) -> Iterator[Record]:
@@ -40,15 +41,19 @@ class _Parser:
         if found := _STEP.search(text):
             self._step = int(found[1])
         elif found := _LENGTH.match(text):
-            self._length = number(found[1])
+            self._result("train/mean_gen_tokens_per_sample", found[1])
+        elif found := _REWARD.match(text):
+            self._result("train/reward", found[1])
         elif _TIMING.match(text):
             # Runs under the single controller print no step header: then blocks are counted.
             self._seen = self._seen + 1 if self._step is None else self._step
             self._step = None
-            self._block = Record(self._seen)
-            if self._length is not None:
-                self._block.values["train/mean_gen_tokens_per_sample"] = self._length
-                self._length = None
+            self._block = Record(self._seen, self._results)
+            self._results = {}
+
+    def _result(self, name: str, text: str) -> None:
+        if (value := number(text)) is not None:
+            self._results[name] = value
 
     def end(self) -> Iterator[Record]:
         block, self._block = self._block, None
@@ -82,7 +87,7 @@ NEMO_RL = Framework(
     name="nemo_rl",
     reads="NeMo RL: console blocks `Timing:` / `• Total step time: ...s`, TensorBoard",
     prefix="timing/train/",
-    kept=("timing/train/", "train/mean_gen_tokens_per_sample", "train/global_valid_seqs"),
+    kept=("timing/train/", "train/mean_gen_tokens_per_sample", "train/global_valid_seqs", "train/reward"),
     marker=_TOTAL_BULLET,
     parser=_Parser,
     needles=("•".encode(), b"Timing:", b" Step ", b"Performance Metrics:", b"Results:"),
@@ -104,4 +109,5 @@ NEMO_RL = Framework(
     idle=("idle/",),
     waiting=_waiting,
     amounts=_amounts,
+    reward="train/reward",
 )

@@ -98,7 +98,13 @@ RLINF = Framework(
     name="rlinf",
     reads="RLinf: the metric table (metrics.log), the progress bar with `rollout_time=...`, TensorBoard",
     prefix="time/",
-    kept=("time/", "rollout/response_length", "rollout/average_response_length", "rollout/total_num_sequence"),
+    kept=(
+        "time/",
+        "rollout/response_length",
+        "rollout/average_response_length",
+        "rollout/total_num_sequence",
+        "rollout/rewards",
+    ),
     marker=_BAR_OR_TABLE,
     parser=_Parser,
     needles=("│".encode(), "├".encode(), "╰".encode(), b"_time="),
@@ -127,6 +133,7 @@ RLINF = Framework(
     idle=("actor/wait_for_rollout_store_ready", "actor/recv_traj"),
     waiting=_waiting,
     amounts=_amounts,
+    reward="rollout/rewards",
     last="actor",
     beside=("prepare_data",),
 )

@@ -107,6 +107,7 @@ VERL = Framework(
         "response_length/mean",
         "prompt_length/mean",
         "fully_async/",
+        "critic/rewards/mean",
     ),
     marker=_CONSOLE_OR_JSON,
     parser=_Parser,
@@ -131,4 +132,5 @@ VERL = Framework(
     idle=("generate_async", "wait_for_enough_samples", "switch_wait"),
     waiting=_waiting,
     amounts=_amounts,
+    reward="critic/rewards/mean",
 )

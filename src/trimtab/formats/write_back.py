@@ -93,8 +93,8 @@ def overrides(settings: Settings) -> list[str]:
 
 
 def shell_words(settings: Settings) -> list[str]:
-    """The overrides as words to paste into a shell."""
-    return [shlex.quote(line) for line in overrides(settings)]
+    """The settings as words to paste into a shell."""
+    return [shlex.quote(line) for line in settings.words or overrides(settings)]
 
 
 def elsewhere(

@@ -15,7 +15,6 @@ The rooms: `estimates` tells what everything costs now, `deciding` weighs gain a
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 from trimtab.loop import events as e
@@ -313,7 +312,9 @@ class LoopMachine:
         run.promise = None
         self._write(f"move {move.id}", "begun", verdict.reason)
         self._write(RUN, "moving", verdict.reason)
-        self._moves.begin(move, verdict.to, self._watch.levels(), median(run.walls) if run.walls else 0.0, now)
+        longest_s = max([*run.walls, run.running.plan.iteration_seconds])
+        ends_s = (1 + self.workflow.staleness) * longest_s  # those ahead have begun, and end first
+        self._moves.begin(move, verdict.to, self._watch.levels(), ends_s, now)
 
     def _moving_to_arrived(self, moving: Moving) -> None:
         run, move = self._run, moving.move

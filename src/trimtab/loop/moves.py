@@ -49,11 +49,11 @@ class Moves:
 
     # ---- what happens ----------------------------------------------------------------------------------------------
 
-    def begin(self, move: Move, to: Sited, levels: dict[str, float], iteration_s: float, now: float) -> None:
-        """Still to moving; the iteration under way may end first, which takes up to two times as long as one does."""
+    def begin(self, move: Move, to: Sited, levels: dict[str, float], ends_s: float, now: float) -> None:
+        """Still to moving; what is under way ends first, in `ends_s` as a rule, and may take two times as long."""
         assert self.moving is None, "two moves at once"
         self.begun = move.id
-        drain_s = self._rules.stage_limit_s + 2 * iteration_s
+        drain_s = self._rules.stage_limit_s + 2 * ends_s
         end = now + drain_s + (len(STAGES) - 1) * self._rules.stage_limit_s
         self.moving = Moving(move, to, levels, STAGES[0], now + drain_s, end)
         self._say(e.BeginMove(move, end))
@@ -104,7 +104,9 @@ class Moves:
         moving = self.moving
         assert moving is not None
         assert moving.failed is not None
-        moving.deadline = now + self._rules.rollback_limit_s
+        # Before anything is done the iteration under way ends first, as it would have for the move.
+        begins = now if moving.took else max(now, moving.deadline)
+        moving.deadline = begins + self._rules.rollback_limit_s
         done = tuple(stage for stage, _ in moving.took)
         self._say(e.RollBack(moving.move, done, moving.stage, moving.failed, moving.deadline))
 

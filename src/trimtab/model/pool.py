@@ -68,7 +68,8 @@ class PoolSpec:
     hosts_each: int = 0  # and on every node besides
     preload: tuple[str, ...] = ()  # modules that warm hosts import ahead
     wait_s: float = 3600.0  # how long a task waits at most, where it does not say
-    patience_s: float = 60.0  # after so long, a waiter's room is kept for it
+    patience_s: float = 60.0  # after so long at the least, a waiter's room is kept for it
+    patience_runs: float = 20.0  # and so many times as long as tasks of the pool run on average; 0: `patience_s` alone
     client: str | None = None  # ends with this client
 
     def __post_init__(self) -> None:
@@ -77,7 +78,7 @@ class PoolSpec:
             raise InputError("a pool needs a name")
         if any(character in self.name for character in "/\\\n\0") or self.name in (".", ".."):
             raise InputError(f"{self.name!r} cannot be the name of a pool", hint="letters, digits, - and _")
-        for name in ("reserved_priority", "wait_s", "patience_s"):
+        for name in ("reserved_priority", "wait_s", "patience_s", "patience_runs"):
             _finite(name, getattr(self, name), where, least=None if name == "reserved_priority" else 0.0)
         if self.dynamic_limit is not None and self.dynamic_limit < 0:
             raise InputError(f"max_dynamic_pgs must not be negative, but is {self.dynamic_limit}", where=where)

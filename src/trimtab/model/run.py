@@ -51,7 +51,7 @@ class RunRules:
     window: int = 10  # of the newest ones that tell level, trend and spread
     trust: float = 0.5  # if predicted and measured time differ by more than this share, nothing is moved
     assumed_move_s: float = 60.0  # the cost of a move as long as none was measured
-    stage_limit_s: float = 600.0  # of each stage; draining has two iterations more
+    stage_limit_s: float = 600.0  # of each stage; draining has twice what is under way besides
     rollback_limit_s: float = 900.0
     wait_s: float = 900.0  # how long a run without a plan that fits waits for nodes
     tries: int = 3  # of a move that has to be, one after another

@@ -19,6 +19,7 @@ from trimtab.model.reason import Chapter
 from trimtab.model.resources import Resources
 from trimtab.pool import events as e
 from trimtab.pool.candidates import Candidates
+from trimtab.pool.gains import Log
 from trimtab.pool.ledger import Ledger, Vector
 from trimtab.pool.queue import Queue
 from trimtab.pool.records import Claim, Eviction, Group, Kind, Pool, Stand, Task
@@ -101,10 +102,12 @@ class Books:
         self.candidates = Candidates(self.ledger)
         self.waiting = Queue()  # tasks in the queue that neither have a claim nor share slots
         self.shelves: dict[str, Shelf] = {}
+        self.gains = Log()
         self.going: dict[str, Group] = {}  # groups that are removed, or will be: their room is free in a moment
         self.needs: dict[str, Need] = {}  # of claims
         self.node_epoch = 0  # changes whenever a node does
         self.nevers: dict[tuple[object, ...], tuple[int, str | None]] = {}  # by epoch, what nodes can never hold
+        self.alone: dict[tuple[object, ...], tuple[int, bool]] = {}  # by shape, what would fit if all tasks ended
         self.timers: list[tuple[float, str, str]] = []  # a heap; deadlines that have changed since are passed over
 
     # ---- time ----
@@ -136,14 +139,20 @@ class Books:
         """What the task uses of its quota changes."""
         self.ledger.use(task.spec.pool, task.uses, -1)
         self.ledger.use(task.spec.pool, uses, 1)
+        if task.uses:
+            self.gains.pool(task.spec.pool)
         task.uses = uses
 
     def candidate(self, task: Task) -> None:
         """The task holds slots: it may have to leave them one day."""
         group = self.groups[task.places[0].group]
+        before = self.candidates.may_leave(task.id)
         self.candidates.drop(task.id)
         if task.state in (State.starting, State.running):
             self.candidates.add(task, group, len(group.tenants) == 1)
+            if not before and self.candidates.may_leave(task.id):
+                for row in self._rows(group):
+                    self.gains.leaver(row)
 
     def may_evict(self, task: Task) -> bool:
         """Whether others may have to leave for it: an evicted task that returns is content with what is free."""
@@ -151,6 +160,20 @@ class Books:
         return task.spec.may_evict and not returning
 
     # ---- groups ----
+
+    def gained(self, group: Group) -> None:
+        """What the group holds is free or idle, or will be; also its pool's slots, where its nodes are lost."""
+        self.gains.pool(group.pool)
+        for row in self._rows(group):
+            self.gains.row(row)
+
+    def _rows(self, group: Group) -> Iterator[int]:
+        return (self.ledger.row_of[node] for node in set(group.nodes) if node in self.ledger.row_of)
+
+    def goes(self, group: Group) -> None:
+        """The group will be removed."""
+        self.going[group.id] = group
+        self.gained(group)
 
     def add_pool(self, pool: Pool) -> None:
         """A pool is there."""
@@ -165,6 +188,7 @@ class Books:
         shelf.groups[group.id] = group
         if group.kind is Kind.reserved:
             shelf.reserved[group.id] = group
+            self.ledger.shape += 1
         else:
             shelf.dynamic_bundles += len(group.bundles)
         self.ledger.hold(group.nodes, group.bundles)
@@ -179,9 +203,11 @@ class Books:
         del shelf.groups[group.id]
         if group.kind is Kind.reserved:
             del shelf.reserved[group.id]
+            self.ledger.shape += 1
         else:
             shelf.dynamic_bundles -= len(group.bundles)
         self.ledger.release(group.nodes, group.bundles)
+        self.gained(group)
 
     def set_idle(self, group: Group, idle: bool) -> None:
         """A dynamic group fell idle, or is about to become anything else. Saying it twice changes nothing."""
@@ -195,6 +221,7 @@ class Books:
             self.ledger.set_idle(group.nodes, group.bundles, idle)
             if idle:
                 line.add(group)
+                self.gained(group)
             else:
                 line.remove(group)
         if not line:

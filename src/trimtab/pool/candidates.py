@@ -114,6 +114,11 @@ class Candidates:
         del self.parts[at]
         self._holes.append(at)
 
+    def may_leave(self, task: str) -> bool:
+        """Whether it holds slots that it may have to leave for others."""
+        at = self.at.get(task)
+        return at is not None and bool(self._columns["evictable"][at])
+
     def nobody(self, priority: float, policy: Policy | None) -> bool:
         """Whether it is certain that nobody may leave for one of this priority; False says nothing."""
         if policy is None:
@@ -121,10 +126,22 @@ class Candidates:
         if self._lowest is None:
             evictable = self["evictable"]
             self._lowest = float(self["priority"][evictable].min()) if evictable.any() else math.inf
-        gaps = [policy.same_pool_gap] if policy.same_pool else []
-        gaps += [policy.label_gap] if policy.label_rules else []
-        gaps += [policy.cross_pool_gap] if policy.cross_pool else []
-        return not gaps or priority - self._lowest + GAP_GRAIN < min(gaps)
+        return priority - self._lowest + GAP_GRAIN < least_gap(policy)
+
+    def releases(self, row: int, column: int, priority: float, policy: Policy | None) -> int:
+        """The most of a resource that could go free on a row for one of this priority."""
+        if policy is None:
+            return 0
+        columns, most = self._columns, priority - least_gap(policy) + GAP_GRAIN
+        priorities, evictable = columns["priority"], columns["evictable"]
+        freed = 0
+        for at in self.by_row.get(row, ()):
+            if evictable[at] and priorities[at] <= most:
+                freed += int(columns["release"][at, column])
+        for at in self.spread:
+            if evictable[at] and priorities[at] <= most:
+                freed += sum(int(vector[column]) for there, vector in self.parts[at] if there == row)
+        return freed
 
     def allowed(self, task: Task, now: float, policy: Policy | None) -> tuple[NDArray[np.bool_], float | None]:
         """Whom the policy lets leave for the task; and when youth first protects somebody else no longer."""
@@ -151,6 +168,18 @@ class Candidates:
                 again_at = float(grown_at[young].min())
                 may &= ~young
         return may, again_at
+
+    def add_releases(self, room: Vector, column: int, priority: float, policy: Policy | None) -> None:
+        """To what rows have of a resource, add the most that could go free for one of this priority."""
+        if policy is None:
+            return
+        may = self["evictable"] & (self["priority"] <= priority - least_gap(policy) + GAP_GRAIN)
+        single = may & (self["row"] >= 0)
+        np.add.at(room, self["row"][single], self["release"][single, column])
+        for at in self.spread:
+            if may[at]:
+                for row, vector in self.parts[at]:
+                    room[row] += vector[column]
 
     def reason(self, at: int, task: Task, policy: Policy | None) -> Code:
         """What allows this eviction."""
@@ -216,6 +245,14 @@ class Candidates:
                 self._columns[name] = np.concatenate([column, np.zeros((len(column), missing), np.int64)], axis=1)
             for at, parts in self.parts.items():
                 self.parts[at] = tuple((row, np.concatenate([one, np.zeros(missing, np.int64)])) for row, one in parts)
+
+
+def least_gap(policy: Policy) -> float:
+    """The least gap in priority under which anybody may have to leave."""
+    gaps = [policy.same_pool_gap] if policy.same_pool else []
+    gaps += [policy.label_gap] if policy.label_rules else []
+    gaps += [policy.cross_pool_gap] if policy.cross_pool else []
+    return min(gaps, default=math.inf)
 
 
 def lost_work(

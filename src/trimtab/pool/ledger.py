@@ -7,6 +7,7 @@ breaks ties, is the same in a replay and after reading a snapshot.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,8 +36,11 @@ class Ledger:
         self.idle: Vector = np.zeros((0, width), np.int64)  # of what is held: dynamic groups that nobody is in
         self.usable: NDArray[np.bool_] = np.zeros(0, np.bool_)  # there, and not cordoned
         self.cordoned: set[str] = set()
+        self.shape = 0  # changes with what nodes have, which are usable, and what is reserved of them
         self._free: Vector | None = None
-        self._most: tuple[Vector, Vector] | None = None  # of any usable row: free, and free with idle slots
+        # No usable row has more than this free, nor with its idle slots; less may be true until `tighten`.
+        self._most: tuple[list[int], list[int]] | None = None
+        self._holes: list[int] = []  # a heap of the rows of lost nodes
         self.quota: dict[str, Vector] = {}
         self.used: dict[str, Vector] = {}
         self.quota_kept: dict[str, Vector] = {}  # for claims
@@ -103,12 +107,13 @@ class Ledger:
         self.vector(amounts), self.vector(outside)
         row = self.row_of.get(node)
         if row is None:
-            row = self.nodes.index(None) if None in self.nodes else self._new_row()
+            row = heapq.heappop(self._holes) if self._holes else self._new_row()
             self.nodes[row] = node
             self.row_of[node] = row
         self.total[row] = self.vector(amounts)
         self.outside[row] = self.vector(outside)
         self.usable[row] = node not in self.cordoned
+        self.shape += 1
         self._free = self._most = None
 
     def set_row(self, row: int, node: str | None) -> None:
@@ -118,6 +123,8 @@ class Ledger:
         self.nodes[row] = node
         if node is not None:
             self.row_of[node] = row
+        else:
+            heapq.heappush(self._holes, row)
 
     def _new_row(self) -> int:
         row = len(self.nodes)
@@ -135,6 +142,7 @@ class Ledger:
     def cordon(self, node: str, on: bool) -> None:
         """Nothing new goes to the node, or may again."""
         self._most = None
+        self.shape += 1
         (self.cordoned.add if on else self.cordoned.discard)(node)
         row = self.row_of.get(node)
         if row is not None:
@@ -144,10 +152,12 @@ class Ledger:
         """The node is gone, and all that was held of it."""
         row = self.row_of.pop(node)
         self.nodes[row] = None
+        heapq.heappush(self._holes, row)
         self.cordoned.discard(node)
         for matrix in (self.total, self.outside, self.held, self.kept, self.idle):
             matrix[row] = 0
         self.usable[row] = False
+        self.shape += 1
         self._free = self._most = None
 
     @property
@@ -160,15 +170,32 @@ class Ledger:
     def too_large(self, ask: Vector, *, with_idle: bool = False) -> bool:
         """Whether no usable row has so much of each resource; False says nothing."""
         if self._most is None:
-            free = self.free[: len(self.nodes)][self.usable[: len(self.nodes)]]
-            idle = self.idle[: len(self.nodes)][self.usable[: len(self.nodes)]]
-            nothing = np.zeros(self.total.shape[1], np.int64)
-            both = free + idle
-            self._most = (free.max(axis=0), both.max(axis=0)) if len(free) else (nothing, nothing)
-        return bool((ask > self._most[with_idle]).any())
+            self.tighten()
+        most = (self._most or ([], []))[with_idle]
+        return any(units > have for units, have in zip(ask.tolist(), most, strict=True))
+
+    def tighten(self) -> None:
+        """What the most is that any usable row has, exactly. Keeping it so all the time would take too long."""
+        usable = self.usable[: len(self.nodes)]
+        if not usable.any():
+            nothing = [0] * self.total.shape[1]
+            self._most = (nothing, list(nothing))
+            return
+        free, idle = self.free[: len(usable)][usable], self.idle[: len(usable)][usable]
+        self._most = (free.max(axis=0).tolist(), (free + idle).max(axis=0).tolist())
+
+    def _no_less(self, row: int, bundle: Resources) -> None:
+        """Something of the row is free or idle again: it may be the one that has most now."""
+        if self._most is None:
+            return
+        free, with_idle = self._most
+        for name, _ in bundle:
+            column = self.columns[name]
+            left = int(self.free[row, column])
+            free[column] = max(free[column], left)
+            with_idle[column] = max(with_idle[column], left + int(self.idle[row, column]))
 
     def _add(self, matrix: Vector, nodes: Sequence[str], bundles: Sequence[Resources], sign: int, free: int) -> None:
-        self._most = None
         for node, bundle in zip(nodes, bundles, strict=True):
             row = self.row_of.get(node)
             if row is None:
@@ -183,6 +210,8 @@ class Ledger:
                     self._free[row] += vector
                 else:
                     self._free[row] -= vector
+            if sign * (free or 1) > 0:
+                self._no_less(row, bundle)
 
     def hold(self, nodes: Sequence[str], bundles: Sequence[Resources]) -> None:
         """A group takes this."""
@@ -208,7 +237,8 @@ class Ledger:
         row = self.row_of.get(node)
         if row is None:
             return
-        self._most = None
+        if sign < 0:
+            self._most = None
         vector = self.fitted(vector)
         self.kept[row] += sign * vector
         if self._free is not None:

@@ -15,10 +15,11 @@ from trimtab.model.resources import Resources
 from trimtab.pool import events as e
 from trimtab.pool import room
 from trimtab.pool.books import Books
+from trimtab.pool.gains import Verdict
 from trimtab.pool.placing import place
-from trimtab.pool.queue import Kind as QueueKind
+from trimtab.pool.queue import Line
 from trimtab.pool.records import After, Claim, Eviction, Group, Kind, Stand, Task
-from trimtab.pool.room import Spot
+from trimtab.pool.room import Kept, Spot
 from trimtab.pool.victims import Choice
 
 MAKE_GROUP_S = 60.0
@@ -39,8 +40,10 @@ class Lives(Books):
 
     def __init__(self) -> None:
         super().__init__()
-        # Kinds of waiting tasks that found no room since anything was freed, and no way to make any.
-        self._blocked: set[QueueKind] = set()
+        # Lines in which nobody found room or a way to make any; as long as nothing is gained that could help.
+        self._blocked: dict[Line, Verdict] = {}
+        self._kept: list[Kept] = []  # what was kept for the patient when that was found
+        self._timed = False  # whether time alone may change that the one looked at last finds no room
         self._no_spot: dict[tuple[object, ...], Reason] = {}  # why sizes found none, while one event is handled
         # By all that decides it but priority: the highest that found nobody to leave, since anything changed.
         self._no_choice: dict[tuple[object, ...], float] = {}
@@ -50,17 +53,21 @@ class Lives(Books):
     # ---- the queue -------------------------------------------------------------------------------------------------
 
     def _freed(self) -> None:
-        """Something may have room now that had none: everybody is looked at again."""
-        self._blocked.clear()
+        """Anybody may have room now who had none: everybody is looked at again."""
+        self.gains.anything()
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Something was gained: those whom it could help are looked at again."""
         self._no_spot.clear()
         self._no_choice.clear()
         self._dirty = True
 
     def _enqueue(self, task: Task) -> None:
-        kind, alone = self.waiting.add(task, self.may_evict(task))
-        if alone:
-            self._blocked.discard(kind)
-        elif kind in self._blocked:
+        line, first = self.waiting.add(task, self.may_evict(task))
+        if first:
+            self._blocked.pop(line, None)
+        elif line in self._blocked:
             self._wait(task, Reason(Code.queued, "others that ask the same came first"), task.since)
         self._dirty = True
 
@@ -207,9 +214,7 @@ class Lives(Books):
         for other in [other for other in self.tasks.values() if other.shares == task.id] if spec.room else ():
             if other.state in IN_QUEUE and self._group_shared_by(other) is None:
                 self._join_slots(other, now)
-        # Nothing was freed, but here is one more who might have to leave for others.
-        self._blocked = {kind for kind in self._blocked if not kind.may_evict}
-        self._dirty = True
+        self._dirty = True  # here is one more who might have to leave for others
 
     def _to_found(self, found: e.FoundTask, now: float) -> None:
         """A task that nobody remembers runs: from now on it is remembered."""
@@ -269,6 +274,8 @@ class Lives(Books):
         task.keep_slot = keep_slot
         if task.state in IN_QUEUE:
             self.waiting.remove(task.id)
+            if any(kept.task == task.id for kept in self._kept):
+                self.gains.anything()  # what was kept for it
             self._leave_turns(task, now)
             self._to_ended(task, State(after.value), reason, now)
         elif task.state is State.cancelling:
@@ -313,12 +320,14 @@ class Lives(Books):
         self.use(task, ())
         group = self.groups[task.places[0].group]
         had_begun = task.started
+        if after in (After.done, After.failed) and task.started_at is not None:
+            self.pools[task.spec.pool].ran(now - task.started_at)
         task.places = ()
         task.borrowed = task.started = False
         task.started_at = None
         self._leave(task, group, now)
         self._claims_hear(now, task=task, used=used)
-        self._freed()
+        self._look_again()
         if after is After.again and not had_begun:
             self._to_queue(task, State.waiting, reason, now)
         elif after is After.again:
@@ -529,7 +538,7 @@ class Lives(Books):
     def _standing_to_removing(self, group: Group, now: float) -> None:
         self.set_idle(group, False)
         group.stand = Stand.removing
-        self.going[group.id] = group
+        self.goes(group)
         self._issue_remove(group, now)
 
     def _issue_remove(self, group: Group, now: float) -> None:
@@ -542,14 +551,14 @@ class Lives(Books):
         self.drop_group(group)
         self._claims_hear(now, group=group)
         self._forget_pool(group.pool)
-        self._freed()
+        self._look_again()
 
     def _break(self, group: Group, reason: Reason, now: float, *, evict: bool = False) -> None:
         """Part of the group is lost, or will be (`evict`): whoever is in it stops, and then it is removed."""
         if group.stand is Stand.removing:
             return
         group.stand, group.deadline = Stand.broken, None
-        self.going[group.id] = group
+        self.goes(group)
         for claim in [claim for claim in self.claims.values() if claim.group == group.id]:
             self._drop_claim(claim, now, requeue=True)
         for name in list(group.tenants):

@@ -23,7 +23,9 @@ from trimtab.model.reason import Chapter, Code, Reason
 from trimtab.model.resources import NOTHING
 from trimtab.pool import events as e
 from trimtab.pool import room, telling
+from trimtab.pool.gains import Log, Verdict
 from trimtab.pool.lives import BACK_OFF_S, CHAPTERS_KEPT, ENDED_KEPT, MAKE_GROUP_S, START_GRACE_S, TURN_S, Lives
+from trimtab.pool.queue import Line
 from trimtab.pool.records import After, Group, Kind, Pool, Stand, Task
 from trimtab.pool.room import Spot
 from trimtab.pool.victims import Choice
@@ -37,13 +39,34 @@ class PoolMachine(Lives):
         """A machine that goes on from a snapshot."""
         machine = cls()
         machine.read(data)
-        machine._blocked = {machine.waiting.kind_of(name) for name in data["blocked"]}
+        machine.gains = Log(data["gains"])
+        machine._kept = [room.Kept.of(one) for one in data["kept"]]
+        machine._blocked = {machine.waiting.line_of(name): Verdict(*verdict) for name, verdict in data["blocked"]}
         return machine
 
     def dump(self) -> dict[str, Any]:
         """All that is remembered, as plain data."""
         # Who is looked at next is remembered as well, so that a machine read from it goes on alike in every respect.
-        return {**super().dump(), "blocked": sorted(self.waiting.firsts(self._blocked))}
+        blocked = [(line, verdict) for line, verdict in self._blocked.items() if line.entries]
+        begin = min((verdict.since for _, verdict in blocked), default=self.gains.position)
+        return {
+            **super().dump(),
+            "gains": [list(one) for one in self.gains.entries(begin)],
+            "kept": [one.plain() for one in self._kept],
+            "blocked": sorted(
+                [line.entries[0][2], list(verdict._replace(since=verdict.since - begin))] for line, verdict in blocked
+            ),
+        }
+
+    def check(self) -> None:
+        """Verify every invariant, also that nobody who is passed over could start; raises AssertionError."""
+        super().check()
+        for line, verdict in self._blocked.items():
+            if not line.entries or verdict.kept or verdict.timed or self._helped(line, verdict):
+                continue
+            task = self.tasks[line.entries[0][2]]
+            starts = not self.pools[task.spec.pool].drained and isinstance(room.spot(self, task), Spot)
+            assert not starts, f"{task.id} waits, and there is room for it"
 
     # ---- the door --------------------------------------------------------------------------------------------------
 
@@ -406,44 +429,93 @@ class PoolMachine(Lives):
         while self._dirty:  # what is given up on the way (a refused task) may free something
             self._dirty = False
             self._make_reserved(now)
-            patient: dict[str, room.Kept] = {}  # by pool: what is kept for its first waiter, while all are looked at
-            waits: list[tuple[Task, Reason]] = []
-            heap = self.waiting.heads()
-            while heap:
-                entry, kind = heapq.heappop(heap)
-                task = self.tasks[entry[2]]
-                following = self.waiting.after(kind, entry)
-                if task.not_before <= now:
-                    reason = task.reason if kind in self._blocked else self._try(task, now)
-                    if reason is not None and task.spec.wait_s == 0 and not task.came_back:
-                        self._end(
-                            task, After.failed, Reason(Code.refused, f"cannot start at once: {reason.sentence}"), now
-                        )
-                    elif reason is not None:
-                        self._blocked.add(kind)
-                        following = None
-                        self._be_patient(task, patient, now)
-                        waits.append((task, reason))
-                if following is not None:
-                    heapq.heappush(heap, (following, kind))
-            for kept in patient.values():
-                room.give_back(self, kept)
-            if patient:
-                # Some failed for room that was kept only until now.
-                self._blocked.clear()
-                self._no_spot.clear()
-                self._no_choice.clear()
-                waits = self._behind(waits)
-            for task, reason in waits:
-                if task.id in self.waiting:
-                    self._wait(task, reason, now)
+            if self._settled():
+                continue
+            seen = self.gains.position
+            self._look(now)
+            if not self._dirty:
+                self.gains.forget(seen)
 
-    def _be_patient(self, task: Task, patient: dict[str, room.Kept], now: float) -> None:
+    def _settled(self) -> bool:
+        """Whether nobody who waits could start, without another look."""
+        for line in self.waiting.lines():
+            verdict = self._blocked.get(line)
+            if verdict is None:
+                return False
+            gains = self.gains.since(verdict.since)
+            if gains.room or room.could_help(self, line, verdict, gains):
+                return False
+        return True
+
+    def _look(self, now: float) -> None:
+        """Look once at the first of every line, and at those behind one who starts."""
+        patient: dict[str, room.Kept] = {}  # by pool: what is kept for its first waiter, while all are looked at
+        waits: list[tuple[Task, Reason]] = []
+        passed: list[tuple[Task, Line, Verdict]] = []  # whom nothing could help beside what was kept
+        before, self._blocked = self._blocked, {}
+        covered = 0  # of those who were patient at the last look, so many have as much kept for them as then
+        heap = self.waiting.heads()
+        while heap:
+            entry, line = heapq.heappop(heap)
+            task = self.tasks[entry[2]]
+            verdict = before.get(line) if task.not_before <= now else None
+            if verdict is None or verdict.kept > covered or self._helped(line, verdict):
+                following = self.waiting.after(line, entry)
+                verdict = self._verdict(line, task, waits, now) if task.not_before <= now else None
+                if verdict is None:
+                    if following is not None:
+                        heapq.heappush(heap, (following, line))
+                    continue
+            elif patient and task.reason.code is not Code.behind:
+                passed.append((task, line, verdict))
+            if line.entries[0] is entry:  # nobody who came back meanwhile is before it
+                self._blocked[line] = Verdict(self.gains.position, verdict.quota_alone, verdict.timed, len(patient))
+            if self._be_patient(task, patient, now):
+                covered = self._covered(patient)
+        for kept in patient.values():
+            room.give_back(self, kept)
+        if patient:
+            # Some failed for room that was kept only until now.
+            self._no_spot.clear()
+            self._no_choice.clear()
+            waits += [(task, task.reason) for task, line, verdict in passed if self._helped(line, verdict)]
+            waits = self._behind(waits)
+            self._blocked = {line: verdict for line, verdict in self._blocked.items() if not verdict.timed}
+        self._kept = list(patient.values())
+        for task, reason in waits:
+            if task.id in self.waiting:
+                self._wait(task, reason, now)
+
+    def _helped(self, line: Line, verdict: Verdict) -> bool:
+        """Whether those of the line might find room with what was gained since none of them did."""
+        return room.could_help(self, line, verdict, self.gains.since(verdict.since))
+
+    def _verdict(self, line: Line, task: Task, waits: list[tuple[Task, Reason]], now: float) -> Verdict | None:
+        """Have a task of the line start or make room for it; or why nobody of the line can."""
+        self._timed = False
+        reason = self._try(task, now)
+        if reason is None:
+            return None
+        if task.spec.wait_s == 0 and not task.came_back:
+            self._end(task, After.failed, Reason(Code.refused, f"cannot start at once: {reason.sentence}"), now)
+            return None
+        waits.append((task, reason))
+        return Verdict(0, reason.code is Code.quota and room.quota_alone(self, line), self._timed, 0)
+
+    def _covered(self, patient: dict[str, room.Kept]) -> int:
+        for at, kept in enumerate(self._kept):
+            if kept.pool not in patient or not patient[kept.pool].covers(kept):
+                return at
+        return len(self._kept)
+
+    def _be_patient(self, task: Task, patient: dict[str, room.Kept], now: float) -> bool:
         """One who has waited too long has what is free kept for it, while those behind it are looked at."""
         pool = self.pools[task.spec.pool]
-        overdue = now - task.since >= pool.spec.patience_s and task.spec.pool not in patient and not pool.drained
-        if overdue and room.would_fit_alone(self, task.spec):
-            patient[task.spec.pool] = room.keep_for(self, task)
+        overdue = now - task.since >= pool.patience_s and task.spec.pool not in patient and not pool.drained
+        if not overdue or not room.would_fit_alone(self, task.spec):
+            return False
+        patient[task.spec.pool] = room.keep_for(self, task)
+        return True
 
     def _behind(self, waits: list[tuple[Task, Reason]]) -> list[tuple[Task, Reason]]:
         """With room kept for the patient: whoever would find some otherwise says so."""
@@ -480,6 +552,7 @@ class PoolMachine(Lives):
             self._claim(task, choice, now)
             return None
         if choice.again_at is not None:
+            self._timed = True
             self.recheck(choice.again_at)
         else:
             self._no_choice[rest] = max(task.spec.priority, self._no_choice.get(rest, -math.inf))

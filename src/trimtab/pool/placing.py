@@ -34,8 +34,7 @@ def tightest(free: Vector, usable: NDArray[np.bool_], ask: Vector) -> int | None
         return None
     if len(rows) == 1:
         return int(rows[0])
-    left = free[rows]
-    return int(rows[np.argmin((left[:, GPU] << 34) + left[:, CPU])])
+    return int(rows[np.argmin((free[rows, GPU] << 34) + free[rows, CPU])])
 
 
 def place(

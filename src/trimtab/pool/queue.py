@@ -38,21 +38,38 @@ class Kind(NamedTuple):
 Entry = tuple[float, int, str]
 
 
+class Line:
+    """Those of one kind who wait, in their order. It stands for its kind as long as somebody waits in it."""
+
+    __slots__ = ("entries", "kind", "size", "uniform", "wanted")
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.entries: list[Entry] = []
+        self.size = kind.room or kind.bundles
+        self.uniform = all(bundle == self.size[0] for bundle in self.size)
+        self.wanted: list[tuple[int, int]] | None = None  # of a bundle, by column of the ledger; once it is asked for
+
+
 class Queue:
     """Waiting tasks by kind."""
 
     def __init__(self) -> None:
-        self._kinds: dict[Kind, list[Entry]] = {}
-        self._kind_of: dict[str, tuple[Kind, Entry]] = {}
+        self._lines: dict[Kind, Line] = {}
+        self._line_of: dict[str, tuple[Line, Entry]] = {}
 
     def __len__(self) -> int:
-        return len(self._kind_of)
+        return len(self._line_of)
+
+    def lines(self) -> Iterable[Line]:
+        """All lines in which somebody waits."""
+        return self._lines.values()
 
     def __contains__(self, task: str) -> bool:
-        return task in self._kind_of
+        return task in self._line_of
 
-    def add(self, task: Task, may_evict: bool) -> tuple[Kind, bool]:
-        """The task waits; its kind, and whether it is the only one of it."""
+    def add(self, task: Task, may_evict: bool) -> tuple[Line, bool]:
+        """The task waits; its line, and whether it is the first of it."""
         spec = task.spec
         kind = Kind(
             spec.pool,
@@ -68,48 +85,43 @@ class Queue:
             task.came_back,
         )
         entry = (age_key(task), task.seq, task.id)
-        line = self._kinds.setdefault(kind, [])
-        bisect.insort(line, entry)
-        self._kind_of[task.id] = (kind, entry)
-        return kind, len(line) == 1
+        line = self._lines.get(kind)
+        if line is None:
+            line = self._lines[kind] = Line(kind)
+        bisect.insort(line.entries, entry)
+        self._line_of[task.id] = (line, entry)
+        return line, line.entries[0] is entry
 
-    def kind_of(self, task: str) -> Kind:
-        """The kind of a waiting task."""
-        return self._kind_of[task][0]
-
-    def firsts(self, kinds: Iterable[Kind]) -> list[str]:
-        """The first of each kind that somebody waits of."""
-        return [self._kinds[kind][0][2] for kind in kinds if kind in self._kinds]
+    def line_of(self, task: str) -> Line:
+        """The line in which a task waits."""
+        return self._line_of[task][0]
 
     def remove(self, task: str) -> None:
         """The task waits no longer."""
-        found = self._kind_of.pop(task, None)
+        found = self._line_of.pop(task, None)
         if found is None:
             return
-        kind, entry = found
-        line = self._kinds[kind]
-        del line[bisect.bisect_left(line, entry)]
-        if not line:
-            del self._kinds[kind]
+        line, entry = found
+        del line.entries[bisect.bisect_left(line.entries, entry)]
+        if not line.entries:
+            del self._lines[line.kind]
 
-    def heads(self) -> list[tuple[Entry, Kind]]:
-        """The first of every kind, as a heap."""
-        heap = [(line[0], kind) for kind, line in self._kinds.items()]
-        # Entries differ in their second part at the latest, so kinds are never compared.
+    def heads(self) -> list[tuple[Entry, Line]]:
+        """The first of every line, as a heap."""
+        heap = [(line.entries[0], line) for line in self._lines.values()]
+        # Entries differ in their second part at the latest, so lines are never compared.
         heapq.heapify(heap)
         return heap
 
-    def after(self, kind: Kind, entry: Entry) -> Entry | None:
-        """The next of the kind behind the entry."""
-        line = self._kinds.get(kind)
-        if not line:
-            return None
-        at = bisect.bisect_right(line, entry)
-        return line[at] if at < len(line) else None
+    @staticmethod
+    def after(line: Line, entry: Entry) -> Entry | None:
+        """The next of the line behind the entry."""
+        at = bisect.bisect_right(line.entries, entry)
+        return line.entries[at] if at < len(line.entries) else None
 
     def in_order(self, pool: str | None = None) -> Iterator[str]:
         """All of them, or those of one pool, in the order they are looked at."""
-        lines = [line for kind, line in self._kinds.items() if pool is None or kind.pool == pool]
+        lines = [line.entries for kind, line in self._lines.items() if pool is None or kind.pool == pool]
         for _, _, task in heapq.merge(*lines):
             yield task
 

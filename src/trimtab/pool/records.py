@@ -13,6 +13,8 @@ from trimtab.model.pool import HOLDS_SLOTS, Place, PoolSpec, State, TaskSpec
 from trimtab.model.reason import Chapter, Reason
 from trimtab.model.resources import Resources
 
+RUNS_REMEMBERED = 100
+
 
 class After(str, enum.Enum):
     """What becomes of a task once its processes are gone."""
@@ -127,6 +129,18 @@ class Pool:
     destroyed_count: int = 0
     evictions: dict[str, int] = field(default_factory=dict)  # by reason
     not_before: float = 0.0  # after a reserved slot could not be made
+    run_count: int = 0  # of tasks that came to their end
+    run_mean_s: float = 0.0  # how long those ran, the latest ones mostly
+
+    def ran(self, seconds: float) -> None:
+        """A task came to its end after so long."""
+        self.run_count += 1
+        self.run_mean_s += (seconds - self.run_mean_s) / min(self.run_count, RUNS_REMEMBERED)
+
+    @property
+    def patience_s(self) -> float:
+        """After so long, room is kept for one who waits: it takes about as long as tasks run until enough is free."""
+        return max(self.spec.patience_s, self.spec.patience_runs * self.run_mean_s)
 
 
 @dataclass

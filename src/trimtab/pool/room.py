@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +17,10 @@ from trimtab.model.reason import Code, Reason
 from trimtab.model.resources import total
 from trimtab.pool.books import Books
 from trimtab.pool.events import FoundTask
+from trimtab.pool.gains import Gains, Verdict
 from trimtab.pool.ledger import Vector
-from trimtab.pool.placing import could_ever, place
+from trimtab.pool.placing import could_ever, fitting, place
+from trimtab.pool.queue import Line
 from trimtab.pool.records import Claim, Group, Kind, Pool, Task
 from trimtab.pool.victims import Choice, Victims
 
@@ -62,6 +65,8 @@ def spot(books: Books, task: Task) -> Spot | Reason:
         asks = _asks(books, spec)
         none = any(ledger.too_large(ask) for ask in asks[:1] + asks[-1:])
         rows = None if none else place(ledger.free, ledger.usable, asks, strategy_of(books, spec))
+        if rows is None and not none:
+            ledger.tighten()
         if rows is not None:
             nodes = tuple(str(ledger.nodes[row]) for row in rows)
             return Spot(None, nodes, Reason(Code.placed, f"{_on(nodes)} had room"))
@@ -141,6 +146,79 @@ def choose(books: Books, task: Task, now: float, *, everyone: bool = False) -> C
     return choice
 
 
+def could_help(books: Books, line: Line, verdict: Verdict, gains: Gains) -> bool:
+    """Whether any of this may give room to those of a line, who found none before; False is certain."""
+    if gains.anything:
+        return True
+    if not gains.rows and not gains.leavers and not gains.pools:
+        return False
+    kind, ledger = line.kind, books.ledger
+    pool = books.pools[kind.pool].spec
+    if not pool.dynamic or pool.dynamic_limit is not None or pool.reserved or not line.uniform:
+        return True  # bundles that differ are placed by a rule that may find room where it missed some before
+    if verdict.quota_alone:
+        enough = kind.pool in gains.pools and (ledger.sum_vector(kind.bundles) <= ledger.quota_left(kind.pool)).all()
+        return bool(enough) or _evicts(books, line)
+    if any(_could_take(books, row, line, evicts=False) for row in gains.rows):
+        return True
+    return _evicts(books, line) and any(
+        _could_take(books, row, line, evicts=True) for row in gains.rows | gains.leavers
+    )
+
+
+def quota_alone(books: Books, line: Line) -> bool:
+    """Of a line whose quota is short: whether nodes might have room for it, if all who may leave did; False is certain.
+
+    Where they have none, it does not matter how much of the quota is left.
+    """
+    ledger, candidates = books.ledger, books.candidates
+    evicts = _evicts(books, line)
+    found = ledger.usable.copy()
+    for column, units in _wanted(books, line):
+        room = ledger.free[:, column] + ledger.idle[:, column]
+        for group in books.going.values():
+            for node, bundle in zip(group.nodes, group.bundles, strict=True):
+                if node in ledger.row_of:
+                    room[ledger.row_of[node]] += ledger.vector(bundle)[column]
+        if evicts:
+            candidates.add_releases(room, column, line.kind.priority, books.policy)
+        found &= room >= units
+    return bool(found.any())
+
+
+def _evicts(books: Books, line: Line) -> bool:
+    """Whether anybody might have to leave for those of the line."""
+    return line.kind.may_evict and not books.candidates.nobody(line.kind.priority, books.policy)
+
+
+def _wanted(books: Books, line: Line) -> list[tuple[int, int]]:
+    """What a bundle of the line asks, by column of the ledger."""
+    if line.wanted is None:
+        line.wanted = [(books.ledger.columns[name], units) for name, units in line.size[0]]
+    return line.wanted
+
+
+def _could_take(books: Books, row: int, line: Line, *, evicts: bool) -> bool:
+    """Whether a row might take a bundle, with what is going, and if all who may leave for it did."""
+    ledger = books.ledger
+    if not ledger.usable[row]:
+        return False
+    for column, units in _wanted(books, line):
+        room = int(ledger.free[row, column]) + int(ledger.idle[row, column])
+        if room < units and books.going:
+            room += sum(
+                int(ledger.vector(bundle)[column])
+                for group in books.going.values()
+                for node, bundle in zip(group.nodes, group.bundles, strict=True)
+                if ledger.row_of.get(node) == row
+            )
+        if room < units and evicts:
+            room += books.candidates.releases(row, column, line.kind.priority, books.policy)
+        if room < units:
+            return False
+    return True
+
+
 def still_there(books: Books, claim: Claim) -> bool:
     """Whether the room that was made for a claim is there, with nothing kept for it any more."""
     if claim.group is not None:
@@ -166,15 +244,56 @@ def slots_left(books: Books, pool: str) -> int | None:
 class Kept:
     """What is kept for one who has waited too long, while others are looked at."""
 
+    task: str
     pool: str
     nodes: list[tuple[str, Vector]]
     quota: Vector
     slots: int
     groups: list[str]  # idle ones
 
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> Kept:
+        """From plain data."""
+        nodes = [(node, np.array(part, np.int64)) for node, part in data["nodes"]]
+        return cls(data["task"], data["pool"], nodes, np.array(data["quota"], np.int64), data["slots"], data["groups"])
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data."""
+        nodes = [[node, part.tolist()] for node, part in self.nodes]
+        return {**vars(self), "nodes": nodes, "quota": self.quota.tolist()}
+
+    def covers(self, other: Kept) -> bool:
+        """Whether at least as much of everything is kept: then whoever found no room beside the other finds none."""
+        if not self.slots >= other.slots or not set(other.groups) <= set(self.groups):
+            return False
+        mine, theirs = self._by_node(), other._by_node()
+        return _at_least(self.quota, other.quota) and all(
+            node in mine and _at_least(mine[node], part) for node, part in theirs.items()
+        )
+
+    def _by_node(self) -> dict[str, Vector]:
+        found: dict[str, Vector] = {}
+        for node, part in self.nodes:
+            found[node] = found[node] + part if node in found else part
+        return found
+
+
+def _at_least(one: Vector, other: Vector) -> bool:
+    return len(one) == len(other) and bool((one >= other).all())
+
 
 def would_fit_alone(books: Books, spec: TaskSpec) -> bool:
     """Whether it would find room if every task ended: reserved slots and what others hold may stand in its way."""
+    strategy = strategy_of(books, spec)
+    known = books.alone.get((spec.size, strategy))
+    if known is None or known[0] != books.ledger.shape:
+        if len(books.alone) > 1_000:
+            books.alone.clear()
+        known = books.alone[spec.size, strategy] = (books.ledger.shape, _fits_alone(books, spec, strategy))
+    return known[1]
+
+
+def _fits_alone(books: Books, spec: TaskSpec, strategy: Strategy) -> bool:
     ledger = books.ledger
     empty = ledger.total - ledger.outside
     for shelf in books.shelves.values():
@@ -182,7 +301,7 @@ def would_fit_alone(books: Books, spec: TaskSpec) -> bool:
             for node, bundle in zip(group.nodes, group.bundles, strict=True):
                 if node in ledger.row_of:
                     empty[ledger.row_of[node]] -= ledger.vector(bundle)
-    return place(empty, ledger.usable, _asks(books, spec), strategy_of(books, spec)) is not None
+    return place(empty, ledger.usable, _asks(books, spec), strategy) is not None
 
 
 def keep_for(books: Books, task: Task) -> Kept:
@@ -190,26 +309,32 @@ def keep_for(books: Books, task: Task) -> Kept:
     spec, ledger = task.spec, books.ledger
     quota = np.minimum(ledger.sum_vector(spec.bundles), np.maximum(0, ledger.quota_left(spec.pool)))
     left = slots_left(books, spec.pool)
-    kept = Kept(spec.pool, [], quota, 0 if left is None else max(0, min(left, len(spec.size))), [])
-    rows = np.nonzero(ledger.usable[: len(ledger.nodes)])[0]
+    kept = Kept(spec.id, spec.pool, [], quota, 0 if left is None else max(0, min(left, len(spec.size))), [])
+    rows = np.flatnonzero(ledger.usable[: len(ledger.nodes)])
     free = np.maximum(0, ledger.free)
     idle = ledger.idle.copy()
+    idle_on = _idle_by_node(books)
     for ask in _asks(books, spec):
-        fits = rows[(ledger.total[rows] >= ask).all(axis=1)]
+        wanted = np.flatnonzero(ask)
+        fits = rows[fitting(ledger.total, ask)[rows]]
         if not len(fits):
             continue
-        lack = (np.maximum(0, ask - free[fits] - idle[fits]) / np.maximum(1, ask)).max(axis=1)
+        lack = np.zeros(len(fits))
+        for column in wanted:
+            short_of = ask[column] - free[fits, column] - idle[fits, column]
+            np.maximum(lack, short_of / ask[column], out=lack)
         row = int(fits[np.argmin(lack)])
+        name = str(ledger.nodes[row])
         part = np.minimum(ask, free[row])
         free[row] -= part
-        kept.nodes.append((str(ledger.nodes[row]), part))
+        kept.nodes.append((name, part))
         missing = ask - part
-        for group in _idle_on(books, str(ledger.nodes[row])) if idle[row].any() and (missing > 0).any() else ():
+        for group in idle_on.get(name, ()) if (missing > 0).any() else ():
             if (missing > 0).any() and group.id not in kept.groups:
                 kept.groups.append(group.id)
                 for node, bundle in zip(group.nodes, group.bundles, strict=True):
                     idle[ledger.row_of[node]] -= ledger.vector(bundle)
-                    if node == ledger.nodes[row]:
+                    if node == name:
                         missing = missing - ledger.vector(bundle)
     for node, part in kept.nodes:
         ledger.keep(node, part, 1)
@@ -226,13 +351,20 @@ def give_back(books: Books, kept: Kept) -> None:
         books.ledger.keep(node, part, -1)
     books.ledger.quota_kept[kept.pool] -= kept.quota
     books.shelves[kept.pool].kept_bundles -= kept.slots
+    position = books.gains.position
     for name in kept.groups:
         books.set_idle(books.groups[name], True)
+    books.gains.take_back(position)  # they were idle all the time
 
 
-def _idle_on(books: Books, node: str) -> list[Group]:
+def _idle_by_node(books: Books) -> dict[str, list[Group]]:
+    """Idle dynamic groups by the nodes they lie on, the oldest first."""
     lines = [line for shelf in books.shelves.values() for line in shelf.idle.values()]
-    return sorted((group for line in lines for group in line if node in group.nodes), key=lambda group: group.seq)
+    found: dict[str, list[Group]] = {}
+    for group in sorted((group for line in lines for group in line), key=lambda group: group.seq):
+        for node in dict.fromkeys(group.nodes):
+            found.setdefault(node, []).append(group)
+    return found
 
 
 # ---- certainties ----

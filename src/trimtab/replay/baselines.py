@@ -97,7 +97,7 @@ class Baseline:
                 held[node] = held.get(node, 0) + size
         for node, free in self.racks.rooms():
             assert free >= 0, f"{node} is overfull"
-            assert free + held.get(node, 0) + self.kept(node) == self.racks.node_gpus, f"{node}: what is free is not"
+            assert free + held.get(node, 0) + self.kept(node) == self.racks.total[node], f"{node}: what is free is not"
 
     # ---- what differs ----
 

@@ -76,7 +76,8 @@ def figures(outcome: Outcome, policy: str, seed: int, classes: Sequence[str]) ->
 
 def _class(lives: Sequence[Life]) -> ClassFigures:
     waits = sorted(one.waited_s for one in lives)
-    completions = sorted((one.done_s or math.nan) - one.work.submit_s for one in lives)
+    took = [(math.nan if one.done_s is None else one.done_s) - one.work.submit_s for one in lives]
+    completions = sorted(took)
     return ClassFigures(
         len(lives),
         fmean(waits),
@@ -84,7 +85,7 @@ def _class(lives: Sequence[Life]) -> ClassFigures:
         percentile(waits, 0.99),
         fmean(completions),
         percentile(completions, 0.99),
-        fmean(((one.done_s or math.nan) - one.work.submit_s) / max(one.work.work_s, 1.0) for one in lives),
+        fmean(each / max(one.work.work_s, 1.0) for each, one in zip(took, lives, strict=True)),
         sum(one.evictions for one in lives),
     )
 

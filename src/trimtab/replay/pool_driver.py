@@ -130,13 +130,16 @@ class PoolReplay:
             self._tell(event)
         for node in reality.nodes:
             self._node_joins(node)
+        self._expect(works)
+        for happens in reality.churn:
+            self._agenda.put(happens.at_s, happens)
+
+    def _expect(self, works: Sequence[Work]) -> None:
         for one in works:
             life = Life(one, tuple(bundle.get("gpu") for bundle in one.spec.bundles), one.work_s, one.submit_s)
             self._order.append(life)
             self._lives[one.spec.id] = life
             self._agenda.put(one.submit_s, e.Submitted(one.spec))
-        for happens in reality.churn:
-            self._agenda.put(happens.at_s, happens)
 
     # ---- time ------------------------------------------------------------------------------------------------------
 

@@ -16,13 +16,14 @@ class Racks:
     def __init__(self, node_gpus: int) -> None:
         self.node_gpus = node_gpus
         self.free: dict[str, int] = {}  # by node that takes something new
+        self.total: dict[str, int] = {}  # by node: what it had when it came
         self._order: dict[str, int] = {}
         self._by_free: list[list[tuple[int, str]]] = [[] for _ in range(node_gpus + 1)]  # heaps; some entries are old
 
     def add(self, node: str, free: int) -> None:
         """A node takes something new."""
         self._order.setdefault(node, len(self._order))
-        self.free[node] = free
+        self.free[node] = self.total[node] = free
         self._note(node)
 
     def drop(self, node: str) -> None:

@@ -8,6 +8,7 @@ awake; the machine checks its books on a sample of events and at the end.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -29,6 +30,7 @@ from trimtab.model.rollout import (
 from trimtab.replay.agenda import Agenda
 from trimtab.replay.engine_model import H200_8B, Engine, EngineSpeed, Key
 from trimtab.replay.rollout_work import Profile
+from trimtab.replay.timing import Distribution
 from trimtab.replay.traces import RequestRow
 from trimtab.replay.truths import UntrueError
 
@@ -48,14 +50,19 @@ class Fleet:
     wake_s: float = 4.0
     refit_s: float = 2.0
     cut_s: float = 0.1  # until an engine has let go of a request
-    training_s: float = 60.0
+    training_s: float = 60.0  # median
+    training_p99_s: float | None = None  # None: it always takes as long
     taker: Taker | None = None
+
+    def training(self) -> Distribution:
+        """How long training takes."""
+        return Distribution.of({"median": self.training_s, "p99": self.training_p99_s or self.training_s}, "engines")
 
     def text(self) -> str:
         """As a report states it."""
         return (
             f"{self.engines} engines of {self.limit} places; {self.speed.text()}; sleep {self.sleep_s:g} s, wake "
-            f"{self.wake_s:g} s, weights {self.refit_s:g} s, training {self.training_s:g} s"
+            f"{self.wake_s:g} s, weights {self.refit_s:g} s, training {self.training().text()}"
         )
 
 
@@ -69,6 +76,7 @@ class RolloutOutcome:
     usable_s: float = 0.0  # of those, in stretches long enough for somebody else
     busy_s: float = 0.0  # engine-seconds in which at least one request was there
     waits_s: list[float] = field(default_factory=list)  # from arrival to the first engine
+    loads: dict[int, int] = field(default_factory=dict)  # by second in which one came: the most that were not answered
     answered: int = 0
     moved: int = 0
     read_again: int = 0
@@ -121,6 +129,7 @@ class RolloutReplay:
         self._asleep: dict[str, float] = {}  # since when
         self._busy: dict[str, float] = {}  # since when
         self._version = 0
+        self._from = 0.0  # what was before is not counted
         for name in self._engines:
             self._tell(e.WorkerAdded(WorkerSpec(name, limit=fleet.limit), up=True, version=0))
         if fleet.taker is not None:
@@ -128,40 +137,55 @@ class RolloutReplay:
 
     # ---- loads -----------------------------------------------------------------------------------------------------
 
-    def closed(self, profile: Profile, batches: Sequence[dict[str, int]]) -> RolloutOutcome:
+    def closed(self, profile: Profile, batches: Sequence[dict[str, int]], seed: int = 0) -> RolloutOutcome:
         """Step by step: a rollout, training, new weights."""
+        training, source = self.fleet.training(), random.Random(f"training {seed}")
         for batch in batches:
             begin = self._agenda.now
             for name, tokens in batch.items():
                 self._arrive(name, profile.prompt_tokens, tokens, profile.most, name.split(".")[0])
             self._pass(lambda: not self._asked)
             self.outcome.steps_s.append(self._agenda.now - begin)
-            self._until(self._agenda.now + self.fleet.training_s)
+            self._until(self._agenda.now + training.draw(source))
             self._version += 1
             self._tell(e.RefitBegun(self._version))
             self._until(self._agenda.now + self.fleet.refit_s + 0.1)
         return self._over()
 
-    def open(self, rows: Sequence[RequestRow], rate: float = 1.0) -> RolloutOutcome:
-        """Requests as a trace says, `rate` times as fast."""
+    def open(self, rows: Sequence[RequestRow], rate: float = 1.0, counted_from_s: float = 0.0) -> RolloutOutcome:
+        """Requests as a trace says, `rate` times as fast. What is before `counted_from_s` is run and not counted."""
         for number, row in enumerate(rows):
+            if self._agenda.now < counted_from_s <= row.arrival_s / rate:
+                self._until(counted_from_s)
+                self._count_from_now()
             self._until(row.arrival_s / rate)
             group = f"b{row.blocks[0]}" if row.blocks else ""
             self._arrive(f"r{number}", row.input_tokens, max(row.output_tokens, 1), max(row.output_tokens, 1), group)
         self._pass(lambda: not self._asked)
         return self._over()
 
+    def _count_from_now(self) -> None:
+        out, now = self.outcome, self._agenda.now
+        self._from = now
+        self._asleep = dict.fromkeys(self._asleep, now)
+        self._busy = dict.fromkeys(self._busy, now)
+        out.asleep_s = out.usable_s = out.busy_s = 0.0
+        out.moved = out.scalings = out.read_again = 0
+        out.waits_s.clear()
+
     def _arrive(self, name: str, prompt: int, tokens: int, most: int, group: str) -> None:
         if name in self._asked or name in self._answered:
             raise UntrueError(f"request {name} comes twice")
         self._asked[name] = _Asked(tokens, prompt, group, self._agenda.now)
+        at, loads = int(self._agenda.now), self.outcome.loads
+        loads[at] = max(loads.get(at, 0), len(self._asked))
         self._tell(e.Arrived(RequestSpec(name, prompt, most, group=group)))
 
     def _over(self) -> RolloutOutcome:
         self.machine.check()
         out = self.outcome
         out.checks += 1
-        out.total_s = self._agenda.now
+        out.total_s = self._agenda.now - self._from
         for since in self._asleep.values():
             self._stint(self._agenda.now - since)
         self._asleep.clear()

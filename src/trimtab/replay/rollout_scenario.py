@@ -16,12 +16,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from trimtab.fleet import scaling
 from trimtab.fleet.load import Decision, LoadSample, PolicyState
+from trimtab.fleet.predictive import cost_aware
 from trimtab.formats import yaml_text
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.errors import InputError, nearest
 from trimtab.replay.engine_model import EngineSpeed
 from trimtab.replay.rollout_driver import Fleet
-from trimtab.replay.rollout_policies import as_documented, cost_aware, predictive, ray_serve
+from trimtab.replay.rollout_policies import as_documented, ray_serve
 from trimtab.replay.rollout_work import Profile, profile_of
 from trimtab.replay.scenario import SEEDS, Amount, More, Sections, Whole, explained
 from trimtab.replay.traces import RequestRow, requests
@@ -30,11 +31,12 @@ KNOWN: dict[str, tuple[str | Callable[[PolicyState, LoadSample], tuple[PolicySta
     "threshold": ("threshold", "between two shares of capacity, moved as seldom as possible: the default"),
     "as_documented": (as_documented, "the common rule: thresholds, cooldowns, one worker a step"),
     "ray_serve": (ray_serve, "Ray Serve's rule: ongoing requests over a target, 30 s up, 600 s down"),
-    "predictive": (predictive, "learns how steps come and go; slows nobody down"),
+    "predictive": ("predictive", "learns how steps come and go; slows nobody down"),
     "cost_aware": (cost_aware, "gives up only what is free for longer than that takes"),
 }
 ELASTIC_KEYS = tuple(one.name for one in fields(ElasticConfig) if one.name not in ("policy", "max_workers"))
 POLICIES = ("static", *KNOWN)
+STATICS = 16  # numbers of engines that are tried as static ones, at most: with as many engines or fewer, every one
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,13 @@ class RolloutScenario:
     trace: Path | None = None
     limit: int | None = None
     rate: float = 1.0
+    part: tuple[float, float] = (0.0, 1.0)  # of the trace's time, that counts
+
+    @property
+    def counted_s(self) -> tuple[float, float]:
+        """From when to when a trace counts. What is before is run as well."""
+        whole_s = self.rows[-1].arrival_s / self.rate
+        return self.part[0] * whole_s, self.part[1] * whole_s
 
     @cached_property
     def rows(self) -> list[RequestRow]:
@@ -79,6 +88,8 @@ class RolloutScenario:
             load = (
                 f"{len(self.rows):,} requests of {self.trace.name if self.trace else ''}, {self.rate:g} times as fast"
             )
+            if self.part != (0.0, 1.0):
+                load += f"; only {self.part[0]:.0%} to {self.part[1]:.0%} of its time is counted"
         return [self.fleet.text(), load, "an engine that is woken has an empty cache and needs the weights first"]
 
 
@@ -87,6 +98,15 @@ class RolloutScenario:
 
 def _one(value: Any) -> Any:
     return [value] if isinstance(value, str | dict) else value
+
+
+def _pair(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or len(value) != 2 or not value[0] < value[1]:
+        raise ValueError("two shares of the trace's time, the lower one first")
+    return tuple(value)
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class _Section(BaseModel):
@@ -102,6 +122,7 @@ class FleetSection(_Section):
     wake_s: Amount = 4.0
     refit_s: Amount = 2.0
     training_s: Amount = 60.0
+    training_p99_s: Amount | None = None
     decode_s: More | None = None
     request_s: Amount | None = None
     cached_s: Amount | None = None
@@ -118,6 +139,7 @@ class LoadSection(_Section):
     trace: str | None = None
     limit: Whole | None = None
     rate: More = 1.0
+    part: Annotated[tuple[Share, Share], BeforeValidator(_pair)] = (0.0, 1.0)
 
 
 class RolloutPolicySection(_Section):
@@ -167,7 +189,7 @@ def read(path: Path) -> RolloutScenario:
         raise InputError(f"two policies are called {doubled}", where=f"{path}: policies", hint="give one a `name`")
     return RolloutScenario(
         said.name or path.stem,
-        _fleet(said.engines),
+        _fleet(said.engines, f"{path}: engines"),
         tuple(policies),
         tuple(dict.fromkeys(said.seeds)),
         None if load.profile is None else profile_of(load.profile, f"{where}.profile"),
@@ -177,13 +199,21 @@ def read(path: Path) -> RolloutScenario:
         None if load.trace is None else path.parent / load.trace,
         load.limit,
         load.rate,
+        load.part,
     )
 
 
-def _fleet(said: FleetSection) -> Fleet:
+def _fleet(said: FleetSection, where: str) -> Fleet:
     given = {name: getattr(said, name) for name in ("decode_s", "request_s", "cached_s", "read_s")}
     speed = EngineSpeed(**{name: value for name, value in given.items() if value is not None})
-    return Fleet(said.count, said.limit, speed, said.sleep_s, said.wake_s, said.refit_s, training_s=said.training_s)
+    times = {name: getattr(said, name) for name in ("sleep_s", "wake_s", "refit_s", "training_s", "training_p99_s")}
+    fleet = Fleet(said.count, said.limit, speed, **times)
+    try:
+        fleet.training()
+    except InputError as error:
+        error.where = f"{where}.training_p99_s"
+        raise
+    return fleet
 
 
 def _policies(said: str | RolloutPolicySection, file: RolloutFile, path: Path) -> list[RolloutPolicy]:
@@ -201,7 +231,7 @@ def _policies(said: str | RolloutPolicySection, file: RolloutFile, path: Path) -
             raise InputError(f"{key} is not known here", where=where, hint=hint)
     count = file.engines.count
     if one.use == "static":
-        numbers = sorted({max(1, round(count * share / 4)) for share in (1, 2, 3, 4)} | {count})
+        numbers = sorted({max(1, round(count * at / STATICS)) for at in range(1, STATICS + 1)})
         fixed = [ElasticConfig(policy=scaling.static, min_workers=each, max_workers=each) for each in numbers]
         return [RolloutPolicy(f"static {one.max_workers}", "static", one) for one in fixed]
     elastic = ElasticConfig(**{**settings, "policy": KNOWN[one.use][0], "max_workers": count})

@@ -7,7 +7,7 @@ sense with its place. Paths of traces start at the folder of the file.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -57,10 +57,17 @@ class TasksSaid:
     classes: tuple[PriorityClass, ...] = CLASSES
     saves: bool = True
     estimates: bool = False
+    skip: int = 0
 
     @cached_property
     def _read(self) -> list[JobRow]:
-        return jobs(self.trace, self.limit) if self.trace is not None else []
+        if self.trace is None:
+            return []
+        rows = jobs(self.trace, None if self.limit is None else self.skip + self.limit)[self.skip :]
+        if not rows:
+            raise InputError(f"skip {self.skip} leaves no job", where=str(self.trace), hint="skip fewer")
+        # Time begins with the first job that counts.
+        return [replace(one, submit_s=one.submit_s - rows[0].submit_s) for one in rows] if self.skip else rows
 
     def rows(self, seed: int) -> list[JobRow]:
         """The jobs, in order of submission."""
@@ -72,7 +79,8 @@ class TasksSaid:
         if self.generate is not None:
             said = self.generate.text()
         else:
-            said = f"{len(self._read):,} jobs of {self.trace.name if self.trace else ''}"
+            behind = f" behind the first {self.skip:,}" if self.skip else ""
+            said = f"{len(self._read):,} jobs of {self.trace.name if self.trace else ''}{behind}"
         said += f", {self.rate:g} times as fast" if self.rate != 1 else ""
         said += f", those of at most {self.most_gpus} GPUs" if self.most_gpus is not None else ""
         total = sum(one.share for one in self.classes)
@@ -170,6 +178,7 @@ class TasksSection(_Section):
 
     trace: str | None = None
     generate: GenerateSection | None = None
+    skip: Annotated[int, BeforeValidator(_no_bool), Field(ge=0, strict=True)] = 0
     limit: Whole | None = None
     most_gpus: Whole | None = None
     rate: More = 1.0
@@ -230,7 +239,7 @@ def read(path: Path) -> Scenario:
         raise explained(error, path, ScenarioSection, SECTIONS) from None
     where = str(path)
     events = tuple(_event(one, said.cluster.nodes, f"{where}: cluster.events") for one in said.cluster.events)
-    churn = None if said.cluster.churn is None else _churn(said.cluster.churn, where)
+    churn = None if said.cluster.churn is None else churn_of(said.cluster.churn, where)
     policies = tuple(_policy(one, where) for one in said.policies)
     names = [one.name for one in policies]
     if len(set(names)) < len(names):
@@ -253,7 +262,8 @@ def _event(said: EventSection, nodes: int, where: str) -> NodeEvent:
     return NodeEvent(said.at_s, f"n{said.node:05d}", said.what, said.notice_s)
 
 
-def _churn(said: ChurnSection, where: str) -> Churn:
+def churn_of(said: ChurnSection, where: str) -> Churn:
+    """Failures by chance, as a scenario at `where` says them."""
     repair = AN_HOUR if said.repair_s is None else Distribution.of(said.repair_s, f"{where}: cluster.churn.repair_s")
     return Churn(said.days_between, repair, said.drained, said.notice_s)
 
@@ -271,7 +281,7 @@ def _tasks(said: TasksSection, path: Path) -> TasksSaid:
     if said.classes is not None:
         classes = classes_of({name: one.model_dump() for name, one in said.classes.items()}, f"{where}.classes")
     trace = None if said.trace is None else path.parent / said.trace
-    return TasksSaid(trace, made, said.limit, said.most_gpus, said.rate, classes, said.saves, said.estimates)
+    return TasksSaid(trace, made, said.limit, said.most_gpus, said.rate, classes, said.saves, said.estimates, said.skip)
 
 
 def _policy(said: str | PolicySection, where: str) -> PoolPolicy:

@@ -64,7 +64,7 @@ MOONCAKE = Kind(
 def jobs(path: Path, most: int | None = None) -> list[JobRow]:
     """The jobs of a table in the manner of the Philly trace, in order of submission."""
     found: list[JobRow] = []
-    for line, row in _rows(path, (JOBS,)):
+    for line, row in rows(path, (JOBS,)):
         one = JobRow(
             row.number("submit_s"), row.number("duration_s"), row.whole("gpus"), row.words.get("virtual_cluster", "")
         )
@@ -81,7 +81,7 @@ def jobs(path: Path, most: int | None = None) -> list[JobRow]:
 def requests(path: Path, most: int | None = None) -> list[RequestRow]:
     """The requests of an Azure LLM or a Mooncake trace, in order of arrival; its columns say which it is."""
     found: list[RequestRow] = []
-    for line, row in _rows(path, (AZURE, MOONCAKE)):
+    for line, row in rows(path, (AZURE, MOONCAKE)):
         arrival_s = row.number("arrival_ms") / 1e3 if "arrival_ms" in row.words else row.number("arrival_s")
         hashes = row.words.get("hash_ids", "")
         blocks = tuple(row.integer("hash_ids", one) for one in hashes.split()) if hashes else ()
@@ -98,11 +98,14 @@ def requests(path: Path, most: int | None = None) -> list[RequestRow]:
 
 
 @dataclass(frozen=True)
-class _Row:
+class Row:
+    """A line of a trace, by column."""
+
     words: dict[str, str]
     where: str
 
     def number(self, column: str) -> float:
+        """An amount of 0 or more."""
         text = self.words[column]
         try:
             value = float(text)
@@ -113,19 +116,22 @@ class _Row:
         return value
 
     def whole(self, column: str) -> int:
+        """A whole number of 0 or more."""
         value = self.number(column)
         if value != int(value):
             raise InputError(f"{column} is {self.words[column]!r}, no whole number", where=self.where)
         return int(value)
 
     def integer(self, column: str, text: str) -> int:
+        """A whole number in a column that holds several."""
         try:
             return int(text)
         except ValueError:
             raise InputError(f"{column} has {text!r}, no whole number", where=self.where) from None
 
 
-def _rows(path: Path, kinds: Sequence[Kind]) -> Iterator[tuple[int, _Row]]:
+def rows(path: Path, kinds: Sequence[Kind]) -> Iterator[tuple[int, Row]]:
+    """The lines of a trace of one of these kinds, each with its number."""
     with _opened(path) as raw, _text(raw) as file:
         reader = csv.reader(file, strict=True)
         try:
@@ -142,7 +148,7 @@ def _rows(path: Path, kinds: Sequence[Kind]) -> Iterator[tuple[int, _Row]]:
                     raise InputError(f"{len(head)} columns are expected, not {len(words)}", where=where, hint=hint)
                 if line > MOST_ROWS:
                     raise InputError(f"more than {MOST_ROWS:,} lines", where=str(path))
-                yield line, _Row(dict(zip(head, words, strict=True)), where)
+                yield line, Row(dict(zip(head, words, strict=True)), where)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise InputError(
                 f"the file is cut short or damaged: {error}", where=str(path), hint="fetch it again"

@@ -1,6 +1,7 @@
 """The journal of a machine: every event on disk, so that a controller killed at any moment finds its way back.
 
-An append-only file of JSON lines `[now, "EventType", {fields}]` after a header with the format's version. Each event is
+An append-only file of JSON lines `[now, "EventType", {fields}]` after a header with the format's version; a fourth part
+says what the machine had done about it, for people and for `trimtab replay`; nothing else depends on it. Each event is
 handed to the operating system before anything is done about it, and forced to the disk at most every 100 ms. From time
 to time the machine's whole state is written beside it (temp file, fsync, rename), and older segments go. Reading runs
 nobody's code: it knows the types of events and nothing else. One controller writes a journal; a lock holds others off.
@@ -51,6 +52,7 @@ class Found:
     torn: str | None = None  # says which half-written last line was left out
     segment: int = 0  # the one to go on with
     length: int = 0  # bytes of it that are whole lines
+    told: tuple[tuple[str, ...] | None, ...] = ()  # by event: what it led to; None: that was not written down
 
     @property
     def empty(self) -> bool:
@@ -84,16 +86,32 @@ def _read_journal(directory: str | Path, before: int | None, kinds: Kinds) -> Fo
             hint="put it back, or start with another journal_dir",
         )
     found: list[tuple[float, Any]] = []
+    told: list[tuple[str, ...] | None] = []
     notes: tuple[str, ...] = ()
     torn, length = None, 0
     for number in wanted:
         read = _read_segment(segments[number], kinds, last=number == wanted[-1])
         found += read.events
+        told += read.told
         notes = read.notes or notes
         torn, length = read.torn, read.length
     if found:
         last_time = max(last_time, found[-1][0])
-    return Found(snapshot, tuple(found), last_time, notes, torn, wanted[-1] if wanted else first, length)
+    segment = wanted[-1] if wanted else first
+    return Found(snapshot, tuple(found), last_time, notes, torn, segment, length, tuple(told))
+
+
+def read_segment(path: Path, *, kinds: Kinds = POOL_EVENTS) -> Found:
+    """What stands in one file of events, wherever it lies."""
+    read = _read_segment(path, kinds, last=True)
+    return Found(
+        None,
+        tuple(read.events),
+        read.events[-1][0] if read.events else 0.0,
+        read.notes,
+        read.torn,
+        told=tuple(read.told),
+    )
 
 
 class Journal:
@@ -134,9 +152,10 @@ class Journal:
         found, self._found = self._found, None
         return found if found is not None else read_journal(self.directory, kinds=self._kinds)
 
-    def append(self, now: float, event: Any) -> None:
-        """Write one event; on return the operating system has it, or `fault` says why not."""
-        self._write(_line([now, type(event).__name__, encode(event)]))
+    def append(self, now: float, event: Any, told: list[str] | None = None) -> None:
+        """Write one event, and what it leads to; on return the operating system has it, or `fault` says why not."""
+        line = [now, type(event).__name__, encode(event)]
+        self._write(_line(line if told is None else [*line, told]))
         self.since_snapshot += 1
 
     def note(self, sentence: str) -> None:
@@ -285,6 +304,7 @@ def write_file(path: Path, data: bytes, *, sync: bool = False) -> None:
 @dataclass
 class _Segment:
     events: list[tuple[float, Any]]
+    told: list[tuple[str, ...] | None]
     notes: tuple[str, ...]
     torn: str | None
     length: int
@@ -314,7 +334,7 @@ def _read_snapshot(path: Path) -> tuple[dict[str, Any], float]:
 
 
 def _read_segment(path: Path, kinds: Kinds, *, last: bool) -> _Segment:
-    read = _Segment([], (), None, 0)
+    read = _Segment([], [], (), None, 0)
     lines = list(_lines(path))
     for number, line in enumerate(lines, 1):
         try:
@@ -323,7 +343,9 @@ def _read_segment(path: Path, kinds: Kinds, *, last: bool) -> _Segment:
                 _same_format(data, path)
                 read.notes = tuple(data.get("notes", ()))
             elif data is not None:
-                read.events.append((float(data[0]), decode(kinds[data[1]], data[2])))
+                event, told = decode(kinds[data[1]], data[2]), tuple(data[3]) if len(data) > 3 else None
+                read.events.append((float(data[0]), event))
+                read.told.append(told)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             data = None
         if data is None:

@@ -18,7 +18,7 @@ import typer
 
 from trimtab.formats.files import write_text
 from trimtab.model.errors import InputError
-from trimtab.ui.output import Format, answer, err, out, share
+from trimtab.ui.output import Format, answer, err, out, share, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trimtab.formats.follow_costs import RunConfig
     from trimtab.formats.log_records import Framework
     from trimtab.runtime.advise.follower import Follower, Frame
+    from trimtab.runtime.advise.record import Record
 
     Show = Callable[[Frame], None]
 
@@ -49,6 +50,14 @@ def advise(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Also write a report, as one HTML file.")
     ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--folder", metavar="DIR", help="Where what is seen is kept.  [default: runs/advise-LOG-ID]"),
+    ] = None,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Show it on a page on this machine while it is followed.")
+    ] = False,
+    port: Annotated[int | None, typer.Option("--port", help="Of the dashboard: 8270 unless said, or the next.")] = None,
     engine: Annotated[
         list[str] | None, typer.Option("--engine", metavar="URL", help="A rollout engine to ask (may be repeated).")
     ] = None,
@@ -68,7 +77,8 @@ def advise(
         float, typer.Option("--hook-s", help="With --restart-hook: how long the command may take.")
     ] = 600.0,
     framework: Annotated[
-        str | None, typer.Option("--framework", help="verl, rlinf or nemo_rl; known from CONFIG if not given.")
+        str | None,
+        typer.Option("--framework", help="verl, rlinf, nemo_rl or openrlhf; known from CONFIG if not given."),
     ] = None,
     warmup: Annotated[int, typer.Option("--warmup", help="Steps to drop after every start of the run.")] = 2,
     every: Annotated[float, typer.Option("--every", metavar="S", help="Look every so many seconds.")] = 2.0,
@@ -79,21 +89,25 @@ def advise(
     form: Annotated[Format, typer.Option("--format", "-f", help="How the answer is written.")] = Format.text,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Where do the steps of this run go, and what should be changed? For any verl, RLinf or NeMo RL run, unmodified.
+    """Where do the steps of this run go, and what should be changed? For any run of verl, RLinf, NeMo RL or OpenRLHF.
 
     The log is followed, costs that drift are told from noise, and a better placement that the framework can run is
-    said with its gain, its error band and the overrides to apply. Nothing of the run is touched.
+    said with its gain, its error band and the overrides to apply. Nothing of the run is touched. What is seen is kept
+    in a folder: the same advice is not given twice, and `trimtab dashboard DIR` and `trimtab report DIR` show it.
 
     Examples:
 
         trimtab advise verl_config.yaml trainer.nnodes=4 --follow run.log
+
+        trimtab advise config.yaml --follow run.log --dashboard
 
         trimtab advise config.yaml --follow run.jsonl --once -o report.html
 
         trimtab advise config.yaml --follow run.log --restart-hook ./restart.sh --least-gain 15%
     """
     form = Format.json if as_json else form
-    _check_call(follow, once, restart_hook, {"--every": every, "--silent": silent, "--hook-s": hook_s})
+    shows = dashboard or port is not None
+    _check_call(follow, once, restart_hook, shows, {"--every": every, "--silent": silent, "--hook-s": hook_s})
     if at_most is not None:
         _checked(at_most, "--at-most", 0.0)
     _checked(restart_s, "--restart-s", 0.0)
@@ -105,14 +119,19 @@ def advise(
     ) as follower:
         follower.every_s, follower.silent_s, follower.least_gain = every, silent, gain
         follower.at_most_s = math.inf if at_most is None else at_most
-        if restart_hook is not None:
-            from trimtab.runtime.advise.hook import RestartHook
+        record = None
+        if folder is not None or not once:
+            record = _record(folder, follow or [], config, overrides or [], needed=restart_hook is not None or shows)
+        with contextlib.nullcontext() if record is None else contextlib.closing(record):
+            follower.record = record
+            if restart_hook is not None and record is not None:
+                from trimtab.runtime.advise.hook import RestartHook
 
-            follower.hook = RestartHook(restart_hook, str(config), hook_s)
-        if once:
-            _answer_once(follower, form, output)
-        else:
-            _follow(follower, form, output)
+                follower.hook = RestartHook(restart_hook, str(config), hook_s, record.past.ran_for, record.hook_starts)
+            if once:
+                _answer_once(follower, form, output)
+            else:
+                _follow(follower, form, output, shows, port)
 
 
 # ---- what is followed ----------------------------------------------------------------------------------------------
@@ -188,6 +207,21 @@ def _framework(config: RunConfig, files: list[Path], named: str | None) -> Frame
     return chosen
 
 
+def _record(
+    folder: Path | None, follow: list[Path], config: Path, overrides: list[str], *, needed: bool
+) -> Record | None:
+    """The folder of what is seen. Without one that was asked for, the command looks and remembers nothing."""
+    from trimtab.runtime.advise.record import Record, default_folder
+
+    try:
+        return Record(folder or default_folder(follow), follow, config, overrides)
+    except InputError as fault:
+        if folder is not None or needed:
+            raise
+        warn(f"nothing is remembered of this run: {fault.what} ({fault.where})".replace("[", "\\["))
+        return None
+
+
 # ---- answers -------------------------------------------------------------------------------------------------------
 
 
@@ -195,20 +229,39 @@ def _answer_once(follower: Follower, form: Format, output: Path | None) -> None:
     from trimtab.ui import advise_text
 
     frame = follower.once()
+    if follower.record is not None:
+        follower.record.look(frame, follower.advising, advise_text.as_data(frame, follower.history))
     _report(follower, frame, output)
     answer(advise_text.as_data(frame, follower.history), form, lambda: advise_text.print_text(frame, follower.history))
 
 
-def _follow(follower: Follower, form: Format, output: Path | None) -> None:
+def _follow(follower: Follower, form: Format, output: Path | None, shows: bool, port: int | None) -> None:
     """A live view on a terminal, elsewhere a line for everything that happens; in the end what is known."""
     from trimtab.ui import advise_text
     from trimtab.ui.cluster_live import signals_interrupt
+    from trimtab.ui.dashboard_commands import beside
 
     frame: Frame | None = None
     reported = False
+    record = follower.record
+    fault: str | None = None
+
+    def said(line: str) -> None:
+        err.print(line, markup=False)
+
     try:
-        with signals_interrupt(), _shown(form) as show:
+        with signals_interrupt(), contextlib.ExitStack() as stack:
+            if record is not None:
+                said(f"what is seen is kept in {record.path}")
+                if shows:
+                    stack.enter_context(beside(said, port, changes=False)(record.path, None))
+            show = stack.enter_context(_shown(form))
             for frame in follower.frames():
+                if record is not None:
+                    record.look(frame, follower.advising, advise_text.as_data(frame, follower.history))
+                    if record.fault is not None and record.fault != fault:
+                        said(f"{record.path}: {record.fault}")
+                    fault = record.fault
                 if frame.news or not reported:  # also at the very first: a file that cannot be written is told at once
                     _report(follower, frame, output)
                     reported = True
@@ -219,6 +272,8 @@ def _follow(follower: Follower, form: Format, output: Path | None) -> None:
         err.print("your command is still running; it is left to end by itself")
     if frame is None:
         return
+    if record is not None:
+        record.stopped(frame.ended or "interrupted")
     _report(follower, frame, output)
     if form is Format.text:
         if frame.ended is not None:
@@ -274,11 +329,19 @@ def _report(follower: Follower, frame: Frame, output: Path | None) -> None:
     write_text(output, advise_report(follower, frame))
 
 
-def _check_call(follow: list[Path] | None, once: bool, hook: str | None, seconds: dict[str, float]) -> None:
+def _check_call(
+    follow: list[Path] | None, once: bool, hook: str | None, shows: bool, seconds: dict[str, float]
+) -> None:
     if not follow:
         raise InputError("which run? --follow names its log", hint="trimtab advise CONFIG --follow run.log")
     if once and hook is not None:
         raise InputError("--restart-hook is for a run that goes on, --once for one that is over", where="command line")
+    if once and shows:
+        raise InputError(
+            "--dashboard is for a run that goes on, --once for one that is over",
+            where="command line",
+            hint="--once --folder DIR keeps what is seen, and `trimtab dashboard DIR` shows it",
+        )
     for option, value in seconds.items():
         _checked(value, option, SHORTEST_S)
 

@@ -79,7 +79,8 @@ def _news_lines(one: News) -> Iterator[str]:
 
 
 def _told(one: News) -> str:
-    words = {"advised": "advice", "changed": "other advice", "withdrawn": "the advice is void"}
+    words = {"advised": "advice", "changed": "other advice", "withdrawn": "the advice is void",
+             "stands again": "advice that was given before holds again"}  # fmt: skip
     return f"step {one.step}: {words.get(one.what, one.what)}: {one.sentence}"
 
 
@@ -289,6 +290,7 @@ def _advice_data(advice: Advice) -> dict[str, Any]:
         "extrapolated": list(advice.extrapolated),
         "settings": dict(advice.settings.values),
         "overrides": list(advice.overrides),
+        "command_line": shell_words(advice.settings),
         "advice": list(advice.settings.advice),
     }
 

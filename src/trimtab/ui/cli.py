@@ -27,6 +27,7 @@ from trimtab.ui import (
     plan_commands,
     pool_commands,
     profile_commands,
+    replay_commands,
     rollout_commands,
     run_commands,
     run_report_command,
@@ -49,6 +50,7 @@ app.command("plan")(plan_commands.plan)
 app.command("partition")(partition_commands.partition)
 app.command("run")(run_commands.run)
 app.command("simulate")(simulate_commands.simulate)
+app.command("replay")(replay_commands.replay)
 app.command("report")(run_report_command.report)
 app.command("dashboard")(dashboard_commands.dashboard)
 app.command("top")(dashboard_commands.top)

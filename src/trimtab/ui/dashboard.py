@@ -17,6 +17,7 @@ STYLES = ("report.css", "timeline.css", "run_report.css", "dashboard.css")
 SCRIPTS = ("run_timeline.js", "dashboard.js")
 COLUMNS = (
     {
+        "advice": "Advice",
         "components": "Components",
         "moves": "Moves",
         "events": "What happened",
@@ -28,6 +29,7 @@ COLUMNS = (
         "predicted": "Predicted against measured",
         "reward": "Reward",
         "workers": "Rollout workers",
+        "around": "Engines and GPUs that were asked",
         "nodes": "Nodes",
         "pools": "Pools",
         "fleet": "Nodes of the cluster",
@@ -107,11 +109,13 @@ or go to it by N and P and press Enter, to read its story.</p>
 <th scope="col">At</th><th scope="col">What</th><th scope="col">Why</th></tr></thead>
 <tbody id="story-chapters"></tbody></table></div></dialog>
 <dialog id="token" aria-labelledby="token-title"><form method="dialog">
-<h2 id="token-title">A change needs the token</h2>
-<p>It was told where the dashboard was started.</p>
-<label for="token-text">Token</label>
-<input id="token-text" type="password" autocomplete="off" spellcheck="false">
-<div class="buttons"><button value="">Leave it</button><button value="ask">Ask</button></div></form></dialog>
+<h2 id="token-title">A change</h2>
+<p id="token-what"></p>
+<div class="field" id="token-ask"><label for="token-text">Token</label>
+<input id="token-text" type="password" autocomplete="off" spellcheck="false" aria-describedby="token-where">
+<small id="token-where">A change needs it; where it is was said where the dashboard was started.</small></div>
+<div class="buttons"><button type="button" id="token-leave">Leave it</button><button value="ask">Ask</button></div>
+</form></dialog>
 </body>
 </html>
 """

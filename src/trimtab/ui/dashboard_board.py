@@ -17,6 +17,7 @@ from trimtab.ui.lettering import duration, share
 from trimtab.ui.run_report_facts import Happening, MoveSeen, NodeSeen, as_text, counted, whole
 from trimtab.ui.run_report_figures import Cost, costs, idle_shares
 from trimtab.ui.run_report_story import Story
+from trimtab.ui.run_report_words import standing
 
 Subject = tuple[str, str]
 """What a story is of: task, worker, node, component, move or mark, and its name."""
@@ -33,18 +34,27 @@ class Seen:
 
     name: str
     group: str  # the pool of a task, the component of a worker
+    id: str = ""  # what its component calls it
     state: str = ""
     since_s: float = 0.0
     code: str = ""
     reason: str = ""
     gpus: int | None = None
     running: int | None = None  # requests that a worker has, where it says so
+    limit: int | None = None  # and how many it takes at most
     times: int = 0  # evicted, or gone
 
     @property
     def is_over(self) -> bool:
         """Whether nothing more is expected of it."""
         return self.state in OVER
+
+    @property
+    def load(self) -> str:
+        """What a worker has to do, in words; empty where nobody knows."""
+        if self.running is None or self.is_over:
+            return ""
+        return str(self.running) if self.limit is None else f"{self.running} of {self.limit}"
 
 
 @dataclass
@@ -55,6 +65,7 @@ class Board:
     tasks: dict[str, Seen] = field(default_factory=dict)
     workers: dict[str, Seen] = field(default_factory=dict)
     leaving: tuple[str, ...] = ()
+    lives: bool | None = None  # whether the run's process is there, where that is known
     lines: int = 0
     _about: list[Subject | None] = field(default_factory=list)  # whom each happening was about
     _chapters: dict[Subject, list[int]] = field(default_factory=dict)
@@ -87,7 +98,7 @@ class Board:
         else:
             name, group, state = worker_name(event), str(event["component"]), str(event["state"])
         known = self.tasks if kind == "task" else self.workers
-        one = known.setdefault(name, Seen(name, group))
+        one = known.setdefault(name, Seen(name, group, str(event.get("worker", name))))
         if happening.t_s < one.since_s:  # told late: what is known is newer
             return
         gone = (
@@ -99,6 +110,16 @@ class Board:
         one.group, one.state, one.code, one.reason = group or one.group, state, happening.code, happening.reason
         one.gpus = whole(event.get("gpus")) if "gpus" in event else one.gpus
         one.running = whole(event.get("running"))
+
+    def load(self, component: str, loads: Mapping[str, tuple[int, int]]) -> bool:
+        """What a component's workers have to do now; whether that is news. Empty where nobody tells."""
+        changed = False
+        for one in self.workers.values():
+            if one.group == component and (loads or one.limit is not None):
+                now = loads.get(one.id, (None, None))
+                changed = changed or now != (one.running, one.limit)
+                one.running, one.limit = now
+        return changed
 
     def _subjects(self, event: Mapping[str, Any], happening: Happening) -> Iterator[Subject]:
         kind = event["event"]
@@ -122,6 +143,21 @@ class Board:
             named = [one.name for one in self.story.nodes if happening.title.startswith(f"node {one.name} ")]
             if named:
                 yield "node", max(named, key=len)
+
+    @property
+    def standing(self) -> str:
+        """How it stands with the run, in a sentence."""
+        story = self.story
+        if not story.events or story.state or story.is_advised or self.lives is None:
+            return standing(story)
+        if self.lives:
+            return "It runs."
+        return "It did not come to its end: its process is gone. `trimtab run --resume` goes on with it."
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is a run that can be asked for something; of one on another machine it is believed."""
+        return bool(self.lines) and not self.story.state and not self.story.is_advised and self.lives is not False
 
     # ---- asking ------------------------------------------------------------------------------------------------------
 
@@ -195,7 +231,7 @@ class Board:
         if one is None:
             return None
         gone = counted(one.times, "time") if one.times else ""
-        return [*_standing(one), ("component", one.group), ("requests", _number(one.running)), ("went", gone)]
+        return [*_standing(one), ("component", one.group), ("requests", one.load), ("went", gone)]
 
     def _node_facts(self, name: str) -> list[tuple[str, str]] | None:
         node = next((one for one in self.story.nodes if one.name == name), None)

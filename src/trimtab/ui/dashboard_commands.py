@@ -17,7 +17,9 @@ from trimtab.model.errors import InputError, TrimtabError
 from trimtab.ui.output import err, out, warn
 
 if TYPE_CHECKING:
+    from trimtab.running import Beside as RunBeside
     from trimtab.runtime.dashboard.server import DashboardServer
+    from trimtab.runtime.ray.client import Session
     from trimtab.ui.dashboard_source import DashboardSource
 
 FolderArgument = Annotated[
@@ -86,37 +88,28 @@ def served(source: DashboardSource, port: int | None, *, token_file: Path | None
         yield server
 
 
-class Beside:
-    """A dashboard for as long as a run goes on, in its process: from `at`, when its folder is known, to the end.
+def beside(said: Callable[[str], None], port: int | None = None, *, changes: bool = True) -> RunBeside:
+    """A dashboard for as long as a run goes on, in its process: `trimtab.Job.run(beside=...)` takes it.
 
-    One that cannot start is a warning, and never the end of a run.
+    One that cannot start is a warning, and never the end of a run. Without `changes` nobody is told of a token.
     """
 
-    def __init__(self, replan: Callable[[str], object], said: Callable[[str], None], port: int | None = None) -> None:
-        self._replan, self._said, self._port = replan, said, port
-        self._ends = contextlib.ExitStack()
-        self._has_begun = False
-
-    def __enter__(self) -> Beside:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ends.close()
-
-    def at(self, folder: Path) -> None:
-        """The run writes here."""
-        if self._has_begun:
-            return
-        self._has_begun = True
+    @contextmanager
+    def shown(folder: Path, session: Session | None) -> Iterator[None]:
         from trimtab.ui.dashboard_source import DashboardSource
 
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            server = self._ends.enter_context(served(DashboardSource(folder, replan=self._replan), self._port))
-        except (TrimtabError, OSError) as fault:
-            warn(f"no dashboard: {getattr(fault, 'what', fault)}".replace("[", "\\["))
-        else:
-            self._said(f"{server.said}; {server.token_is}")
+        with contextlib.ExitStack() as ends:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                opens = None if session is None else lambda: contextlib.nullcontext(session)
+                server = ends.enter_context(served(DashboardSource(folder, opens), port))
+            except (TrimtabError, OSError) as fault:
+                warn(f"no dashboard: {getattr(fault, 'what', fault)}".replace("[", "\\["))
+            else:
+                said(f"{server.said}; {server.token_is}" if changes else server.said)
+            yield
+
+    return shown
 
 
 def _until_interrupted() -> None:

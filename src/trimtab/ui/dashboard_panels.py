@@ -14,20 +14,19 @@ from trimtab.model.ranks import ranks_text
 from trimtab.ui.dashboard_board import RECENT, Board, Seen
 from trimtab.ui.dashboard_timeline import LiveTimeline
 from trimtab.ui.lettering import duration, escape, share
-from trimtab.ui.run_pictures_lines import Curve, Curves, Point, curves_svg, thinned
+from trimtab.ui.run_report_curves import metric_curve, predicted_curves
 from trimtab.ui.run_report_facts import counted
-from trimtab.ui.run_report_figures import course, ends_of, errors, expected, metric_names
+from trimtab.ui.run_report_figures import course, ends_of, metric_names
 from trimtab.ui.run_report_markup import code_of, heads, scroll
 from trimtab.ui.run_report_story import Story
-from trimtab.ui.run_report_words import standing
 from trimtab.ui.timeline import COLOURS
 
 Panels = dict[str, str]
 
-CURVE_PX, NARROW_PX = 600, 360
+WIDTHS = (("wide", 600), ("narrow", 360))  # of curves, in pixels
 MOST_ROWS = 100
 MOST_METRICS = 4
-MOST_POINTS = 600
+ROOM = "makes room for"  # what the pool says of an eviction; workers are also taken for other reasons
 _NONE = '<p class="none">None yet.</p>'
 
 
@@ -36,14 +35,14 @@ def run_panels(board: Board, line: LiveTimeline) -> Panels:
     story = board.story
     names = metric_names(story)
     return {
-        "standing": escape(standing(story) if story.events else "Nothing has been written yet."),
+        "standing": escape(board.standing),
         "tiles": _tiles(story, line, names),
         "legend": line.legend,
         "components": _components(board),
         "predicted": _predicted(story),
         "reward": _rewards(story, names),
         "nodes": _nodes(board),
-        "workers": _workers(board),
+        "workers": workers_panel(board),
         "tasks": _tasks(board),
         "moves": _moves(story),
         "events": _events(story),
@@ -103,7 +102,7 @@ def _tiles(story: Story, line: LiveTimeline, names: Sequence[str]) -> str:
     # A worker whose slot was taken is told as a worker, as a task, or as both.
     evicted = max(
         sum(one.lane == "tasks" and one.kind == "evicted" for one in story.happenings),
-        sum(one.code == "TAKEN" and one.kind == "left" and bool(one.lane) for one in story.happenings),
+        sum(one.code == "TAKEN" and one.kind == "left" and ROOM in one.reason for one in story.happenings),
     )
     tiles.append(("Moves", str(arrived), f"{back} rolled back, {evicted} evicted"))
     values = [value for name in names[:1] for _, value in course(done, name)]
@@ -158,9 +157,10 @@ def _standing(kind: str, one: Seen, *cells: str) -> str:
     )
 
 
-def _workers(board: Board) -> str:
+def workers_panel(board: Board) -> str:
+    """Rollout workers with their states, and how much each has to do."""
     rows = [
-        _standing("worker", one, _cell(escape(one.group)), _figure(one.running, lambda value: f"{value:.0f}"))
+        _standing("worker", one, _cell(escape(one.group)), f'<td class="number">{one.load or "–"}</td>')
         for one in sorted(board.workers.values(), key=lambda one: (one.group, one.is_over, one.name))
     ]
     columns = '<thead><tr><th scope="col">Worker</th><th scope="col">State</th><th scope="col">Component</th>'
@@ -197,8 +197,10 @@ def _moves(story: Story) -> str:
 
 
 def _events(story: Story) -> str:
-    """What happened, the newest first; states saved one after another are left to the report."""
-    shown = [(at, one) for at, one in enumerate(story.happenings) if one.kind != "saved"]
+    """What happened, the newest first; states saved one after another, and what moves say twice, are left out."""
+    shown = [
+        (at, one) for at, one in enumerate(story.happenings) if one.kind != "saved" and (one.lane or one.kind != "told")
+    ]
     newest = sorted(shown, key=lambda pair: pair[1].t_s, reverse=True)
     rows = [
         f'<tr><td><button type="button" class="rt-at" data-kind="mark" data-name="{at}">{duration(one.t_s)}</button>'
@@ -213,66 +215,16 @@ def _events(story: Story) -> str:
     return left + scroll("What happened", body, css="bare tall events")
 
 
-# ---- curves ----------------------------------------------------------------------------------------------------------
-
-
-def _changes(story: Story) -> tuple[tuple[float, str], ...]:
-    return tuple((float(plan.iteration), plan.words) for plan in story.plans if plan.number)
-
-
-def _drawn(chart: Curves, name: str) -> str:
-    """A picture for wide and one for narrow screens; the look says which is shown."""
-    pictures = "".join(
-        curves_svg(chart, width, f"{name}-{css}").replace('class="tt"', f'class="tt {css}"', 1)
-        for css, width in (("wide", CURVE_PX), ("narrow", NARROW_PX))
-    )
-    return f"<figure>{pictures}</figure>"
-
-
-def _fewer(points: tuple[Point, ...]) -> tuple[Point, ...]:
-    """Points of a long run as a picture needs them: of each pixel the first, the lowest, the highest and the last."""
-    if len(points) <= MOST_POINTS:
-        return points
-    first, last = points[0][0], points[-1][0]
-    scale = CURVE_PX / (last - first)
-    return tuple((round(first + x / scale), y) for x, y in thinned([((x - first) * scale, y) for x, y in points]))
-
-
 def _predicted(story: Story) -> str:
-    done = story.iterations
-    if not done:
+    if not story.iterations:
         return _NONE
-    measured = tuple((float(one.iteration.number), one.iteration.wall_s) for one in done)
-    few = len(measured) <= MOST_POINTS
-    notes = tuple(", ".join(one.iteration.extra) for one in done) if few else ()
-    curves = [Curve("measured", _fewer(measured), None, notes=notes)]
-    promised = [(float(plan.iteration), story.prediction(plan.number)) for plan in story.plans]
-    if any(value is not None for _, value in promised):
-        steps = tuple((at, float("nan") if value is None else value) for at, value in promised)
-        curves.append(Curve("predicted", steps, 0, dashed=True))
-    current = tuple((float(number), value) for number, value in expected(story))
-    if current:
-        curves.append(Curve("expected by costs as measured then", _fewer(current), 1))
-    off = [abs(error) for _, error in errors(story)]
-    said = f"Off by {share(median(off))} at the median." if off else "Nothing was predicted."
-    looks = {"measured": "line-ink", "predicted": "line-0"}
-    key = "".join(
-        f'<li><span class="tt-key {looks.get(curve.name, "line-1")}"></span>{curve.name}</li>' for curve in curves
-    )
-    chart = Curves("Iteration time, predicted and measured", tuple(curves), "seconds", said, _changes(story))
-    return f'<p>{said}</p><ul class="legend">{key}</ul>{_drawn(chart, "predicted")}'
+    said, drawn = predicted_curves(story, WIDTHS)
+    return f"<p>{said}</p>{drawn}"
 
 
 def _rewards(story: Story, names: Sequence[str]) -> str:
-    out = ""
-    for at, name in enumerate(names[:MOST_METRICS]):
-        points = tuple((float(number), value) for number, value in course(story.iterations, name))
-        if points:
-            first, last = ends_of([value for _, value in points])
-            said = f"{name}: from {first:.3g} to {last:.3g}."
-            chart = Curves(name, (Curve(name, _fewer(points), 2),), "number", said, _changes(story))
-            out += f"<p>{escape(said)}</p>{_drawn(chart, f'reward{at}')}"
-    return out or _NONE
+    drawn = [metric_curve(story, name, f"reward{at}", WIDTHS) for at, name in enumerate(names[:MOST_METRICS])]
+    return "".join(f"<p>{escape(one[0])}</p>{one[1]}" for one in drawn if one) or _NONE
 
 
 # ---- what a controller tells -----------------------------------------------------------------------------------------
@@ -283,7 +235,7 @@ def controller_panels(data: Mapping[str, Any]) -> Panels:
     return {
         "pools": _pools(data["pools"]),
         "queue": _queue(data["waiting"]),
-        "fleet": _fleet(data["nodes"]),
+        "fleet": fleet_panel(data["nodes"]),
         "evictions": _evictions(data["evictions"]),
     }
 
@@ -321,20 +273,24 @@ def _queue(waiting: Iterable[Mapping[str, Any]]) -> str:
         )
         for one in waiting
     ]
-    return table("Queue", heads("Task", "Pool", "Place", "Priority", "Why it waits", words=5), rows[:MOST_ROWS])
+    columns = heads("Task", "Pool", "Place", "Priority", "Why it waits", words=5)
+    return table("Queue", columns, rows[:MOST_ROWS]) if rows else '<p class="none">Nobody waits.</p>'
 
 
-def _fleet(nodes: Iterable[Mapping[str, Any]]) -> str:
+def fleet_panel(nodes: Iterable[Mapping[str, Any]], without: Sequence[str] = ()) -> str:
+    """The nodes of a cluster, but for those that a run on the same page shows; nothing where there are no others."""
     rows = []
     for one in nodes:
         why = _why(one["reason"]["code"], one["reason"]["sentence"]) if one.get("reason") else "–"
         name = one["name"] or one["host"] or one["node"][:12]
+        if name in without or one["node"][:8] in without:
+            continue
         rows.append(
             _row(
                 named("node", one["node"], name), _cell(escape(one["state"])), _cell(_amounts(one["total"])), _cell(why)
             )
         )
-    return table("Nodes of the cluster", heads("Node", "State", "Has", "Why", words=4), rows, most=300)
+    return table("Nodes of the cluster", heads("Node", "State", "Has", "Why", words=4), rows, most=300) if rows else ""
 
 
 def _evictions(data: Mapping[str, Any]) -> str:

@@ -12,11 +12,14 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.model.errors import InputError, TrimtabError, UnreachableError
+from trimtab.model.errors import InputError, UnreachableError
 from trimtab.runtime.dashboard.tail import Tail
+from trimtab.runtime.run import asks
+from trimtab.runtime.run.engines_diary import load_of, read_load
 from trimtab.ui import dashboard
+from trimtab.ui.advise_panels import Advised
 from trimtab.ui.dashboard_board import Board
-from trimtab.ui.dashboard_panels import Panels, controller_panels, run_panels
+from trimtab.ui.dashboard_panels import Panels, controller_panels, fleet_panel, run_panels, workers_panel
 from trimtab.ui.dashboard_timeline import LiveTimeline
 from trimtab.ui.printing import clock, counts
 
@@ -26,23 +29,26 @@ if TYPE_CHECKING:
 ASK_EVERY_S = 1.0
 AGAIN_S = 10.0  # after a controller could not be reached
 TOLD = ("arrived", "ended")  # what is read aloud beside what goes through all rows
+WHY = "asked on the dashboard"
+OF_RUN = ("replan", "drain-worker", "resume-worker")
+SERVES = ("active", "serving", "starting")  # a worker that can be told to serve nothing new
+MOST_DEADLINE_S = 86_400.0
 
 Opens = Callable[[], "AbstractContextManager[Session]"]
 
 
 class DashboardSource:
-    """The source of one page. `replan` asks the run for another plan, where somebody can."""
+    """The source of one page."""
 
-    def __init__(
-        self, folder: Path | None, opens: Opens | None = None, *, replan: Callable[[str], object] | None = None
-    ) -> None:
+    def __init__(self, folder: Path | None, opens: Opens | None = None) -> None:
         if folder is None and opens is None:
             raise InputError("neither a run nor a cluster to look at", hint="name the folder of a run, or --address")
+        self._folder = folder
         self._tail = Tail(folder) if folder is not None else None
         self._title = (folder.resolve().name or "run") if folder is not None else "cluster"
         self.board: Board | None = Board() if folder is not None else None
         self._line = LiveTimeline(self.board.story) if self.board is not None else None
-        self._replan = replan
+        self.advised = Advised(folder) if folder is not None else None
         self._controller = _Controller(opens) if opens is not None else None
         self._shown: dict[str, Any] = {}  # all that was told, but for the timeline
         self._is_new = True
@@ -51,8 +57,10 @@ class DashboardSource:
         """What has changed; None where nothing did."""
         new = self._read()
         asked = self._controller is not None and self._controller.look()
+        busier = self._weigh()
+        advised = self.advised is not None and self.advised.look()
         if not (new or asked or not self._shown):
-            return None
+            return self._small(busier, advised) if busier or advised else None
         line = self._line.news() if self._line is not None else {}
         before, self._shown = self._shown, self._now()
         told = {name: value for name, value in self._shown.items() if name != "panels" and before.get(name) != value}
@@ -62,6 +70,13 @@ class DashboardSource:
             self._is_new = False
             return {"whole": self.whole()}
         return told | ({"panels": panels} if panels else {}) | ({"timeline": line} if line else {})
+
+    def _small(self, busier: bool, advised: bool) -> Mapping[str, Any]:
+        """How much workers have to do changes all the time: nothing else is made anew for it."""
+        panels = {"workers": workers_panel(self.board)} if busier and self.board is not None else {}
+        panels |= self.advised.panels if advised and self.advised is not None else {}
+        self._shown = {**self._shown, "panels": self._shown["panels"] | panels}
+        return {"panels": panels}
 
     def whole(self) -> Mapping[str, Any]:
         """All that was told until now."""
@@ -73,6 +88,10 @@ class DashboardSource:
         if self.board is not None and self._line is not None:
             story = self.board.story
             panels |= run_panels(self.board, self._line)
+            if self.status is not None:
+                panels["fleet"] = fleet_panel(self.status["nodes"], without=[node.name for node in story.nodes])
+            if story.is_advised and self.advised is not None:
+                panels = self.advised.among(panels)
             if story.unclear:
                 notes.append(f"{len(story.unclear)} lines of events.jsonl could not be understood")
             strong = next((one for one in reversed(story.happenings) if one.strong or one.kind in TOLD), None)
@@ -99,7 +118,16 @@ class DashboardSource:
             self._is_new = True
         for event in events:
             self.board.take(event)
-        return anew or bool(events)
+        before, self.board.lives = self.board.lives, asks.lives(self._tail.path.parent)
+        return anew or bool(events) or before != self.board.lives
+
+    def _weigh(self) -> bool:
+        """See what workers have to do; whether it is more or less than before."""
+        if self.board is None or self._folder is None:
+            return False
+        components = {one.group for one in self.board.workers.values() if "/" not in one.group}
+        changed = [self.board.load(one, read_load(load_of(self._folder, one))) for one in components]
+        return any(changed)
 
     def files(self) -> Mapping[str, tuple[str, bytes]]:
         """The page and what it needs."""
@@ -110,23 +138,49 @@ class DashboardSource:
         found = self.board.told(kind, name) if self.board is not None else None
         if found is None and self._controller is not None:
             found = self._controller.story(kind, name)
-        return found
+        return None if found is None else {**found, "offers": self._offers(found["kind"], found["name"])}
 
     def _changes(self) -> list[str]:
-        over = self.board is not None and bool(self.board.story.state)
-        asks = ["replan"] if self._replan is not None and not over else []
-        return asks + (["drain-node", "drain-pool"] if self._controller is not None else [])
+        """What can be asked for here and now."""
+        found = ["replan"] if self.board is not None and self.board.goes_on else []
+        if self.board is not None and self.board.goes_on and self.board.workers:
+            found += ["drain-worker", "resume-worker"]
+        return found + (["drain-node", "drain-pool"] if self._controller is not None else [])
+
+    def _offers(self, kind: str, name: str) -> list[str]:
+        """What can be asked for of this one."""
+        wanted = f"drain-{kind}"
+        if kind == "worker" and self.board is not None:
+            one = self.board.workers.get(name)
+            if one is None or one.is_over:
+                return []
+            wanted = "drain-worker" if one.state in SERVES else "resume-worker"
+        return [wanted] if wanted in self._changes() else []
 
     def change(self, what: str, facts: Mapping[str, Any]) -> str:
-        """Ask for another plan, empty a node, or have a pool start nothing new."""
+        """Ask for another plan, drain a worker or have it serve again, empty a node, have a pool start nothing new."""
+        if what in OF_RUN and self.board is not None and self.board.story.state:
+            raise UnreachableError("the run has ended: there is nobody to ask")
         if what not in self._changes():
             raise InputError(f"{what} cannot be asked for here", hint=", ".join(self._changes()) or None)
+        if what not in OF_RUN:
+            assert self._controller is not None
+            return self._controller.change(what, facts)
+        assert self._folder is not None
         if what == "replan":
-            assert self._replan is not None
-            self._replan("asked on the dashboard")
+            asks.ask(self._folder, asks.RUN, {"ask": "replan", "why": WHY})
             return "asked: the next decision says what comes of it"
-        assert self._controller is not None
-        return self._controller.change(what, facts)
+        return self._change_worker(self._folder, what.partition("-")[0], facts)
+
+    def _change_worker(self, folder: Path, what: str, facts: Mapping[str, Any]) -> str:
+        assert self.board is not None
+        one = self.board.workers.get(str(facts.get("worker")))
+        if one is None or one.is_over:
+            raise InputError("there is no such worker now")
+        asked = {"ask": what, "worker": one.id, "deadline_s": _deadline_s(facts), "why": WHY}
+        asks.ask(folder, asks.of_workers(one.group), asked)
+        words = "serves nothing new" if what == "drain" else "may serve again"
+        return f"asked: worker {one.name} {words}; its story says what comes of it"
 
     def close(self) -> None:
         """Leave the cluster."""
@@ -156,9 +210,9 @@ class _Controller:
             self.status = self._asked()
             self.panels, self.fault = controller_panels(self.status), ""
             self._next = now + ASK_EVERY_S
-        except TrimtabError as error:
+        except Exception as error:  # of Ray as well, while it starts again or ends: the page goes on without
             self.close()
-            self.fault = f"the controller cannot be asked: {error.what}"
+            self.fault = f"the controller cannot be asked: {getattr(error, 'what', type(error).__name__)}"
             self._next = now + AGAIN_S
         return before != (self.panels, self.fault)
 
@@ -222,10 +276,7 @@ class _Controller:
         if subject == "pool":
             session.pool(name).drain()
             return f"pool {name} starts nothing new"
-        deadline_s = facts.get("deadline_s")
-        if deadline_s is not None and (isinstance(deadline_s, bool) or not isinstance(deadline_s, (int, float))):
-            raise InputError("deadline_s is a number of seconds")
-        session.drain_node(name, deadline_s, "asked on the dashboard")
+        session.drain_node(name, _deadline_s(facts), WHY)
         return f"node {name} is being emptied"
 
     def close(self) -> None:
@@ -234,3 +285,12 @@ class _Controller:
             self._ends.close()
         except UnreachableError as error:
             self.fault = error.what
+
+
+def _deadline_s(facts: Mapping[str, Any]) -> float | None:
+    given = facts.get("deadline_s")
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= MOST_DEADLINE_S:
+        raise InputError(f"deadline_s is a number of seconds, 0 to {MOST_DEADLINE_S:g}")
+    return float(given)

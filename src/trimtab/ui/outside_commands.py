@@ -30,12 +30,17 @@ if TYPE_CHECKING:
 export = typer.Typer(help="The job's cluster for KubeRay or Slurm.", no_args_is_help=True)
 
 JobArgument = Annotated[
-    Path, typer.Argument(help="A job file: trimtab's own form, or an RLinf, verl or NeMo RL config.")
+    Path, typer.Argument(help="A job file: trimtab's own form, or an RLinf, verl, NeMo RL or OpenRLHF config.")
 ]
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file; else standard output.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite the file if it is there.")]
 
-NODES_KEY = {"rlinf": "cluster.num_nodes", "verl": "trainer.nnodes", "nemo_rl": "cluster.num_nodes"}
+NODES_KEY = {
+    "rlinf": "cluster.num_nodes",
+    "verl": "trainer.nnodes",
+    "nemo_rl": "cluster.num_nodes",
+    "openrlhf": "++trimtab.nodes",
+}
 """Where a framework's config says how many nodes it has."""
 
 USUAL_PORT = 8267

@@ -15,9 +15,7 @@ from trimtab.ui.partition_pictures import frontier_svg, stages_svg, steady_chart
 from trimtab.ui.partition_text import MIB, improve_sentence
 
 # The frame of a page and its copy button are the placement report's: all reports look and behave alike.
-from trimtab.ui.report import COPY_SCRIPT, NARROW_PX, WIDE_PX, page_head
-
-_WIDTHS = (("wide", WIDE_PX), ("narrow", NARROW_PX))
+from trimtab.ui.report import COPY_SCRIPT, both, page_head
 
 
 def partition_report(answer: PartitionAnswer, *, command: str | None, search_seconds: float | None) -> str:
@@ -68,10 +66,7 @@ def _seconds(value: float) -> str:
 
 
 def _pipeline(answer: PartitionAnswer) -> str:
-    drawn = "".join(
-        stages_svg(answer, width, f"stages-{name}").replace('class="tt"', f'class="tt {name}"', 1)
-        for name, width in _WIDTHS
-    )
+    drawn = both(lambda width, name: stages_svg(answer, width, name), "stages")
     heads = ("Host", "Type", "Layers", "Compute, s", "Send, s", "Memory, MB", "Of, MB", "Busy")
     numeric = ' class="number"'
     columns = "".join(f'<th scope="col"{numeric if i > 2 else ""}>{head}</th>' for i, head in enumerate(heads))
@@ -115,10 +110,7 @@ def _steady(answer: PartitionAnswer) -> str:
     if answer.schedule.bottleneck_seconds <= 0:
         return ""
     chart = steady_chart(answer)
-    drawn = ""
-    for name, width in _WIDTHS:
-        picture = timeline.svg(chart, width, standalone=False, prefix=f"steady-{name}")
-        drawn += picture.replace('class="tt"', f'class="tt {name}"', 1)
+    drawn = both(lambda width, name: timeline.svg(chart, width, standalone=False, prefix=name), "steady")
     return (
         '<section aria-labelledby="h-steady">\n<h2 id="h-steady">Steady state</h2>\n'
         "<p>Once the pipeline is full: each colour is one microbatch on its way through the stages.</p>\n"
@@ -129,10 +121,7 @@ def _steady(answer: PartitionAnswer) -> str:
 def _frontier(answer: PartitionAnswer) -> str:
     if not answer.frontier:
         return ""
-    drawn = "".join(
-        frontier_svg(answer, width, f"frontier-{name}").replace('class="tt"', f'class="tt {name}"', 1)
-        for name, width in _WIDTHS
-    )
+    drawn = both(lambda width, name: frontier_svg(answer, width, name), "frontier")
     rows, before = "", None
     for point in answer.frontier:
         rate = answer.job.batch_size / point.bottleneck_seconds if point.bottleneck_seconds else None

@@ -39,7 +39,8 @@ class PlanFormat(str, enum.Enum):
 
 def plan(
     file: Annotated[
-        Path | None, typer.Argument(help="A job file: trimtab's own form, or an RLinf, verl or NeMo RL config.")
+        Path | None,
+        typer.Argument(help="A job file: trimtab's own form, or a config of RLinf, verl, NeMo RL or OpenRLHF."),
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the file to override.")

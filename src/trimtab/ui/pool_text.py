@@ -118,6 +118,7 @@ def pool_data(spec: PoolSpec, view: Data, tasks: Iterable[TaskSeen]) -> dict[str
         "preload": list(spec.preload),
         "wait_s": spec.wait_s,
         "patience_s": spec.patience_s,
+        "patience_runs": spec.patience_runs,
         "tasks": [
             {
                 "id": one.id,

@@ -36,7 +36,7 @@ def logs(
         Path | None, typer.Option("--config", help="The run's configuration (YAML), for its GPU counts.")
     ] = None,
     framework: Annotated[
-        str | None, typer.Option("--framework", help="verl, rlinf or nemo_rl; found out from the log if not given.")
+        str | None, typer.Option("--framework", help="verl, rlinf, nemo_rl or openrlhf; else found out from the log.")
     ] = None,
     warmup: Annotated[int, typer.Option("--warmup", help="Steps to drop after every start of the run.")] = 2,
     kind: Annotated[str, typer.Option("--kind", help="The kind of GPU it ran on, e.g. H100.")] = "",
@@ -50,7 +50,7 @@ def logs(
     output: OutputOption = None,
     form: FormatOption = Format.text,
 ) -> None:
-    """What each component of a run took, from the timings that verl, RLinf or NeMo RL logged.
+    """What each component of a run took, from the timings that verl, RLinf, NeMo RL or OpenRLHF logged.
 
     Warm-up steps, validation and checkpoints are left out; times that are waits are marked and are no costs.
 

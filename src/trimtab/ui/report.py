@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib import resources
 
@@ -25,6 +25,7 @@ from trimtab.ui.lettering import duration, escape, escape_block, share
 _LONGEST_OVER_BEST = 2.5
 _ROOM_BEYOND = 1.15
 WIDE_PX, NARROW_PX = 960, 420
+WIDTHS = (("wide", WIDE_PX), ("narrow", NARROW_PX))
 _LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
 
 # Without scripts the block is still there to be selected; the button appears only where it would work.
@@ -159,14 +160,16 @@ def _pictures(
     axis_seconds: float | None = None,
     mark: Mark | None = None,
 ) -> str:
-    """The same chart for a wide and for a narrow page; the style sheet shows one of them."""
     chart = timeline.plan_chart(plan, title, keys=keys, axis_seconds=axis_seconds, marks=(mark,) if mark else ())
     compact = axis_seconds is not None
-    out = ""
-    for name, width in (("wide", WIDE_PX), ("narrow", NARROW_PX)):
-        drawn = timeline.svg(chart, width, standalone=False, compact=compact, prefix=f"{prefix}-{name}")
-        out += drawn.replace('class="tt"', f'class="tt {name}"', 1)
-    return out
+    return both(lambda width, name: timeline.svg(chart, width, standalone=False, compact=compact, prefix=name), prefix)
+
+
+def both(draw: Callable[[int, str], str], prefix: str, widths: Sequence[tuple[str, int]] = WIDTHS) -> str:
+    """The same picture for a wide and for a narrow page; the style sheet shows one of them."""
+    return "".join(
+        draw(width, f"{prefix}-{name}").replace('class="tt"', f'class="tt {name}"', 1) for name, width in widths
+    )
 
 
 def _block(block: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from trimtab import __version__
 from trimtab.model.ranks import ranks_text
 from trimtab.ui.lettering import duration, escape, share
-from trimtab.ui.report import NARROW_PX, WIDE_PX, page_head
+from trimtab.ui.report import both, page_head
 from trimtab.ui.run_pictures import RunChart, chart_data, legend, run_chart, static_svg
 from trimtab.ui.run_report_curves import (
     costs_section,
@@ -41,7 +41,6 @@ from trimtab.ui.run_report_markup import card, code_of, heads, scroll, section
 from trimtab.ui.run_report_story import Story
 from trimtab.ui.run_report_words import in_words, is_elsewhere, standing
 
-_WIDTHS = (("wide", WIDE_PX), ("narrow", NARROW_PX))
 _MOST_ROWS = 150
 _NUMBERS = {
     "iteration_s": "an iteration now", "new_iteration_s": "of the other plan", "gain_s": "gain per iteration",
@@ -135,10 +134,7 @@ def _tiles(story: Story, chart: RunChart, names: list[str]) -> list[tuple[str, s
 def _timeline(story: Story, chart: RunChart) -> str:
     if story.end_s <= 0 or not (chart.tracks or chart.marks):
         return ""
-    drawn = "".join(
-        static_svg(chart, width, f"run-{name}", "The run over time").replace('class="tt"', f'class="tt {name}"', 1)
-        for name, width in _WIDTHS
-    )
+    drawn = both(lambda width, name: static_svg(chart, width, name, "The run over time"), "run")
     clock = (
         "Time is that of the plan, as if components ran side by side"
         if is_elsewhere(story)

@@ -1,4 +1,7 @@
-"""The curves of a run's report, each with its heading and what it says in a sentence, and the table behind them."""
+"""The curves of a run, each with its heading and what it says in a sentence, and the table behind them.
+
+The report shows them as sections of its page, and the dashboard those of predictions and metrics as panels of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,23 @@ from collections.abc import Sequence
 from statistics import median
 
 from trimtab.ui.lettering import duration, escape, share
-from trimtab.ui.report import NARROW_PX, WIDE_PX
-from trimtab.ui.run_pictures_lines import Curve, Curves, curves_svg
+from trimtab.ui.report import WIDTHS, both
+from trimtab.ui.run_pictures_lines import Curve, Curves, Point, curves_svg, thinned
 from trimtab.ui.run_report_facts import counted
 from trimtab.ui.run_report_figures import Cost, all_metrics, course, ends_of, errors, expected
 from trimtab.ui.run_report_markup import card, heads, scroll, section
 from trimtab.ui.run_report_story import Story
 from trimtab.ui.timeline import COLOURS
 
-_WIDTHS = (("wide", WIDE_PX), ("narrow", NARROW_PX))
+Widths = Sequence[tuple[str, int]]
+
 _MOST_ROWS = 300
 _MOST_METRICS = 8
+_MOST_POINTS = 600
 
 
-def _drawn(chart: Curves, prefix: str, key: str = "") -> str:
-    pictures = "".join(
-        curves_svg(chart, width, f"{prefix}-{name}").replace('class="tt"', f'class="tt {name}"', 1)
-        for name, width in _WIDTHS
-    )
+def _drawn(chart: Curves, prefix: str, key: str = "", widths: Widths = WIDTHS) -> str:
+    pictures = both(lambda width, name: curves_svg(chart, width, name), prefix, widths)
     return f"{key}<figure>{pictures}</figure>"
 
 
@@ -36,40 +38,54 @@ def _changes(story: Story) -> tuple[tuple[float, str], ...]:
     return tuple((float(plan.iteration), plan.words) for plan in story.plans if plan.number)
 
 
+def _few(points: Sequence[tuple[int, float]], widths: Widths) -> tuple[Point, ...]:
+    """Points of a long run as pictures need them: of each pixel the first, the lowest, the highest and the last."""
+    if len(points) <= _MOST_POINTS:
+        return tuple((float(number), value) for number, value in points)
+    first, last = points[0][0], points[-1][0]
+    scale = max(width for _, width in widths) / (last - first)
+    return tuple((round(first + x / scale), y) for x, y in thinned([((x - first) * scale, y) for x, y in points]))
+
+
+def predicted_curves(story: Story, widths: Widths = WIDTHS) -> tuple[str, str]:
+    """Iteration times beside what plans promised: what is to be said of them, and the picture with its key."""
+    done = story.iterations
+    notes = tuple(", ".join(one.iteration.extra) for one in done) if len(done) <= _MOST_POINTS else ()
+    measured = _few([(one.iteration.number, one.iteration.wall_s) for one in done], widths)
+    curves, key = [Curve("measured", measured, None, notes=notes)], [("line-ink", "measured")]
+    promised = [(float(plan.iteration), story.prediction(plan.number)) for plan in story.plans]
+    known = any(value is not None for _, value in promised)
+    if known:
+        steps = tuple((at, float("nan") if value is None else value) for at, value in promised)
+        curves.append(Curve("predicted", steps, 0, dashed=True))
+        key.append(("line-0", "predicted"))
+    if current := _few(expected(story), widths):
+        curves.append(Curve("expected by costs as measured then", current, 1))
+        key.append(("line-1", curves[-1].name))
+    off = [abs(error) for _, error in errors(story)]
+    said = f"Off by {share(median(off))} at the median, {share(max(off))} at worst." if off else ""
+    chart = Curves("Iteration time, predicted and measured", tuple(curves), "seconds", said, _changes(story))
+    lede = f"{said} Dashed: what the plan promised. Upright: another plan." if known else "Nothing was predicted."
+    return lede.strip(), _drawn(chart, "predicted", _key(key), widths)
+
+
+def metric_curve(story: Story, name: str, prefix: str, widths: Widths = WIDTHS) -> tuple[str, str] | None:
+    """A metric over the iterations: what is to be said of it, and the picture. None where it has no values."""
+    points = course(story.iterations, name)
+    if not points:
+        return None
+    first, last = ends_of([value for _, value in points])
+    said = f"{name}: from {first:.3g} to {last:.3g}."
+    chart = Curves(name, (Curve(name, _few(points, widths), 2),), "number", said, _changes(story))
+    return said, _drawn(chart, prefix, widths=widths)
+
+
 def predicted_section(story: Story) -> str:
     """Iteration times beside what plans promised."""
-    done = story.iterations
-    if not done:
+    if not story.iterations:
         return ""
-    measured = tuple((float(one.iteration.number), one.iteration.wall_s) for one in done)
-    notes = tuple(", ".join(one.iteration.extra) for one in done)
-    steps = []
-    for plan in story.plans:
-        promised = story.prediction(plan.number)
-        steps.append((float(plan.iteration), promised if promised is not None else float("nan")))
-    known = any(value == value for _, value in steps)
-    curves = [Curve("measured", measured, None, notes=notes)]
-    if known:
-        curves.append(Curve("predicted", tuple(steps), 0, dashed=True))
-    current = tuple((float(number), value) for number, value in expected(story))
-    if current:
-        curves.append(Curve("expected by costs as measured then", current, 1))
-    off = [error for _, error in errors(story)]
-    said = (
-        f"Off by {share(median(abs(e) for e in off))} at the median, {share(max(abs(e) for e in off))} at worst."
-        if off
-        else ""
-    )
-    chart = Curves("Iteration time, predicted and measured", tuple(curves), "seconds", said, _changes(story))
-    key = _key(
-        [
-            ("line-ink", "measured"),
-            *([("line-0", "predicted")] if known else []),
-            *([("line-1", "expected by costs as measured then")] if current else []),
-        ]
-    )
-    lede = f"{said} Dashed: what the plan promised. Upright: another plan." if known else "Nothing was predicted."
-    return section("predicted", "Predicted against measured", lede, card(_drawn(chart, "predicted", key)))
+    lede, drawn = predicted_curves(story)
+    return section("predicted", "Predicted against measured", lede, card(drawn))
 
 
 def costs_section(story: Story, spent: list[Cost]) -> str:
@@ -137,13 +153,8 @@ def metrics_section(story: Story, names: list[str], wanted: Sequence[str]) -> st
         return ""
     cards = ""
     for at, name in enumerate(names[:_MOST_METRICS]):
-        points = tuple((float(number), value) for number, value in course(story.iterations, name))
-        if not points:
-            continue
-        first, last = ends_of([value for _, value in points])
-        said = f"{name}: from {first:.3g} to {last:.3g}."
-        chart = Curves(name, (Curve(name, points, 2),), "number", said, _changes(story))
-        cards += card(f"<h3>{escape(name)}</h3>{_drawn(chart, f'metric{at}')}")
+        if drawn := metric_curve(story, name, f"metric{at}"):
+            cards += card(f"<h3>{escape(name)}</h3>{drawn[1]}")
     title = "Reward" if not wanted else "Metrics"
     return section("metrics", title, "Means over the batches of an iteration.", cards) if cards else ""
 

@@ -54,6 +54,7 @@ class Story:
     job: str = ""
     wanted: int | None = None  # iterations that it was to have
     seed: int | None = None
+    is_advised: bool = False  # somebody else's run, of which only the log was read
     began_at: float | None = None
     last_at: float | None = None
     end_s: float = 0.0  # how far the timeline is
@@ -154,6 +155,7 @@ class Story:
         t_s = self._time(event)
         self.job = as_text(event.get("job")).rpartition("/")[2]
         self.wanted, self.seed = whole(event.get("iterations")), whole(event.get("seed"))
+        self.is_advised = event.get("advised") is True
         self._happened(t_s, "run", "began", "the run began")
 
     def _take_resumed(self, event: Mapping[str, Any]) -> None:
@@ -201,7 +203,12 @@ class Story:
         seen = self._plan(event, t_s)
         self.plans.append(seen)
         self._names.update(dict.fromkeys((*seen.costs_s, *(name for names, _ in seen.groups for name in names))))
-        title = {"first": "the first plan", "measured": "planned with measured costs"}.get(seen.why, "plan")
+        title = {
+            "first": "the first plan",
+            "measured": "planned with measured costs",
+            "placed": "the placement in place",  # of a run that is only advised
+            "judged": "what the placement in place should take is known",
+        }.get(seen.why, "plan")
         if seen.why not in ("move", "lost"):  # those are told as moves and losses
             self._happened(t_s, "moves", "plan", f"{title}: {seen.words}")
 
@@ -314,7 +321,7 @@ class Story:
         code, reason = as_text(event.get("code")), as_text(event.get("reason"))
         t_s = self._time(event)
         self.decisions.append(Decision(t_s, whole(event.get("iteration")) or 0, what, code, reason, numbers, words))
-        if what != "stay":
+        if what not in ("stay", "advised"):  # advised: what was told before still stands
             to = f": {words}" if words else ""
             self._happened(t_s, "moves", "advice", f"advice{to}", code=code, reason=reason)
 
@@ -330,6 +337,7 @@ class Story:
             title = f"move {number}{how}: {begun.before or '?'} → {begun.after or '?'}"
             self._happened(begun.began_s, "moves", "move", title, code=begun.code, reason=begun.reason, strong=True)
         t_s = self._time(event)
+        open_one.ended_s = None  # one that was broken off is told on
         code, reason = as_text(event.get("code")), as_text(event.get("reason"))
         open_one.state = state if state != "stage" else open_one.state
         if state == "stage" and event.get("stage"):

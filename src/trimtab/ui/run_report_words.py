@@ -38,6 +38,8 @@ def standing(story: Story) -> str:
     """How it stands with the run, in a sentence."""
     if not story.events:
         return "Nothing has been written yet: the run has only begun, or never did."
+    if not story.state and story.is_advised:
+        return "Followed by its log: this is what that has told so far. Components are drawn one after another."
     if not story.state:
         return "It has not ended: it is still running, or was killed. This is what it has told so far."
     reason = story.end_reason or story.end_code
@@ -101,7 +103,7 @@ def _moves(moves: list[MoveSeen]) -> str:
 
 def _decisions(story: Story) -> str:
     stays = [one for one in story.decisions if one.what == "stay"]
-    advice = [one for one in story.decisions if one.what != "stay"]
+    advice = [one for one in story.decisions if one.what not in ("stay", "advised")]
     said = []
     if stays:
         common = Counter(one.code for one in stays).most_common(2)

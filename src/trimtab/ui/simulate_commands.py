@@ -6,20 +6,19 @@ import enum
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trimtab.model.errors import InputError, nearest
 
 if TYPE_CHECKING:
-    from trimtab.replay.rollout_scenario import RolloutScenario
-    from trimtab.replay.scenario import Scenario
+    from trimtab.replay.recommending import Recommendation
 
-Asked = TypeVar("Asked", "Scenario", "RolloutScenario")
 POINTS = 5  # of a range that is swept
+SWEEP = "command line: --sweep"
 
 
 class Form(str, enum.Enum):
@@ -31,7 +30,9 @@ class Form(str, enum.Enum):
 
 
 def simulate(
-    scenario: Annotated[Path, typer.Argument(help="A scenario file: a cluster with tasks, or engines with rollouts.")],
+    scenario: Annotated[
+        Path, typer.Argument(help="A scenario file: a cluster with tasks, engines with rollouts, or a job.")
+    ],
     seed: Annotated[list[int] | None, typer.Option("--seed", help="Only this seed (may be given again).")] = None,
     policy: Annotated[list[str] | None, typer.Option("--policy", help="Only this policy (may be given again).")] = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, max=256, help="Runs at the same time.")] = 1,
@@ -44,71 +45,115 @@ def simulate(
 ) -> None:
     """Run policies on simulated clusters under a virtual clock: the same machines that run live, and baselines."""
     from trimtab.formats.yaml_text import read_mapping
+    from trimtab.ui.output import err
 
-    command = f"trimtab simulate {scenario}"
-    if "rollout" in read_mapping(scenario):
-        if sweep is not None:
-            raise InputError("only settings of pools can be swept", where="command line: --sweep")
-        _rollouts(scenario, policy or [], seed or [], jobs, form, html, command)
+    said = read_mapping(scenario)
+    kind = next((made() for section, made in KINDS.items() if section in said), None) or _pools()
+    asked = _narrowed(kind.read(scenario), policy or [], seed or [])
+    if sweep is not None:
+        asked, left_out = kind.swept(asked, *_sweep(sweep), SWEEP)
+        for sentence in left_out:
+            err.print(sentence, markup=False)
+    runs = kind.runs(asked, jobs)
+    advice = None if sweep is None else kind.recommendation(asked, runs, jobs)
+    if html is not None:
+        _write(html, kind.report(asked, runs, command=f"trimtab simulate {scenario}", advice=advice))
+    if form is Form.json:
+        sys.stdout.write(kind.as_json(asked, runs, advice))
+    elif form is Form.csv:
+        sys.stdout.write(kind.as_csv(runs))
     else:
-        _pools(scenario, policy or [], seed or [], jobs, sweep, form, html, command)
+        kind.print_answer(asked, runs, advice)
 
 
-def _pools(
-    path: Path,
-    policies: list[str],
-    seeds: list[int],
-    jobs: int,
-    sweep: str | None,
-    form: Form,
-    html: Path | None,
-    command: str,
-) -> None:
+# ---- kinds of scenarios -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of scenario: how it is read, run, swept and told. What runs come to differs from kind to kind."""
+
+    read: Callable[[Path], Any]
+    runs: Callable[[Any, int], Any]
+    swept: Callable[[Any, str, list[float], str], tuple[Any, list[str]]]  # also what was left out, and why
+    recommendation: Callable[[Any, Any, int], Recommendation]
+    report: Callable[..., str]
+    as_json: Callable[[Any, Any, Recommendation | None], str]
+    as_csv: Callable[[Any], str]
+    print_answer: Callable[[Any, Any, Recommendation | None], None]
+
+
+def _pools() -> Kind:
     from trimtab.replay.scenario import read
-    from trimtab.ui import simulate_report, simulate_text
+    from trimtab.ui import simulate_pool, simulate_report, simulate_text
     from trimtab.ui.simulate_runs import pool_runs
 
-    asked = _narrowed(read(path), policies, seeds)
-    if sweep is not None:
-        asked = swept(asked, sweep)
-    runs = pool_runs(asked, jobs)
-    _write(html, lambda: simulate_report.report(asked, runs, command=command))
-    if form is Form.json:
-        sys.stdout.write(simulate_text.as_json(asked, runs))
-    elif form is Form.csv:
-        sys.stdout.write(simulate_text.as_csv(runs))
-    else:
-        simulate_text.print_answer(asked, runs)
+    return Kind(
+        read,
+        pool_runs,
+        lambda *said: (simulate_pool.swept(*said), []),
+        simulate_pool.recommendation,
+        simulate_report.report,
+        simulate_text.as_json,
+        simulate_text.as_csv,
+        simulate_text.print_answer,
+    )
 
 
-def _rollouts(
-    path: Path, policies: list[str], seeds: list[int], jobs: int, form: Form, html: Path | None, command: str
-) -> None:
+def _rollouts() -> Kind:
     from trimtab.replay.rollout_scenario import read
-    from trimtab.ui import simulate_rollout
+    from trimtab.ui import simulate_recommend, simulate_rollout
     from trimtab.ui.simulate_runs import rollout_runs
 
-    asked = _narrowed(read(path), policies, seeds)
-    runs = rollout_runs(asked, jobs)
-    _write(html, lambda: simulate_rollout.report(asked, runs, command=command))
-    if form is Form.json:
-        sys.stdout.write(simulate_rollout.as_json(asked, runs))
-    elif form is Form.csv:
-        sys.stdout.write(simulate_rollout.as_csv(runs))
-    else:
-        simulate_rollout.print_answer(asked, runs)
+    return Kind(
+        read,
+        rollout_runs,
+        simulate_recommend.swept,
+        simulate_recommend.recommendation,
+        simulate_rollout.report,
+        simulate_rollout.as_json,
+        simulate_rollout.as_csv,
+        simulate_rollout.print_answer,
+    )
 
 
-def _write(path: Path | None, page: Callable[[], str]) -> None:
+def _loops() -> Kind:
+    from trimtab.replay.loop_scenario import read
+    from trimtab.ui import simulate_loop
+    from trimtab.ui.simulate_runs import loop_runs
+
+    return Kind(
+        read,
+        loop_runs,
+        lambda *said: (simulate_loop.swept(*said), []),
+        simulate_loop.recommendation,
+        simulate_loop.report,
+        simulate_loop.as_json,
+        simulate_loop.as_csv,
+        simulate_loop.print_answer,
+    )
+
+
+KINDS = {"job": _loops, "rollout": _rollouts, "tasks": _pools}  # by the section that only they have
+
+
+def _sweep(said: str) -> tuple[str, list[float]]:
+    """The setting and its values."""
+    key, equals, values = said.partition("=")
+    if not equals:
+        raise InputError("no values", where=SWEEP, hint=f"{key}=1,2,3 or {key}=1..3")
+    return key, _values(values, SWEEP)
+
+
+def _write(path: Path, page: str) -> None:
     from trimtab.formats.files import write_text
     from trimtab.ui.output import err
 
-    if path is not None:
-        write_text(path, page())
-        err.print(f"report: {path}", markup=False)
+    write_text(path, page)
+    err.print(f"report: {path}", markup=False)
 
 
-def _narrowed(scenario: Asked, policies: list[str], seeds: list[int]) -> Asked:
+def _narrowed(scenario: Any, policies: list[str], seeds: list[int]) -> Any:
     known = {one.name: one for one in scenario.policies}
     for name in policies:
         if name not in known:
@@ -117,31 +162,6 @@ def _narrowed(scenario: Asked, policies: list[str], seeds: list[int]) -> Asked:
             raise InputError(f"the scenario has no policy {name}", where="command line: --policy", hint=hint)
     kept = tuple(known[name] for name in dict.fromkeys(policies)) or scenario.policies
     return replace(scenario, policies=kept, seeds=tuple(dict.fromkeys(seeds)) or scenario.seeds)
-
-
-def swept(scenario: Scenario, said: str) -> Scenario:
-    """The scenario with the pool machine once for every value of a setting, instead of once."""
-    from trimtab.replay.pool_policies import POOL_KEYS, PREEMPTION_KEYS, SWITCHES, PoolPolicy
-
-    known, where = (*PREEMPTION_KEYS, *POOL_KEYS), "command line: --sweep"
-    key, equals, values = said.partition("=")
-    if key not in known:
-        near = nearest(key, known)
-        hint = f"did you mean {near}?" if near else "known: " + ", ".join(known)
-        raise InputError(f"{key} cannot be swept", where=where, hint=hint)
-    if not equals:
-        raise InputError("no values", where=where, hint=f"{key}=1,2,3 or {key}=1..3")
-    base = next((one for one in scenario.policies if one.use == "trimtab"), PoolPolicy("trimtab", "trimtab"))
-    tried = []
-    for value in _values(values, where):
-        said_of = {key: bool(value) if key in SWITCHES else value}
-        one = replace(base, name=f"{base.name}, {key} {value:g}")
-        if key in PREEMPTION_KEYS:
-            tried.append(replace(one, preemption={**base.preemption, **said_of}))
-        else:
-            tried.append(replace(one, pool={**base.pool, **said_of}))
-    others = [one for one in scenario.policies if one is not base]
-    return replace(scenario, policies=(*tried, *others))
 
 
 def _values(said: str, where: str) -> list[float]:

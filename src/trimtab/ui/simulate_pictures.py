@@ -61,8 +61,13 @@ def bars_svg(title: str, bars: Sequence[Bar], width: int, prefix: str) -> str:
     return _svg(title, said, out, width, height, prefix)
 
 
-def curves_svg(title: str, curves: Sequence[Curve], width: int, prefix: str, unit: str) -> str:
-    """Lines over time, in days; each has its colour and, in the legend, its name."""
+DAYS = (86_400.0, " d")
+
+
+def curves_svg(
+    title: str, curves: Sequence[Curve], width: int, prefix: str, unit: str, across: tuple[float, str] = DAYS
+) -> str:
+    """Lines over time; each has its colour and, in the legend, its name. `across`: what a unit of time is, its word."""
     left, right, top = 56.0, width - 12.0, 12.0
     bottom = top + _CURVE_HEIGHT
     last = max([one.at[-1] for one in curves if one.at] + [1.0])
@@ -75,7 +80,7 @@ def curves_svg(title: str, curves: Sequence[Curve], width: int, prefix: str, uni
     for step in range(5):
         x = left + (right - left) * step / 4
         anchor = "start" if step == 0 else "end" if step == 4 else "middle"
-        out.append(text_at(x, bottom + 18, f"{last * step / 4 / 86_400:.3g} d", "quiet", anchor=anchor))
+        out.append(text_at(x, bottom + 18, f"{last * step / 4 / across[0]:.3g}{across[1]}", "quiet", anchor=anchor))
     x, y = 0.0, bottom + 40
     for number, one in enumerate(curves):
         points = " ".join(
@@ -87,11 +92,12 @@ def curves_svg(title: str, curves: Sequence[Curve], width: int, prefix: str, uni
             f'<polyline points="{points}" style="fill:none;stroke:{colour};stroke-width:1.5" stroke-linejoin="round">'
             f"<title>{escape(one.name)}</title></polyline>"
         )
-        wide = text_width(one.name, 12) + 30
+        name = fit(one.name, width - 18.0, 12)
+        wide = text_width(name, 12) + 30
         if x + wide > width and x > 0:
             x, y = 0.0, y + 20
         out.append(rect(x, y - 10, 12, 12, f"k{number % COLOURS}", rx=2))
-        out.append(text_at(x + 18, y, one.name, "small"))
+        out.append(text_at(x + 18, y, name, "small"))
         x += wide
     peaks = "; ".join(f"{one.name}: at most {max(one.values):,.0f} {unit}" for one in curves if one.values)
     return _svg(title, peaks, out, width, y + 10, prefix)

@@ -10,40 +10,57 @@ from collections.abc import Callable, Sequence
 
 from trimtab import __version__
 from trimtab.replay.figures import ALL, PoolFigures
-from trimtab.replay.scenario import Scenario
+from trimtab.replay.recommending import Recommendation
 from trimtab.replay.summary import Row, summary
 from trimtab.ui.lettering import escape
 from trimtab.ui.report import COPY_SCRIPT, NARROW_PX, WIDE_PX, page_head
 from trimtab.ui.simulate_pictures import Bar, Curve, bars_svg, curves_svg
-from trimtab.ui.simulate_text import brief
+from trimtab.ui.simulate_text import Compared, brief
 
 _WIDTHS = (("wide", WIDE_PX - 60), ("narrow", NARROW_PX))
 Drawing = Callable[[int, str], str]
 _HEADS = ("Wait", "Median", "p99", "Completion", "p99", "Slowdown", "Evictions")
 
 
-def report(scenario: Scenario, runs: Sequence[PoolFigures], *, command: str | None) -> str:
-    """The report as HTML. `command` is what made it."""
+def report(
+    scenario: Compared,
+    runs: Sequence[PoolFigures],
+    *,
+    command: str | None,
+    verb: str = "simulate",
+    until: str = "the last submission",
+    advice: Recommendation | None = None,
+) -> str:
+    """The report as HTML. `command` is what made it; `until`: what is shown over time ends there."""
     rows = summary(runs)
     first = scenario.seeds[0]
     parts = [
         page_head(scenario.name),
-        _headline(scenario, rows, runs),
+        _headline(scenario, rows, runs, verb),
+        *([] if advice is None else [recommended(advice)]),
         *(_class(name, rows, len(scenario.seeds)) for name in runs[0].classes),
-        _cluster(rows, len(scenario.seeds)),
-        _over_time([one for one in runs if one.seed == first], first),
-        _policies(scenario),
+        _cluster(rows, len(scenario.seeds), until),
+        _over_time([one for one in runs if one.seed == first], first if len(scenario.seeds) > 1 else None, until),
+        compared(scenario),
         _assumed(scenario, runs),
-        _foot(command),
+        foot(command),
     ]
     return "\n".join(parts) + "\n"
 
 
-def _headline(scenario: Scenario, rows: Sequence[Row], runs: Sequence[PoolFigures]) -> str:
+def recommended(advice: Recommendation) -> str:
+    """What a sweep recommends, as a section of a page."""
+    return (
+        '<section aria-labelledby="h-advice">\n<h2 id="h-advice">What the sweep recommends</h2>\n'
+        f"<p>{escape(advice.sentence[:1].upper() + advice.sentence[1:])}.</p>\n</section>"
+    )
+
+
+def _headline(scenario: Compared, rows: Sequence[Row], runs: Sequence[PoolFigures], verb: str) -> str:
     first = rows[0]
     top = next(iter(runs[0].classes))
     tiles = [
-        ("Policies", f"<dd>{len(rows)}<small>{len(scenario.seeds)} seeds each</small></dd>"),
+        ("Policies", f"<dd>{len(rows)}<small>{_seeds(len(scenario.seeds))} each</small></dd>"),
         ("Tasks", f"<dd>{runs[0].classes[ALL].tasks:,}<small>in every run</small></dd>"),
         (
             f"Wait, {escape(top)}",
@@ -57,8 +74,8 @@ def _headline(scenario: Scenario, rows: Sequence[Row], runs: Sequence[PoolFigure
     ]
     drawn = "".join(f"<div><dt>{name}</dt>{value}</div>" for name, value in tiles)
     return (
-        f'<header>\n<p class="eyebrow">trimtab simulate</p>\n<h1>{escape(scenario.name)}</h1>\n'
-        f'<p class="lede">{escape(scenario.cluster.text())}. {escape(scenario.tasks.text())}.</p>\n'
+        f'<header>\n<p class="eyebrow">trimtab {verb}</p>\n<h1>{escape(scenario.name)}</h1>\n'
+        f'<p class="lede">{escape(". ".join(one[:1].upper() + one[1:] for one in scenario.assumptions()[:2]))}.</p>\n'
         f'<dl class="numbers">{drawn}</dl>\n</header>'
     )
 
@@ -73,7 +90,7 @@ def _class(name: str, rows: Sequence[Row], seeds: int) -> str:
         )
         for row in rows
     ]
-    pictures = _both(lambda width, prefix: bars_svg(f"{title}: mean completion", bars, width, prefix), f"class-{name}")
+    pictures = both(lambda width, prefix: bars_svg(f"{title}: mean completion", bars, width, prefix), f"class-{name}")
     keys = ("wait_mean_s", "wait_p50_s", "wait_p99_s", "completion_mean_s", "completion_p99_s")
     body = ""
     for at, row in enumerate(rows):
@@ -82,15 +99,19 @@ def _class(name: str, rows: Sequence[Row], seeds: int) -> str:
         cells = "".join(f'<td class="number">{_with_spread(row, f"{name}.{key}", several[key])}</td>' for key in keys)
         cells += f'<td class="number">{row.mean(f"{name}.slowdown_mean"):,.2f}×</td>'
         cells += f'<td class="number">{row.mean(f"{name}.evictions"):,.0f}</td>'
-        body += _line(at, row.policy, cells)
-    return _section(
+        body += line(at, row.policy, cells)
+    return section(
         f"c-{name}", title, "Mean completion, from submission to the end of the work.", pictures, _HEADS, body
     )
 
 
-def _cluster(rows: Sequence[Row], seeds: int) -> str:
+def _seeds(many: int) -> str:
+    return "one seed" if many == 1 else f"{many} seeds"
+
+
+def _cluster(rows: Sequence[Row], seeds: int, until: str) -> str:
     bars = [Bar(row.policy, *row.figures["utilisation"], _share_with_spread(row, "utilisation", seeds)) for row in rows]
-    pictures = _both(lambda width, prefix: bars_svg("Utilisation", bars, width, prefix), "utilisation")
+    pictures = both(lambda width, prefix: bars_svg("Utilisation", bars, width, prefix), "utilisation")
     heads = ("Utilisation", "Held", "Evictions", "Losses", "Work redone", "Last task ended")
     body = ""
     for at, row in enumerate(rows):
@@ -102,24 +123,33 @@ def _cluster(rows: Sequence[Row], seeds: int) -> str:
             f"{row.mean('redone_gpu_h'):,.1f} GPU h",
             brief(row.mean("makespan_s")),
         )
-        body += _line(at, row.policy, "".join(f'<td class="number">{one}</td>' for one in words))
-    said = "Work that did not have to be done again, as a share of all GPU time until the last submission."
-    return _section("cluster", "Cluster", said, pictures, heads, body)
+        body += line(at, row.policy, "".join(f'<td class="number">{one}</td>' for one in words))
+    said = f"Work that did not have to be done again, as a share of all GPU time until {escape(until)}."
+    return section("cluster", "Cluster", said, pictures, heads, body)
 
 
-def _over_time(runs: Sequence[PoolFigures], seed: int) -> str:
+def _across(seconds: float) -> tuple[float, str]:
+    """The unit in which so long a time is drawn, and its word."""
+    units = ((86_400.0, " d"), (3_600.0, " h"), (60.0, " min"))
+    return next((one for one in units if seconds >= 2 * one[0]), (1.0, " s"))
+
+
+def _over_time(runs: Sequence[PoolFigures], seed: int | None, until: str) -> str:
     waiting = [Curve(one.policy, one.curves.at, one.curves.waiting) for one in runs]
     used = [Curve(one.policy, one.curves.at, one.curves.used_gpus) for one in runs]
-    first = _both(lambda width, prefix: curves_svg("Tasks that wait", waiting, width, prefix, "tasks"), "waiting")
-    second = _both(lambda width, prefix: curves_svg("GPUs in use", used, width, prefix, "GPUs"), "used")
+    across = _across(max((one.curves.at[-1] for one in runs if one.curves.at), default=0.0))
+    first = both(lambda wide, name: curves_svg("Tasks that wait", waiting, wide, name, "tasks", across), "waiting")
+    second = both(lambda wide, name: curves_svg("GPUs in use", used, wide, name, "GPUs", across), "used")
+    words = "Until" if seed is None else f"With seed {seed}, until"
     return (
-        f'<section aria-labelledby="h-time">\n<h2 id="h-time">Over time</h2>\n<p>With seed {seed}, until the last '
-        f'submission.</p>\n<div class="card"><h3>Tasks that wait</h3><figure>{first}</figure></div>\n'
+        f'<section aria-labelledby="h-time">\n<h2 id="h-time">Over time</h2>\n<p>{words} {escape(until)}.</p>\n'
+        f'<div class="card"><h3>Tasks that wait</h3><figure>{first}</figure></div>\n'
         f'<div class="card"><h3>GPUs in use</h3><figure>{second}</figure></div>\n</section>'
     )
 
 
-def _policies(scenario: Scenario) -> str:
+def compared(scenario: Compared) -> str:
+    """What the policies are."""
     items = "".join(f"<li><b>{escape(one.name)}</b>: {escape(one.text())}</li>" for one in scenario.policies)
     return (
         '<section aria-labelledby="h-policies">\n<h2 id="h-policies">What was compared</h2>\n'
@@ -127,11 +157,11 @@ def _policies(scenario: Scenario) -> str:
     )
 
 
-def _assumed(scenario: Scenario, runs: Sequence[PoolFigures]) -> str:
+def _assumed(scenario: Compared, runs: Sequence[PoolFigures]) -> str:
     events = sum(one.events for one in runs)
     said = [
         *scenario.assumptions(),
-        f"seeds {', '.join(map(str, scenario.seeds))}: they decide classes, times and failures, and are the same for "
+        f"seeds {', '.join(map(str, scenario.seeds))}: what is drawn by chance depends on them alone, the same for "
         "every policy",
         f"{events:,} events; full checks of all books: {sum(one.checks for one in runs)}",
     ]
@@ -145,14 +175,15 @@ def _assumed(scenario: Scenario, runs: Sequence[PoolFigures]) -> str:
 # ---- pieces -------------------------------------------------------------------------------------------------------
 
 
-def _both(draw: Drawing, prefix: str) -> str:
+def both(draw: Drawing, prefix: str) -> str:
     """The same picture for a wide and for a narrow page; the style sheet shows one of them."""
     return "".join(
         draw(width, f"{prefix}-{name}").replace('class="tt"', f'class="tt {name}"', 1) for name, width in _WIDTHS
     )
 
 
-def _section(key: str, title: str, said: str, pictures: str, heads: Sequence[str], body: str) -> str:
+def section(key: str, title: str, said: str, pictures: str, heads: Sequence[str], body: str) -> str:
+    """A part of the page: pictures, and a table with a line for each policy."""
     columns = "".join(f'<th scope="col" class="number">{head}</th>' for head in heads)
     return (
         f'<section aria-labelledby="h-{escape(key)}">\n<h2 id="h-{escape(key)}">{escape(title)}</h2>\n<p>{said}</p>\n'
@@ -163,7 +194,8 @@ def _section(key: str, title: str, said: str, pictures: str, heads: Sequence[str
     )
 
 
-def _line(at: int, policy: str, cells: str) -> str:
+def line(at: int, policy: str, cells: str) -> str:
+    """A line of a table, in the colour of its policy."""
     return (
         f'<tr><th scope="row"><span class="named"><span class="tt-key key{at % 8}"></span>'
         f"<span>{escape(policy)}</span></span></th>{cells}</tr>\n"
@@ -180,7 +212,8 @@ def _share_with_spread(row: Row, name: str, seeds: int) -> str:
     return f"{mean:.1%}" + (f" ± {deviation:.1%}" if seeds > 1 else "")
 
 
-def _foot(command: str | None) -> str:
+def foot(command: str | None) -> str:
+    """The end of the page. `command` is what made it."""
     made = f" Made by <code>{escape(command)}</code>." if command else ""
     return (
         f"</main>\n<footer><p>trimtab {escape(__version__)}.{made}</p></footer>\n"

@@ -15,6 +15,8 @@ from typing import Generic, TypeVar
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from trimtab.replay.figures import PoolFigures
+from trimtab.replay.loop_running import LoopFigures
+from trimtab.replay.loop_scenario import LoopScenario
 from trimtab.replay.rollout_running import RolloutFigures, run_rollout
 from trimtab.replay.rollout_scenario import RolloutScenario
 from trimtab.replay.running import run_pool
@@ -23,7 +25,7 @@ from trimtab.ui.output import err
 
 Asked = tuple[int, int]  # which policy, which seed
 Further = Callable[[float], None]
-Figures = TypeVar("Figures", PoolFigures, RolloutFigures)
+Figures = TypeVar("Figures", PoolFigures, RolloutFigures, LoopFigures)
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,11 @@ def pool_runs(scenario: Scenario, jobs: int) -> list[PoolFigures]:
 def rollout_runs(scenario: RolloutScenario, jobs: int) -> list[RolloutFigures]:
     """Every policy with every seed, policy by policy."""
     return _all(_Run(RolloutRuns(scenario).one), [one.name for one in scenario.policies], scenario.seeds, jobs)
+
+
+def loop_runs(scenario: LoopScenario, jobs: int) -> list[LoopFigures]:
+    """Every policy with every seed, policy by policy."""
+    return _all(_Run(scenario.run), [one.name for one in scenario.policies], scenario.seeds, jobs)
 
 
 def _all(run: _Run[Figures], names: list[str], seeds: tuple[int, ...], jobs: int) -> list[Figures]:

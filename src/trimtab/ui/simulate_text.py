@@ -6,24 +6,59 @@ import csv
 import io
 import json
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Protocol
 
 from rich.markup import escape
+from rich.table import Table
 
 from trimtab.replay.figures import PoolFigures
-from trimtab.replay.scenario import Scenario
+from trimtab.replay.recommending import Recommendation
 from trimtab.replay.summary import Row, data, summary
 from trimtab.ui.output import out, plain_table
 from trimtab.ui.printing import show
 
 
-def answer_data(scenario: Scenario, runs: Sequence[PoolFigures]) -> dict[str, Any]:
+class Named(Protocol):
+    """A policy that was compared."""
+
+    @property
+    def name(self) -> str:
+        """As it stands in tables."""
+
+    def text(self) -> str:
+        """As a report states it."""
+
+
+class Compared(Protocol):
+    """What policies were compared in: a scenario, or the world of a journal."""
+
+    @property
+    def name(self) -> str:
+        """Its title."""
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Of chance, one run for each."""
+
+    @property
+    def policies(self) -> Sequence[Named]:
+        """Those that ran."""
+
+    def assumptions(self) -> list[str]:
+        """All that was assumed; the first two say what it was."""
+
+
+def answer_data(
+    scenario: Compared, runs: Sequence[PoolFigures], advice: Recommendation | None = None
+) -> dict[str, Any]:
     """All of it, for programs."""
     return {
         "scenario": scenario.name,
         "assumptions": scenario.assumptions(),
         "policies": {one.name: one.text() for one in scenario.policies},
         "seeds": list(scenario.seeds),
+        "recommendation": None if advice is None else asdict(advice),
         "summary": [
             {
                 "policy": row.policy,
@@ -46,15 +81,13 @@ def as_csv(runs: Sequence[PoolFigures]) -> str:
     return page.getvalue()
 
 
-def as_json(scenario: Scenario, runs: Sequence[PoolFigures]) -> str:
+def as_json(scenario: Compared, runs: Sequence[PoolFigures], advice: Recommendation | None = None) -> str:
     """As JSON."""
-    return json.dumps(answer_data(scenario, runs), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(answer_data(scenario, runs, advice), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def print_answer(scenario: Scenario, runs: Sequence[PoolFigures]) -> None:
+def print_answer(scenario: Compared, runs: Sequence[PoolFigures], advice: Recommendation | None = None) -> None:
     """The table for people."""
-    rows = summary(runs)
-    classes = list(runs[0].classes)
     out.print(f"[bold]{escape(scenario.name)}[/]")
     for sentence in scenario.assumptions():
         out.print(f"  {escape(sentence)}", style="dim")
@@ -62,6 +95,22 @@ def print_answer(scenario: Scenario, runs: Sequence[PoolFigures]) -> None:
     several = len(scenario.seeds) > 1
     over = f"mean of {len(scenario.seeds)} seeds, ± their standard deviation" if several else "one seed"
     out.print(f"Waits and completions by class: {over}")
+    show(figures_table(runs, several))
+    if advice is not None:
+        out.print(f"\n{escape(advice.sentence)}")
+    events, looks = sum(one.events for one in runs), sum(one.looks for one in runs)
+    seconds = sum(one.seconds for one in runs)
+    out.print(
+        f"\n{len(runs)} runs, {events:,} events in {seconds:,.1f} s; what must be true was looked at {looks:,} times, "
+        "and held",
+        style="dim",
+    )
+
+
+def figures_table(runs: Sequence[PoolFigures], several: bool) -> Table:
+    """A line for each policy; with the spread where there are several seeds."""
+    rows = summary(runs)
+    classes = list(runs[0].classes)
     table = plain_table()
     table.add_column("policy")
     for name in classes:
@@ -81,14 +130,7 @@ def print_answer(scenario: Scenario, runs: Sequence[PoolFigures]) -> None:
         mean, deviation = row.figures["utilisation"]
         share = f"{mean:.1%}" + (f" ± {deviation:.1%}" if several else "")
         table.add_row(*map(escape, cells), f"{row.mean('evictions'):,.0f}", share)
-    show(table)
-    events, looks = sum(one.events for one in runs), sum(one.looks for one in runs)
-    seconds = sum(one.seconds for one in runs)
-    out.print(
-        f"\n{len(runs)} runs, {events:,} events in {seconds:,.1f} s; what must be true was looked at {looks:,} times, "
-        "and held",
-        style="dim",
-    )
+    return table
 
 
 def _span(row: Row, name: str, several: bool) -> str:

@@ -15,7 +15,6 @@ from trimtab.ui.lettering import duration, share
 from trimtab.ui.output import plain_table
 from trimtab.ui.printing import amounts, show
 from trimtab.ui.run_report_figures import course, ends_of, metric_names
-from trimtab.ui.run_report_words import standing
 
 if TYPE_CHECKING:
     from trimtab.ui.dashboard_source import DashboardSource
@@ -40,6 +39,8 @@ def _parts(source: DashboardSource, height: int) -> list[RenderableType]:
     parts: list[RenderableType] = []
     if source.board is not None:
         parts += run_parts(source.board, height)
+    if source.advised is not None and source.advised.lines:
+        parts += ["", *map(escape, source.advised.lines)]
     if source.status is not None:
         parts += _cluster_parts(source.status)
     if source.fault:
@@ -98,7 +99,9 @@ def run_parts(board: Board, height: int) -> list[RenderableType]:
         states: dict[str, int] = {}
         for one in workers:
             states[one.state] = states.get(one.state, 0) + 1
-        parts += ["", escape("workers: " + ", ".join(f"{count} {state}" for state, count in states.items()))]
+        busy = sum(one.running or 0 for one in workers)
+        words = ", ".join(f"{count} {state}" for state, count in states.items())
+        parts += ["", escape(f"workers: {words}; {busy} request{'s' * (busy != 1)} at work")]
     tasks = [one for one in board.tasks.values() if not one.is_over]
     if tasks:
         rows = [[one.name, one.state, one.group, _why(one.code, one.reason)] for one in tasks[-8:]]
@@ -123,7 +126,7 @@ def _head(board: Board) -> Table:
     promised = story.prediction(len(story.plans) - 1) if story.plans else None
     count = f"{len(done)} of {story.wanted}" if story.wanted else str(len(done))
     grid = Table.grid(padding=(0, 3, 0, 0))
-    grid.add_row(f"[bold]{escape(story.job or 'run')}[/]", escape(standing(story)))
+    grid.add_row(f"[bold]{escape(story.job or 'run')}[/]", escape(board.standing))
     said = f"{duration(median(walls)) if walls else '-'} each"
     said += f", {duration(promised)} predicted" if promised is not None else ""
     grid.add_row(f"{count} iterations", f"{duration(story.end_s)}; {said}")

@@ -105,6 +105,10 @@ class Adviser:
         self.reason = Reason(Code.arrived, f"the advice was taken: {self.plan.describe()}")
         self.advice = None
 
+    def seconds_now(self) -> float:
+        """What an iteration of the plan in place takes, at what everything costs now."""
+        return self._seconds(self.plan, {})
+
     def as_now(self, plan: Plan) -> Plan:
         """A plan with the timeline that it has at what everything costs now."""
         levels = {name: one.level for name, one in self.estimates().items()}

@@ -6,6 +6,7 @@ mean and, beside a profile, what everything costs; from then on every step is we
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from trimtab.model.plan import CurrentPlacement
 from trimtab.model.profile import Profile
 from trimtab.model.reason import Code, Reason
 from trimtab.model.run import RunRules
+from trimtab.model.workflow import Cluster
 from trimtab.runtime.advise.adviser import Advice, Adviser
 
 KEPT_STEPS = 2000  # of which drift is told; older ones are let go
@@ -27,9 +29,12 @@ KEPT_STEPS = 2000  # of which drift is told; older ones are let go
 
 @dataclass(frozen=True)
 class News:
-    """Something that happened: a restart, or advice that is new, another than before, or void."""
+    """Something that happened: a restart, or advice that is new, another than before, void, or as it was before.
 
-    what: str  # restarted, advised, changed, withdrawn
+    With a restart stands the advice that the run has been started with, where it has.
+    """
+
+    what: str  # restarted, advised, changed, withdrawn, stands again
     step: int
     sentence: str
     advice: Advice | None = None
@@ -89,7 +94,7 @@ class Advising:
         self.rules = rules
         self.adviser: Adviser | None = None
         self._profile = profile
-        self._warmup = warmup
+        self.warmup = warmup
         self._since_start = 0
         self._steps = 0
         self._newest: int | None = None
@@ -98,9 +103,13 @@ class Advising:
         self._reading: Reading | None = None
         self._times: list[dict[str, float]] = []  # what each component took in each of them, as it is read
         self._placed: CurrentPlacement | None = None
+        self.cluster: Cluster | None = None  # that the configuration states
+        self._asynchronous: tuple[str | None] | None = None  # the mode; None: the configuration was not asked yet
+        self._glanced: tuple[str, ...] = ()  # the components of which it was asked where they are
         self._missing: tuple[str, ...] = ()  # components without which nothing can be weighed yet
         self._unplanned: str | None = None  # why no plan can be weighed
         self._carried_out: Advice | None = None  # by the user's command; the next start of the run has it
+        self.given: dict[tuple[str, ...], int] = {}  # overrides that were advised ever, and the step
         self._first: list[Step] | None = None  # of a new placement: what its timers mean is not settled yet
 
     # ---- steps -----------------------------------------------------------------------------------------------------
@@ -113,7 +122,7 @@ class Advising:
         self._steps += 1
         self._since_start += 1
         self._newest = step.number
-        if self._since_start <= self._warmup:
+        if self._since_start <= self.warmup:
             return news
         self._counted.append(step)
         del self._counted[:-KEPT_STEPS]
@@ -123,14 +132,14 @@ class Advising:
             del self._times[:-KEPT_STEPS]
             return news + (self._weigh(step) if self._first is None else self._settle(step))
         base = self._counted[-self.rules.least_iterations :]
-        self._read_so(reading_of(self.framework, base, RunFacts()))  # for the eye, until there are enough of them
+        self._read_so(self._glance(base))  # for the eye, until there are enough of them
         return news + (self._begin(base) if len(base) == self.rules.least_iterations else [])
 
     def end(self) -> list[News]:
         """No more steps will come: what there is has to do."""
         if self._steps and not self._counted:
             raise InputError(
-                f"all {self._steps} steps are warm-up (the first {self._warmup} after every start)",
+                f"all {self._steps} steps are warm-up (the first {self.warmup} after every start)",
                 hint="let the run go on for 10 steps or so, or give --warmup 0",
             )
         if not self._counted or self.adviser is not None or self._unplanned is not None:
@@ -148,14 +157,15 @@ class Advising:
 
     def _restarted(self, step: Step) -> News:
         self._since_start = 0
-        if self._carried_out is not None and self.adviser is not None:
-            self.adviser.taken(self._carried_out)
+        taken = self._carried_out if self.adviser is not None else None
+        if taken is not None and self.adviser is not None:
+            self.adviser.taken(taken)
             self._first = []
             said = f"the run was started anew, with the plan that was advised: {self.adviser.plan.describe()}"
         else:
             said = "the run was started anew; if with another placement, start this command anew with it"
         self._carried_out = None
-        return News("restarted", step.number, said)
+        return News("restarted", step.number, said, taken)
 
     def _settle(self, step: Step) -> list[News]:
         """A step under a placement that was advised: there, times may be waits that were none before."""
@@ -166,7 +176,7 @@ class Advising:
             return []
         base, self._first = self._first, None
         shared = len(self.adviser.plan.groups) == 1
-        facts = RunFacts(asynchronous=self.config.asynchronous(), shared=shared)
+        facts = RunFacts(asynchronous=self._mode(), shared=shared)
         self._read_so(reading_of(self.framework, base, facts))
         return [news for one in base for news in self._weigh(one)]
 
@@ -182,15 +192,32 @@ class Advising:
         needed = (name for name in REQUIRED[self.framework.name] if name not in known)
         return tuple(name for name in needed if 2 * sum(name in one for one in told) < len(told))
 
+    def _glance(self, base: Sequence[Step]) -> Reading:
+        """What the timers mean, as far as the first steps and the configuration tell."""
+        facts = RunFacts(asynchronous=self._mode())
+        names = tuple(reading_of(self.framework, base, facts).seconds(_union(base)))
+        if names != self._glanced:
+            self._glanced = names
+            # What it does not say is an error once there are enough steps: more components may have come by then.
+            with contextlib.suppress(InputError):
+                self._placed, self.cluster = self.config.placement(names)
+        shared = self._placed is not None and len(set(self._placed.ranks.values())) == 1
+        return reading_of(self.framework, base, replace(facts, shared=shared))
+
+    def _mode(self) -> str | None:
+        if self._asynchronous is None:
+            self._asynchronous = (self.config.asynchronous(),)
+        return self._asynchronous[0]
+
     def _begin(self, base: Sequence[Step]) -> list[News]:
         """Enough steps count: what do the timers mean, what does everything cost, where is it?"""
         self._missing = self._lacking(base)
         if self._missing:
             return []
-        facts = RunFacts(asynchronous=self.config.asynchronous())
+        facts = RunFacts(asynchronous=self._mode())
         names = reading_of(self.framework, base, facts).seconds(_union(base))
         known = {one.name for one in self._profile.components} if self._profile else set()
-        self._placed = placed = self.config.placement(dict.fromkeys([*names, *known]))
+        self._placed, self.cluster = placed, _ = self.config.placement(dict.fromkeys([*names, *known]))
         gpus = {name: len(ranks) for name, ranks in placed.ranks.items()}
         shared = len({placed.ranks[name] for name in gpus}) == 1
         reading = reading_of(self.framework, base, replace(facts, shared=shared))
@@ -214,11 +241,39 @@ class Advising:
         adviser.take(step.number, reading.costs(step), reading.total(step))
         after = adviser.advice
         if after is not None and (before is None or before.overrides != after.overrides):
+            first = self.given.setdefault(after.overrides, step.number)
+            if first != step.number:
+                return [News("stands again", step.number, f"that of step {first}: {after.reason.sentence}", after)]
             what = "advised" if before is None else "changed"
             return [News(what, step.number, after.reason.sentence, after)]
         if before is not None and after is None:
             return [News("withdrawn", step.number, adviser.reason.sentence)]
         return []
+
+    def anew(self, overrides: Sequence[str]) -> Advising:
+        """The same run, of which nothing was read yet and which was started with these overrides besides."""
+        config = replace(self.config, overrides=(*self.config.overrides, *overrides))
+        again = Advising(self.framework, config, self._profile, self.rules, self.warmup)
+        again.given.update(self.given)
+        return again
+
+    @property
+    def reading(self) -> Reading | None:
+        """What the timers mean, once a step counts."""
+        return self._reading
+
+    @property
+    def groups(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
+        """Components that are on the same GPUs, and those GPUs; empty where that is not known yet."""
+        known = self._placed.ranks if self._placed else {}
+        ranks = {name: tuple(known[name]) for name in [*self.framework.parts, *known] if name in known}
+        if self.adviser is not None:
+            ranks = {name: tuple(group.gpus) for group in self.adviser.plan.groups for name in group.components}
+        found: dict[tuple[int, ...], list[str]] = {}
+        for name, gpus in ranks.items():
+            if gpus:
+                found.setdefault(gpus, []).append(name)
+        return tuple((tuple(names), gpus) for gpus, names in found.items())
 
     @property
     def counted(self) -> Sequence[Step]:
@@ -289,7 +344,7 @@ class Advising:
             parts.append(
                 Part(
                     name=name,
-                    gpus=self._gpus(name),
+                    gpus=self.gpus(name),
                     seconds=middle,
                     share=middle / step_s if step_s else None,
                     spread=measured.spread(some),
@@ -300,7 +355,8 @@ class Advising:
             )
         return tuple(parts)
 
-    def _gpus(self, name: str) -> int | None:
+    def gpus(self, name: str) -> int | None:
+        """How many GPUs a component has; 0: it is on CPUs; None: not known yet."""
         if self._placed is None:
             return None
         ranks = dict(self._placed.ranks)
@@ -312,20 +368,13 @@ class Advising:
 
     def _sharing(self, parts: Sequence[Part], step_s: float | None) -> tuple[Sharing, ...]:
         """Who is on the same GPUs, and how long they compute."""
-        ranks = dict(self._placed.ranks) if self._placed else {}
-        if self.adviser is not None:
-            ranks = {name: group.gpus for group in self.adviser.plan.groups for name in group.components}
-        groups: dict[tuple[int, ...], list[str]] = {}
-        for name, gpus in ranks.items():
-            if gpus:
-                groups.setdefault(tuple(gpus), []).append(name)
         told = {part.name: part for part in parts}
         found = []
-        for gpus, names in groups.items():
+        for names, gpus in self.groups:
             mine = [told[name] for name in names if name in told]
             known = step_s is not None and len(mine) == len(names) and not any(part.wait for part in mine)
             busy = min(1.0, sum(part.seconds for part in mine) / step_s) if known and step_s else None
-            found.append(Sharing(tuple(names), len(gpus), busy))
+            found.append(Sharing(names, len(gpus), busy))
         return tuple(found)
 
 

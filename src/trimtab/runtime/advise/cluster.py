@@ -1,14 +1,13 @@
-"""What the run's Ray cluster and its GPUs do: nodes, GPUs given away and free, and how busy each GPU is.
+"""What the run's Ray cluster does: nodes, GPUs given away and free, and how busy each GPU is.
 
 Only looks. A process of its own asks Ray (whose client ends the whole process when a cluster vanishes), so that the
 loss of the cluster is something to be told and not the end of the command. How busy GPUs are comes from the figures
-that every Ray node exports, and of this machine's GPUs from NVIDIA's driver. What is not known is left out.
+that every Ray node exports. What is not known is left out.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import subprocess
@@ -22,7 +21,6 @@ from typing import Any
 from trimtab.model.errors import TrimtabError
 from trimtab.runtime.cluster import auth
 from trimtab.runtime.cluster.look import RayView
-from trimtab.runtime.ray.nvml import driver
 
 METRICS_S = 2.0
 STALE_S = 60.0  # a look that is older than this is not shown
@@ -87,23 +85,6 @@ class ClusterWatch:
                     for one in told
                 )
             self._at = time.monotonic()
-
-
-def gpus_here() -> tuple[float, ...]:
-    """The share of the last moment in which each GPU of this machine computed; empty where there is no driver."""
-    library = driver()
-    count = ctypes.c_uint()
-    if library is None or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-        return ()
-    found = []
-    for index in range(count.value):
-        device, rates = ctypes.c_void_p(), (ctypes.c_uint * 2)()  # of the cores, and of the memory
-        if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) or (
-            library.nvmlDeviceGetUtilizationRates(device, ctypes.byref(rates))
-        ):
-            return ()
-        found.append(rates[0] / 100)
-    return tuple(found)
 
 
 # ---- the process that looks -----------------------------------------------------------------------------------------

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from trimtab.formats.follow import RunLog, Step
 from trimtab.model.errors import InputError
 from trimtab.runtime.advise.adviser import Advice
 from trimtab.runtime.advise.advising import Advising, News, Picture
-from trimtab.runtime.advise.cluster import ClusterWatch, NodeSeen, gpus_here
+from trimtab.runtime.advise.cluster import ClusterWatch, NodeSeen
 from trimtab.runtime.advise.engines import Engines, EngineSeen
-from trimtab.runtime.advise.hook import RestartHook
+from trimtab.runtime.advise.gpus import gpus_here
+from trimtab.runtime.advise.hook import HookEnd, RestartHook
+from trimtab.runtime.advise.record import Past, Record, mark_of
 from trimtab.runtime.advise.tail import Tail
 
 
@@ -57,14 +59,15 @@ class Follower:
     at_most_s: float = math.inf
     silent_s: float = 7200.0
     gpus: Callable[[], tuple[float, ...]] = gpus_here
+    record: Record | None = None  # what was seen before, by whoever followed this run
     history: list[News] = field(default_factory=list)
     _hooked: Advice | None = None  # what the user's command was run for last
 
     def once(self) -> Frame:
         """All of a log that is finished."""
         steps = [*self._read(), *self.log.end()]
-        news = [one for step in steps for one in self.advising.take(step)]
         self._require_steps(steps)
+        news = self._caught_up(steps)
         news += self.advising.end()
         self.history += news
         return self._frame(news, steps, "the log was read to its end")
@@ -73,7 +76,8 @@ class Follower:
         """Look again and again; what was there before comes with the first frame."""
         began = heard = time.monotonic()
         steps = [*self._read(), *self.log.settle(), *self.log.settle()]
-        news = [one for step in steps for one in self.advising.take(step)]
+        news = self._caught_up(steps)
+        told = [one for one in news if self.record is not None and self.record.knows(one)]  # by whoever looked before
         seen = bool(steps)
         while True:
             now = time.monotonic()
@@ -87,12 +91,60 @@ class Follower:
                     self._require_steps([])
                 ended = f"the log has told no step for {self.silent_s:g} s"
             self.history += news
-            yield self._frame(news, steps, ended)
+            yield self._frame([one for one in news if one not in told], steps, ended)
+            told = []
             if ended is not None:
                 return
             time.sleep(max(0.0, min(self.every_s, began + self.at_most_s - time.monotonic())))
             steps = [*self._read(), *self.log.settle()]
             news = [one for step in steps for one in self._live(step)] + self._heard_of_hook()
+
+    def _caught_up(self, steps: Sequence[Step]) -> list[News]:
+        """What the log holds already. Where an advised placement is in place since some step, it is read so."""
+        if self.record is None:
+            return self._taken_up(self.advising, steps)
+        self.advising.given.update(self.record.past.given)
+        overrides, at = self._put_in_place(self.record.past, steps)
+        if at is None:
+            news = self._taken_up(self.advising, steps)
+            if (advice := _advice_in(news, overrides)) is not None:  # the next start of the run has it
+                self.advising.carried_out(advice)
+            return news
+        before = self.advising.anew(())
+        news = self._taken_up(before, steps[:at])
+        if (advice := _advice_in(news, overrides)) is not None:
+            before.carried_out(advice)
+            self.advising = before
+        else:  # what came before is not in the log any more, or led to other advice
+            if self.record.past.taken is None:
+                first = mark_of(self.log.framework, steps[at]) if steps else (0, 0.0)
+                self.record.takes_over(overrides, first)
+            self.advising, news = self.advising.anew(overrides), []
+        return news + self._taken_up(self.advising, steps[at:])
+
+    def _put_in_place(self, past: Past, steps: Sequence[Step]) -> tuple[tuple[str, ...], int | None]:
+        """Overrides that the user's command has put in place, and where the steps under them begin; None: not yet."""
+        marks = [mark_of(self.log.framework, step) for step in steps]
+        if past.taken is not None:
+            overrides, since = past.taken
+            return overrides, marks.index(since) if since in marks else 0
+        if not past.done_for:
+            return (), None
+        known = [mark in past.steps for mark in marks]
+        if not any(known):  # the log was started anew
+            return past.done_for, 0
+        fresh = (at for at, step in enumerate(steps) if step.restart and not known[at])
+        return past.done_for, next(fresh, None)
+
+    def _taken_up(self, advising: Advising, steps: Sequence[Step]) -> list[News]:
+        """Weigh steps that were in the log before."""
+        found = []
+        for step in steps:
+            news = advising.take(step)
+            if self.record is not None:
+                self.record.step(advising, step, [one for one in news if not self.record.knows(one)])
+            found += news
+        return found
 
     def _read(self) -> list[Step]:
         steps = []
@@ -106,6 +158,8 @@ class Follower:
     def _live(self, step: Step) -> list[News]:
         """A step that ended while we look: it may be the checkpoint that the user's command waits for."""
         news = self.advising.take(step)
+        if self.record is not None:
+            self.record.step(self.advising, step, news)
         advice = self.advising.adviser.advice if self.advising.adviser else None
         if self.hook is None or advice is None or not step.saved or not self.hook.wanted(advice):
             return news
@@ -116,7 +170,7 @@ class Follower:
         self._hooked = advice
         failed = self.hook.start(advice, step.number)
         if failed is not None:
-            news.append(News("hook ended", step.number, failed.sentence))
+            news.append(self._hook_ended(failed))
         return news
 
     def _heard_of_hook(self) -> list[News]:
@@ -125,7 +179,12 @@ class Follower:
             return []
         if end.done and self._hooked is not None:
             self.advising.carried_out(self._hooked)
-        return [News("hook ended", end.step, end.sentence)]
+        return [self._hook_ended(end)]
+
+    def _hook_ended(self, end: HookEnd) -> News:
+        if self.record is not None:
+            self.record.hook_ended(self._hooked, end.step, end.sentence, done=end.done)
+        return News("hook ended", end.step, end.sentence)
 
     def _require_steps(self, steps: list[Step]) -> None:
         if steps:
@@ -158,6 +217,10 @@ class Follower:
         if log.joined.cut_off:
             notes.append(f"cut off in the log, and left out: {_times(log.joined.cut_off)}")
         return notes
+
+
+def _advice_in(news: Sequence[News], overrides: tuple[str, ...]) -> Advice | None:
+    return next((one.advice for one in news if one.advice is not None and one.advice.overrides == overrides), None)
 
 
 def _times(count: int) -> str:

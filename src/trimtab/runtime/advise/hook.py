@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from trimtab.formats.write_back import shell_words
 from trimtab.runtime.advise.adviser import Advice
 
 STANDARD_ERROR = 2
@@ -36,13 +37,25 @@ class HookEnd:
 
 
 class RestartHook:
-    """At most one such command at a time."""
+    """At most one such command at a time.
 
-    def __init__(self, command: str, config: str, at_most_s: float) -> None:
+    `ran` are overrides that it was run for before; `starts` writes down, before it is run, what it is run for, and says
+    whether that could be done: a command of which nobody would remember that it ran is not run.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        config: str,
+        at_most_s: float,
+        ran: Iterable[tuple[str, ...]] = (),
+        starts: Callable[[Advice, int], bool] = lambda advice, step: True,
+    ) -> None:
         self._command = command
         self._config = config
         self._at_most_s = at_most_s
-        self._ran: set[tuple[str, ...]] = set()
+        self._ran = set(ran)
+        self._starts = starts
         self._process: subprocess.Popen[bytes] | None = None
         self._deadline = 0.0
         self._step = 0
@@ -60,10 +73,12 @@ class RestartHook:
         """Run the command for this advice; what became of it, where it cannot even be started."""
         self._ran.add(advice.overrides)
         self._step = step
+        if not self._starts(advice, step):
+            return HookEnd(step, "the command was not run: that it is run cannot be written down", None)
         environment = {
             **os.environ,
             "TRIMTAB_CONFIG": self._config,
-            "TRIMTAB_OVERRIDES": " ".join(shlex.quote(one) for one in advice.overrides),
+            "TRIMTAB_OVERRIDES": " ".join(shell_words(advice.settings)),
             "TRIMTAB_PLAN": advice.plan.describe(),
             "TRIMTAB_GAIN": f"{advice.gain:.4f}",
             "TRIMTAB_STEP": str(step),

@@ -61,10 +61,10 @@ def table() -> dict[int, Row]:
     return {int(one): row for one in os.listdir("/proc") if one.isdecimal() and (row := _row(int(one)))}
 
 
-def below(pid: int) -> list[Process]:
-    """All descendants of a process."""
+def below(*pids: int) -> list[Process]:
+    """All descendants of these processes."""
     known = table()
-    return [Process(one, known[one].born) for one in sorted(_below(pid, known))]
+    return [Process(one, known[one].born) for one in sorted(_below(pids, known))]
 
 
 def family(root: Process | None, mark: str) -> list[Process]:
@@ -73,7 +73,7 @@ def family(root: Process | None, mark: str) -> list[Process]:
     below: set[int] = set()
     if root is not None:
         if root.lives:
-            below = _below(root.pid, known)
+            below = _below((root.pid,), known)
         # A number is not given anew while it names a session, so this holds when the root is gone.
         if root.lives or root.pid not in known:
             below |= {pid for pid, row in known.items() if row.session == root.pid}
@@ -138,9 +138,9 @@ def command(pid: int) -> list[str]:
         return []
 
 
-def _below(pid: int, known: dict[int, Row]) -> set[int]:
+def _below(pids: Iterable[int], known: dict[int, Row]) -> set[int]:
     found: set[int] = set()
-    level = {pid}
+    level = set(pids)
     while level:
         level = {one for one, row in known.items() if row.parent in level} - found
         found |= level

@@ -115,6 +115,13 @@ class DashboardApp:
             self._looked_at = time.monotonic()
         self._looked.set()
 
+    async def tell_the_last(self) -> None:
+        """Look once more, and see it sent: how a run ended is told to whoever watches it."""
+        if self.feed.clients:
+            await self._look()
+        while any(client.waits for client in self.feed.clients):
+            await asyncio.sleep(0.01)
+
     async def _look_first(self) -> None:
         """Look, if nobody has for a while."""
         await self._looked.wait()
@@ -139,7 +146,8 @@ class DashboardApp:
         return Response(found[1], media_type=found[0])
 
     async def _state_now(self, request: Request) -> Response:
-        return Response((await self._all())[1], media_type="application/json")
+        number, whole = await self._all()
+        return Response(whole, media_type="application/json", headers={"last-event-id": self.feed.id(number)})
 
     async def _story(self, request: Request) -> Response:
         kind, name = request.query_params.get("kind", ""), request.query_params.get("name", "")

@@ -27,6 +27,11 @@ class Client:
         self.behind = False
         self.is_over = False  # the server ends
 
+    @property
+    def waits(self) -> bool:
+        """Whether something is still to be sent."""
+        return bool(self._waiting)
+
     def end(self) -> None:
         """Nothing more is sent."""
         self.is_over = True

@@ -1,8 +1,8 @@
 """The dashboard as a server on loopback, in a thread of its own: beside a run it takes no turn of the run's.
 
 A port that is in use is not an end: the next ones are tried, and `port` says which it is. The token stands in a file
-that only its owner can read, or in the environment; it is never printed. A stop ends all streams at once: browsers come
-back by themselves when there is a server again.
+that only its owner can read, or in the environment; it is never printed. Whoever looks is told the last of it before a
+stop ends all streams at once: browsers come back by themselves when there is a server again.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ PORT = 8270
 TRIED = 20  # ports one after another, before any that is free
 START_S = 20.0
 STOP_S = 5.0
+LAST_S = 2.0  # for the last of it to be told
 FILES = 6_000  # open ones: a thousand tabs, and more
 
 
@@ -60,6 +61,7 @@ class DashboardServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: uvicorn.Server | None = None
         self._started = threading.Event()
+        self._stops: asyncio.Event | None = None
         self._fault: BaseException | None = None
         self._ends = contextlib.ExitStack()
 
@@ -104,10 +106,10 @@ class DashboardServer:
     def close(self) -> None:
         """End it. Harmless when it never started, or has ended."""
         if self._thread is not None:
-            if self._loop is not None and self._server is not None:
+            if self._loop is not None and self._stops is not None:
                 with contextlib.suppress(RuntimeError):  # its loop is over already
-                    self._loop.call_soon_threadsafe(self._leave)
-            self._thread.join(STOP_S + 2)
+                    self._loop.call_soon_threadsafe(self._stops.set)
+            self._thread.join(LAST_S + STOP_S + 2)
             self._thread = None
         if self._socket is not None:
             self._socket.close()
@@ -132,22 +134,26 @@ class DashboardServer:
 
     async def _serve(self, token: str) -> None:
         assert self._socket is not None
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._stops = asyncio.get_running_loop(), asyncio.Event()
         self.app = DashboardApp(self._source, token, every_s=self._every_s)
         self._server = quiet_server(self.app, timeout_graceful_shutdown=1)
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         following = asyncio.create_task(self.app.follow())
+        stopping = asyncio.create_task(self._stops.wait())
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.005)
         self._started.set()
         try:
-            done, _ = await asyncio.wait({serving, following}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({serving, following, stopping}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.app.tell_the_last(), LAST_S)
         finally:
             self._leave()
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            for task in (following, stopping):
+                task.cancel()
+            await asyncio.gather(following, stopping, return_exceptions=True)
             await asyncio.wait({serving}, timeout=STOP_S)
 
 

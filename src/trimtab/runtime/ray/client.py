@@ -155,6 +155,7 @@ class Session:
         strategy: str = "STRICT_PACK",
         wait_s: float = 3600.0,
         patience_s: float = 60.0,
+        patience_runs: float = 20.0,
         ends_with_me: bool = False,
     ) -> Pool:
         """The pool of this name: with a quota it is made (or is there with the same settings), without one it must be.
@@ -183,6 +184,7 @@ class Session:
             preload=tuple(preload),
             wait_s=wait_s,
             patience_s=patience_s,
+            patience_runs=patience_runs,
             client=self.client if ends_with_me else None,
         )
         self.ask("ensure_pool", spec)

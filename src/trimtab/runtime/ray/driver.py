@@ -21,7 +21,7 @@ from typing import Any
 from trimtab.model.errors import InputError, TrimtabError, UnreachableError
 from trimtab.model.pool import ENDED, State
 from trimtab.model.reason import Code
-from trimtab.pool import events
+from trimtab.pool import events, orders
 from trimtab.pool.events import Event, PoolDropped, PoolEnsured, Submitted, Tick
 from trimtab.pool.machine import PoolMachine
 from trimtab.pool.records import Stand
@@ -184,7 +184,7 @@ class Driver:
                 self.shelf.forget_life(event.spec.id)
             staged.commit()
             self.journal.beside(staged.path)
-        self.journal.append(now, event)
+        self.journal.append(now, event, orders.lines(instructions))
         for one in instructions:
             self.deeds.begin(one)
         self.meter.heard(event)

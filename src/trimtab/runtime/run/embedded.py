@@ -1,8 +1,8 @@
 """The Ray that a job runs on: one of its own on this machine, or a cluster that is there and has room for it.
 
 A Ray of its own has the nodes of the job's cluster section, each with so many logical GPUs: nothing but numbers, so any
-job can be tried on any machine. Every process of it ends with it, also after Ctrl-C, and when this process is killed.
-A cluster that was there before is left as it was.
+job can be tried on any machine. Every process of it ends with it, also after Ctrl-C, and when this process is killed;
+what else this process has started is never touched. A cluster that was there before is left as it was.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class EmbeddedRay:
             )
         self._nodes = cluster.nodes
         self._started: dict[str, Any] = {}
-        self._before: set[processes.Process] = set()
         self._seen: set[processes.Process] = set()
 
     def __enter__(self) -> EmbeddedRay:
@@ -57,7 +56,6 @@ class EmbeddedRay:
         # second. A busy machine may take longer to start a node than Ray's half a minute.
         os.environ.setdefault("RAY_num_workers_soft_limit", "24")
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
-        self._before = set(processes.below(os.getpid()))
         with _quiet():
             self._cluster = RayNodes()
             try:
@@ -89,15 +87,20 @@ class EmbeddedRay:
         """Another node joins."""
         # Ray sets handlers for signals with a node, which only the main thread may; the others do without them.
         self._cluster._shutdown_at_exit = threading.current_thread() is threading.main_thread()
-        with _quiet():
-            self._started[node.name] = self._cluster.add_node(
-                node_name=node.name,
-                wait=False,
-                num_cpus=CPUS_EACH if node.cpus is None else node.cpus,
-                num_gpus=node.gpus,
-                object_store_memory=_store_bytes(len(self._nodes)),
-                include_dashboard=False,
-            )
+        before = set(processes.below(os.getpid()))
+        try:
+            with _quiet():
+                self._started[node.name] = self._cluster.add_node(
+                    node_name=node.name,
+                    wait=False,
+                    num_cpus=CPUS_EACH if node.cpus is None else node.cpus,
+                    num_gpus=node.gpus,
+                    object_store_memory=_store_bytes(len(self._nodes)),
+                    include_dashboard=False,
+                )
+        except BaseException:
+            self._seen.update(set(processes.below(os.getpid())) - before)  # half of a node, which nobody else knows of
+            raise
 
     def node_id(self, name: str) -> str:
         """What Ray calls a node."""
@@ -105,8 +108,8 @@ class EmbeddedRay:
 
     def kill(self, name: str) -> None:
         """Lose a node as a machine is lost: all its processes at once. Not the first one, which is the head."""
-        node = self._started.pop(name)
         self._look()
+        node = self._started.pop(name)
         raylets = [info.process.pid for info in node.all_processes["raylet"]]
         for raylet in raylets:
             for pid in (raylet, *(one.pid for one in processes.below(raylet))):
@@ -117,13 +120,23 @@ class EmbeddedRay:
 
     def remove(self, name: str) -> None:
         """A node goes in order. Not the first one, which is the head."""
-        node = self._started.pop(name)
         self._look()
+        node = self._started.pop(name)
         with _quiet():
             self._cluster.remove_node(node, allow_graceful=True)
 
     def _look(self) -> None:
-        self._seen.update(set(processes.below(os.getpid())) - self._before)
+        """Remember the processes of all nodes, and whatever these have started."""
+        pids = [
+            one.process.pid
+            for node in list(self._started.values())
+            for some in node.all_processes.values()
+            for one in some
+        ]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                self._seen.add(processes.process(pid))
+        self._seen.update(processes.below(*pids))
 
     def _end(self) -> None:
         """End it, and whatever came of it."""

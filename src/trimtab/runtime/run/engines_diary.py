@@ -1,13 +1,16 @@
 """What became of a rollout's engines, written down as it happens: a line for each change of state, with its reason.
 
 That all of them get new weights after an iteration is no news. The component is busy with a step for as long as one
-takes, and cannot be asked meanwhile; whoever follows the run reads the file instead, as far as it has got. A disk that
+takes, and cannot be asked meanwhile; whoever follows the run reads the file instead, as far as it has got. How much
+each has to do changes all the time: that stands in a file of its own, which has the newest figures alone. A disk that
 is full loses lines, never the run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
     from trimtab.runtime.rollout.pool import RolloutPool
 
 LEFT = "left"
+LOAD_S = 0.5  # between two writings of loads
+BEAT_S = 5.0  # they are written again when nothing has changed, so that those of a process that is gone are known
+STALE_S = 20.0  # then nobody writes them any more
 NO_NEWS = (Code.joined, Code.refitting)  # it is started in the same moment; and gets weights after every iteration
 
 
@@ -27,7 +33,10 @@ def diary_of(folder: Path, component: str) -> Path:
 
 
 def read_diary(path: Path, since: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """The lines behind so many bytes, and how many bytes there are now: `at`, `worker`, `state`, `code`, `reason`."""
+    """The lines behind so many bytes, and how many bytes there are now.
+
+    A line has `at`, `worker`, `state`, `running` (requests it has to do), `code` and `reason`.
+    """
     try:
         with path.open("rb") as file:
             file.seek(since)
@@ -38,20 +47,39 @@ def read_diary(path: Path, since: int = 0) -> tuple[list[dict[str, Any]], int]:
     return [json.loads(line) for line in whole.splitlines()], since + len(whole)
 
 
+def load_of(folder: Path, component: str) -> Path:
+    """Where it stands how much a component's engines have to do."""
+    return folder / f"{component}.load.json"
+
+
+def read_load(path: Path) -> dict[str, tuple[int, int]]:
+    """By worker: requests that it has, and how many it takes at most. Empty where nobody writes it now."""
+    try:
+        if time.time() - path.stat().st_mtime > STALE_S:
+            return {}
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {str(worker): (int(running), int(limit)) for worker, (running, limit) in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
 class Diary:
     """Writes down what the pool tells of its workers."""
 
-    def __init__(self, pool: RolloutPool, path: Path | None) -> None:
+    def __init__(self, pool: RolloutPool, folder: Path | None, component: str) -> None:
         self._pool = pool
-        self._path = path
+        self._path = None if folder is None else diary_of(folder, component)
+        self._load_path = None if folder is None else load_of(folder, component)
         self._seen: dict[str, tuple[float, str]] = {}  # by worker: when, and which state
+        self._load = ""
+        self._load_at = float("-inf")
 
     def look(self, last: str = "") -> None:
         """Write what is new. `last`: why all of them are gone, where they are."""
         lines: list[dict[str, Any]] = []
         now, clock = time.time(), time.monotonic()
-        there = {one.worker for one in self._pool.workers()} if not last else set()
-        for worker in there:
+        there = {one.worker: one for one in self._pool.workers()} if not last else {}
+        for worker, view in there.items():
             since, state = self._seen.get(worker, (0.0, ""))
             for chapter in self._pool.story(worker):
                 if chapter.at <= since:
@@ -62,13 +90,20 @@ class Diary:
                 if chapter.state != state or chapter.reason.code is Code.returned:
                     state = str(chapter.state)
                     code, reason = chapter.reason.code.value, chapter.reason.sentence
-                    lines.append(_line(now - clock + chapter.at, worker, state, code, reason))
+                    lines.append(_line(now - clock + chapter.at, worker, state, code, reason, view.running))
             self._seen[worker] = since, state
         for worker in [one for one in self._seen if one not in there]:
             del self._seen[worker]
             code = Code.completed if last else Code.by_hand
             lines.append(_line(now, worker, LEFT, code.value, last or "it was removed"))
         self._write(sorted(lines, key=lambda one: float(one["at"])))
+        self._write_load({} if last else {one.worker: [one.running, one.spec.limit] for one in there.values()}, clock)
+
+    def note(self, worker: str, reason: str) -> None:
+        """Something that was asked of a worker is not done; why."""
+        for one in self._pool.workers():
+            if one.worker == worker:
+                self._write([_line(time.time(), worker, one.state.value, Code.refused.value, reason, one.running)])
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
         if self._path is None or not lines:
@@ -79,6 +114,23 @@ class Diary:
         except OSError:
             return  # the run goes on without its diary
 
+    def _write_load(self, loads: dict[str, list[int]], clock: float) -> None:
+        """Replace the figures where they have changed; not again and again within a moment."""
+        text, past_s = json.dumps(loads), clock - self._load_at
+        wait_s = BEAT_S if text == self._load else LOAD_S
+        if self._load_path is None or (loads and past_s < wait_s):
+            return
+        self._load, self._load_at = text, clock
+        aside = self._load_path.with_suffix(f".{os.getpid()}.tmp")
+        with contextlib.suppress(OSError):
+            if not loads:
+                self._load_path.unlink()
+                return
+            aside.write_text(text, encoding="utf-8")
+            os.replace(aside, self._load_path)
 
-def _line(at: float, worker: str, state: str, code: str, reason: str) -> dict[str, Any]:
-    return {"at": round(at, 3), "worker": worker, "state": state, "code": code, "reason": reason}
+
+def _line(at: float, worker: str, state: str, code: str, reason: str, running: int = 0) -> dict[str, Any]:
+    return {
+        "at": round(at, 3), "worker": worker, "state": state, "running": running, "code": code, "reason": reason
+    }  # fmt: skip

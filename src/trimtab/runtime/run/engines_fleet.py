@@ -29,9 +29,10 @@ from trimtab.model.rollout import WorkerSpec, WorkerState, WorkerView
 from trimtab.runtime.rollout.launcher import Launcher
 from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.rollout.processes import ProcessLauncher
+from trimtab.runtime.run import asks
 from trimtab.runtime.run.component import Place
 from trimtab.runtime.run.engines_desk import engine_class, methods_of
-from trimtab.runtime.run.engines_diary import Diary, diary_of
+from trimtab.runtime.run.engines_diary import Diary
 from trimtab.runtime.run.engines_object import ObjectLauncher, WeightsAt
 from trimtab.runtime.run.engines_settings import EngineSettings
 
@@ -171,8 +172,7 @@ class EngineFleet:
         rules = settings.rollout_rules(min(1, self._count), self._count)
         self.pool = RolloutPool(rules, settings.elastic_config() or STATIC, look_s=1.0)
         await self.pool.start()
-        folder = self.place.folder
-        self._diary = Diary(self.pool, None if folder is None else diary_of(folder, self.place.component))
+        self._diary = Diary(self.pool, self.place.folder, self.place.component)
         self._writing = asyncio.get_running_loop().create_task(self._write_down(), name="rollout-diary")
         self._launcher = self._make_launcher()
         await self._arrange()
@@ -207,8 +207,26 @@ class EngineFleet:
 
     async def _write_down(self) -> None:
         while True:
+            self._take_asks()
             self._look_around()
             await asyncio.sleep(DIARY_S)
+
+    def _take_asks(self) -> None:
+        """What people ask of a worker; what is not done is written down with the reason."""
+        folder, component = self.place.folder, self.place.component
+        for one in asks.taken(folder, asks.of_workers(component)) if folder is not None else ():
+            worker, given = str(one.get("worker")), one.get("deadline_s")
+            try:
+                deadline_s = None if given is None else float(given)
+                if deadline_s is not None and not 0 <= deadline_s < float("inf"):
+                    raise ValueError(f"a deadline of {given} s")
+                if one.get("ask") == "drain":
+                    self.pool.drain(worker, deadline_s, str(one.get("why", "")))
+                elif one.get("ask") == "resume":
+                    self.pool.resume(worker)
+            except (TrimtabError, ValueError, TypeError) as refused:
+                assert self._diary is not None
+                self._diary.note(worker, f"it is not done: {getattr(refused, 'what', refused)}")
 
     def _look_around(self, last: str = "") -> None:
         if self._diary is not None:

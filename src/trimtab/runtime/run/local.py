@@ -29,6 +29,7 @@ from trimtab.model.workflow import Job, Workflow
 from trimtab.plan.order import play
 from trimtab.plan.placement import best_plan
 from trimtab.plan.timeline import to_plan
+from trimtab.runtime.run import asks
 from trimtab.runtime.run.acting import Acting, Inputs
 from trimtab.runtime.run.clock import Clock, WallClock
 from trimtab.runtime.run.component import ComponentError, said
@@ -43,6 +44,7 @@ from trimtab.runtime.run.moving import Moving, carry_out
 from trimtab.runtime.run.saving import Saving
 
 LOOP = "loop.json"
+LOOK_S = 0.25  # between two looks into the folder, at what others have written there
 State = Literal["running", "done", "stopped", "failed"]
 _CODES = {"raised": Code.raised, "hung": Code.hung, "unhealthy": Code.unhealthy}
 
@@ -112,6 +114,7 @@ class LocalRun:
         self._measured = False  # costs that were not stated are known, and planned with
         self._spans: dict[str, tuple[int, int]] = {}
         self._diaries: dict[str, int] = {}  # how far those of components' own workers were read
+        self._looked = 0.0
         self._telling = threading.Lock()
         self._acted = self._clock.now()  # when the last act was over, by the clock
 
@@ -187,6 +190,7 @@ class LocalRun:
         self._folder = RunFolder(self._path, resume=self._resume)
         self._folder.keep_job(self._job.text)
         self._diaries = {name: size_of(diary_of(self._path, name)) for name in self._workflow.names}
+        asks.forget(self._path)
         saved = self._past.saved
         self._saving = Saving(
             self._folder, self._workflow.names, self._job.save_every, self._job.iterations, self._tell
@@ -244,6 +248,9 @@ class LocalRun:
             crew.sync(sync.target, weights, version)
 
     def _finish(self, state: str, reason: Reason, plan: Plan) -> None:
+        if self._path is not None:
+            self._tell_workers(self._path)
+            asks.forget(self._path)
         self._tell("ended", state=state, code=reason.code.value, reason=reason.sentence, iteration=self._done)
         self._summarise(state, reason, plan)
         if self._folder is not None:
@@ -404,6 +411,7 @@ class LocalRun:
     def _act_ended(self, acting: Acting, now_s: float) -> None:
         """An act is over: whatever iterations end with it are told, and a stop that was asked for is begun."""
         self._time_s = now_s
+        self._look_around()
         while self._done < acting.order.finished:
             self._iteration_done(acting, self._done + 1, now_s)
         if self._ends or (self._loop is not None and self._loop.move is not None):
@@ -413,7 +421,8 @@ class LocalRun:
         idle = tuple(name for name in self._workflow.names if acting.order.is_idle(name))
         acting.crew.check_health(idle)
         is_due = self._saving.is_due(number)
-        iteration = acting.measuring.iteration(number, now_s, ("checkpoint",) if is_due else ())
+        extra = ("checkpoint",) if is_due and self._job.save_every > 1 else ()  # what is in each is no exception
+        iteration = acting.measuring.iteration(number, now_s, extra)
         metrics = acting.measuring.metrics(number)
         self._sync_s[number] = acting.measuring.sync_s(number)
         here = time.perf_counter()
@@ -436,21 +445,36 @@ class LocalRun:
         if self._loop is not None:
             self._loop.iteration(iteration)
             self._loop.look()
-        self._see_workers(acting.crew, idle)
+        self._tell_ranges(acting.crew, idle)
 
-    def _see_workers(self, crew: CrewLike, names: Sequence[str]) -> None:
-        """Tell components that bring their own workers what the loop lets them have, and what became of the workers."""
+    def _tell_ranges(self, crew: CrewLike, names: Sequence[str]) -> None:
+        """Tell components that bring their own workers what the loop lets them have."""
         for name in names:
             span = self._loop.ranges.get(name) if self._loop is not None else None
             if span is not None and self._spans.get(name) != span:
                 crew.span(name, *span)
                 self._spans[name] = span
-        if self._path is not None:
-            for name in self._workflow.names:
-                lines, self._diaries[name] = read_diary(diary_of(self._path, name), self._diaries.get(name, 0))
-                for line in lines:
-                    at_s = self._now() - max(0.0, time.time() - line.pop("at"))
-                    self._tell("worker", component=name, t_s=round(at_s, 4), **line)
+
+    def _look_around(self) -> None:
+        """What is asked from outside, and what became of components' own workers; looked for now and then."""
+        if self._path is None or time.monotonic() - self._looked < LOOK_S:
+            return
+        self._looked = time.monotonic()
+        self._tell_workers(self._path)
+        for one in asks.taken(self._path, asks.RUN):
+            if one.get("ask") == "replan":
+                why = str(one.get("why") or "somebody asked")[:200]
+                self._tell("told", code=Code.by_hand.value, reason=f"is the plan still right? ({why})")
+                self.ask(why)
+            else:
+                self._tell("told", code=Code.refused.value, reason="something was asked that is not understood")
+
+    def _tell_workers(self, folder: Path) -> None:
+        for name in self._workflow.names:
+            lines, self._diaries[name] = read_diary(diary_of(folder, name), self._diaries.get(name, 0))
+            for line in lines:
+                at_s = self._now() - max(0.0, time.time() - line.pop("at"))
+                self._tell("worker", component=name, t_s=round(at_s, 4), **line)
 
     # ---- telling -------------------------------------------------------------------------------------------------
 

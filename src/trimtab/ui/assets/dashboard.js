@@ -4,13 +4,13 @@
    (as run_timeline.js takes it; with `anew` it replaces what is there) and of the rest. Every message
    has an id; whoever comes back says the last one it had, and is told what it missed or everything anew.
 
-   A tab that nobody looks at holds no connection: a browser has only a few for one server, however many tabs. */
+   A tab that nobody looks at holds no connection, and of those that are looked at one does for all. */
 (() => {
   "use strict";
   const byId = (id) => document.getElementById(id);
-  const LATEST_MS = 15000, FIRST_MS = 500;
-  let timeline = null, last = "", stream = null, waiting = 0, pause = FIRST_MS, changes = [], seen = {};
-  let noted = [], fault = "", answered = "";
+  const LATEST_MS = 15000, FIRST_MS = 500, LISTEN_MS = 150;
+  let timeline = null, last = "", stream = null, waiting = 0, pause = FIRST_MS, seen = {};
+  let noted = [], fault = "", answered = "", reading = null, written = "";
 
   const element = (name, attributes, ...inside) => {
     const made = document.createElement(name);
@@ -38,7 +38,7 @@
     const at = region ? [region.scrollTop, region.scrollLeft] : null;
     place.innerHTML = html;
     const panel = place.closest(".panel");
-    if (panel) panel.hidden = false;
+    if (panel) panel.hidden = !html;
     const again = place.querySelector(".scroll");
     if (again && at) [again.scrollTop, again.scrollLeft] = at;
     if (!inside) return;
@@ -79,10 +79,10 @@
   };
 
   const lines = () => {
-    const notes = [...noted, ...(fault ? [fault] : []), ...(answered ? [answered] : [])];
-    const place = byId("notes");
-    place.hidden = !notes.length;
-    place.replaceChildren(...notes.map((note) => element("li", {}, note)));
+    const notes = [...noted, ...(fault ? [fault] : [])].map((note) => element("li", {}, note));
+    if (answered) notes.push(element("li", {class: "answer"}, answered));
+    byId("notes").hidden = !notes.length;
+    byId("notes").replaceChildren(...notes);
   };
 
   const rest = (data) => {
@@ -112,15 +112,26 @@
     panels(data.panels);
     if (data.timeline) time(data.timeline, data.timeline.anew);
     rest(data);
+    retell();
   };
 
   /* ---- the stream ---- */
 
-  const heard = (does) => (event) => {
-    if (event.lastEventId) last = event.lastEventId;
+  const take = (what, id, text) => {
+    if (id) last = id;
+    (what === "whole" ? whole : changed)(JSON.parse(text));
+  };
+
+  const stand = (state, words) => {
+    link(state, words);
+    if (stream || state === "away") tabs.postMessage({link: [state, words]});
+  };
+
+  const heard = (what) => (event) => {
     pause = FIRST_MS;
-    link("live", "live");
-    does(JSON.parse(event.data));
+    stand("live", "live");
+    tabs.postMessage({what, id: event.lastEventId, text: event.data});
+    take(what, event.lastEventId, event.data);
   };
 
   const leave = () => {
@@ -131,36 +142,107 @@
 
   const join = () => {
     leave();
-    if (document.hidden) return;
     stream = new EventSource(`/events${last ? `?after=${encodeURIComponent(last)}` : ""}`);
-    stream.addEventListener("open", () => link("live", "live"));
-    stream.addEventListener("whole", heard(whole));
-    stream.addEventListener("change", heard(changed));
+    stream.addEventListener("open", () => stand("live", "live"));
+    stream.addEventListener("whole", heard("whole"));
+    stream.addEventListener("change", heard("change"));
     stream.addEventListener("behind", () => { leave(); waiting = setTimeout(join, pause); });
     // The browser's own way back stops for good after some answers; ours does not, and takes longer each time.
     stream.addEventListener("error", () => {
       leave();
-      link("away", "not connected: the server is not there, trying again");
+      stand("away", "not connected: the server is not there, trying again");
       waiting = setTimeout(join, pause);
       pause = Math.min(pause * 1.7, LATEST_MS);
     });
   };
 
+  /* ---- many tabs ----
+     A browser has only a few connections to one server, and more tabs than that would wait for ever. So of those that
+     are looked at one holds the stream, a lock says which, and the others hear from it; when it goes, the next one has
+     the lock. Whoever has missed something asks for the whole. */
+
+  const tabs = new BroadcastChannel("trimtab");
+  let letGo = () => {}, asking = false, askAgain = false;
+
+  const after = (id, other) => {
+    const [epoch, number] = id.split("-"), [had, at] = other.split("-");
+    return epoch === had ? Number(number) - Number(at) : NaN;
+  };
+
+  const catchUp = async () => {
+    askAgain = asking;
+    if (asking) return;
+    asking = true;
+    try {
+      const answer = await fetch("/state"), id = answer.headers.get("last-event-id"), text = await answer.text();
+      if (answer.ok && id && !stream && !(after(id, last) < 0)) take("whole", id, text);
+    } catch { /* whoever holds the stream says that the server is not there */ }
+    asking = false;
+    if (askAgain) catchUp();
+  };
+
+  tabs.addEventListener("message", ({data}) => {
+    if (data.hello && stream) stand(byId("link").dataset.state, byId("link").textContent);
+    if (stream || document.hidden) return;
+    if (data.link) link(...data.link);
+    if (!data.what) return;
+    const further = after(data.id, last);
+    if (data.what === "whole" ? !(further < 0) : further === 1) take(data.what, data.id, data.text);
+    else if (!(further <= 0)) catchUp();
+  });
+
+  const look = () => {
+    const left = new AbortController();
+    const listens = setTimeout(() => { tabs.postMessage({hello: true}); catchUp(); }, LISTEN_MS);
+    let over = () => {};
+    letGo = () => {
+      left.abort();
+      clearTimeout(listens);
+      leave();
+      over();
+    };
+    navigator.locks.request("trimtab", {signal: left.signal}, () => new Promise((ends) => {
+      clearTimeout(listens);
+      over = ends;
+      join();
+    })).catch(() => {});  // nobody looked any more before it was our turn
+  };
+
   document.addEventListener("visibilitychange", () => {
-    if (document.hidden) { leave(); link("resting", "resting while nobody looks"); }
-    else join();
+    letGo();
+    if (document.hidden) link("resting", "resting while nobody looks");
+    else look();
   });
 
   /* ---- stories ---- */
 
-  const tell = async (kind, name) => {
-    let told;
+  const read = async (kind, name) => {
     try {
       const answer = await fetch(`/story?kind=${encodeURIComponent(kind)}&name=${encodeURIComponent(name)}`);
-      told = await answer.json();
+      return await answer.json();
     } catch {
-      told = {error: "the server is not there"};
+      return {error: "the server is not there"};
     }
+  };
+
+  const tell = async (kind, name) => {
+    reading = [kind, name];
+    write(await read(kind, name));
+    if (!byId("story").open) byId("story").showModal();
+  };
+
+  /* A story that is being read goes on while it is. */
+  const retell = async () => {
+    if (!byId("story").open || !reading) return;
+    const [kind, name] = reading;
+    const told = await read(kind, name);
+    if (!told.error && byId("story").open && reading[0] === kind && reading[1] === name) write(told);
+  };
+
+  const write = (told) => {
+    const text = JSON.stringify(told);
+    if (text === written) return;
+    written = text;
     const dialog = byId("story");
     byId("story-title").textContent = told.error || `${told.kind} ${told.name}`;
     byId("story-facts").replaceChildren(...(told.facts || []).flatMap(
@@ -168,10 +250,8 @@
     const rows = (told.chapters || []).map(([at, what, why]) => element("tr", {},
       element("td", {}, at), element("th", {scope: "row"}, what), element("td", {}, why || "–")));
     byId("story-chapters").replaceChildren(...rows);
-    for (const id of ["story-what"]) byId(id).hidden = !rows.length;
-    dialog.querySelector(".scroll").hidden = !rows.length;
+    byId("story-what").hidden = dialog.querySelector(".scroll").hidden = !rows.length;
     offerFor(dialog, told);
-    if (!dialog.open) dialog.showModal();
   };
 
   document.addEventListener("click", (event) => {
@@ -181,48 +261,63 @@
 
   /* ---- asking for a change ---- */
 
-  const WORDS = {replan: "Is the plan still right?", "drain-node": "Empty this node", "drain-pool": "Have this pool start nothing new"};
+  const WORDS = {
+    replan: ["Is the plan still right?", () => "The run looks for a better plan, and says what comes of it."],
+    "drain-node": ["Empty this node", (name) => `What runs on node ${name} is saved and started elsewhere. There is no way back.`],
+    "drain-pool": ["Have this pool start nothing new", (name) => `Pool ${name} starts nothing new; what runs goes on.`],
+    "drain-worker": ["Drain this worker", (name) => `Worker ${name} gets nothing new; what it has goes on, and elsewhere after a while.`],
+    "resume-worker": ["Have this worker serve again", (name) => `Worker ${name} may serve again.`],
+  };
+
+  const button = (what, does) => {
+    const made = element("button", {type: "button"}, WORDS[what][0]);
+    made.addEventListener("click", does);
+    return made;
+  };
 
   const offer = (some) => {
-    changes = some;
     const general = some.filter((one) => one === "replan");
     byId("ask").hidden = !general.length;
-    byId("ask").replaceChildren(...general.map((one) => {
-      const button = element("button", {type: "button"}, WORDS[one] || one);
-      button.addEventListener("click", () => ask(one, {}));
-      return button;
-    }));
+    byId("ask").replaceChildren(...general.map((one) => button(one, () => ask(one, {}, ""))));
   };
 
   const offerFor = (dialog, told) => {
-    for (const old of dialog.querySelectorAll(".ask")) old.remove();
-    const what = `drain-${told.kind}`;
-    if (!changes.includes(what)) return;
-    const button = element("button", {type: "button"}, WORDS[what] || what);
-    button.addEventListener("click", () => { dialog.close(); ask(what, {[told.kind]: told.id || told.name}); });
-    dialog.append(element("div", {class: "ask"}, button));
+    const some = (told.offers || []).filter((what) => WORDS[what]), whose = [told.kind, told.name, ...some].join(" ");
+    const old = dialog.querySelector(".ask");
+    if (old && old.dataset.whose === whose) return;
+    if (old) old.remove();
+    if (some.length) dialog.append(element("div", {class: "ask", "data-whose": whose}, ...some.map((what) => button(what, () => {
+      dialog.close();
+      ask(what, {[told.kind]: told.id || told.name}, told.name);
+    }))));
   };
 
-  const token = () => new Promise((given) => {
-    const dialog = byId("token"), text = byId("token-text");
-    text.value = sessionStorage.getItem("token") || "";
+  /* Nothing is asked for by one click: what would come of it is said first. */
+  const sure = (what, name) => new Promise((given) => {
+    const dialog = byId("token"), text = byId("token-text"), kept = sessionStorage.getItem("token") || "";
+    byId("token-title").textContent = WORDS[what][0];
+    byId("token-what").textContent = WORDS[what][1](name);
+    byId("token-ask").hidden = Boolean(kept);
+    text.value = kept;
     dialog.returnValue = "";
     dialog.addEventListener("close", () => given(dialog.returnValue === "ask" ? text.value.trim() : ""), {once: true});
     dialog.showModal();
-    text.focus();
+    (kept ? dialog.querySelector("button[value=ask]") : text).focus();
   });
 
-  const ask = async (what, facts) => {
-    const kept = sessionStorage.getItem("token") || await token();
-    if (!kept) return;
+  byId("token-leave").addEventListener("click", () => byId("token").close(""));
+
+  const ask = async (what, facts, name) => {
+    const token = await sure(what, name);
+    if (!token) return;
     let words;
     try {
       const answer = await fetch(`/change/${what}`, {method: "POST", body: JSON.stringify(facts),
-        headers: {authorization: `Bearer ${kept}`, "content-type": "application/json"}});
+        headers: {authorization: `Bearer ${token}`, "content-type": "application/json"}});
       const said = await answer.json();
       words = said.said || said.error;
       if (answer.status === 401) sessionStorage.removeItem("token");
-      else sessionStorage.setItem("token", kept);
+      else sessionStorage.setItem("token", token);
     } catch {
       words = "the server is not there";
     }
@@ -230,5 +325,5 @@
     lines();
   };
 
-  join();
+  if (!document.hidden) look();
 })();

@@ -1,0 +1,160 @@
+"""Policies to compare the loop with: a plan that is kept, the best such plan in hindsight, and a free oracle.
+
+A kept plan is left only when its GPUs go, as it has to be: for the best plan on what is left, for the costs that were
+profiled. Its moves go through the same stages in the same reality. The best static plan is the one, of those that were
+best at some moment for the nodes there were at first or for those that are there throughout, with which the whole run,
+kept like that, would have taken least time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trimtab.loop import events as e
+from trimtab.loop.moves import Moves, Moving
+from trimtab.loop.seats import Sited, changes, near, seats, without
+from trimtab.model.errors import InfeasibleError, InputError
+from trimtab.model.reason import Code, Reason
+from trimtab.model.run import Move, Numbers, RunRules
+from trimtab.model.workflow import Cluster
+from trimtab.replay.loop_driver import LoopOutcome, LoopReplay
+from trimtab.replay.loop_reality import Plans, Truth
+
+
+class Kept:
+    """A plan that is left only when its GPUs go."""
+
+    def __init__(self, plans: Plans, first: Sited, cluster: Cluster, rules: RunRules) -> None:
+        self._plans = plans
+        self._sited = first
+        self._cluster = cluster
+        self._leaving: tuple[str, ...] = ()
+        self._lost: tuple[str, ...] = ()  # nodes of the plan that are gone, or were since it was put in place
+        self._done = 0
+        self._out: list[e.LoopInstruction] = []
+        patient = replace(rules, stage_limit_s=1e9, rollback_limit_s=1e9)
+        self._moves = Moves(patient, [], self._out.append)
+        self._moves.on_arrived = self._arrived
+
+    def handle(self, event: e.LoopEvent, now: float) -> list[e.LoopInstruction]:
+        """What is to be done about an event."""
+        self._out.clear()
+        if isinstance(event, e.MoveStageDone):
+            self._moves.stage_done(event, now)
+        elif isinstance(event, e.MoveStageFailed):
+            self._moves.stage_failed(event, now)
+        elif isinstance(event, e.RolledBack):
+            self._moves.rolled_back(event, now)
+        elif isinstance(event, e.Tick):
+            self._moves.late(now)
+        elif isinstance(event, e.RunResumed):
+            self._done = event.iteration
+            if self._moves.moving is not None:
+                self._moves.give_up("the run was resumed in the midst of it", now)
+        elif isinstance(event, e.IterationDone):
+            self._done = event.iteration.number
+            if self._moves.moving is not None:
+                self._out.append(e.Stay(Reason(Code.moving, f"move {self._moves.begun} is under way"), _ANY))
+            elif not self._must_go():
+                self._out.append(e.Stay(Reason(Code.no_gain, "the plan is kept whatever it costs"), _ANY))
+        elif isinstance(event, e.ClusterChanged):
+            names = {node.name for node in event.cluster.nodes}
+            gone = [node.name for node in self._cluster.nodes if node.name not in names]
+            self._lost += tuple(name for name in gone if self._sited.uses((name,)))
+            self._cluster, self._leaving = event.cluster, event.leaving
+            moving = self._moves.moving
+            if moving is not None and (moving.to.on(self._cluster) is None or moving.to.uses(self._leaving)):
+                self._moves.give_up("GPUs of the new plan are gone or will go", now)
+        if self._moves.moving is None and self._must_go():
+            self._go(now)
+        return list(self._out)
+
+    def _must_go(self) -> bool:
+        return bool(self._lost) or self._sited.uses(self._leaving)
+
+    def _go(self, now: float) -> None:
+        try:
+            to = near(self._plans.best(without(self._cluster, self._leaving), {}), self._sited)
+        except (InfeasibleError, InputError) as error:
+            self._out.append(e.Tell(Reason(Code.no_plan, f"GPUs of the plan are gone or will go; {error.what}")))
+            return
+        reason = Reason(Code.plan_gone, f"GPUs of the plan are gone or will go; {to.plan.describe()}")
+        alive = frozenset(seat for seat in seats(self._cluster) if seat[0] not in self._lost)
+        numbers = Numbers(new_iteration_s=to.plan.iteration_seconds)
+        changed = changes(self._sited, to, alive)
+        move = Move(self._moves.begun + 1, self._sited.plan, to.plan, changed, reason, numbers, forced=True)
+        self._moves.begin(move, to, {}, 0.0, now)
+
+    def _arrived(self, moving: Moving) -> None:
+        self._sited, self._lost = moving.to, ()
+
+    def next_deadline(self) -> float | None:
+        """When a Tick is due at the latest."""
+        return self._moves.due()
+
+    def check(self) -> None:
+        """Nothing more than what is looked at from outside."""
+
+    @property
+    def sited(self) -> Sited:
+        """The plan in place."""
+        return self._sited
+
+    @property
+    def moving_to(self) -> Sited | None:
+        """Where the move under way goes."""
+        return None if self._moves.moving is None else self._moves.moving.to
+
+    @property
+    def iterations(self) -> int:
+        """Iterations counted."""
+        return self._done
+
+    @property
+    def stopped(self) -> Reason | None:
+        """It waits for nodes as long as it takes."""
+        return None
+
+
+_ANY = Numbers(iteration_s=0.0, horizon=0)
+
+
+def kept(truth: Truth, rules: RunRules, first: Sited | None = None) -> LoopOutcome:
+    """The run with one plan, left only when its GPUs go."""
+    begin = truth.first() if first is None else first
+    here = begin.on(truth.reality.job.cluster)
+    assert here is not None, "a plan for nodes that are not there at first"
+    decider = Kept(truth.plans, here, truth.reality.job.cluster, rules)
+    return LoopReplay(decider, truth, rules).run()
+
+
+def best_static(truth: Truth, rules: RunRules) -> LoopOutcome:
+    """The run with the one plan that would have been best."""
+    here, always = truth.reality.job.cluster, throughout(truth, rules)
+    found = [truth.first(), *_candidates(truth, here), *(_candidates(truth, always) if always != here else ())]
+    # Ranks count from the first node, so that the same groups on the same cluster are the same GPUs.
+    apart = {(one.cluster, one.plan.describe(), tuple(c.variant for c in one.plan.components)): one for one in found}
+    runs = [kept(truth, rules, one) for one in apart.values()]
+    return min(runs, key=lambda one: (not one.finished, -len(one.walls_s), one.total_s))
+
+
+def throughout(truth: Truth, rules: RunRules) -> Cluster:
+    """The nodes that are there from the beginning to the end of a run that keeps its first plan."""
+    reality = truth.reality
+    end = kept(truth, rules).total_s if any(one.at_s is not None for one in reality.happens) else 0.0
+    gone = {
+        one.node.name
+        for one in reality.happens
+        if one.what != "joined" and (one.at_s is None or one.at_s <= end)
+        and (one.before is None or one.before <= reality.iterations)
+    }  # fmt: skip
+    return without(reality.job.cluster, tuple(gone))
+
+
+def _candidates(truth: Truth, cluster: Cluster) -> list[Sited]:
+    """The plans that are best at some moment."""
+    try:
+        found = [truth.best(cluster, number) for number in range(1, truth.reality.iterations + 1)]
+    except (InfeasibleError, InputError):
+        return []
+    return found

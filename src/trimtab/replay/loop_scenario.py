@@ -1,0 +1,432 @@
+"""A scenario of RL jobs: a job, its cluster and what happens to it, how costs drift, what moves take, policies.
+
+    job: grpo.yaml            # a job file in any dialect, the same inline: {workflow: ...}, or the folder of a run
+    cluster: {nodes: 8, gpus: 8, events: [{at_iteration: 20, node: 8, what: joined}], churn: {days_between: 20}}
+    iterations: 80
+    drift: {rollout: {to: 3.0, over: 60}}
+    noise: {trace: minibatches.csv.gz}
+    policies: [trimtab, kept, static, oracle]
+
+Read whole and checked before anything runs. What the job file says of its run (iterations, save_every, loop) counts
+where the scenario says nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trimtab.formats import job as job_form
+from trimtab.formats import yaml_text
+from trimtab.formats.load import load
+from trimtab.formats.run_section import LOOP_KEYS, RunSection, read_rules, read_section
+from trimtab.model.errors import InputError, nearest
+from trimtab.model.plan import Rules
+from trimtab.model.run import RunMode, RunRules
+from trimtab.model.workflow import Cluster, Job, Node
+from trimtab.replay.churn import Churn
+from trimtab.replay.loop_noise import DrawnNoise, MadeUpNoise, Noise, TraceNoise, minibatches
+from trimtab.replay.loop_past import JOB, PastLoop, past_loop
+from trimtab.replay.loop_reality import Drift, Happening, LoopReality, MoveTimes, Periodic, Plans, Shape, Truth
+from trimtab.replay.loop_running import USES, LoopFigures, figures, run_policy
+from trimtab.replay.scenario import SEEDS, Amount, ChurnSection, More, Sections, Whole, churn_of, explained
+from trimtab.replay.timing import Distribution
+
+POLICIES = ("trimtab", "kept", "static", "oracle")
+RULE_KEYS = tuple(key for key in LOOP_KEYS if key not in ("mode", "elastic", "range_slack"))  # no fleet is simulated
+MOST_ITERATIONS = 100_000
+NAMED = 8  # events that a report lists
+WHEN = "one of at_s, at_iteration"
+FAR = 20.0  # churn is drawn for so many times the run with its first plan
+
+
+# ---- as it is used ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoopPolicy:
+    """A policy as a scenario asks for it."""
+
+    name: str
+    use: str
+    rules: RunRules = field(default_factory=lambda: RunRules(mode=RunMode.auto))
+    changed: tuple[str, ...] = ()  # rules that are stated
+
+    def text(self) -> str:
+        """As a report states it."""
+        said = ", ".join(f"{key} {getattr(self.rules, key):g}" for key in self.changed)
+        return USES[self.use] + (f"; {said}" if said else "")
+
+
+@dataclass(frozen=True)
+class LoopScenario:
+    """All that is asked."""
+
+    name: str
+    job: Job
+    iterations: int
+    policies: tuple[LoopPolicy, ...]
+    seeds: tuple[int, ...]
+    allowed: Rules | None = None
+    drift: Mapping[str, Drift] = field(default_factory=dict)
+    noise: Noise = field(default_factory=MadeUpNoise)
+    moves: MoveTimes = field(default_factory=MoveTimes)
+    events: tuple[Happening, ...] = ()
+    churn: Churn | None = None
+    save_every: int = 10
+    periodic: Periodic | None = None
+
+    @cached_property
+    def plans(self) -> Plans:
+        """The planner of all runs."""
+        return Plans(self.job, self.allowed)
+
+    def truth(self, seed: int) -> Truth:
+        """The job with all that will happen to it under a seed."""
+        reality = LoopReality(
+            self.job,
+            self.iterations,
+            self.drift,
+            self.noise,
+            self.moves,
+            self.events,
+            self.save_every,
+            self.periodic,
+            self.allowed,
+            seed,
+        )
+        if self.churn is None:
+            return Truth(reality, self.plans)
+        plan = self.plans.best(self.job.cluster, {}).plan
+        numbers = range(1, self.iterations + 1)
+        until_s = FAR * sum(self.plans.planner.seconds(plan, reality.levels(number)) for number in numbers)
+        by_name = {node.name: node for node in self.job.cluster.nodes}
+        by_chance = self.churn.events(list(by_name), until_s, seed)
+        happens = [Happening(by_name[one.node], one.what, one.at_s, None, one.notice_s) for one in by_chance]
+        return Truth(replace(reality, happens=(*self.events, *happens)), self.plans)
+
+    def run(self, at: int, seed: int, progress: Any = None) -> LoopFigures:
+        """One policy with one seed."""
+        policy = self.policies[at]
+        return figures(run_policy(policy.use, self.truth(seed), policy.rules, progress), policy.name, seed)
+
+    def assumptions(self) -> list[str]:
+        """All that was assumed, for a report."""
+        nodes = self.job.cluster.nodes
+        names = ", ".join(self.job.workflow.names)
+        room = f"{len(nodes)} nodes, {self.job.cluster.gpus} GPUs"
+        more = ["; ".join(one.text() for one in self.events[:NAMED])] if self.events else []
+        more += [f"and {len(self.events) - NAMED} more events"] if len(self.events) > NAMED else []
+        said = [
+            f"{self.iterations} iterations of {names} on {room}",
+            *(f"{name} drifts {one.text()}" for name, one in self.drift.items() if len(one.points) <= NAMED),
+            self.noise.text(),
+            *([self.periodic.text()] if self.periodic else []),
+            *more,
+            *([self.churn.text()] if self.churn else []),
+            "an iteration takes what the planner's model says of the true costs under the plan in place",
+            *self.moves.text(),
+        ]
+        staleness = self.job.workflow.staleness
+        if staleness:
+            said.append(
+                f"iterations that have begun, {staleness} ahead, end before a move; the first one after it is cold"
+            )
+        kept = f"every {self.save_every} iterations" if self.save_every else "after every iteration"
+        said.append(f"a loss throws away what came after the last state; one is kept {kept}, for nothing")
+        return said
+
+
+# ---- as it is written ---------------------------------------------------------------------------------------------
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+Index = Annotated[int, Field(ge=0, le=1_000_000, strict=True)]
+
+
+class EventSection(_Section):
+    """Something that happens to a node."""
+
+    at_s: Amount | None = None
+    at_iteration: Whole | None = None
+    node: Index
+    what: Literal["lost", "joined", "draining"]
+    notice_s: Amount = 120.0
+
+
+class ClusterSection(_Section):
+    """The `cluster` section: what it leaves out is the job's."""
+
+    nodes: Whole | None = None
+    gpus: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
+    events: list[EventSection] = Field(default_factory=list)
+    churn: ChurnSection | None = None
+
+
+class DriftSection(_Section):
+    """How one component's costs move."""
+
+    to: More = 1.0
+    over: Whole = 1
+    after: Index = 0
+    shape: Shape = "steady"
+    points: dict[Whole, More] = Field(default_factory=dict)
+
+
+class NoiseSection(_Section):
+    """The `noise` section: one of a trace, a distribution, or what is made up."""
+
+    trace: str | list[str] | None = None
+    factor: Any = None
+    spread: Annotated[float, Field(ge=0, le=1)] | None = None
+    alike: Annotated[float, Field(ge=0, lt=1)] | None = None
+    tail: Annotated[float, Field(ge=0, le=1)] | None = None
+
+
+class PeriodicSection(_Section):
+    """The `periodic` section."""
+
+    every: Whole
+    component: str
+    adds: Amount
+    announced: bool = False
+
+
+class LoopPolicySection(_Section):
+    """One entry of `policies`."""
+
+    use: str
+    name: str | None = None
+    loop: dict[str, Any] = Field(default_factory=dict)
+
+
+def _all_policies() -> list[str | LoopPolicySection]:
+    return list(POLICIES)
+
+
+class LoopFile(_Section):
+    """The whole file."""
+
+    name: str | None = None
+    job: str | dict[str, Any]
+    cluster: ClusterSection = Field(default_factory=ClusterSection)
+    iterations: Annotated[Whole, Field(le=MOST_ITERATIONS)] | None = None
+    save_every: Index | None = None
+    drift: dict[str, DriftSection] = Field(default_factory=dict)
+    noise: NoiseSection = Field(default_factory=NoiseSection)
+    periodic: PeriodicSection | None = None
+    moves: dict[str, Any] = Field(default_factory=dict)
+    loop: dict[str, Any] = Field(default_factory=dict)
+    policies: Annotated[list[str | LoopPolicySection], Field(min_length=1)] = Field(default_factory=_all_policies)
+    seeds: Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=1)] = Field(
+        default_factory=lambda: list(SEEDS)
+    )
+
+
+SECTIONS: Sections = {
+    "cluster": ClusterSection,
+    "events": EventSection,
+    "churn": ChurnSection,
+    "drift": DriftSection,
+    "noise": NoiseSection,
+    "periodic": PeriodicSection,
+    "policies": LoopPolicySection,
+}
+
+
+# ---- reading ------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> LoopScenario:
+    """The scenario in a file. InputError with file and key where something is wrong."""
+    try:
+        said = LoopFile.model_validate(yaml_text.read_mapping(path))
+    except ValidationError as error:
+        raise explained(error, path, LoopFile, SECTIONS) from None
+    job, allowed, run, own_rules = _job(said, path)
+    past = _past(said, job, path)
+    if past is not None and past.cluster is not None and said.cluster.nodes is None and said.cluster.gpus is None:
+        job = Job(Cluster(tuple(_like(job.cluster, node) for node in past.cluster.nodes)), job.workflow)
+    names = job.workflow.names
+    for key in said.drift:
+        _known(key, names, f"{path}: drift.{key}")
+    if said.periodic is not None:
+        _known(said.periodic.component, names, f"{path}: periodic.component")
+    iterations = _iterations(said, run, past, path)
+    events = _events(said.cluster.events, job.cluster, f"{path}: cluster.events")
+    if past is not None and not said.cluster.events:
+        events = tuple(replace(one, node=_like(job.cluster, one.node)) for one in past.events)
+    churn = said.cluster.churn
+    policies = tuple(_policy(one, said, own_rules, names, path) for one in said.policies)
+    doubled = next((one.name for one in policies if [each.name for each in policies].count(one.name) > 1), None)
+    if doubled is not None:
+        raise InputError(f"two policies are called {doubled}", where=f"{path}: policies", hint="give one a `name`")
+    return LoopScenario(
+        said.name or path.stem,
+        job,
+        iterations,
+        policies,
+        tuple(dict.fromkeys(said.seeds)),
+        allowed,
+        past.drift if past is not None else {n: _drift(one, f"{path}: drift.{n}") for n, one in said.drift.items()},
+        past.noise if past is not None else _noise(said.noise, path),
+        MoveTimes.of(said.moves, f"{path}: moves", past.moves if past is not None else None),
+        events,
+        None if churn is None else churn_of(churn, str(path)),
+        said.save_every if said.save_every is not None else run.save_every,
+        None if said.periodic is None else Periodic(**said.periodic.model_dump()),
+    )
+
+
+def _job(said: LoopFile, path: Path) -> tuple[Job, Rules | None, RunSection, dict[str, Any]]:
+    """The job with the cluster of the scenario, what its framework allows, and what it says of its run."""
+    here = said.cluster
+    if isinstance(said.job, str):
+        file = path.parent / said.job
+        file = file / JOB if file.is_dir() else file
+        loaded = load(file)
+        data: Mapping[str, Any] = yaml_text.read_mapping(file) if loaded.dialect == job_form.NAME else {}
+    else:
+        file = Path(f"{path}: job")
+        inline = dict(said.job)
+        if "cluster" not in inline and here.nodes is not None:
+            inline["cluster"] = {"nodes": here.nodes, "gpus_per_node": here.gpus or 8}
+        loaded, data = job_form.read(inline, file), inline
+    job = loaded.job
+    section = data.get("run")
+    run = read_section(section, file, job.workflow.names)
+    rules = dict(section["loop"]) if isinstance(section, Mapping) and "loop" in section else {}
+    if here.nodes is not None or here.gpus is not None:
+        like = job.cluster.nodes[0] if job.cluster.nodes else Node("node0", here.gpus or 8)
+        count = here.nodes if here.nodes is not None else len(job.cluster.nodes)
+        gpus = here.gpus if here.gpus is not None else like.gpus
+        nodes = tuple(replace(like, name=f"node{at}", gpus=gpus) for at in range(count))
+        job = Job(Cluster(nodes), job.workflow)
+    return job, loaded.rules, run, rules
+
+
+def _past(said: LoopFile, job: Job, path: Path) -> PastLoop | None:
+    """What a run measured, where the job is a folder of one."""
+    if not isinstance(said.job, str) or not (path.parent / said.job).is_dir():
+        return None
+    for key in ("drift", "noise", "periodic"):
+        if key in said.model_fields_set:
+            raise InputError(f"{key} is what the run measured", where=f"{path}: {key}", hint=f"leave {key} out")
+    return past_loop(path.parent / said.job, job.workflow)
+
+
+def _iterations(said: LoopFile, run: RunSection, past: PastLoop | None, path: Path) -> int:
+    if past is not None:
+        if said.iterations is not None and said.iterations > past.iterations:
+            raise InputError(f"the run has {past.iterations} iterations", where=f"{path}: iterations")
+        return said.iterations or past.iterations
+    if said.iterations is None and run.iterations == RunSection().iterations:
+        raise InputError("how long the job runs is not stated", where=str(path), hint="iterations: 80")
+    return said.iterations or run.iterations
+
+
+def _like(cluster: Cluster, node: Node) -> Node:
+    """A node of a past run, with what the job says of nodes of its kind."""
+    known = [one for one in cluster.nodes if one.gpu == node.gpu]
+    return replace(known[0], name=node.name, gpus=node.gpus) if known else node
+
+
+def _known(name: str, names: tuple[str, ...], where: str) -> None:
+    if name not in names:
+        near = nearest(name, names)
+        hint = f"did you mean {near}?" if near else f"components are: {', '.join(names)}"
+        raise InputError(f"there is no component named {name}", where=where, hint=hint)
+
+
+def _events(said: list[EventSection], cluster: Cluster, where: str) -> tuple[Happening, ...]:
+    """What happens to nodes; those that join beyond the first ones are like the first."""
+    nodes = dict(enumerate(cluster.nodes))
+    for one in said:
+        if one.what == "joined" and one.node not in nodes and cluster.nodes:
+            nodes[one.node] = replace(cluster.nodes[0], name=f"node{one.node}")
+    found = []
+    for one in said:
+        if (one.at_s is None) == (one.at_iteration is None):
+            raise InputError("an event happens at a time or before an iteration", where=where, hint=WHEN)
+        if one.node not in nodes:
+            known = f"nodes are counted from 0, and there are {len(cluster.nodes)}"
+            raise InputError(f"there is no node {one.node}, and none joins", where=where, hint=known)
+        found.append(Happening(nodes[one.node], one.what, one.at_s, one.at_iteration, one.notice_s))
+    return tuple(found)
+
+
+def _drift(said: DriftSection, where: str) -> Drift:
+    if said.points and said.model_fields_set != {"points"}:
+        raise InputError("points say all of a drift and stand alone", where=where, hint="points: {1: 1.0, 40: 2.5}")
+    return Drift(said.to, said.over, said.after, said.shape, tuple(sorted(said.points.items())))
+
+
+def _noise(said: NoiseSection, path: Path) -> Noise:
+    made_up = {key: value for key in ("spread", "alike", "tail") if (value := getattr(said, key)) is not None}
+    kinds = [said.trace is not None, said.factor is not None, bool(made_up)]
+    if sum(kinds) > 1:
+        raise InputError(
+            "noise comes from a trace, from a distribution, or is made up",
+            where=f"{path}: noise",
+            hint="one of: trace; factor; spread, alike and tail",
+        )
+    if said.factor is not None:
+        return DrawnNoise(Distribution.of(said.factor, f"{path}: noise.factor"))
+    if said.trace is None:
+        return MadeUpNoise(**made_up)
+    files = tuple(path.parent / one for one in ([said.trace] if isinstance(said.trace, str) else said.trace))
+    if not files:
+        raise InputError("no trace is named", where=f"{path}: noise.trace")
+    for file in files:
+        minibatches(file)  # wrong ones are refused before anything runs
+    return TraceNoise(files)
+
+
+def _policy(
+    said: str | LoopPolicySection, file: LoopFile, own: Mapping[str, Any], names: tuple[str, ...], path: Path
+) -> LoopPolicy:
+    one = LoopPolicySection(use=said) if isinstance(said, str) else said
+    where = f"{path}: policies.{one.name or one.use}"
+    if one.use not in USES:
+        near = nearest(one.use, USES)
+        hint = f"did you mean {near}?" if near else "known: " + ", ".join(USES)
+        raise InputError(f"there is no policy {one.use}", where=where, hint=hint)
+    for stated, at in ((file.loop, f"{path}: loop"), (one.loop, f"{where}.loop")):
+        for key in stated:
+            if key not in RULE_KEYS:
+                near = nearest(str(key), RULE_KEYS)
+                hint = f"did you mean {near}?" if near else "known: " + ", ".join(RULE_KEYS)
+                raise InputError(f"{key} is not known here", where=at, hint=hint)
+        read_rules(stated, at, names)
+    if one.loop and one.use != "trimtab":
+        raise InputError(f"{one.use} has no loop", where=f"{where}.loop", hint="loop goes with use: trimtab")
+    stated = {key: value for key, value in {**own, **file.loop, **one.loop}.items() if key in RULE_KEYS}
+    rules = replace(read_rules(stated, f"{where}.loop", names), mode=RunMode.auto)
+    changed = tuple(stated) if one.use == "trimtab" else ()
+    return LoopPolicy(one.name or one.use, one.use, rules, changed)
+
+
+def with_rule(policy: LoopPolicy, key: str, value: float, where: str) -> LoopPolicy:
+    """The policy with one rule of the loop set to a value, and a name that says so."""
+    if key not in RULE_KEYS:
+        near = nearest(key, RULE_KEYS)
+        hint = f"did you mean {near}?" if near else "known: " + ", ".join(RULE_KEYS)
+        raise InputError(f"{key} cannot be swept", where=where, hint=hint)
+    whole = isinstance(getattr(policy.rules, key), int)
+    if whole and value != int(value):
+        raise InputError(f"{key} is a whole number, not {value:g}", where=where)
+    stated: dict[str, Any] = {key: int(value) if whole else value}
+    try:
+        rules = replace(policy.rules, **stated)
+    except InputError as error:
+        raise InputError(error.what, where=where) from None
+    changed = tuple(dict.fromkeys((*policy.changed, key)))
+    return LoopPolicy(f"{policy.name}, {key} {value:g}", policy.use, rules, changed)

@@ -1,0 +1,412 @@
+"""What was seen of a followed run, kept as the folder of a run: for the dashboard, for reports, and to remember.
+
+    lock            one `trimtab advise` at a time
+    events.jsonl    steps, placements, advice, engines and nodes that came or went, and what the user's command did
+    summary.json    all that is known now; replaced whole
+
+Only appended to, so that whoever is killed in the midst leaves whole lines behind. A command that is started anew reads
+the run's log from its beginning again; what is in the folder already is not told again, neither to the folder nor to
+people, and the user's command is not run again for advice that it was run for. Nothing is written anywhere else. Times
+are those of the run's steps one after another: its log has no others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+from trimtab.formats import logs
+from trimtab.formats.follow import Step
+from trimtab.formats.follow_costs import WEIGHT_SYNC
+from trimtab.formats.log_records import Framework
+from trimtab.formats.log_records import Record as LogRecord
+from trimtab.model.errors import InputError
+from trimtab.model.plan import Bar
+from trimtab.model.ranks import ranks_text
+from trimtab.model.run import Iteration, Measured
+from trimtab.runtime.advise.adviser import Advice
+from trimtab.runtime.advise.advising import Advising, News
+from trimtab.runtime.run.folder import EVENTS, RunFolder, discard_unused, iteration_facts
+from trimtab.runtime.run.looping import nodes_facts
+from trimtab.runtime.run.measuring import bars_facts, plan_facts
+
+if TYPE_CHECKING:
+    from trimtab.runtime.advise.cluster import NodeSeen
+    from trimtab.runtime.advise.engines import EngineSeen
+    from trimtab.runtime.advise.follower import Around, Frame
+
+WARM_UP = "warm-up"
+SIDE_BY_SIDE = 1.02  # components that together take so much longer than their step did not run one after another
+HOOK_STARTED, HOOK_ENDED = "HOOK_STARTED", "HOOK_ENDED"
+_ADVICE = ("advised", "changed", "stands again")
+
+Overrides = tuple[str, ...]
+Mark = tuple[int, float]
+"""A step as it is known again: its number and how long it took."""
+
+
+@dataclass
+class Past:
+    """What the folder knows of the run from before this command was started."""
+
+    steps: set[Mark] = field(default_factory=set)
+    told: set[tuple[str, int, Overrides]] = field(default_factory=set)  # news
+    given: dict[Overrides, int] = field(default_factory=dict)  # advice that was ever told, and its step
+    standing: Overrides = ()  # of the advice that was told last and has not become void
+    ran_for: set[Overrides] = field(default_factory=set)  # by the user's command
+    done_for: Overrides = ()  # the user's command has ended well, and no start of the run was seen since
+    taken: tuple[Overrides, Mark] | None = None  # the run has this placement since that step
+    call: Any = None  # the configuration and the overrides of the command
+    follows: Any = None
+    has_begun: bool = False
+    last: int = 0  # number of the last step
+    clock_s: float = 0.0
+    placement: str = ""
+    is_advised: bool = False
+    workers: dict[str, str] = field(default_factory=dict)
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """One event of the folder."""
+        kind = event["event"]
+        self.clock_s = max(self.clock_s, float(event.get("t_s") or 0.0))
+        if kind == "began":
+            self.has_begun = True
+            self.is_advised, self.follows, self.call = (
+                bool(event.get("advised")),
+                event.get("follows"),
+                event.get("call"),
+            )
+        elif kind == "reopened":
+            self.called(event["call"])
+        elif kind == "iteration":
+            step = event["iteration"]
+            self.steps.add((int(step["number"]), float(step["wall_s"])))
+            self.last = int(step["number"])
+        elif kind == "plan":
+            self.placement = json.dumps([event["groups"], event.get("predicted_s")])
+        elif kind == "worker":
+            self.workers[str(event["worker"])] = str(event["state"])
+        elif kind == "news":
+            self._news(event)
+        elif kind == "taken":
+            self.taken, self.done_for = (tuple(event["overrides"]), (int(event["step"]), float(event["wall_s"]))), ()
+            self.standing = ()
+
+    def called(self, call: Any) -> None:
+        """The command was started anew; with another configuration, the user says where everything is now."""
+        if call != self.call:
+            self.taken, self.done_for, self.standing = None, (), ()
+        self.call = call
+
+    def _news(self, event: Mapping[str, Any]) -> None:
+        what, overrides = str(event["what"]), tuple(map(str, event.get("overrides") or ()))
+        self.told.add((what, int(event["step"]), overrides))
+        if what in _ADVICE:
+            self.standing = overrides
+            self.given.setdefault(overrides, int(event["step"]))
+        elif what == "withdrawn":
+            self.standing = ()
+        elif what == "hook started":
+            self.ran_for.add(overrides)
+        elif what == "hook ended" and event.get("done"):
+            self.done_for = overrides
+
+
+def default_folder(follows: Sequence[Path]) -> Path:
+    """Where a run is kept that was given no folder: the same for the same log, however often it is followed."""
+    names = [str(path.resolve()) for path in follows]
+    stem = "".join(one if one.isalnum() or one in "._-" else "-" for one in follows[0].resolve().stem)[:40]
+    return Path("runs") / f"advise-{stem or 'run'}-{crc32(chr(0).join(names).encode()):08x}"
+
+
+class Record:
+    """The folder of one run that is followed; held with a lock until `close`."""
+
+    def __init__(self, path: Path, follows: Sequence[Path], config: Path, overrides: Sequence[str]) -> None:
+        self.path = path
+        _require_apart(path.resolve(), [one.resolve() for one in follows])
+        there = (path / EVENTS).exists()
+        followed = [str(one.resolve()) for one in follows]
+        if there:
+            self._require_ours(path, _read(path), followed)
+        self._made_parent = not path.parent.exists()
+        self._folder = RunFolder(path, resume=there)
+        self.past, self._now = _read(path), _read(path)  # as it is now that nobody else writes
+        self._waiting: list[tuple[Step, News | None]] = []  # steps whose timers are not understood yet
+        self._since_start = 0
+        self._summary: dict[str, Any] = {}
+        self._nodes: dict[str, str] = {}  # of the cluster, in words
+        self._silent = ""  # why the cluster does not answer
+        call = {"config": str(config.resolve()), "overrides": list(overrides)}
+        self._opening: dict[str, Any] | None = {"event": "reopened", "call": call}  # until there is more to tell
+        if not self.past.has_begun:
+            more = {"advised": True, "job": follows[0].name, "follows": followed}
+            self._opening = {"event": "began", "call": call, **more}
+        self.past.called(call)
+
+    @staticmethod
+    def _require_ours(path: Path, past: Past, followed: list[str]) -> None:
+        if past.is_advised and past.follows == followed:
+            return
+        if not past.has_begun and not past.steps:
+            return  # whoever made it was killed before the first line was whole
+        raise InputError(
+            "this folder is of another run", where=str(path), hint="give a --folder of its own, or none at all"
+        )
+
+    @property
+    def fault(self) -> str | None:
+        """Why something could not be written, as long as that is so."""
+        return self._folder.fault
+
+    def close(self) -> None:
+        """Let others in. A folder in which nothing ever came to stand goes."""
+        self._folder.close()
+        discard_unused(self.path)
+        if self._made_parent:
+            with contextlib.suppress(OSError):  # there is something in it
+                self.path.parent.rmdir()
+
+    # ---- what is known from before ---------------------------------------------------------------------------------
+
+    def knows(self, news: News) -> bool:
+        """Whether people were told this before the command was started."""
+        overrides = news.advice.overrides if news.advice is not None else ()
+        if news.what in _ADVICE and overrides == self.past.standing:
+            return True
+        return (news.what, news.step, overrides) in self.past.told
+
+    # ---- what is written -------------------------------------------------------------------------------------------
+
+    def hook_starts(self, advice: Advice, step: int) -> bool:
+        """Write down that the user's command is run for this advice; whether that is written."""
+        said = f"your command is run for {advice.plan.describe()}"
+        self._news(News("hook started", step, said, advice), {})
+        return self._folder.is_written()
+
+    def hook_ended(self, advice: Advice | None, step: int, said: str, *, done: bool) -> None:
+        """Write down what became of it."""
+        self._news(News("hook ended", step, said, advice), {"done": done})
+
+    def takes_over(self, overrides: Overrides, since: Mark) -> None:
+        """Write down that the run has an advised placement since a step, or for as long as its log goes back."""
+        self._tell("taken", overrides=list(overrides), step=since[0], wall_s=since[1])
+
+    def step(self, advising: Advising, step: Step, news: Sequence[News]) -> None:
+        """Write down a step that was just weighed, and what came of it. One that is known is passed over."""
+        self._waiting.append((step, next((one for one in news if one.what == "restarted"), None)))
+        if advising.reading is not None:
+            self._flush(advising)
+        for one in news:
+            if one.what != "restarted":
+                self._news(one, {})
+
+    def look(self, frame: Frame, advising: Advising, summary: Mapping[str, Any]) -> None:
+        """Write down what is known now, and which engines and nodes have come or gone."""
+        if frame.ended:
+            self._flush(advising)
+        self._around(frame.around, advising.framework)
+        told = {"advised": True, "state": frame.ended or "followed", **summary}
+        if self._opening is None and told != self._summary:
+            self._folder.summarise(told)
+            self._summary = told
+
+    def stopped(self, why: str) -> None:
+        """Nobody looks any more; the run may well go on."""
+        if self._opening is None:
+            self._tell("told", code="LEFT", reason=f"trimtab advise has stopped looking: {why}")
+
+    def _flush(self, advising: Advising) -> None:
+        waiting, self._waiting = self._waiting, []
+        for step, restarted in waiting:
+            wall_s = wall_of(advising.framework, step)
+            self._since_start = 1 if step.restart else self._since_start + 1
+            if step.number < 1 or (step.number, wall_s) in self._now.steps:
+                continue
+            if step.restart or step.number <= self._now.last:
+                self._tell("resumed", after=step.number - 1)
+            if restarted is not None:
+                self._news(restarted, {})
+                if restarted.advice is not None:
+                    self.takes_over(restarted.advice.overrides, (step.number, wall_s))
+            self._placement(advising)
+            self._step(advising, step, wall_s)
+
+    def _placement(self, advising: Advising) -> None:
+        """Where everything is, whenever that is another than before, or what it should take is known now."""
+        if not advising.groups:
+            return
+        if advising.adviser is not None:
+            facts = plan_facts(advising.adviser.plan)
+        else:
+            groups = [{"components": list(names), "gpus": ranks_text(gpus)} for names, gpus in advising.groups]
+            words = " | ".join(f"{', '.join(names)} {len(gpus)}" for names, gpus in advising.groups)
+            facts = {"plan": words, "predicted_s": None, "groups": groups, "costs_s": {}}
+        if json.dumps([facts["groups"], facts["predicted_s"]]) == self._now.placement:
+            return
+        why = "judged" if facts["predicted_s"] is not None else "placed"
+        if advising.cluster is not None and not self._now.placement:
+            self._tell("cluster", why="first", leaving=[], deadline=None, nodes=nodes_facts(advising.cluster))
+        self._tell("plan", why=why, iteration=max(self._now.last + 1, 1), **facts)
+
+    def _step(self, advising: Advising, step: Step, wall_s: float) -> None:
+        reading = advising.reading
+        waits = {**(reading.waits if reading is not None else {})}
+        seconds = advising.seconds(step)
+        measured = tuple(
+            Measured(
+                component=name,
+                busy_s=0.0 if name in waits else taken,
+                gpus=advising.gpus(name) or 0,
+                wait_s=taken if name in waits else 0.0,
+            )
+            for name, taken in seconds.items()
+            if name != WEIGHT_SYNC
+        )
+        extra = step.extra if self._since_start > advising.warmup else (*step.extra, WARM_UP)
+        begin_s = self._now.clock_s
+        bars = list(bars_of(advising, seconds, waits, begin_s, begin_s + wall_s))
+        shown = {"tokens": reading.length(step) if reading is not None else None}
+        shown["reward"] = step.values.get(advising.framework.reward)
+        self._tell(
+            "iteration",
+            at_s=begin_s + wall_s,
+            iteration=iteration_facts(Iteration(step.number, wall_s, measured, extra)),
+            here_s=0.0,
+            metrics={"answers": {name: value for name, value in shown.items() if value is not None}},
+            sync_s=seconds.get(WEIGHT_SYNC, 0.0),
+            bars=bars_facts(bars),
+        )
+        if step.saved:
+            self._tell("saved", iteration=step.number)
+        if advising.adviser is not None:
+            adviser = advising.adviser
+            code, said = adviser.reason.code.value, adviser.reason.sentence
+            what = "stay" if adviser.advice is None else "advised"
+            numbers = {"iteration_s": adviser.seconds_now()}
+            self._tell("decided", what=what, iteration=step.number, code=code, reason=said, numbers=numbers)
+
+    def _news(self, one: News, more: Mapping[str, Any]) -> None:
+        advice = one.advice
+        overrides = [] if advice is None else list(advice.overrides)
+        self._tell("news", what=one.what, step=one.step, overrides=overrides, reason=one.sentence, **more)
+        if advice is not None and one.what in _ADVICE:
+            numbers = {"iteration_s": advice.iteration_s, "new_iteration_s": advice.new_iteration_s}
+            self._tell(
+                "decided", what="advise", iteration=one.step, code=advice.reason.code.value, reason=one.sentence,
+                numbers=numbers, plan=advice.plan.describe(), overrides=overrides,
+            )  # fmt: skip
+        elif one.what != "restarted":
+            code = {"hook started": HOOK_STARTED, "hook ended": HOOK_ENDED, "withdrawn": "WITHDRAWN"}.get(one.what, "")
+            said = f"the advice is void: {one.sentence}" if one.what == "withdrawn" else one.sentence
+            self._tell("told", code=code, reason=said)
+
+    def _around(self, around: Around, framework: Framework) -> None:
+        """Engines and nodes that came or went; how busy they are stands in the summary."""
+        for one in around.engines:
+            self._engine(one, "generation" if "generation" in framework.parts else "rollout")
+        if around.nodes is None:
+            return
+        if isinstance(around.nodes, str):
+            if self._nodes and around.nodes != self._silent:
+                self._tell("told", code="CLUSTER", reason=around.nodes)
+                self._silent = around.nodes
+            return
+        if self._silent:
+            self._tell("told", code="CLUSTER", reason="the cluster answers again")
+            self._silent = ""
+        before, self._nodes = self._nodes, {node.name: _node_words(node) for node in around.nodes}
+        for name in dict.fromkeys((*before, *self._nodes)) if before else ():
+            if before.get(name) != self._nodes.get(name):
+                self._tell("told", code="CLUSTER", reason=self._nodes.get(name) or f"node {name} is gone")
+
+    def _engine(self, one: EngineSeen, component: str) -> None:
+        name, state = one.url.partition("://")[2], "serving" if one.fault is None else "lost"
+        if self._now.workers.get(name) == state:
+            return
+        facts: dict[str, Any] = {"code": "ANSWERS"} if one.fault is None else {"code": "SILENT", "reason": one.fault}
+        self._tell("worker", component=component, worker=name, state=state, **facts)
+
+    def _tell(self, event: str, *, at_s: float | None = None, **facts: Any) -> None:
+        if self._opening is not None:
+            opening, self._opening = self._opening, None
+            self._tell(**opening)
+        told = {"t_s": round(self._now.clock_s if at_s is None else at_s, 6), **facts}
+        self._folder.tell(event, **told)
+        self._now.take({"event": event, **told})
+
+
+def mark_of(framework: Framework, step: Step) -> Mark:
+    """A step as it is known again."""
+    return step.number, wall_of(framework, step)
+
+
+def wall_of(framework: Framework, step: Step) -> float:
+    """How long a step took, periodic work included; where it does not say, what its timers add up to."""
+    total = step.values.get(framework.prefix + framework.total, 0.0)
+    if total > 0:
+        return total
+    record = LogRecord(step.number, dict(step.values))
+    return sum(max(0.0, logs.seconds_of(framework, name, record) or 0.0) for name in framework.parts)
+
+
+def bars_of(
+    advising: Advising, seconds: Mapping[str, float], waits: Mapping[str, str], begin_s: float, end_s: float
+) -> Iterator[Bar]:
+    """A step as a picture: components one after another, as the log has no clock; groups side by side if they must be.
+
+    GPUs on which nobody's own time is known, because the timers contain waiting, are drawn in use all through.
+    """
+    known = {name: taken for name, taken in seconds.items() if name not in waits and taken > 0}
+    groups = [names for names, _ in advising.groups]
+    unknown = [names for names in groups if all(name in waits for name in names)]
+    side_by_side = sum(known.values()) > SIDE_BY_SIDE * (end_s - begin_s)
+    for some in groups if side_by_side else [tuple(known)]:
+        mine = {name: known[name] for name in some if name in known}
+        at = max(begin_s, end_s - sum(mine.values()))  # what no timer tells of comes first
+        for name, taken in mine.items():
+            end = min(at + taken, end_s)
+            if name == WEIGHT_SYNC:
+                yield from (Bar(names[0], "sync", at, end) for names in groups if names not in unknown)
+            elif end > at:
+                yield Bar(name, "run", at, end)
+            at = end
+    if end_s > begin_s:
+        yield from (Bar(names[0], "run", begin_s, end_s) for names in unknown)
+
+
+def _require_apart(folder: Path, follows: Sequence[Path]) -> None:
+    """Nothing is ever written where the run's own files are."""
+    for one in follows:
+        if folder in (one, one.parent) or one in folder.parents:
+            raise InputError(
+                "the run's own files are here, and nothing is written to them",
+                where=str(folder),
+                hint="name a --folder elsewhere",
+            )
+
+
+def _node_words(node: NodeSeen) -> str:
+    return f"node {node.name} {'will go' if node.draining else 'is there'} ({node.gpus:g} GPUs)"
+
+
+def _read(path: Path) -> Past:
+    """What a folder knows; lines that are not whole, or that nobody understands, are passed over."""
+    past = Past()
+    try:
+        lines = (path / EVENTS).read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return past
+    except OSError as fault:
+        raise InputError(f"the folder cannot be read: {fault.strerror or fault}", where=str(path)) from None
+    for line in lines:
+        try:
+            past.take(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError):  # noqa: PERF203
+            continue
+    return past

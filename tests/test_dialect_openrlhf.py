@@ -1,0 +1,130 @@
+"""OpenRLHF's flags and a profile become jobs; plans become flags that its launcher takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dialect_plans import composed, plan_of, profile_of
+from trimtab.formats import openrlhf
+from trimtab.formats.dialect import Loaded
+from trimtab.formats.load import load as load_any
+from trimtab.formats.write_back import nested, overrides, shell_words
+from trimtab.model.errors import InfeasibleError, InputError
+
+SECONDS = {"rollout": {8: 60.0}, "inference": {8: 10.0}, "actor": {8: 40.0}}
+SHARED = """\
+actor: {num_nodes: 1, num_gpus_per_node: 8}
+ref: {num_nodes: 1, num_gpus_per_node: 8}
+vllm: {num_engines: 4, tensor_parallel_size: 2, enable_sleep: true}
+train: {colocate_all: true}
+algo: {kl: {init_coef: 0.01}}
+rollout: {batch_size: 128}
+"""
+APART = """\
+actor: {num_nodes: 1, num_gpus_per_node: 4}
+vllm: {num_engines: 4}
+train: {async_enable: true}
+"""
+
+
+def load(folder: Path, text: str, *more: str) -> Loaded:
+    return openrlhf.read(composed(folder, text, *more), profile_of(SECONDS))
+
+
+def accept(values: dict[str, Any], tensor_parallel: int, *, is_async: bool = False) -> dict[str, int]:
+    """The rules that its launcher checks; gives the GPUs of training and of the engines."""
+    tree = nested(values)
+    actor = tree["actor"]["num_nodes"] * tree["actor"]["num_gpus_per_node"]
+    engines = tree["vllm"]["num_engines"] * tensor_parallel
+    assert engines > 0
+    if "ref" in tree:
+        assert tree["ref"] == tree["actor"]
+        assert tree["train"]["colocate_actor_ref"]
+    if not is_async:
+        assert tree["vllm"]["enable_sleep"] is tree["train"]["colocate_all"]
+        assert engines == actor or not tree["train"]["colocate_all"]
+    return {"actor": actor, "rollout": engines}
+
+
+def test_experience_is_made_where_the_actor_is(tmp_path: Path) -> None:
+    loaded = load(tmp_path, SHARED)
+    assert loaded.job.workflow.names == ("rollout", "inference", "actor")
+    assert (loaded.job.workflow.batches, loaded.job.workflow.staleness) == (128, 0)
+    assert loaded.rules is not None
+    assert [{g.components for g in grouping} for grouping in loaded.rules.groupings] == [
+        {frozenset(SECONDS)},
+        {frozenset(["rollout"]), frozenset(["inference", "actor"])},
+    ]
+    assert loaded.current is not None
+    assert loaded.current.ranks == dict.fromkeys(SECONDS, tuple(range(8)))
+
+
+def test_in_an_asynchronous_run_generation_is_apart_and_ahead(tmp_path: Path) -> None:
+    loaded = load(tmp_path, APART, "++train.async_queue_size=3")
+    assert loaded.job.workflow.staleness == 3
+    assert loaded.job.cluster.gpus == 8
+    assert loaded.rules is not None
+    assert len(loaded.rules.groupings) == 1
+    assert loaded.current is not None
+    assert loaded.current.ranks["actor"] == (0, 1, 2, 3)
+    assert loaded.current.ranks["rollout"] == (4, 5, 6, 7)
+
+
+def test_plans_become_flags_that_the_launcher_takes(tmp_path: Path) -> None:
+    loaded = load(tmp_path, SHARED)
+    apart = loaded.settings(plan_of({"inference actor": range(4), "rollout": range(4, 8)}))
+    assert accept(dict(apart.values), 2) == {"actor": 4, "rollout": 4}
+    assert apart.advice == ("leave out --train.colocate_all, --vllm.enable_sleep",)
+    shared = loaded.settings(plan_of({"rollout inference actor": range(8)}))
+    assert accept(dict(shared.values), 2) == {"actor": 8, "rollout": 8}
+    assert shell_words(shared)[0] == "--actor.num_nodes=1"
+    assert "--train.colocate_all" in shell_words(shared)
+    ahead = load(tmp_path, APART).settings(plan_of({"inference actor": range(3), "rollout": range(3, 8)}))
+    assert accept(dict(ahead.values), 1, is_async=True) == {"actor": 3, "rollout": 5}
+    assert shell_words(ahead) == ["--actor.num_nodes=1", "--actor.num_gpus_per_node=3", "--vllm.num_engines=5"]
+
+
+def test_a_plan_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    loaded = load(tmp_path, APART)
+    settings = loaded.settings(plan_of({"inference actor": range(2), "rollout": range(2, 8)}))
+    again = load_any(loaded.path, overrides(settings), profile_of(SECONDS))
+    assert again.dialect == "openrlhf"
+    assert again.current is not None
+    assert {name: len(ranks) for name, ranks in again.current.ranks.items()} == {
+        "rollout": 6,
+        "inference": 2,
+        "actor": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "said"),
+    [
+        (SHARED, ["vllm.num_engines=3"], "engines have 6 GPUs and the actor 8"),
+        (APART, ["actor.num_gpus_per_node=8"], "do not say on which nodes"),
+        (APART, ["++critic.model_name_or_path=m"], "critic or a reward model"),
+        (APART, ["++algo.kl.init_coef=0.1"], "reference model"),
+        (APART, ["++trimtab.gpus_per_node=4"], "the run has 8 GPUs, the cluster 4"),
+        (APART, ["vllm.num_engines=none"], "whole number"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(text: str, more: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=said):
+        load(tmp_path, text, *more)
+
+
+def test_parallel_sizes_that_fit_no_number_of_gpus_are_infeasible(tmp_path: Path) -> None:
+    with pytest.raises(InfeasibleError):
+        load(tmp_path, APART, "++ds.tensor_parallel_size=16")
+
+
+def test_on_several_nodes_pools_are_whole_nodes(tmp_path: Path) -> None:
+    nodes = ("actor.num_nodes=2", "actor.num_gpus_per_node=8", "vllm.num_engines=16")
+    loaded = load(tmp_path, APART, *nodes, "++trimtab.nodes=4", "++trimtab.gpus_per_node=8")
+    settings = loaded.settings(plan_of({"inference actor": range(8), "rollout": range(8, 32)}, total=32))
+    assert accept(dict(settings.values), 1, is_async=True) == {"actor": 8, "rollout": 24}
+    with pytest.raises(InputError, match="OpenRLHF cannot run this plan"):
+        loaded.settings(plan_of({"inference actor": range(12), "rollout": range(12, 32)}, total=32))
