@@ -40,6 +40,7 @@ class Ledger:
         self._free: Vector | None = None
         # No usable row has more than this free, nor with its idle slots; less may be true until `tighten`.
         self._most: tuple[list[int], list[int]] | None = None
+        self._tight = False
         self._holes: list[int] = []  # a heap of the rows of lost nodes
         self.quota: dict[str, Vector] = {}
         self.used: dict[str, Vector] = {}
@@ -176,6 +177,9 @@ class Ledger:
 
     def tighten(self) -> None:
         """What the most is that any usable row has, exactly. Keeping it so all the time would take too long."""
+        if self._tight and self._most is not None:
+            return
+        self._tight = True
         usable = self.usable[: len(self.nodes)]
         if not usable.any():
             nothing = [0] * self.total.shape[1]
@@ -196,6 +200,7 @@ class Ledger:
             with_idle[column] = max(with_idle[column], left + int(self.idle[row, column]))
 
     def _add(self, matrix: Vector, nodes: Sequence[str], bundles: Sequence[Resources], sign: int, free: int) -> None:
+        self._tight = False
         for node, bundle in zip(nodes, bundles, strict=True):
             row = self.row_of.get(node)
             if row is None:
@@ -237,6 +242,7 @@ class Ledger:
         row = self.row_of.get(node)
         if row is None:
             return
+        self._tight = False
         if sign < 0:
             self._most = None
         vector = self.fitted(vector)

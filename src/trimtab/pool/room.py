@@ -122,6 +122,7 @@ def choose(books: Books, task: Task, now: float, *, everyone: bool = False) -> C
         return Choice()
     if not everyone and not shelf.reserved and (not may_evict or books.candidates.nobody(task.spec.priority, policy)):
         asks = _asks(books, task.spec)
+        books.ledger.tighten()
         if not books.pools[task.spec.pool].spec.dynamic or any(
             books.ledger.too_large(ask, with_idle=True) for ask in asks[:1] + asks[-1:]
         ):
