@@ -19,6 +19,7 @@ from trimtab.model.reason import Code
 from trimtab.model.resources import NOTHING, Resources
 from trimtab.pool import events as news
 from trimtab.pool.events import MakeGroup, Park, RemoveGroup, Start, Stop, Unpark
+from trimtab.pool.machine import PoolMachine
 
 
 def world(*nodes: float, spec: PoolSpec | None = None, rules: Policy | None = None) -> World:
@@ -163,6 +164,17 @@ def test_an_idle_slot_is_used_again():
     (start,) = one.submit(task("b", 2))
     assert isinstance(start, Start)
     assert start.places == place
+
+
+def test_an_idle_slot_is_used_again_also_where_others_took_more_than_the_node_has():
+    one = world(2)
+    one.tell(news.PoolEnsured(pool("q")))
+    one.run(task("a", 1), task("b", 1, pool="q"), task("c", 1))
+    one.node("n0", 2, outside=gpus(2))
+    assert one.states("a", "b", "c") == ["running", "running", "waiting"]
+    one.end("a")
+    assert one.state("c") is State.running
+    assert one.why("c") is Code.reused
 
 
 def test_without_reuse_a_slot_ends_with_its_task():
@@ -436,7 +448,7 @@ def test_two_half_placed_gangs_after_a_node_loss_do_not_hold_each_other():
 
 
 def test_a_big_gang_is_not_starved_by_small_tasks_for_ever():
-    one = world(8, spec=pool(patience_s=60))
+    one = world(8, spec=pool(patience_s=60, patience_runs=0))
     one.run(*[task(f"t{at}", 2) for at in range(4)], gang("g", 4, 2))
     number = itertools.count(4)
     for _ in range(40):
@@ -1750,6 +1762,19 @@ def test_a_machine_read_from_its_snapshot_goes_on_as_before():
     one.carry_all()
     assert one.states("low", "high") == ["evicted", "running"]
     one.replay()
+
+
+def test_a_snapshot_from_before_verdicts_were_written_is_read():
+    one = world(2)
+    one.run(task("a", 2), task("b", 2), task("c", 1))
+    data = json.loads(json.dumps(one.machine.dump()))
+    assert data["blocked"]
+    data = {key: value for key, value in data.items() if key not in ("gains", "kept")} | {"blocked": ["b", "c"]}
+    again = PoolMachine.load(data)
+    again.check()
+    again.handle(news.CancelAsked("a"), one.now)
+    again.handle(news.Stopped("a", 1, "not called", False), one.now)
+    assert again.tasks["b"].state is State.starting
 
 
 def test_a_machine_read_from_its_snapshot_picks_the_same_idle_slot():

@@ -39,6 +39,9 @@ class PoolMachine(Lives):
         """A machine that goes on from a snapshot."""
         machine = cls()
         machine.read(data)
+        if "gains" not in data:  # written before verdicts were: everybody is looked at
+            machine._freed()
+            return machine
         machine.gains = Log(data["gains"])
         machine._kept = [room.Kept.of(one) for one in data["kept"]]
         machine._blocked = {machine.waiting.line_of(name): Verdict(*verdict) for name, verdict in data["blocked"]}

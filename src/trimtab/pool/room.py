@@ -176,7 +176,7 @@ def quota_alone(books: Books, line: Line) -> bool:
     evicts = _evicts(books, line)
     found = ledger.usable.copy()
     for column, units in _wanted(books, line):
-        room = ledger.free[:, column] + ledger.idle[:, column]
+        room = np.maximum(ledger.free[:, column], 0) + ledger.idle[:, column]
         for group in books.going.values():
             for node, bundle in zip(group.nodes, group.bundles, strict=True):
                 if node in ledger.row_of:
@@ -205,7 +205,8 @@ def _could_take(books: Books, row: int, line: Line, *, evicts: bool) -> bool:
     if not ledger.usable[row]:
         return False
     for column, units in _wanted(books, line):
-        room = int(ledger.free[row, column]) + int(ledger.idle[row, column])
+        # Less than nothing is free where others took more than there is: slots that stand can be had all the same.
+        room = max(0, int(ledger.free[row, column])) + int(ledger.idle[row, column])
         if room < units and books.going:
             room += sum(
                 int(ledger.vector(bundle)[column])
