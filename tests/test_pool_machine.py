@@ -447,11 +447,12 @@ def test_two_half_placed_gangs_after_a_node_loss_do_not_hold_each_other():
     assert sorted(one.states("g", "h")) == ["done", "running"]
 
 
-def test_a_big_gang_is_not_starved_by_small_tasks_for_ever():
-    one = world(8, spec=pool(patience_s=60, patience_runs=0))
+@pytest.mark.parametrize("runs", [0, 20])
+def test_a_big_gang_is_not_starved_by_small_tasks_for_ever(runs: float):
+    one = world(8, spec=pool(patience_s=60, patience_runs=runs))
     one.run(*[task(f"t{at}", 2) for at in range(4)], gang("g", 4, 2))
     number = itertools.count(4)
-    for _ in range(40):
+    for _ in range(40 + 10 * runs):
         # There is always a small task that would fit, and each runs for a while.
         one.submit(task(f"t{next(number)}", 2))
         one.carry_all()

@@ -94,6 +94,19 @@ def once(when: Callable[[str, dict[str, Any]], bool], then: Callable[[], None]) 
     return disturb
 
 
+def disturbed(
+    house: House, folder: Path, when: Callable[[str, dict[str, Any]], bool], then: Callable[[], None]
+) -> None:
+    """A run to which something happens at a moment that comes only if it moves. On a crowded machine noise may hide
+    the drift of a short run, and rightly nothing moves: then it is run again."""
+    for attempt in range(3):
+        disturb = once(when, then)
+        counts_once(run(house, folder / f"run-{attempt}", disturb), folder / f"run-{attempt}")
+        if disturb.done:  # type: ignore[attr-defined]
+            return
+    raise AssertionError("none of three runs came so far")
+
+
 def at_iteration(number: int) -> Callable[[str, dict[str, Any]], bool]:
     return lambda event, facts: event == "iteration" and facts["iteration"]["number"] == number
 
@@ -119,10 +132,7 @@ def test_a_component_that_is_killed_is_made_anew_and_no_iteration_counts_twice(h
 
 @pytest.mark.parametrize("stage", ["save", "place"])
 def test_a_component_that_is_killed_amid_a_move(house: House, tmp_path: Path, stage: str) -> None:
-    kill = once(at_stage(stage), lambda: kill_one(house, "trainer"))
-    end = run(house, tmp_path / "run", kill)
-    counts_once(end, tmp_path / "run")
-    assert kill.done  # type: ignore[attr-defined]
+    disturbed(house, tmp_path, at_stage(stage), lambda: kill_one(house, "trainer"))
 
 
 def test_a_node_that_is_lost_leaves_the_run_a_smaller_plan_and_one_that_joins_a_larger_one(
@@ -158,20 +168,14 @@ def test_a_run_that_is_only_advised_follows_the_advice_when_its_plan_is_gone(hou
 
 
 def test_a_node_that_is_lost_amid_a_move(house: House, tmp_path: Path) -> None:
-    kill = once(at_stage("release"), house.kill_node)
-    end = run(house, tmp_path / "run", kill)
-    counts_once(end, tmp_path / "run")
-    assert kill.done  # type: ignore[attr-defined]
+    disturbed(house, tmp_path, at_stage("release"), house.kill_node)
 
 
 @pytest.mark.parametrize("when", [at_iteration(5), at_stage("release")], ids=["at work", "amid a move"])
 def test_a_controller_that_is_killed_is_started_again_and_the_run_goes_on(
     house: House, tmp_path: Path, when: Callable[[str, dict[str, Any]], bool]
 ) -> None:
-    kill = once(when, lambda: kill_controller(house.session))
-    end = run(house, tmp_path / "run", kill)
-    counts_once(end, tmp_path / "run")
-    assert kill.done  # type: ignore[attr-defined]
+    disturbed(house, tmp_path, when, lambda: kill_controller(house.session))
 
 
 DRIVER = """
@@ -185,19 +189,26 @@ with connect(sys.argv[1], name="kills") as session:
 """
 
 
-def test_a_driver_that_is_killed_amid_a_move_is_resumed_and_nothing_counts_twice(house: House, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+def killed_amid_a_move(house: House, folder: Path) -> bool:
+    """A run whose driver is killed as soon as it moves; whether it did."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     command = [sys.executable, "-c", DRIVER, house.ray.address, str(folder), str(ITERATIONS)]
     with subprocess.Popen(command, env=environment) as driver:
         end = time.monotonic() + 120
         while not ((folder / "events.jsonl").exists() and moves_of(folder, "stage")):
-            assert driver.poll() is None, "it ended before it moved"
+            if driver.poll() is not None:
+                return False
             assert time.monotonic() < end, "it does not move"
             time.sleep(0.01)
         driver.kill()
-    job = on_ray(iterations=ITERATIONS)
-    again = ClusterRun(job, folder, house.session, resume=True).run()
+    return True
+
+
+def test_a_driver_that_is_killed_amid_a_move_is_resumed_and_nothing_counts_twice(house: House, tmp_path: Path) -> None:
+    folders = [tmp_path / f"run-{attempt}" for attempt in range(3)]
+    folder = next((one for one in folders if killed_amid_a_move(house, one)), None)
+    assert folder is not None, "none of three runs moved"
+    again = ClusterRun(on_ray(iterations=ITERATIONS), folder, house.session, resume=True).run()
     counts_once(again, folder)
     assert events(folder, "resumed")
 
