@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 Mode = Literal["collocated", "disaggregated", "hybrid"]
@@ -23,12 +24,14 @@ class Rules:
     """Which plans a framework can run; the search stays inside them.
 
     `groupings` lists every allowed partition of the GPU components. With `whole_nodes`, a group of at most one node's
-    GPUs lies inside one node and a larger one takes whole nodes.
+    GPUs lies inside one node and a larger one takes whole nodes. Each of `spanning` is groups side by side, and a last
+    one that takes turns with all of them: its GPUs lie over theirs.
     """
 
     framework: str
     groupings: tuple[tuple[AllowedGroup, ...], ...]
     whole_nodes: bool = False
+    spanning: tuple[tuple[AllowedGroup, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,10 @@ class Bar:
 
 @dataclass(frozen=True)
 class Group:
-    """Components that take turns on the same GPUs, in workflow order. `gpus` are global ranks, contiguous in a kind."""
+    """Components that take turns on the same GPUs, in workflow order. `gpus` are global ranks, contiguous in a kind.
+
+    Groups share no GPUs, except where a framework lets one lie over others: they take turns then.
+    """
 
     components: tuple[str, ...]
     gpus: tuple[int, ...]
@@ -95,11 +101,19 @@ class Plan:
     @property
     def gpus(self) -> int:
         """GPUs that the plan uses."""
-        return sum(len(group.gpus) for group in self.groups)
+        return len({rank for group in self.groups for rank in group.gpus})
+
+    @cached_property
+    def overlaps(self) -> bool:
+        """Whether some groups share GPUs."""
+        return self.gpus < sum(len(group.gpus) for group in self.groups)
 
     def describe(self) -> str:
-        """The grouping in a line: `rollout 6 | inference, trainer 10`."""
-        return " | ".join(f"{', '.join(group.components)} {len(group.gpus)}" for group in self.groups)
+        """The grouping in a line: `rollout 6 | inference, trainer 10`, or `env 4 | rollout 4 under actor 8`."""
+        above = [group for group in self.groups if any(set(other.gpus) < set(group.gpus) for other in self.groups)]
+        sides = ([group for group in self.groups if group not in above], above)
+        texts = [" | ".join(f"{', '.join(g.components)} {len(g.gpus)}" for g in side) for side in sides]
+        return " under ".join(text for text in texts if text)
 
 
 @dataclass(frozen=True)
@@ -149,7 +163,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class CurrentPlacement:
-    """Where the user's file puts the components now: name to global ranks, or to `None` where it does not say."""
+    """Where the user's file puts the components now: name to global ranks, or to `None` where it does not say.
+
+    `overlap`: components may share some of their GPUs without sharing all.
+    """
 
     ranks: Mapping[str, tuple[int, ...]]
     where: str
+    overlap: bool = False
