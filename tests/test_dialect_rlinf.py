@@ -215,6 +215,13 @@ def test_a_measured_profile_replaces_profile_data_and_waits_are_refused(tmp_path
         rlinf.read(composed(tmp_path, text), profile_of(measured, waits=["rollout"]))
 
 
+def test_the_correction_of_importance_sampling_needs_inference_too(tmp_path: Path) -> None:
+    plain = ("algorithm.recompute_logprobs=false",)
+    assert reasoning(tmp_path, *plain).job.workflow.names == ("rollout", "actor")
+    fixed = (*plain, "+algorithm.importance_sampling_fix=true")
+    assert reasoning(tmp_path, *fixed).job.workflow.names == ("rollout", "inference", "actor")
+
+
 COLLOCATED = """\
 cluster:
   num_nodes: 1

@@ -185,11 +185,15 @@ def rlinf_says(case: Case) -> Answer:
     staleness = 0
     if kind == "embodied":
         batch = at(config, "env.train.total_num_envs", 1)
+        stages = at(config, "rollout.pipeline_stage_num", 1)
+        if stages > 1:  # what streams is a stage's step, not an environment
+            steps = at(config, "env.train.max_steps_per_rollout_epoch") // at(config, "actor.model.num_action_chunks")
+            batch = steps * at(config, "env.train.rollout_epoch", 1) * stages
         if at(config, "algorithm.loss_type") == "decoupled_actor_critic":
             staleness = at(config, "algorithm.staleness_threshold", 1)
     else:
         batch = at(config, "data.rollout_batch_size", 1)
-        if at(config, "algorithm.recompute_logprobs", True):
+        if at(config, "algorithm.recompute_logprobs", True) or at(config, "algorithm.importance_sampling_fix"):
             wanted.append("inference")
             places.setdefault("inference", places["actor"])
     return Says({name: places[name] for name in wanted}, batch, staleness)

@@ -70,7 +70,11 @@ class _Reasoning:
         self.total = self.nodes * self.gpus_per_node
         self.stated_batches: int | None = self.reader.positive_int("data.rollout_batch_size", None)
         self.minibatches: int = self.reader.positive_int("algorithm.n_minibatches", 1)
-        self.recompute = self.reader.boolean("algorithm.recompute_logprobs", True)
+        # RLinf recomputes for its correction of importance sampling, whatever the other key says.
+        self.recompute = any(
+            self.reader.boolean(f"algorithm.{key}", usual)
+            for key, usual in (("recompute_logprobs", True), ("importance_sampling_fix", False))
+        )
         self.assumptions: list[str] = []
         self.costs = self._costs()
         self.trainer = next(name for name in ("trainer", "actor") if name in self.costs)
