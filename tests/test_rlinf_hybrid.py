@@ -116,6 +116,19 @@ def test_any_overlap_is_predicted(placement: str, seconds: float, tmp_path: Path
     assert own.iteration_seconds == pytest.approx(seconds)
 
 
+def test_an_actor_that_can_use_one_gpu_only_shares_it_with_what_uses_all(tmp_path: Path) -> None:
+    one = ("actor.micro_batch_size=640", "cluster.component_placement={actor: 0, env: all, rollout: all}")
+    costs = profile_of({**SECONDS, "actor": {1: 40.0}})
+    loaded = rlinf.read(composed(tmp_path, HYBRID.format(stages=1), *one), costs)
+    plan, own = best(loaded)
+    assert plan.iteration_seconds == pytest.approx(own.iteration_seconds) == pytest.approx(48 + 55 + 40)
+    assert loaded.settings(plan).values["cluster.component_placement"] == {"actor": 0, "env": "all", "rollout": "all"}
+    shared = rlinf.read(
+        composed(tmp_path, HYBRID.format(stages=1), one[0]), profile_of({**SECONDS, "actor": {1: 40.0}})
+    )
+    assert shared.settings(plan).values["cluster.component_placement"] == {"env,rollout": "all", "actor": "0"}
+
+
 def test_counts_that_rlinf_refuses_at_start_are_not_planned(tmp_path: Path) -> None:
     loaded = read(tmp_path)
     allowed = {c.name: c.variants[0].gpus for c in loaded.job.workflow.components}

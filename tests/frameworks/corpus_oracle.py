@@ -12,7 +12,7 @@ import re
 import shlex
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -232,6 +232,7 @@ _MODULES = {
         "verl/experimental/one_step_off_policy/config",
         "one_step_off_ppo_trainer",
     ),
+    "recipe.dapo.main_dapo": ("dapo/config", "dapo_trainer"),
 }
 
 
@@ -251,12 +252,15 @@ def verl_cases(root: Path, verl: Path) -> Iterator[Case]:
             key, _, value = word.partition("=")
             if key == "--config-name":
                 name = value.removesuffix(".yaml")
+            elif key == "--config-path" and value.strip("./") == "config":
+                pass  # beside the module: where it is looked for anyway
             elif key.startswith("--") or "=" not in word:
                 break
             else:
                 overrides.append(word)
         else:
-            if (config := verl / folder / f"{name}.yaml").is_file():
+            home = root if folder.startswith("dapo") else verl
+            if (config := home / folder / f"{name}.yaml").is_file():
                 yield Case(config, tuple(overrides), verl, name=str(path))
 
 
@@ -285,13 +289,16 @@ def _filled(text: str, variables: dict[str, str]) -> str:
 
 
 def verl_says(case: Case) -> Answer:
-    config = _hydra_composed(case)
+    search = ()
+    if (packages := re.findall(r"pkg://([\w.]+)", case.path.read_text())) and case.folder is not None:
+        search = (f"hydra.searchpath=[{','.join(f'file://{case.folder}/' + p.replace('.', '/') for p in packages)}]",)
+    config = _hydra_composed(replace(case, overrides=(*case.overrides, *search)))
     nodes, per_node = at(config, "trainer.nnodes"), at(config, "trainer.n_gpus_per_node")
     if at(config, "actor_rollout_ref.actor") is None or at(config, "actor_rollout_ref.rollout") is None:
         return NotPlanned("no actor, or no rollout")
     if nodes is None or per_node is None:
         return NotPlanned("trainer.nnodes and trainer.n_gpus_per_node are not stated")
-    training = nodes * per_node
+    training = int(nodes) * int(per_node)  # a variable of the environment is text
     batch, staleness = at(config, "data.train_batch_size", 1), 0
     places = {"update_actor": span(0, training), "rollout": span(0, training)}
     mode = at(config, "trainer.v1.trainer_mode", "sync") if at(config, "trainer.use_v1", True) else "sync"
@@ -305,7 +312,7 @@ def verl_says(case: Case) -> Answer:
         own = at(config, "actor_rollout_ref.rollout")
         staleness = max(1, int(at(config, "trainer.v1.separate_async.num_warmup_batches", 1)))
     if own is not None:
-        places["rollout"] = span(training, own.nnodes * own.n_gpus_per_node)
+        places["rollout"] = span(training, int(own.nnodes) * int(own.n_gpus_per_node))
     return Says(places, batch, int(staleness))
 
 

@@ -20,7 +20,6 @@ from trimtab.formats.framework import (
     component,
     even_cluster,
     refuse_waits,
-    runnable,
     weight_sync,
 )
 from trimtab.formats.hydra_config import Composed, Reader, as_number
@@ -101,13 +100,14 @@ def read(composed: Composed, profile: Profile | None) -> Loaded:
         weight_sync=weight_sync(profile, "actor", "rollout"),
     )
     check_workflow(workflow)
-    rules = _rules(workflow, total)
+    rules = _rules()
     current = _current(reader, placed)
     if current is None and placed:
         assumptions.append("your placement is not compared: it leaves components out")
 
     def settings(plan: Plan) -> Settings:
         check_expressible(plan, rules)
+        _check_counts(plan, workflow)
         values = {rlinf_placement.KEY: _placement(reader, plan, placed, total)}
         return Settings(values=values, block=block(reader, nodes, values))
 
@@ -126,18 +126,14 @@ def read(composed: Composed, profile: Profile | None) -> Loaded:
 
 def _placement(reader: Reader, plan: Plan, placed: dict[str, tuple[int, ...]], total: int) -> dict[str, Any]:
     """The plan as RLinf's mapping; as it stands in the file where nothing moves."""
-    stated = rlinf_placement.stated(reader)
-    gpus = {
-        name: plan.placed(name).gpus if len(group.components) == 1 else group.gpus
-        for group in plan.groups
-        for name in group.components
-    }
+    gpus = {name: plan.placed(name).gpus for name in COMPONENTS}
     if all(placed.get(name) == gpus[name] for name in COMPONENTS):
         return reader.mapping(rlinf_placement.KEY)
-    placement: dict[str, Any] = {}
-    for group in plan.groups:
-        names = [name for name in COMPONENTS if name in group.components]
-        placement[",".join(names)] = rlinf_placement.text(gpus[names[0]], total)
+    together: dict[tuple[int, ...], list[str]] = {}
+    for name in COMPONENTS:
+        together.setdefault(gpus[name], []).append(name)
+    placement: dict[str, Any] = {",".join(names): rlinf_placement.text(some, total) for some, names in together.items()}
+    stated = rlinf_placement.stated(reader)
     placement.update({name: stated[name] for name in stated if name not in COMPONENTS})  # they stay where they are
     return placement
 
@@ -188,18 +184,20 @@ def _checked_sizes(reader: Reader, placed: dict[str, tuple[int, ...]], total: in
     return {name: Sizes(gpus=tuple(sorted(some))) if len(some) < total else Sizes() for name, some in allowed.items()}
 
 
-def _rules(workflow: Workflow, total: int) -> Rules:
-    """Any grouping runs; components with one key have the same GPUs, so the size must suit all of them."""
-    groupings = []
-    for grouping in GROUPINGS:
-        groups = []
-        for names in grouping:
-            members = [workflow.component(name) for name in names]
-            groups.append(AllowedGroup(frozenset(names), runnable(range(1, total + 1), members) if names[1:] else None))
-        if all(group.sizes is None or group.sizes for group in groups):
-            groupings.append(tuple(groups))
+def _rules() -> Rules:
+    """Any grouping runs, and each component of a group may have fewer GPUs than the others."""
+    groupings = tuple(tuple(AllowedGroup(frozenset(names)) for names in grouping) for grouping in GROUPINGS)
     over = tuple(AllowedGroup(frozenset(names)) for names in SPANNING)
-    return Rules(framework="RLinf", groupings=tuple(groupings), spanning=(over,))
+    return Rules(framework="RLinf", groupings=groupings, spanning=(over,))
+
+
+def _check_counts(plan: Plan, workflow: Workflow) -> None:
+    for name in COMPONENTS:
+        count = len(plan.placed(name).gpus)
+        (variant,) = workflow.component(name).variants
+        if not variant.allows(count):
+            only = f", only {', '.join(map(str, variant.gpus))}" if variant.gpus else ""
+            raise InputError(f"RLinf cannot run this plan: {name} cannot have {count} GPUs{only}")
 
 
 def _profiled(profile: Profile) -> dict[str, ComponentProfile]:
