@@ -6,6 +6,8 @@ leaves the other core idle, and two that start clusters all the time are in each
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import shutil
 import signal
 from collections.abc import Iterator
@@ -56,6 +58,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {FIRST: -1, **{name: 1 + at for at, name in enumerate(LAST)}}
     items.sort(key=lambda item: places.get(item.path.name, 0))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run `async def test_...` in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(scope="module")
