@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from trimtab.runtime.ray.task_errors import (
     TaskInterruptedError,
     TaskTimeoutError,
 )
+from waiting import until
 
 CPU = {"cpu": 1}
 
@@ -68,15 +69,6 @@ def own_session(**settings: Any) -> Iterator[Session]:
         yield session
     finally:
         session.shutdown()
-
-
-def until(true: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-    """Wait for something to become true."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := true()):
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.05)
-    return found
 
 
 def kill_controller(session: Session) -> None:

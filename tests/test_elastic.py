@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from trimtab.runtime.ray.client import Pool, Session, connect
 from trimtab.runtime.ray.elastic import ElasticGroup, GroupGaveUpError, Happening, StepFailedError, StepResult
 from trimtab.runtime.ray.elastic_member import MemberShell, MemberWorld, PartLostError, WorldMismatchError
 from trimtab.ui.elastic_training import TOLERANCE, Trainer, fixed_run
+from waiting import until
 
 WAIT_S = 90.0
 GPU = {"gpu": 1}
@@ -83,14 +84,6 @@ def session(nodes: Nodes) -> Iterator[Session]:
 @pytest.fixture
 def happened() -> list[Happening]:
     return []
-
-
-def until(true: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (found := true()):
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.05)
-    return found
 
 
 def alive() -> set[str]:

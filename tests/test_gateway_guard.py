@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_stubs import VllmStub
-from gateway_scenes import BEARER, PROMPT, QUICK, TOKEN, Front, play, play_stubs, until
+from gateway_scenes import BEARER, PROMPT, QUICK, TOKEN, Front, play, play_stubs
 from trimtab.model.errors import InputError
 from trimtab.model.rollout import RequestClass, RolloutRules
 from trimtab.runtime.rollout.gateway import extras, openai, sglang
@@ -22,6 +22,7 @@ from trimtab.runtime.rollout.gateway.guard import Guard, Places, host_name
 from trimtab.runtime.rollout.gateway.settings import GatewaySettings
 from trimtab.runtime.rollout.gateway.terms import PLAIN
 from trimtab.runtime.rollout.gateway.texts import PoolTexts
+from waiting import until_async
 
 CHANGES = [
     ("POST", "/workers"), ("POST", "/add_worker?url=http://127.0.0.1:1"), ("POST", "/remove_worker?url=x"),
@@ -338,7 +339,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
     async def act(front: Front) -> None:
         long = {"prompt": PROMPT, "max_tokens": 2000, "temperature": 0}
         tasks = [asyncio.create_task(front.post("/v1/completions", long)) for _ in range(2)]
-        await until(lambda: len(front.pool._core.machine.requests()) == 2)
+        await until_async(lambda: len(front.pool._core.machine.requests()) == 2)
         for body in (long, {**long, "stream": True}, {**long, "n": 3}, {**long, "n": 3, "stream": True}):
             got = await front.post("/v1/completions", body)
             assert (got.status, got.json["error"]["code"]) == (429, "QUEUE_FULL")
@@ -349,7 +350,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await until(lambda: front.gateway.open == 0)
+        await until_async(lambda: front.gateway.open == 0)
 
     play_stubs([stub], act, rules=rules, limit=1, model_name="tiny")
 
@@ -364,7 +365,7 @@ def test_too_many_at_once_are_told_to_come_back() -> None:
             got = await front.complete()
             assert (got.status, got.json["error"]["code"], got.headers["retry-after"]) == (503, "too_many", "1")
             assert (await front.get("/health")).status == 200
-        await until(lambda: front.gateway.open == 0)
+        await until_async(lambda: front.gateway.open == 0)
         assert (await front.complete()).status == 200
 
     play_stubs([stub], act, max_concurrent=2, model_name="tiny")

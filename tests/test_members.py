@@ -40,6 +40,7 @@ from trimtab.runtime.ray.members import (
     Payload,
     StartError,
 )
+from waiting import until_async
 
 CPU = Resources.of(cpu=1)
 WAIT_S = 60.0  # of everything that is waited for here; never reached
@@ -116,7 +117,7 @@ class World:
 
     async def warm(self, count: int) -> None:
         await self.members.warm({self.node: {(): count}})
-        await until(lambda: self.members.warm_counts()[self.node]["ready"] == count)
+        await until_async(lambda: self.members.warm_counts()[self.node]["ready"] == count)
 
 
 def made(kind: Any, *args: Any, **payload: Any) -> Payload:
@@ -179,13 +180,6 @@ def nothing_left(controller: str, node: str) -> None:
 
 def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        await asyncio.sleep(0.01)
 
 
 class Worker:
@@ -332,7 +326,7 @@ def test_a_warm_host_is_used_where_there_is_one_and_replaced_behind() -> None:
         await world.warm(1)
         await world.start(Worker, task="second")
         assert world.how == "a warm host"
-        await until(lambda: world.members.warm_counts()[world.node] == {"ready": 1, "starting": 0})
+        await until_async(lambda: world.members.warm_counts()[world.node] == {"ready": 1, "starting": 0})
 
     own_world_of(story)
 
@@ -341,7 +335,7 @@ def test_warm_hosts_import_ahead_and_a_module_that_is_missing_does_no_harm() -> 
     async def story(world: World) -> None:
         wanted = ("colorsys", "no_such_module")
         await world.members.warm({world.node: {wanted: 1}})
-        await until(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
+        await until_async(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
         started, _ = await world.members.start(
             "t", 1, "pool", [Place("g", 0, world.node)], [CPU], made(Loaded), None, WAIT_S, preload=wanted
         )
@@ -389,7 +383,7 @@ def test_a_process_that_dies_while_it_is_constructed_may_be_tried_again() -> Non
 
 def test_a_constructor_that_hangs_is_ended_at_the_deadline() -> None:
     async def story(world: World) -> None:
-        await until(lambda: world.members.warm_counts()[world.node]["ready"] > 0)
+        await until_async(lambda: world.members.warm_counts()[world.node]["ready"] > 0)
         with pytest.raises(StartError, match="not constructed within"):
             await world.start(Hangs, timeout_s=0.3)
         assert await world.members.seen() == []
@@ -567,7 +561,7 @@ def test_what_a_task_started_is_ended_with_it_however_it_ends() -> None:
         await world.members.stop(stopped, 0.0, False, 0.0, None)
         assert not [pid for pid in children[0] if born(pid)]
         os.kill(killed.pid, signal.SIGKILL)
-        await until(lambda: bool(world.deaths))
+        await until_async(lambda: bool(world.deaths))
         assert not [pid for pid in children[1] if born(pid)]
 
     world_of(story)
@@ -642,12 +636,12 @@ def test_a_death_is_reported_once_and_a_warm_host_that_dies_is_replaced() -> Non
     async def story(world: World) -> None:
         await world.warm(1)
         member = await world.start(Worker)
-        await until(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
+        await until_async(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
         warm = world.members._hosts._ready[world.node][0]
         os.kill(warm.pid, signal.SIGKILL)
         os.kill(member.pid, signal.SIGKILL)
-        await until(lambda: bool(world.deaths))
-        await until(lambda: [one.pid for one in world.members._hosts._ready[world.node]] not in ([], [warm.pid]))
+        await until_async(lambda: bool(world.deaths))
+        await until_async(lambda: [one.pid for one in world.members._hosts._ready[world.node]] not in ([], [warm.pid]))
         assert [(one.pid, why) for one, why in world.deaths] == [
             (member.pid, f"process {member.pid} on node {world.node[:12]} died")
         ]
@@ -662,7 +656,7 @@ def test_a_warden_that_is_killed_comes_back_and_loses_nothing() -> None:
         warden = world.members._wardens.facts[world.node]["pid"]
         os.kill(warden, signal.SIGKILL)
         os.kill(dies.pid, signal.SIGKILL)
-        await until(lambda: [member for member, _ in world.deaths] == [dies])
+        await until_async(lambda: [member for member, _ in world.deaths] == [dies])
         assert (await world.members.stop(stays, 1.0, False, 1.0, None)).saved
         assert not alive(stays.pid)
 
@@ -751,7 +745,7 @@ def test_a_plain_actor_has_its_name_its_devices_and_its_place_and_can_be_stopped
         assert facts["devices"] == "0"
         assert facts["seat"]["TASK"] == "task"
         os.kill(again.pid, signal.SIGKILL)
-        await until(lambda: [member for member, _ in world.deaths] == [again])
+        await until_async(lambda: [member for member, _ in world.deaths] == [again])
 
     world_of(story)
 
@@ -830,11 +824,11 @@ def test_a_start_that_is_called_off_leaves_nothing(plain: str | None, tmp_path: 
     async def story(world: World) -> None:
         places = await world.group(CPU)
         starting = asyncio.create_task(world.start(Announces, str(tmp_path / "pid"), plain=plain, places=places))
-        await until(lambda: (tmp_path / "pid").exists())
+        await until_async(lambda: (tmp_path / "pid").exists())
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        await until(lambda: not alive(int((tmp_path / "pid").read_text())))
+        await until_async(lambda: not alive(int((tmp_path / "pid").read_text())))
         assert await world.members.seen() == []
         assert world.deaths == []
         again = await world.start(Worker, plain=plain, places=places)
@@ -861,7 +855,7 @@ def test_a_new_controller_finds_what_is_alive_keeps_what_it_wants_and_ends_the_r
         places = await world.group(CPU)
         kept = await world.start(Worker, 1, task="kept", entry="add")
         other = await world.start(Worker, task="other", plain="so", places=places)
-        await until(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
+        await until_async(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
         return world.controller, kept, other, world.members._hosts._ready[world.node][0].pid
 
     controller, kept, other, warm = own_world_of(before, leave=True)
@@ -871,13 +865,13 @@ def test_a_new_controller_finds_what_is_alive_keeps_what_it_wants_and_ends_the_r
         gone = replace(kept, task="gone", pid=other.pid, born=1.0)
         assert await world.members.sweep([kept, gone]) == 1
         assert not alive(other.pid)
-        await until(lambda: [member for member, _ in world.deaths] == [gone])
+        await until_async(lambda: [member for member, _ in world.deaths] == [gone])
         assert pickle.loads((await world.members.outcome(kept)).value or b"") == 2
         assert set(await world.members.groups()) == {"g"}
-        await until(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
+        await until_async(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
         assert world.members._hosts._ready[world.node][0].pid == warm
         os.kill(kept.pid, signal.SIGKILL)
-        await until(lambda: [member for member, _ in world.deaths] == [gone, kept])
+        await until_async(lambda: [member for member, _ in world.deaths] == [gone, kept])
 
     own_world_of(after, controller)
 
@@ -888,7 +882,7 @@ def test_a_new_controller_ends_or_awaits_what_was_half_started(plain: str | None
     controller = f"c-{uuid.uuid4().hex[:6]}"
     pilot = ray.remote(Pilot).options(num_cpus=0).remote(controller)
     pilot.start.remote(made(Announces, str(tmp_path / "pid"), plain=plain))
-    asyncio.run(until(lambda: (tmp_path / "pid").exists()))
+    asyncio.run(until_async(lambda: (tmp_path / "pid").exists()))
     os.kill(ray.get(pilot.pid.remote()), signal.SIGKILL)
     pid = int((tmp_path / "pid").read_text())
 
@@ -896,7 +890,7 @@ def test_a_new_controller_ends_or_awaits_what_was_half_started(plain: str | None
         for member in await world.members.seen():
             assert not await world.members.ready(member, 0.2)
         assert await world.members.sweep([]) == 1
-        await until(lambda: not alive(pid))
+        await until_async(lambda: not alive(pid))
         member = await world.start(Worker, plain=plain, places=[Place("g", 0, world.node)])
         assert await world.members.ready(member, WAIT_S)
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 import storm as storms
-from storm import HEALTH_CHECKS, Storm, Work, is_process, process_names, still_lives, wait_until
+from storm import HEALTH_CHECKS, Storm, Work, is_process, process_names, still_lives
 from trimtab.model.errors import TrimtabError
 from trimtab.model.pool import ENDED, State
 from trimtab.runtime.ray.client import Session, connect
+from waiting import until
 
 NODES, CPUS, TASKS, KILLS = 4, 2, 100, 200
 KILLS_MEANWHILE = 2  # while a controller that was killed is not back
@@ -93,7 +94,7 @@ def weather(storm: Storm, directory: Path, name: str, kills: int, count: int, pa
         status = session.status()
         assert not status["journal"]["fault"]
         session.shutdown()
-        wait_until(lambda: not any(map(still_lives, processes)), 30, "a process of a task is left behind")
+        until(lambda: not any(map(still_lives, processes)), "a process of a task is left behind")
         groups = ray.util.placement_group_table().values()
         assert [one["name"] for one in groups if one["state"] != "REMOVED"] == []
         left = ray.util.list_named_actors(all_namespaces=True)

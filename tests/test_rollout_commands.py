@@ -27,6 +27,7 @@ from tiny_gguf import tiny_gguf
 from trimtab.runtime.cluster.processes import below
 from trimtab.ui import rollout_live, rollout_text
 from trimtab.ui.cli import run
+from waiting import until
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "rollout" / "tiny_engine.py"
 WAIT_S = 60.0
@@ -88,13 +89,6 @@ class Served:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(WAIT_S)
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(0.02)
 
 
 @contextmanager

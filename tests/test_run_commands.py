@@ -30,7 +30,7 @@ from trimtab.runtime.run.local import LocalRun
 from trimtab.ui.cli import run
 from trimtab.ui.run_text import Story
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "helpers"
 
 FILE = """\
 cluster: {{nodes: 1, gpus_per_node: 2}}

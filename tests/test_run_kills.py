@@ -191,7 +191,7 @@ with connect(sys.argv[1], name="kills") as session:
 
 def killed_amid_a_move(house: House, folder: Path) -> bool:
     """A run whose driver is killed as soon as it moves; whether it did."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent / "helpers")}
     command = [sys.executable, "-c", DRIVER, house.ray.address, str(folder), str(ITERATIONS)]
     with subprocess.Popen(command, env=environment) as driver:
         end = time.monotonic() + 120

@@ -298,7 +298,7 @@ print(end.state, flush=True)
 
 def script(iterations: int) -> list[str]:
     here = Path(__file__).parent
-    return [sys.executable, "-c", SCRIPT.format(paths=[str(here)], iterations=iterations)]
+    return [sys.executable, "-c", SCRIPT.format(paths=[str(here), str(here / "helpers")], iterations=iterations)]
 
 
 def test_killed_at_any_moment_a_run_goes_on_and_counts_every_iteration_once(tmp_path: Path) -> None:

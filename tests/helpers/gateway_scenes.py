@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -103,13 +101,6 @@ class Front:
     def running(self) -> int:
         """Requests on workers."""
         return sum(view.running for view in self.pool.workers())
-
-
-async def until(true: Callable[[], bool], within_s: float = 20.0) -> None:
-    end = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < end, "it did not come to be"
-        await asyncio.sleep(0.005)
 
 
 @asynccontextmanager

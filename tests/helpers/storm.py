@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 # Ray then notices a killed node in a second or two instead of a quarter of a minute.
@@ -74,14 +74,6 @@ class Storm:
         self.kills["node"] += 1
         self.cluster.remove_node(node, allow_graceful=False)
         self.nodes.append(self.cluster.add_node(num_cpus=self._cpus, wait=False))
-
-
-def wait_until(true: Callable[[], bool], seconds: float, what: str) -> None:
-    """Wait for something, and say what did not happen."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
 
 
 def kill(pid: int) -> bool:
