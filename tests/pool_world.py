@@ -524,6 +524,7 @@ class World:
             for name, one in making.items()
             if stop.reason.code in may_evict(one.spec, victim, self.policy)
             and (one.state is State.waiting or self.pools[one.spec.pool].return_preempts)
+            and (not one.evictions or one.spec.priority - victim.priority > 1e-9)  # equals do not evict each other
         ]
         assert entitled, f"no policy lets {sorted(making)} evict {victim}: {stop}"
         ran = self.now - self.runs[stop.task].began

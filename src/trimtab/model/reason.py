@@ -147,3 +147,12 @@ class Chapter:
     at: float
     state: str
     reason: Reason
+
+
+STORY_KEPT = 100  # chapters of one story
+
+
+def add_chapter(story: list[Chapter], chapter: Chapter) -> None:
+    """One more chapter of a story. Where there are too many, the first stays and the oldest behind it go."""
+    story.append(chapter)
+    del story[1 : max(1, len(story) - STORY_KEPT + 1)]
