@@ -107,6 +107,7 @@ class Code(str, enum.Enum):
     memory_kept = "MEMORY_KEPT"  # an engine sleeps, and its GPU memory was not given back
     taken = "TAKEN"  # a worker is given to others, with notice
     held = "HELD"  # so many workers are held ready
+    not_reached = "NOT_REACHED"  # an engine that is to be attached has not answered yet
     faulty = "FAULTY"  # a worker breaks requests, or does not do what it is told
     # loop
     too_few = "TOO_FEW"  # too few iterations were measured to tell drift from noise
