@@ -13,6 +13,7 @@ from engine_answers import answer, greedy, run
 from engine_scenes import BOTH, LONG, PROMPT, expected, reached, running, scene
 from engine_stubs import VllmStub
 from trimtab.model.errors import InputError, UnreachableError
+from trimtab.model.rollout import Release
 from trimtab.runtime.engines.detect import KINDS, attach, detect
 from trimtab.runtime.engines.engine import (
     Deadlines,
@@ -326,8 +327,11 @@ def test_the_dialect_and_its_release_are_found_and_unknown_ones_said(kind: str) 
         async with open_session() as session:
             found, dialect = await attach("one", stub.url, session)
             assert (found.kind, dialect.release, dialect.note) == (kind, stub.release, "")
+            assert found.release is Release.tried
             stub.release = "9.1.0"
             assert "9.1.0 was never tried" in (await detect(stub.url, session)).note
+            again, _ = await attach("two", stub.url, session)
+            assert again.release is Release.untried
             assert (await engine.ready()).dialect == f"{kind} 9.1.0"
 
     scene(kind, play)

@@ -236,6 +236,7 @@ def test_a_move_costs_what_was_measured_once_one_was() -> None:
     world.carry_all()
     (cost,) = world.machine.costs()
     assert cost.seconds == 2.0 * len(STAGES)
+    assert all(vars(cost).values()), f"a figure of {cost} is never measured"
     assert cost_of(cost.touched, [cost], AUTO, 0.0) == (14.0, True)
 
 

@@ -36,6 +36,7 @@ MOST_TASKS = 40
 SIZES = st.sampled_from([1.0, 1.0, 2.0, 4.0, 0.5])
 PRIORITIES = st.sampled_from([1.0, 3.0, 5.0, 5.5, 6.0, 8.0, 9.0, 12.0])
 ROLES = st.sampled_from(["train", "reward", "rollout", None])
+EACH_OTHER = {"role": {"train": ["reward"], "reward": ["rollout"], "rollout": ["train", "rollout"]}}
 AT = st.integers(0, 1_000)  # which of those there are, modulo their number
 
 counted = {"steps": 0, "events": 0, "runs": 0, "choices": 0, "evictions": 0, "starts": 0, "echoes": 0}
@@ -64,10 +65,10 @@ def pool_specs(draw: st.DrawFn, name: str = "p"):
 @st.composite
 def policies(draw: st.DrawFn) -> Policy:
     return policy(
-        draw(st.sampled_from([None, {"role": {"train": ["reward", "rollout"], "reward": ["rollout"]}}])),
+        draw(st.sampled_from([None, {"role": {"train": ["reward", "rollout"], "reward": ["rollout"]}}, EACH_OTHER])),
         same_pool=draw(st.sampled_from([True, True, False])),
         same_pool_gap=draw(st.sampled_from([0.5, 1.0, 3.0])),
-        label_gap=draw(st.sampled_from([0.1, 0.5])),
+        label_gap=draw(st.sampled_from([0.1, 0.5, 0.0])),
         cross_pool=draw(st.booleans()),
         cross_pool_gap=draw(st.sampled_from([1.0, 5.0])),
         protected_pools=draw(st.sampled_from([(), ("p",), ("q", "r")])),

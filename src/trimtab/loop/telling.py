@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from trimtab.loop.records import Run
-from trimtab.model.reason import Chapter, Code, Reason
+from trimtab.model.reason import Chapter, Code, Reason, add_chapter
 from trimtab.model.run import Estimate
 from trimtab.model.workflow import Cluster
 
 NAMED = 3
 SMALL = 0.02  # a drift that makes less than this share of the longest component is not named
 RUN = "run"
-CHAPTERS_KEPT = 200
 MOVES_KEPT = 20
 
 
@@ -28,8 +27,7 @@ class Stories:
         last = story[-1] if story and subject == RUN else None
         if last is not None and (last.state, last.reason.code) == (chapter.state, chapter.reason.code):
             return
-        story.append(chapter)
-        del story[:-CHAPTERS_KEPT]
+        add_chapter(story, chapter)
         for old in [name for name in self.chapters if name != RUN][:-MOVES_KEPT]:
             del self.chapters[old]
 

@@ -63,7 +63,7 @@ class PoolSpec:
     dynamic_limit: int | None = None  # bundles; None: as many as fit
     reuse: bool = True  # an idle dynamic slot is kept until somebody needs its room
     borrow: bool = False  # idle reserved slots may be used by others, who leave first
-    return_preempts: bool = False  # an evicted task that returns may evict others
+    return_preempts: bool = False  # an evicted task that returns may evict others of lower priority
     target_hosts: int = 0  # warm processes kept ready, on all nodes together
     hosts_each: int = 0  # and on every node besides
     preload: tuple[str, ...] = ()  # modules that warm hosts import ahead

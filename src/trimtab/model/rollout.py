@@ -91,6 +91,14 @@ class InFlight(str, enum.Enum):
     move = "move"  # they are cut and go on elsewhere, or here, once somebody is current
 
 
+class Release(str, enum.Enum):
+    """What is known of the release of an engine's software."""
+
+    tried = "tried"  # or of a kind that has none
+    untried = "untried"  # another than the adapter was written from
+    unsaid = "unsaid"  # the engine does not say it
+
+
 class End(str, enum.Enum):
     """How a request was answered."""
 

@@ -185,17 +185,16 @@ class Move:
 
 @dataclass(frozen=True)
 class MoveCost:
-    """What a move cost: seconds of each stage that was done, and of the way back where it failed."""
+    """What a move that arrived cost: seconds of each stage."""
 
     move: int
     touched: tuple[str, ...]
     stages: tuple[tuple[Stage, float], ...]
-    rollback_s: float = 0.0
 
     @property
     def seconds(self) -> float:
         """In all."""
-        return sum(took for _, took in self.stages) + self.rollback_s
+        return sum(took for _, took in self.stages)
 
 
 def _sound(value: object) -> bool:

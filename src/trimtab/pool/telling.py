@@ -10,7 +10,7 @@ from trimtab.model.reason import Chapter, Code, Reason
 from trimtab.pool import events as e
 from trimtab.pool import room
 from trimtab.pool.books import Books
-from trimtab.pool.records import Eviction, Kind, Stand
+from trimtab.pool.records import Eviction, Kind, Stand, Task
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ def explain(books: Books, name: str, now: float) -> Explanation:
                 if found.code is Code.no_room:
                     reason = Reason(found.code, room.shortage(books, task.spec))
                 needs = tuple(victim for victim, _ in room.choose(books, task, now, everyone=True).victims)
+                reason = _with_spared(books, task, needs, reason)
             else:
                 reason = Reason(Code.behind, "there is room, kept for one who has waited longer")
     elif task.id in books.claims:
@@ -80,6 +81,18 @@ def explain(books: Books, name: str, now: float) -> Explanation:
         story=tuple(task.story),
         estimate_s=task.spec.estimate_s,
     )
+
+
+def _with_spared(books: Books, task: Task, needs: tuple[str, ...], reason: Reason) -> Reason:
+    """The reason, and that a task which was evicted itself does not evict its equals."""
+    if not books.may_evict(task):
+        return reason
+    spared = books.candidates.spared(task, books.policy)
+    names = [name for name in needs if name in spared]
+    if not names:
+        return reason
+    rule = f"it was evicted itself, so tasks leave for it only where their priority is below its {task.spec.priority:g}"
+    return Reason(reason.code, f"{reason.sentence}; {rule}: that of {', '.join(names)} is not")
 
 
 def story(books: Books, name: str) -> tuple[Chapter, ...]:

@@ -19,9 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.fleet.rollout_ailments import NOT_REACHED
 from trimtab.formats.rollout_settings import AttachedEngine, RolloutSettings, StartedEngines
 from trimtab.model.errors import InputError, TrimtabError, UnreachableError
+from trimtab.model.reason import Code
 from trimtab.model.rollout import WorkerSpec
 from trimtab.runtime.rollout.gateway.server import Gateway
 from trimtab.runtime.rollout.gateway.settings import GatewaySettings
@@ -278,8 +278,8 @@ class Crew:
                 )
             except UnreachableError as fault:  # noqa: PERF203 - it waits anyway
                 if fault.what != before:
-                    said = f"{NOT_REACHED}: {fault.what}; tried again every {TRY_AGAIN_S:g} s"
-                    self._pool.warn(said, one.label)
+                    said = f"it is not there: {fault.what}; tried again every {TRY_AGAIN_S:g} s"
+                    self._pool.warn(said, one.label, Code.not_reached)
                 before = fault.what
                 await asyncio.sleep(TRY_AGAIN_S)
             except TrimtabError as fault:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from trimtab.fleet import rollout_events as e
 from trimtab.fleet.rollout import RolloutMachine
 from trimtab.model.errors import InputError, nearest
-from trimtab.model.reason import Reason
+from trimtab.model.reason import Code, Reason
 from trimtab.model.rollout import WorkerSpec
 from trimtab.runtime.engines.engine import Engine, EngineLoad, EngineState
 from trimtab.runtime.rollout.asked import Asked
@@ -84,7 +84,7 @@ class Core:
     attempts: dict[tuple[str, int], Attempt] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
-    warnings: deque[tuple[float, str, str]] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
+    warnings: deque[tuple[float, str, str, Code | None]] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
     failed: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=FAILED_KEPT))
     listeners: list[Listener] = field(default_factory=list)
     handlers: dict[type, Callable[[Any], None]] = field(default_factory=dict)
@@ -227,9 +227,9 @@ class Core:
 
     # ---- words -----------------------------------------------------------------------------------------------------
 
-    def warn(self, worker: str, sentence: str) -> None:
+    def warn(self, worker: str, sentence: str, code: Code | None = None) -> None:
         """Somebody should know."""
-        self.warnings.append((self.clock(), worker, sentence))
+        self.warnings.append((self.clock(), worker, sentence, code))
         log.warning("%s%s", f"{worker}: " if worker else "", sentence)
 
     def hand(self, worker: str) -> Hand:

@@ -24,7 +24,7 @@ from trimtab.fleet.rollout import STATIC, RolloutMachine
 from trimtab.fleet.scaling import Taker
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.errors import InputError, UnreachableError
-from trimtab.model.reason import Chapter
+from trimtab.model.reason import Chapter, Code
 from trimtab.model.rollout import (
     InFlight,
     Membership,
@@ -357,9 +357,9 @@ class RolloutPool(Asking):
         """All that people ask about, as plain data."""
         return status(self._core, self.elastic)
 
-    def warn(self, sentence: str, worker: str = "") -> None:
+    def warn(self, sentence: str, worker: str = "", code: Code | None = None) -> None:
         """Put a warning beside those of the pool, where `status` shows them."""
-        self._core.warn(worker, sentence)
+        self._core.warn(worker, sentence, code)
 
     def add_listener(self, listener: Listener) -> None:
         """Call it with every event and instruction, and the time."""
@@ -375,7 +375,7 @@ class RolloutPool(Asking):
         self._watch.begin(worker)
 
     def _warned(self, warn: e.Warn) -> None:
-        self._core.warn(warn.worker, warn.reason.sentence)
+        self._core.warn(warn.worker, warn.reason.sentence, warn.reason.code)
 
     def _write_down(self, what: Any, now: float) -> None:
         if self._journal is not None and type(what).__name__ in ROLLOUT_EVENTS:

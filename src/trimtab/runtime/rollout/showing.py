@@ -9,7 +9,7 @@ from typing import Any
 from trimtab.model.codec import encode
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.reason import Reason
-from trimtab.model.rollout import RequestState, WorkerView
+from trimtab.model.rollout import Release, RequestState, WorkerView
 from trimtab.runtime.rollout.core import Core
 
 STEPS_SHOWN = 20
@@ -46,7 +46,10 @@ def status(core: Core, elastic: ElasticConfig) -> dict[str, Any]:
         "membership": encode(machine.membership()),
         "metrics": machine.metrics(),
         "counters": dict(core.counters),
-        "warnings": [{"ago_s": now - at, "worker": who, "sentence": said} for at, who, said in core.warnings],
+        "warnings": [
+            {"ago_s": now - at, "worker": who, "sentence": said, "code": None if code is None else code.value}
+            for at, who, said, code in core.warnings
+        ],
         "rules": encode(rules),
         "elastic": {
             key: value if isinstance(value, int | float | str) else getattr(value, "__name__", str(value))
@@ -78,6 +81,7 @@ def _worker(core: Core, view: WorkerView, now: float) -> dict[str, Any]:
         "served": view.served,
         "node": "" if hand is None else hand.node,
         "note": "" if hand is None else hand.note,
+        "release": None if engine is None else getattr(engine, "release", Release.tried).value,
         "startable": view.spec.startable,
         "can_sleep": view.spec.can_sleep,
         "paused": view.paused,
