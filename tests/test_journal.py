@@ -326,3 +326,63 @@ def test_parts_are_packed_with_a_header_and_come_out_as_they_were() -> None:
     header, parts = {"entry": "run", "place": list(Place("g", 0, "n").__dict__.values())}, [b"a\nb", None, b"", b"\0c"]
     assert unpack(pack(header, parts)) == (header, parts)
     assert header_of(pack(header, parts))["entry"] == "run"
+
+
+@pytest.mark.parametrize(
+    ("at", "odd", "why"),
+    [
+        (1, '[NaN,"Tick",{}]', "NaN is no number"),
+        (1, '[1e999,"Tick",{}]', "not finite"),
+        (1, '[1e300,"Tick",{}]', "beyond 1e"),
+        (1, '["soon","Tick",{}]', "a finite number is expected"),
+        (1, f'[{"9" * 400},"Tick",{{}}]', "400 digits"),
+        (1, '[1.0,"Tick",[]]', "keys with values are expected"),
+        (1, '[1.0,"Started",{"task":["a"],"attempt":1}]', "str is expected"),
+        (1, '[1.0,"Started",{"task":"a","attempt":"1"}]', "int is expected"),
+        (1, '[1.0,"Started",{"task":"a","attempt":1.5}]', "int is expected"),
+        (1, '[1.0,"NodeJoined",{"node":"n","total":{"cpu":"8"}}]', "amounts of resources"),
+        (1, '[1.0,"NodeJoined",{"node":"n","total":{"cpu":-8}}]', "amounts of resources"),
+        (
+            1,
+            '[1.0,"Submitted",{"spec":{"id":"a","pool":"p","bundles":[{"cpu":1}],"priority":null}}]',
+            "a finite number",
+        ),
+        (1, '[1.0,"Tick",{},"make"]', "a list is expected"),
+        (1, '[1.0,"Tick",{},[1]]', "str is expected"),
+        (1, '[1.0,"Trick",{}]', "'Trick' is not known"),
+        (1, '[1.0,"Started",{"task":"\\ud800","attempt":1}]', "lone surrogate"),
+        (1, "[" * 100_000, "nested too deeply"),
+        (0, '{"format":"trimtab-journal","version":"1"}', "int is expected"),
+        (0, '{"format":"trimtab-journal","version":1,"notes":7}', "a list is expected"),
+    ],
+    ids=lambda one: f"{one!s:.40}",
+)
+def test_a_value_of_a_wrong_type_or_a_number_that_is_none_is_refused_with_its_line(
+    tmp_path: Path, at: int, odd: str, why: str
+) -> None:
+    written(tmp_path)
+    lines = segment(tmp_path).read_text(encoding="utf-8").splitlines()
+    lines[at] = odd
+    segment(tmp_path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    with pytest.raises(InputError, match="the journal is damaged") as refused:
+        read_journal(tmp_path)
+    assert why in refused.value.what
+    assert refused.value.where == f"{segment(tmp_path)}, line {at + 1}"
+
+
+def test_what_callers_in_python_write_for_a_count_or_a_yes_is_read_again(tmp_path: Path) -> None:
+    one = TaskSpec("a", "p", (Resources.of(cpu=1),), restarts=2.0, saves=1)  # type: ignore[arg-type]
+    half = TaskSpec("b\ud800", "p", (Resources.of(cpu=1),))
+    written(tmp_path, [Submitted(one), Submitted(half)])
+    specs = [event.spec for _, event in read_journal(tmp_path).events]
+    assert specs[0] == one
+    assert type(specs[0].restarts) is int
+    assert specs[1].id == "b?"
+
+
+@pytest.mark.parametrize("time", ["NaN", '"now"', "null", "1e999", "true"])
+def test_a_snapshot_whose_time_is_none_is_refused(tmp_path: Path, time: str) -> None:
+    text = f'{{"format":"trimtab-journal","version":1,"time":{time},"machine":{{}}}}'
+    (tmp_path / "snapshot-00000001.json").write_text(text)
+    with pytest.raises(InputError, match="the snapshot is damaged"):
+        read_journal(tmp_path)

@@ -79,8 +79,12 @@ def read(path: Path) -> RolloutSettings:
 
 def from_text(text: str, path: Path) -> RolloutSettings:
     """The settings in the text of a job file."""
+    return from_data(yaml_text.parse(text, str(path)), text, path)
+
+
+def from_data(data: Any, text: str, path: Path) -> RolloutSettings:
+    """The settings in the data of a job file; the text says in which line something stands."""
     name = str(path)
-    data = yaml_text.parse(text, name)
     if not isinstance(data, Mapping) or data.get(SECTION) is None:
         raise _no_section(data, name)
     try:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.fleet import node_events, rollout_events
+from trimtab.model import plain
 from trimtab.model.codec import decode, encode
 from trimtab.model.errors import InputError
 from trimtab.pool import events as pool_events
@@ -34,6 +35,7 @@ from trimtab.runtime.locks import DirectoryLock
 FORMAT = "trimtab-journal"
 VERSION = 1
 SYNC_EVERY_S = 0.1
+LATEST = 1e12  # seconds, of any clock
 Kinds = dict[str, type[Any]]
 POOL_EVENTS: Kinds = {kind.__name__: kind for kind in typing.get_args(pool_events.Event)}
 NODE_EVENTS: Kinds = {kind.__name__: kind for kind in typing.get_args(node_events.NodeEvent)}
@@ -53,6 +55,7 @@ class Found:
     segment: int = 0  # the one to go on with
     length: int = 0  # bytes of it that are whole lines
     told: tuple[tuple[str, ...] | None, ...] = ()  # by event: what it led to; None: that was not written down
+    began: float = 0.0  # when the snapshot was taken; 0 where there is none
 
     @property
     def empty(self) -> bool:
@@ -95,10 +98,11 @@ def _read_journal(directory: str | Path, before: int | None, kinds: Kinds) -> Fo
         told += read.told
         notes = read.notes or notes
         torn, length = read.torn, read.length
+    began = last_time
     if found:
         last_time = max(last_time, found[-1][0])
     segment = wanted[-1] if wanted else first
-    return Found(snapshot, tuple(found), last_time, notes, torn, segment, length, tuple(told))
+    return Found(snapshot, tuple(found), last_time, notes, torn, segment, length, tuple(told), began)
 
 
 def read_segment(path: Path, *, kinds: Kinds = POOL_EVENTS) -> Found:
@@ -322,12 +326,12 @@ def _files(directory: Path) -> tuple[dict[int, Path], dict[int, Path]]:
 
 def _read_snapshot(path: Path) -> tuple[dict[str, Any], float]:
     try:
-        data = json.loads(path.read_bytes())
+        data = plain.loads(path.read_bytes())
         _same_format(data, path)
-        return dict(data["machine"]), float(data["time"])
-    except (ValueError, KeyError, TypeError):
+        return decode(dict[str, Any], data["machine"]), _time(data["time"])
+    except (ValueError, KeyError, TypeError) as fault:
         raise InputError(
-            "the snapshot is damaged",
+            f"the snapshot is damaged: {_why(fault)}",
             where=str(path),
             hint="put it back from a copy, or start with another journal_dir",
         ) from None
@@ -338,27 +342,46 @@ def _read_segment(path: Path, kinds: Kinds, *, last: bool) -> _Segment:
     lines = list(_lines(path))
     for number, line in enumerate(lines, 1):
         try:
-            data = json.loads(line) if line.endswith(b"\n") else None
-            if number == 1 and data is not None:
+            if not line.endswith(b"\n"):
+                raise ValueError("the line is cut short")
+            if number == 1:
+                data = plain.loads(line)
                 _same_format(data, path)
-                read.notes = tuple(data.get("notes", ()))
-            elif data is not None:
-                event, told = decode(kinds[data[1]], data[2]), tuple(data[3]) if len(data) > 3 else None
-                read.events.append((float(data[0]), event))
+                read.notes = decode(tuple[str, ...], data.get("notes", []))
+            else:
+                now, event, told = _event(plain.loads(line), kinds)
+                read.events.append((now, event))
                 read.told.append(told)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-            data = None
-        if data is None:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as fault:
             if last and number == len(lines):
                 read.torn = f"line {number} of {path} was half written and is left out"
                 return read
             raise InputError(
-                "the journal is damaged",
+                f"the journal is damaged: {_why(fault)}",
                 where=f"{path}, line {number}",
                 hint="put the file back from a copy, or start with another journal_dir",
-            )
+            ) from None
         read.length += len(line)
     return read
+
+
+def _event(data: Any, kinds: Kinds) -> tuple[float, Any, tuple[str, ...] | None]:
+    """When, what, and what it led to; every value is of its type, and every number finite."""
+    if not isinstance(data, list) or len(data) not in (3, 4):
+        raise ValueError("an event is a time, a kind and its fields")
+    told = decode(tuple[str, ...], data[3]) if len(data) > 3 else None
+    return _time(data[0]), decode(kinds[data[1]], data[2]), told
+
+
+def _time(data: Any) -> float:
+    at = decode(float, data)
+    if not abs(at) <= LATEST:
+        raise ValueError(f"the time {at:g} is beyond {LATEST:g} s")
+    return at
+
+
+def _why(fault: Exception) -> str:
+    return f"{fault} is not known" if isinstance(fault, KeyError) else str(fault)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -369,7 +392,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _same_format(data: Any, path: Path) -> None:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError("no header")
-    if data.get("version", 0) > VERSION:
+    if decode(int, data.get("version", 0)) > VERSION:
         raise InputError(
             f"the journal has format {data['version']}, newer than {VERSION}, the newest that is known here",
             where=str(path),
@@ -382,7 +405,8 @@ def _segment_name(number: int) -> str:
 
 
 def _line(data: Any) -> bytes:
-    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+    # Half a character (a lone surrogate) in a name becomes a question mark: the line can be read again.
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
 
 def _sync_file(path: Path) -> None:

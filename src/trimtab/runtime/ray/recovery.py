@@ -9,11 +9,11 @@ journal itself is gone, what runs is asked what it is and taken up again, and it
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+from trimtab.model import plain
 from trimtab.model.codec import decode
 from trimtab.model.errors import TrimtabError
 from trimtab.model.pool import HOLDS_SLOTS, PoolSpec, State, TaskSpec
@@ -59,9 +59,9 @@ async def take_up_unknown(world: World, members: Members) -> str | None:
         if group is None or not group.intact or {one.rank for one in together} != set(range(seat.world)):
             continue
         try:
-            facts = json.loads(seat.facts)
+            facts = plain.loads(seat.facts)
             spec, pool = decode(TaskSpec, facts["spec"]), decode(PoolSpec, facts["pool"])
-        except (ValueError, KeyError, TypeError, TrimtabError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, TrimtabError):
             log.warning("task %s does not say what it is", task)
             continue
         pools[pool.name] = pool
