@@ -9,6 +9,7 @@ from trimtab.formats import verl
 from trimtab.formats.dialect import Loaded
 from trimtab.formats.hydra_config import compose
 from trimtab.model.errors import InfeasibleError, InputError
+from trimtab.plan.placement import plan_placement
 
 SECONDS = {
     "rollout": {16: 60.0},
@@ -45,7 +46,7 @@ def test_in_sync_mode_everything_shares_one_pool_of_whole_nodes() -> None:
     loaded = load()
     assert groupings(loaded) == [{frozenset(SECONDS)}]
     assert loaded.rules is not None
-    assert loaded.rules.whole_nodes
+    assert loaded.rules.even_nodes
     assert loaded.rules.groupings[0][0].sizes == (2, 4, 8, 16)  # rollout by 2, and the batch divides by all GPUs
     assert any("separate_async" in a for a in loaded.assumptions)
     settings = loaded.settings(plan_of({f"rollout {TRAINING}": range(8)}, total=16))
@@ -173,3 +174,39 @@ def test_a_batch_that_no_pool_divides_is_infeasible_and_says_what() -> None:
 def test_an_unknown_mode_is_an_error() -> None:
     with pytest.raises(InputError, match="no trainer mode"):
         load("trainer.v1.trainer_mode=magic")
+
+
+ONE_STEP_OFF = (
+    "+rollout.nnodes=2",
+    "+rollout.n_gpus_per_node=2",
+    "trainer.nnodes=2",
+    "trainer.n_gpus_per_node=6",
+    "data.train_batch_size=1152",
+)
+ON_TWO_NODES = ("++trimtab.nodes=2", "++trimtab.gpus_per_node=8")
+SIX_AND_TWO = {"rollout": {4: 90.0, 8: 80.0}, "update_actor": {6: 190.0, 8: 180.0, 12: 100.0}}
+
+
+@pytest.mark.parametrize("nodes", [ON_TWO_NODES, ()])
+def test_pools_that_share_nodes_six_and_two_are_planned_as_they_stand(nodes: tuple[str, ...]) -> None:
+    loaded = verl.read(compose(DATA / "verl_sync.yaml", (*ONE_STEP_OFF, *nodes)), profile_of(SIX_AND_TWO))
+    answer = plan_placement(loaded.job, loaded.rules, current=loaded.current)
+    assert answer.best.iteration_seconds == pytest.approx(100.0)
+    assert loaded.settings(answer.best).values == {
+        "trainer.nnodes": 2,
+        "trainer.n_gpus_per_node": 6,
+        "rollout.nnodes": 2,
+        "rollout.n_gpus_per_node": 2,
+    }
+    mine = next(a for a in answer.alternatives if a.label == "your placement")
+    assert mine.plan is not None
+    assert mine.plan.iteration_seconds == pytest.approx(100.0)
+
+
+def test_pools_of_the_file_lie_on_the_stated_nodes_as_verl_lays_them() -> None:
+    current = verl.read(
+        compose(DATA / "verl_sync.yaml", (*ONE_STEP_OFF, *ON_TWO_NODES)), profile_of(SIX_AND_TWO)
+    ).current
+    assert current is not None
+    assert current.ranks["update_actor"] == (*range(6), *range(8, 14))
+    assert current.ranks["rollout"] == (6, 7, 14, 15)

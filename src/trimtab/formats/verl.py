@@ -8,6 +8,7 @@ model may have a pool of its own, a teacher always has one. Costs come from a pr
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from trimtab.model.errors import InputError
 from trimtab.model.plan import CurrentPlacement, Plan, Rules
 from trimtab.model.profile import Profile
 from trimtab.model.workflow import Cluster, Component, Job, Node, Workflow, check_workflow
+from trimtab.plan.spread import positions_of, spread
 
 NAME = "verl"
 
@@ -86,7 +88,7 @@ class _Config:
         rules = Rules(
             framework=NAME,
             groupings=groupings(self._options(), members, pool_sizes(self.cluster), str(self.composed.path)),
-            whole_nodes=True,
+            even_nodes=True,
         )
         return Loaded(
             dialect=NAME,
@@ -215,20 +217,28 @@ class _Config:
         return [apart] if self.mode in SEPARATE else [[[*base[0], "reward"], *alone], apart]
 
     def _current(self) -> CurrentPlacement | None:
-        ranks: dict[str, tuple[int, ...]] = {}
-        first = 0
-        for pool, (nodes, gpus) in self.pools.items():
-            mine = tuple(range(first, first + nodes * gpus))
-            first += nodes * gpus
-            if pool == "trainer":
-                ranks.update({name: mine for name in self.costs if not self._on_cpu(name)})
-            elif pool in self.costs:
-                ranks[pool] = mine
-        if first > self.cluster.gpus:
+        nodes = [node.gpus for node in self.cluster.nodes]
+        taken = sum(count * gpus for count, gpus in self.pools.values())
+        if taken > self.cluster.gpus:
             raise InputError(
-                f"the pools take GPUs 0-{first - 1}, and the cluster has GPUs 0-{self.cluster.gpus - 1}",
+                f"the pools take GPUs 0-{taken - 1}, and the cluster has GPUs 0-{self.cluster.gpus - 1}",
                 where=self.reader.where("trainer"),
             )
+        lying = spread([[pool] for pool in self.pools.values()], nodes)
+        # Parts of a pool may also share a node: then only how many GPUs it has is known.
+        sizes = [count * gpus for count, gpus in self.pools.values()]
+        ends = itertools.accumulate(sizes)
+        positions = (
+            [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+            if lying is None
+            else positions_of(lying, nodes)
+        )
+        ranks: dict[str, tuple[int, ...]] = {}
+        for pool, mine in zip(self.pools, positions, strict=True):
+            if pool == "trainer":
+                ranks.update({name: tuple(mine) for name in self.costs if not self._on_cpu(name)})
+            elif pool in self.costs:
+                ranks[pool] = tuple(mine)
         return CurrentPlacement(ranks=ranks, where=self.reader.where("trainer"))
 
     def _on_cpu(self, name: str) -> bool:
