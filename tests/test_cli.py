@@ -221,3 +221,73 @@ def test_the_demo_plans_the_bundled_example_and_says_what_to_look_at(tmp_path: P
     assert done.returncode == 0
     assert "What to look at" in done.stdout
     assert (tmp_path / "out" / "plan.html").exists()
+
+
+ONE_POINT = """
+cluster: {nodes: 2, gpus_per_node: 8}
+workflow:
+  batches: 512
+  components:
+    rollout: {seconds: {16: 60}}
+    trainer: {seconds: {16: 60}, after: [rollout]}
+"""
+
+
+def test_one_measured_point_each_gives_two_plans_and_no_proof(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(ONE_POINT)
+    report = tmp_path / "plan.html"
+    status, out, _ = call(capsys, "plan", job, "--report", report)
+    assert status == 0
+    assert "proven optimal" not in out
+    assert "Measure rollout on 8 GPUs: that decides" in out
+    assert "rollout 8 | trainer 8" in out
+    assumed = out[out.index("Assumed") :].splitlines()
+    assert assumed[1].strip().startswith("- perfect scaling: rollout, trainer")
+    block = out[out.index("Best placement for this task is:") :].split("\n\n", 1)[1]
+    assert yaml_text.parse(block, "block") == {"placement": {"rollout,trainer": "all"}}
+    assert "If scaling is less than perfect" in report.read_text()
+
+    data = json.loads(call(capsys, "plan", job, "--format", "json")[1])
+    assert data["optimal"] is False
+    assert data["assumptions"][0].startswith("perfect scaling")
+    assert data["scaling"]["measured_once"] == ["rollout", "trainer"]
+    assert data["scaling"]["measure"] == {"component": "rollout", "gpus": 8}
+    assert data["scaling"]["plan"]["iteration_seconds"] < data["scaling"]["iteration_seconds"]
+    assert data["scaling"]["plan"]["settings"] == {"placement": {"rollout": "0-7", "trainer": "8-15"}}
+
+    _, out, err = call(capsys, "plan", job, "--format", "overrides")
+    assert "placement" in out
+    assert "perfect scaling" in " ".join(err.split())
+
+
+def test_a_placement_faster_than_every_plan_of_the_framework_is_kept_and_nothing_is_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "verl.yaml"
+    # 3 GPUs do not divide the batch, so no plan has them; the rollout uses them all the same.
+    config.write_text(
+        "actor_rollout_ref: {actor: {strategy: fsdp}, rollout: {n: 1}}\n"
+        "data: {train_batch_size: 64}\n"
+        "trainer: {nnodes: 1, n_gpus_per_node: 3}\n"
+    )
+    profile = tmp_path / "profile.yaml"
+    profile.write_text(
+        "profile:\n  components:\n    rollout: {seconds: {2: 90, 3: 60}}\n    update_actor: {seconds: {2: 90, 3: 60}}\n"
+    )
+    before = config.read_bytes()
+    status, out, err = call(capsys, "plan", config, "--profile", profile, "--apply")
+    assert status == 0
+    assert "the placement in the file: keep it" in out
+    assert "proven optimal" not in out
+    assert config.read_bytes() == before
+    assert list(tmp_path.glob("*.bak*")) == []
+    _, out, err = call(capsys, "plan", config, "--profile", profile, "--format", "overrides")
+    assert out == ""
+    assert "keep the placement" in " ".join(err.split())
+    data = json.loads(call(capsys, "plan", config, "--profile", profile, "--format", "json")[1])
+    assert data["kept"] is True
+    assert data["settings"] == {}
+    assert data["iteration_seconds"] == pytest.approx(150.0)  # the rollout has all three GPUs

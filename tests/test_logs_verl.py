@@ -87,6 +87,21 @@ def test_advantages_count_with_the_actor_and_periodic_work_with_nobody(tmp_path:
     assert "an iteration took 174.5 s" in notes(profile)
 
 
+def test_a_profiler_that_is_off_and_dumped_generations_leave_the_step_totals(tmp_path: Path) -> None:
+    each = {"start_profile": 0.0002, "stop_profile": 0.0001, "dump_rollout_generations": 2.5}
+    steps = [(n, timings(n, **each)) for n in range(1, 8)]
+    profile = read(jsonl(tmp_path / "run.jsonl", steps))
+    assert "an iteration took 177 s" in notes(profile)
+    assert "fell into" not in notes(profile)
+
+
+def test_a_step_in_which_a_profile_was_written_is_no_iteration(tmp_path: Path) -> None:
+    steps = [(n, timings(n, start_profile=0.0002, stop_profile=40.0 if n == 5 else 0.0002)) for n in range(1, 8)]
+    profile = read(jsonl(tmp_path / "run.jsonl", steps))
+    assert "fell into 1 step" in notes(profile)
+    assert "an iteration took 174.5 s" in notes(profile)
+
+
 @pytest.mark.parametrize(
     ("timer", "mode"),
     [

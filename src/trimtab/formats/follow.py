@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from trimtab.formats.follow_bytes import EventBytes, LineBytes, is_event_head
 from trimtab.formats.log_records import Framework, Line, Parser, Record
-from trimtab.formats.logs import Joined, disagree
+from trimtab.formats.logs import Joined, disagree, periodic_work
 
 NEAR_LINES = 50
 """Two processes that log the same step without a mark of their own do so within so many lines; a restart takes more."""
@@ -28,17 +28,17 @@ CHECKPOINTS = ("save_checkpoint", "checkpointing")
 
 @dataclass(frozen=True)
 class Step:
-    """One whole step. `restart`: the run was started anew before it. `extra` is periodic work that fell into it."""
+    """One whole step.
+
+    `restart`: the run was started anew before it. `extra` is periodic work that made it longer; `saved`: a checkpoint
+    was written in it, however quickly.
+    """
 
     number: int
     values: Mapping[str, float]
     restart: bool = False
     extra: tuple[str, ...] = ()
-
-    @property
-    def saved(self) -> bool:
-        """Whether a checkpoint was written in it."""
-        return any(name in CHECKPOINTS for name in self.extra)
+    saved: bool = False
 
 
 @dataclass
@@ -215,5 +215,5 @@ class RunLog:
 
 
 def _step(framework: Framework, record: Record, restart: bool) -> Step:
-    extra = tuple(name for name in framework.periodic if record.values.get(framework.prefix + name, 0.0) > 0)
-    return Step(record.step, dict(record.values), restart, extra)
+    saved = any(record.values.get(framework.prefix + name, 0.0) > 0 for name in CHECKPOINTS)
+    return Step(record.step, dict(record.values), restart, periodic_work(framework, record.values), saved)

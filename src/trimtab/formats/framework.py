@@ -15,6 +15,7 @@ from trimtab.model.errors import InfeasibleError, InputError, nearest
 from trimtab.model.plan import AllowedGroup, Plan, Rules
 from trimtab.model.profile import ComponentProfile, Profile
 from trimtab.model.workflow import ANY_KIND, Cluster, Component, Node, Variant, WeightSync
+from trimtab.plan.spread import even_splits
 
 WEIGHT_SYNC = "weight_sync"
 """The name under which profiles hold the copy of weights from the trainer to the rollout."""
@@ -113,13 +114,9 @@ def not_placed(profile: Profile | None, known: Iterable[str]) -> tuple[str, ...]
 
 
 def pool_sizes(cluster: Cluster) -> list[int]:
-    """Sizes of pools made of whole nodes, or of a part of one: what `nodes x GPUs per node` can say."""
-    most = max((node.gpus for node in cluster.nodes), default=0)
-    sizes = set(range(1, most + 1))
-    alike = {node.gpus for node in cluster.nodes}
-    for gpus in alike:
-        sizes.update(gpus * count for count in range(1, sum(node.gpus == gpus for node in cluster.nodes) + 1))
-    return sorted(sizes)
+    """Sizes of pools that `nodes x GPUs per node` can say on this cluster."""
+    nodes = [node.gpus for node in cluster.nodes]
+    return [size for size in range(1, sum(nodes) + 1) if even_splits(size, nodes)]
 
 
 def runnable(sizes: Iterable[int], members: Iterable[Component]) -> tuple[int, ...]:

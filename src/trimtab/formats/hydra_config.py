@@ -8,9 +8,11 @@ a framework config is really read, because it costs start-up time that plain job
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -206,7 +208,7 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> Composed:
             config = _with_parents(path, own, ())
             _apply_overrides(config, parsed, path)
         else:
-            config = _compose_with_hydra(path, overrides)
+            config = _compose_with_hydra(path, _with_search_path(path, own, overrides))
     keys = frozenset(str(override.key_or_group) for override in parsed)
     return Composed(path=path, reader=Reader(config, path), overridden=keys)
 
@@ -362,6 +364,47 @@ def _apply_overrides(config: Any, parsed: list[Any], path: Path) -> None:
     OmegaConf.set_struct(config, False)
 
 
+def _with_search_path(path: Path, own: Any, overrides: Sequence[str]) -> list[str]:
+    """The overrides, and the file's `hydra.searchpath` as folders that are there.
+
+    Hydra looks for `pkg://verl.trainer.config` among installed packages and for `file://verl/trainer/config` in the
+    working folder. A config is planned in other places too: so a folder of that name is looked for above the file.
+    """
+    entries = (_raw(own).get("hydra") or {}).get("searchpath")
+    given = any(override.lstrip("+~").startswith("hydra.searchpath=") for override in overrides)
+    if not isinstance(entries, list) or given or any("${" in str(entry) for entry in entries):
+        return list(overrides)
+    found = [_found_folder(str(entry), path) for entry in entries]
+    if found == entries:
+        return list(overrides)
+    return [*overrides, f"hydra.searchpath=[{','.join(_quoted(entry) for entry in found)}]"]
+
+
+def _found_folder(entry: str, path: Path) -> str:
+    """A search path entry as a folder that is there, or as it stands where none is."""
+    scheme, _, place = entry.rpartition("://")
+    if scheme not in ("pkg", "file", ""):
+        return entry
+    wanted = Path(*place.split(".")) if scheme == "pkg" else Path(place)
+    if wanted.is_absolute() or not wanted.parts:
+        return entry
+    above = [Path.cwd(), *path.resolve().parents]
+    if scheme == "pkg":
+        with suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(wanted.parts[0])  # of the topmost package: nothing is imported
+            above = [*(Path(at).parent for at in (spec and spec.submodule_search_locations) or ()), *above]
+    # A checkout has the name of its package: beside the file's own it may be verl/verl.
+    for folder in (base / inner / wanted for inner in ("", wanted.parts[0]) for base in above):
+        if folder.is_dir():
+            return f"file://{folder}"
+    return entry
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
 def _compose_with_hydra(path: Path, overrides: Sequence[str]) -> Any:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -380,7 +423,7 @@ def _compose_with_hydra(path: Path, overrides: Sequence[str]) -> Any:
         raise InputError(
             f"a config that `defaults` names cannot be found: {what}",
             where=f"{path}: defaults",
-            hint="plan in the folder it was written for, or give the resolved .hydra/config.yaml of a run",
+            hint="say where it is: hydra.searchpath=[file:///FOLDER], or give the resolved .hydra/config.yaml of a run",
         ) from None
     except Exception as error:  # Hydra raises its own, OmegaConf's, YAML's and plain Python's errors
         raise InputError(

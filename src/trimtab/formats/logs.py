@@ -29,6 +29,9 @@ FRAMEWORKS: Mapping[str, Framework] = {framework.name: framework for framework i
 OVERLAP = 1.15
 """Components that together take so much longer than their step cannot have run one after another."""
 
+NOTICEABLE = 0.01
+"""Periodic work of less than this share of its step says nothing: verl times a profiler in each step, also when off."""
+
 _FIRST_IN_CHAIN = ("rollout", "generation")
 _NO_TOKENS = ("weight_sync",)
 _NOT_WAITING = (*_FIRST_IN_CHAIN, "weight_sync")
@@ -323,15 +326,16 @@ def _first(samples: Mapping[str, object]) -> str:
     return next((name for name in _FIRST_IN_CHAIN if name in samples), next(iter(samples)))
 
 
-def is_periodic(framework: Framework, record: Record) -> bool:
-    """Whether validation, a checkpoint or the like fell into the step."""
-    return any(record.values.get(framework.prefix + name, 0.0) > 0 for name in framework.periodic)
+def periodic_work(framework: Framework, values: Mapping[str, float]) -> tuple[str, ...]:
+    """Timers of validation, checkpoints and the like that make a step's total another than an iteration's."""
+    total = values.get(framework.prefix + framework.total, 0.0)
+    return tuple(n for n in framework.periodic if values.get(framework.prefix + n, 0.0) > NOTICEABLE * max(total, 0.0))
 
 
 def _plain_steps(framework: Framework, steps: Iterable[Record]) -> list[Record]:
     """Steps without periodic work that state their total: only their totals are an iteration's."""
     total = framework.prefix + framework.total
-    return [r for r in steps if r.values.get(total, 0.0) > 0 and not is_periodic(framework, r)]
+    return [r for r in steps if r.values.get(total, 0.0) > 0 and not periodic_work(framework, r.values)]
 
 
 def _iteration(framework: Framework, steps: Iterable[Record]) -> float | None:
@@ -367,7 +371,7 @@ def _step_notes(framework: Framework, run: Joined, steps: list[Record], warmup: 
         notes.append(f"cut off in the log, and left out: {_steps(run.cut_off)}")
     if len(steps) < measured.STEPS_TO_TRUST:
         notes.append(f"{_steps(len(steps))} are few: medians of {measured.STEPS_TO_TRUST} or more are steadier")
-    periodic = sum(is_periodic(framework, record) for record in steps)
+    periodic = sum(bool(periodic_work(framework, record.values)) for record in steps)
     if periodic:
         notes.append(f"validation, checkpoints or the like fell into {_steps(periodic)}; their totals are left out")
     idle = {

@@ -128,9 +128,10 @@ VERL = Framework(
         ),
     },
     total="step",
-    periodic=("save_checkpoint", "testing", "dump_rollout_generations", "start_profile", "stop_profile"),
+    periodic=("save_checkpoint", "testing", "start_profile", "stop_profile"),
     idle=("generate_async", "wait_for_enough_samples", "switch_wait"),
     waiting=_waiting,
     amounts=_amounts,
     reward="critic/rewards/mean",
+    beside=("dump_rollout_generations",),
 )

@@ -89,7 +89,7 @@ class _Config:
         rules = Rules(
             framework="NeMo RL",
             groupings=groupings(options, members, self._pool_sizes(), str(self.composed.path)),
-            whole_nodes=True,
+            even_nodes=True,
         )
         return Loaded(
             dialect=NAME,

@@ -121,7 +121,7 @@ class _Config:
         rules = Rules(
             framework="OpenRLHF",
             groupings=groupings(options, members, sizes, str(self.composed.path)),
-            whole_nodes=True,
+            even_nodes=True,
         )
         return Loaded(
             dialect=NAME,

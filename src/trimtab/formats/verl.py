@@ -8,6 +8,7 @@ model may have a pool of its own, a teacher always has one. Costs come from a pr
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from trimtab.model.errors import InputError
 from trimtab.model.plan import CurrentPlacement, Plan, Rules
 from trimtab.model.profile import Profile
 from trimtab.model.workflow import Cluster, Component, Job, Node, Workflow, check_workflow
+from trimtab.plan.spread import positions_of, spread
 
 NAME = "verl"
 
@@ -42,6 +44,9 @@ SEPARATE: tuple[Mode, ...] = ("separate_async", "one_step_off", "fully_async")
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
+_SYNC_STEP = "async_training.trigger_parameter_sync_step"
+DEFAULT_MINI_BATCH = 256
+"""What verl's own parent config states."""
 
 
 def matches(reader: Reader) -> bool:
@@ -76,7 +81,7 @@ class _Config:
         staleness = self._staleness()
         workflow = Workflow(
             components=tuple(members.values()),
-            batches=int(self.reader.positive_int("data.train_batch_size", 1)),
+            batches=self._batches(),
             staleness=staleness,
             weight_sync=weight_sync(self.profile, "update_actor", "rollout"),
         )
@@ -86,7 +91,7 @@ class _Config:
         rules = Rules(
             framework=NAME,
             groupings=groupings(self._options(), members, pool_sizes(self.cluster), str(self.composed.path)),
-            whole_nodes=True,
+            even_nodes=True,
         )
         return Loaded(
             dialect=NAME,
@@ -150,15 +155,30 @@ class _Config:
         granularity = self._granularity() if after else None
         return component(self.costs[name], after=after, sizes=self._sizes(name), granularity=granularity, on_cpu=on_cpu)
 
+    def _batches(self) -> int:
+        """Prompts of an iteration: a batch, or what a trainer without one takes between two weight syncs."""
+        if self._without_batch():
+            return self._taken_at_once() * int(self.reader.positive_int(_SYNC_STEP, 1))
+        return int(self.reader.positive_int("data.train_batch_size", 1))
+
+    def _without_batch(self) -> bool:
+        """A fully asynchronous trainer has no batch: verl wants its size to be 0."""
+        return self.mode == "fully_async" and self.reader.get("data.train_batch_size", 0) in (0, "0")
+
+    def _taken_at_once(self) -> int:
+        """Prompts that a fully asynchronous trainer waits for before each of its steps."""
+        mini_batch = int(self.reader.positive_int(f"{_ACTOR}.ppo_mini_batch_size", DEFAULT_MINI_BATCH))
+        return mini_batch * int(self.reader.positive_int("async_training.require_batches", 1))
+
     def _granularity(self) -> int | None:
         """How much the trainer takes at a time: everything, or a mini-batch where samples stream."""
-        mini_batch: int | None = self.reader.positive_int(f"{_ACTOR}.ppo_mini_batch_size", None)
-        batches = int(self.reader.positive_int("data.train_batch_size", 1))
-        if mini_batch is None or self.mode not in ("separate_async", "fully_async"):
-            return None
         if self.mode == "fully_async":
-            mini_batch *= int(self.reader.positive_int("async_training.require_batches", 1))
-        return mini_batch if mini_batch < batches else None
+            taken = self._taken_at_once()
+            return taken if taken < self._batches() else None
+        mini_batch: int | None = self.reader.positive_int(f"{_ACTOR}.ppo_mini_batch_size", None)
+        if mini_batch is None or self.mode != "separate_async":
+            return None
+        return mini_batch if mini_batch < self._batches() else None
 
     def _staleness(self) -> int:
         if self.mode == "separate_async":
@@ -174,6 +194,11 @@ class _Config:
                 f"{self.mode}: {what}rollout beside training on weights up to {staleness} "
                 f"iteration{'s' if staleness > 1 else ''} old"
             )
+            if self._without_batch():
+                self.assumptions.append(
+                    f"an iteration is the {self._batches()} prompts trained on between two weight syncs "
+                    "(ppo_mini_batch_size x require_batches x trigger_parameter_sync_step); the costs are of as many"
+                )
             return
         self.assumptions.append(f"no streaming: each component takes all its inputs at once ({self.mode})")
         self.assumptions.append(
@@ -197,7 +222,8 @@ class _Config:
             split = 1  # verl wants the batch to divide by all GPUs here, whatever the sequence parallelism
         if reader.get(f"{_ACTOR}.use_dynamic_bsz", False) is True or not reader.has("data.train_batch_size"):
             return Sizes(parallel)
-        samples = int(reader.positive_int("data.train_batch_size")) * int(reader.positive_int(f"{_ROLLOUT}.n", 1))
+        prompts = self._taken_at_once() if self._without_batch() else int(reader.positive_int("data.train_batch_size"))
+        samples = prompts * int(reader.positive_int(f"{_ROLLOUT}.n", 1))
         if split > 1:
             samples //= int(reader.positive_int(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", 1)) or 1
         return Sizes(parallel, divisors_of_batch(max(samples, 1), split, self.cluster.gpus))
@@ -215,20 +241,28 @@ class _Config:
         return [apart] if self.mode in SEPARATE else [[[*base[0], "reward"], *alone], apart]
 
     def _current(self) -> CurrentPlacement | None:
-        ranks: dict[str, tuple[int, ...]] = {}
-        first = 0
-        for pool, (nodes, gpus) in self.pools.items():
-            mine = tuple(range(first, first + nodes * gpus))
-            first += nodes * gpus
-            if pool == "trainer":
-                ranks.update({name: mine for name in self.costs if not self._on_cpu(name)})
-            elif pool in self.costs:
-                ranks[pool] = mine
-        if first > self.cluster.gpus:
+        nodes = [node.gpus for node in self.cluster.nodes]
+        taken = sum(count * gpus for count, gpus in self.pools.values())
+        if taken > self.cluster.gpus:
             raise InputError(
-                f"the pools take GPUs 0-{first - 1}, and the cluster has GPUs 0-{self.cluster.gpus - 1}",
+                f"the pools take GPUs 0-{taken - 1}, and the cluster has GPUs 0-{self.cluster.gpus - 1}",
                 where=self.reader.where("trainer"),
             )
+        lying = spread([[pool] for pool in self.pools.values()], nodes)
+        # Parts of a pool may also share a node: then only how many GPUs it has is known.
+        sizes = [count * gpus for count, gpus in self.pools.values()]
+        ends = itertools.accumulate(sizes)
+        positions = (
+            [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+            if lying is None
+            else positions_of(lying, nodes)
+        )
+        ranks: dict[str, tuple[int, ...]] = {}
+        for pool, mine in zip(self.pools, positions, strict=True):
+            if pool == "trainer":
+                ranks.update({name: tuple(mine) for name in self.costs if not self._on_cpu(name)})
+            elif pool in self.costs:
+                ranks[pool] = tuple(mine)
         return CurrentPlacement(ranks=ranks, where=self.reader.where("trainer"))
 
     def _on_cpu(self, name: str) -> bool:

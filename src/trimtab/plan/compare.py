@@ -168,12 +168,23 @@ def plan_times(space: Space, found: Found) -> Floats:
 def current_plan(space: Space, current: CurrentPlacement, best: Found) -> Alternative:
     """The user's placement, checked and predicted; InputError where GPUs overlap or do not exist."""
     label = "your placement"
+    plan = predicted(space, current)
+    if isinstance(plan, str):
+        return Alternative(label, None, plan)
+    chosen = to_plan(space, best)
+    if plan.iteration_seconds <= chosen.iteration_seconds * (1 + 1e-9):
+        return Alternative(label, plan, "it is as fast as the best: keep it")
+    return Alternative(label, plan, why_it_loses(plan, chosen))
+
+
+def predicted(space: Space, current: CurrentPlacement) -> Plan | str:
+    """What a placement takes at the costs of this space, whatever its rules; or why it cannot be."""
     check_current(space, current)
     sets: dict[tuple[int, ...], list[int]] = {}
     for i in space.on_gpu:
         ranks = current.ranks.get(space.order[i].name)
         if ranks is None:
-            return Alternative(label, None, f"{current.where} does not say where {space.order[i].name} goes")
+            return f"{current.where} does not say where {space.order[i].name} goes"
         sets.setdefault(tuple(sorted(ranks)), []).append(i)
     kind_of = {rank: kind for kind in space.budgets for rank in space.job.cluster.ranks(kind)}
     groups: list[tuple[Members, tuple[int, ...], str]] = []
@@ -181,16 +192,14 @@ def current_plan(space: Space, current: CurrentPlacement, best: Found) -> Altern
         members = tuple(sorted(sharing))
         kinds = {kind_of[rank] for rank in ranks}
         if len(kinds) > 1:
-            return Alternative(label, None, f"{_names(space, members)} would span GPUs of the kinds {sorted(kinds)}")
+            return f"{_names(space, members)} would span GPUs of the kinds {sorted(kinds)}"
         groups.append((members, ranks, kinds.pop()))
     free = Space(space.job)
     tables = []
     for members, ranks, kind in groups:
         table = free.table(members, kind)
         if table is None or table.sizes[0] > len(ranks):
-            return Alternative(
-                label, None, f"{_names(space, members)} cannot run on {len(ranks)} GPUs: memory or counts"
-            )
+            return f"{_names(space, members)} cannot run on {len(ranks)} GPUs: memory or counts"
         tables.append(table)
     grouping = Grouping(tuple(tables))
     sizes = tuple(
@@ -198,11 +207,7 @@ def current_plan(space: Space, current: CurrentPlacement, best: Found) -> Altern
         for table, (_, ranks, _) in zip(tables, groups, strict=True)
     )
     options, seconds = free.best_of(grouping, sizes)
-    plan = to_plan(free, Found(grouping, sizes, options, seconds), tuple(ranks for _, ranks, _ in groups))
-    chosen = to_plan(space, best)
-    if plan.iteration_seconds <= chosen.iteration_seconds * (1 + 1e-9):
-        return Alternative(label, plan, "it is as fast as the best: keep it")
-    return Alternative(label, plan, why_it_loses(plan, chosen))
+    return to_plan(free, Found(grouping, sizes, options, seconds), tuple(ranks for _, ranks, _ in groups))
 
 
 def check_current(space: Space, current: CurrentPlacement) -> None:

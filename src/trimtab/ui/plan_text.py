@@ -9,15 +9,20 @@ from rich.markup import escape
 from rich.table import Table
 
 from trimtab.formats.dialect import Settings
-from trimtab.model.plan import Alternative, Answer, Plan, Sensitivity
+from trimtab.model.plan import Alternative, Answer, Plan, Scaling, Sensitivity
 from trimtab.model.ranks import ranks_text
 from trimtab.ui.output import plain_table
 
 HEADING = "Best placement for this task is:"
 
 
-def as_data(answer: Answer, settings: Settings, dialect: str, searched: float) -> dict[str, Any]:
-    """The answer as plain data: what `--format json` and `yaml` print."""
+def as_data(
+    answer: Answer, settings: Settings, dialect: str, searched: float, other: Settings | None = None
+) -> dict[str, Any]:
+    """The answer as plain data: what `--format json` and `yaml` print.
+
+    `other` says the plan for less than perfect scaling in the file's own keys, where there is one.
+    """
     best = answer.best
     return {
         "iteration_seconds": best.iteration_seconds,
@@ -66,11 +71,31 @@ def as_data(answer: Answer, settings: Settings, dialect: str, searched: float) -
             }
             for s in answer.sensitivity
         },
+        "scaling": _scaling(answer.scaling, other),
+        "kept": answer.kept,
         "assumptions": list(answer.assumptions),
         "dialect": dialect,
         "settings": dict(settings.values),
         "advice": list(settings.advice),
         "search": {"seconds": round(searched, 6), "plans_considered": answer.plans_considered},
+    }
+
+
+def _scaling(scaling: Scaling | None, other: Settings | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    plan = scaling.plan
+    return {
+        "measured_once": list(scaling.components),
+        "per_doubling": scaling.doubling,
+        "iteration_seconds": scaling.chosen_seconds,
+        "plan": plan
+        and {
+            "iteration_seconds": plan.iteration_seconds,
+            "groups": _groups(plan),
+            "settings": dict(other.values) if other else None,
+        },
+        "measure": dict(zip(("component", "gpus"), scaling.measure, strict=True)) if scaling.measure else None,
     }
 
 
@@ -81,16 +106,20 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def print_text(out: Console, answer: Answer, settings: Settings, searched: float, noise: float) -> None:
+def print_text(
+    out: Console, answer: Answer, settings: Settings, searched: float, noise: float, other: Settings | None = None
+) -> None:
     """The whole answer as text; the placement block comes last, ready to copy."""
     best = answer.best
-    proof = "proven optimal" if answer.optimal else f"at most {_gap(answer):.1%} above the optimum"
+    proof = _proof(answer)
     out.print(f"[bold]{best.iteration_seconds:.1f} s[/] per iteration, {_rate(best)}, {proof}")
     out.print(
         f"{best.mode}: {escape(best.describe())} GPUs; {best.gpus} of {best.total_gpus} GPUs used, "
         f"{best.idle_share:.0%} of the GPU time idle"
     )
     out.print(f"[dim]{answer.plans_considered} plans simulated in {searched:.3f} s[/]")
+    if answer.scaling is not None and answer.scaling.plan is not None:
+        _print_scaling(out, answer.scaling)
     out.print()
     out.print(_components(best))
     if answer.alternatives:
@@ -110,7 +139,8 @@ def print_text(out: Console, answer: Answer, settings: Settings, searched: float
         )
     if answer.sensitivity:
         out.print()
-        out.print(f"[bold]How far a cost may be off[/] before another plan is more than {noise:.0%} faster")
+        unsure = ", if scaling is perfect" if answer.scaling is not None and answer.scaling.plan is not None else ""
+        out.print(f"[bold]How far a cost may be off[/] before another plan is more than {noise:.0%} faster{unsure}")
         width = max(len(row.component) for row in answer.sensitivity)
         for row in answer.sensitivity:
             out.print(f"  {escape(row.component.ljust(width))}  {escape(_range(row))}")
@@ -119,10 +149,36 @@ def print_text(out: Console, answer: Answer, settings: Settings, searched: float
         out.print("[bold]Assumed[/]")
         for sentence in (*answer.assumptions, *settings.advice):
             out.print(f"  - {escape(sentence)}")
+    if other is not None and answer.scaling is not None:
+        out.print()
+        out.print(f"If each doubling of GPUs gives {answer.scaling.doubling:.0%} of a perfect speed-up it is:")
+        out.print()
+        out.print(other.block.rstrip("\n"), markup=False, highlight=False)
     out.print()
     out.print(HEADING)
     out.print()
     out.print(settings.block.rstrip("\n"), markup=False, highlight=False)
+
+
+def _proof(answer: Answer) -> str:
+    if answer.kept:
+        return "the placement in the file: keep it"
+    if answer.scaling is not None and answer.scaling.plan is not None:
+        return "best if scaling is perfect, which was not measured"
+    return "proven optimal" if answer.optimal else f"at most {_gap(answer):.1%} above the optimum"
+
+
+def _print_scaling(out: Console, scaling: Scaling) -> None:
+    assert scaling.plan is not None
+    out.print()
+    out.print(
+        f"[bold]If each doubling of GPUs gives {scaling.doubling:.0%} of a perfect speed-up[/]: "
+        f"{scaling.plan.iteration_seconds:.1f} s with {escape(scaling.plan.describe())}; "
+        f"the plan above takes {scaling.chosen_seconds:.1f} s then"
+    )
+    if scaling.measure is not None:
+        name, gpus = scaling.measure
+        out.print(f"Measure {escape(name)} on {gpus} GPUs: that decides between the two.")
 
 
 def _gap(answer: Answer) -> float:
