@@ -22,6 +22,7 @@ from trimtab.pool.events import MakeGroup
 from trimtab.runtime.background import Background
 from trimtab.runtime.ray import plain
 from trimtab.runtime.ray.host import Order, Seat
+from trimtab.runtime.ray.leases import ClientProcess
 from trimtab.runtime.ray.slots import GroupError, GroupSeen, Slots, ray_resources
 from trimtab.runtime.ray.warden import EXIT_WAIT_S, NAMESPACE, Wardens
 from trimtab.runtime.ray.warm import WarmHost, WarmHosts
@@ -163,6 +164,10 @@ class Members:
     async def link_place(self, node: str) -> tuple[str, int] | None:
         """Where the node's beats come from."""
         return await self._wardens.link_place(node)
+
+    async def process_alive(self, process: ClientProcess | None) -> bool | None:
+        """Whether a client's process is alive; None where that is not known."""
+        return await self._wardens.process_alive(process)
 
     async def node_lost(self, node: str) -> None:
         """Forget the node and all that was there; no death is reported for it."""

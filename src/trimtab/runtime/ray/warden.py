@@ -25,6 +25,7 @@ from trimtab.model.errors import UnreachableError
 from trimtab.runtime.background import NEVER_GIVE_UP, Background, RestartPolicy
 from trimtab.runtime.ray import nvml
 from trimtab.runtime.ray.host import FRAME, born, frame, make_run_dir, stat
+from trimtab.runtime.ray.leases import ClientProcess, is_alive_here
 from trimtab.runtime.ray.links import Place, beat_forever
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,10 @@ class Warden:
                 else:
                     self._forget(record["pid"])
         return found
+
+    async def process_alive(self, process: ClientProcess) -> bool | None:
+        """Whether a client's process is alive; None where that cannot be seen from here."""
+        return is_alive_here(process)
 
     async def stop(
         self, pid: int, start: float, tell_s: float, notice: bool, save_s: float, path: str | None
@@ -420,6 +425,16 @@ class Wardens:
             self.facts[node] = await self.ask(node, "hello", timeout_s=5.0)
         known = self.facts.get(node)
         return None if known is None else (str(known["link"][0]), int(known["link"][1]))
+
+    async def process_alive(self, process: ClientProcess | None) -> bool | None:
+        """Whether a client's process is alive; None where its node does not say."""
+        if process is None:
+            return None
+        try:
+            alive: bool | None = await self.ask(process.node, "process_alive", process, timeout_s=5.0)
+        except UnreachableError:
+            return None
+        return alive
 
     async def close(self) -> None:
         """End all wardens, and what they keep on their nodes."""
