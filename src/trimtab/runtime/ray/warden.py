@@ -244,7 +244,7 @@ def _tidy(place: Path) -> None:
     for left in place.iterdir():
         with contextlib.suppress(OSError, ValueError, KeyError):
             records = [json.loads(path.read_text()) for path in left.glob("[0-9]*.json")]
-            if time.time() - left.stat().st_mtime > _TIDY_AFTER_S and not any(
+            if time.time() - left.lstat().st_mtime > _TIDY_AFTER_S and not any(
                 born(record["pid"]) == record["born"] for record in records
             ):
                 shutil.rmtree(left, ignore_errors=True)
