@@ -93,7 +93,9 @@ class Driver:
         """Replay the journal and take hold of what is there."""
         began = time.monotonic()
         with _nothing_collected():
-            self.journal = await asyncio.to_thread(Journal, self.directory, owner=self._name, lock_wait_s=LOCK_WAIT_S)
+            self.journal = await asyncio.to_thread(
+                Journal, self.directory, owner=self._name, lock_wait_s=LOCK_WAIT_S, background=self.background
+            )
             try:
                 self.shelf = Shelf(self.directory, self._state_dir)
                 self.machine, is_fresh = self._replay()
