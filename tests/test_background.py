@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from trimtab.runtime.background import Background, RestartPolicy, describe
+from trimtab.runtime.background import NEVER_GIVE_UP, Background, RestartPolicy, describe
 
 QUICK = RestartPolicy(max_failures=3, backoff_s=0.001, max_backoff_s=0.002)
 
@@ -74,6 +74,45 @@ async def test_a_job_that_runs_once_is_not_repeated() -> None:
     await asyncio.wait_for(background.once("end host", job()), 60)
     assert runs == [1]
     assert [row["state"] for row in background.status()] == ["failed"]
+
+
+async def test_jobs_of_one_name_that_failed_are_one_row_and_those_that_run_are_none() -> None:
+    background = Background(QUICK)
+
+    async def job() -> None:
+        raise OSError("gone")
+
+    for _ in range(3):
+        await asyncio.wait_for(background.once("end host", job()), 60)
+    waiting = background.once("start host", asyncio.sleep(600))
+    await asyncio.sleep(0)
+    assert background.status() == [
+        {"name": "end host", "state": "failed", "failures": 3, "last_error": "OSError: gone"}
+    ]
+    waiting.cancel()
+    await background.close()
+
+
+async def test_a_job_that_is_cancelled_before_it_begins_leaves_nothing() -> None:
+    background = Background(QUICK)
+    background.once("end host", asyncio.sleep(600)).cancel()
+    background.start("watch", asyncio.Event().wait).cancel()  # type: ignore[arg-type]
+    await background.close()
+    assert background.status() == []
+
+
+async def test_what_nothing_can_do_without_is_never_given_up() -> None:
+    background, passes = Background(), []
+
+    async def loop() -> None:
+        passes.append(1)
+        if len(passes) < 50:
+            raise ValueError("again")
+
+    assert NEVER_GIVE_UP.max_failures is None
+    policy = RestartPolicy(max_failures=None, backoff_s=0.0001, max_backoff_s=0.0002)
+    await asyncio.wait_for(background.start("watch", loop, policy=policy), 60)
+    assert len(passes) == 50
 
 
 async def test_closing_cancels_what_runs_without_a_failure() -> None:

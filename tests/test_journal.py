@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -236,6 +237,64 @@ def test_a_full_disk_is_said_and_nothing_is_lost_once_there_is_room(
     assert journal.fault is None
     journal.close()
     assert read_journal(tmp_path).events == ((1.0, Tick()), (2.0, Tick()))
+
+
+def test_a_disk_that_dropped_what_it_was_forced_to_keep_is_a_fault_until_all_of_it_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path)
+    journal.append(1.0, Tick())
+    until(lambda: journal.synced)
+    kept = segment(tmp_path).stat().st_size
+    beside = tmp_path / "payload"
+    beside.write_text("whole")
+
+    def lost(descriptor: int) -> None:  # as a kernel does it: an error once, and the pages count as clean
+        size = os.fstat(descriptor).st_size
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(segment(tmp_path)) and size > kept:
+            os.pwrite(descriptor, b"\0" * (size - kept), kept)
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", lost)
+        journal.beside(beside)
+        journal.append(2.0, Tick())
+        until(lambda: journal.fault is not None and "forced to disk" in journal.fault)
+        journal.append(3.0, Tick())
+        assert journal.fault is not None
+        assert journal.rotate() == 0  # what the disk does not have cannot be left behind
+        assert not journal.synced
+    until(lambda: journal.fault is None and journal.synced)
+    assert read_journal(tmp_path).events == ((1.0, Tick()), (2.0, Tick()), (3.0, Tick()))
+    assert beside.read_text() == "whole"
+    assert journal.rotate() == 1
+    journal.close()
+
+
+def test_a_snapshot_that_cannot_be_written_loses_nothing_of_what_waits_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    journal = Journal(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        journal.append(1.0, Tick())
+        with monkeypatch.context() as worse:
+            worse.setattr("trimtab.runtime.journal.write_file", lambda *_, **__: full(0, b""))
+            journal.snapshot(2.0, {"tasks": []})
+    journal.append(3.0, Tick())
+    journal.close()
+    assert read_journal(tmp_path).events == ((1.0, Tick()), (3.0, Tick()))
+
+
+def until(true: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        if true():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not come true in time")
 
 
 def test_killed_in_the_middle_of_writing_every_appended_event_is_there(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import json
 import logging
 import os
@@ -30,6 +31,7 @@ from trimtab.model.pool import Place, Strategy
 from trimtab.model.resources import Resources
 from trimtab.pool.events import MakeGroup
 from trimtab.runtime.ray import members as door
+from trimtab.runtime.ray import warm
 from trimtab.runtime.ray.host import born, run_dir
 from trimtab.runtime.ray.members import (
     DiedError,
@@ -40,6 +42,7 @@ from trimtab.runtime.ray.members import (
     Payload,
     StartError,
 )
+from trimtab.runtime.ray.warden import Warden
 from waiting import until_async
 
 CPU = Resources.of(cpu=1)
@@ -675,6 +678,78 @@ def test_a_warden_that_hangs_is_replaced_when_it_is_needed(monkeypatch: pytest.M
         assert not alive(hangs)
 
     own_world_of(story)
+
+
+def test_who_waits_for_a_host_on_a_node_gets_one_after_a_start_that_took_too_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(world: World) -> None:
+        monkeypatch.setattr(warm, "_START_WAIT_S", 0.0)
+        taking = asyncio.ensure_future(world.members._hosts.take(world.node, ()))
+        await until(lambda: "did not start: TimeoutError" in caplog.text)
+        monkeypatch.setattr(warm, "_START_WAIT_S", WAIT_S)
+        host, was_ready = await asyncio.wait_for(taking, WAIT_S)
+        assert alive(host.pid)
+        assert not was_ready
+        await until(lambda: world.members.warm_counts()[world.node]["starting"] == 0)
+
+    with caplog.at_level(logging.WARNING):
+        own_world_of(story)
+
+
+def test_deaths_are_heard_of_after_an_answer_of_the_node_s_agent_that_makes_no_sense() -> None:
+    async def story(world: World) -> None:
+        agents, asked = world.members._wardens, []
+        ask = agents.ask
+
+        async def odd(node: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+            if method == "deaths" and not asked:
+                asked.append(method)
+                return None
+            return await ask(node, method, *arguments, timeout_s=timeout_s)
+
+        agents.ask = odd  # type: ignore[method-assign]
+        first, second = await world.start(Worker, task="first"), await world.start(Worker, task="second")
+        os.kill(first.pid, signal.SIGKILL)  # ends the question that is under way, and the next gets that answer
+        await until(lambda: [member for member, _ in world.deaths] == [first])
+        os.kill(second.pid, signal.SIGKILL)
+        await until(lambda: [member for member, _ in world.deaths] == [first, second])
+        assert asked
+        [row] = [row for row in world.members.background.status() if row["failures"]]
+        assert (row["name"], row["state"]) == (f"deaths on node {world.node[:12]}", "running")
+
+    own_world_of(story)
+
+
+def test_a_node_s_agent_without_file_descriptors_calls_no_living_process_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, refused = os.pidfd_open, []
+
+    def full(pid: int, flags: int = 0) -> int:
+        if len(refused) < 3:
+            refused.append(pid)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(pid, flags)
+
+    async def story() -> None:
+        monkeypatch.setattr(os, "pidfd_open", full)
+        agent = Warden(f"c-{uuid.uuid4().hex[:6]}", "node")
+        process = subprocess.Popen(["sleep", "600"])
+        try:
+            since = born(process.pid)
+            assert since is not None
+            await agent.watch([(process.pid, since)])
+            await until(lambda: len(refused) == 3)
+            epoch, deaths = await agent.deaths("", 0, 0.0)
+            assert deaths == []
+            process.kill()
+            await asyncio.to_thread(process.wait)
+            assert await asyncio.wait_for(agent.deaths(epoch, 0, WAIT_S), WAIT_S) == (epoch, [(process.pid, since)])
+        finally:
+            process.kill()
+            process.wait()
+            await agent.leave()
+
+    asyncio.run(story())
 
 
 def test_what_lost_nodes_left_on_disk_is_removed_unless_something_there_is_alive() -> None:

@@ -21,15 +21,16 @@ from typing import Any, Literal
 
 log = logging.getLogger(__name__)
 
+MOST_ENDED = 50  # names of jobs that were given up; the latest are kept
 State = Literal["running", "backing off", "failed"]
 OnFailed = Callable[[str, Exception], None]
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """How often a loop may fail: more than `max_failures` within `window_s` is given up."""
+    """How often a loop may fail: more than `max_failures` within `window_s` is given up (None: never)."""
 
-    max_failures: int = 20
+    max_failures: int | None = 20
     window_s: float = 600.0
     backoff_s: float = 0.1
     max_backoff_s: float = 30.0
@@ -39,11 +40,15 @@ class RestartPolicy:
         return float(min(self.max_backoff_s, self.backoff_s * 2.0 ** min(failures - 1, 30)))
 
 
+NEVER_GIVE_UP = RestartPolicy(max_failures=None)  # for loops that nothing can do without
+
+
 @dataclass
 class _Job:
     name: str
     policy: RestartPolicy
     on_failed: OnFailed | None
+    repeats: bool = True  # a loop, not a job that runs once
     state: State = "running"
     failures: int = 0  # since the start
     last_error: str = ""
@@ -56,7 +61,7 @@ class _Job:
         self.recent.append(now)
         while now - self.recent[0] > self.policy.window_s:
             self.recent.popleft()
-        if len(self.recent) > self.policy.max_failures:
+        if self.policy.max_failures is not None and len(self.recent) > self.policy.max_failures:
             self.state = "failed"
             return None
         self.state = "backing off"
@@ -74,7 +79,7 @@ class Background:
         self._prefix = prefix
         self._lock = threading.Lock()
         self._jobs: dict[int, _Job] = {}  # running, and those that failed once: a clean end leaves no entry
-        self._ended_failures: deque[_Job] = deque(maxlen=50)
+        self._ended_failures: dict[str, _Job] = {}  # given up, by name: the latest of each
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stop = threading.Event()
 
@@ -89,7 +94,7 @@ class Background:
         on_failed: OnFailed | None = None,
     ) -> asyncio.Task[None]:
         """Run a loop; called again when it raises. It ends when it returns, is cancelled or fails too often."""
-        return self._spawn(self._supervise(self._enter(name, policy, on_failed), work), name)
+        return self._spawn(self._enter(name, policy, on_failed), work)
 
     def once(
         self, name: str, work: Coroutine[Any, Any, None], *, on_failed: OnFailed | None = None
@@ -99,7 +104,9 @@ class Background:
         async def run() -> None:
             await work
 
-        return self._spawn(self._supervise(self._enter(name, RestartPolicy(max_failures=0), on_failed), run), name)
+        task = self._spawn(self._enter(name, RestartPolicy(max_failures=0), on_failed, repeats=False), run)
+        task.add_done_callback(lambda _: work.close())  # where it was cancelled before it began
+        return task
 
     def start_thread(
         self,
@@ -140,9 +147,9 @@ class Background:
     # ---- looking ---------------------------------------------------------------------------------------------------
 
     def status(self) -> list[dict[str, Any]]:
-        """One row for each job that runs or has failed, as plain data."""
+        """One row for each loop, and for each job that was given up, as plain data."""
         with self._lock:
-            jobs = [*self._jobs.values(), *self._ended_failures]
+            jobs = [*(job for job in self._jobs.values() if job.repeats), *self._ended_failures.values()]
             return [
                 {"name": job.name, "state": job.state, "failures": job.failures, "last_error": job.last_error}
                 for job in jobs
@@ -151,15 +158,17 @@ class Background:
     def unhealthy(self) -> list[str]:
         """A sentence for each job that failed, running again or not."""
         return [
-            f"{row['name']} failed {row['failures']} times and is {row['state']}: {row['last_error']}"
+            f"{row['name']} failed {_times(row['failures'])} and is {row['state']}: {row['last_error']}"
             for row in self.status()
             if row["failures"]
         ]
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _enter(self, name: str, policy: RestartPolicy | None, on_failed: OnFailed | None) -> _Job:
-        job = _Job(name, policy or self._policy, on_failed)
+    def _enter(
+        self, name: str, policy: RestartPolicy | None, on_failed: OnFailed | None, *, repeats: bool = True
+    ) -> _Job:
+        job = _Job(name, policy or self._policy, on_failed, repeats)
         with self._lock:
             self._jobs[id(job)] = job
         return job
@@ -168,28 +177,30 @@ class Background:
         with self._lock:
             self._jobs.pop(id(job), None)
             if job.state == "failed":
-                self._ended_failures.append(job)
+                before = self._ended_failures.pop(job.name, None)
+                job.failures += before.failures if before else 0
+                self._ended_failures[job.name] = job
+                while len(self._ended_failures) > MOST_ENDED:
+                    del self._ended_failures[next(iter(self._ended_failures))]
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, name=f"{self._prefix}-{name}")
+    def _spawn(self, job: _Job, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(self._supervise(job, work), name=f"{self._prefix}-{job.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: self._leave(job))
         return task
 
     async def _supervise(self, job: _Job, work: Callable[[], Awaitable[None]]) -> None:
-        try:
-            while True:
-                try:
-                    await work()
-                    return
-                except Exception as error:
-                    delay_s = self._failed(job, error)
-                if delay_s is None:
-                    return
-                await asyncio.sleep(delay_s)
-                job.state = "running"
-        finally:
-            self._leave(job)
+        while True:
+            try:
+                await work()
+                return
+            except Exception as error:
+                delay_s = self._failed(job, error)
+            if delay_s is None:
+                return
+            await asyncio.sleep(delay_s)
+            job.state = "running"
 
     def _supervise_thread(self, job: _Job, work: Callable[[], None]) -> None:
         try:
@@ -224,3 +235,7 @@ def describe(error: BaseException) -> str:
     """The first line of an exception's message, or its type where it has none (a time-out, say)."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

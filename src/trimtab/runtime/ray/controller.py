@@ -26,6 +26,7 @@ from trimtab.pool.records import Task
 from trimtab.runtime.ray.deeds import read_payload
 from trimtab.runtime.ray.doors import News, TaskSeen, door
 from trimtab.runtime.ray.driver import ASKS, Driver, say_fault
+from trimtab.runtime.ray.leases import LEASE_S, ClientProcess
 from trimtab.runtime.shelf import header_of
 
 TRY_AGAIN_S = 5.0  # after a failed attempt to come up
@@ -95,7 +96,7 @@ class Controller:
         driver = await self._up_now()
         driver.handle(PoolEnsured(spec))
         if spec.client:
-            driver.leases[spec.client] = time.monotonic()
+            driver.leases.heard(spec.client)
 
     @door
     async def set_state_handlers(self, pool: str, handlers: bytes) -> None:
@@ -131,7 +132,7 @@ class Controller:
         if len(payload) < _LARGE:
             driver.deeds.submitted(spec.id, read_payload(payload, handlers))
         if spec.client:
-            driver.leases[spec.client] = time.monotonic()
+            driver.leases.heard(spec.client)
         return self._seen(spec.id)
 
     @door
@@ -143,13 +144,9 @@ class Controller:
         driver.handle(event)
 
     @door
-    async def renew(self, client: str) -> bool:
-        """A client says that it lives; false where it was given up already."""
-        leases = (await self._up_now()).leases
-        if client not in leases:
-            return False
-        leases[client] = time.monotonic()
-        return True
+    async def renew(self, client: str, lease_s: float = LEASE_S, process: ClientProcess | None = None) -> bool:
+        """A client says that it is alive, and for how long to believe that; false where it was given up already."""
+        return (await self._up_now()).leases.renew(client, lease_s, process)
 
     @door
     async def leave(self, client: str) -> None:
@@ -167,7 +164,7 @@ class Controller:
     async def publish(self, kind: str, id: str, facts: dict[str, Any] | None, client: str) -> None:
         """Let others know of something that a client runs, as long as it lives; without facts: not any more."""
         driver = await self._up_now()
-        driver.leases[client] = time.monotonic()
+        driver.leases.heard(client)
         if facts is None:
             driver.board.take_down(kind, id)
         else:
@@ -178,7 +175,7 @@ class Controller:
     async def want(self, client: str, bundles: list[dict[str, float]]) -> None:
         """What a client could use in all: what all want together is asked of Ray's autoscaler."""
         driver = await self._up_now()
-        driver.leases[client] = time.monotonic()
+        driver.leases.heard(client)
         driver.board.want(client, bundles)
 
     @door
@@ -308,6 +305,8 @@ class Controller:
             "tasks": states,
             "warm_hosts": driver.members.warm_counts(),
             "clients": len(driver.leases),
+            "silent_clients": driver.leases.status(),
+            "background": driver.background.status(),
             "faults": driver.faults[-20:],
             "metrics": driver.meter.fault,
         }

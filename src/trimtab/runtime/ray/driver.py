@@ -25,11 +25,13 @@ from trimtab.pool import events, orders
 from trimtab.pool.events import Event, PoolDropped, PoolEnsured, Submitted, Tick
 from trimtab.pool.machine import PoolMachine
 from trimtab.pool.records import Stand
+from trimtab.runtime.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.journal import Journal
 from trimtab.runtime.ray import nodes, recovery
 from trimtab.runtime.ray.board import Board
 from trimtab.runtime.ray.deeds import Deeds
 from trimtab.runtime.ray.fleet_metrics import FleetMeter, desired_workers
+from trimtab.runtime.ray.leases import Leases
 from trimtab.runtime.ray.members import Member, Members
 from trimtab.runtime.ray.metrics import Meter
 from trimtab.runtime.shelf import Shelf, Staged
@@ -37,7 +39,6 @@ from trimtab.runtime.shelf import Shelf, Staged
 log = logging.getLogger("trimtab.controller")
 
 COMPACT_EVERY = 20_000  # events
-LEASE_S = 10.0  # a client that was not heard of for so long is dead
 KEEP_HOUSE_S = 1.0
 LOOK_AT_GROUPS_S = 5.0
 LOCK_WAIT_S = 5.0  # for a controller that has just died to let go of its journal
@@ -74,7 +75,8 @@ class Driver:
         self._state_dir = state_dir
         self.directory = directory
         self.faults: list[str] = []  # of our own, for status
-        self.leases: dict[str, float] = {}  # client -> when it was heard of
+        self.leases = Leases()
+        self.background = Background()
         self.board = Board(ray)
         self._waiters: dict[str, set[tuple[frozenset[State], asyncio.Future[None]]]] = {}
         self._loops: list[asyncio.Task[None]] = []
@@ -91,7 +93,9 @@ class Driver:
         """Replay the journal and take hold of what is there."""
         began = time.monotonic()
         with _nothing_collected():
-            self.journal = await asyncio.to_thread(Journal, self.directory, owner=self._name, lock_wait_s=LOCK_WAIT_S)
+            self.journal = await asyncio.to_thread(
+                Journal, self.directory, owner=self._name, lock_wait_s=LOCK_WAIT_S, background=self.background
+            )
             try:
                 self.shelf = Shelf(self.directory, self._state_dir)
                 self.machine, is_fresh = self._replay()
@@ -102,8 +106,7 @@ class Driver:
             self.shelf.keep_only(self.machine.tasks)
             await self._take_hold(is_fresh)
         except BaseException:
-            for one in self._loops:
-                one.cancel()
+            self.background.stop()
             self.journal.close()
             raise
         took_s = time.monotonic() - began
@@ -123,7 +126,7 @@ class Driver:
     async def _take_hold(self, is_fresh: bool) -> None:
         self.meter = Meter(self._name, self.machine)
         self.fleet_meter = FleetMeter(self._name)
-        self.members = Members(self._name, self._state_dir, self._on_death)
+        self.members = Members(self._name, self._state_dir, self._on_death, self.background)
         self.deeds = Deeds(self, self.members, self.shelf, hosts_save=self._state_dir is not None)
         self.watch = nodes.NodeWatch(
             self, self.members, self._ray, self.directory / "nodes", self.deeds.node_lost, self.board.tell
@@ -137,14 +140,18 @@ class Driver:
                 log.error(lost)
                 self.journal.note(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {lost}")
                 self.journal.snapshot(self.now(), self.machine.dump())
-        now = time.monotonic()
         owners = [task.spec.client for task in self.machine.tasks.values()]
         owners += [pool.spec.client for pool in self.machine.pools.values()]
-        self.leases = {client: now for client in owners if client}
+        for client in filter(None, owners):
+            self.leases.heard(client)
         await recovery.reconcile(self, self.members, self.deeds, self.watch)
-        loop = asyncio.get_running_loop()
-        for forever in (self.watch.watch(), self._keep_house(), self._look_at_groups()):
-            self._loops.append(loop.create_task(forever))
+        for name, forever in (
+            ("look at nodes", self.watch.watch),
+            ("keep house", self._keep_house),
+            ("leases of clients", self._watch_leases),
+            ("look at placement groups", self._look_at_groups),
+        ):
+            self._loops.append(self.background.start(name, forever, policy=NEVER_GIVE_UP))
         self._wake_soon()
 
     def _on_death(self, member: Member, why: str) -> None:
@@ -271,19 +278,15 @@ class Driver:
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(KEEP_HOUSE_S)
-            try:
-                self._end_tasks_of_the_dead()
-                self._look_at_compactor()
-                await self.meter.sample(self.members.warm_counts())
-                views = self.watch.views(gone=True)
-                self.fleet_meter.sample(views, self.desired_workers(), self.board)
-                self._say_journal_fault()
-                if self.journal.vanished:
-                    log.error("somebody deleted the journal in %s; it is written anew", self.directory)
-                    self.journal.snapshot(self.now(), self.machine.dump())
-                    self.shelf.make_folders()
-            except Exception:
-                log.exception("keeping house")
+            self._look_at_compactor()
+            await self.meter.sample(self.members.warm_counts())
+            views = self.watch.views(gone=True)
+            self.fleet_meter.sample(views, self.desired_workers(), self.board)
+            self._say_journal_fault()
+            if self.journal.vanished:
+                log.error("somebody deleted the journal in %s; it is written anew", self.directory)
+                self.journal.snapshot(self.now(), self.machine.dump())
+                self.shelf.make_folders()
 
     def desired_workers(self) -> int:
         """How many nodes would be of use now."""
@@ -295,15 +298,20 @@ class Driver:
             self._said = self.journal.fault
             log.error(self._said or "the journal can be written again")
 
-    def _end_tasks_of_the_dead(self) -> None:
-        late = time.monotonic() - LEASE_S
-        for client in [client for client, heard in self.leases.items() if heard < late]:
-            log.warning("client %s is gone", client)
-            self.end_tasks_of(client)
+    async def _watch_leases(self) -> None:
+        """End what belongs to clients that are dead."""
+        while True:
+            await asyncio.sleep(KEEP_HOUSE_S)
+            silent = self.leases.silent()
+            alive = await asyncio.gather(*(self.members.process_alive(process) for process in silent.values()))
+            for client, found in zip(silent, alive, strict=True):
+                if self.leases.looked(client, found):
+                    log.warning("client %s is gone", client)
+                    self.end_tasks_of(client)
 
     def end_tasks_of(self, client: str) -> None:
         """End what was to end with a client: its tasks and pools."""
-        self.leases.pop(client, None)
+        self.leases.end(client)
         self.board.forget(client)
         for record in list(self.machine.tasks.values()):
             if record.spec.client == client and record.state not in ENDED:
@@ -352,6 +360,7 @@ class Driver:
             self._compactor.wait()
         self.journal.close()
         self._wake()
+        self.background.stop()
 
     async def _all_ended(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

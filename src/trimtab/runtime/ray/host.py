@@ -16,6 +16,7 @@ import json
 import os
 import pickle
 import socket
+import stat as stat_module
 import struct
 import sys
 import threading
@@ -25,6 +26,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from trimtab.runtime.background import Background, RestartPolicy
 
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 FRAME = struct.Struct("!IQ")  # sizes of the JSON head and of the bytes that follow
@@ -70,9 +73,15 @@ def make_run_dir(controller: str, node: str) -> Path:
     """That directory, made if need be; nobody else may look into it."""
     path = run_dir(controller, node)
     for each in (path.parent, path):
-        each.mkdir(mode=0o700, exist_ok=True)
-        if each.stat().st_uid != os.getuid():
-            raise PermissionError(f"{each} belongs to somebody else")
+        with contextlib.suppress(FileExistsError):
+            each.mkdir(mode=0o700)
+        found = each.lstat()  # not what a link points to: siblings of this directory are deleted
+        if not stat_module.S_ISDIR(found.st_mode):
+            raise PermissionError(f"{each} is a link or a file, where a directory of ours should be: remove it")
+        if found.st_uid != os.getuid():
+            raise PermissionError(f"{each} belongs to user {found.st_uid}, not to {os.getuid()}: have it removed")
+        if found.st_mode & 0o077:
+            each.chmod(0o700)
     return path
 
 
@@ -255,7 +264,8 @@ class ControlDoor:
         self._path.with_suffix(".sock").unlink(missing_ok=True)
         listener.bind(str(self._path.with_suffix(".sock")))
         listener.listen(16)
-        threading.Thread(target=self._accept, args=(listener,), name="trimtab-control", daemon=True).start()
+        self._background = Background(RestartPolicy(max_failures=None, max_backoff_s=1.0))
+        self._background.start_thread("control", lambda: self._accept(listener))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -277,7 +287,11 @@ class ControlDoor:
     def _accept(self, listener: socket.socket) -> None:
         while True:
             connection, _ = listener.accept()
-            threading.Thread(target=self._serve, args=(connection,), name="trimtab-control", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="trimtab-control", daemon=True).start()
+            except RuntimeError:  # no thread to be had: who asks sees the end of the connection
+                connection.close()
+                raise
 
     def _serve(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError, EOFError), connection, connection.makefile("rb") as incoming:

@@ -19,8 +19,10 @@ from trimtab.model.errors import InputError, UnreachableError
 from trimtab.model.pool import Place
 from trimtab.model.resources import Resources
 from trimtab.pool.events import MakeGroup
+from trimtab.runtime.background import Background
 from trimtab.runtime.ray import plain
 from trimtab.runtime.ray.host import Order, Seat
+from trimtab.runtime.ray.leases import ClientProcess
 from trimtab.runtime.ray.slots import GroupError, GroupSeen, Slots, ray_resources
 from trimtab.runtime.ray.warden import EXIT_WAIT_S, NAMESPACE, Wardens
 from trimtab.runtime.ray.warm import WarmHost, WarmHosts
@@ -110,14 +112,21 @@ class ParkError(Exception):
 class Members:
     """All processes of one controller, on all nodes."""
 
-    def __init__(self, controller: str, state_dir: str | None, on_death: Callable[[Member, str], None]) -> None:
+    def __init__(
+        self,
+        controller: str,
+        state_dir: str | None,
+        on_death: Callable[[Member, str], None],
+        background: Background | None = None,
+    ) -> None:
         if not controller or any(character in controller for character in ":/\\\n\0"):
             raise InputError(f"{controller!r} cannot be the name of a controller", hint="letters, digits, - . and _")
         self.state_dir = state_dir
         self._controller = controller
         self._on_death = on_death
-        self._wardens = Wardens(controller, self._died)
-        self._hosts = WarmHosts(controller, self._wardens)
+        self.background = background or Background()
+        self._wardens = Wardens(controller, self._died, self.background)
+        self._hosts = WarmHosts(controller, self._wardens, self.background)
         self._slots = Slots(controller, self._wardens.all_gpus)
         self._lost: set[str] = set()  # nodes that are gone, though Ray may still list them
         self._live: dict[Key, Member] = {}  # taken for a task and not known to be dead, nor being stopped
@@ -155,6 +164,10 @@ class Members:
     async def link_place(self, node: str) -> tuple[str, int] | None:
         """Where the node's beats come from."""
         return await self._wardens.link_place(node)
+
+    async def process_alive(self, process: ClientProcess | None) -> bool | None:
+        """Whether a client's process is alive; None where that is not known."""
+        return await self._wardens.process_alive(process)
 
     async def node_lost(self, node: str) -> None:
         """Forget the node and all that was there; no death is reported for it."""

@@ -118,7 +118,7 @@ class NodeWatch:
         self._ray = ray
         self._on_lost = on_lost
         self._on_change = on_change
-        self.journal = Journal(directory, kinds=NODE_EVENTS, owner="nodes")
+        self.journal = Journal(directory, kinds=NODE_EVENTS, owner="nodes", background=members.background)
         self.machine = _replayed(self.journal)
         self._links = Links(self._tell_link, members.link_place, self.machine.policy.suspect_s)
         self.known: dict[str, NodeJoined] = {}

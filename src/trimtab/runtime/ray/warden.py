@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -21,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.model.errors import UnreachableError
+from trimtab.runtime.background import NEVER_GIVE_UP, Background, RestartPolicy
 from trimtab.runtime.ray import nvml
 from trimtab.runtime.ray.host import FRAME, born, frame, make_run_dir, stat
+from trimtab.runtime.ray.leases import ClientProcess, is_alive_here
 from trimtab.runtime.ray.links import Place, beat_forever
 
 log = logging.getLogger(__name__)
@@ -32,6 +35,7 @@ _POLL_S = 20.0
 EXIT_WAIT_S = 10.0  # for a killed process to vanish; more only where the kernel itself hangs
 _LEAVE_S = 0.1  # for a process to leave by itself, before it is killed
 _TIDY_AFTER_S = 600.0
+WATCH_POLICY = RestartPolicy(max_failures=None, max_backoff_s=5.0)
 _SLACK_S = 0.02  # what an answer within its time-out may be late by
 
 
@@ -46,6 +50,7 @@ class Warden:
         self._deaths: list[tuple[int, float]] = []
         self._news = asyncio.Event()
         self._watched: dict[tuple[int, float], asyncio.Task[None]] = {}
+        self._background = Background(WATCH_POLICY)
         self._link: tuple[asyncio.Server, Place] | None = None
 
     async def hello(self) -> dict[str, Any]:
@@ -59,7 +64,8 @@ class Warden:
         """Report when these die; at once, where they have."""
         for pid, start in processes:
             if (pid, start) not in self._watched:
-                self._watched[pid, start] = asyncio.create_task(self._watch(pid, start))
+                watch = functools.partial(self._watch, pid, start)
+                self._watched[pid, start] = self._background.start(f"process {pid}", watch)
 
     async def deaths(self, epoch: str, known: int, wait_s: float) -> tuple[str, list[tuple[int, float]]]:
         """Deaths after the first `known` ones of this epoch, as soon as there are any, or none after the wait."""
@@ -83,6 +89,10 @@ class Warden:
                 else:
                     self._forget(record["pid"])
         return found
+
+    async def process_alive(self, process: ClientProcess) -> bool | None:
+        """Whether a client's process is alive; None where that cannot be seen from here."""
+        return is_alive_here(process)
 
     async def stop(
         self, pid: int, start: float, tell_s: float, notice: bool, save_s: float, path: str | None
@@ -159,8 +169,10 @@ class Warden:
     async def _watch(self, pid: int, start: float) -> None:
         await _exited(pid, start, None)
         await _reaped(pid, start)
-        for one, since in _orphans(pid):
-            await _kill(one, since)
+        killed = await asyncio.gather(*(_kill(*one) for one in _orphans(pid)), return_exceptions=True)
+        for fault in killed:
+            if fault is not None:  # the death is told all the same
+                log.error("a process of the group of %d could not be ended: %r", pid, fault)
         self._forget(pid)
         self._deaths.append((pid, start))
         self._watched.pop((pid, start), None)
@@ -232,7 +244,7 @@ def _tidy(place: Path) -> None:
     for left in place.iterdir():
         with contextlib.suppress(OSError, ValueError, KeyError):
             records = [json.loads(path.read_text()) for path in left.glob("[0-9]*.json")]
-            if time.time() - left.stat().st_mtime > _TIDY_AFTER_S and not any(
+            if time.time() - left.lstat().st_mtime > _TIDY_AFTER_S and not any(
                 born(record["pid"]) == record["born"] for record in records
             ):
                 shutil.rmtree(left, ignore_errors=True)
@@ -242,7 +254,7 @@ async def _kill(pid: int, start: float) -> None:
     """SIGKILL, through a handle on this very process, and wait until it is gone."""
     try:
         handle = os.pidfd_open(pid)
-    except OSError:
+    except ProcessLookupError:
         return
     try:
         if born(pid) == start:
@@ -257,7 +269,7 @@ async def _exited(pid: int, start: float, timeout_s: float | None) -> None:
     """Wait until this process has exited."""
     try:
         handle = os.pidfd_open(pid)
-    except OSError:
+    except ProcessLookupError:
         return
     try:
         if born(pid) == start:
@@ -320,9 +332,10 @@ async def _gpus_released(pids: set[int]) -> None:
 class Wardens:
     """The wardens of a controller: made where a node joins, made again where one died, asked with a deadline."""
 
-    def __init__(self, controller: str, on_death: Callable[[str, int, float], None]) -> None:
+    def __init__(self, controller: str, on_death: Callable[[str, int, float], None], background: Background) -> None:
         self._controller = controller
         self._on_death = on_death
+        self._background = background
         self._actors: dict[str, Any] = {}  # node -> handle; nodes that joined and are not lost
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._watched: dict[str, set[tuple[int, float]]] = {}
@@ -345,7 +358,9 @@ class Wardens:
             self.lost(node)
             raise
         if node in self._actors and node not in self._polls:
-            self._polls[node] = asyncio.create_task(self._poll(node))
+            self._polls[node] = self._background.start(
+                f"deaths on node {node[:12]}", lambda: self._poll(node), policy=NEVER_GIVE_UP
+            )
         return True
 
     def lost(self, node: str) -> None:
@@ -411,6 +426,16 @@ class Wardens:
         known = self.facts.get(node)
         return None if known is None else (str(known["link"][0]), int(known["link"][1]))
 
+    async def process_alive(self, process: ClientProcess | None) -> bool | None:
+        """Whether a client's process is alive; None where its node does not say."""
+        if process is None:
+            return None
+        try:
+            alive: bool | None = await self.ask(process.node, "process_alive", process, timeout_s=5.0)
+        except UnreachableError:
+            return None
+        return alive
+
     async def close(self) -> None:
         """End all wardens, and what they keep on their nodes."""
         await asyncio.gather(*(self.leave(node) for node in self.nodes))
@@ -454,10 +479,10 @@ class Wardens:
         while node in self._actors:
             try:
                 answered, deaths = await self.ask(node, "deaths", epoch, known, _POLL_S, timeout_s=_POLL_S + 10.0)
-                if answered != epoch:
-                    epoch, known = answered, 0
+                if answered != epoch:  # another one: it knows what to watch before its count is believed
                     self.facts[node] = await self.ask(node, "hello", timeout_s=30.0)
                     await self.ask(node, "watch", list(self._watched.get(node, ())), timeout_s=30.0)
+                    epoch, known = answered, 0
             except UnreachableError:
                 await self.renew(node)  # it may hang; a fresh one will not
                 await asyncio.sleep(1.0)

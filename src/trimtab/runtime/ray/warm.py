@@ -11,11 +11,12 @@ import contextlib
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trimtab.model.errors import UnreachableError
+from trimtab.runtime.background import Background, describe
 from trimtab.runtime.ray.host import Host
 from trimtab.runtime.ray.warden import EXIT_WAIT_S, NAMESPACE, Wardens
 
@@ -43,12 +44,13 @@ class WarmHost:
 class WarmHosts:
     """The warm hosts of one controller."""
 
-    def __init__(self, controller: str, wardens: Wardens) -> None:
+    def __init__(self, controller: str, wardens: Wardens, background: Background) -> None:
         self._controller = controller
         self._wardens = wardens
+        self._background = background
         self._targets: dict[str, dict[Preload, int]] = {}
         self._ready: dict[str, list[WarmHost]] = {}
-        self._starting: dict[str, Counter[Preload]] = {}
+        self._starting: dict[str, dict[str, Preload]] = {}  # node -> host's name -> what it imports ahead
         self._waiting: dict[str, list[tuple[Preload, asyncio.Future[WarmHost]]]] = {}
         self._failures: Counter[str] = Counter()  # in a row, by node
         self._resting: set[str] = set()  # nodes where the last start failed a moment ago
@@ -66,7 +68,7 @@ class WarmHosts:
                 kept[host.preload] += 1
                 if kept[host.preload] > self._targets.get(node, {}).get(host.preload, 0):
                     ready.remove(host)
-                    self._do(self._end(host))
+                    self._do("end a warm host", self._end(host))
         for node in self._targets:
             self._pump(node)
 
@@ -79,9 +81,7 @@ class WarmHosts:
     def counts(self) -> dict[str, dict[str, int]]:
         """How many are ready and starting, by node."""
         return {
-            node: {"ready": len(self._ready.get(node, ())), "starting": self._starting[node].total()}
-            if node in self._starting
-            else {"ready": len(self._ready.get(node, ())), "starting": 0}
+            node: {"ready": len(self._ready.get(node, ())), "starting": len(self._starting.get(node, ()))}
             for node in self._wardens.nodes
         }
 
@@ -115,8 +115,8 @@ class WarmHosts:
         for record in records:
             if record.get("kind") == "host" and record["seat"] is None and record["actor"] not in self._own:
                 self._own.add(record["actor"])
-                self._starting.setdefault(node, Counter())[()] += 1
-                self._do(self._adopt(node, record))
+                self._starting.setdefault(node, {})[record["actor"]] = ()
+                self._do("adopt a warm host", self._adopt(node, record))
 
     def died(self, node: str, pid: int, born: float) -> None:
         """A process is gone; if it was a warm host, another is started."""
@@ -146,12 +146,12 @@ class WarmHosts:
         if self._closed or node not in self._wardens.nodes:
             return
         cores = self._wardens.facts.get(node, {}).get("cores", 1)
-        starting = self._starting.setdefault(node, Counter())
+        starting = self._starting.setdefault(node, {})
         waiting = self._waiting.get(node, [])
-        while len(waiting) > starting.total() and starting.total() < max(2, cores):
-            self._launch(node, waiting[starting.total()][0])
-        while starting.total() - len(waiting) < max(1, cores // 2) and starting.total() < max(2, cores):
-            held = Counter(host.preload for host in self._ready.get(node, ())) + starting
+        while len(waiting) > len(starting) and len(starting) < max(2, cores):
+            self._launch(node, waiting[len(starting)][0])
+        while len(starting) - len(waiting) < max(1, cores // 2) and len(starting) < max(2, cores):
+            held = Counter(host.preload for host in self._ready.get(node, ())) + Counter(starting.values())
             spare = -len(waiting)  # those that start now go to those who wait
             lacking = [preload for preload, most in self._targets.get(node, {}).items() if held[preload] + spare < most]
             if not lacking or node in self._resting:
@@ -159,15 +159,32 @@ class WarmHosts:
             self._launch(node, lacking[0])
 
     def _launch(self, node: str, preload: Preload) -> None:
-        self._starting[node][preload] += 1
-        self._do(self._start(node, preload))
+        name = f"trimtab:{self._controller}:host:{uuid.uuid4().hex[:8]}"
+        self._own.add(name)
+        self._starting[node][name] = preload
+        self._do("start a warm host", self._start(node, name, preload))
 
-    async def _start(self, node: str, preload: Preload) -> None:
+    async def _start(self, node: str, name: str, preload: Preload) -> None:
+        """Start a host. Whatever comes of it, it does not count as starting any more afterwards."""
+        try:
+            host = await self._started(node, name, preload)
+        except BaseException as fault:
+            self._own.discard(name)
+            try:
+                if isinstance(fault, Exception):
+                    await self._failed(node, fault)
+                else:
+                    raise
+            finally:
+                self._not_starting(node, name)
+            return
+        self._failures.pop(node, None)
+        self._arrived(host)
+
+    async def _started(self, node: str, name: str, preload: Preload) -> WarmHost:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        name = f"trimtab:{self._controller}:host:{uuid.uuid4().hex[:8]}"
-        self._own.add(name)
         kind = ray.remote(Host).options(
             name=name,
             namespace=NAMESPACE,
@@ -181,17 +198,12 @@ class WarmHosts:
             handle = await asyncio.shield(making)
             facts = await asyncio.wait_for(_answer(handle.ready.remote()), _START_WAIT_S)
             await self._wardens.watch(node, facts["pid"], facts["born"])
-        except BaseException as fault:
-            self._own.discard(name)
+        except BaseException:
             with contextlib.suppress(Exception):
                 ray.kill(await making)
-            if not isinstance(fault, Exception):
-                raise
-            await self._failed(node, preload, fault)
-            return
-        self._failures.pop(node, None)
+            raise
         self._say(facts["missing"])
-        self._arrived(WarmHost(node, name, handle, facts["pid"], facts["born"], preload), preload)
+        return WarmHost(node, name, handle, facts["pid"], facts["born"], preload)
 
     async def _adopt(self, node: str, record: dict[str, Any]) -> None:
         import ray
@@ -201,24 +213,26 @@ class WarmHosts:
             facts = await asyncio.wait_for(_answer(handle.ready.remote()), 10.0)
             await self._wardens.watch(node, facts["pid"], facts["born"])
         except Exception:
-            self._starting.get(node, Counter())[()] -= 1
             with contextlib.suppress(UnreachableError):
                 await self._wardens.ask(node, "end", record["pid"], record["born"], timeout_s=EXIT_WAIT_S + 5.0)
-            self._pump(node)
+            self._not_starting(node, record["actor"])
+            return
+        if facts["phase"] != "warm":  # the earlier controller bound it after all: a sweep finds it
+            self._wardens.unwatch(node, facts["pid"], facts["born"])
+            self._not_starting(node, record["actor"])
             return
         preload = tuple(facts["preload"])
-        if facts["phase"] != "warm":  # the earlier controller bound it after all: a sweep finds it
-            self._starting.get(node, Counter())[()] -= 1
-            self._wardens.unwatch(node, facts["pid"], facts["born"])
-            return
-        self._arrived(WarmHost(node, record["actor"], handle, facts["pid"], facts["born"], preload), ())
+        self._arrived(WarmHost(node, record["actor"], handle, facts["pid"], facts["born"], preload))
 
-    def _arrived(self, host: WarmHost, counted_as: Preload) -> None:
-        if host.node in self._starting:
-            self._starting[host.node][counted_as] -= 1
+    def _arrived(self, host: WarmHost) -> None:
+        if self._starting.get(host.node, {}).pop(host.actor, None) is not None:
             self._keep(host)
-        else:
-            self._do(self._end(host))
+        else:  # the node was lost meanwhile
+            self._do("end a warm host", self._end(host))
+
+    def _not_starting(self, node: str, name: str) -> None:
+        if self._starting.get(node, {}).pop(name, None) is not None:
+            self._pump(node)
 
     def _keep(self, host: WarmHost) -> None:
         """To whoever waits, else to the ready ones."""
@@ -229,29 +243,28 @@ class WarmHosts:
             self._ready.setdefault(host.node, []).append(host)
         self._pump(host.node)
 
-    async def _failed(self, node: str, preload: Preload, fault: Exception) -> None:
-        """Try again later; whoever waits hears of it, for waiting would not help."""
+    async def _failed(self, node: str, fault: Exception) -> None:
+        """Rest a while before the next; whoever waits hears of it, for waiting would not help."""
         if node not in self._starting:
             return
         self._failures[node] += 1
         if self._failures[node] >= 3:
             for _, place in self._waiting.pop(node, []):
                 place.set_exception(fault)
-        log.warning("a warm host on node %s did not start: %s", node[:12], str(fault).strip().splitlines()[0])
+        log.warning("a warm host on node %s did not start: %s", node[:12], describe(fault))
         self._resting.add(node)
-        await asyncio.sleep(min(_MOST_BACK_OFF_S, 0.25 * 2 ** min(self._failures[node], 10)))
-        self._resting.discard(node)
-        if node in self._starting:
-            self._starting[node][preload] -= 1
-            self._pump(node)
+        try:
+            await asyncio.sleep(min(_MOST_BACK_OFF_S, 0.25 * 2 ** min(self._failures[node], 10)))
+        finally:
+            self._resting.discard(node)
 
     async def _end(self, host: WarmHost) -> None:
         self._wardens.unwatch(host.node, host.pid, host.born)
         with contextlib.suppress(UnreachableError):
             await self._wardens.ask(host.node, "end", host.pid, host.born, timeout_s=EXIT_WAIT_S + 5.0)
 
-    def _do(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _do(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        task = self._background.once(name, work)
         self._behind.add(task)
         task.add_done_callback(self._behind.discard)
 

@@ -415,16 +415,20 @@ class LocalRun:
         while self._done < acting.order.finished:
             self._iteration_done(acting, self._done + 1, now_s)
         if self._ends or (self._loop is not None and self._loop.move is not None):
-            acting.order.stop_after(acting.order.finished)
+            with acting.lock:
+                acting.order.stop_after(acting.order.finished)
 
     def _iteration_done(self, acting: Acting, number: int, now_s: float) -> None:
+        """Tell of an iteration. Only this thread begins acts, so who is idle stays so; others under way may end."""
         idle = tuple(name for name in self._workflow.names if acting.order.is_idle(name))
         acting.crew.check_health(idle)
         is_due = self._saving.is_due(number)
         extra = ("checkpoint",) if is_due and self._job.save_every > 1 else ()  # what is in each is no exception
-        iteration = acting.measuring.iteration(number, now_s, extra)
-        metrics = acting.measuring.metrics(number)
-        self._sync_s[number] = acting.measuring.sync_s(number)
+        with acting.lock:
+            iteration = acting.measuring.iteration(number, now_s, extra)
+            metrics = acting.measuring.metrics(number)
+            self._sync_s[number] = acting.measuring.sync_s(number)
+            bars = bars_facts(acting.measuring.bars(number))
         here = time.perf_counter()
         self._here_s[number], self._here = here - self._here, here
         self._iterations.append(iteration)
@@ -435,7 +439,7 @@ class LocalRun:
             here_s=round(self._here_s[number], 6),
             metrics=metrics,
             sync_s=round(self._sync_s[number], 6),
-            bars=bars_facts(acting.measuring.bars(number)),
+            bars=bars,
         )
         if is_due:  # after it is told: a state that counts never knows more than the events do
             self._saving.complete(acting.crew, number)
