@@ -686,12 +686,12 @@ def test_who_waits_for_a_host_on_a_node_gets_one_after_a_start_that_took_too_lon
     async def story(world: World) -> None:
         monkeypatch.setattr(warm, "_START_WAIT_S", 0.0)
         taking = asyncio.ensure_future(world.members._hosts.take(world.node, ()))
-        await until(lambda: "did not start: TimeoutError" in caplog.text)
+        await until_async(lambda: "did not start: TimeoutError" in caplog.text)
         monkeypatch.setattr(warm, "_START_WAIT_S", WAIT_S)
         host, was_ready = await asyncio.wait_for(taking, WAIT_S)
         assert alive(host.pid)
         assert not was_ready
-        await until(lambda: world.members.warm_counts()[world.node]["starting"] == 0)
+        await until_async(lambda: world.members.warm_counts()[world.node]["starting"] == 0)
 
     with caplog.at_level(logging.WARNING):
         own_world_of(story)
@@ -711,9 +711,9 @@ def test_deaths_are_heard_of_after_an_answer_of_the_node_s_agent_that_makes_no_s
         agents.ask = odd  # type: ignore[method-assign]
         first, second = await world.start(Worker, task="first"), await world.start(Worker, task="second")
         os.kill(first.pid, signal.SIGKILL)  # ends the question that is under way, and the next gets that answer
-        await until(lambda: [member for member, _ in world.deaths] == [first])
+        await until_async(lambda: [member for member, _ in world.deaths] == [first])
         os.kill(second.pid, signal.SIGKILL)
-        await until(lambda: [member for member, _ in world.deaths] == [first, second])
+        await until_async(lambda: [member for member, _ in world.deaths] == [first, second])
         assert asked
         [row] = [row for row in world.members.background.status() if row["failures"]]
         assert (row["name"], row["state"]) == (f"deaths on node {world.node[:12]}", "running")
@@ -738,7 +738,7 @@ def test_a_node_s_agent_without_file_descriptors_calls_no_living_process_dead(mo
             since = born(process.pid)
             assert since is not None
             await agent.watch([(process.pid, since)])
-            await until(lambda: len(refused) == 3)
+            await until_async(lambda: len(refused) == 3)
             epoch, deaths = await agent.deaths("", 0, 0.0)
             assert deaths == []
             process.kill()
