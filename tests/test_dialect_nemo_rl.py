@@ -109,6 +109,98 @@ def test_asynchronous_training_is_stale_and_always_apart() -> None:
     assert any("asynchronous" in a for a in loaded.assumptions)
 
 
+SINGLE = ("grpo.async_grpo=null", *APART, "policy.generation.colocated.resources.gpus_per_node=4")
+
+
+@pytest.mark.parametrize(
+    ("sampler", "staleness"),
+    [
+        ("{name: in_order, max_lookahead_versions: 1}", 1),
+        ("{name: in_order, max_lookahead_versions: 0}", 0),
+        ("{name: windowed, max_staleness_versions: 3}", 3),
+        ("{name: ready_first}", 1),
+    ],
+)
+def test_the_single_controller_is_as_stale_as_its_sampler_lets_it_be(sampler: str, staleness: int) -> None:
+    loaded = load(*SINGLE, f"+async_rl={{sampler: {sampler}, min_groups_for_streaming_train: 64}}")
+    assert loaded.job.workflow.staleness == staleness
+    assert loaded.current is not None
+    assert len(loaded.current.ranks["generation"]) == len(loaded.current.ranks["policy"]) == 4
+    assert all(c.granularity is None for c in loaded.job.workflow.components)
+    assert loaded.rules is not None
+    # On-policy it may as well share; what trains beside generation may not.
+    assert len(loaded.rules.groupings) == (1 if staleness else 2)
+
+
+def test_the_single_controller_trains_on_the_prompts_that_are_ready() -> None:
+    loaded = load(*SINGLE, "+async_rl={min_groups_for_streaming_train: 16}")
+    assert [c.granularity for c in loaded.job.workflow.components] == [None, 16, 16]
+    assert any("16 prompts at a time" in said for said in loaded.assumptions)
+
+
+def test_megatron_generates_asynchronously_on_the_training_gpus() -> None:
+    loaded = load(*ASYNC, "policy.generation.backend=megatron", "+policy.megatron_cfg.tensor_model_parallel_size=2")
+    assert loaded.job.workflow.staleness == 2
+    assert loaded.current is not None
+    assert loaded.current.ranks["generation"] == loaded.current.ranks["policy"] == tuple(range(8))
+    assert loaded.rules is not None
+    assert frozenset(SECONDS) in {g.components for grouping in loaded.rules.groupings for g in grouping}
+
+
+def test_batches_computed_by_the_frameworks_arithmetic_are_read() -> None:
+    product = "policy.train_global_batch_size='${mul:${grpo.num_prompts_per_step}, 3}'"
+    loaded = load(product)
+    (variant,) = loaded.job.workflow.component("policy").variants
+    assert not variant.allows(5)
+    assert variant.allows(6)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "distillation"])
+def test_prompts_of_a_step_are_read_from_the_section_of_the_algorithm(algorithm: str) -> None:
+    loaded = load("~grpo", f"+{algorithm}={{num_prompts_per_step: 48, async_ppo: {{enabled: false}}}}")
+    assert loaded.job.workflow.batches == 48
+
+
+def test_asynchronous_ppo_has_a_section_of_its_own() -> None:
+    ppo = "+ppo={num_prompts_per_step: 48, async_ppo: {enabled: true, max_trajectory_age_steps: 2}}"
+    loaded = load("~grpo", ppo, *APART, "policy.generation.colocated.resources.gpus_per_node=4")
+    assert loaded.job.workflow.staleness == 2
+
+
+def test_teachers_keep_their_nodes_and_are_written_back_beside_the_plan() -> None:
+    teachers = (
+        "+on_policy_distillation={enabled: true, teacher_model_by_agent_name: {one: a, two: a, three: b},"
+        "non_colocated_teachers: {enabled: true, default_teacher_cfg: {num_nodes: 1}}}"
+    )
+    loaded = load(teachers, *APART, "policy.generation.colocated.resources.num_nodes=1", file="child")
+    assert loaded.job.cluster.gpus == 16  # of 32
+    assert loaded.current is not None
+    assert {name: len(gpus) for name, gpus in loaded.current.ranks.items()} == {
+        "generation": 8,
+        "logprobs": 8,
+        "policy": 8,
+    }
+    assert any("teachers keep their 2 nodes" in said for said in loaded.assumptions)
+    values = loaded.settings(plan_of({"generation": range(8), "logprobs policy": range(8, 16)}, total=16)).values
+    assert values["cluster.num_nodes"] == 4
+    assert values["cluster.gpus_per_node"] == 8
+
+
+def test_a_reward_model_without_a_cost_keeps_its_gpus() -> None:
+    loaded = load("+env.reward_model.resources={gpus_per_node: 2, num_nodes: 1}")
+    assert loaded.current is not None
+    assert loaded.current.ranks["policy"] == tuple(range(6))
+    values = loaded.settings(plan_of({"generation logprobs policy": range(4)}, total=6)).values
+    assert values["cluster.gpus_per_node"] == 6
+
+
+def test_generation_is_not_put_apart_where_its_engine_cannot_be() -> None:
+    for backend, groupings in (("vllm", 2), ("sglang", 1)):
+        rules = load(f"policy.generation.backend={backend}").rules
+        assert rules is not None
+        assert len(rules.groupings) == groupings
+
+
 def test_the_current_placement_follows_the_resources() -> None:
     one_node = load(*APART, "policy.generation.colocated.resources.gpus_per_node=6").current
     assert one_node is not None

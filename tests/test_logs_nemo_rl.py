@@ -51,8 +51,45 @@ def test_generation_that_takes_every_gpu_is_refused(tmp_path: Path) -> None:
         "cluster: {num_nodes: 1, gpus_per_node: 8}\n"
         "policy: {generation: {colocated: {enabled: false, resources: {gpus_per_node: 8}}}}\n"
     )
-    with pytest.raises(InputError, match="leaves none for training"):
+    with pytest.raises(InputError, match="none is left for training"):
         logs.read([ROOT / "examples/logs/nemo_rl.log"], config=config)
+
+
+PARENT = """\
+cluster: {num_nodes: 1, gpus_per_node: 8}
+grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 16, async_grpo: {enabled: false}}
+policy:
+  train_global_batch_size: ${mul:${grpo.num_prompts_per_step}, ${grpo.num_generations_per_prompt}}
+  generation: {colocated: {enabled: true, resources: {gpus_per_node: null, num_nodes: null}}}
+"""
+APART = """\
+defaults: grpo_math.yaml
+policy: {generation: {colocated: {enabled: false, resources: {num_nodes: 1, gpus_per_node: 8}}}}
+cluster: {num_nodes: 4}
+"""
+
+
+@pytest.mark.parametrize(
+    ("child", "generation", "policy"),
+    [
+        ("defaults: grpo_math.yaml\ncluster: {num_nodes: 2}\n", 16, 16),  # no gpus_per_node here
+        (APART, 8, 24),
+        ("defaults: apart.yaml\ngrpo: {num_prompts_per_step: 64}\n", 8, 24),  # no cluster here
+        ("defaults: apart.yaml\ncluster: {num_nodes: 2, gpus_per_node: 8}\n", 8, 8),  # not 16: its parent is apart
+    ],
+)
+def test_the_gpus_of_a_run_are_counted_with_the_parents_of_its_config(
+    tmp_path: Path, child: str, generation: int, policy: int
+) -> None:
+    (tmp_path / "grpo_math.yaml").write_text(PARENT)
+    (tmp_path / "apart.yaml").write_text(APART)
+    config = tmp_path / "recipe.yaml"
+    config.write_text(child)
+    profile = logs.read([ROOT / "examples/logs/nemo_rl.log"], config=config)
+    assert {c.name: c.seconds[0][0] for c in profile.components if c.name in ("generation", "policy")} == {
+        "generation": generation,
+        "policy": policy,
+    }
 
 
 def test_exposed_generation_is_a_wait_and_idle_time_no_cost() -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import operator
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,27 @@ MAX_EXPANDED_NODES = 500_000
 MAX_PARENTS = 32
 
 _REQUIRED = object()
+
+_RESOLVERS: Mapping[str, Callable[..., Any]] = {
+    **{"mul": operator.mul, "add": operator.add, "div": operator.truediv, "max": max},  # NeMo RL
+    **{"multiply": operator.mul, "subtract": operator.sub, "int_div": operator.floordiv, "not": operator.not_},  # RLinf
+}
+"""Arithmetic that frameworks register with OmegaConf when they start."""
+
+
+@contextmanager
+def _resolvers() -> Iterator[None]:
+    """The frameworks' arithmetic, for as long as a value is read: OmegaConf knows resolvers only process-wide."""
+    from omegaconf import OmegaConf
+
+    mine = [name for name in _RESOLVERS if not OmegaConf.has_resolver(name)]
+    for name in mine:
+        OmegaConf.register_new_resolver(name, _RESOLVERS[name])
+    try:
+        yield
+    finally:
+        for name in mine:
+            OmegaConf.clear_resolver(name)
 
 
 class Reader:
@@ -56,9 +78,10 @@ class Reader:
         from omegaconf.errors import OmegaConfBaseException
 
         try:
-            value = self._select(key)
-            if OmegaConf.is_config(value):
-                value = OmegaConf.to_container(value, resolve=True)
+            with _resolvers():
+                value = self._select(key)
+                if OmegaConf.is_config(value):
+                    value = OmegaConf.to_container(value, resolve=True)
         except OmegaConfBaseException as error:
             full_key = str(getattr(error, "full_key", None) or key)
             if "nterpolation" in type(error).__name__:
@@ -141,7 +164,8 @@ class Reader:
             except Exception:  # any resolver may fail in any way; what is not read must not matter
                 return str(OmegaConf.to_container(node, resolve=False)[key])  # type: ignore[index]
 
-        return dict(convert(self._config))
+        with _resolvers():
+            return dict(convert(self._config))
 
     def _select(self, key: str) -> Any:
         from omegaconf import OmegaConf

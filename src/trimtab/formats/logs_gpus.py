@@ -1,7 +1,7 @@
 """How many GPUs each component of a logged run had: as the user says, or as the run's own configuration says.
 
-Never guessed: a log does not tell, and a profile with a wrong count makes every plan wrong. Only literal numbers
-are read from a configuration; what is computed there must be given by hand.
+Never guessed: a log does not tell, and a profile with a wrong count makes every plan wrong. A configuration is read with
+its parents, as the framework reads it; what it does not state must be given by hand.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trimtab.formats import yaml_text
+from trimtab.formats import nemo_rl
+from trimtab.formats.hydra_config import Reader, compose
 from trimtab.model.errors import InputError, nearest
 
 HOW_TO_SAY = "--gpus 16, or per component --gpus rollout=8 --gpus trainer=8, or --config with the run's configuration"
@@ -93,10 +94,12 @@ def check_names(facts: RunFacts, components: Iterable[str]) -> None:
 
 
 def from_config(path: Path, framework: str) -> RunFacts:
-    """What a run's configuration says in literal numbers."""
-    config = yaml_text.read_mapping(path)
-    readers = {"verl": _verl, "rlinf": _rlinf, "nemo_rl": _nemo_rl, "openrlhf": _openrlhf}
-    return readers[framework](config, str(path))
+    """What a run's configuration says, with its parents and its interpolations."""
+    composed = compose(path)
+    if framework == "nemo_rl":
+        return _nemo_rl(composed.reader)
+    readers = {"verl": _verl, "rlinf": _rlinf, "openrlhf": _openrlhf}
+    return readers[framework](composed.config, str(path))
 
 
 def _verl(config: Mapping[str, Any], name: str) -> RunFacts:
@@ -121,20 +124,17 @@ def _openrlhf(config: Mapping[str, Any], name: str) -> RunFacts:
     return RunFacts(by_name={"rollout": rollout, "trainer": training}, answers_per_step=answers)
 
 
-def _nemo_rl(config: Mapping[str, Any], name: str) -> RunFacts:
-    nodes, per_node = _count(config, "cluster.num_nodes", name), _count(config, "cluster.gpus_per_node", name)
-    answers = _product(config, "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt")
-    if _get(config, "policy.generation.colocated.enabled") is not False:
-        return RunFacts(nodes * per_node, answers_per_step=answers)
-    resources = "policy.generation.colocated.resources"
-    if nodes == 1:
-        generation = _count(config, f"{resources}.gpus_per_node", name)
-    else:
-        generation = _count(config, f"{resources}.num_nodes", name) * per_node
-    training = nodes * per_node - generation
-    if training < 1:
-        raise InputError("generation takes every GPU and leaves none for training", where=f"{name}: {resources}")
-    return RunFacts(training, {"generation": generation}, answers)
+def _nemo_rl(reader: Reader) -> RunFacts:
+    try:
+        gpus = nemo_rl.gpus_of(reader)
+    except InputError as error:
+        raise InputError(error.what, where=error.where, hint=f"say the GPUs yourself: {HOW_TO_SAY}") from None
+    by_name = {"generation": gpus.generation, **({"reward": gpus.reward} if gpus.reward else {})}
+    algorithm = next((name for name in ("grpo", "ppo", "distillation") if reader.has(name)), "grpo")
+    keys = (f"{algorithm}.num_prompts_per_step", f"{algorithm}.num_generations_per_prompt")
+    prompts, each = (reader.get(key) for key in keys)
+    answers = prompts * each if _is_count(prompts) and _is_count(each) else None
+    return RunFacts(gpus.policy, {} if gpus.colocated and not gpus.reward else by_name, answers)
 
 
 def _rlinf(config: Mapping[str, Any], name: str) -> RunFacts:

@@ -2,12 +2,14 @@
 
 On one node generation may take any number of its GPUs; on more it takes whole nodes, and so does a reward model.
 Log-probs and policy training are one worker group and never part. NeMo RL has no key for the training GPUs: they are
-the cluster less the others, so a plan that leaves GPUs idle is said by a smaller cluster. Costs come from a profile.
+the cluster less the others, so a plan that leaves GPUs idle is said by a smaller cluster. Teachers, and a reward model
+without a cost, keep the GPUs that they have: those are no part of the plan. Costs come from a profile.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from trimtab.formats.dialect import Loaded, Settings
 from trimtab.formats.framework import (
@@ -37,6 +39,8 @@ COMPONENTS = ("generation", "reward", "logprobs", "policy")
 _COLOCATED = "policy.generation.colocated"
 _RESOURCES = f"{_COLOCATED}.resources"
 _REWARD = "env.reward_model.resources"
+_ALGORITHMS = ("grpo", "ppo", "distillation")
+_TEACHERS = "on_policy_distillation"
 
 
 def matches(reader: Reader) -> bool:
@@ -49,43 +53,128 @@ def read(composed: Composed, profile: Profile | None) -> Loaded:
     return _Config(composed, profile).loaded()
 
 
+@dataclass(frozen=True)
+class Gpus:
+    """How NeMo RL divides its cluster: `nodes` x `per_node` are left when teachers have their nodes."""
+
+    nodes: int
+    per_node: int
+    teacher_nodes: int
+    reward: int
+    generation: int
+    policy: int
+    colocated: bool
+
+
+def gpus_of(reader: Reader) -> Gpus:
+    """The GPUs that each worker group has by the file; raises InputError where none is left for training."""
+    nodes = int(reader.positive_int("cluster.num_nodes", 1))
+    per_node = int(reader.positive_int("cluster.gpus_per_node"))
+    teacher_nodes = _teacher_nodes(reader)
+    nodes -= teacher_nodes
+    if nodes < 1:
+        raise InputError(
+            f"teachers take {teacher_nodes} of {nodes + teacher_nodes} nodes: none is left",
+            where=reader.where(f"{_TEACHERS}.non_colocated_teachers"),
+        )
+    reward = 0
+    if reader.has(_REWARD):
+        alone = nodes + teacher_nodes == 1
+        reward = int(reader.positive_int(f"{_REWARD}.{'gpus_per_node' if alone else 'num_nodes'}"))
+        reward *= 1 if alone else per_node
+    rest = nodes * per_node - reward
+    colocated = reader.boolean(f"{_COLOCATED}.enabled", True)
+    generation = policy = rest
+    if not colocated:
+        if rest <= per_node:
+            generation = int(reader.positive_int(f"{_RESOURCES}.gpus_per_node"))
+        else:
+            generation = int(reader.positive_int(f"{_RESOURCES}.num_nodes")) * per_node
+        policy = rest - generation
+    if policy < 1:
+        raise InputError(
+            f"generation takes {generation} and a reward model {reward} of {nodes * per_node} GPUs: none is left for "
+            "training",
+            where=reader.where(_RESOURCES),
+        )
+    return Gpus(nodes, per_node, teacher_nodes, reward, generation, policy, colocated)
+
+
+def _teacher_nodes(reader: Reader) -> int:
+    """Nodes that teachers have to themselves: one group of workers for each model, or for each alias."""
+    own = f"{_TEACHERS}.non_colocated_teachers"
+    if not (reader.boolean(f"{_TEACHERS}.enabled", False) and reader.boolean(f"{own}.enabled", False)):
+        return 0
+    models = reader.mapping(f"{_TEACHERS}.teacher_model_by_agent_name")
+    once = reader.boolean(f"{_TEACHERS}.deduplicate_shared_teacher_checkpoints", True)
+    usual = int(reader.positive_int(f"{own}.default_teacher_cfg.num_nodes", 1))
+    seen: set[str] = set()
+    nodes = 0
+    for alias, model in models.items():
+        if once and str(model) in seen:
+            continue
+        seen.add(str(model))
+        nodes += int(reader.positive_int(f"{own}.teacher_overrides.{alias}.num_nodes", usual))
+    return nodes
+
+
 class _Config:
     """One NeMo RL config, while it is being read."""
 
     def __init__(self, composed: Composed, profile: Profile | None) -> None:
         self.composed = composed
-        self.reader = composed.reader
+        self.reader = reader = composed.reader
         self.profile = profile
-        self.nodes = int(self.reader.positive_int("cluster.num_nodes", 1))
-        self.per_node = int(self.reader.positive_int("cluster.gpus_per_node"))
+        self.gpus = gpus_of(reader)
+        self.costs = costs(profile, COMPONENTS, ("generation", "policy"), NAME, str(composed.path))
+        self.reward_on_gpu = "reward" in self.costs and self.gpus.reward > 0
+        outside = 0 if self.reward_on_gpu else self.gpus.reward
+        whole = outside // self.gpus.per_node if self.gpus.nodes > 1 else 0
+        self.outside = (self.gpus.teacher_nodes + whole, 0 if whole else outside)  # nodes, and GPUs of the only node
+        self.nodes, self.per_node = self.gpus.nodes - whole, self.gpus.per_node - self.outside[1]
         self.total = self.nodes * self.per_node
         self.cluster = even_cluster(self.nodes, self.per_node)
-        self.costs = costs(profile, COMPONENTS, ("generation", "policy"), NAME, str(composed.path))
-        self.reward_on_gpu = "reward" in self.costs and self.reader.has(_REWARD)
-        self.colocated = self.reader.boolean(f"{_COLOCATED}.enabled", True)
-        self.is_async = self.reader.boolean("grpo.async_grpo.enabled", False)
-        if self.is_async and self.colocated:
+        self.algorithm = next((name for name in _ALGORITHMS if reader.has(name)), "grpo")
+        self.batches = int(reader.positive_int(f"{self.algorithm}.num_prompts_per_step", 1))
+        self.backend = reader.text("policy.generation.backend", "vllm")
+        self.staleness, self.chunk = self._mode()
+        if self.staleness and self.gpus.colocated and self.backend != "megatron":
             raise InputError(
                 "asynchronous training needs generation on GPUs of its own",
-                where=self.reader.where(f"{_COLOCATED}.enabled"),
+                where=reader.where(f"{_COLOCATED}.enabled"),
                 hint=f"set {_COLOCATED}.enabled=false and say how many GPUs generation has now in {_RESOURCES}",
             )
 
+    def _mode(self) -> tuple[int, int | None]:
+        """How old weights may be, and how many prompts training takes at a time (`None`: all of a step)."""
+        reader = self.reader
+        if reader.has("async_rl"):  # the single controller
+            sampler = reader.text("async_rl.sampler.name", "in_order")
+            key = "max_lookahead_versions" if sampler == "in_order" else "max_staleness_versions"
+            chunk = int(reader.positive_int("async_rl.min_groups_for_streaming_train", 32))
+            ahead = float(reader.number(f"async_rl.sampler.{key}", 1))
+            return int(ahead), chunk if chunk < self.batches and self.batches % chunk == 0 else None
+        section = f"{self.algorithm}.async_{'ppo' if self.algorithm == 'ppo' else 'grpo'}"
+        if not reader.boolean(f"{section}.enabled", False):
+            return 0, None
+        return int(reader.positive_int(f"{section}.max_trajectory_age_steps", 1)), None
+
     def loaded(self) -> Loaded:
         members = {name: self._component(name) for name in self.costs}
-        staleness = int(self.reader.positive_int("grpo.async_grpo.max_trajectory_age_steps", 1)) if self.is_async else 0
         workflow = Workflow(
             components=tuple(members.values()),
-            batches=int(self.reader.positive_int("grpo.num_prompts_per_step", 1)),
-            staleness=staleness,
+            batches=self.batches,
+            staleness=self.staleness,
             weight_sync=weight_sync(self.profile, "policy", "generation"),
         )
         check_workflow(workflow)
         training: list[str] = [name for name in ("logprobs", "policy") if name in self.costs]
         reward: list[list[str]] = [["reward"]] if self.reward_on_gpu else []
-        options: list[list[list[str]]] = [[["generation"], training, *reward]]
-        if not self.is_async:
-            options.insert(0, [["generation", *training], *reward])
+        options: list[list[list[str]]] = []
+        if self._runs("shared"):
+            options.append([["generation", *training], *reward])
+        if self._runs("apart"):
+            options.append([["generation"], training, *reward])
         rules = Rules(
             framework="NeMo RL",
             groupings=groupings(options, members, self._pool_sizes(), str(self.composed.path)),
@@ -97,17 +186,38 @@ class _Config:
             job=Job(cluster=self.cluster, workflow=workflow),
             settings=lambda plan: self._settings(plan, rules),
             rules=rules,
-            assumptions=(self._mode_text(staleness), *not_placed(self.profile, COMPONENTS)),
+            assumptions=(self._mode_text(), *self._outside_text(), *not_placed(self.profile, COMPONENTS)),
             current=self._current(),
             literal=self.composed.literal,
             states=self.composed.states,
         )
 
-    def _mode_text(self, staleness: int) -> str:
-        if self.is_async:
-            steps = "1 step" if staleness == 1 else f"{staleness} steps"
-            return f"asynchronous: generation beside training on weights up to {steps} old"
-        return "no streaming: each component takes all its inputs at once (synchronous GRPO)"
+    def _runs(self, how: Literal["shared", "apart"]) -> bool:
+        """Whether NeMo RL runs generation with training, or apart; what the file has now it does."""
+        if (how == "shared") == self.gpus.colocated:
+            return True
+        if how == "shared":
+            return not self.staleness and self.backend != "dynamo"
+        if self.backend == "megatron":
+            return self.algorithm == "grpo" and not self.reader.has("async_rl")
+        return self.backend == "vllm" or (self.backend == "trtllm" and self.algorithm != "ppo")
+
+    def _mode_text(self) -> str:
+        taken = f", training takes {self.chunk} prompts at a time" if self.chunk else ""
+        if self.staleness:
+            steps = "1 step" if self.staleness == 1 else f"{self.staleness} steps"
+            return f"asynchronous: generation beside training on weights up to {steps} old{taken}"
+        if taken:
+            return f"synchronous{taken}"
+        return f"no streaming: each component takes all its inputs at once (synchronous {self.algorithm})"
+
+    def _outside_text(self) -> tuple[str, ...]:
+        said = []
+        if self.gpus.teacher_nodes:
+            said.append(f"teachers keep their {self.gpus.teacher_nodes} nodes")
+        if self.gpus.reward and not self.reward_on_gpu:
+            said.append(f"the reward model, which has no cost here, keeps its {self.gpus.reward} GPUs")
+        return tuple(f"{what}: they are no part of the plan" for what in said)
 
     def _component(self, name: str) -> Component:
         after: list[str] = []
@@ -116,14 +226,15 @@ class _Config:
         elif name == "policy":
             after = [n for n in ("reward", "logprobs") if n in self.costs] or ["generation"]
         on_cpu = name == "reward" and not self.reward_on_gpu
-        return component(self.costs[name], after=after, sizes=self._sizes(name), on_cpu=on_cpu)
+        chunk = self.chunk if after else None
+        return component(self.costs[name], after=after, sizes=self._sizes(name), granularity=chunk, on_cpu=on_cpu)
 
     def _sizes(self, component_name: str) -> Sizes:
         reader = self.reader
-        if component_name == "generation":
-            backend = reader.text("policy.generation.backend", "vllm")
-            keys = ("tensor_parallel_size", "pipeline_parallel_size")
-            return Sizes(product(reader, [f"policy.generation.{backend}_cfg.{key}" for key in keys]))
+        if component_name == "generation" and self.backend != "megatron":
+            section = f"policy.generation.{'vllm' if self.backend == 'dynamo' else self.backend}_cfg"
+            keys = ("tensor_parallel_size", "pipeline_parallel_size", "tp_size", "pp_size")
+            return Sizes(product(reader, [f"{section}.{key}" for key in keys]))
         if component_name == "reward":
             keys = ("tensor_parallel_size", "context_parallel_size")
             return Sizes(product(reader, [f"env.reward_model.dtensor_cfg.{key}" for key in keys]))
@@ -133,6 +244,8 @@ class _Config:
         else:
             names = ["tensor_parallel_size", "context_parallel_size"]
             parallel = product(reader, [f"policy.dtensor_cfg.{name}" for name in names])
+        if component_name == "generation":
+            return Sizes(parallel)
         batch: int | None = reader.positive_int("policy.train_global_batch_size", None)
         return Sizes(parallel, None if batch is None else divisors_of_batch(batch, parallel, self.total))
 
@@ -143,37 +256,15 @@ class _Config:
         return [self.per_node * count for count in range(1, self.nodes + 1)]
 
     def _current(self) -> CurrentPlacement:
-        where = self.reader.where(_COLOCATED)
-        reward = self._reward_now() if self.reward_on_gpu else 0
-        rest = self.total - reward
-        generation = rest if self.colocated else self._generation_now(rest)
-        policy = rest if self.colocated else rest - generation
-        if min(generation, policy) <= 0:
-            raise InputError(
-                f"generation takes {generation} and a reward model {reward} of {self.total} GPUs: none is left",
-                where=where,
-            )
-        first_policy = 0 if self.colocated else generation
-        spans = {
-            "generation": (0, generation),
-            "policy": (first_policy, first_policy + policy),
-            "logprobs": (first_policy, first_policy + policy),
-            "reward": (rest, self.total),
-        }
+        gpus = self.gpus
+        first = 0 if gpus.colocated else gpus.generation
+        training = tuple(range(first, first + gpus.policy))
+        ranks = {"generation": tuple(range(gpus.generation)), "logprobs": training, "policy": training}
+        if self.reward_on_gpu:
+            ranks["reward"] = tuple(range(self.total - gpus.reward, self.total))
         return CurrentPlacement(
-            ranks={name: tuple(range(*spans[name])) for name in self.costs if name != "reward" or self.reward_on_gpu},
-            where=where,
+            ranks={name: ranks[name] for name in self.costs if name in ranks}, where=self.reader.where(_COLOCATED)
         )
-
-    def _generation_now(self, rest: int) -> int:
-        if rest <= self.per_node:
-            return int(self.reader.positive_int(f"{_RESOURCES}.gpus_per_node"))
-        return int(self.reader.positive_int(f"{_RESOURCES}.num_nodes")) * self.per_node
-
-    def _reward_now(self) -> int:
-        if self.nodes == 1:
-            return int(self.reader.positive_int(f"{_REWARD}.gpus_per_node"))
-        return int(self.reader.positive_int(f"{_REWARD}.num_nodes")) * self.per_node
 
     def _settings(self, plan: Plan, rules: Rules) -> Settings:
         check_expressible(plan, rules)
@@ -184,8 +275,8 @@ class _Config:
         if "reward" in counts:
             groups.append(counts["reward"])
         values: dict[str, Any] = {
-            "cluster.num_nodes": self.nodes if self.nodes == 1 else sum(nodes for nodes, _ in groups),
-            "cluster.gpus_per_node": sum(g for _, g in groups) if self.nodes == 1 else self.per_node,
+            "cluster.num_nodes": self.outside[0] + (1 if self.nodes == 1 else sum(nodes for nodes, _ in groups)),
+            "cluster.gpus_per_node": self._per_node(sum(g for _, g in groups)),
             f"{_COLOCATED}.enabled": shared,
         }
         if not shared:
@@ -195,3 +286,7 @@ class _Config:
         if "reward" in counts:
             values[f"{_REWARD}.num_nodes"], values[f"{_REWARD}.gpus_per_node"] = counts["reward"]
         return Settings(values=values, block=block_text(nested(values)))
+
+    def _per_node(self, planned: int) -> int:
+        """GPUs of each node: on the only node those that are used; teachers' nodes stay as large as they are."""
+        return self.gpus.per_node if self.nodes > 1 or self.outside[0] else planned + self.outside[1]
