@@ -215,6 +215,22 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     play([], act, body_s=0.05)
 
 
+def test_heads_whose_bodies_never_begin_do_not_keep_others_out() -> None:
+    async def act(front: Front) -> None:
+        head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
+        held = [await asyncio.open_connection("127.0.0.1", front.gateway.port) for _ in range(3)]
+        for _, writer in held:
+            writer.write(head)
+        for reader, writer in held:
+            assert b"408" in await asyncio.wait_for(reader.readline(), 50)
+            writer.close()
+            await writer.wait_closed()
+        await until(lambda: front.gateway.open == 0)
+        assert (await front.generate()).status == 200
+
+    play_stubs([VllmStub()], act, body_s=3.0, max_concurrent=3, model_name="tiny")
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000])
 def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     async def act(front: Front) -> None:

@@ -99,19 +99,21 @@ class Guard:
     async def body(self, heads: Heads, receive: Receive) -> bytes:
         """All of a body, if it is not too large and comes in time."""
         said = heads.get(b"content-length")
-        if said is not None and said.isdigit() and int(said) > self._largest:
+        if said is not None and said.isdigit() and (len(said) > 18 or int(said) > self._largest):
             raise self._too_large()
-        message = await receive()
-        if not message.get("more_body") and message["type"] == "http.request":
-            return self._measured(message.get("body", b""))
         try:
-            return await asyncio.wait_for(self._rest(message, receive), self._body_s)
+            return await asyncio.wait_for(self._whole(receive), self._body_s)
         except asyncio.TimeoutError:
-            raise Refusal(408, f"the body was not there within {self._body_s:g} s", code="timeout") from None
+            # What is left of the body may still come, so the connection cannot be used again.
+            raise Refusal(
+                408, f"the body was not there within {self._body_s:g} s", code="timeout",
+                headers={"connection": "close"},
+            ) from None  # fmt: skip
 
-    async def _rest(self, message: MutableMapping[str, Any], receive: Receive) -> bytes:
+    async def _whole(self, receive: Receive) -> bytes:
         parts, size = [], 0
         while True:
+            message = await receive()
             if message["type"] == "http.disconnect":
                 raise Left
             parts.append(message.get("body", b""))
@@ -120,12 +122,6 @@ class Guard:
                 raise self._too_large()
             if not message.get("more_body"):
                 return b"".join(parts)
-            message = await receive()
-
-    def _measured(self, body: bytes) -> bytes:
-        if len(body) > self._largest:
-            raise self._too_large()
-        return body
 
     def _too_large(self) -> Refusal:
         # What is still under way of the body is not read, so the connection cannot be used again.
