@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
@@ -39,17 +40,26 @@ def open_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0))
 
 
-async def require_private(url: str) -> None:
-    """Refuses an address that is reachable from outside: engines obey whoever can reach them."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+async def addresses(url: str) -> frozenset[tuple[str, int]]:
+    """Where a URL leads, in numbers: two that share one lead to one engine, whatever they call its host."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        host = None
+    if host is None or parts.scheme not in ("http", "https"):
         raise InputError(f"'{url}' is no address of an engine", hint="write http://HOST:PORT")
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port or 80)
-    except OSError as error:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
         raise InputError(f"the host of '{url}' has no address: {error}") from None
-    for *_, address in found:
-        numeric = ipaddress.ip_address(str(address[0]).split("%")[0])
+    return frozenset((str(address[0]).partition("%")[0], port) for *_, address in found)
+
+
+async def require_private(url: str) -> None:
+    """Refuses an address that is reachable from outside: engines obey whoever can reach them."""
+    for host, _ in await addresses(url):
+        numeric = ipaddress.ip_address(host)
         if numeric.is_global or numeric.is_unspecified or numeric.is_multicast:
             raise InputError(
                 f"'{url}' is {numeric}, which is not a private address",

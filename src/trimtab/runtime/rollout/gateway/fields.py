@@ -7,13 +7,13 @@ both dialects have it.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trimtab.runtime.rollout.gateway.faults import Refusal, bad
 
 _LARGEST_ID = 2**31
+_LARGEST = 10**15  # of numbers that have no range of their own; beyond it arithmetic is not exact
 
 
 class Fields:
@@ -51,8 +51,8 @@ class Fields:
             value = int(value)
         if type(value) is not int:
             raise self.wrong(name, f"a whole number, not {_shown(value)}")
-        if (least is not None and value < least) or (most is not None and value > most):
-            raise self.wrong(name, f"{value} is not {_range(least, most)}")
+        if not (-_LARGEST if least is None else least) <= value <= (_LARGEST if most is None else most):
+            raise self.wrong(name, f"{_shown(value)} is not {_range(least, most)}")
         return value
 
     def number(self, name: str, default: float, least: float | None = None, most: float | None = None) -> float:
@@ -60,7 +60,7 @@ class Fields:
         value = self.take(name)
         if value is None:
             return default
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if type(value) not in (int, float) or not -_LARGEST <= value <= _LARGEST:  # no NaN is
             raise self.wrong(name, f"a number, not {_shown(value)}")
         if (least is not None and value < least) or (most is not None and value > most):
             raise self.wrong(name, f"{value} is not {_range(least, most)}")
@@ -122,9 +122,11 @@ def _same(value: Any, other: Any) -> bool:
 
 def _range(least: float | None, most: float | None) -> str:
     if most is None:
-        return f"{least} or more"
+        return f"{least} or more, and at most {_LARGEST}" if least is not None else f"within {_LARGEST}"
     return f"{least} to {most}" if least is not None else f"{most} or less"
 
 
 def _shown(value: Any) -> str:
+    if type(value) is int and abs(value) > _LARGEST:
+        return "a number of many digits"  # repr refuses the longest
     return repr(value)[:60]

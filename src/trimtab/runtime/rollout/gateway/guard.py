@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trimtab.model.errors import InputError
+from trimtab.runtime.listening import host_name
 from trimtab.runtime.rollout.gateway.faults import Refusal
 from trimtab.runtime.rollout.gateway.settings import LOOPBACK, GatewaySettings
 
@@ -50,7 +51,15 @@ class Guard:
             if len(self._right) < 64:
                 self._right.add(host)
         origin = heads.get(b"origin")
-        if origin is not None and (urlsplit(origin.decode("latin-1")).hostname or "") not in self._names:
+        if origin is not None:
+            self._check_origin(origin.decode("latin-1"))
+
+    def _check_origin(self, origin: str) -> None:
+        try:
+            place = urlsplit(origin).netloc
+        except ValueError:
+            raise Refusal(400, "Origin: no address of a page", param="origin", code="invalid_header") from None
+        if host_name(place) not in self._names:
             raise Refusal(403, "pages of other origins may not ask here", code="wrong_origin")
 
     def _is_ours(self, name: str) -> bool:
@@ -166,10 +175,3 @@ class Places:
         except ValueError:
             return False
         return any(address in network for network in self._networks)
-
-
-def host_name(header: str) -> str:
-    """The name in a Host header, without its port."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0].lower()
-    return header.rpartition(":")[0].lower() if ":" in header else header.lower()
