@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
-from typing import Any
 
 import pytest
 
 from engine_stubs import VllmStub
 from gateway_scenes import PROMPT, Front, play, play_stubs, until
-from trimtab.runtime.rollout.gateway import fields
+from trimtab.runtime.rollout.gateway import bodies, fields
 from trimtab.runtime.rollout.gateway.faults import Refusal
 
 # ---- heads ---------------------------------------------------------------------------------------------------------
@@ -88,3 +88,54 @@ def test_the_second_head_of_a_connection_has_a_deadline_too_and_an_answer_has_no
         writer.close()
 
     play_stubs([stub], act, head_s=0.5, model_name="tiny")
+
+
+# ---- bodies --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_large_body_is_parsed_while_the_event_loop_does_other_things() -> None:
+    ids, turns = list(range(400_000)), 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    working = asyncio.create_task(others())
+    try:
+        body = json.dumps({"prompt": ids, "text": "\ud800 \u00e4"}).encode()
+        assert len(body) > fields.LARGE
+        assert await bodies.Bodies().parsed(body) == {"prompt": ids, "text": "\ud800 \u00e4"}
+        assert turns > 100
+        large = b" " * fields.LARGE
+        for wrong in (b"{" + large, large + b"\xff", b"[" * fields.LARGE, large + b"1" * 5_000):
+            with pytest.raises(Refusal, match="no JSON"):
+                await bodies.Bodies().parsed(wrong)
+    finally:
+        working.cancel()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_more_token_ids_than_a_call_may_have_are_refused(nested: bool) -> None:
+    ids = b"[" + b"7," * fields.MOST_IDS + b"7]"
+    prompt = b"[" + ids + b",[7]]" if nested else ids
+
+    async def act(front: Front) -> None:
+        got = await front.post("/v1/completions", data=io.BytesIO(b'{"prompt":' + prompt + b"}"))
+        assert (got.status, got.json["error"]["param"]) == (400, "prompt"), got.text
+        got = await front.post("/generate", data=io.BytesIO(b'{"input_ids":' + prompt + b"}"))
+        assert (got.status, got.json["error"]["param"]) == (400, "input_ids"), got.text
+        assert f"{fields.MOST_IDS}" in got.message
+
+    play([], act, model_name="m")
+
+
+def test_more_answers_than_a_call_may_have_are_refused() -> None:
+    async def act(front: Front) -> None:
+        got = await front.complete([PROMPT] * 1_000, n=9)
+        assert (got.status, got.json["error"]["param"]) == (400, "n"), got.text
+        got = await front.generate(input_ids=[PROMPT] * 1_000, sampling={"n": 9})
+        assert (got.status, got.json["error"]["param"]) == (400, "sampling_params.n"), got.text
+
+    play_stubs([VllmStub()], act, model_name="tiny")
