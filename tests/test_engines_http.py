@@ -370,3 +370,27 @@ def test_orders_and_deadlines_that_make_no_sense_are_refused_where_they_are_made
             GenerateOrder(**({"id": "a", "token_ids": (1,), "max_tokens": 4} | wrong))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="silence_s"):
         Deadlines(silence_s=0)
+
+
+# Redirects.
+
+
+@BOTH
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_of_an_engine_is_an_error_and_no_other_host_is_asked(kind: str, status: int) -> None:
+    async def play(stub: Any, engine: HttpEngine) -> None:
+        other = VllmStub()
+        async with other.up():
+            paths = {"vllm": ("/v1/completions", "/load"), "sglang": ("/generate", "/model_info")}[kind]
+
+            async def elsewhere(request: web.Request) -> web.Response:
+                return web.Response(status=status, headers={"location": f"{other.url}{request.path}"})
+
+            stub.elsewhere = {path: elsewhere for path in paths}
+            with pytest.raises(EngineFailedError, match=rf"redirect.*{other.url}"):
+                await answer(engine, greedy("a", PROMPT, 4))
+            with pytest.raises(EngineFailedError, match="redirect"):
+                await engine.wire.get(paths[1])
+            assert other.asked == []
+
+    scene(kind, play)

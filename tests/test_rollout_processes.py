@@ -22,6 +22,7 @@ from trimtab.model.errors import InfeasibleError, InputError, UnreachableError
 from trimtab.rollout import RolloutPool, RolloutRules, SamplingParams, WorkerState
 from trimtab.runtime.cluster.processes import Process, below, gone, process
 from trimtab.runtime.rollout.launcher import EngineCommand, Launcher
+from trimtab.runtime.rollout.process_engine import EngineProcess
 from trimtab.runtime.rollout.processes import ProcessLauncher
 from trimtab.runtime.rollout.starting import engines_as_processes
 from waiting import until_async
@@ -368,3 +369,16 @@ def test_a_command_line_is_filled_in_and_json_in_it_is_left_alone() -> None:
     assert command.starts_with(7, None) == 0
     fixed = EngineCommand("base", command="serve base --port {port}", version=2)
     assert fixed.starts_with(7, "/weights/7") == 2, "a command that names no weights starts with its own"
+
+
+def test_an_engine_does_not_get_the_tokens_of_trimtab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRIMTAB_ROLLOUT_TOKEN", "TRIMTAB_HOOK_TOKEN", "TRIMTAB_DASHBOARD_TOKEN"):
+        monkeypatch.setenv(name, "a-token-that-changes-things")
+    monkeypatch.setenv("TRIMTAB_KEPT", "yes")
+    script = "import os; print({k: v for k, v in os.environ.items() if k.startswith('TRIMTAB_')}, flush=True)"
+    engine = EngineProcess([sys.executable, "-c", script], {"TRIMTAB_GIVEN": "too"}, tmp_path / "log", stop_s=5.0)
+    try:
+        assert engine._popen.wait(WAIT_S) == 0
+        assert engine.last_words() == "{'TRIMTAB_KEPT': 'yes', 'TRIMTAB_GIVEN': 'too'}"
+    finally:
+        engine.end()

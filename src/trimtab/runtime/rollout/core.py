@@ -44,6 +44,7 @@ class Hand:
     spec: WorkerSpec
     engine: Engine | None = None  # None: not started
     url: str = ""
+    addresses: frozenset[tuple[str, int]] = frozenset()  # what `url` leads to, where it was attached
     launcher: Launcher | None = None
     node: str = ""
     note: str = ""  # what is odd about it

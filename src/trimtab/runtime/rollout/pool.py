@@ -38,7 +38,7 @@ from trimtab.model.rollout import (
 from trimtab.runtime.engines.detect import attach as attach_engine
 from trimtab.runtime.engines.engine import Deadlines, Engine
 from trimtab.runtime.engines.engine import Verb as Offers
-from trimtab.runtime.engines.wire import open_session
+from trimtab.runtime.engines.wire import addresses, open_session
 from trimtab.runtime.journal import ROLLOUT_EVENTS, Journal
 from trimtab.runtime.rollout.asking import Asking
 from trimtab.runtime.rollout.core import Core, Hand, Listener
@@ -147,7 +147,10 @@ class RolloutPool(Asking):
         name = name or url.partition("://")[2].rstrip("/") or url
         if name in self._core.hands:
             raise InputError(f"there is a worker {name} already", hint="remove it first, or give this one another name")
+        there = await addresses(url)
+        self._require_new(url, there)
         engine, dialect = await attach_engine(name, url, self._session, self._deadlines)
+        self._require_new(url, there)  # others may have attached it meanwhile
         spec = WorkerSpec(
             name,
             limit=limit,
@@ -156,10 +159,26 @@ class RolloutPool(Asking):
             can_pause=Offers.pause in engine.verbs,
             node=node,
         )
-        return await self.add_engine(engine, spec, version=version, url=url, note=dialect.note)
+        return await self.add_engine(engine, spec, version=version, url=url, note=dialect.note, addresses=there)
+
+    def worker_at(self, there: frozenset[tuple[str, int]]) -> str | None:
+        """The worker that was attached by a URL that leads to one of these addresses (`engines.wire.addresses`)."""
+        return next((name for name, hand in self._core.hands.items() if hand.addresses & there), None)
+
+    def _require_new(self, url: str, there: frozenset[tuple[str, int]]) -> None:
+        known = self.worker_at(there)
+        if known is not None:
+            raise InputError(f"{url} is worker {known} already", hint="remove it first")
 
     async def add_engine(
-        self, engine: Engine, spec: WorkerSpec, *, version: int | None = None, url: str = "", note: str = ""
+        self,
+        engine: Engine,
+        spec: WorkerSpec,
+        *,
+        version: int | None = None,
+        url: str = "",
+        note: str = "",
+        addresses: frozenset[tuple[str, int]] = frozenset(),
     ) -> str:
         """Use an engine by its adapter, whatever it is."""
         self._require_running()
@@ -170,7 +189,7 @@ class RolloutPool(Asking):
             version = number_of(state.version)
         if version is None and self.version == self._core.machine.rules.version:
             version = self.version
-        hand = self._core.hands[spec.id] = Hand(spec, engine, url, node=spec.node, note=note, state=state)
+        hand = self._core.hands[spec.id] = Hand(spec, engine, url, addresses, node=spec.node, note=note, state=state)
         hand.boots = state.boots
         try:
             self._core.tell(e.WorkerAdded(spec, up=True, version=version))

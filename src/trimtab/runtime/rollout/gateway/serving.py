@@ -15,11 +15,11 @@ from typing import Any
 
 from trimtab.model.errors import TrimtabError
 from trimtab.model.rollout import UP
+from trimtab.runtime.rollout.gateway.bodies import Bodies
 from trimtab.runtime.rollout.gateway.calls import Call, answers, heads_of, samples_of
 from trimtab.runtime.rollout.gateway.door import Waiting
 from trimtab.runtime.rollout.gateway.exchange import Exchange, Send
 from trimtab.runtime.rollout.gateway.faults import Refusal, failed, told
-from trimtab.runtime.rollout.gateway.fields import parsed
 from trimtab.runtime.rollout.gateway.forms import Form
 from trimtab.runtime.rollout.gateway.guard import Guard, Left, Receive, Scope
 from trimtab.runtime.rollout.gateway.meters import Meters
@@ -44,6 +44,7 @@ class Serving:
 
     def __init__(self, pool: RolloutPool, settings: GatewaySettings, guard: Guard, meters: Meters) -> None:
         self.pool, self.settings, self.guard, self.meters = pool, settings, guard, meters
+        self.bodies = Bodies()
         self.stopping = False
         self._open: set[Exchange] = set()
         self.waiting: dict[Exchange, Waiting] = {}  # those whose answers come in one piece
@@ -141,7 +142,7 @@ class Generation:
     async def _answer(self, exchange: Exchange) -> None:
         serving = self._serving
         terms = read_terms(exchange.heads, serving.settings.deadline_s)
-        body = parsed(await serving.guard.body(exchange.heads, exchange.receive))
+        body = await serving.bodies.parsed(await serving.guard.body(exchange.heads, exchange.receive))
         exchange.watch()
         form = await self._read(body, terms, serving.kinds)
         if form.call.stream:
