@@ -158,6 +158,13 @@ class Journal:
         self._write(_line(line if told is None else [*line, told]))
         self.since_snapshot += 1
 
+    def catch_up(self) -> bool:
+        """Try again to write what the disk refused; whether it has everything now."""
+        with self._writing:
+            if self._unwritten:
+                self._flush()
+            return not self._unwritten
+
     def note(self, sentence: str) -> None:
         """Keep a sentence about the journal as a whole; it is written with the next snapshot."""
         self.notes = (*self.notes, sentence)

@@ -274,6 +274,8 @@ class Driver:
             try:
                 self._end_tasks_of_the_dead()
                 self._look_at_compactor()
+                self.journal.catch_up()
+                await self.deeds.store_again()
                 await self.meter.sample(self.members.warm_counts())
                 views = self.watch.views(gone=True)
                 self.fleet_meter.sample(views, self.desired_workers(), self.board)
