@@ -242,3 +242,30 @@ def test_a_start_that_takes_too_long_ends_with_its_own_reason(plain: bool) -> No
             with pytest.raises(TaskFailedError, match="not constructed within 2 s"):
                 task.wait("running", timeout=LONG_S)
             assert (task.seen.reason.code, task.seen.attempt) == (code, 1 + restarts)
+
+
+# ---- damage -----------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_journal_of_nodes_is_set_aside_and_tasks_go_on(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    with own_session(journal_dir=str(journal)) as session:
+        pool = session.pool("p", {"cpu": 1})
+        task = pool.submit(Saver, (str(tmp_path),), resources=CPU)
+        assert task.call("add", 42, timeout=LONG_S) == 42
+        controller = session.status()["pid"]
+        (damaged,) = (journal / "nodes").glob("journal-*")
+        with damaged.open("r+b") as file:
+            file.write(b"#")
+        content = damaged.read_bytes()
+        os.kill(controller, signal.SIGKILL)
+        until(lambda: session.status()["pid"] != controller)
+        assert task.call("add", 1, timeout=LONG_S) == 43
+        (aside,) = journal.glob("nodes.damaged-*")
+        assert (aside / damaged.name).read_bytes()[: len(content)] == content
+        (said,) = session.status()["faults"]
+        assert "the journal is damaged" in said
+        assert str(aside) in said
+        late = pool.submit(Saver, (str(tmp_path),), resources=CPU, id="late")
+        task.complete()
+        assert late.call("add", 1, timeout=LONG_S) == 1

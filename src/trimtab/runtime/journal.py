@@ -41,6 +41,10 @@ ROLLOUT_EVENTS: Kinds = {kind.__name__: kind for kind in typing.get_args(rollout
 _NAMES = re.compile(r"(journal|snapshot)-(\d{8})\.jsonl?")
 
 
+class DamagedError(InputError):
+    """A journal that cannot be read: lines, a segment or a snapshot of it are not what was written."""
+
+
 @dataclass(frozen=True)
 class Found:
     """What a journal holds: a state, if one was written, and what happened after it."""
@@ -80,7 +84,7 @@ def _read_journal(directory: str | Path, before: int | None, kinds: Kinds) -> Fo
     wanted = [number for number in sorted(segments) if number >= first]
     if wanted and wanted != list(range(first, wanted[-1] + 1)):
         missing = next(number for number in range(first, wanted[-1] + 1) if number not in segments)
-        raise InputError(
+        raise DamagedError(
             f"a part of the journal is missing: {_segment_name(missing)}",
             where=str(directory),
             hint="put it back, or start with another journal_dir",
@@ -333,7 +337,7 @@ def _read_snapshot(path: Path) -> tuple[dict[str, Any], float]:
         _same_format(data, path)
         return dict(data["machine"]), float(data["time"])
     except (ValueError, KeyError, TypeError):
-        raise InputError(
+        raise DamagedError(
             "the snapshot is damaged",
             where=str(path),
             hint="put it back from a copy, or start with another journal_dir",
@@ -359,7 +363,7 @@ def _read_segment(path: Path, kinds: Kinds, *, last: bool) -> _Segment:
             if last and number == len(lines):
                 read.torn = f"line {number} of {path} was half written and is left out"
                 return read
-            raise InputError(
+            raise DamagedError(
                 "the journal is damaged",
                 where=f"{path}, line {number}",
                 hint="put the file back from a copy, or start with another journal_dir",

@@ -128,6 +128,8 @@ class Driver:
         self.watch = nodes.NodeWatch(
             self, self.members, self._ray, self.directory / "nodes", self.deeds.node_lost, self.board.tell
         )
+        if self.watch.set_aside:
+            self.faults.append(self.watch.set_aside)
         there = await asyncio.to_thread(nodes.look, self._ray)
         await asyncio.gather(*(self._warden(one.node) for one in there.nodes))
         self.watch.adopt(self.machine.nodes)

@@ -49,10 +49,13 @@ class Warden:
         self._watched: dict[tuple[int, float], asyncio.Task[None]] = {}
         self._link: tuple[asyncio.Server, Place] | None = None
         self._stops: dict[tuple[int, float], asyncio.Task[tuple[str, bool, bytes | None, str]]] = {}  # under way
+        self._fence: asyncio.Task[None] | None = None
         self._unwritten: dict[str, bytes] = {}  # saved states that this node's disk has no room for
 
     async def hello(self) -> dict[str, Any]:
         """Facts of this node."""
+        if self._fence is None:
+            self._fence = asyncio.create_task(self._end_with_raylet(os.getppid()))
         if self._link is None:
             self._link = await beat_forever(_address())
         facts = {"epoch": self._epoch, "pid": os.getpid(), "born": born(os.getpid()), "cores": os.cpu_count() or 1}
@@ -195,6 +198,19 @@ class Warden:
     async def leave(self) -> None:
         """Remove everything this controller keeps on the node; its processes have been ended."""
         shutil.rmtree(self._where, ignore_errors=True)
+
+    async def _end_with_raylet(self, raylet: int) -> None:
+        """When the raylet is gone, so is the node: end every process here, then this one, which the controller hears.
+
+        Ray's own processes notice it a second or two later; by then their tasks may have begun elsewhere.
+        """
+        await _exited(raylet, born(raylet) or 0.0, None)
+        for task in self._watched.values():
+            task.cancel()  # a node that is lost, not processes that died
+        there = [(one["pid"], one["born"]) for one in await self.records() if "pid" in one]
+        families = [one for pid, _ in there for one in _family(pid)]
+        await asyncio.gather(*(_kill(pid, start) for pid, start in (*there, *families)), return_exceptions=True)
+        os._exit(1)
 
     async def _watch(self, pid: int, start: float) -> None:
         await _exited(pid, start, None)
