@@ -3,8 +3,9 @@
 Two connections a node: one to its warden, which sends a beat several times a second, and one to its raylet, which is
 held and never used. Either one breaking while nothing listens at the raylet's port any more means that the node is
 dead, which is told once the warden's connection has ended too: with its raylet gone it ends all processes of tasks
-before itself, so that no task begins anew elsewhere while its old process works. A warden that alone died is made again by others and linked to anew; silence is told with its length, and what it
-means is the machine's business. Time in which this process itself did not run counts for nobody's silence.
+before itself, so that no task begins anew elsewhere while its old process works. A warden that alone died is made again
+by others and linked to anew; silence is told with its length, and what it means is the machine's business. Time in
+which this process itself did not run counts for nobody's silence.
 """
 
 from __future__ import annotations
