@@ -17,7 +17,8 @@ import ray
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 
-from storm import below, kill, lives
+import storm
+from storm import Work, below, is_process, kill, lives
 from trimtab.model.errors import InputError
 from trimtab.model.fleet import NodeState, NodeView
 from trimtab.model.pool import State
@@ -80,6 +81,7 @@ class Seat:
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    cloudpickle.register_pickle_by_value(storm)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     nodes = Nodes()
     ray.init(address=nodes.cluster.address, log_to_driver=False, logging_level=logging.ERROR, namespace="trimtab")
@@ -87,6 +89,7 @@ def nodes() -> Iterator[Nodes]:
     ray.shutdown()
     nodes.cluster.shutdown()
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    cloudpickle.unregister_pickle_by_value(storm)
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +143,29 @@ def test_a_killed_node_is_known_to_be_lost_before_ray_knows_it(nodes: Nodes, ses
     assert next(chapter.state for chapter in story if chapter.state in ("ready", "lost")) == "ready"
     task.cancel()
     task.wait("ended")
+    nodes.remove(first)
+    nodes.remove(other)
+    until(lambda: view(session, other) is None, "a removed node is still there")
+
+
+def test_processes_of_a_dead_raylet_are_gone_before_their_task_starts_again(
+    nodes: Nodes, session: Session, pool: Pool, tmp_path: Path
+) -> None:
+    first = nodes.add()
+    joined(session, first)
+    work = {"id": "alone", "run": "run", "restarts": -1, "resources": UNIT}
+    task = pool.submit(Work, ("alone", str(tmp_path), 3600.0), awaits_node=True, **work)
+    log = tmp_path / "alone.log"
+    until(log.exists, "it did not begin")
+    other = nodes.add()
+    joined(session, other)
+    kill(nodes.processes(first)[0])  # the raylet alone
+    until(lambda: len(log.read_text().split()) > 1, "it did not begin again")
+    began = log.read_text().split()
+    (tmp_path / "calm").touch()
+    assert task.result(timeout=WAIT_S) == "result of alone"
+    assert all(map(is_process, began)), f"two processes at once: {began}"
+    assert len(began) == task.seen.attempt == 2
     nodes.remove(first)
     nodes.remove(other)
     until(lambda: view(session, other) is None, "a removed node is still there")

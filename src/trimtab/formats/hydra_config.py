@@ -29,8 +29,14 @@ MAX_PARENTS = 32
 _REQUIRED = object()
 
 _RESOLVERS: Mapping[str, Callable[..., Any]] = {
-    **{"mul": operator.mul, "add": operator.add, "div": operator.truediv, "max": max},  # NeMo RL
-    **{"multiply": operator.mul, "subtract": operator.sub, "int_div": operator.floordiv, "not": operator.not_},  # RLinf
+    "mul": operator.mul,
+    "add": operator.add,
+    "div": operator.truediv,
+    "max": max,  # NeMo RL
+    "multiply": operator.mul,
+    "subtract": operator.sub,
+    "int_div": operator.floordiv,
+    "not": operator.not_,  # RLinf
 }
 """Arithmetic that frameworks register with OmegaConf when they start."""
 

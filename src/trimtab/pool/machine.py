@@ -309,7 +309,7 @@ class PoolMachine(Lives):
         if task is None or task.state not in (State.starting, State.cancelling) or not task.started:
             return
         if task.state is State.starting:
-            reason = Reason(Code.start_failed, event.why)
+            reason = Reason(Code.start_timeout if event.timed_out else Code.start_failed, event.why)
             self._set_after(task, After.failed if event.fatal else After.again, reason)
         self._stopped(task, now)
 

@@ -44,6 +44,10 @@ ROLLOUT_EVENTS: Kinds = {kind.__name__: kind for kind in typing.get_args(rollout
 _NAMES = re.compile(r"(journal|snapshot)-(\d{8})\.jsonl?")
 
 
+class DamagedError(InputError):
+    """A journal that cannot be read: lines, a segment or a snapshot of it are not what was written."""
+
+
 @dataclass(frozen=True)
 class Found:
     """What a journal holds: a state, if one was written, and what happened after it."""
@@ -84,7 +88,7 @@ def _read_journal(directory: str | Path, before: int | None, kinds: Kinds) -> Fo
     wanted = [number for number in sorted(segments) if number >= first]
     if wanted and wanted != list(range(first, wanted[-1] + 1)):
         missing = next(number for number in range(first, wanted[-1] + 1) if number not in segments)
-        raise InputError(
+        raise DamagedError(
             f"a part of the journal is missing: {_segment_name(missing)}",
             where=str(directory),
             hint="put it back, or start with another journal_dir",
@@ -183,6 +187,13 @@ class Journal:
         line = [now, type(event).__name__, encode(event)]
         self._write(_line(line if told is None else [*line, told]))
         self.since_snapshot += 1
+
+    def catch_up(self) -> bool:
+        """Try again to write what the disk refused; whether it has everything now."""
+        with self._writing:
+            if self._unwritten:
+                self._flush()
+            return not self._unwritten
 
     def note(self, sentence: str) -> None:
         """Keep a sentence about the journal as a whole; it is written with the next snapshot."""
@@ -382,7 +393,7 @@ def _read_snapshot(path: Path) -> tuple[dict[str, Any], float]:
         _same_format(data, path)
         return decode(dict[str, Any], data["machine"]), _time(data["time"])
     except (ValueError, KeyError, TypeError) as fault:
-        raise InputError(
+        raise DamagedError(
             f"the snapshot is damaged: {_why(fault)}",
             where=str(path),
             hint="put it back from a copy, or start with another journal_dir",
@@ -408,7 +419,7 @@ def _read_segment(path: Path, kinds: Kinds, *, last: bool) -> _Segment:
             if last and number == len(lines):
                 read.torn = f"line {number} of {path} was half written and is left out"
                 return read
-            raise InputError(
+            raise DamagedError(
                 f"the journal is damaged: {_why(fault)}",
                 where=f"{path}, line {number}",
                 hint="put the file back from a copy, or start with another journal_dir",

@@ -21,13 +21,13 @@ from trimtab.model.errors import InputError, UnreachableError, nearest
 from trimtab.model.fleet import NodeView
 from trimtab.model.pool import ENDED, Explanation, Policy, PoolSpec, State, TaskSpec
 from trimtab.model.reason import Chapter
-from trimtab.pool.events import Event, PolicySet, PoolEnsured, Submitted
+from trimtab.pool.events import CancelAsked, Event, PolicySet, PoolEnsured, Submitted
 from trimtab.pool.records import Task
 from trimtab.runtime.ray.deeds import read_payload
 from trimtab.runtime.ray.doors import News, TaskSeen, door
 from trimtab.runtime.ray.driver import ASKS, Driver, say_fault
 from trimtab.runtime.ray.leases import LEASE_S, ClientProcess
-from trimtab.runtime.shelf import header_of
+from trimtab.runtime.shelf import NO_ROOM_HINT, header_of
 
 TRY_AGAIN_S = 5.0  # after a failed attempt to come up
 _LARGE = 2**20  # bytes that are written beside the loop
@@ -117,6 +117,7 @@ class Controller:
         driver = await self._up_now()
         if spec.id in driver.machine.tasks and self._token_of(spec.id) == header_of(payload)["token"]:
             return self._seen(spec.id)
+        self._check_journal(driver)
         handlers = driver.shelf.get("handlers", spec.pool)
         if handlers is not None:
             spec = replace(spec, saves=True)
@@ -128,6 +129,11 @@ class Controller:
             driver.handle(Submitted(spec), staged)
         except BaseException:
             staged.discard()
+            raise
+        try:
+            self._check_journal(driver)
+        except UnreachableError:  # it would be forgotten with this process
+            driver.feed(CancelAsked(spec.id))
             raise
         if len(payload) < _LARGE:
             driver.deeds.submitted(spec.id, read_payload(payload, handlers))
@@ -344,6 +350,11 @@ class Controller:
         pools = self._driver.machine.pools
         if pool not in pools:
             raise InputError(f"there is no pool {pool}", hint=f"pools: {', '.join(sorted(pools)) or 'none yet'}")
+
+    def _check_journal(self, driver: Driver) -> None:
+        """Nothing new is taken that the journal cannot hold."""
+        if not driver.journal.catch_up():
+            raise UnreachableError(str(driver.journal.fault), hint=NO_ROOM_HINT)
 
     def _token_of(self, task: str) -> str | None:
         header = self._driver.shelf.header("payloads", task)

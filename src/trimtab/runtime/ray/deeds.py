@@ -8,14 +8,17 @@ placement groups are made and ended by `members`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from trimtab.model.codec import encode
-from trimtab.model.pool import PoolSpec
+from trimtab.model.errors import UnreachableError
+from trimtab.model.pool import ENDED, PoolSpec
 from trimtab.pool.events import (
     Died,
     Ended,
@@ -48,8 +51,9 @@ from trimtab.runtime.ray.members import (
     Payload,
     StartError,
     StopOutcome,
+    kept_name,
 )
-from trimtab.runtime.shelf import Shelf, pack, unpack
+from trimtab.runtime.shelf import Shelf, file_name, pack, read_state_name, unpack
 
 log = logging.getLogger("trimtab.controller")
 
@@ -58,6 +62,15 @@ STOP_SLACK_S = 60.0
 RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _WORST = ("timed out", "raised", "returned", "not called")
 _LARGE = 2**20  # bytes that are read and written beside the loop
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The state that a member saved, and where it is kept until it is on the disk."""
+
+    node: str
+    kept_as: str
+    state: bytes
 
 
 class World(Protocol):
@@ -94,6 +107,7 @@ class Deeds:
         self._making: dict[str, asyncio.Task[None]] = {}
         self._removing: set[str] = set()
         self._pools: dict[str, str] = {}  # of groups
+        self._unstored: dict[str, tuple[int, dict[int, Sent]]] = {}  # by task: attempt and states without room on disk
         self._fresh: dict[str, Payload] = {}  # submitted a moment ago; saves reading the file
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -155,8 +169,9 @@ class Deeds:
 
     def forget(self, tasks: Collection[str]) -> None:
         """Keep nothing of tasks that the machine has forgotten."""
-        for task in [one for one in self._fresh if one not in tasks]:
-            del self._fresh[task]
+        for by_task in (self._fresh, self._unstored):
+            for task in [one for one in by_task if one not in tasks]:
+                del by_task[task]
 
     async def close(self) -> None:
         """Stop carrying things out. What runs goes on."""
@@ -235,12 +250,12 @@ class Deeds:
             self._dead.pop(key, None)
             raise
         except StartError as fault:
-            self._start_failed(one, fault.why, fault.fatal)
+            self._start_failed(one, fault)
         except asyncio.TimeoutError:
-            self._start_failed(one, "it was not constructed in time", False)
+            self._start_failed(one, StartError("it was not constructed in time", fatal=False, timed_out=True))
         except Exception as fault:
             log.exception("task %s could not be started", one.task)
-            self._start_failed(one, _said(fault), False)
+            self._start_failed(one, StartError(_said(fault), fatal=False))
         else:
             self._is_started(one, members, how)
 
@@ -271,10 +286,10 @@ class Deeds:
         if key in self._dead:
             self._world.feed(Died(*key, self._dead.pop(key)))
 
-    def _start_failed(self, one: Start, why: str, fatal: bool) -> None:
+    def _start_failed(self, one: Start, fault: StartError) -> None:
         self._starting.pop(one.task, None)
         self._dead.pop((one.task, one.attempt), None)
-        self._world.feed(StartFailed(one.task, one.attempt, why, fatal))
+        self._world.feed(StartFailed(one.task, one.attempt, fault.why, fault.fatal, fault.timed_out))
 
     async def _started(self, one: Start) -> tuple[list[Member], str]:
         record = self._world.machine.tasks[one.task]
@@ -313,6 +328,11 @@ class Deeds:
         return read_payload(data, handlers)
 
     async def _state(self, one: Start) -> dict[int, bytes | str]:
+        await self.store_again()
+        if one.task in self._unstored:
+            attempt, states = self._unstored[one.task]
+            ranks = {rank: self._shelf.state_path(one.task, attempt, rank) for rank in range(len(one.places))}
+            return {rank: states[rank].state if rank in states else path.read_bytes() for rank, path in ranks.items()}
         paths = await asyncio.to_thread(self._shelf.latest_state, one.task, len(one.places))
         if paths is None:
             raise StartError("the state it saved is gone", fatal=True)
@@ -342,11 +362,12 @@ class Deeds:
                 one.cancel()
         if self._closed or task in self._stopping:
             return
-        await self._keep_result(task, outcomes)
-        error = next((one.error for _, one in sorted(outcomes.items()) if one.error is not None), None)
+        not_kept = await self._keep_result(task, outcomes)
+        error = next((one.error for _, one in sorted(outcomes.items()) if one.error is not None), not_kept)
         self._world.feed(Ended(task, attempt, error))
 
-    async def _keep_result(self, task: str, outcomes: dict[int, Outcome]) -> None:
+    async def _keep_result(self, task: str, outcomes: dict[int, Outcome]) -> str | None:
+        """Store what came out; why not, where that cannot be done."""
         ranks = sorted(outcomes)
         header = {
             "errors": [outcomes[rank].error for rank in ranks],
@@ -358,8 +379,10 @@ class Deeds:
                 self._shelf.put("results", task, data)
             else:
                 await asyncio.to_thread(self._shelf.put, "results", task, data)
-        except OSError as fault:
-            log.error("the result of %s could not be kept: %s", task, fault)
+        except UnreachableError as fault:
+            log.error("task %s: its result is lost: %s", task, fault.what)
+            return f"it returned, but its result is lost: {fault.what}; {fault.hint}"
+        return None
 
     async def _outcome(self, member: Member) -> Outcome | None:
         """What the entry came to; None where the process is gone, of which the machine is told."""
@@ -418,19 +441,64 @@ class Deeds:
         record = self._world.machine.tasks.get(one.task)
         if not one.save_s or record is None:
             return False, []
-        world = len(record.spec.bundles)
+        states = {
+            member.rank: Sent(member.node, kept_name(member), outcome.state)
+            for member, outcome in zip(members, outcomes, strict=True)
+            if outcome.saved and outcome.state is not None
+        }
+        why = await self._store(one.task, one.attempt, states)
+        # Files decide, not answers: those of a stop that a crash of the controller cut short count as well.
+        unstored = self._unstored.get(one.task, (0, {}))[1]
+        paths = [self._shelf.state_path(one.task, one.attempt, rank) for rank in range(len(record.spec.bundles))]
+        saved = all(rank in unstored or path.exists() for rank, path in enumerate(paths))
+        if saved and why is None:
+            await asyncio.to_thread(self._shelf.drop_old_states, one.task, one.attempt)
+        return saved, [why] if why else []
+
+    async def _store(self, task: str, attempt: int, states: dict[int, Sent]) -> str | None:
+        """Write states to the disk, and then have their nodes drop them; where there is no room, why, and keep them."""
         try:
-            for member, outcome in zip(members, outcomes, strict=True):
-                if outcome.saved and outcome.state is not None:
-                    await asyncio.to_thread(self._shelf.put_state, one.task, one.attempt, member.rank, outcome.state)
-            # Files decide, not answers: those of a stop that a crash of the controller cut short count as well.
-            saved = await asyncio.to_thread(self._shelf.has_state, one.task, one.attempt, world)
-            if saved:
-                await asyncio.to_thread(self._shelf.drop_old_states, one.task, one.attempt)
+            for rank, sent in states.items():
+                await asyncio.to_thread(self._shelf.put_state, task, attempt, rank, sent.state)
         except OSError as fault:
-            log.error("the state of %s could not be kept: %s", one.task, fault)
-            return False, [f"its state could not be kept: {fault.strerror}"]
-        return saved, []
+            self._unstored[task] = (attempt, states)
+            folder = self._shelf.state_path(task, attempt, 0).parent
+            why = f"its state is kept in memory and not in {folder} ({fault.strerror}): make room there"
+            log.error("task %s: %s", task, why)
+            return why
+        if task in self._unstored and self._unstored[task][0] <= attempt:
+            del self._unstored[task]
+        for sent in states.values():
+            self._spawn(self._members.drop_state(sent.node, sent.kept_as))
+        return None
+
+    async def store_again(self) -> None:
+        """Try to write what the disk had no room for."""
+        for task, (attempt, states) in list(self._unstored.items()):
+            record = self._world.machine.tasks.get(task)
+            if record is None or record.state in ENDED:
+                del self._unstored[task]
+                for sent in states.values():
+                    await self._members.drop_state(sent.node, sent.kept_as)
+            elif await self._store(task, attempt, states) is None:
+                log.info("the state of task %s is on the disk now", task)
+
+    async def collect_states(self) -> None:
+        """After a restart: take the states that were saved for the controller that died."""
+        tasks = {file_name(one.id): one for one in self._world.machine.tasks.values() if one.state not in ENDED}
+        for name, node in (await self._members.kept_states()).items():
+            found = read_state_name(name.partition("~")[2])
+            record = tasks.get(found[0]) if found else None
+            if found is None or record is None:
+                await self._members.drop_state(node, name)
+                continue
+            state = None
+            with contextlib.suppress(UnreachableError):  # lost with its node
+                state = await self._members.kept_state(node, name, STOP_SLACK_S)
+            if state is not None:
+                _, attempt, rank = found
+                others = self._unstored.get(record.id, (0, {}))[1]
+                await self._store(record.id, attempt, {**others, rank: Sent(node, name, state)})
 
     # ---- taking turns ---------------------------------------------------------------------------------------
 

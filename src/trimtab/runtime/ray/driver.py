@@ -131,6 +131,8 @@ class Driver:
         self.watch = nodes.NodeWatch(
             self, self.members, self._ray, self.directory / "nodes", self.deeds.node_lost, self.board.tell
         )
+        if self.watch.set_aside:
+            self.faults.append(self.watch.set_aside)
         there = await asyncio.to_thread(nodes.look, self._ray)
         await asyncio.gather(*(self._warden(one.node) for one in there.nodes))
         self.watch.adopt(self.machine.nodes)
@@ -279,6 +281,8 @@ class Driver:
         while True:
             await asyncio.sleep(KEEP_HOUSE_S)
             self._look_at_compactor()
+            self.journal.catch_up()
+            await self.deeds.store_again()
             await self.meter.sample(self.members.warm_counts())
             views = self.watch.views(gone=True)
             self.fleet_meter.sample(views, self.desired_workers(), self.board)

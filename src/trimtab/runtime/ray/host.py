@@ -207,12 +207,13 @@ class Tenancy:
             return {"word": "not called"}, b""
         try:
             state = cloudpickle.dumps((way, self.settle(preserve())))
-            if ask["path"] is None:
-                return {"word": "returned"}, state
-            write_whole(Path(ask["path"]), state)
         except BaseException as fault:
             return {"word": "raised", "note": said(fault)}, b""
-        return {"word": "returned"}, b""
+        if ask["path"] is not None:
+            with contextlib.suppress(OSError):  # no room there: the controller gets it instead, and says so
+                write_whole(Path(ask["path"]), state)
+                return {"word": "returned"}, b""
+        return {"word": "returned"}, state
 
     def late_restore(self) -> dict[str, Any]:
         """Restore beside an async actor's loop, on which `load` may have to run."""
@@ -419,9 +420,13 @@ def write_whole(path: Path, content: bytes, durable: bool = True) -> None:
     """A file that is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("wb") as file:
-        file.write(content)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        with beside.open("wb") as file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise

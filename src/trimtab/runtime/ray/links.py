@@ -2,8 +2,10 @@
 
 Two connections a node: one to its warden, which sends a beat several times a second, and one to its raylet, which is
 held and never used. Either one breaking while nothing listens at the raylet's port any more means that the node is
-dead; a warden that alone died is made again by others and linked to anew; silence is told with its length, and what it
-means is the machine's business. Time in which this process itself did not run counts for nobody's silence.
+dead, which is told once the warden's connection has ended too: with its raylet gone it ends all processes of tasks
+before itself, so that no task begins anew elsewhere while its old process works. A warden that alone died is made again
+by others and linked to anew; silence is told with its length, and what it means is the machine's business. Time in
+which this process itself did not run counts for nobody's silence.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ TELL_EVERY_S = 0.25  # of silence
 CONNECT_S = 2.0
 TRY_AGAIN_S = 0.2
 LATE_S = 0.5  # a turn of the loop that came so late tells more of us than of the nodes
+FENCE_S = 5.0  # for a warden to end what is left on a node without a raylet
 REFUSALS = 2  # in a row, a moment apart, before a raylet counts as dead
 
 Place = tuple[str, int]
@@ -50,6 +53,7 @@ class _Link:
     silent: bool = True  # until the first beat
     excused: bool = True  # no beat is to be expected: none came yet, or its warden died and is being made again
     quiet: bool = False  # nor ever again: its warden was sent away
+    connected: bool = False  # to its warden
 
 
 class Links:
@@ -105,6 +109,7 @@ class Links:
             if place is not None:
                 with contextlib.suppress(OSError, asyncio.TimeoutError):
                     reader, writer = await asyncio.wait_for(asyncio.open_connection(*place), CONNECT_S)
+                    link.connected = True
                     try:
                         while await reader.read(64):
                             self._heard(node, link)
@@ -112,6 +117,7 @@ class Links:
                     except ConnectionResetError:
                         link.excused = True
                     finally:
+                        link.connected = False
                         writer.close()
                 await self._look_at_raylet(node, link)
             await asyncio.sleep(TRY_AGAIN_S)
@@ -141,6 +147,9 @@ class Links:
                 writer.close()
                 return
             await asyncio.sleep(0.02)
+        until = time.monotonic() + FENCE_S
+        while link.connected and time.monotonic() < until:
+            await asyncio.sleep(0.01)
         if self._links.get(node) is link:
             host, port = link.raylet
             self._tell(LinkBroken(node, f"nothing listens at {host}:{port} any more ({why})"))

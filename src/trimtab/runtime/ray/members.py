@@ -12,7 +12,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trimtab.model.errors import InputError, UnreachableError
@@ -26,6 +26,7 @@ from trimtab.runtime.ray.leases import ClientProcess
 from trimtab.runtime.ray.slots import GroupError, GroupSeen, Slots, ray_resources
 from trimtab.runtime.ray.warden import EXIT_WAIT_S, NAMESPACE, Wardens
 from trimtab.runtime.ray.warm import WarmHost, WarmHosts
+from trimtab.runtime.shelf import state_name
 
 __all__ = [
     "DiedError", "GroupError", "GroupSeen", "Member", "Members", "Outcome", "ParkError", "Payload", "StartError",
@@ -88,17 +89,18 @@ class StopOutcome:
 
     cancel: str  # "returned", "raised", "timed out" or "not called"
     saved: bool = False
-    state: bytes | None = None  # where it was saved without a path
+    state: bytes | None = None  # where it is not in a file of the controller's; kept by the warden until dropped
     note: str = ""
 
 
 class StartError(Exception):
     """A start failed, and nothing of it is left. `fatal`: trying again would fail the same way."""
 
-    def __init__(self, why: str, *, fatal: bool) -> None:
+    def __init__(self, why: str, *, fatal: bool, timed_out: bool = False) -> None:
         super().__init__(why)
         self.why = why
         self.fatal = fatal
+        self.timed_out = timed_out
 
 
 class DiedError(Exception):
@@ -250,7 +252,7 @@ class Members:
                     raise StartError(f"process {member.pid} died while the others were starting", fatal=False)
         except asyncio.TimeoutError:
             await self._end(taken)
-            raise StartError(f"it was not constructed within {timeout_s:.3g} s", fatal=False) from None
+            raise StartError(f"it was not constructed within {timeout_s:.3g} s", fatal=False, timed_out=True) from None
         except (UnreachableError, GroupError) as fault:
             await self._end(taken)
             raise StartError(str(fault), fatal=False) from None
@@ -296,17 +298,39 @@ class Members:
         UnreachableError only where its node is there, but nobody on it can be asked.
         """
         self._forget(member.key)
+        keep_as = kept_name(member)
         try:
             answer = await self._wardens.ask(
-                member.node, "stop", member.pid, member.born, tell_s, notice, save_s, state_path,
+                member.node, "stop", member.pid, member.born, tell_s, notice, save_s, state_path, keep_as,
                 timeout_s=max(0.0, tell_s) + max(0.0, save_s) + _END_S,
             )  # fmt: skip
         except UnreachableError as fault:
-            if member.node in self._wardens.nodes:  # the warden hangs
-                await self._wardens.renew(member.node)
-                await self._wardens.ask(member.node, "end", member.pid, member.born, timeout_s=2 * _END_S)
-            return StopOutcome("not called", note=fault.what)
+            if member.node not in self._wardens.nodes:
+                return StopOutcome("not called", note=fault.what)
+            await self._wardens.renew(member.node)  # it hangs
+            answer = await self._wardens.ask(
+                member.node, "stop", member.pid, member.born, 0.0, False, 0.0, None, keep_as, timeout_s=2 * _END_S
+            )
+            return replace(StopOutcome(*answer), note=fault.what)
         return StopOutcome(*answer)
+
+    async def kept_states(self) -> dict[str, str]:
+        """States that were saved for a controller which did not acknowledge them: by name, the node that keeps it."""
+        kept: dict[str, str] = {}
+        for node in self._wardens.nodes:
+            with contextlib.suppress(UnreachableError):
+                kept |= dict.fromkeys(await self._wardens.ask(node, "kept", timeout_s=_ANSWER_S), node)
+        return kept
+
+    async def kept_state(self, node: str, name: str, timeout_s: float) -> bytes | None:
+        """One of them; UnreachableError where its node cannot be asked."""
+        state: bytes | None = await self._wardens.ask(node, "kept_state", name, timeout_s=timeout_s)
+        return state
+
+    async def drop_state(self, node: str, name: str) -> None:
+        """The controller has it: the node needs not keep it any more."""
+        with contextlib.suppress(UnreachableError):
+            await self._wardens.ask(node, "drop", name, timeout_s=_ANSWER_S)
 
     async def park(self, member: Member, timeout_s: float) -> None:
         """Have it give its devices up."""
@@ -457,7 +481,7 @@ class Members:
         finally:
             await asyncio.shield(self._end_maker(maker, None if facts else seat))
         if facts is None:
-            raise StartError(why, fatal=fatal)
+            raise StartError(why, fatal=fatal, timed_out=not fatal and time.monotonic() >= deadline)
         member = _member({**facts, "seat": vars(seat)})
         taken.append(member)
         self._live[member.key] = member
@@ -564,6 +588,11 @@ async def _together(works: list[Coroutine[Any, Any, str]]) -> list[str]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def kept_name(member: Member) -> str:
+    """The name under which a node keeps the state of this very process: an id may begin a new life."""
+    return f"{member.pid}-{member.born:g}~{state_name(member.task, member.attempt, member.rank)}"
 
 
 def _with(order: Order, devices: tuple[str, ...]) -> Order:

@@ -29,7 +29,8 @@ from trimtab.model.resources import GRAIN, NOTHING, Resources, total
 from trimtab.pool.events import Event, NodeCordoned, NodeEmptied, NodeJoined, NodeLost
 from trimtab.pool.machine import PoolMachine
 from trimtab.pool.records import Stand
-from trimtab.runtime.journal import NODE_EVENTS, Journal
+from trimtab.runtime.background import Background
+from trimtab.runtime.journal import NODE_EVENTS, DamagedError, Journal
 from trimtab.runtime.ray import draining
 from trimtab.runtime.ray.links import Links, Place
 from trimtab.runtime.ray.members import Members
@@ -118,8 +119,7 @@ class NodeWatch:
         self._ray = ray
         self._on_lost = on_lost
         self._on_change = on_change
-        self.journal = Journal(directory, kinds=NODE_EVENTS, owner="nodes", background=members.background)
-        self.machine = _replayed(self.journal)
+        self.journal, self.machine, self.set_aside = _opened(directory, members.background)
         self._links = Links(self._tell_link, members.link_place, self.machine.policy.suspect_s)
         self.known: dict[str, NodeJoined] = {}
         self._raylets: dict[str, Place] = {}
@@ -424,6 +424,20 @@ class NodeWatch:
                     groups.setdefault(node, []).append((group.id, group.stand))
                     bundles.setdefault(node, []).append(bundle)
         return {node: Held(tuple(groups[node]), total(bundles[node])) for node in groups}
+
+
+def _opened(directory: Path, background: Background) -> tuple[Journal, NodeMachine, str | None]:
+    """The journal of nodes, what it says, and, where it was damaged, where it was put: Ray knows its nodes as well."""
+    try:
+        journal = Journal(directory, kinds=NODE_EVENTS, owner="nodes", background=background)
+        return journal, _replayed(journal), None
+    except DamagedError as fault:
+        aside = directory.with_name(f"{directory.name}.damaged-{time.time_ns()}")
+        directory.rename(aside)
+        said = f"{fault.what} ({fault.where}): set aside as {aside}; drains asked for and the history of nodes are lost"
+        log.error(said)
+        journal = Journal(directory, kinds=NODE_EVENTS, owner="nodes", background=background)
+        return journal, _replayed(journal), said
 
 
 def _replayed(journal: Journal) -> NodeMachine:

@@ -87,6 +87,7 @@ async def reconcile(world: World, members: Members, deeds: Deeds, watch: NodeWat
     making = {one.group for one in before if isinstance(one, MakeGroup)}
     unowned = [one for one in groups.values() if one.group not in world.machine.groups or one.group in making]
     await _remove(members, unowned)
+    await deeds.collect_states()
     # From here on the machine learns; what it says is carried out at once.
     await watch.step(wait=True)
     _tell_lost_groups(world, groups)

@@ -1,8 +1,9 @@
 """One process per node that knows the members there by pid: tells them to stop, ends them for certain, sees them die.
 
-Everything it knows can be found again (records in the run directory, /proc), so it may be killed and made again at any
-time without losing a member. It never ends a process whose start time is not the one it was told, and it decides
-nothing. The controller's Members ask it.
+Everything it knows can be found again (records and saved states in the run directory, /proc), so it may be killed and
+made again at any time without losing a member. A state that a member saved is kept until the controller has
+acknowledged it (`drop`), for the one that asked for it may be dead by then. It never ends a process whose start time is
+not the one it was told, and it decides nothing. The controller's Members ask it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 from trimtab.model.errors import UnreachableError
 from trimtab.runtime.background import NEVER_GIVE_UP, Background, RestartPolicy
 from trimtab.runtime.ray import nvml
-from trimtab.runtime.ray.host import FRAME, born, frame, make_run_dir, stat
+from trimtab.runtime.ray.host import FRAME, born, frame, make_run_dir, stat, write_whole
 from trimtab.runtime.ray.leases import ClientProcess, is_alive_here
 from trimtab.runtime.ray.links import Place, beat_forever
 
@@ -52,9 +53,14 @@ class Warden:
         self._watched: dict[tuple[int, float], asyncio.Task[None]] = {}
         self._background = Background(WATCH_POLICY)
         self._link: tuple[asyncio.Server, Place] | None = None
+        self._stops: dict[tuple[int, float], asyncio.Task[tuple[str, bool, bytes | None, str]]] = {}  # under way
+        self._fence: asyncio.Task[None] | None = None
+        self._unwritten: dict[str, bytes] = {}  # saved states that this node's disk has no room for
 
     async def hello(self) -> dict[str, Any]:
         """Facts of this node."""
+        if self._fence is None:
+            self._fence = asyncio.create_task(self._end_with_raylet(os.getppid()))
         if self._link is None:
             self._link = await beat_forever(_address())
         facts = {"epoch": self._epoch, "pid": os.getpid(), "born": born(os.getpid()), "cores": os.cpu_count() or 1}
@@ -95,10 +101,22 @@ class Warden:
         return is_alive_here(process)
 
     async def stop(
-        self, pid: int, start: float, tell_s: float, notice: bool, save_s: float, path: str | None
+        self, pid: int, start: float, tell_s: float, notice: bool, save_s: float, path: str | None, keep_as: str
     ) -> tuple[str, bool, bytes | None, str]:
-        """Tell it, save it, end it: how `cancel` went, whether its state is saved, the state, a note."""
-        cancel, saved, state, notes = "not called", False, None, []
+        """Tell it, save it, end it: how `cancel` went, whether its state is saved, the state, a note.
+
+        Asked again (by the next controller, of the next warden) it is stopped once. The state is kept as `keep_as`.
+        """
+        key = (pid, start)
+        if key not in self._stops:
+            self._stops[key] = asyncio.create_task(self._stop(pid, start, tell_s, notice, save_s, path, keep_as))
+            self._stops[key].add_done_callback(lambda _: self._stops.pop(key, None))
+        return await asyncio.shield(self._stops[key])
+
+    async def _stop(
+        self, pid: int, start: float, tell_s: float, notice: bool, save_s: float, path: str | None, keep_as: str
+    ) -> tuple[str, bool, bytes | None, str]:
+        cancel, state, saved, notes = "not called", b"", False, []
         if tell_s > 0:
             answer, _ = await self._ask(pid, start, tell_s, {"do": "tell", "notice": notice, "seconds": tell_s})
             cancel = answer["word"]
@@ -108,8 +126,32 @@ class Warden:
             saved = answer["word"] == "returned"
             if answer["word"] in ("raised", "timed out"):
                 notes.append(f"save() {answer['word']}: {answer.get('note', '')}".rstrip(": "))
+            if saved and state:
+                await asyncio.to_thread(self._keep, keep_as, state)
         notes.append(await self.end(pid, start))
-        return cancel, saved, state if saved and path is None else None, "; ".join(note for note in notes if note)
+        if not saved and (kept := await self.kept_state(keep_as)) is not None:  # for one that asked before
+            saved, state = True, kept
+        return cancel, saved, state or None, "; ".join(note for note in notes if note)
+
+    async def kept(self) -> list[str]:
+        """The states that were saved here and that no controller has acknowledged."""
+        return sorted({*(path.name for path in self._where.glob("*.state")), *self._unwritten})
+
+    async def kept_state(self, name: str) -> bytes | None:
+        """One of them."""
+        if name in self._unwritten:
+            return self._unwritten[name]
+        try:
+            return await asyncio.to_thread((self._where / name).read_bytes)
+        except FileNotFoundError:
+            return None
+
+    def _keep(self, name: str, state: bytes) -> None:
+        try:
+            write_whole(self._where / name, state, durable=False)  # it is to outlive processes, not the machine
+        except OSError as fault:
+            log.error("the state %s is kept in memory: %s: %s", name, self._where, fault.strerror)
+            self._unwritten[name] = state
 
     async def turn(self, pid: int, start: float, do: str, timeout_s: float) -> tuple[str, str]:
         """Have it park or unpark: returned, raised, timed out or not called, and a note."""
@@ -159,12 +201,26 @@ class Warden:
         return ""
 
     async def drop(self, file: str) -> None:
-        """Remove a record that stands for no process any more."""
+        """Remove a record that stands for no process any more, or a state that the controller has."""
+        self._unwritten.pop(file, None)
         (self._where / file).unlink(missing_ok=True)
 
     async def leave(self) -> None:
         """Remove everything this controller keeps on the node; its processes have been ended."""
         shutil.rmtree(self._where, ignore_errors=True)
+
+    async def _end_with_raylet(self, raylet: int) -> None:
+        """When the raylet is gone, so is the node: end every process here, then this one, which the controller hears.
+
+        Ray's own processes notice it a second or two later; by then their tasks may have begun elsewhere.
+        """
+        await _exited(raylet, born(raylet) or 0.0, None)
+        for task in self._watched.values():
+            task.cancel()  # a node that is lost, not processes that died
+        there = [(one["pid"], one["born"]) for one in await self.records() if "pid" in one]
+        families = [one for pid, _ in there for one in _family(pid)]
+        await asyncio.gather(*(_kill(pid, start) for pid, start in (*there, *families)), return_exceptions=True)
+        os._exit(1)
 
     async def _watch(self, pid: int, start: float) -> None:
         await _exited(pid, start, None)
