@@ -30,6 +30,7 @@ from trimtab.model.pool import Place, Strategy
 from trimtab.model.resources import Resources
 from trimtab.pool.events import MakeGroup
 from trimtab.runtime.ray import members as door
+from trimtab.runtime.ray.environments import HostKind
 from trimtab.runtime.ray.host import born, run_dir
 from trimtab.runtime.ray.members import (
     DiedError,
@@ -115,7 +116,7 @@ class World:
         return await self.members.handle(member).call.remote(method, *args)
 
     async def warm(self, count: int) -> None:
-        await self.members.warm({self.node: {(): count}})
+        await self.members.warm({self.node: {HostKind(): count}})
         await until(lambda: self.members.warm_counts()[self.node]["ready"] == count)
 
 
@@ -340,7 +341,7 @@ def test_a_warm_host_is_used_where_there_is_one_and_replaced_behind() -> None:
 def test_warm_hosts_import_ahead_and_a_module_that_is_missing_does_no_harm() -> None:
     async def story(world: World) -> None:
         wanted = ("colorsys", "no_such_module")
-        await world.members.warm({world.node: {wanted: 1}})
+        await world.members.warm({world.node: {HostKind(wanted): 1}})
         await until(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
         started, _ = await world.members.start(
             "t", 1, "pool", [Place("g", 0, world.node)], [CPU], made(Loaded), None, WAIT_S, preload=wanted
