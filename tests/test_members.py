@@ -32,6 +32,7 @@ from trimtab.model.resources import Resources
 from trimtab.pool.events import MakeGroup
 from trimtab.runtime.ray import members as door
 from trimtab.runtime.ray import warm
+from trimtab.runtime.ray.environments import HostKind
 from trimtab.runtime.ray.host import born, run_dir
 from trimtab.runtime.ray.members import (
     DiedError,
@@ -119,7 +120,7 @@ class World:
         return await self.members.handle(member).call.remote(method, *args)
 
     async def warm(self, count: int) -> None:
-        await self.members.warm({self.node: {(): count}})
+        await self.members.warm({self.node: {HostKind(): count}})
         await until_async(lambda: self.members.warm_counts()[self.node]["ready"] == count)
 
 
@@ -337,7 +338,7 @@ def test_a_warm_host_is_used_where_there_is_one_and_replaced_behind() -> None:
 def test_warm_hosts_import_ahead_and_a_module_that_is_missing_does_no_harm() -> None:
     async def story(world: World) -> None:
         wanted = ("colorsys", "no_such_module")
-        await world.members.warm({world.node: {wanted: 1}})
+        await world.members.warm({world.node: {HostKind(wanted): 1}})
         await until_async(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
         started, _ = await world.members.start(
             "t", 1, "pool", [Place("g", 0, world.node)], [CPU], made(Loaded), None, WAIT_S, preload=wanted
@@ -685,7 +686,7 @@ def test_who_waits_for_a_host_on_a_node_gets_one_after_a_start_that_took_too_lon
 ) -> None:
     async def story(world: World) -> None:
         monkeypatch.setattr(warm, "_START_WAIT_S", 0.0)
-        taking = asyncio.ensure_future(world.members._hosts.take(world.node, ()))
+        taking = asyncio.ensure_future(world.members._hosts.take(world.node, HostKind()))
         await until_async(lambda: "did not start: TimeoutError" in caplog.text)
         monkeypatch.setattr(warm, "_START_WAIT_S", WAIT_S)
         host, was_ready = await asyncio.wait_for(taking, WAIT_S)

@@ -1937,8 +1937,8 @@ def test_what_is_in_flight_can_be_asked_for_again():
 def test_warm_hosts_are_wanted_where_the_pool_may_run():
     one = world(4, 4, spec=pool(target_hosts=2, preload=("json",)))
     targets = one.machine.warm_targets()
-    assert sum(count for by_kind in targets.values() for count in by_kind.values()) >= 2
-    assert {kind for by_kind in targets.values() for kind in by_kind} == {("json",)}
+    assert sum(count for by_pool in targets.values() for count in by_pool.values()) >= 2
+    assert {name for by_pool in targets.values() for name in by_pool} == {pool().name}
 
 
 def test_a_tenant_that_was_parked_and_has_its_turn_again_may_be_evicted_again():

@@ -1,7 +1,7 @@
 """How many GPUs each component of a logged run had: as the user says, or as the run's own configuration says.
 
-Never guessed: a log does not tell, and a profile with a wrong count makes every plan wrong. A configuration is read with
-its parents, as the framework reads it; what it does not state must be given by hand.
+Never guessed: a log does not tell, and a profile with a wrong count makes every plan wrong. A configuration is read
+with its parents, as the framework reads it; what it does not state must be given by hand.
 """
 
 from __future__ import annotations

@@ -609,8 +609,8 @@ class PoolMachine(Lives):
         """Waiting tasks in the order they are looked at."""
         return list(self.waiting.in_order(pool))
 
-    def warm_targets(self) -> dict[str, dict[tuple[str, ...], int]]:
-        """How many warm hosts each node is to keep, by what they import ahead."""
+    def warm_targets(self) -> dict[str, dict[str, int]]:
+        """How many warm hosts each node is to keep, by pool."""
         return telling.warm_targets(self)
 
     def outstanding(self) -> list[e.Instruction]:

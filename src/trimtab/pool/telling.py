@@ -148,19 +148,19 @@ def totals(books: Books) -> Totals:
     return Totals(books.eviction_count, books.eviction_count - across, across, by_state, tuple(books.evictions[-10:]))
 
 
-def warm_targets(books: Books) -> dict[str, dict[tuple[str, ...], int]]:
-    """How many warm hosts each node is to keep, by what they import ahead.
+def warm_targets(books: Books) -> dict[str, dict[str, int]]:
+    """How many warm hosts each node is to keep, by pool.
 
     Those of a pool that are for all nodes together are spread evenly.
     """
     nodes = [node for node in books.nodes if node not in books.ledger.cordoned]
-    targets: dict[str, dict[tuple[str, ...], int]] = {node: {} for node in nodes}
+    targets: dict[str, dict[str, int]] = {node: {} for node in nodes}
     for pool in books.pools.values():
         if pool.dropped or not nodes:
             continue
         together = [nodes[at % len(nodes)] for at in range(pool.spec.target_hosts)]
         for node in (*together, *nodes * pool.spec.hosts_each):
-            targets[node][pool.spec.preload] = targets[node].get(pool.spec.preload, 0) + 1
+            targets[node][pool.spec.name] = targets[node].get(pool.spec.name, 0) + 1
     return targets
 
 

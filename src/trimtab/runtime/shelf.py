@@ -1,4 +1,4 @@
-"""Files beside the journal: what tasks run, the state they saved, what came out, and the state handlers of pools.
+"""Files beside the journal: what tasks run, the state they saved, what came out; of pools, handlers and environments.
 
 Bytes in, bytes out: nothing is unpacked here. A file is there whole or not at all. What belongs to a task is deleted
 when the task is forgotten.
@@ -20,13 +20,13 @@ from typing import Any
 from trimtab.model.errors import UnreachableError
 from trimtab.runtime.journal import write_file
 
-KINDS = ("payloads", "results", "states", "handlers")
+KINDS = ("payloads", "results", "states", "handlers", "environments")
 NO_ROOM_HINT = "make room there, or connect with a journal_dir on a disk that has some"
 _STATE = re.compile(r"(.+)\.(\d+)\.(\d+)\.state")
 
 
 class Shelf:
-    """The folders `payloads`, `results`, `handlers` and `states` (or `state_dir`) of one controller."""
+    """The folders of one controller; that of `states` may be elsewhere (`state_dir`). Files are their owner's alone."""
 
     def __init__(self, directory: Path, state_dir: str | None = None) -> None:
         self._folders = {kind: directory / kind for kind in KINDS}

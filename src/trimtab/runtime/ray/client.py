@@ -34,11 +34,12 @@ from trimtab.model.pool import (
 from trimtab.model.resources import Resources
 from trimtab.pool.events import PoolDrained, PoolDropped, QuotaSet
 from trimtab.runtime.background import Background, RestartPolicy
+from trimtab.runtime.ray import environments
 from trimtab.runtime.ray.deeds import write_payload
 from trimtab.runtime.ray.doors import TaskSeen
 from trimtab.runtime.ray.leases import LEASE_S, this_process
 from trimtab.runtime.ray.link import ControllerLink, RayLink
-from trimtab.runtime.ray.packing import class_of, packed, pickled_handlers
+from trimtab.runtime.ray.packing import class_of, own_paths, packed, pickled_handlers
 from trimtab.runtime.ray.task import Task
 
 log = logging.getLogger("trimtab")
@@ -174,7 +175,8 @@ class Session:
 
         Memory is in bytes. `reserved` slots are for tasks of `reserved_priority` and above; `borrow` lets others use
         them while they are idle. `warm_hosts` processes are kept ready on all nodes together, and `warm_each` on every
-        one, which have imported `preload`. `ends_with_me` drops the pool, and what is in it, when this client goes.
+        one, which have imported `preload` and have the runtime environment of the client that asked last.
+        `ends_with_me` drops the pool, and what is in it, when this client goes.
         """
         if quota is None:
             return Pool(self, self.ask("pool", name))
@@ -199,7 +201,7 @@ class Session:
             patience_runs=patience_runs,
             client=self.client if ends_with_me else None,
         )
-        self.ask("ensure_pool", spec)
+        self.ask("ensure_pool", spec, environments.of_this_process(self._ray), own_paths())
         if ends_with_me:
             self._live_with()
         return Pool(self, spec)
@@ -352,6 +354,7 @@ class Pool:
             ray_options=options,
             plain=plain,
             namespace=session._ray.get_runtime_context().namespace,
+            runtime_env=environments.of_this_process(session._ray),
             where=f"task {id}",
         )
         session.ask("submit", spec, write_payload(payload, uuid.uuid4().hex), timeout_s=SUBMIT_S)

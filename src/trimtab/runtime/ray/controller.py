@@ -91,10 +91,12 @@ class Controller:
     # ---- asking ---------------------------------------------------------------------------------------------
 
     @door
-    async def ensure_pool(self, spec: PoolSpec) -> None:
-        """Have a pool."""
+    async def ensure_pool(self, spec: PoolSpec, runtime_env: str = "", paths: Collection[str] = ()) -> None:
+        """Have a pool, with warm hosts for tasks of this runtime environment."""
         driver = await self._up_now()
         driver.handle(PoolEnsured(spec))
+        await driver.environments.set_pool(spec.name, runtime_env, tuple(paths))
+        driver.warm_hosts()
         if spec.client:
             driver.leases.heard(spec.client)
 
@@ -139,6 +141,7 @@ class Controller:
             driver.deeds.submitted(spec.id, read_payload(payload, handlers))
         if spec.client:
             driver.leases.heard(spec.client)
+        await driver.environments.submitted(spec.id, header_of(payload)["runtime_env"])
         return self._seen(spec.id)
 
     @door

@@ -526,6 +526,7 @@ def write_payload(payload: Payload, token: str) -> bytes:
         "plain": payload.plain,
         "namespace": payload.namespace,
         "sys_path": list(payload.sys_path),
+        "runtime_env": payload.runtime_env,
     }
     return pack(header, [payload.actor, payload.entry_args, payload.handlers])
 
@@ -542,6 +543,7 @@ def read_payload(data: bytes, handlers: bytes | None = None) -> Payload:
         namespace=header["namespace"],
         handlers=own or handlers,
         sys_path=tuple(header["sys_path"]),
+        runtime_env=header.get("runtime_env", ""),
     )
 
 

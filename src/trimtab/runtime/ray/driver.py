@@ -14,6 +14,7 @@ import logging
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from trimtab.runtime.journal import Journal
 from trimtab.runtime.ray import nodes, recovery
 from trimtab.runtime.ray.board import Board
 from trimtab.runtime.ray.deeds import Deeds
+from trimtab.runtime.ray.environments import Environments, HostKind
 from trimtab.runtime.ray.fleet_metrics import FleetMeter, desired_workers
 from trimtab.runtime.ray.leases import Leases
 from trimtab.runtime.ray.members import Member, Members
@@ -82,7 +84,7 @@ class Driver:
         self._loops: list[asyncio.Task[None]] = []
         self._woken = False
         self._timer: asyncio.TimerHandle | None = None
-        self._warm: dict[str, dict[tuple[str, ...], int]] = {}
+        self._warm: dict[str, Counter[HostKind]] = {}
         self._said: str | None = None  # the fault of the journal that was logged last
         self._compactor: subprocess.Popen[bytes] | None = None
         self.closing = False
@@ -102,8 +104,10 @@ class Driver:
             except BaseException:
                 self.journal.close()
                 raise
+        self.environments = Environments(self._ray, self.shelf)
         try:
             self.shelf.keep_only(self.machine.tasks)
+            self.environments.recover(self._unended())
             await self._take_hold(is_fresh)
         except BaseException:
             self.background.stop()
@@ -241,12 +245,23 @@ class Driver:
         if self.closing:
             return
         self._set_timer()
-        targets = self.machine.warm_targets()
+        self.warm_hosts()
+        if self.journal.since_snapshot >= COMPACT_EVERY:
+            self._compact()
+
+    def warm_hosts(self) -> None:
+        """Have the warm hosts that pools want now."""
+        targets: dict[str, Counter[HostKind]] = {}
+        for node, by_pool in self.machine.warm_targets().items():
+            targets[node] = Counter()
+            for pool, count in by_pool.items():
+                targets[node][self.environments.kind(self.machine.pools[pool].spec)] += count
         if targets != self._warm:
             self._warm = targets
             asyncio.get_running_loop().create_task(self.members.warm(targets)).add_done_callback(say_fault)
-        if self.journal.since_snapshot >= COMPACT_EVERY:
-            self._compact()
+
+    def _unended(self) -> list[str]:
+        return [task.id for task in self.machine.tasks.values() if task.state not in ENDED]
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -287,6 +302,8 @@ class Driver:
             views = self.watch.views(gone=True)
             self.fleet_meter.sample(views, self.desired_workers(), self.board)
             self._say_journal_fault()
+            pools = [one.spec for one in self.machine.pools.values() if not one.dropped]
+            await self.environments.renew(self._unended(), pools)
             if self.journal.vanished:
                 log.error("somebody deleted the journal in %s; it is written anew", self.directory)
                 self.journal.snapshot(self.now(), self.machine.dump())

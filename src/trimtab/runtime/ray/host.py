@@ -22,12 +22,13 @@ import sys
 import threading
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from trimtab.runtime.background import Background, RestartPolicy
+from trimtab.runtime.ray.environments import HostKind
 
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 FRAME = struct.Struct("!IQ")  # sizes of the JSON head and of the bytes that follow
@@ -336,20 +337,21 @@ class ControlDoor:
 class Host:
     """A warm process: bound to one task once, then thrown away."""
 
-    def __init__(self, controller: str, node: str, actor: str, namespace: str, preload: tuple[str, ...]) -> None:
+    def __init__(self, controller: str, node: str, actor: str, namespace: str, kind: HostKind) -> None:
         self._tenancy = Tenancy()
         self._door = ControlDoor(make_run_dir(controller, node), "host", actor, namespace, node, self._tenancy)
-        self._missing = [missing for module in preload if (missing := _import(module))]
+        self._kind = HostKind(*kind)
+        add_paths(self._kind.paths)
+        self._missing = [missing for module in self._kind.preload if (missing := _import(module))]
         import ray.cloudpickle  # noqa: F401  (now rather than at the first save)
 
         self._tenancy.phase = "warm"
-        self._preload = preload
         self._door.write_record()
 
     def ready(self) -> dict[str, Any]:
         """The facts of this process, once it is warm."""
         phase = self._tenancy.phase
-        return {**self._door.facts, "missing": self._missing, "preload": self._preload, "phase": phase}
+        return {**self._door.facts, "missing": self._missing, "kind": self._kind, "phase": phase}
 
     def bind(self, order: Order) -> str | None:
         """Become the member: devices first, then the user's class. What went wrong in the user's code comes back."""
@@ -357,6 +359,7 @@ class Host:
             raise RuntimeError(f"already bound to {self._tenancy.seat}")
         self._tenancy.seat, self._tenancy.order, self._tenancy.phase = order.seat, order, "constructing"
         self._door.write_record()
+        drop_paths(set(self._kind.paths).difference(order.sys_path))
         set_surroundings(order)
         doing = "its class could not be unpickled"
         try:
@@ -378,6 +381,7 @@ class Host:
 
         self._tenancy.phase = "making"
         self._door.write_record()
+        drop_paths(set(self._kind.paths))
         return plain.make_actor(*arguments)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -402,7 +406,21 @@ def set_surroundings(order: Order) -> None:
     """What the user's code finds in its environment."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(order.devices)
     os.environ.update(seat_variables(order.seat))
-    sys.path.extend(path for path in order.sys_path if path not in sys.path)
+    add_paths(order.sys_path)
+
+
+def add_paths(paths: Collection[str]) -> None:
+    """Have a client's own modules found, after all others."""
+    sys.path.extend(path for path in paths if path not in sys.path)
+
+
+def drop_paths(paths: Collection[str]) -> None:
+    """Have another client's modules not found any more, nor those of them that were imported ahead."""
+    sys.path[:] = [path for path in sys.path if path not in paths]
+    inside = tuple(os.path.join(path, "") for path in paths)
+    for name, module in list(sys.modules.items()):
+        if inside and str(getattr(module, "__file__", None) or "").startswith(inside):
+            del sys.modules[name]
 
 
 def seat_variables(seat: Seat) -> dict[str, str]:

@@ -15,11 +15,11 @@ from typing import Any
 
 from trimtab.model.errors import InputError, UnreachableError
 from trimtab.runtime.cluster import auth
+from trimtab.runtime.ray import founding
 from trimtab.runtime.ray.cluster import answers, import_ray
 from trimtab.runtime.ray.doors import NAMESPACE, controller_name, value_of
 
 LEAST_CPUS = 8  # of a local Ray: logical, whatever the machine has
-MOST_CALLS = 4_000  # at once; a client that waits holds one
 ANSWER_S = 30.0
 
 
@@ -148,7 +148,7 @@ class ControllerLink:
             raise UnreachableError(
                 f"this Ray has no controller {name}", hint="`trimtab.connect()` in Python makes one; --name names one"
             )
-        self._actor = found or self._made(*settings)
+        self._actor = found or self._made(*settings, timeout_s=timeout_s)
         try:
             self.facts: dict[str, Any] = self.ask("ready", *settings, timeout_s=timeout_s)
         except BaseException:
@@ -200,28 +200,15 @@ class ControllerLink:
         except ValueError:
             return None
 
-    def _made(self, journal_dir: str | None, state_dir: str | None) -> Any:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    def _made(self, *settings: str | None, timeout_s: float) -> Any:
+        founding.found(self._address(), self.name, *settings, timeout_s=timeout_s)
+        made = self._found()
+        if made is None:
+            raise UnreachableError(f"the controller {self.name} ended while it was made", hint="connect again")
+        return made
 
-        from trimtab.runtime.ray.controller import Controller
-
-        head = next(
-            (n["NodeID"] for n in self.ray.nodes() if n["Alive"] and "node:__internal_head__" in n["Resources"]), None
-        )
-        if head is None:
-            raise UnreachableError("Ray names no head node for the controller to run on")
-        return (
-            self.ray.remote(Controller)
-            .options(
-                name=controller_name(self.name),
-                namespace=NAMESPACE,
-                lifetime="detached",
-                get_if_exists=True,
-                num_cpus=0,
-                max_restarts=-1,
-                max_task_retries=0,  # calls are repeated by `ask`, which knows that they may have been heard
-                max_concurrency=MOST_CALLS,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=False),
-            )
-            .remote(self.name, journal_dir, state_dir)
-        )
+    def _address(self) -> str:
+        client = self.ray.util.client.ray
+        if client.is_connected():  # through a Ray client server: the cluster's own address may be out of reach
+            return f"ray://{client.get_context().client_worker._conn_str}"
+        return str(self.ray.get_runtime_context().gcs_address)

@@ -21,11 +21,12 @@ from trimtab.model.resources import Resources
 from trimtab.pool.events import MakeGroup
 from trimtab.runtime.background import Background
 from trimtab.runtime.ray import plain
+from trimtab.runtime.ray.environments import HostKind
 from trimtab.runtime.ray.host import Order, Seat
 from trimtab.runtime.ray.leases import ClientProcess
 from trimtab.runtime.ray.slots import GroupError, GroupSeen, Slots, ray_resources
 from trimtab.runtime.ray.warden import EXIT_WAIT_S, NAMESPACE, Wardens
-from trimtab.runtime.ray.warm import WarmHost, WarmHosts
+from trimtab.runtime.ray.warm import HostSetupError, WarmHost, WarmHosts
 from trimtab.runtime.shelf import state_name
 
 __all__ = [
@@ -51,6 +52,7 @@ class Payload:
     namespace: str = ""  # Ray namespace of the submitting client
     handlers: bytes | None = None  # cloudpickle of (preserver, restorer) of the pool
     sys_path: tuple[str, ...] = ()  # where the client's own modules lie; appended before anything is unpickled
+    runtime_env: str = ""  # of the client and the task together, as JSON
 
 
 @dataclass(frozen=True)
@@ -138,10 +140,10 @@ class Members:
 
     # ---- nodes and warm hosts
 
-    async def node_joined(self, node: str, expected: Mapping[tuple[str, ...], int] | None = None) -> None:
+    async def node_joined(self, node: str, expected: Mapping[HostKind, int] | None = None) -> None:
         """Have a warden there, and take over what warm hosts an earlier controller left. UnreachableError if not.
 
-        `expected` hosts are warmed meanwhile, by what they import ahead.
+        `expected` hosts are warmed meanwhile, by their kind.
         """
         self._lost.discard(node)
         joining = asyncio.ensure_future(self._wardens.join(node))
@@ -179,8 +181,8 @@ class Members:
         for key in [key for key in self._live if key[0] == node]:
             self._forget(key)
 
-    async def warm(self, targets: Mapping[str, Mapping[tuple[str, ...], int]]) -> None:
-        """Keep so many hosts warm, by node and modules to import ahead; works behind."""
+    async def warm(self, targets: Mapping[str, Mapping[HostKind, int]]) -> None:
+        """Keep so many hosts warm, by node and kind; works behind."""
         self._hosts.aim(targets)
 
     def warm_counts(self) -> dict[str, dict[str, int]]:
@@ -235,8 +237,9 @@ class Members:
         ]
         try:
             if payload.plain is None:
+                kind = HostKind(preload, payload.runtime_env, payload.sys_path)
                 works = [
-                    self._bind_host(order, place, bundle, preload, taken)
+                    self._bind_host(order, place, bundle, kind, taken)
                     for order, place, bundle in zip(orders, places, bundles, strict=True)
                 ]
             else:
@@ -256,6 +259,9 @@ class Members:
         except (UnreachableError, GroupError) as fault:
             await self._end(taken)
             raise StartError(str(fault), fatal=False) from None
+        except HostSetupError as fault:
+            await self._end(taken)
+            raise StartError(str(fault), fatal=True) from None
         except BaseException:
             await asyncio.shield(self._end(taken))
             raise
@@ -413,12 +419,12 @@ class Members:
     # ---- the steps of a start
 
     async def _bind_host(
-        self, order: Order, place: Place, bundle: Resources, preload: tuple[str, ...], taken: list[Member]
+        self, order: Order, place: Place, bundle: Resources, kind: HostKind, taken: list[Member]
     ) -> str:
         from ray.exceptions import RayError
 
         seat = order.seat
-        host, ahead = await self._hosts.take(place.node, preload)
+        host, ahead = await self._hosts.take(place.node, kind)
         member = Member(
             seat.task,
             seat.attempt,
@@ -457,7 +463,7 @@ class Members:
             name = f"{name}.{seat.rank}"
         amounts = ray_resources(bundle)
         options = {
-            **plain.actor_options(asked, seat),
+            **plain.actor_options(asked, seat, payload.runtime_env, uuid.uuid4().hex),
             "num_cpus": amounts.pop("CPU", 0),
             "num_gpus": amounts.pop("GPU", 0),
             "memory": amounts.pop("memory", None),
@@ -468,7 +474,7 @@ class Members:
                 place, seat.pool, bool(asked.get("placement_group_capture_child_tasks", False))
             ),
         }
-        maker, _ = await self._hosts.take(place.node, ())
+        maker, _ = await self._hosts.take(place.node, HostKind((), payload.runtime_env))
         left = deadline - time.monotonic()
         make = maker.handle.make.options(name=f"{seat.task}.make")
         facts = None

@@ -32,6 +32,7 @@ from trimtab.pool.records import Stand
 from trimtab.runtime.background import Background
 from trimtab.runtime.journal import NODE_EVENTS, DamagedError, Journal
 from trimtab.runtime.ray import draining
+from trimtab.runtime.ray.environments import Environments, HostKind
 from trimtab.runtime.ray.links import Links, Place
 from trimtab.runtime.ray.members import Members
 
@@ -94,6 +95,7 @@ class World(Protocol):
     """What the watch needs of the controller."""
 
     machine: PoolMachine
+    environments: Environments
 
     def feed(self, event: Event) -> None:
         """Tell the machine; never raises."""
@@ -343,13 +345,15 @@ class NodeWatch:
         if node in self._raylets:
             self._links.open(node, self._raylets[node])
 
-    def _expected(self) -> dict[tuple[str, ...], int]:
-        """Hosts that a node will need as soon as it is used, by what they import ahead."""
-        machine = self._world.machine
-        expected = {pool.spec.preload: pool.spec.hosts_each for pool in machine.pools.values() if pool.spec.hosts_each}
+    def _expected(self) -> dict[HostKind, int]:
+        """Hosts that a node will need as soon as it is used."""
+        machine, environments = self._world.machine, self._world.environments
+        pools = [pool.spec for pool in machine.pools.values()]
+        expected = {environments.kind(pool): pool.hosts_each for pool in pools if pool.hosts_each}
         waiting = next(iter(machine.queue()), None)
         if waiting is not None:
-            expected.setdefault(machine.pools[machine.tasks[waiting].spec.pool].spec.preload, 1)
+            pool = machine.pools[machine.tasks[waiting].spec.pool].spec
+            expected.setdefault(environments.task_kind(waiting, pool), 1)
         return expected
 
     def _close_node(self, node: str, why: str) -> None:

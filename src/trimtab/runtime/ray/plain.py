@@ -19,6 +19,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from trimtab.runtime.ray import environments
 from trimtab.runtime.ray.host import (
     ControlDoor,
     Order,
@@ -43,11 +44,11 @@ _OWN_OPTIONS = (  # set here, by what the slot holds and the pool decides
 _tenancies: dict[int, Tenancy] = {}  # by the actor's object; in the actor's process there is one
 
 
-def actor_options(asked: dict[str, Any], seat: Seat) -> dict[str, Any]:
+def actor_options(asked: dict[str, Any], seat: Seat, runtime_env: str, mark: str) -> dict[str, Any]:
     """What of the user's options is Ray's to honour, and who the actor is, for its constructor to read."""
-    runtime_env = dict(asked.get("runtime_env") or {})
-    runtime_env["env_vars"] = {**seat_variables(seat), **(runtime_env.get("env_vars") or {})}
-    return {name: value for name, value in asked.items() if name not in _OWN_OPTIONS} | {"runtime_env": runtime_env}
+    theirs = {name: value for name, value in asked.items() if name not in _OWN_OPTIONS}
+    own = {"env_vars": {**seat_variables(seat), environments.MARK: mark}}
+    return {**theirs, "runtime_env": environments.overridden(runtime_env, own)}
 
 
 def make_actor(
