@@ -119,6 +119,7 @@ class Ledger:
     def commit(self, step: int, parts: list[int]) -> dict[str, Any]:
         self.trouble(f"commit-{self.world.rank}")
         self.total += sum(parts)
+        self.trouble(f"half-{self.world.rank}")
         self.steps.append(step)
         return {"total": self.total, "steps": list(self.steps), "pid": os.getpid(), "epoch": self.world.epoch}
 
@@ -360,6 +361,27 @@ def test_what_a_member_raises_is_raised_and_the_step_does_not_count(
         assert counted.group.steps == steps
         counted.step()
         assert "lost" not in kinds(happened)
+
+
+def test_a_commit_that_raises_half_way_leaves_no_half_of_a_step_in_any_member(
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+) -> None:
+    nodes.have(2)
+    with Counted(session, tmp_path, happened, max=2, keep_state=True) as counted:
+        counted.until(2)
+        counted.trouble("half", 1, "raise")
+        assert counted.step().values[1] is None, "the other had committed: the step counts"
+        counted.until(2)
+        steps = counted.group.steps
+        for rank in (0, 1):
+            counted.trouble("half", rank, "raise")
+        with pytest.raises(StepFailedError, match=r"commit of .* raised ValueError: as asked") as caught:
+            counted.group.step(steps + 1, timeout=WAIT_S)
+        assert isinstance(caught.value.__cause__, ValueError)
+        assert "replaced" in str(caught.value.hint)
+        assert counted.group.steps == steps
+        counted.step()  # every member has applied every step once, and nothing else
+        counted.until(2)
 
 
 def test_too_few_members_are_said_and_given_up_after_the_deadline_with_no_step_counted(

@@ -473,6 +473,23 @@ def test_no_room_is_kept_for_one_who_would_not_fit_even_if_all_others_ended():
     assert one.state("small") is State.running
 
 
+def test_a_gang_that_waits_beside_a_draining_node_is_told_of_it():
+    one = world(2, 2, 2)
+    one.run(task("a", 2))
+    on = one.machine.tasks["a"].places[0].node
+    free = [name for name in ("n0", "n1", "n2") if name != on]
+    one.tell(news.NodeEmptied(free[0], "spot termination"))
+    one.tell(news.NodeCordoned(on, True))
+    one.submit(gang("g", 2, 2, strategy=Strategy.strict_spread))
+    said = one.machine.explain("g", one.now).reason
+    assert said.code is Code.no_room
+    assert "need a node each, and 1 of 1 have room" in said.sentence
+    assert f"{free[0]} is draining" in said.sentence
+    assert f"{on} is cordoned" in said.sentence
+    one.submit(task("big", 2, priority=1), task("more", 2, priority=1))
+    assert f"{free[0]} is draining" in one.machine.explain("more", one.now).reason.sentence
+
+
 def test_before_patience_runs_out_small_tasks_pass_a_big_one():
     one = world(8, spec=pool(patience_s=60))
     one.run(task("a", 4), task("big", 8), task("b", 2))

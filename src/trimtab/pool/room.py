@@ -24,6 +24,8 @@ from trimtab.pool.queue import Line
 from trimtab.pool.records import Claim, Group, Kind, Pool, Task
 from trimtab.pool.victims import Choice, Victims
 
+CLOSED_NAMED = 4  # nodes in a sentence that take nothing new
+
 
 @dataclass(frozen=True)
 class Spot:
@@ -454,14 +456,37 @@ def shortage(books: Books, spec: TaskSpec) -> str:
     rows = np.nonzero(ledger.usable[: len(ledger.nodes)])[0]
     if not len(rows):
         return "no node takes anything new"
+    goers = _closed(books, spec)
+    if strategy_of(books, spec) is Strategy.strict_spread and len(spec.size) > 1:
+        able = int(fitting(ledger.free, ask)[rows].sum())
+        each = f"its {len(spec.size)} bundles need a node each, and {able} of {len(rows)} have room for one"
+        return f"no room for all of it at once: {each}{goers}"
     lack = np.maximum(0, ask - ledger.free[rows])
     nearest_row = int(np.argmin((lack / np.maximum(1, ask)).max(axis=1)))
     lacking = ledger.resources(lack[nearest_row])
     what = "it" if len(spec.size) == 1 else f"all {len(spec.size)} bundles of it"
     if not lacking:
-        return f"no room for {what} at once: {len(rows)} nodes hold parts of it"
+        return f"no room for {what} at once: {len(rows)} nodes hold parts of it{goers}"
     node = short(str(ledger.nodes[int(rows[nearest_row])]))
-    return f"no node has room for {what}; node {node} comes nearest and lacks {lacking}"
+    return f"no node has room for {what}; node {node} comes nearest and lacks {lacking}{goers}"
+
+
+def _closed(books: Books, spec: TaskSpec) -> str:
+    """Nodes that take nothing new, where they could take some of it."""
+    ledger = books.ledger
+    names = [
+        node
+        for node in sorted(ledger.cordoned)
+        if node in ledger.row_of and any((ask <= ledger.total[ledger.row_of[node]]).all() for ask in _asks(books, spec))
+    ]
+    if not names:
+        return ""
+    said = [
+        f"{short(node)} {'is draining' if books.node_stories[node][-1].state == 'emptied' else 'is cordoned'}"
+        for node in names[:CLOSED_NAMED]
+    ]
+    more = f" and {len(names) - CLOSED_NAMED} more" if len(names) > CLOSED_NAMED else ""
+    return f"; not counted: {', '.join(said)}{more}"
 
 
 def _on(nodes: Sequence[str]) -> str:

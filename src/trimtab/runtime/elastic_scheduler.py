@@ -23,6 +23,7 @@ from trimtab.fleet.rollout import RolloutMachine
 from trimtab.fleet.scaling import Decision, LoadSample, Policy, PolicyState, Taker, policy_of
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.errors import InfeasibleError, InputError, UnreachableError, nearest
+from trimtab.model.numbers import SHORTEST_S, check_number
 from trimtab.model.rollout import (
     End,
     Owner,
@@ -45,6 +46,7 @@ __all__ = ["ElasticConfig", "ElasticScheduler", "Placement", "Taker"]
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 60.0
+MOST_CALL_S = 1e6
 MOST_QUEUED = 1_000_000
 NEVER_S = 1e9  # a request's tokens are not seen here, so nothing is made of their absence
 LEAST_WAIT_S = 0.005
@@ -68,6 +70,7 @@ class ElasticScheduler:
         call_timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         self.config = config if isinstance(config, ElasticConfig) else ElasticConfig.from_mapping(config)
+        check_number("call_timeout_s", call_timeout_s, "ElasticScheduler", SHORTEST_S, MOST_CALL_S)
         self.worker_group = worker_group
         self.faults: list[str] = []  # what went wrong, the last ones, oldest first
         self._clock = clock

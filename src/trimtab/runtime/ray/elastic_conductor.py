@@ -399,9 +399,12 @@ class Conductor:
             await self._step_done(order, world, outcome, request)
         elif outcome.failure is not None:
             self._request = None
+            for member, why in outcome.unfit.items():
+                self._discard(member, f"it may have changed half of its state: {why}")
             self._feed(e.StepInterrupted(order.step, outcome.why))
             self._feed(e.Boundary(self.steps, wanted=False))
-            failed = StepFailedError(f"step {order.step}: {outcome.why}", hint="the step does not count")
+            torn = "; members whose commit raised are replaced" if outcome.unfit else ""
+            failed = StepFailedError(f"step {order.step}: {outcome.why}", hint=f"the step does not count{torn}")
             failed.__cause__ = outcome.failure.fault
             request.result.set_exception(failed)
         else:
