@@ -59,7 +59,7 @@ def test_in_sync_mode_everything_shares_one_pool_of_whole_nodes() -> None:
 
 
 def test_a_rollout_apart_from_a_sync_config_is_refused_because_it_would_change_the_algorithm() -> None:
-    with pytest.raises(InputError, match="verl cannot run this plan"):
+    with pytest.raises(InputError, match="verl in sync mode cannot run this plan"):
         load().settings(plan_of({"rollout": range(8), TRAINING: range(8, 16)}, total=16))
 
 
@@ -281,3 +281,56 @@ def test_parents_that_are_nowhere_are_asked_for_by_their_folder(tmp_path: Path) 
     parents.mkdir()
     (parents / "ppo_trainer.yaml").write_text(PARENT)
     assert compose(config, [f"hydra.searchpath=[file://{parents}]"]).reader.get("data.train_batch_size") == 1024
+
+
+def hinted(loaded: Loaded) -> list[str]:
+    (said,) = [said for said in loaded.assumptions if "to plan it apart: " in said]
+    return said.partition("to plan it apart: ")[2].split()
+
+
+NO_V1 = (
+    "~trainer.v1",
+    "~trainer.use_v1",
+    "~actor_rollout_ref.rollout.nnodes",
+    "~actor_rollout_ref.rollout.n_gpus_per_node",
+)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+@pytest.mark.parametrize("version", [(), NO_V1])
+def test_the_hint_to_plan_the_rollout_apart_starts_and_so_does_what_it_prints(
+    nodes: int, version: tuple[str, ...]
+) -> None:
+    given = (*version, f"trainer.nnodes={nodes}", "actor_rollout_ref.actor.use_dynamic_bsz=true")
+    words = hinted(load(*given))
+    apart = load(*given, *words)
+    assert [node.gpus for node in apart.job.cluster.nodes] == [8] * nodes
+    assert groupings(apart) == [{frozenset(["rollout"]), frozenset(TRAINING.split())}]
+    plan = plan_placement(apart.job, apart.rules, current=apart.current).best
+    settings = apart.settings(plan)
+    assert settings.advice == ()  # nothing that verl would refuse is left to the reader
+    again = load(*given, *words, *overrides(settings))
+    assert again.current is not None
+    assert {name: len(ranks) for name, ranks in again.current.ranks.items()} == {
+        name: len(group.gpus) for group in plan.groups for name in group.components
+    }
+
+
+def test_a_separate_mode_without_a_pool_for_the_rollout_says_which_keys_give_it_one() -> None:
+    with pytest.raises(InputError) as caught:
+        load("trainer.v1.trainer_mode=separate_async")
+    assert "++actor_rollout_ref.rollout.nnodes=N" in str(caught.value.hint)
+
+
+def test_what_verl_refuses_in_separate_mode_is_said_with_the_plan() -> None:
+    loaded = load(*SEPARATE, "data.train_batch_size=512", "actor_rollout_ref.rollout.checkpoint_engine.backend=naive")
+    advice = " ".join(loaded.settings(plan_of({TRAINING: range(16), "rollout": range(16, 24)}, total=24)).advice)
+    assert "nccl" in advice
+    assert "data.train_batch_size (512) must be ppo_mini_batch_size (256) x" in advice
+
+
+def test_the_default_mode_on_all_gpus_is_never_said_to_be_what_verl_cannot_run() -> None:
+    loaded = load("trainer.nnodes=3")  # 24 GPUs do not divide the batch, which only some of the components mind
+    answer = plan_placement(loaded.job, loaded.rules, current=loaded.current)
+    assert answer.unrestricted is None
+    assert answer.framework == "verl in sync mode"

@@ -45,6 +45,7 @@ SEPARATE: tuple[Mode, ...] = ("separate_async", "one_step_off", "fully_async")
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SYNC_STEP = "async_training.trigger_parameter_sync_step"
+_PARAMETER_SYNC_STEP = "trainer.v1.separate_async.parameter_sync_step"
 DEFAULT_MINI_BATCH = 256
 """What verl's own parent config states."""
 
@@ -89,7 +90,7 @@ class _Config:
         self._say_mode(staleness)
         self.assumptions.extend(not_placed(self.profile, COMPONENTS))
         rules = Rules(
-            framework=NAME,
+            framework=f"{NAME} in {self.mode} mode",
             groupings=groupings(self._options(), members, pool_sizes(self.cluster), str(self.composed.path)),
             even_nodes=True,
         )
@@ -111,7 +112,11 @@ class _Config:
         """The pools that the file states now, as (nodes, GPUs of each)."""
         pools = {"trainer": self._pool("trainer", 1, 8)}
         if self.mode in SEPARATE:
-            pools["rollout"] = self._pool(self.rollout_pool, None, pools["trainer"][1])
+            hint = (
+                f"in {self.mode} mode the rollout has GPUs of its own: add ++{self.rollout_pool}.nnodes=N "
+                f"++{self.rollout_pool}.n_gpus_per_node=G, and make the trainer's pool smaller by as many"
+            )
+            pools["rollout"] = self._pool(self.rollout_pool, None, pools["trainer"][1], hint)
         # A pool of something without a cost stays as it is, on GPUs that are not part of this plan.
         own_reward = self.reader.boolean(f"{self.reward_key}.enable_resource_pool", False)
         if self.reward_model and own_reward and "reward" in self.costs:
@@ -120,12 +125,13 @@ class _Config:
             pools["teacher"] = self._pool("distillation", None, None)
         return pools
 
-    def _pool(self, key: str, nodes: int | None, gpus: int | None) -> tuple[int, int]:
-        read = self.reader.positive_int
-        return (
-            int(read(f"{key}.nnodes") if nodes is None else read(f"{key}.nnodes", nodes)),
-            int(read(f"{key}.n_gpus_per_node") if gpus is None else read(f"{key}.n_gpus_per_node", gpus)),
-        )
+    def _pool(self, key: str, nodes: int | None, gpus: int | None, hint: str | None = None) -> tuple[int, int]:
+        def read(name: str, default: int | None) -> int:
+            if default is None:
+                return int(self.reader.positive_int(f"{key}.{name}", hint=hint))
+            return int(self.reader.positive_int(f"{key}.{name}", default))
+
+        return read("nnodes", nodes), read("n_gpus_per_node", gpus)
 
     def _cluster(self) -> Cluster:
         """The nodes: as stated for trimtab, else one for every node of every pool, which any real cluster can give."""
@@ -201,9 +207,34 @@ class _Config:
                 )
             return
         self.assumptions.append(f"no streaming: each component takes all its inputs at once ({self.mode})")
-        self.assumptions.append(
-            "rollout shares the training GPUs in this mode; to plan it apart: ++trainer.v1.trainer_mode=separate_async"
+        words = self._apart()
+        if words:
+            self.assumptions.append(
+                f"rollout shares the training GPUs in this mode; to plan it apart: {' '.join(words)}"
+            )
+
+    def _apart(self) -> list[str]:
+        """The overrides that give the rollout half of the file's GPUs, in the mode of this verl that lets it apart."""
+        nodes, gpus = self.pools["trainer"]
+        if nodes * gpus < 2:
+            return []
+        mine, theirs = (
+            ((nodes - nodes // 2, gpus), (nodes // 2, gpus)) if nodes > 1 else ((1, gpus - gpus // 2), (1, gpus // 2))
         )
+        if self.reader.has("trainer.v1") and self.reader.get("trainer.use_v1", True) is True:
+            key = _ROLLOUT
+            words = ["++trainer.v1.trainer_mode=separate_async", f"++{_ROLLOUT}.checkpoint_engine.backend=nccl"]
+            mini_batch = int(self.reader.positive_int(f"{_ACTOR}.ppo_mini_batch_size", DEFAULT_MINI_BATCH))
+            if self._batches() % mini_batch == 0:
+                words.append(f"++{_PARAMETER_SYNC_STEP}={self._batches() // mini_batch}")
+        else:
+            key = "rollout"  # an older verl, started with its one_step_off_policy.main_ppo
+            words = ["++actor_rollout_ref.hybrid_engine=false"]
+        if self.reward_model and "reward" in self.costs and "reward" not in self.pools:
+            return []  # its pool would have to be taken from these GPUs too
+        for section, (count, each) in (("trainer", mine), (key, theirs)):
+            words += [f"++{section}.nnodes={count}", f"++{section}.n_gpus_per_node={each}"]
+        return [*words, f"++trimtab.nodes={len(self.cluster.nodes)}", f"++trimtab.gpus_per_node={gpus}"]
 
     def _sizes(self, name: str) -> Sizes:
         reader = self.reader
@@ -286,10 +317,29 @@ class _Config:
                 put(self.reward_key, "reward")
         if "teacher" in gpus:
             put("distillation", "teacher")
-        advice: tuple[str, ...] = ()
-        if self.mode in SEPARATE and self.reader.get(f"{_ROLLOUT}.checkpoint_engine.backend", "naive") == "naive":
-            advice = (f"{_ROLLOUT}.checkpoint_engine.backend must be nccl or another that crosses pools, not naive",)
-        return Settings(values=values, block=block_text(nested(values)), advice=advice)
+        return Settings(values=values, block=block_text(nested(values)), advice=self._advice())
+
+    def _advice(self) -> tuple[str, ...]:
+        """What verl refuses to start with, and pools do not say."""
+        advice = []
+        backend = self.reader.get(
+            f"{_ROLLOUT}.checkpoint_engine.backend", "naive" if self.mode == "separate_async" else None
+        )
+        if self.mode in SEPARATE and backend == "naive":
+            advice.append(f"{_ROLLOUT}.checkpoint_engine.backend must be nccl or another that crosses pools, not naive")
+        in_own = self.mode in ("one_step_off", "fully_async")
+        if in_own and self.reader.get("actor_rollout_ref.hybrid_engine", True) is not False:
+            advice.append(f"actor_rollout_ref.hybrid_engine must be false in {self.mode} mode")
+        if self.mode != "separate_async":
+            return tuple(advice)
+        mini_batch = int(self.reader.positive_int(f"{_ACTOR}.ppo_mini_batch_size", DEFAULT_MINI_BATCH))
+        steps = int(self.reader.positive_int(_PARAMETER_SYNC_STEP, 4))
+        if self._batches() != steps * mini_batch:
+            advice.append(
+                f"data.train_batch_size ({self._batches()}) must be ppo_mini_batch_size ({mini_batch}) x "
+                f"{_PARAMETER_SYNC_STEP} ({steps})"
+            )
+        return tuple(advice)
 
 
 def _mode(reader: Reader) -> Mode:

@@ -22,6 +22,7 @@ class AllowedGroup:
 class Rules:
     """Which plans a framework can run; the search stays inside them.
 
+    `framework` is its name for people, with its mode where that matters.
     `groupings` lists every allowed partition of the GPU components. With `even_nodes`, a group has the same number of
     GPUs on each of its nodes.
     """
@@ -149,9 +150,9 @@ class Scaling:
 class Answer:
     """What the planner says: the best plan with its proof, and what it was compared with.
 
-    `unrestricted` is the best plan without the framework's rules, where that is better. `scaling` is there where some
-    component was measured on one number of GPUs only. With `kept` the best plan is the placement in the file, which is
-    faster than every plan that can be written for the framework: nothing is to be changed.
+    `unrestricted` is the best plan without the rules of `framework`, where that is better. `scaling` is there where
+    some component was measured on one number of GPUs only. With `kept` the best plan is the placement in the file:
+    it is faster than every plan that can be written for the framework, and nothing is to be changed.
     """
 
     best: Plan
@@ -165,6 +166,7 @@ class Answer:
     unrestricted: Plan | None = None
     scaling: Scaling | None = None
     kept: bool = False
+    framework: str = ""
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,8 @@ def explain(
         free = Space(space.job)
         anything = search(free, beat=best.iteration_seconds * (1 - 1e-9)).best
         unrestricted = to_plan(free, anything) if anything else None
+        if unrestricted is not None and unrestricted.describe() == best.describe():
+            unrestricted = None  # the same placement, on which some component leaves GPUs unused
     scaling = scaling_of(space, best, current)
     return Answer(
         best=best,
@@ -82,6 +84,7 @@ def explain(
         unrestricted=unrestricted,
         scaling=scaling,
         kept=kept,
+        framework=space.rules.framework if space.rules else "",
     )
 
 

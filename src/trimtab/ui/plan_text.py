@@ -134,7 +134,7 @@ def print_text(
         saved = best.iteration_seconds - answer.unrestricted.iteration_seconds
         out.print()
         out.print(
-            f"[bold]Your framework cannot run this; it would save {saved:.1f} s[/] "
+            f"[bold]{escape(answer.framework or 'Your framework')} cannot run this; it would save {saved:.1f} s[/] "
             f"({saved / best.iteration_seconds:.0%}): {escape(answer.unrestricted.describe())}"
         )
     if answer.sensitivity:

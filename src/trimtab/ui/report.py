@@ -234,7 +234,8 @@ def _others(answer: Answer) -> str:
         words = f"It would save {duration(saved)} an iteration ({share(part)})."
         item = _compared("Without your framework's limits", words, answer.unrestricted, best, "unrestricted", axis)
         out += (
-            '\n<section aria-labelledby="h-free">\n<h2 id="h-free">Your framework cannot run this</h2>\n'
+            '\n<section aria-labelledby="h-free">\n'
+            f'<h2 id="h-free">{escape(_capital(answer.framework or "your framework"))} cannot run this</h2>\n'
             f'<p>The best plan of all, on the same time scale.</p>\n<ul class="plans">\n{item}\n</ul>\n</section>'
         )
     return out
