@@ -89,7 +89,7 @@ class Background:
         on_failed: OnFailed | None = None,
     ) -> asyncio.Task[None]:
         """Run a loop; called again when it raises. It ends when it returns, is cancelled or fails too often."""
-        return self._spawn(self._supervise(self._enter(name, policy, on_failed), work), name)
+        return self._spawn(self._enter(name, policy, on_failed), work)
 
     def once(
         self, name: str, work: Coroutine[Any, Any, None], *, on_failed: OnFailed | None = None
@@ -99,7 +99,9 @@ class Background:
         async def run() -> None:
             await work
 
-        return self._spawn(self._supervise(self._enter(name, RestartPolicy(max_failures=0), on_failed), run), name)
+        task = self._spawn(self._enter(name, RestartPolicy(max_failures=0), on_failed), run)
+        task.add_done_callback(lambda _: work.close())  # one that was cancelled before its first step never ran
+        return task
 
     def start_thread(
         self,
@@ -170,26 +172,25 @@ class Background:
             if job.state == "failed":
                 self._ended_failures.append(job)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, name=f"{self._prefix}-{name}")
+    def _spawn(self, job: _Job, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(self._supervise(job, work), name=f"{self._prefix}-{job.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # Not within the task: one that is cancelled before its first step runs no line of it.
+        task.add_done_callback(lambda _: self._leave(job))
         return task
 
     async def _supervise(self, job: _Job, work: Callable[[], Awaitable[None]]) -> None:
-        try:
-            while True:
-                try:
-                    await work()
-                    return
-                except Exception as error:
-                    delay_s = self._failed(job, error)
-                if delay_s is None:
-                    return
-                await asyncio.sleep(delay_s)
-                job.state = "running"
-        finally:
-            self._leave(job)
+        while True:
+            try:
+                await work()
+                return
+            except Exception as error:
+                delay_s = self._failed(job, error)
+            if delay_s is None:
+                return
+            await asyncio.sleep(delay_s)
+            job.state = "running"
 
     def _supervise_thread(self, job: _Job, work: Callable[[], None]) -> None:
         try:

@@ -35,6 +35,7 @@ from trimtab.model.rollout import (
     WorkerState,
     WorkerView,
 )
+from trimtab.runtime.background import Background
 from trimtab.runtime.engines.detect import attach as attach_engine
 from trimtab.runtime.engines.engine import Deadlines, Engine
 from trimtab.runtime.engines.engine import Verb as Offers
@@ -46,6 +47,7 @@ from trimtab.runtime.rollout.deeds import Deeds
 from trimtab.runtime.rollout.flights import Flights, number_of
 from trimtab.runtime.rollout.launcher import Launcher
 from trimtab.runtime.rollout.leases import Leases
+from trimtab.runtime.rollout.reconcile import Reconciler
 from trimtab.runtime.rollout.refits import Refits, RefitSession
 from trimtab.runtime.rollout.showing import status
 from trimtab.runtime.rollout.watch import Watch
@@ -61,6 +63,7 @@ class RolloutPool(Asking):
         *,
         journal: str | Path | None = None,
         look_s: float = 1.0,
+        reconcile_s: float = 5.0,
         deadlines: Deadlines | None = None,
         gpus_of: Callable[[str], tuple[int, ...]] | None = None,
     ) -> None:
@@ -72,6 +75,7 @@ class RolloutPool(Asking):
         self._deeds.on_engine = self._has_engine
         self._refits = Refits(core)
         self._watch = Watch(core, look_s)
+        self._reconciler = Reconciler(core, reconcile_s, self._deeds.is_doing, self._leases.is_lease)
         core.handlers |= {e.TellStep: lambda told: None, e.Warn: self._warned}
         self._deadlines = deadlines
         self._journal_at = None if journal is None else Path(journal)
@@ -91,6 +95,7 @@ class RolloutPool(Asking):
             self._core.listeners.append(self._write_down)
         self._running = True
         self._core.closing = False
+        self.background.start("reconcile", self._reconciler.run)
         self._core.tell(e.Tick())
 
     async def stop(self, drain_s: float = 0.0) -> None:
@@ -371,6 +376,11 @@ class RolloutPool(Asking):
     def counters(self) -> dict[str, int]:
         """Since the start: answered by end, moved, restarted, refused."""
         return dict(self._core.counters)
+
+    @property
+    def background(self) -> Background:
+        """What runs beside, and what of it failed."""
+        return self._core.background
 
     def status(self) -> dict[str, Any]:
         """All that people ask about, as plain data."""
