@@ -4,19 +4,33 @@ for that nothing does."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from engine_stubs import VllmStub
+from gateway_scenes import BEARER, Front, play_stubs
+from rollout_commands import python
 from rollout_scenes import PROMPT, Scene, play
 from trimtab.fleet import rollout_events as e
 from trimtab.fleet.rollout import RolloutMachine
+from trimtab.model.errors import UnreachableError
 from trimtab.model.reason import Code, Reason
 from trimtab.model.rollout import RolloutRules
 from trimtab.rollout import RolloutPool, SamplingParams, WorkerState
+from trimtab.runtime import journal as journal_file
 from trimtab.runtime.background import RestartPolicy
+from trimtab.runtime.engines.engine import Deadlines
+from trimtab.runtime.journal import ROLLOUT_EVENTS, read_journal
+from trimtab.runtime.rollout import journaling
 from trimtab.runtime.rollout.core import Core
+from trimtab.runtime.rollout.launcher import Seen
+from trimtab.runtime.rollout.process_engine import EngineProcess
+from trimtab.runtime.rollout.processes import ProcessLauncher
 
 WELL = Reason(Code.sent, "as asked")
 
@@ -236,3 +250,101 @@ def test_what_runs_as_it_should_is_not_reconciled() -> None:
         assert not scene.pool._core.counters["reconciled"]
 
     play(act, kinds=("vllm",), reconcile_s=0.02)
+
+
+# ---- the journal -----------------------------------------------------------------------------------------------------
+
+
+def test_the_journal_of_a_pool_that_runs_long_is_compacted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journaling, "COMPACT_EVENTS", 20)
+    monkeypatch.setattr(journaling, "LOOK_S", 0.02)
+
+    def snapshots() -> list[Path]:
+        return sorted(tmp_path.glob("snapshot-*"))
+
+    async def act(scene: Scene) -> None:
+        [first] = snapshots()
+
+        async def more() -> None:
+            while snapshots() in ([], [first]):
+                assert (await scene.one(4)).ok
+
+        await asyncio.wait_for(more(), 50)
+        assert not first.exists()
+        assert len(list(tmp_path.glob("journal-*"))) <= 2
+
+    play(act, kinds=("vllm",), journal=tmp_path)
+    found = read_journal(tmp_path, kinds=ROLLOUT_EVENTS)
+    assert found.snapshot is not None
+    machine = RolloutMachine.load(found.snapshot)
+    for now, event in found.events:
+        machine.handle(event, now)
+    machine.check()
+
+
+def test_an_old_journal_is_read_beside_the_event_loop_and_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def act(scene: Scene) -> None:
+        assert (await scene.one(4)).ok
+
+    play(act, kinds=("vllm",), journal=tmp_path)
+    read, opened = journal_file.read_journal, []
+
+    def reading(*args: Any, **more: Any) -> Any:
+        opened.append(threading.current_thread())
+        return read(*args, **more)
+
+    monkeypatch.setattr(journal_file, "read_journal", reading)
+
+    async def look(scene: Scene) -> None:
+        assert len(opened) == 1
+        assert threading.main_thread() not in opened
+        assert scene.pool._journal._journal._found is None  # type: ignore[union-attr]
+
+    play(look, kinds=("vllm",), journal=tmp_path)
+
+
+# ---- joins and starts ------------------------------------------------------------------------------------------------
+
+
+def test_an_address_that_does_not_answer_holds_up_no_other_that_joins() -> None:
+    other = VllmStub()
+
+    async def act(front: Front) -> None:
+        front.pool._deadlines = Deadlines(call_s=45.0)
+        reached, hangs = asyncio.Event(), asyncio.Event()
+
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            reached.set()
+            await hangs.wait()
+            writer.close()
+
+        async with other.up(), await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            url = f"http://127.0.0.1:{port}"
+            dead = asyncio.create_task(front.post("/workers", {"url": url}, headers=BEARER))
+            await asyncio.wait_for(reached.wait(), 40)
+            got = await front.post("/workers", {"url": other.url}, headers=BEARER)
+            assert got.status == 202, got.text
+            assert not dead.done()
+            hangs.set()
+            assert (await dead).status == 503
+
+    play_stubs([VllmStub()], act, model_name="tiny")
+
+
+async def test_processes_are_looked_at_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[threading.Thread] = []
+    monkeypatch.setattr(
+        EngineProcess, "seen", lambda self, port: looked.append(threading.current_thread()) or Seen("it ended")
+    )
+    pool = SimpleNamespace(died=lambda worker, why: None)
+    launcher = ProcessLauncher(cast(Any, pool), python("import time; time.sleep(600)", stop_s=0.1), logs=tmp_path)
+    try:
+        with pytest.raises(UnreachableError, match="it ended"):
+            await launcher.start("a", 0, None)
+    finally:
+        await launcher.close()
+    assert looked
+    assert threading.main_thread() not in looked

@@ -3,9 +3,9 @@
 One event loop, one core. `tell` is the only way to the machine; it never waits and is never entered twice, because
 whoever carries an instruction out begins a task or calls back later. An instruction that raises drops neither those
 after it nor the timer: it is logged and counted, and ends in the event that says so. News of tokens is many times more
-frequent than anything else, so it is gathered: the machine hears of an attempt's tokens at once when they are the first,
-and at most every `TOLD_EVERY_S` after that; before any other event it is brought up to date, so that nothing is decided
-on old counts.
+frequent than anything else, so it is gathered: the machine hears of an attempt's tokens at once when they are the
+first, and at most every `TOLD_EVERY_S` after that; before any other event it is brought up to date, so that nothing is
+decided on old counts.
 """
 
 from __future__ import annotations

@@ -40,11 +40,11 @@ from trimtab.runtime.engines.detect import attach as attach_engine
 from trimtab.runtime.engines.engine import Deadlines, Engine
 from trimtab.runtime.engines.engine import Verb as Offers
 from trimtab.runtime.engines.wire import addresses, open_session
-from trimtab.runtime.journal import ROLLOUT_EVENTS, Journal
 from trimtab.runtime.rollout.asking import Asking
 from trimtab.runtime.rollout.core import Core, Hand, Listener
 from trimtab.runtime.rollout.deeds import Deeds
 from trimtab.runtime.rollout.flights import Flights, number_of
+from trimtab.runtime.rollout.journaling import PoolJournal
 from trimtab.runtime.rollout.launcher import Launcher
 from trimtab.runtime.rollout.leases import Leases
 from trimtab.runtime.rollout.reconcile import Reconciler
@@ -79,7 +79,7 @@ class RolloutPool(Asking):
         core.handlers |= {e.TellStep: lambda told: None, e.Warn: self._warned}
         self._deadlines = deadlines
         self._journal_at = None if journal is None else Path(journal)
-        self._journal: Journal | None = None
+        self._journal: PoolJournal | None = None
         self._session: aiohttp.ClientSession | None = None
 
     # ---- life --------------------------------------------------------------------------------------------------------
@@ -90,9 +90,7 @@ class RolloutPool(Asking):
             return
         self._session = open_session()
         if self._journal_at is not None:
-            self._journal = Journal(self._journal_at, kinds=ROLLOUT_EVENTS, owner="rollout pool")
-            self._journal.snapshot(self._core.clock(), self._core.machine.dump())
-            self._core.listeners.append(self._write_down)
+            self._journal = await PoolJournal.begin(self._core, self._journal_at)
         self._running = True
         self._core.closing = False
         self.background.start("reconcile", self._reconciler.run)
@@ -405,10 +403,6 @@ class RolloutPool(Asking):
 
     def _warned(self, warn: e.Warn) -> None:
         self._core.warn(warn.worker, warn.reason.sentence)
-
-    def _write_down(self, what: Any, now: float) -> None:
-        if self._journal is not None and type(what).__name__ in ROLLOUT_EVENTS:
-            self._journal.append(now, what)
 
 
 def _choice(kind: Any, given: Any) -> Any:
