@@ -124,6 +124,20 @@ async def test_closing_cancels_what_runs_without_a_failure() -> None:
     assert background.status() == []
 
 
+async def test_what_is_cancelled_before_its_first_step_leaves_no_row() -> None:
+    background = Background(QUICK)
+
+    async def job() -> None:
+        raise AssertionError("it never runs")
+
+    tasks = {background.start("watch", job), background.once("end host", job())}
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    await asyncio.sleep(0)
+    assert background.status() == []
+
+
 def test_a_thread_that_raises_is_started_again_and_ends_when_told() -> None:
     background, passes, third = Background(QUICK), [], threading.Event()
 

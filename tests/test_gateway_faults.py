@@ -269,7 +269,7 @@ def test_one_prompt_that_is_refused_ends_the_others_of_its_call() -> None:
     async def act(scene: Front) -> None:
         call = Call([(1,), ()], [SamplingParams(max_tokens=2000)] * 2)
         with pytest.raises(Exception, match="no tokens"):
-            async for _ in chunks_of(scene.pool, call):
+            async for _ in chunks_of(scene.pool, call, 16):
                 pass
         assert not scene.pool._core.machine.requests()
 

@@ -139,3 +139,60 @@ def test_more_answers_than_a_call_may_have_are_refused() -> None:
         assert (got.status, got.json["error"]["param"]) == (400, "sampling_params.n"), got.text
 
     play_stubs([VllmStub()], act, model_name="tiny")
+
+
+# ---- one client's share --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_with_hundreds_of_prompts_does_not_keep_another_client_waiting_for_all_of_them(stream: bool) -> None:
+    stub = VllmStub()
+
+    def made() -> int:
+        return len(stub.calls("/v1/completions"))
+
+    async def act(front: Front) -> None:
+        prompts = [[1 + one % 50, 2, 3] for one in range(150)]
+        batch = asyncio.create_task(front.complete(prompts, tokens=2, n=2, stream=stream))
+        await until(lambda: made() > 8)
+        before = made()
+        assert (await front.complete(tokens=2)).status == 200
+        assert made() < before + 60
+        assert not batch.done()
+        got = await batch
+        assert got.status == 200
+        if stream:
+            assert sum(one["finish_reason"] == "length" for n in range(300) for one in got.choices(n)) == 300
+        else:
+            choices = got.json["choices"]
+            assert [one["index"] for one in choices] == list(range(300))
+            alone = await front.complete([prompts[7]], tokens=2)
+            assert {choices[14]["text"], choices[15]["text"]} == {alone.json["choices"][0]["text"]}
+        await until(lambda: front.gateway.open == 0 and not front.pool._core.machine.requests())
+
+    play_stubs([stub], act, limit=4, model_name="tiny")
+
+
+def test_a_client_that_leaves_takes_along_what_was_not_asked_yet() -> None:
+    stub = VllmStub()
+
+    async def act(front: Front) -> None:
+        batch = asyncio.create_task(front.complete([PROMPT] * 200, tokens=500))
+        await until(lambda: len(stub.running) >= 4)
+        batch.cancel()
+        await until(lambda: front.gateway.open == 0 and not front.pool._core.machine.requests())
+        asked = len(stub.calls("/v1/completions"))
+        assert (await front.complete(tokens=2)).status == 200
+        assert len(stub.calls("/v1/completions")) == asked + 1
+
+    play_stubs([stub], act, limit=4, model_name="tiny")
+
+
+def test_a_stop_answers_a_call_whose_prompts_were_not_all_asked() -> None:
+    async def act(front: Front) -> None:
+        batch = asyncio.create_task(front.complete([PROMPT] * 200, tokens=500))
+        await until(lambda: front.running() >= 4)
+        await front.gateway.stop(0.1)
+        assert (await batch).status == 503
+
+    play_stubs([VllmStub()], act, limit=4, model_name="tiny")

@@ -187,6 +187,7 @@ class Background:
         task = asyncio.get_running_loop().create_task(self._supervise(job, work), name=f"{self._prefix}-{job.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # Not within the task: one that is cancelled before its first step runs no line of it.
         task.add_done_callback(lambda _: self._leave(job))
         return task
 

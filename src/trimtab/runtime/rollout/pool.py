@@ -35,17 +35,19 @@ from trimtab.model.rollout import (
     WorkerState,
     WorkerView,
 )
+from trimtab.runtime.background import Background
 from trimtab.runtime.engines.detect import attach as attach_engine
 from trimtab.runtime.engines.engine import Deadlines, Engine
 from trimtab.runtime.engines.engine import Verb as Offers
 from trimtab.runtime.engines.wire import addresses, open_session
-from trimtab.runtime.journal import ROLLOUT_EVENTS, Journal
 from trimtab.runtime.rollout.asking import Asking
 from trimtab.runtime.rollout.core import Core, Hand, Listener
 from trimtab.runtime.rollout.deeds import Deeds
 from trimtab.runtime.rollout.flights import Flights, number_of
+from trimtab.runtime.rollout.journaling import PoolJournal
 from trimtab.runtime.rollout.launcher import Launcher
 from trimtab.runtime.rollout.leases import Leases
+from trimtab.runtime.rollout.reconcile import Reconciler
 from trimtab.runtime.rollout.refits import Refits, RefitSession
 from trimtab.runtime.rollout.showing import status
 from trimtab.runtime.rollout.watch import Watch
@@ -61,6 +63,7 @@ class RolloutPool(Asking):
         *,
         journal: str | Path | None = None,
         look_s: float = 1.0,
+        reconcile_s: float = 5.0,
         deadlines: Deadlines | None = None,
         gpus_of: Callable[[str], tuple[int, ...]] | None = None,
     ) -> None:
@@ -72,10 +75,11 @@ class RolloutPool(Asking):
         self._deeds.on_engine = self._has_engine
         self._refits = Refits(core)
         self._watch = Watch(core, look_s)
+        self._reconciler = Reconciler(core, reconcile_s, self._deeds.is_doing, self._leases.is_lease)
         core.handlers |= {e.TellStep: lambda told: None, e.Warn: self._warned}
         self._deadlines = deadlines
         self._journal_at = None if journal is None else Path(journal)
-        self._journal: Journal | None = None
+        self._journal: PoolJournal | None = None
         self._session: aiohttp.ClientSession | None = None
 
     # ---- life --------------------------------------------------------------------------------------------------------
@@ -86,11 +90,10 @@ class RolloutPool(Asking):
             return
         self._session = open_session()
         if self._journal_at is not None:
-            self._journal = Journal(self._journal_at, kinds=ROLLOUT_EVENTS, owner="rollout pool")
-            self._journal.snapshot(self._core.clock(), self._core.machine.dump())
-            self._core.listeners.append(self._write_down)
+            self._journal = await PoolJournal.begin(self._core, self._journal_at)
         self._running = True
         self._core.closing = False
+        self.background.start("reconcile", self._reconciler.run)
         self._core.tell(e.Tick())
 
     async def stop(self, drain_s: float = 0.0) -> None:
@@ -372,6 +375,11 @@ class RolloutPool(Asking):
         """Since the start: answered by end, moved, restarted, refused."""
         return dict(self._core.counters)
 
+    @property
+    def background(self) -> Background:
+        """What runs beside, and what of it failed."""
+        return self._core.background
+
     def status(self) -> dict[str, Any]:
         """All that people ask about, as plain data."""
         return status(self._core, self.elastic)
@@ -395,10 +403,6 @@ class RolloutPool(Asking):
 
     def _warned(self, warn: e.Warn) -> None:
         self._core.warn(warn.worker, warn.reason.sentence, warn.reason.code)
-
-    def _write_down(self, what: Any, now: float) -> None:
-        if self._journal is not None and type(what).__name__ in ROLLOUT_EVENTS:
-            self._journal.append(now, what)
 
 
 def _choice(kind: Any, given: Any) -> Any:

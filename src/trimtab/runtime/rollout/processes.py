@@ -107,7 +107,7 @@ class ProcessLauncher:
         url = address(command.host, port)
 
         async def look() -> Seen:
-            return process.seen(port)
+            return await asyncio.to_thread(process.seen, port)  # reads all of /proc
 
         try:
             engine, note = await serving(worker, url, command, self._session, look, self._deadlines)

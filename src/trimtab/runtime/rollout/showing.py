@@ -50,6 +50,7 @@ def status(core: Core, elastic: ElasticConfig) -> dict[str, Any]:
             {"ago_s": now - at, "worker": who, "sentence": said, "code": None if code is None else code.value}
             for at, who, said, code in core.warnings
         ],
+        "background": _background(core),
         "rules": encode(rules),
         "elastic": {
             key: value if isinstance(value, int | float | str) else getattr(value, "__name__", str(value))
@@ -57,6 +58,13 @@ def status(core: Core, elastic: ElasticConfig) -> dict[str, Any]:
         },
         "advice": elastic.warnings(),
     }  # fmt: skip
+
+
+def _background(core: Core) -> list[dict[str, Any]]:
+    """What runs beside: the pool's, and that of whatever starts engines for it."""
+    launchers = {id(one.launcher): one.launcher for one in core.hands.values() if one.launcher is not None}
+    beside = [core.background, *(one.background for one in launchers.values() if hasattr(one, "background"))]
+    return [row for one in beside for row in one.status()]
 
 
 def _worker(core: Core, view: WorkerView, now: float) -> dict[str, Any]:
