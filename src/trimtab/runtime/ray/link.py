@@ -137,20 +137,22 @@ class ControllerLink:
         timeout_s: float = 120.0,
         *,
         make: bool = True,
+        reconcile_s: float | None = None,
     ) -> None:
         if not name or any(character in name for character in ":/\\\n\0"):
             raise InputError(f"{name!r} cannot be the name of a controller", hint="letters, digits, - . and _")
         self.ray = ray
         self.name = name
-        settings = tuple(None if path is None else os.path.abspath(path) for path in (journal_dir, state_dir))
+        journal_dir, state_dir = (None if path is None else os.path.abspath(path) for path in (journal_dir, state_dir))
         found = self._found()
         if found is None and not make:
             raise UnreachableError(
                 f"this Ray has no controller {name}", hint="`trimtab.connect()` in Python makes one; --name names one"
             )
-        self._actor = found or self._made(*settings)
+        more = {} if reconcile_s is None else {"reconcile_s": reconcile_s}
+        self._actor = found or self._made(journal_dir, state_dir, **more)
         try:
-            self.facts: dict[str, Any] = self.ask("ready", *settings, timeout_s=timeout_s)
+            self.facts: dict[str, Any] = self.ask("ready", journal_dir, state_dir, timeout_s=timeout_s)
         except BaseException:
             if found is None:  # made by us, and of no use: not left behind
                 self.end()
@@ -200,7 +202,7 @@ class ControllerLink:
         except ValueError:
             return None
 
-    def _made(self, journal_dir: str | None, state_dir: str | None) -> Any:
+    def _made(self, journal_dir: str | None, state_dir: str | None, **more: float) -> Any:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         from trimtab.runtime.ray.controller import Controller
@@ -223,5 +225,5 @@ class ControllerLink:
                 max_concurrency=MOST_CALLS,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=False),
             )
-            .remote(self.name, journal_dir, state_dir)
+            .remote(self.name, journal_dir, state_dir, **more)
         )
