@@ -34,12 +34,14 @@ async def beat_forever(host: str) -> tuple[asyncio.Server, Place]:
     """The node's end: a server that sends beats to whoever connects and reads nothing. Where it listens."""
 
     async def beat(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                writer.write(b".")
-                await writer.drain()
-                await asyncio.sleep(BEAT_S)
-        writer.close()
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    writer.write(b".")
+                    await writer.drain()
+                    await asyncio.sleep(BEAT_S)
+        finally:
+            writer.close()
 
     server = await asyncio.start_server(beat, host, 0)
     name = server.sockets[0].getsockname()
