@@ -53,7 +53,16 @@ class Controller:
     def _try_to_come_up(self) -> None:
         self._tried = time.monotonic()
         self._up = asyncio.get_running_loop().create_task(self._come_up())
-        self._up.add_done_callback(say_fault)
+        self._up.add_done_callback(self._tried_to_come_up)
+
+    def _tried_to_come_up(self, up: asyncio.Task[None]) -> None:
+        say_fault(up)
+        if not up.cancelled() and up.exception() is not None:  # tasks need it, also where no client asks for it
+            asyncio.get_running_loop().call_later(2 * TRY_AGAIN_S, self._come_up_again, up)
+
+    def _come_up_again(self, failed: asyncio.Task[None]) -> None:
+        if self._up is failed and not self._closing:
+            self._try_to_come_up()
 
     async def _come_up(self) -> None:
         import ray

@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from trimtab.model.errors import InputError, UnreachableError
+from trimtab.runtime.background import describe
 from trimtab.runtime.cluster import auth
 from trimtab.runtime.ray.cluster import answers, import_ray
 from trimtab.runtime.ray.doors import NAMESPACE, controller_name, value_of
@@ -184,7 +185,7 @@ class ControllerLink:
                 self._actor = found
                 time.sleep(0.05)
             except (exceptions.RaySystemError, ConnectionError) as fault:
-                raise UnreachableError(f"Ray is gone: {str(fault).splitlines()[0]}") from None
+                raise UnreachableError(f"Ray is gone: {describe(fault)}") from None
             except Exception as fault:
                 if "Failed to submit task to actor" not in str(fault):  # Ray's words, in a plain Exception
                     raise
