@@ -45,7 +45,7 @@ async def test_a_loop_that_fails_too_often_is_given_up_and_its_owner_is_called()
     assert given_up == [("watch", TimeoutError)]
     [row] = background.status()
     assert row == {"name": "watch", "state": "failed", "failures": 4, "last_error": "TimeoutError"}
-    assert background.unhealthy() == ["watch failed 4 times and is failed: TimeoutError"]
+    assert background.unhealthy() == ["watch failed 4 times and is not started again: TimeoutError"]
 
 
 async def test_failures_further_apart_than_the_window_are_forgotten() -> None:

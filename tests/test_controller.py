@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -31,6 +32,8 @@ from trimtab.runtime.ray.task_errors import (
     TaskInterruptedError,
     TaskTimeoutError,
 )
+from trimtab.runtime.ray.warden import Warden, warden_name
+from trimtab.ui.cli import run
 from waiting import until
 
 CPU = {"cpu": 1}
@@ -660,6 +663,47 @@ def test_a_placement_group_that_somebody_removes_is_noticed(session: Session, cl
     until(lambda: task.seen.attempt == 2 and task.state is State.running)
     pool.drop()
     task.wait("ended", timeout=20)
+
+
+def test_a_loop_of_the_controller_that_fails_is_started_again_and_shown_by_status(
+    cluster: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    class Odd(Warden):  # found by the controller under the name of its agent on the node
+        asked = 0
+
+        async def deaths(self, epoch: str, known: int, wait_s: float) -> Any:
+            self.asked += 1
+            return "nonsense" if self.asked <= 2 else await Warden.deaths(self, epoch, known, wait_s)
+
+    name, node = f"odd-{uuid.uuid4().hex[:6]}", cluster.nodes()[0]["NodeID"]
+    place = NodeAffinitySchedulingStrategy(node, soft=False)
+    cluster.remote(Odd).options(
+        name=warden_name(name, node), namespace="trimtab", lifetime="detached", num_cpus=0, max_concurrency=100,
+        scheduling_strategy=place,
+    ).remote(name, node)  # fmt: skip
+    session = connect(name=name)
+    try:
+        task = session.pool("p", {"cpu": 1}).submit(Counter, resources=CPU, restarts=1)
+        pid = task.call("pid")
+
+        def failed() -> dict[str, Any] | None:
+            rows = session.status()["background"]
+            return next((one for one in rows if one["failures"] == 2 and one["state"] == "running"), None)
+
+        row = until(failed, 60.0)
+        assert row["name"] == f"deaths on node {node[:12]}"
+        assert row["last_error"].startswith("ValueError: too many values to unpack")
+        os.kill(pid, signal.SIGKILL)  # and is heard of
+        until(lambda: task.seen.attempt == 2 and task.state is State.running, 60.0)
+        assert run(["status", "--name", name]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"deaths on node {node[:12]} failed 2 times and is running: ValueError" in said
+        assert run(["status", "--name", name, "--format", "json"]) == 0
+        assert json.loads(capsys.readouterr().out)["background"] == [row]
+    finally:
+        session.shutdown()
 
 
 def test_shutting_down_leaves_no_process_no_actor_and_no_placement_group(cluster: Any) -> None:

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -157,11 +157,7 @@ class Background:
 
     def unhealthy(self) -> list[str]:
         """A sentence for each job that failed, running again or not."""
-        return [
-            f"{row['name']} failed {_times(row['failures'])} and is {row['state']}: {row['last_error']}"
-            for row in self.status()
-            if row["failures"]
-        ]
+        return [sentence(row) for row in self.status() if row["failures"]]
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
@@ -238,5 +234,8 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
+def sentence(row: Mapping[str, Any]) -> str:
+    """What `status` says of a job that failed."""
+    times = "once" if row["failures"] == 1 else f"{row['failures']} times"
+    state = "not started again" if row["state"] == "failed" else row["state"]
+    return f"{row['name']} failed {times} and is {state}: {row['last_error']}"

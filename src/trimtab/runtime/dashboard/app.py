@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from trimtab.model.errors import InputError, TrimtabError
+from trimtab.runtime.background import describe
 from trimtab.runtime.dashboard.feed import Client, Feed
 from trimtab.runtime.dashboard.source import Source
 from trimtab.runtime.rollout.gateway.faults import Refusal
@@ -102,11 +103,14 @@ class DashboardApp:
             found = self._source.look()
             return None if found is None else _json(found)
 
+        unknown: Exception | None = None
         async with self._turn:
             try:
                 change, fault = await asyncio.to_thread(looked), ""
             except TrimtabError as error:
                 change, fault = None, error.what
+            except Exception as error:  # the page says so, and whoever looks is started again
+                change, fault, unknown = None, describe(error), error
             if fault != self._fault:
                 self._fault = fault
                 self.feed.publish(_json({"fault": fault}))
@@ -114,6 +118,8 @@ class DashboardApp:
                 self.feed.publish(change)
             self._looked_at = time.monotonic()
         self._looked.set()
+        if unknown is not None:
+            raise unknown
 
     async def tell_the_last(self) -> None:
         """Look once more, and see it sent: how a run ended is told to whoever watches it."""

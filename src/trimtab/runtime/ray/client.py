@@ -60,6 +60,7 @@ def connect(
     metrics_port: int | None = None,
     timeout: float = 120.0,
     lease_s: float = LEASE_S,
+    reconcile_s: float | None = None,
 ) -> Session:
     """Connect to the controller `name` of a Ray cluster, and make it where there is none.
 
@@ -69,13 +70,17 @@ def connect(
     without it, among the cluster's own files, so that it lives as long as the cluster). With `state_dir`, a directory
     that every node sees, tasks save their state there themselves. `metrics_port` is for the exporter of a local Ray.
     `lease_s`: what was submitted with `ends_with_me` ends when nothing was heard of this process for so long, unless
-    its node sees that it is alive; at once where its node sees that it is dead.
+    its node sees that it is alive; at once where its node sees that it is dead. `reconcile_s` is how often a controller
+    that is made looks for instructions that were lost (30).
     """
+    if reconcile_s is not None and not reconcile_s > 0:
+        raise InputError(f"reconcile_s must be more than 0, not {reconcile_s:g}")
     if not lease_s > 0:
         raise InputError(f"lease_s must be more than 0, not {lease_s:g}", hint=f"the default is {LEASE_S:g} seconds")
     link = RayLink(address, cpus=cpus, metrics_port=metrics_port)
     try:
-        return Session(link, ControllerLink(link.ray, name, journal_dir, state_dir, timeout), lease_s)
+        found = ControllerLink(link.ray, name, journal_dir, state_dir, timeout, reconcile_s=reconcile_s)
+        return Session(link, found, lease_s)
     except BaseException:
         link.close()
         raise

@@ -25,7 +25,7 @@ from trimtab.pool.events import CancelAsked, Event, PolicySet, PoolEnsured, Subm
 from trimtab.pool.records import Task
 from trimtab.runtime.ray.deeds import read_payload
 from trimtab.runtime.ray.doors import News, TaskSeen, door
-from trimtab.runtime.ray.driver import ASKS, Driver, say_fault
+from trimtab.runtime.ray.driver import ASKS, RECONCILE_S, Driver, say_fault
 from trimtab.runtime.ray.leases import LEASE_S, ClientProcess
 from trimtab.runtime.shelf import NO_ROOM_HINT, header_of
 
@@ -36,10 +36,13 @@ _LARGE = 2**20  # bytes that are written beside the loop
 class Controller:
     """The actor. Its public methods are doors for clients; answers are read with `doors.value_of`."""
 
-    def __init__(self, name: str, journal_dir: str | None, state_dir: str | None) -> None:
+    def __init__(
+        self, name: str, journal_dir: str | None, state_dir: str | None, reconcile_s: float = RECONCILE_S
+    ) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         self._name = name
         self._settings = (journal_dir, state_dir)
+        self._reconcile_s = reconcile_s
         self._driver: Driver
         self._is_there = False
         self._closing = False
@@ -50,14 +53,23 @@ class Controller:
     def _try_to_come_up(self) -> None:
         self._tried = time.monotonic()
         self._up = asyncio.get_running_loop().create_task(self._come_up())
-        self._up.add_done_callback(say_fault)
+        self._up.add_done_callback(self._tried_to_come_up)
+
+    def _tried_to_come_up(self, up: asyncio.Task[None]) -> None:
+        say_fault(up)
+        if not up.cancelled() and up.exception() is not None:  # tasks need it, also where no client asks for it
+            asyncio.get_running_loop().call_later(2 * TRY_AGAIN_S, self._come_up_again, up)
+
+    def _come_up_again(self, failed: asyncio.Task[None]) -> None:
+        if self._up is failed and not self._closing:
+            self._try_to_come_up()
 
     async def _come_up(self) -> None:
         import ray
 
         journal_dir, state_dir = self._settings
         directory = Path(journal_dir) if journal_dir else session_dir(ray) / "trimtab" / self._name
-        self._driver = Driver(self._name, directory, state_dir, ray)
+        self._driver = Driver(self._name, directory, state_dir, ray, self._reconcile_s)
         await self._driver.come_up()
         self._is_there = True
 
@@ -316,6 +328,7 @@ class Controller:
             "clients": len(driver.leases),
             "silent_clients": driver.leases.status(),
             "background": driver.background.status(),
+            "redone": driver.redone,
             "faults": driver.faults[-20:],
             "metrics": driver.meter.fault,
         }

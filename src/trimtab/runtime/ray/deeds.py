@@ -40,6 +40,7 @@ from trimtab.pool.events import (
     Unparked,
 )
 from trimtab.pool.machine import PoolMachine
+from trimtab.pool.reconciling import Key, Watch, key_of
 from trimtab.pool.records import Task
 from trimtab.runtime.ray.members import (
     DiedError,
@@ -110,29 +111,72 @@ class Deeds:
         self._unstored: dict[str, tuple[int, dict[int, Sent]]] = {}  # by task: attempt and states without room on disk
         self._fresh: dict[str, Payload] = {}  # submitted a moment ago; saves reading the file
         self._tasks: set[asyncio.Task[None]] = set()
+        self._doing: dict[Key, asyncio.Task[None]] = {}
+        self._followed: set[tuple[str, int]] = set()  # task and attempt: those that run and have an outcome
         self._closed = False
 
     # ---- the door -------------------------------------------------------------------------------------------
 
     def begin(self, instruction: Instruction) -> None:
         """Carry out one instruction, beside everything else."""
+        key = key_of(instruction)
         if isinstance(instruction, MakeGroup):
             self._pools[instruction.group] = instruction.pool
-            self._making[instruction.group] = self._spawn(self._make_group(instruction))
+            self._making[instruction.group] = self._spawn(key, self._make_group(instruction))
         elif isinstance(instruction, RemoveGroup):
             if instruction.group not in self._removing:  # what is tried until it succeeds needs no second asking
                 self._removing.add(instruction.group)
-                self._spawn(self._remove_group(instruction))
+                self._spawn(key, self._remove_group(instruction))
         elif isinstance(instruction, Start):
-            self._starting[instruction.task] = self._spawn(self._start(instruction))
+            self._starting[instruction.task] = self._spawn(key, self._start(instruction))
         elif isinstance(instruction, Stop):
             if instruction.task not in self._stopping:
                 self._stopping.add(instruction.task)
-                self._spawn(self._stop(instruction))
+                self._spawn(key, self._stop(instruction))
         elif isinstance(instruction, Park):
-            self._spawn(self._turn(instruction, self._members.park, Parked(instruction.task, instruction.attempt)))
+            parked = Parked(instruction.task, instruction.attempt)
+            self._spawn(key, self._turn(instruction, self._members.park, parked))
         else:
-            self._spawn(self._turn(instruction, self._members.unpark, Unparked(instruction.task, instruction.attempt)))
+            unparked = Unparked(instruction.task, instruction.attempt)
+            self._spawn(key, self._turn(instruction, self._members.unpark, unparked))
+
+    def doing(self) -> set[Key]:
+        """What is being carried out, and which tasks are being watched."""
+        watched = {
+            ("Watch", task, members[0].attempt)
+            for task, members in self.running.items()
+            if members and self._is_watched(task, members)
+        }
+        return watched.union(self._doing)
+
+    def redo(self, one: Instruction | Watch) -> None:
+        """Do again what was lost; a start of which too little is left has failed, and a task that runs has died."""
+        if isinstance(one, (Watch, Start)):
+            members = [member for member in self.running.get(one.task, ()) if member.attempt == one.attempt]
+            if self._is_whole(one.task, members):
+                if isinstance(one, Start):
+                    self.resume(one, members)
+                else:
+                    self.follow(one.task, one.attempt)
+            elif isinstance(one, Start):
+                self._start_failed(one, "its start was lost", False)
+            else:
+                self._world.feed(Died(one.task, one.attempt, "its process is not known any more"))
+            return
+        if isinstance(one, Stop):
+            self._stopping.discard(one.task)
+        elif isinstance(one, RemoveGroup):
+            self._removing.discard(one.group)
+        self.begin(one)
+
+    def _is_watched(self, task: str, members: Sequence[Member]) -> bool:
+        outcome = self._outcomes.get(task)
+        has_none = (task, members[0].attempt) not in self._followed
+        return self._is_whole(task, members) and (has_none or (outcome is not None and not outcome.done()))
+
+    def _is_whole(self, task: str, members: Sequence[Member]) -> bool:
+        record = self._world.machine.tasks.get(task)
+        return record is not None and len(members) == len(record.spec.bundles)
 
     def submitted(self, task: str, payload: Payload) -> None:
         """Keep a payload at hand for the first start."""
@@ -146,11 +190,14 @@ class Deeds:
         """Wait for the outcome of a task that runs, where it has one."""
         header = self._shelf.header("payloads", task)
         if header is not None and header["entry"] is not None and task not in self._stopping:
-            self._outcomes[task] = self._spawn(self._await_outcomes(task, attempt, list(self.running[task])))
+            self._followed.add((task, attempt))
+            self._outcomes[task] = self._spawn(
+                ("Outcome", task, attempt), self._await_outcomes(task, attempt, list(self.running[task]))
+            )
 
     def resume(self, instruction: Start, members: Sequence[Member]) -> None:
         """A start that was under way when the controller went: every member is there, constructed or nearly."""
-        self._starting[instruction.task] = self._spawn(self._resume(instruction, members))
+        self._starting[instruction.task] = self._spawn(key_of(instruction), self._resume(instruction, members))
 
     def on_death(self, member: Member, why: str) -> None:
         """A process is gone, unasked."""
@@ -172,6 +219,7 @@ class Deeds:
         for by_task in (self._fresh, self._unstored):
             for task in [one for one in by_task if one not in tasks]:
                 del by_task[task]
+        self._followed = {one for one in self._followed if one[0] in self.running}
 
     async def close(self) -> None:
         """Stop carrying things out. What runs goes on."""
@@ -180,16 +228,18 @@ class Deeds:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _spawn(self, deed: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(deed)
+    def _spawn(self, key: Key, deed: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._members.background.once(f"{key[0]} {key[1]}", deed)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
+        self._doing[key] = task
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (fault := task.exception()) is not None:
-            log.error("a deed failed: %s", fault, exc_info=fault)
+        def done(_: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if self._doing.get(key) is task:
+                del self._doing[key]
+
+        task.add_done_callback(done)
+        return task
 
     # ---- groups ---------------------------------------------------------------------------------------------
 

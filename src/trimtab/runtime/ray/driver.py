@@ -25,6 +25,7 @@ from trimtab.model.reason import Code
 from trimtab.pool import events, orders
 from trimtab.pool.events import Event, PoolDropped, PoolEnsured, Submitted, Tick
 from trimtab.pool.machine import PoolMachine
+from trimtab.pool.reconciling import Reconciler, expected
 from trimtab.pool.records import Stand
 from trimtab.runtime.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.journal import Journal
@@ -43,8 +44,10 @@ log = logging.getLogger("trimtab.controller")
 COMPACT_EVERY = 20_000  # events
 KEEP_HOUSE_S = 1.0
 LOOK_AT_GROUPS_S = 5.0
+RECONCILE_S = 30.0  # between two looks for what was instructed and is not being done
 LOCK_WAIT_S = 5.0  # for a controller that has just died to let go of its journal
 LEAST_TICK_S = 0.01
+AGAIN_S = 1.0  # after an event on which the machine failed
 ASKS = (
     events.QuotaSet,
     events.PoolDrained,
@@ -71,15 +74,19 @@ class Clock:
 class Driver:
     """The machine, its journal, and everything that is carried out for it."""
 
-    def __init__(self, name: str, directory: Path, state_dir: str | None, ray: Any) -> None:
+    def __init__(
+        self, name: str, directory: Path, state_dir: str | None, ray: Any, reconcile_s: float = RECONCILE_S
+    ) -> None:
         self._name = name
+        self._reconcile_s = reconcile_s
+        self.redone = 0  # instructions that were lost
         self._ray = ray
         self._state_dir = state_dir
         self.directory = directory
         self.faults: list[str] = []  # of our own, for status
         self.leases = Leases()
         self.background = Background()
-        self.board = Board(ray)
+        self.board = Board(self.background)
         self._waiters: dict[str, set[tuple[frozenset[State], asyncio.Future[None]]]] = {}
         self._loops: list[asyncio.Task[None]] = []
         self._woken = False
@@ -156,6 +163,7 @@ class Driver:
             ("keep house", self._keep_house),
             ("leases of clients", self._watch_leases),
             ("look at placement groups", self._look_at_groups),
+            ("reconcile", self._reconcile),
         ):
             self._loops.append(self.background.start(name, forever, policy=NEVER_GIVE_UP))
         self._wake_soon()
@@ -184,6 +192,7 @@ class Driver:
         except Exception as fault:
             log.exception("the machine failed on %s", event)
             self.faults.append(f"{type(event).__name__}: {type(fault).__name__}: {fault}")
+            asyncio.get_running_loop().call_later(AGAIN_S, self._wake_soon)  # its timer is set, whatever failed
 
     def handle(self, event: Event, staged: Staged | None = None) -> None:
         """An event, with the file that it speaks of. Raises InputError where the machine refuses, nothing touched."""
@@ -258,10 +267,13 @@ class Driver:
                 targets[node][self.environments.kind(self.machine.pools[pool].spec)] += count
         if targets != self._warm:
             self._warm = targets
-            asyncio.get_running_loop().create_task(self.members.warm(targets)).add_done_callback(say_fault)
+            self.background.once("aim at warm hosts", self.members.warm(targets), on_failed=self._aim_again)
 
     def _unended(self) -> list[str]:
         return [task.id for task in self.machine.tasks.values() if task.state not in ENDED]
+
+    def _aim_again(self, *_: object) -> None:
+        self._warm = {}
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -339,6 +351,16 @@ class Driver:
                 self.feed(events.CancelAsked(record.id, code=Code.client_died))
         for pool in [one for one in self.machine.pools.values() if one.spec.client == client and not one.dropped]:
             self.feed(PoolDropped(pool.spec.name))
+
+    async def _reconcile(self) -> None:
+        """Now and then: have done again what the machine waits for and nothing does."""
+        reconciler = Reconciler()
+        while True:
+            await asyncio.sleep(self._reconcile_s)
+            for one in reconciler.lost(expected(self.machine), self.deeds.doing()):
+                self.redone += 1
+                log.error("nothing carries out %s: it is done again", one)
+                self.deeds.redo(one)
 
     async def _look_at_groups(self) -> None:
         while True:

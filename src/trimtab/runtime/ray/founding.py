@@ -27,9 +27,9 @@ MOST_CALLS = 4_000  # at once; a client that waits holds one
 _INHERITED = ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_JOB_ID", "RAY_RUNTIME_ENV_HOOK")  # would make it a part of our job
 
 
-def found(address: str, name: str, *settings: str | None, timeout_s: float) -> None:
+def found(address: str, name: str, *settings: str | None, timeout_s: float, **more: float) -> None:
     """Have the controller made with these settings, or there already; else UnreachableError."""
-    asked = json.dumps({"address": address, "settings": [name, *settings]})
+    asked = json.dumps({"address": address, "settings": [name, *settings], "more": more})
     environment = {key: value for key, value in os.environ.items() if key not in _INHERITED}
     with _neutral_place() as place:
         try:
@@ -89,7 +89,7 @@ def main(asked: str) -> None:
             max_concurrency=MOST_CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=False),
         )
-        .remote(*wanted["settings"])
+        .remote(*wanted["settings"], **wanted["more"])
     )
     ray.get(controller.__ray_ready__.remote())
     ray.shutdown()

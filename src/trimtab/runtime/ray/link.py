@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from trimtab.model.errors import InputError, UnreachableError
+from trimtab.runtime.background import describe
 from trimtab.runtime.cluster import auth
 from trimtab.runtime.ray import founding
 from trimtab.runtime.ray.cluster import answers, import_ray
@@ -137,20 +138,22 @@ class ControllerLink:
         timeout_s: float = 120.0,
         *,
         make: bool = True,
+        reconcile_s: float | None = None,
     ) -> None:
         if not name or any(character in name for character in ":/\\\n\0"):
             raise InputError(f"{name!r} cannot be the name of a controller", hint="letters, digits, - . and _")
         self.ray = ray
         self.name = name
-        settings = tuple(None if path is None else os.path.abspath(path) for path in (journal_dir, state_dir))
+        journal_dir, state_dir = (None if path is None else os.path.abspath(path) for path in (journal_dir, state_dir))
         found = self._found()
         if found is None and not make:
             raise UnreachableError(
                 f"this Ray has no controller {name}", hint="`trimtab.connect()` in Python makes one; --name names one"
             )
-        self._actor = found or self._made(*settings, timeout_s=timeout_s)
+        more = {} if reconcile_s is None else {"reconcile_s": reconcile_s}
+        self._actor = found or self._made(journal_dir, state_dir, timeout_s=timeout_s, **more)
         try:
-            self.facts: dict[str, Any] = self.ask("ready", *settings, timeout_s=timeout_s)
+            self.facts: dict[str, Any] = self.ask("ready", journal_dir, state_dir, timeout_s=timeout_s)
         except BaseException:
             if found is None:  # made by us, and of no use: not left behind
                 self.end()
@@ -182,7 +185,7 @@ class ControllerLink:
                 self._actor = found
                 time.sleep(0.05)
             except (exceptions.RaySystemError, ConnectionError) as fault:
-                raise UnreachableError(f"Ray is gone: {str(fault).splitlines()[0]}") from None
+                raise UnreachableError(f"Ray is gone: {describe(fault)}") from None
             except Exception as fault:
                 if "Failed to submit task to actor" not in str(fault):  # Ray's words, in a plain Exception
                     raise
@@ -200,8 +203,8 @@ class ControllerLink:
         except ValueError:
             return None
 
-    def _made(self, *settings: str | None, timeout_s: float) -> Any:
-        founding.found(self._address(), self.name, *settings, timeout_s=timeout_s)
+    def _made(self, *settings: str | None, timeout_s: float, **more: float) -> Any:
+        founding.found(self._address(), self.name, *settings, timeout_s=timeout_s, **more)
         made = self._found()
         if made is None:
             raise UnreachableError(f"the controller {self.name} ended while it was made", hint="connect again")

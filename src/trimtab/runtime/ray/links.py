@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from trimtab.fleet.node_events import LinkBroken, LinkHeard, LinkSilent, NodeEvent
+from trimtab.runtime.background import Background, RestartPolicy
 
 BEAT_S = 0.2
 TELL_EVERY_S = 0.25  # of silence
@@ -26,6 +28,8 @@ LATE_S = 0.5  # a turn of the loop that came so late tells more of us than of th
 FENCE_S = 5.0  # for a warden to end what is left on a node without a raylet
 REFUSALS = 2  # in a row, a moment apart, before a raylet counts as dead
 
+AGAIN = RestartPolicy(max_failures=None, backoff_s=TRY_AGAIN_S, max_backoff_s=5.0)
+
 Place = tuple[str, int]
 
 
@@ -33,12 +37,14 @@ async def beat_forever(host: str) -> tuple[asyncio.Server, Place]:
     """The node's end: a server that sends beats to whoever connects and reads nothing. Where it listens."""
 
     async def beat(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                writer.write(b".")
-                await writer.drain()
-                await asyncio.sleep(BEAT_S)
-        writer.close()
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    writer.write(b".")
+                    await writer.drain()
+                    await asyncio.sleep(BEAT_S)
+        finally:
+            writer.close()
 
     server = await asyncio.start_server(beat, host, 0)
     name = server.sockets[0].getsockname()
@@ -60,9 +66,14 @@ class Links:
     """The links of one controller. `tell` hears of what changed; `where` gives the place of a node's warden."""
 
     def __init__(
-        self, tell: Callable[[NodeEvent], None], where: Callable[[str], Awaitable[Place | None]], suspect_s: float
+        self,
+        tell: Callable[[NodeEvent], None],
+        where: Callable[[str], Awaitable[Place | None]],
+        suspect_s: float,
+        background: Background,
     ) -> None:
         self._tell = tell
+        self._background = background
         self._where = where
         self._suspect_s = suspect_s
         self._links: dict[str, _Link] = {}
@@ -76,9 +87,12 @@ class Links:
             self._links[node].quiet = False
             return
         if self._look is None:
-            self._look = asyncio.create_task(self._look_forever())
+            self._look = self._background.start("silence of nodes", self._look_forever, policy=AGAIN)
         link = self._links[node] = _Link(raylet, [], self._awake)
-        link.tasks = [asyncio.create_task(self._beats(node, link)), asyncio.create_task(self._hold(node, link))]
+        link.tasks = [
+            self._background.start(f"{name} of node {node[:12]}", functools.partial(work, node, link), policy=AGAIN)
+            for name, work in (("beats", self._beats), ("raylet", self._hold))
+        ]
 
     def quiet(self, node: str) -> None:
         """Expect no beats of the node any more; its end is still noticed."""
@@ -161,8 +175,8 @@ class Links:
         link.heard = self._awake + (time.monotonic() - self._looked)
         link.excused = False
         if link.silent:
-            link.silent = False
             self._tell(LinkHeard(node))
+            link.silent = False
 
     async def _look_forever(self) -> None:
         while True:

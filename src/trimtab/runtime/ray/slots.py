@@ -17,6 +17,7 @@ from typing import Any
 from trimtab.model.pool import Place
 from trimtab.model.resources import Resources
 from trimtab.pool.events import MakeGroup
+from trimtab.runtime.background import describe
 
 _RAY_NAMES = {"cpu": "CPU", "gpu": "GPU"}
 _REMOVE_WAIT_S = 30.0
@@ -124,7 +125,7 @@ class Slots:
                 self._groups[wanted.group] = await making
             raise
         except Exception as fault:
-            raise GroupError(f"Ray refused it: {str(fault).strip().splitlines()[0]}") from fault
+            raise GroupError(f"Ray refused it: {describe(fault)}") from fault
         nodes = tuple(table["bundles_to_node_id"].get(index) for index in range(len(wanted.nodes)))
         if nodes != wanted.nodes:
             raise GroupError(f"Ray put it on {_short(nodes)} instead of {_short(wanted.nodes)}")
