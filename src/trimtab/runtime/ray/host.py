@@ -26,7 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trimtab.runtime.ray.environments import HostKind
+from trimtab.runtime.ray import slot_view
+from trimtab.runtime.ray.environments import MARK, HostKind
+from trimtab.runtime.ray.slot_view import Slot
 
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 FRAME = struct.Struct("!IQ")  # sizes of the JSON head and of the bytes that follow
@@ -57,6 +59,8 @@ class Order:
     handlers: bytes | None  # pickle of (preserver, restorer)
     state: bytes | str | None  # to be restored: the bytes, or the path of a file
     sys_path: tuple[str, ...]
+    mark: str = ""  # in the environment of all that it starts
+    slot: Slot | None = None  # what a host tells user code of its bundle; a plain actor is told by Ray
 
 
 def run_dir(controller: str, node: str) -> Path:
@@ -250,7 +254,7 @@ class ControlDoor:
         self._path = where / f"{os.getpid()}"
         self._facts = {
             "kind": kind, "actor": actor, "namespace": namespace, "node": node, "pid": os.getpid(),
-            "born": born(os.getpid()), "devices": [],
+            "born": born(os.getpid()), "devices": [], "mark": "",
         }  # fmt: skip
         self.write_record()
         listener = socket.socket(socket.AF_UNIX)
@@ -268,7 +272,7 @@ class ControlDoor:
         """Say who is in this process, for those who find it after everybody else has forgotten."""
         tenancy = self.tenancy
         if tenancy.order is not None:
-            self._facts["devices"] = list(tenancy.order.devices)
+            self._facts.update(devices=list(tenancy.order.devices), mark=tenancy.order.mark)
         seat = vars(tenancy.seat) if tenancy.seat else None
         write_whole(
             self._path.with_suffix(".json"),
@@ -347,6 +351,9 @@ class Host:
         self._door.write_record()
         drop_paths(set(self._kind.paths).difference(order.sys_path))
         set_surroundings(order)
+        if order.slot is not None:
+            slot_view.show(order.slot, order.devices)
+        slot_view.mark_nested(order.slot, order.mark)
         doing = "its class could not be unpickled"
         try:
             kind, args, kwargs = pickle.loads(order.actor)
@@ -391,6 +398,7 @@ def _import(module: str) -> str | None:
 def set_surroundings(order: Order) -> None:
     """What the user's code finds in its environment."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(order.devices)
+    os.environ[MARK] = order.mark
     os.environ.update(seat_variables(order.seat))
     add_paths(order.sys_path)
 

@@ -12,7 +12,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trimtab.model.errors import InputError, UnreachableError
@@ -33,6 +33,7 @@ __all__ = [
 
 _ANSWER_S = 15.0  # what a warden's answer may take beyond what it waits for itself
 _END_S = EXIT_WAIT_S + _ANSWER_S
+_CAPTURE = "placement_group_capture_child_tasks"
 
 Key = tuple[str, int, float]  # node, pid, born: one process
 
@@ -66,6 +67,7 @@ class Member:
     node: str
     pid: int
     born: float  # start of the process in seconds since boot, so that a reused pid is never killed
+    mark: str = ""  # in the environment of all that it starts
 
     @property
     def key(self) -> Key:
@@ -217,14 +219,16 @@ class Members:
                 payload.handlers,
                 (state or {}).get(rank),
                 payload.sys_path,
+                uuid.uuid4().hex,
             )
             for rank in range(len(places))
         ]
         try:
             if payload.plain is None:
                 kind = HostKind(preload, payload.runtime_env, payload.sys_path)
+                capture = bool(payload.ray_options.get(_CAPTURE, True))
                 works = [
-                    self._bind_host(order, place, bundle, kind, taken)
+                    self._bind_host(order, place, bundle, kind, capture, taken)
                     for order, place, bundle in zip(orders, places, bundles, strict=True)
                 ]
             else:
@@ -299,6 +303,7 @@ class Members:
                 await self._wardens.renew(member.node)
                 await self._wardens.ask(member.node, "end", member.pid, member.born, timeout_s=2 * _END_S)
             return StopOutcome("not called", note=fault.what)
+        await self._end_elsewhere([member])
         return StopOutcome(*answer)
 
     async def park(self, member: Member, timeout_s: float) -> None:
@@ -382,7 +387,7 @@ class Members:
     # ---- the steps of a start
 
     async def _bind_host(
-        self, order: Order, place: Place, bundle: Resources, kind: HostKind, taken: list[Member]
+        self, order: Order, place: Place, bundle: Resources, kind: HostKind, capture: bool, taken: list[Member]
     ) -> str:
         from ray.exceptions import RayError
 
@@ -399,14 +404,16 @@ class Members:
             host.node,
             host.pid,
             host.born,
+            order.mark,
         )
         taken.append(member)
         self._live[member.key] = member
         self._handles[member.key] = host.handle
         devices = await self._slots.devices(place, seat.pool, bundle)
+        slot = await self._slots.view(place, seat.pool, bundle, seat.world, capture)
         try:
             bind = host.handle.bind.options(name=f"{seat.task}.start")
-            fault = await bind.remote(_with(order, devices))
+            fault = await bind.remote(replace(order, devices=devices, slot=slot))
         except RayError as died:
             raise StartError(f"its process died while it was constructed: {_line(died)}", fatal=False) from None
         if fault is not None:
@@ -425,17 +432,17 @@ class Members:
         elif seat.world > 1:
             name = f"{name}.{seat.rank}"
         amounts = ray_resources(bundle)
+        cpus, gpus = amounts.pop("CPU", 0), amounts.pop("GPU", 0)
+        leaves_room = "num_cpus" in asked or "num_gpus" in asked
         options = {
-            **plain.actor_options(asked, seat, payload.runtime_env, uuid.uuid4().hex),
-            "num_cpus": amounts.pop("CPU", 0),
-            "num_gpus": amounts.pop("GPU", 0),
+            **plain.actor_options(asked, seat, payload.runtime_env, order.mark),
+            "num_cpus": min(asked.get("num_cpus", cpus), cpus),
+            "num_gpus": min(asked.get("num_gpus", gpus), gpus),
             "memory": amounts.pop("memory", None),
             "resources": amounts,
             "lifetime": "detached",
             "max_restarts": 0,
-            "scheduling_strategy": await self._slots.strategy(
-                place, seat.pool, bool(asked.get("placement_group_capture_child_tasks", False))
-            ),
+            "scheduling_strategy": await self._slots.strategy(place, seat.pool, bool(asked.get(_CAPTURE, leaves_room))),
         }
         maker, _ = await self._hosts.take(place.node, HostKind((), payload.runtime_env))
         left = deadline - time.monotonic()
@@ -493,6 +500,18 @@ class Members:
         for member in members:
             self._forget(member.key)
         await asyncio.gather(*(self._end_process(*member.key) for member in members))
+        await self._end_elsewhere(members)
+
+    async def _end_elsewhere(self, members: Sequence[Member]) -> None:
+        """End what members of gangs started in bundles on other nodes."""
+
+        async def end(node: str, mark: str) -> None:
+            with contextlib.suppress(UnreachableError):
+                await self._wardens.ask(node, "end_marked", mark, timeout_s=_END_S)
+
+        gangs = [member for member in members if member.world > 1 and member.mark]
+        others = [(node, one.mark) for one in gangs for node in self._wardens.nodes if node != one.node]
+        await asyncio.gather(*(end(*other) for other in others))
 
     async def _end_process(self, node: str, pid: int, born: float) -> None:
         with contextlib.suppress(UnreachableError):
@@ -559,15 +578,12 @@ async def _together(works: list[Coroutine[Any, Any, str]]) -> list[str]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _with(order: Order, devices: tuple[str, ...]) -> Order:
-    return Order(**{**vars(order), "devices": devices})
-
-
 def _member(record: dict[str, Any]) -> Member:
     seat = record["seat"]
     return Member(
         seat["task"], seat["attempt"], seat["rank"], seat["world"],
         record["kind"], record["actor"], record["namespace"], record["node"], record["pid"], record["born"],
+        record["mark"],
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from trimtab.model.errors import UnreachableError
 from trimtab.runtime.ray import nvml
+from trimtab.runtime.ray.environments import MARK
 from trimtab.runtime.ray.host import FRAME, born, frame, make_run_dir, stat
 from trimtab.runtime.ray.links import Place, beat_forever
 
@@ -133,7 +134,8 @@ class Warden:
         task = self._watched.pop((pid, start), None)
         if task is not None:
             task.cancel()
-        devices = self._devices(pid)
+        record = self._record(pid)
+        devices, mark = record.get("devices", []), record.get("mark", "")
         family = _family(pid) if born(pid) == start else _orphans(pid)
         await self._ask(pid, start, _LEAVE_S, {"do": "exit"})
         try:
@@ -141,12 +143,18 @@ class Warden:
             await _reaped(pid, start)
             for one, since in _orphans(pid):  # what was started while it was being killed
                 await _kill(one, since)
+            family += await _end_marked(mark)
             if devices:
                 await _gpus_released({pid, *(one for one, _ in family)})
         except asyncio.TimeoutError:
             return f"process {pid} was killed, but is still there after {EXIT_WAIT_S:g} s"
         self._forget(pid)
         return ""
+
+    async def end_marked(self, mark: str) -> None:
+        """Kill all that a member started on this node, through Ray or not."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await _end_marked(mark)
 
     async def drop(self, file: str) -> None:
         """Remove a record that stands for no process any more."""
@@ -161,6 +169,7 @@ class Warden:
         await _reaped(pid, start)
         for one, since in _orphans(pid):
             await _kill(one, since)
+        await self.end_marked(self._record(pid).get("mark", ""))
         self._forget(pid)
         self._deaths.append((pid, start))
         self._watched.pop((pid, start), None)
@@ -189,11 +198,13 @@ class Warden:
         finally:
             writer.close()
 
-    def _devices(self, pid: int) -> list[str]:
+    def _record(self, pid: int) -> dict[str, Any]:
+        """What a process said of itself, also when it is gone."""
         try:
-            return list(json.loads((self._where / f"{pid}.json").read_text())["devices"])
-        except (OSError, ValueError, KeyError):
-            return []
+            record: dict[str, Any] = json.loads((self._where / f"{pid}.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return record
 
     def _forget(self, pid: int) -> None:
         for suffix in (".json", ".sock"):
@@ -305,6 +316,26 @@ def _orphans(pid: int) -> list[tuple[int, float]]:
     if Path(f"/proc/{pid}").exists():
         return []
     return [(one, start) for one, (_, group, start) in _processes().items() if group == pid]
+
+
+async def _end_marked(mark: str) -> list[tuple[int, float]]:
+    """Kill every process with this mark in its environment, and what those started meanwhile; which they were."""
+    ended: list[tuple[int, float]] = []
+    deadline = time.monotonic() + EXIT_WAIT_S
+    while mark and (marked := await asyncio.to_thread(_marked, mark)) and time.monotonic() < deadline:
+        await asyncio.gather(*(_kill(*one) for one in marked))
+        ended += marked
+    return ended
+
+
+def _marked(mark: str) -> list[tuple[int, float]]:
+    line = f"{MARK}={mark}".encode()
+    found = []
+    for pid in [int(one) for one in os.listdir("/proc") if one.isdecimal()]:
+        with contextlib.suppress(OSError):  # gone, or another user's
+            if line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") and (start := born(pid)) is not None:
+                found.append((pid, start))
+    return found
 
 
 async def _gpus_released(pids: set[int]) -> None:
