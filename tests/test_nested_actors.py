@@ -197,9 +197,7 @@ def ended_by_a_crash(task: Task) -> None:
 
 
 @pytest.mark.parametrize("end", [ended_by_eviction, ended_by_a_crash])
-def test_the_workers_of_an_engine_are_gone_before_its_slot_is_given_on(
-    pool: Pool, end: Callable[[Task], None]
-) -> None:
+def test_the_workers_of_an_engine_are_gone_before_its_slot_is_given_on(pool: Pool, end: Callable[[Task], None]) -> None:
     task = pool.submit(Engine, (2,), {"max_restarts": -1}, resources={"cpu": 2, "gpu": 2})
     workers = [pid for pid, _ in task.call("workers", timeout=WAIT_S)]
     assert all(exists(pid) for pid in workers)

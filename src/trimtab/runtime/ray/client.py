@@ -309,11 +309,10 @@ class Pool:
 
         With `run`, that method is called once it is made, and what it returns is the task's result; without, the task
         is there to be called until it is completed or cancelled. A warm host serves it unless it is decorated by Ray,
-        has async methods, brings `ray_options` that only an actor can honour, or `plain` asks for an actor. What it makes
-        itself without saying where is in its slot, and ends with it.
-        `ends_with_me` cancels it when this client goes. Further settings are fields of `TaskSpec`: estimate_s,
-        preemptible, strategy, wait_s, restarts, saves, notice_s, awaits_node, may_evict, over_quota_waits, shares,
-        residual, room, start_timeout_s.
+        has async methods, brings `ray_options` that only an actor can honour, or `plain` asks for an actor.
+        Actors that it makes itself without saying where are in its slot, and end with it. `ends_with_me` cancels it
+        when this client goes. Further settings are fields of `TaskSpec`: estimate_s, preemptible, strategy, wait_s,
+        restarts, saves, notice_s, awaits_node, may_evict, over_quota_waits, shares, residual, room, start_timeout_s.
         """
         session = self._session
         user_class = class_of(kind)

@@ -235,6 +235,8 @@ class Deeds:
             self._dead.pop(key, None)
             raise
         except StartError as fault:
+            if fault.trace:
+                await self._keep_result(one.task, {0: Outcome(error=fault.why, trace=fault.trace)})
             self._start_failed(one, fault.why, fault.fatal)
         except asyncio.TimeoutError:
             self._start_failed(one, "it was not constructed in time", False)

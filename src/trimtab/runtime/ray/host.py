@@ -109,6 +109,14 @@ def said(fault: BaseException) -> str:
     return f"{type(fault).__name__}: {lines[0]}" if lines else type(fault).__name__
 
 
+def user_trace(fault: BaseException) -> str:
+    """The traceback of an exception, from the first line that is not of this file."""
+    trace = fault.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(fault), fault, trace))
+
+
 def frame(head: dict[str, Any], body: bytes = b"") -> bytes:
     """A message of the control door."""
     text = json.dumps(head).encode()
@@ -250,11 +258,10 @@ class ControlDoor:
         import ray
 
         self.tenancy = tenancy
-        self._ray_actor = ray.get_runtime_context().current_actor
         self._path = where / f"{os.getpid()}"
         self._facts = {
             "kind": kind, "actor": actor, "namespace": namespace, "node": node, "pid": os.getpid(),
-            "born": born(os.getpid()), "devices": [], "mark": "",
+            "born": born(os.getpid()), "devices": [], "mark": "", "id": ray.get_runtime_context().get_actor_id(),
         }  # fmt: skip
         self.write_record()
         listener = socket.socket(socket.AF_UNIX)
@@ -290,13 +297,6 @@ class ControlDoor:
             ask, _ = read_frame(incoming)
             connection.sendall(frame(*self._answer(ask)))
 
-    def _exit(self) -> None:
-        """Leave by Ray's own door, so that nobody's driver is told of a crash. Who cannot leave so is killed anyway."""
-        import ray
-
-        ray.kill(self._ray_actor)
-        threading.Event().wait()
-
     def _answer(self, ask: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         tenancy = self.tenancy
         if ask["do"] == "probe":
@@ -306,8 +306,6 @@ class ControlDoor:
         if ask["do"] == "begin":
             tenancy.begun.set()
             return {}, b""
-        if ask["do"] == "exit":
-            self._exit()
         if ask["do"] == "restore":
             return tenancy.late_restore(), b""
         if ask["do"] == "outcome":
@@ -343,8 +341,8 @@ class Host:
         phase = self._tenancy.phase
         return {**self._door.facts, "missing": self._missing, "kind": self._kind, "phase": phase}
 
-    def bind(self, order: Order) -> str | None:
-        """Become the member: devices first, then the user's class. What went wrong in the user's code comes back."""
+    def bind(self, order: Order) -> tuple[str, str] | None:
+        """Become the member: devices first, then the user's class. What went wrong in it, and the traceback."""
         if self._tenancy.seat is not None:
             raise RuntimeError(f"already bound to {self._tenancy.seat}")
         self._tenancy.seat, self._tenancy.order, self._tenancy.phase = order.seat, order, "constructing"
@@ -364,11 +362,11 @@ class Host:
             self._tenancy.restore()
         except BaseException as fault:
             self._tenancy.phase = "failed"
-            return f"{doing}: {said(fault)}"
+            return f"{doing}: {said(fault)}", user_trace(fault)
         self._tenancy.phase = "ready"
         return None
 
-    def make(self, *arguments: Any) -> tuple[dict[str, Any] | None, str, bool]:
+    def make(self, *arguments: Any) -> tuple[dict[str, Any] | None, str, bool, str]:
         """Make a plain actor, instead of becoming a member; see `plain.make_actor`."""
         from trimtab.runtime.ray import plain
 

@@ -97,10 +97,11 @@ class StopOutcome:
 class StartError(Exception):
     """A start failed, and nothing of it is left. `fatal`: trying again would fail the same way."""
 
-    def __init__(self, why: str, *, fatal: bool) -> None:
+    def __init__(self, why: str, *, fatal: bool, trace: str = "") -> None:
         super().__init__(why)
         self.why = why
         self.fatal = fatal
+        self.trace = trace  # of the user's code, where that raised
 
 
 class DiedError(Exception):
@@ -417,7 +418,8 @@ class Members:
         except RayError as died:
             raise StartError(f"its process died while it was constructed: {_line(died)}", fatal=False) from None
         if fault is not None:
-            raise StartError(fault, fatal=True)
+            why, trace = fault
+            raise StartError(why, fatal=True, trace=trace)
         return "a warm host" if ahead else "a host started for it: none was warm"
 
     async def _make_actor(
@@ -449,7 +451,7 @@ class Members:
         make = maker.handle.make.options(name=f"{seat.task}.make")
         facts = None
         try:
-            facts, why, fatal = await make.remote(
+            facts, why, fatal, trace = await make.remote(
                 self._controller, place.node, order, name, namespace or NAMESPACE, options, left
             )
         except RayError as died:
@@ -457,7 +459,7 @@ class Members:
         finally:
             await asyncio.shield(self._end_maker(maker, None if facts else seat))
         if facts is None:
-            raise StartError(why, fatal=fatal)
+            raise StartError(why, fatal=fatal, trace=trace)
         member = _member({**facts, "seat": vars(seat)})
         taken.append(member)
         self._live[member.key] = member

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 NAMESPACE = "trimtab"  # of Ray, where all that has no user's name is
 _POLL_S = 20.0
 EXIT_WAIT_S = 10.0  # for a killed process to vanish; more only where the kernel itself hangs
-_LEAVE_S = 0.1  # for a process to leave by itself, before it is killed
+_LEAVE_S = 3.0  # for a process to leave as Ray tells it, before it is killed
 _TIDY_AFTER_S = 600.0
 _SLACK_S = 0.02  # what an answer within its time-out may be late by
 
@@ -137,7 +137,8 @@ class Warden:
         record = self._record(pid)
         devices, mark = record.get("devices", []), record.get("mark", "")
         family = _family(pid) if born(pid) == start else _orphans(pid)
-        await self._ask(pid, start, _LEAVE_S, {"do": "exit"})
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(_leave(pid, start, record), _LEAVE_S)
         try:
             await asyncio.gather(_kill(pid, start), *(_kill(one, since) for one, since in family))
             await _reaped(pid, start)
@@ -247,6 +248,29 @@ def _tidy(place: Path) -> None:
                 born(record["pid"]) == record["born"] for record in records
             ):
                 shutil.rmtree(left, ignore_errors=True)
+
+
+async def _leave(pid: int, start: float, record: dict[str, Any]) -> None:
+    """Have Ray end an actor's process, so that it does not speak of a crash; one that is stopped could not hear it."""
+    if born(pid) == start and record.get("id") and not _is_stopped(pid):
+        await asyncio.to_thread(_end_actor, record)
+        await _exited(pid, start, None)
+
+
+def _end_actor(record: dict[str, Any]) -> None:
+    import ray
+
+    with contextlib.suppress(ValueError, ray.exceptions.RayError):  # Ray has forgotten it
+        actor = ray.get_actor(record["actor"], record["namespace"])
+        if actor._actor_id.hex() == record["id"]:  # else another has its name by now
+            ray.kill(actor)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False
 
 
 async def _kill(pid: int, start: float) -> None:
