@@ -336,9 +336,9 @@ class Pool:
         With `run`, that method is called once it is made, and what it returns is the task's result; without, the task
         is there to be called until it is completed or cancelled. A warm host serves it unless it is decorated by Ray,
         has async methods, brings `ray_options` that only an actor can honour, or `plain` asks for an actor.
-        `ends_with_me` cancels it when this client goes. Further settings are fields of `TaskSpec`: estimate_s,
-        preemptible, strategy, wait_s, restarts, saves, notice_s, awaits_node, may_evict, over_quota_waits, shares,
-        residual, room, start_timeout_s.
+        Actors that it makes itself without saying where are in its slot, and end with it. `ends_with_me` cancels it
+        when this client goes. Further settings are fields of `TaskSpec`: estimate_s, preemptible, strategy, wait_s,
+        restarts, saves, notice_s, awaits_node, may_evict, over_quota_waits, shares, residual, room, start_timeout_s.
         """
         session = self._session
         user_class = class_of(kind)
@@ -349,6 +349,14 @@ class Pool:
         if ends_with_me:
             settings["client"] = session.client
         spec = _task_spec(id, self.name, resources, priority=priority, labels=labels, **settings)
+        for option, name in (("num_cpus", "cpu"), ("num_gpus", "gpu")):
+            has = min(bundle.floats().get(name, 0.0) for bundle in spec.bundles)
+            if options.get(option, 0) > has:
+                raise InputError(
+                    f"ray_options: {option} is {options[option]}, but its resources have {has:g} {name}",
+                    where=f"task {id}",
+                    hint="it is what the actor itself takes of its slot; the rest is for actors that it makes",
+                )
         payload = packed(
             kind,
             args,

@@ -159,7 +159,7 @@ class Deeds:
                 else:
                     self.follow(one.task, one.attempt)
             elif isinstance(one, Start):
-                self._start_failed(one, "its start was lost", False)
+                self._start_failed(one, StartError("its start was lost", fatal=False))
             else:
                 self._world.feed(Died(one.task, one.attempt, "its process is not known any more"))
             return
@@ -300,6 +300,8 @@ class Deeds:
             self._dead.pop(key, None)
             raise
         except StartError as fault:
+            if fault.trace:
+                await self._keep_result(one.task, {0: Outcome(error=fault.why, trace=fault.trace)})
             self._start_failed(one, fault)
         except asyncio.TimeoutError:
             self._start_failed(one, StartError("it was not constructed in time", fatal=False, timed_out=True))
@@ -519,7 +521,7 @@ class Deeds:
         if task in self._unstored and self._unstored[task][0] <= attempt:
             del self._unstored[task]
         for sent in states.values():
-            self._spawn(self._members.drop_state(sent.node, sent.kept_as))
+            self._spawn(("drop state", sent.kept_as, attempt), self._members.drop_state(sent.node, sent.kept_as))
         return None
 
     async def store_again(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from trimtab.model.pool import PoolSpec
 from trimtab.runtime.shelf import Shelf
 
-MARK = "TRIMTAB_MEMBER"  # set in a member's process; whatever it starts, through Ray or not, inherits it
+MARK = "TRIMTAB_MEMBER"  # set in a member's process and in all that it starts, through Ray or not
 _PIN_S = 600  # Ray keeps a package so long after it was asked to
 _RENEW_S = 120.0
 _UPLOADED = "gcs://"
@@ -53,11 +53,6 @@ def overridden(parent: str, child: Mapping[str, Any] | None) -> dict[str, Any]:
     for name, value in (child or {}).items():
         merged[name] = {**merged.get(name, {}), **value} if name == "env_vars" and value else value
     return merged
-
-
-def marked(runtime_env: str, mark: str) -> dict[str, Any]:
-    """The environment as Ray takes it, for the process of this mark and all that it starts."""
-    return overridden(runtime_env, {"env_vars": {MARK: mark}})
 
 
 def packages(runtime_env: str) -> set[str]:

@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trimtab.runtime.background import Background, RestartPolicy
-from trimtab.runtime.ray.environments import HostKind
+from trimtab.runtime.ray import slot_view
+from trimtab.runtime.ray.environments import MARK, HostKind
+from trimtab.runtime.ray.slot_view import Slot
 
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 FRAME = struct.Struct("!IQ")  # sizes of the JSON head and of the bytes that follow
@@ -59,6 +61,8 @@ class Order:
     handlers: bytes | None  # pickle of (preserver, restorer)
     state: bytes | str | None  # to be restored: the bytes, or the path of a file
     sys_path: tuple[str, ...]
+    mark: str = ""  # in the environment of all that it starts
+    slot: Slot | None = None  # what a host tells user code of its bundle; a plain actor is told by Ray
 
 
 def run_dir(controller: str, node: str) -> Path:
@@ -111,6 +115,14 @@ def said(fault: BaseException) -> str:
     """Type and first line of an exception."""
     lines = str(fault).strip().splitlines()
     return f"{type(fault).__name__}: {lines[0]}" if lines else type(fault).__name__
+
+
+def user_trace(fault: BaseException) -> str:
+    """The traceback of an exception, from the first line that is not of this file."""
+    trace = fault.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(fault), fault, trace))
 
 
 def frame(head: dict[str, Any], body: bytes = b"") -> bytes:
@@ -255,11 +267,10 @@ class ControlDoor:
         import ray
 
         self.tenancy = tenancy
-        self._ray_actor = ray.get_runtime_context().current_actor
         self._path = where / f"{os.getpid()}"
         self._facts = {
             "kind": kind, "actor": actor, "namespace": namespace, "node": node, "pid": os.getpid(),
-            "born": born(os.getpid()), "devices": [],
+            "born": born(os.getpid()), "devices": [], "mark": "", "id": ray.get_runtime_context().get_actor_id(),
         }  # fmt: skip
         self.write_record()
         listener = socket.socket(socket.AF_UNIX)
@@ -278,7 +289,7 @@ class ControlDoor:
         """Say who is in this process, for those who find it after everybody else has forgotten."""
         tenancy = self.tenancy
         if tenancy.order is not None:
-            self._facts["devices"] = list(tenancy.order.devices)
+            self._facts.update(devices=list(tenancy.order.devices), mark=tenancy.order.mark)
         seat = vars(tenancy.seat) if tenancy.seat else None
         write_whole(
             self._path.with_suffix(".json"),
@@ -300,13 +311,6 @@ class ControlDoor:
             ask, _ = read_frame(incoming)
             connection.sendall(frame(*self._answer(ask)))
 
-    def _exit(self) -> None:
-        """Leave by Ray's own door, so that nobody's driver is told of a crash. Who cannot leave so is killed anyway."""
-        import ray
-
-        ray.kill(self._ray_actor)
-        threading.Event().wait()
-
     def _answer(self, ask: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         tenancy = self.tenancy
         if ask["do"] == "probe":
@@ -316,8 +320,6 @@ class ControlDoor:
         if ask["do"] == "begin":
             tenancy.begun.set()
             return {}, b""
-        if ask["do"] == "exit":
-            self._exit()
         if ask["do"] == "restore":
             return tenancy.late_restore(), b""
         if ask["do"] == "outcome":
@@ -353,14 +355,17 @@ class Host:
         phase = self._tenancy.phase
         return {**self._door.facts, "missing": self._missing, "kind": self._kind, "phase": phase}
 
-    def bind(self, order: Order) -> str | None:
-        """Become the member: devices first, then the user's class. What went wrong in the user's code comes back."""
+    def bind(self, order: Order) -> tuple[str, str] | None:
+        """Become the member: devices first, then the user's class. What went wrong in it, and the traceback."""
         if self._tenancy.seat is not None:
             raise RuntimeError(f"already bound to {self._tenancy.seat}")
         self._tenancy.seat, self._tenancy.order, self._tenancy.phase = order.seat, order, "constructing"
         self._door.write_record()
         drop_paths(set(self._kind.paths).difference(order.sys_path))
         set_surroundings(order)
+        if order.slot is not None:
+            slot_view.show(order.slot, order.devices)
+        slot_view.mark_nested(order.slot, order.mark)
         doing = "its class could not be unpickled"
         try:
             kind, args, kwargs = pickle.loads(order.actor)
@@ -371,11 +376,11 @@ class Host:
             self._tenancy.restore()
         except BaseException as fault:
             self._tenancy.phase = "failed"
-            return f"{doing}: {said(fault)}"
+            return f"{doing}: {said(fault)}", user_trace(fault)
         self._tenancy.phase = "ready"
         return None
 
-    def make(self, *arguments: Any) -> tuple[dict[str, Any] | None, str, bool]:
+    def make(self, *arguments: Any) -> tuple[dict[str, Any] | None, str, bool, str]:
         """Make a plain actor, instead of becoming a member; see `plain.make_actor`."""
         from trimtab.runtime.ray import plain
 
@@ -405,6 +410,7 @@ def _import(module: str) -> str | None:
 def set_surroundings(order: Order) -> None:
     """What the user's code finds in its environment."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(order.devices)
+    os.environ[MARK] = order.mark
     os.environ.update(seat_variables(order.seat))
     add_paths(order.sys_path)
 

@@ -36,6 +36,7 @@ __all__ = [
 
 _ANSWER_S = 15.0  # what a warden's answer may take beyond what it waits for itself
 _END_S = EXIT_WAIT_S + _ANSWER_S
+_CAPTURE = "placement_group_capture_child_tasks"
 
 Key = tuple[str, int, float]  # node, pid, born: one process
 
@@ -69,6 +70,7 @@ class Member:
     node: str
     pid: int
     born: float  # start of the process in seconds since boot, so that a reused pid is never killed
+    mark: str = ""  # in the environment of all that it starts
 
     @property
     def key(self) -> Key:
@@ -98,11 +100,12 @@ class StopOutcome:
 class StartError(Exception):
     """A start failed, and nothing of it is left. `fatal`: trying again would fail the same way."""
 
-    def __init__(self, why: str, *, fatal: bool, timed_out: bool = False) -> None:
+    def __init__(self, why: str, *, fatal: bool, timed_out: bool = False, trace: str = "") -> None:
         super().__init__(why)
         self.why = why
         self.fatal = fatal
         self.timed_out = timed_out
+        self.trace = trace  # of the user's code, where that raised
 
 
 class DiedError(Exception):
@@ -232,14 +235,16 @@ class Members:
                 payload.handlers,
                 (state or {}).get(rank),
                 payload.sys_path,
+                uuid.uuid4().hex,
             )
             for rank in range(len(places))
         ]
         try:
             if payload.plain is None:
                 kind = HostKind(preload, payload.runtime_env, payload.sys_path)
+                capture = bool(payload.ray_options.get(_CAPTURE, True))
                 works = [
-                    self._bind_host(order, place, bundle, kind, taken)
+                    self._bind_host(order, place, bundle, kind, capture, taken)
                     for order, place, bundle in zip(orders, places, bundles, strict=True)
                 ]
             else:
@@ -318,6 +323,7 @@ class Members:
                 member.node, "stop", member.pid, member.born, 0.0, False, 0.0, None, keep_as, timeout_s=2 * _END_S
             )
             return replace(StopOutcome(*answer), note=fault.what)
+        await self._end_elsewhere([member])
         return StopOutcome(*answer)
 
     async def kept_states(self) -> dict[str, str]:
@@ -419,7 +425,7 @@ class Members:
     # ---- the steps of a start
 
     async def _bind_host(
-        self, order: Order, place: Place, bundle: Resources, kind: HostKind, taken: list[Member]
+        self, order: Order, place: Place, bundle: Resources, kind: HostKind, capture: bool, taken: list[Member]
     ) -> str:
         from ray.exceptions import RayError
 
@@ -436,18 +442,21 @@ class Members:
             host.node,
             host.pid,
             host.born,
+            order.mark,
         )
         taken.append(member)
         self._live[member.key] = member
         self._handles[member.key] = host.handle
         devices = await self._slots.devices(place, seat.pool, bundle)
+        slot = await self._slots.view(place, seat.pool, bundle, seat.world, capture)
         try:
             bind = host.handle.bind.options(name=f"{seat.task}.start")
-            fault = await bind.remote(_with(order, devices))
+            fault = await bind.remote(replace(order, devices=devices, slot=slot))
         except RayError as died:
             raise StartError(f"its process died while it was constructed: {_line(died)}", fatal=False) from None
         if fault is not None:
-            raise StartError(fault, fatal=True)
+            why, trace = fault
+            raise StartError(why, fatal=True, trace=trace)
         return "a warm host" if ahead else "a host started for it: none was warm"
 
     async def _make_actor(
@@ -462,24 +471,24 @@ class Members:
         elif seat.world > 1:
             name = f"{name}.{seat.rank}"
         amounts = ray_resources(bundle)
+        cpus, gpus = amounts.pop("CPU", 0), amounts.pop("GPU", 0)
+        leaves_room = "num_cpus" in asked or "num_gpus" in asked
         options = {
-            **plain.actor_options(asked, seat, payload.runtime_env, uuid.uuid4().hex),
-            "num_cpus": amounts.pop("CPU", 0),
-            "num_gpus": amounts.pop("GPU", 0),
+            **plain.actor_options(asked, seat, payload.runtime_env, order.mark),
+            "num_cpus": min(asked.get("num_cpus", cpus), cpus),
+            "num_gpus": min(asked.get("num_gpus", gpus), gpus),
             "memory": amounts.pop("memory", None),
             "resources": amounts,
             "lifetime": "detached",
             "max_restarts": 0,
-            "scheduling_strategy": await self._slots.strategy(
-                place, seat.pool, bool(asked.get("placement_group_capture_child_tasks", False))
-            ),
+            "scheduling_strategy": await self._slots.strategy(place, seat.pool, bool(asked.get(_CAPTURE, leaves_room))),
         }
         maker, _ = await self._hosts.take(place.node, HostKind((), payload.runtime_env))
         left = deadline - time.monotonic()
         make = maker.handle.make.options(name=f"{seat.task}.make")
         facts = None
         try:
-            facts, why, fatal = await make.remote(
+            facts, why, fatal, trace = await make.remote(
                 self._controller, place.node, order, name, namespace or NAMESPACE, options, left
             )
         except RayError as died:
@@ -487,7 +496,8 @@ class Members:
         finally:
             await asyncio.shield(self._end_maker(maker, None if facts else seat))
         if facts is None:
-            raise StartError(why, fatal=fatal, timed_out=not fatal and time.monotonic() >= deadline)
+            timed_out = not fatal and time.monotonic() >= deadline
+            raise StartError(why, fatal=fatal, timed_out=timed_out, trace=trace)
         member = _member({**facts, "seat": vars(seat)})
         taken.append(member)
         self._live[member.key] = member
@@ -530,6 +540,18 @@ class Members:
         for member in members:
             self._forget(member.key)
         await asyncio.gather(*(self._end_process(*member.key) for member in members))
+        await self._end_elsewhere(members)
+
+    async def _end_elsewhere(self, members: Sequence[Member]) -> None:
+        """End what members of gangs started in bundles on other nodes."""
+
+        async def end(node: str, mark: str) -> None:
+            with contextlib.suppress(UnreachableError):
+                await self._wardens.ask(node, "end_marked", mark, timeout_s=_END_S)
+
+        gangs = [member for member in members if member.world > 1 and member.mark]
+        others = [(node, one.mark) for one in gangs for node in self._wardens.nodes if node != one.node]
+        await asyncio.gather(*(end(*other) for other in others))
 
     async def _end_process(self, node: str, pid: int, born: float) -> None:
         with contextlib.suppress(UnreachableError):
@@ -601,15 +623,12 @@ def kept_name(member: Member) -> str:
     return f"{member.pid}-{member.born:g}~{state_name(member.task, member.attempt, member.rank)}"
 
 
-def _with(order: Order, devices: tuple[str, ...]) -> Order:
-    return Order(**{**vars(order), "devices": devices})
-
-
 def _member(record: dict[str, Any]) -> Member:
     seat = record["seat"]
     return Member(
         seat["task"], seat["attempt"], seat["rank"], seat["world"],
         record["kind"], record["actor"], record["namespace"], record["node"], record["pid"], record["born"],
+        record["mark"],
     )  # fmt: skip
 
 

@@ -16,12 +16,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trimtab.model.errors import InputError, nearest
-from trimtab.runtime.ray import environments
+from trimtab.runtime.ray import environments, slot_view
 from trimtab.runtime.ray.members import Payload
 
-_DECIDED_BY_RESOURCES = ("num_cpus", "num_gpus", "memory", "resources")
+_DECIDED_BY_RESOURCES = ("memory", "resources")
 _DECIDED_BY_POOLS = ("scheduling_strategy", "placement_group", "placement_group_bundle_index", "get_if_exists")
-_SERVED_ANYWAY = ("namespace", "lifetime", "runtime_env")  # detached is what everything is
+_SERVED_ANYWAY = (  # detached is what everything is
+    "namespace", "lifetime", "runtime_env", "placement_group_capture_child_tasks",
+)  # fmt: skip
 
 
 def packed(
@@ -84,6 +86,8 @@ def why_plain(kind: Any, user_class: type, options: Mapping[str, Any], asked: bo
     beyond = sorted(name for name in options if name not in _SERVED_ANYWAY)
     if beyond:
         return f"a warm host cannot honour these Ray options: {', '.join(beyond)}"
+    if not slot_view.supported():
+        return "this version of Ray does not let a warm host show its slot"
     waits = sorted(name for name, member in inspect.getmembers(user_class) if _is_async(member))
     if waits:
         return f"it has async methods: {', '.join(waits[:3])}"

@@ -18,6 +18,7 @@ from trimtab.model.pool import Place
 from trimtab.model.resources import Resources
 from trimtab.pool.events import MakeGroup
 from trimtab.runtime.background import describe
+from trimtab.runtime.ray.slot_view import Slot
 
 _RAY_NAMES = {"cpu": "CPU", "gpu": "GPU"}
 _REMOVE_WAIT_S = 30.0
@@ -90,6 +91,14 @@ class Slots:
             placement_group_bundle_index=place.bundle,
             placement_group_capture_child_tasks=capture,
         )
+
+    async def view(self, place: Place, pool: str, held: Resources, world: int, capture: bool) -> Slot | None:
+        """A bundle as user code in a host is to see it; None where there is no such group."""
+        try:
+            handle = await self._handle(place.group, pool)
+        except GroupError:
+            return None
+        return Slot(handle.id.hex(), place.bundle if world > 1 else -1, ray_resources(held), capture)
 
     async def devices(self, place: Place, pool: str, held: Resources) -> tuple[str, ...]:
         """GPU ids of a bundle that holds so much; none where it has no GPU."""

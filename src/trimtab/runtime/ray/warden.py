@@ -25,6 +25,7 @@ from typing import Any
 from trimtab.model.errors import UnreachableError
 from trimtab.runtime.background import NEVER_GIVE_UP, Background, RestartPolicy
 from trimtab.runtime.ray import nvml
+from trimtab.runtime.ray.environments import MARK
 from trimtab.runtime.ray.host import FRAME, born, frame, make_run_dir, stat, write_whole
 from trimtab.runtime.ray.leases import ClientProcess, is_alive_here
 from trimtab.runtime.ray.links import Place, beat_forever
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 NAMESPACE = "trimtab"  # of Ray, where all that has no user's name is
 _POLL_S = 20.0
 EXIT_WAIT_S = 10.0  # for a killed process to vanish; more only where the kernel itself hangs
-_LEAVE_S = 0.1  # for a process to leave by itself, before it is killed
+_LEAVE_S = 3.0  # for a process to leave as Ray tells it, before it is killed
 _TIDY_AFTER_S = 600.0
 WATCH_POLICY = RestartPolicy(max_failures=None, max_backoff_s=5.0)
 _SLACK_S = 0.02  # what an answer within its time-out may be late by
@@ -185,20 +186,28 @@ class Warden:
         task = self._watched.pop((pid, start), None)
         if task is not None:
             task.cancel()
-        devices = self._devices(pid)
+        record = self._record(pid)
+        devices, mark = record.get("devices", []), record.get("mark", "")
         family = _family(pid) if born(pid) == start else _orphans(pid)
-        await self._ask(pid, start, _LEAVE_S, {"do": "exit"})
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(_leave(pid, start, record), _LEAVE_S)
         try:
             await asyncio.gather(_kill(pid, start), *(_kill(one, since) for one, since in family))
             await _reaped(pid, start)
             for one, since in _orphans(pid):  # what was started while it was being killed
                 await _kill(one, since)
+            family += await _end_marked(mark)
             if devices:
                 await _gpus_released({pid, *(one for one, _ in family)})
         except asyncio.TimeoutError:
             return f"process {pid} was killed, but is still there after {EXIT_WAIT_S:g} s"
         self._forget(pid)
         return ""
+
+    async def end_marked(self, mark: str) -> None:
+        """Kill all that a member started on this node, through Ray or not."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await _end_marked(mark)
 
     async def drop(self, file: str) -> None:
         """Remove a record that stands for no process any more, or a state that the controller has."""
@@ -229,6 +238,7 @@ class Warden:
         for fault in killed:
             if fault is not None:  # the death is told all the same
                 log.error("a process of the group of %d could not be ended: %r", pid, fault)
+        await self.end_marked(self._record(pid).get("mark", ""))
         self._forget(pid)
         self._deaths.append((pid, start))
         self._watched.pop((pid, start), None)
@@ -257,11 +267,13 @@ class Warden:
         finally:
             writer.close()
 
-    def _devices(self, pid: int) -> list[str]:
+    def _record(self, pid: int) -> dict[str, Any]:
+        """What a process said of itself, also when it is gone."""
         try:
-            return list(json.loads((self._where / f"{pid}.json").read_text())["devices"])
-        except (OSError, ValueError, KeyError):
-            return []
+            record: dict[str, Any] = json.loads((self._where / f"{pid}.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return record
 
     def _forget(self, pid: int) -> None:
         for suffix in (".json", ".sock"):
@@ -304,6 +316,29 @@ def _tidy(place: Path) -> None:
                 born(record["pid"]) == record["born"] for record in records
             ):
                 shutil.rmtree(left, ignore_errors=True)
+
+
+async def _leave(pid: int, start: float, record: dict[str, Any]) -> None:
+    """Have Ray end an actor's process, so that it does not speak of a crash; one that is stopped could not hear it."""
+    if born(pid) == start and record.get("id") and not _is_stopped(pid):
+        await asyncio.to_thread(_end_actor, record)
+        await _exited(pid, start, None)
+
+
+def _end_actor(record: dict[str, Any]) -> None:
+    import ray
+
+    with contextlib.suppress(ValueError, ray.exceptions.RayError):  # Ray has forgotten it
+        actor = ray.get_actor(record["actor"], record["namespace"])
+        if actor._actor_id.hex() == record["id"]:  # else another has its name by now
+            ray.kill(actor)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False
 
 
 async def _kill(pid: int, start: float) -> None:
@@ -373,6 +408,26 @@ def _orphans(pid: int) -> list[tuple[int, float]]:
     if Path(f"/proc/{pid}").exists():
         return []
     return [(one, start) for one, (_, group, start) in _processes().items() if group == pid]
+
+
+async def _end_marked(mark: str) -> list[tuple[int, float]]:
+    """Kill every process with this mark in its environment, and what those started meanwhile; which they were."""
+    ended: list[tuple[int, float]] = []
+    deadline = time.monotonic() + EXIT_WAIT_S
+    while mark and (marked := await asyncio.to_thread(_marked, mark)) and time.monotonic() < deadline:
+        await asyncio.gather(*(_kill(*one) for one in marked))
+        ended += marked
+    return ended
+
+
+def _marked(mark: str) -> list[tuple[int, float]]:
+    line = f"{MARK}={mark}".encode()
+    found = []
+    for pid in [int(one) for one in os.listdir("/proc") if one.isdecimal()]:
+        with contextlib.suppress(OSError):  # gone, or another user's
+            if line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") and (start := born(pid)) is not None:
+                found.append((pid, start))
+    return found
 
 
 async def _gpus_released(pids: set[int]) -> None:

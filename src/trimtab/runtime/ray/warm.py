@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import uuid
 from collections import Counter
@@ -17,7 +18,7 @@ from typing import Any
 
 from trimtab.model.errors import UnreachableError
 from trimtab.runtime.background import Background, describe
-from trimtab.runtime.ray.environments import HostKind, marked
+from trimtab.runtime.ray.environments import HostKind
 from trimtab.runtime.ray.host import Host
 from trimtab.runtime.ray.warden import EXIT_WAIT_S, NAMESPACE, Wardens
 
@@ -206,7 +207,7 @@ class WarmHosts:
             lifetime="detached",
             num_cpus=0,
             max_restarts=0,
-            runtime_env=marked(kind.runtime_env, name),
+            runtime_env=json.loads(kind.runtime_env) if kind.runtime_env else None,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
         making = asyncio.ensure_future(asyncio.to_thread(host.remote, self._controller, node, name, NAMESPACE, kind))
