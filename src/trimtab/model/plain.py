@@ -1,7 +1,7 @@
 """Plain data out of files: what every reader of JSON and YAML may rely on, whatever stands in the file.
 
-Whole numbers have at most 30 digits, so that they can be floats as well; texts hold no lone surrogates, so that they can be
-printed; nothing is nested without end. What breaks these rules is refused where the file is read, and nowhere else.
+Whole numbers have at most 30 digits, so that they can be floats as well; texts hold no lone surrogates, so that they
+can be printed; nothing is nested without end. What breaks these rules is refused where the file is read.
 """
 
 from __future__ import annotations

@@ -6,18 +6,21 @@ controller that cannot be reached for a while is asked again: the run goes on wi
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.loop.events import Why
-from trimtab.model.errors import InfeasibleError
+from trimtab.model.errors import InfeasibleError, TrimtabError
 from trimtab.model.fleet import NodeState, NodeView
 from trimtab.model.pool import ENDED, State
 from trimtab.model.workflow import ANY_KIND, Cluster, Node
 from trimtab.runtime.ray.client import Session
 from trimtab.runtime.ray.doors import News, TaskSeen
+
+log = logging.getLogger(__name__)
 
 ASK_S = 0.5  # a question waits so long for news
 PAUSE_S = 0.2  # between two questions: turns of components are news as well, many in a second
@@ -132,7 +135,7 @@ class Listening:
             self._thread.join(timeout=ASK_S + 5.0)
 
     def _listen(self) -> None:
-        version = -1
+        version, said = -1, ""
         while not self._closed.is_set():
             try:
                 told: News = self._session.ask("news", self._tasks, version, ASK_S, timeout_s=ASK_S + 10.0)
@@ -142,8 +145,16 @@ class Listening:
                 self._take(self._nodes.now(told.nodes, None if quota >= own else quota))
                 for task in self._session.tasks(self._pool):
                     self._heard(task)
+                said = ""
                 self._closed.wait(PAUSE_S)
-            except Exception:  # noqa: PERF203 -- the controller starts again, or Ray was shut down under us
+            except Exception as fault:  # noqa: PERF203 -- the controller starts again, or Ray was shut down under us
+                if (words := f"{type(fault).__name__}: {fault}") != said and not self._closed.is_set():
+                    log.warning(
+                        "no news of the cluster for now, asked again: %s",
+                        words,
+                        exc_info=not isinstance(fault, TrimtabError),
+                    )
+                    said = words
                 self._closed.wait(AGAIN_S)
 
     def _take(self, seen: Seen) -> None:
