@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from trimtab import __version__
 from trimtab.formats import yaml_text
 from trimtab.formats.load import load
-from trimtab.ui.cli import run
+from trimtab.ui.cli import app, run
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "src" / "trimtab" / "examples" / "grpo.yaml"
@@ -291,3 +295,58 @@ def test_a_placement_faster_than_every_plan_of_the_framework_is_kept_and_nothing
     assert data["kept"] is True
     assert data["settings"] == {}
     assert data["iteration_seconds"] == pytest.approx(150.0)  # the rollout has all three GPUs
+
+
+def _verbs(one: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield names, one
+    for name, below in getattr(one, "commands", {}).items():
+        yield from _verbs(below, (*names, name))
+
+
+VERBS = dict(_verbs(get_command(app)))
+
+
+@pytest.mark.parametrize("names", VERBS, ids=" ".join)
+def test_help_shows_what_stands_in_brackets(names: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    verb = VERBS[names]
+    assert run([*names, "--help"]) == 0
+    shown = re.sub(r"[^\w\[\]:/-]", "", capsys.readouterr().out)
+    texts = [verb.help or "", *(getattr(one, "help", None) or "" for one in verb.params)]
+    for bracket in re.findall(r"\[[^\]]+\]", " ".join(texts)):
+        assert re.sub(r"[^\w\[\]:/-]", "", bracket) in shown
+
+
+def test_help_of_plan_and_run_have_brackets_to_show(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--help"]) == 0
+    assert "after: [rollout], granularity" in capsys.readouterr().out
+
+
+def test_half_a_character_in_a_name_is_printed_escaped(tmp_path: Path) -> None:
+    name = os.fsdecode(b"no\xff.yaml")
+    ended = subprocess.run(
+        [sys.executable, "-m", "trimtab", "plan", name],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict", "COLUMNS": "200"},
+        cwd=tmp_path,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert rb"there is no file no\udcff.yaml" in ended.stderr
+    assert b"Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "value", ['"\\ud800"', "9" * 400, "[x]", "{x: 1}", "'" + "9" * 5000 + "'"], ids=lambda v: v[:8]
+)
+def test_a_value_that_nobody_expects_is_one_clear_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    job = tmp_path / "job.yaml"
+    for key in ("nodes", "gpus_per_node", "gpu"):
+        stated = ", ".join(f"{one}: {two}" for one, two in {"nodes": 1, "gpus_per_node": 8, key: value}.items())
+        job.write_text(f"cluster: {{{stated}}}\nworkflow: {{components: {{rollout: {{seconds: {{8: 10}}}}}}}}\n")
+        assert run(["plan", str(job)]) == 2, key
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert f"cluster.{key}" in said
+        assert len(said) < 2_000

@@ -297,7 +297,7 @@ def test_any_grouping_of_the_embodied_form_is_written() -> None:
         ("profile_data.env_profile_data={8: -1}", "no pair"),
         ("profile_data.actor_cost=nan", "finite"),
         ("~data.env_num", "env_num is missing"),
-        ("data.env_num=100000", "more per instance"),
+        ("data.env_num=60000", "more per instance"),
     ],
 )
 def test_faults_of_the_embodied_form_have_their_own_errors(override: str, what: str) -> None:

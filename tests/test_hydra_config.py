@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from dialect_plans import DATA, composed, profile_of
 from trimtab.formats import nemo_rl, rlinf, verl
 from trimtab.formats.hydra_config import compose
+from trimtab.formats.load import load
 from trimtab.model.errors import InputError, TrimtabError
+from trimtab.model.profile import ComponentProfile, Profile
 
 TRAIN = DATA / "hydra" / "train.yaml"
 
@@ -222,3 +224,50 @@ def test_no_file_makes_anything_but_a_clear_error(
                     dialect.read(read, None)
                 with contextlib.suppress(TrimtabError):
                     dialect.read(read, MEASURED)
+
+
+CONFIGS = {
+    "verl": ("verl_sync.yaml", ["trainer.nnodes", "trainer.n_gpus_per_node", "data.train_batch_size"]),
+    "rlinf": ("rlinf_embodied.yaml", ["cluster.num_nodes", "++cluster.num_gpus_per_node", "data.env_num"]),
+    "nemo_rl": ("nemo/base.yaml", ["cluster.num_nodes", "cluster.gpus_per_node", "grpo.num_prompts_per_step"]),
+    "openrlhf": (
+        "../../examples/logs/openrlhf.yaml",
+        ["++actor.num_nodes", "++actor.num_gpus_per_node", "++vllm.num_engines", "++vllm.tensor_parallel_size"],
+    ),
+}
+EVERYTHING = Profile(
+    "x",
+    tuple(
+        ComponentProfile(name, ((8, 10.0),))
+        for name in ("rollout", "generation", "policy", "logprobs", "actor", "env", "update_actor", "old_log_prob")
+    ),
+)
+
+
+@pytest.mark.parametrize(("file", "key"), [(file, key) for file, keys in CONFIGS.values() for key in keys])
+@pytest.mark.parametrize("value", [10**9, 10**400, 0, 1.5], ids=lambda value: f"{value!s:.8}")
+def test_every_count_of_a_framework_config_has_a_range(file: str, key: str, value: object) -> None:
+    path = Path(__file__).parent / "data" / file
+    with pytest.raises(InputError) as refused:
+        load(path, [f"{key}={value}"], EVERYTHING)
+    assert len(str(refused.value).splitlines()) <= 3
+    assert str(path) in (refused.value.where or "")
+    assert key.lstrip("+") in (refused.value.where or "")
+    if value != 10**400:
+        assert "1 to 65,536" in refused.value.what
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides"),
+    [
+        ("verl_sync.yaml", ["trainer.nnodes=60000", "trainer.n_gpus_per_node=60000"]),
+        ("verl_sync.yaml", ["++trimtab.nodes=60000", "++trimtab.gpus_per_node=60000"]),
+        ("rlinf_embodied.yaml", ["cluster.num_nodes=60000", "++cluster.num_gpus_per_node=60000"]),
+        ("nemo/base.yaml", ["cluster.num_nodes=60000", "cluster.gpus_per_node=60000"]),
+    ],
+)
+def test_a_cluster_too_large_to_plan_for_is_refused_with_the_range(file: str, overrides: list[str]) -> None:
+    path = Path(__file__).parent / "data" / file
+    with pytest.raises(InputError, match="plans are made for 1 to 65,536") as refused:
+        load(path, overrides, EVERYTHING)
+    assert str(path) in (refused.value.where or "")

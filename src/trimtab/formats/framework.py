@@ -7,10 +7,13 @@ may accept a plan that the framework would refuse.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from trimtab.formats.hydra_config import Reader
+from trimtab.formats.hydra_config import MOST_COUNT, Reader
 from trimtab.model.errors import InfeasibleError, InputError, nearest
 from trimtab.model.plan import AllowedGroup, Plan, Rules
 from trimtab.model.profile import ComponentProfile, Profile
@@ -30,8 +33,15 @@ class Sizes:
 
 
 def even_cluster(nodes: int, gpus_per_node: int) -> Cluster:
-    """A cluster of like nodes."""
+    """A cluster of like nodes. Raises InputError where it is too large to plan for."""
+    check_gpus(nodes * gpus_per_node, f"{nodes:,} nodes of {gpus_per_node:,} GPUs")
     return Cluster(tuple(Node(name=f"node{index}", gpus=gpus_per_node) for index in range(nodes)))
+
+
+def check_gpus(gpus: int, what: str, where: str | None = None) -> None:
+    """Raise InputError for more GPUs than a plan is made for, before anything counts through them."""
+    if gpus > MOST_COUNT:
+        raise InputError(f"{what} are {gpus:,} GPUs: plans are made for 1 to {MOST_COUNT:,}", where=where)
 
 
 def component(
@@ -170,13 +180,9 @@ def check_expressible(plan: Plan, rules: Rules) -> None:
 
 def node_counts(ranks: Sequence[int], cluster: Cluster, name: str) -> tuple[int, int]:
     """A pool as (nodes, GPUs of each): raises InputError where its nodes do not give the same number."""
-    counts: list[int] = []
-    first = 0
-    for node in cluster.nodes:
-        inside = sum(first <= rank < first + node.gpus for rank in ranks)
-        if inside:
-            counts.append(inside)
-        first += node.gpus
+    ends = list(accumulate(node.gpus for node in cluster.nodes))
+    found = Counter(bisect_right(ends, rank) for rank in ranks)
+    counts = [found[at] for at in sorted(found)]
     if not counts or len(set(counts)) > 1:
         shape = " + ".join(str(count) for count in counts) or "none"
         raise InputError(

@@ -20,11 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.formats import yaml_text
+from trimtab.model import plain
 from trimtab.model.errors import InputError, nearest
 
 MAX_EXPANDED_NODES = 500_000
 """Aliases may multiply a small file without bound; more than this is no config."""
 MAX_PARENTS = 32
+MOST_COUNT = 65_536
+"""GPUs, nodes, batches, parallel sizes: as many as a job file of trimtab's own form may have."""
+MOST_NUMBER = 1e9
 
 _REQUIRED = object()
 
@@ -99,6 +103,9 @@ class Reader:
             raise InputError(f"this cannot be read: {_first_line(error)}", where=self.where(full_key)) from None
         except (RecursionError, ValueError, TypeError, AttributeError) as error:
             raise InputError(f"this cannot be read: {_first_line(error)}", where=self.where(key)) from None
+        fault = plain.fault_of(value)
+        if fault is not None:
+            raise InputError(fault[0], where=self.where(f"{key}.{fault[1]}" if fault[1] else key))
         return default if value is None else value
 
     def require(self, key: str, hint: str | None = None) -> Any:
@@ -111,24 +118,30 @@ class Reader:
         return value
 
     def positive_int(self, key: str, default: Any = _REQUIRED, hint: str | None = None) -> Any:
-        """A whole number above zero; without a default the key must be there."""
+        """A whole number from 1 to `MOST_COUNT`; without a default the key must be there."""
         value = self._value(key, default, hint)
         if value is default and default is not _REQUIRED:
             return default
         number = as_number(value)
-        if number is None or number != int(number) or number <= 0:
-            raise InputError(f"a whole number above 0 is expected, not {value!r}", where=self.where(key), hint=hint)
+        if number is None or number != int(number) or not 1 <= number <= MOST_COUNT:
+            raise InputError(
+                f"a whole number above 0, from 1 to {MOST_COUNT:,}, is expected, not {value!r:.60}",
+                where=self.where(key),
+                hint=hint,
+            )
         return int(number)
 
     def number(self, key: str, default: Any = _REQUIRED, hint: str | None = None) -> Any:
-        """A finite number of at least zero."""
+        """A finite number from 0 to `MOST_NUMBER`."""
         value = self._value(key, default, hint)
         if value is default and default is not _REQUIRED:
             return default
         number = as_number(value)
-        if number is None or number < 0:
+        if number is None or not 0 <= number <= MOST_NUMBER:
             raise InputError(
-                f"a finite number of at least 0 is expected, not {value!r}", where=self.where(key), hint=hint
+                f"a finite number of at least 0, at most {MOST_NUMBER:g}, is expected, not {value!r:.60}",
+                where=self.where(key),
+                hint=hint,
             )
         return number
 
@@ -137,21 +150,21 @@ class Reader:
         value = self.get(key, default)
         if isinstance(value, bool):
             return value
-        raise InputError(f"true or false is expected, not {value!r}", where=self.where(key))
+        raise InputError(f"true or false is expected, not {value!r:.60}", where=self.where(key))
 
     def text(self, key: str, default: str) -> str:
         """A string."""
         value = self.get(key, default)
         if isinstance(value, str):
             return value
-        raise InputError(f"a word is expected, not {value!r}", where=self.where(key))
+        raise InputError(f"a word is expected, not {value!r:.60}", where=self.where(key))
 
     def mapping(self, key: str) -> dict[Any, Any]:
         """A mapping; empty where the key is absent."""
         value = self.get(key, {})
         if isinstance(value, dict):
             return value
-        raise InputError(f"a mapping of keys is expected, not {value!r}", where=self.where(key))
+        raise InputError(f"a mapping of keys is expected, not {value!r:.60}", where=self.where(key))
 
     def plain(self) -> dict[str, Any]:
         """Everything as plain data; interpolations that cannot be resolved stay as they are written."""

@@ -34,7 +34,15 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
     known = ((rlinf.matches, rlinf.read), (verl.matches, verl.read), (nemo_rl.matches, nemo_rl.read))
     for matches, read in (*known, (openrlhf.matches, openrlhf.read)):
         if matches(composed.reader):
-            return read(composed, profile)
+            try:
+                loaded = read(composed, profile)
+            except InputError as error:
+                error.where = error.where or str(path)
+                raise
+            ahead = loaded.job.workflow.staleness
+            if ahead > job.MOST_AHEAD:
+                raise InputError(f"{ahead} iterations ahead are more than {job.MOST_AHEAD}", where=str(path))
+            return loaded
     if job.matches(composed.config):
         return job.read(composed.config, path, profile)
     raise InputError(

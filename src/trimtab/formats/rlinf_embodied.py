@@ -16,6 +16,7 @@ from trimtab.formats.dialect import Loaded, Settings
 from trimtab.formats.framework import (
     Sizes,
     check_expressible,
+    check_gpus,
     component,
     even_cluster,
     refuse_waits,
@@ -49,6 +50,7 @@ def cluster_size(reader: Reader) -> tuple[int, int]:
     nodes = int(reader.positive_int("cluster.num_nodes", 1))
     stated: int | None = reader.positive_int("cluster.num_gpus_per_node", None)
     if stated is not None:
+        check_gpus(nodes * stated, f"{nodes:,} nodes of {stated:,} GPUs", reader.where("cluster"))
         return nodes, stated
     highest = rlinf_placement.highest_rank(reader)
     if highest is None or (highest + 1) % nodes:
@@ -57,6 +59,7 @@ def cluster_size(reader: Reader) -> tuple[int, int]:
             where=reader.where("cluster.num_gpus_per_node"),
             hint="add it to the file, or to the command: ++cluster.num_gpus_per_node=8",
         )
+    check_gpus(highest + 1, f"GPUs 0 to {highest:,}", reader.where(rlinf_placement.KEY))
     return nodes, (highest + 1) // nodes
 
 

@@ -16,6 +16,7 @@ from trimtab.formats.dialect import Loaded, Settings
 from trimtab.formats.framework import (
     Sizes,
     check_expressible,
+    check_gpus,
     component,
     costs,
     divisors_of_batch,
@@ -131,7 +132,9 @@ class _Config:
                 return int(self.reader.positive_int(f"{key}.{name}", hint=hint))
             return int(self.reader.positive_int(f"{key}.{name}", default))
 
-        return read("nnodes", nodes), read("n_gpus_per_node", gpus)
+        pool = read("nnodes", nodes), read("n_gpus_per_node", gpus)
+        check_gpus(pool[0] * pool[1], f"{pool[0]:,} nodes of {pool[1]:,} GPUs", self.reader.where(key))
+        return pool
 
     def _cluster(self) -> Cluster:
         """The nodes: as stated for trimtab, else one for every node of every pool, which any real cluster can give."""
@@ -146,6 +149,7 @@ class _Config:
                     f"the cluster is the pools of the file ({stated}), each on nodes of its own; if it is not, add "
                     "++trimtab.nodes=N ++trimtab.gpus_per_node=G"
                 )
+        check_gpus(sum(shape), f"{len(shape):,} nodes", reader.where("trainer"))
         return Cluster(tuple(Node(name=f"node{index}", gpus=gpus) for index, gpus in enumerate(shape)))
 
     # -- the workflow -----------------------------------------------------------------------------------------------

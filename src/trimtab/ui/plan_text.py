@@ -112,7 +112,7 @@ def print_text(
     """The whole answer as text; the placement block comes last, ready to copy."""
     best = answer.best
     proof = _proof(answer)
-    out.print(f"[bold]{best.iteration_seconds:.1f} s[/] per iteration, {_rate(best)}, {proof}")
+    out.print(f"[bold]{_time(best.iteration_seconds)}[/] per iteration, {_rate(best)}, {proof}")
     out.print(
         f"{best.mode}: {escape(best.describe())} GPUs; {best.gpus} of {best.total_gpus} GPUs used, "
         f"{best.idle_share:.0%} of the GPU time idle"
@@ -129,12 +129,12 @@ def print_text(
         out.print()
         out.print(f"[bold]Near ties[/] (within {noise:.0%}: real runs may not tell them apart; prefer what is simpler)")
         for tie in answer.near_ties:
-            out.print(f"  {tie.iteration_seconds:.1f} s  {escape(tie.describe())}")
+            out.print(f"  {_time(tie.iteration_seconds)}  {escape(tie.describe())}")
     if answer.unrestricted is not None:
         saved = best.iteration_seconds - answer.unrestricted.iteration_seconds
         out.print()
         out.print(
-            f"[bold]{escape(answer.framework or 'Your framework')} cannot run this; it would save {saved:.1f} s[/] "
+            f"[bold]{escape(answer.framework or 'Your framework')} cannot run this; it would save {_time(saved)}[/] "
             f"({saved / best.iteration_seconds:.0%}): {escape(answer.unrestricted.describe())}"
         )
     if answer.sensitivity:
@@ -192,21 +192,32 @@ def _rate(plan: Plan) -> str:
     return f"{per_hour:.1f} iterations an hour" if per_hour < 1000 else f"{per_hour:.0f} iterations an hour"
 
 
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if 0 < seconds < 0.9995 else f"{seconds:.1f} s"
+
+
+def _unit(plan: Plan) -> tuple[str, float]:
+    """What the times of a table are in: iterations of milliseconds are not rounded away."""
+    return ("ms", 1e3) if 0 < plan.iteration_seconds < 0.9995 else ("seconds", 1.0)
+
+
 def _components(plan: Plan) -> Table:
+    word, unit = _unit(plan)
     table = plain_table()
     table.add_column("component")
     table.add_column("GPUs", justify="right")
     table.add_column("ranks")
     if any(c.variant for c in plan.components):
         table.add_column("variant")
-    for heading in ("seconds", "start", "end", "idle"):
+    for heading in (word, "start", "end", "idle"):
         table.add_column(heading, justify="right")
     for c in plan.components:
         cells = [escape(c.name), str(len(c.gpus) or "CPU"), ranks_text(c.gpus) or "-"]
         if any(other.variant for other in plan.components):
             cells.append(escape(c.variant) or "-")
         mark = "*" if c.extrapolated else ""
-        cells += [f"{c.seconds:.1f}{mark}", f"{c.start:.1f}", f"{c.end:.1f}", f"{c.idle_share:.0%}"]
+        times = [f"{unit * one:.1f}" for one in (c.seconds, c.start, c.end)]
+        cells += [f"{times[0]}{mark}", *times[1:], f"{c.idle_share:.0%}"]
         table.add_row(*cells)
     if any(c.extrapolated for c in plan.components):
         table.caption = "* extrapolated beyond what was measured"
@@ -215,9 +226,10 @@ def _components(plan: Plan) -> Table:
 
 
 def _alternatives(alternatives: tuple[Alternative, ...], best: Plan) -> Table:
+    word, unit = _unit(best)
     table = plain_table()
     table.add_column("compared with")
-    table.add_column("seconds", justify="right")
+    table.add_column(word, justify="right")
     table.add_column("slower", justify="right")
     table.add_column("placement, and why it loses")
     for other in alternatives:
@@ -227,7 +239,7 @@ def _alternatives(alternatives: tuple[Alternative, ...], best: Plan) -> Table:
         ratio = other.plan.iteration_seconds / best.iteration_seconds if best.iteration_seconds else 1.0
         table.add_row(
             escape(other.label),
-            f"{other.plan.iteration_seconds:.1f}",
+            f"{unit * other.plan.iteration_seconds:.1f}",
             f"{ratio:.2f}x",
             escape(f"{other.plan.describe()}: {other.reason}"),
         )

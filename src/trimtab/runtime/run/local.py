@@ -11,6 +11,7 @@ at once) or failed. Whatever way it ends, the folder holds each iteration once, 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,8 @@ from trimtab.runtime.run.looping import Looping, keep_machine, kept_machine, nod
 from trimtab.runtime.run.measuring import Metrics, bars_facts, plan_facts, summary_facts
 from trimtab.runtime.run.moving import Moving, carry_out
 from trimtab.runtime.run.saving import Saving
+
+log = logging.getLogger(__name__)
 
 LOOP = "loop.json"
 LOOK_S = 0.25  # between two looks into the folder, at what others have written there
@@ -187,6 +190,8 @@ class LocalRun:
             return 1
         if self._resume:
             self._past = read_run(self._path)
+            if self._past.left_out:
+                log.warning(self._past.left_out)
         self._folder = RunFolder(self._path, resume=self._resume)
         self._folder.keep_job(self._job.text)
         self._diaries = {name: size_of(diary_of(self._path, name)) for name in self._workflow.names}
