@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dialect_plans import DATA, composed, plan_of, profile_of
-from trimtab.formats import rlinf
+from trimtab.formats import rlinf, write_back
 from trimtab.formats.dialect import Loaded
 from trimtab.formats.hydra_config import compose
 from trimtab.model.errors import InputError
@@ -260,6 +260,70 @@ def test_a_measured_profile_replaces_profile_data_and_waits_are_refused(tmp_path
     assert loaded.job.workflow.weight_sync.separate_seconds == 2.5
     with pytest.raises(InputError, match="a wait, not a cost"):
         rlinf.read(composed(tmp_path, text), profile_of(measured, waits=["rollout"]))
+
+
+def test_the_correction_of_importance_sampling_needs_inference_too(tmp_path: Path) -> None:
+    plain = ("algorithm.recompute_logprobs=false",)
+    assert reasoning(tmp_path, *plain).job.workflow.names == ("rollout", "actor")
+    fixed = (*plain, "+algorithm.importance_sampling_fix=true")
+    assert reasoning(tmp_path, *fixed).job.workflow.names == ("rollout", "inference", "actor")
+
+
+COLLOCATED = """\
+cluster:
+  num_nodes: 1
+  num_gpus_per_node: 8
+  component_placement:
+    actor,rollout,reward: all
+runner:
+  task_type: reasoning
+algorithm: {{group_size: 8, n_minibatches: 4, recompute_logprobs: true, normalize_advantages: true}}
+data: {{rollout_batch_size: 512}}
+rollout:
+  tensor_parallel_size: 2
+  model: {{model_path: /models/qwen, model_type: qwen2.5}}
+actor:
+  training_backend: {backend}
+  model: {{{model}}}
+  tokenizer: {{tokenizer_model: /models/qwen}}
+  {backend}_config: {{strategy: one}}
+"""
+MEASURED = {"rollout": {8: 60.0}, "inference": {8: 10.0}, "actor": {8: 40.0}}
+
+
+@pytest.mark.parametrize(
+    ("backend", "model", "has"),
+    [
+        (
+            "megatron",
+            "tensor_model_parallel_size: 2, pipeline_model_parallel_size: 1, sequence_parallel: true",
+            {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "sequence_parallel": True},
+        ),
+        ("fsdp", "model_path: /models/qwen, precision: fp32", {"model_path": "/models/qwen", "precision": "fp32"}),
+    ],
+)
+@pytest.mark.parametrize("written_as", ["file", "overrides"])
+def test_inference_on_gpus_of_its_own_gets_the_section_that_its_workers_read(
+    backend: str, model: str, has: dict[str, object], written_as: str, tmp_path: Path
+) -> None:
+    job = composed(tmp_path, COLLOCATED.format(backend=backend, model=model))
+    loaded = rlinf.read(job, profile_of(MEASURED))
+    apart = plan_of({"rollout": range(4), "inference": range(4, 6), "actor": range(6, 8)})
+    settings = loaded.settings(apart)
+    overrides = write_back.overrides(settings) if written_as == "overrides" else []
+    if written_as == "file":
+        write_back.apply(job.path, settings, job.literal, job.states)
+    config = compose(job.path, overrides).config
+    assert config["cluster"]["component_placement"]["inference"] == "4-5"
+    assert config["inference"]["group_name"] == "InferenceGroup"
+    assert config["inference"]["load_from_actor"] is True
+    assert {key: config["inference"]["model"][key] for key in has} == has
+    assert config["inference"]["tokenizer"] == {"tokenizer_model": "/models/qwen"}
+    assert ("fsdp_config" in config["inference"]) == (backend == "fsdp")
+    again = rlinf.read(compose(job.path, overrides), profile_of(MEASURED))
+    assert again.current is not None
+    assert again.current.ranks["inference"] == (4, 5)
+    assert set(again.settings(apart).values) == {"cluster.component_placement"}  # nothing is missing any more
 
 
 def test_the_embodied_form_turns_environments_per_instance_into_gpus() -> None:

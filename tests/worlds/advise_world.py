@@ -310,6 +310,7 @@ actor: {num_nodes: 1, num_gpus_per_node: 4}
 vllm: {num_engines: 4, tensor_parallel_size: 1}
 train: {async_enable: true, async_queue_size: 1}
 rollout: {batch_size: 128}
+algo: {advantage: {estimator: group_norm}, kl: {init_coef: 0}}
 """,
     overrides=(),
     seconds={"rollout": 60.0, "inference": 12.0, "actor": 45.0},

@@ -164,7 +164,7 @@ def check_expressible(plan: Plan, rules: Rules) -> None:
     """Raise InputError where the framework cannot run a plan."""
     groups = {frozenset(group.components): len(group.gpus) for group in plan.groups}
     near: str | None = None
-    for grouping in rules.groupings:
+    for grouping in rules.spanning if plan.overlaps else rules.groupings:
         if {allowed.components for allowed in grouping} != set(groups):
             continue
         wrong = [a for a in grouping if a.sizes is not None and groups[a.components] not in a.sizes]

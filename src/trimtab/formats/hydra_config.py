@@ -33,14 +33,16 @@ MOST_NUMBER = 1e9
 _REQUIRED = object()
 
 _RESOLVERS: Mapping[str, Callable[..., Any]] = {
+    # NeMo RL
     "mul": operator.mul,
     "add": operator.add,
     "div": operator.truediv,
-    "max": max,  # NeMo RL
+    "max": max,
+    # RLinf
     "multiply": operator.mul,
     "subtract": operator.sub,
     "int_div": operator.floordiv,
-    "not": operator.not_,  # RLinf
+    "not": operator.not_,
 }
 """Arithmetic that frameworks register with OmegaConf when they start."""
 

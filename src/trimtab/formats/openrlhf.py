@@ -1,14 +1,16 @@
 """OpenRLHF's flags as YAML: engines share the training GPUs (`colocate_all`) or have GPUs of their own.
 
 OpenRLHF takes flags such as `--actor.num_nodes`; the file has the same names as nested keys, or they are given as
-overrides. Making experience and training are one set of GPUs, with the reference model beside the actor. A critic or
-a reward model on GPUs of its own is refused: nothing tells how long it takes. Costs come from a profile. In
-asynchronous runs generation runs beside the training and is always apart.
+overrides; what is not stated is what its launcher takes then. Making experience and training are one set of GPUs.
+Nothing tells how long a critic, a reward model or a reference on GPUs of its own takes: it keeps them, and they are no
+part of the plan. Costs come from a profile. In asynchronous runs generation runs beside the training and is always
+apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from trimtab.formats.dialect import Loaded, Settings
@@ -21,6 +23,7 @@ from trimtab.formats.framework import (
     groupings,
     node_counts,
     not_placed,
+    pool_sizes,
     product,
     weight_sync,
 )
@@ -29,14 +32,13 @@ from trimtab.formats.write_back import block_text, nested
 from trimtab.model.errors import InputError
 from trimtab.model.plan import CurrentPlacement, Plan, Rules
 from trimtab.model.profile import Profile
-from trimtab.model.workflow import Component, Job, Workflow, check_workflow
+from trimtab.model.workflow import Cluster, Component, Job, Workflow, check_workflow
 
 NAME = "openrlhf"
 
 COMPONENTS = ("rollout", "inference", "actor")
 
 _PER_NODE = 8  # OpenRLHF's own number where flags do not say
-_APART = "a plan for a critic or a reward model on GPUs of its own cannot be made: no timer tells what it takes"
 
 
 def matches(reader: Reader) -> bool:
@@ -70,36 +72,47 @@ class _Config:
                 "they are the same",
                 where=reader.where("vllm.num_engines"),
             )
-        self._refuse_others_apart()
+        self.beside, self.apart = self._others()
         taken = self.actor_gpus if self.shares else self.actor_gpus + self.rollout_gpus
-        nodes, per_node = (actor_nodes, actor_per_node) if self.shares else (1, taken)
+        outside = sum(self.apart.values())
+        nodes, per_node = (actor_nodes, actor_per_node) if self.shares else (1, taken + outside)
         if reader.has("trimtab.nodes") or reader.has("trimtab.gpus_per_node"):
             nodes = int(reader.positive_int("trimtab.nodes", 1))
             per_node = int(reader.positive_int("trimtab.gpus_per_node"))
-        elif not self.shares and taken > _PER_NODE:
+        elif not self.shares and taken + outside > _PER_NODE:
             raise InputError(
-                f"the run has {taken} GPUs, and its flags do not say on which nodes",
+                f"the run has {taken + outside} GPUs, and its flags do not say on which nodes",
                 where=str(composed.path),
                 hint="add ++trimtab.nodes=N ++trimtab.gpus_per_node=G",
             )
-        self.nodes, self.per_node = nodes, per_node
-        self.cluster = even_cluster(nodes, per_node)
-        if taken > self.cluster.gpus:
-            raise InputError(f"the run has {taken} GPUs, the cluster {self.cluster.gpus}", where=str(composed.path))
-
-    def _refuse_others_apart(self) -> None:
-        reader = self.reader
-        if self.shares or reader.boolean("train.colocate_all", False):
-            return
-        has_critic = bool(reader.get("critic.model_name_or_path", None))
-        has_reward = bool(reader.get("reward.model_name_or_path", None)) and not reader.get("reward.remote_url", None)
-        has_ref = float(reader.number("algo.kl.init_coef", 0.0)) > 0
-        if has_critic or has_reward or (has_ref and not reader.boolean("train.colocate_actor_ref", False)):
+        if taken + outside > nodes * per_node:
             raise InputError(
-                _APART if has_critic or has_reward else _APART.replace("critic or a reward", "reference"),
-                where=str(self.composed.path),
-                hint="share GPUs with train.colocate_all or train.colocate_actor_ref, or use a reward of remote_url",
+                f"the run has {taken + outside} GPUs, the cluster {nodes * per_node}", where=str(composed.path)
             )
+        self.cluster = _without(even_cluster(nodes, per_node), outside)
+
+    def _others(self) -> tuple[tuple[str, ...], dict[str, int]]:
+        """The models besides the actor: those on its GPUs, and the GPUs of those that have their own."""
+        reader = self.reader
+        size = {
+            role: int(reader.positive_int(f"{role}.num_nodes", 1))
+            * int(reader.positive_int(f"{role}.num_gpus_per_node", _PER_NODE))
+            for role in ("critic", "reward", "ref")
+        }
+        remote = reader.has("reward.remote_url") or reader.has("train.agent_func_path")
+        has = {
+            "critic": reader.text("algo.advantage.estimator", "gae") == "gae",
+            "reward": reader.has("reward.model_name_or_path") and not remote,
+            "ref": float(reader.number("algo.kl.init_coef", 0.01)) > 0,
+        }
+        with_actor = reader.boolean("train.colocate_all", False)
+        beside = [role for role in size if has[role] and with_actor]
+        if has["ref"] and not with_actor and reader.boolean("train.colocate_actor_ref", False):
+            beside.append("ref")
+        apart = {role: size[role] for role in size if has[role] and role not in beside}
+        if reader.boolean("train.colocate_critic_reward", False) and {"critic", "reward"} <= set(apart):
+            apart["critic and reward"] = max(apart.pop("critic"), apart.pop("reward"))
+        return tuple(beside), apart
 
     def loaded(self) -> Loaded:
         members = {name: self._component(name) for name in self.costs}
@@ -112,15 +125,16 @@ class _Config:
         )
         check_workflow(workflow)
         training: list[str] = [name for name in ("inference", "actor") if name in self.costs]
-        options: list[list[list[str]]] = [[["rollout"], training]]
-        if not self.is_async:
-            options.insert(0, [["rollout", *training]])
-        sizes = [self.per_node * count for count in range(1, self.nodes + 1)]
-        if self.nodes == 1:
-            sizes = list(range(1, self.per_node + 1))
+        # What has GPUs of its own would share, or the other way round: then its time would be another.
+        stays = bool(self.apart) or any(role in self.beside for role in ("critic", "reward"))
+        options: list[list[list[str]]] = []
+        if self.shares or not (self.is_async or stays):
+            options.append([["rollout", *training]])
+        if not self.shares or not stays:
+            options.append([["rollout"], training])
         rules = Rules(
             framework="OpenRLHF",
-            groupings=groupings(options, members, sizes, str(self.composed.path)),
+            groupings=groupings(options, members, pool_sizes(self.cluster), str(self.composed.path)),
             even_nodes=True,
         )
         return Loaded(
@@ -129,7 +143,7 @@ class _Config:
             job=Job(cluster=self.cluster, workflow=workflow),
             settings=lambda plan: self._settings(plan, rules),
             rules=rules,
-            assumptions=(self._mode_text(staleness), *not_placed(self.profile, COMPONENTS)),
+            assumptions=(self._mode_text(staleness), *self._apart_text(), *not_placed(self.profile, COMPONENTS)),
             current=self._current(),
             literal=self.composed.literal,
             states=self.composed.states,
@@ -141,12 +155,26 @@ class _Config:
             return f"asynchronous: generation beside training, {ahead} ahead at most"
         return "no streaming: each component takes all its inputs at once"
 
+    def _apart_text(self) -> tuple[str, ...]:
+        return tuple(
+            f"{role} on {gpus} GPUs of its own: they are no part of the plan, and no timer tells what it takes"
+            for role, gpus in self.apart.items()
+        )
+
     def _component(self, name: str) -> Component:
         after = {"inference": ["rollout"], "actor": ["inference"] if "inference" in self.costs else ["rollout"]}
         if name == "rollout":
             return component(self.costs[name], sizes=Sizes(self.engine_gpus))
+        return component(self.costs[name], after=after[name], sizes=self._training_sizes())
+
+    def _training_sizes(self) -> Sizes:
+        """DeepSpeed splits a training batch evenly into micro-batches, and every process makes some experience."""
+        read = self.reader.positive_int
         parallel = product(self.reader, ("ds.tensor_parallel_size", "ds.ring_attn_size"))
-        return component(self.costs[name], after=after[name], sizes=Sizes(parallel))
+        batch, micro = int(read("train.batch_size", 128)), int(read("train.micro_batch_size", 1))
+        samples = int(read("rollout.batch_size", 1024)) * int(read("rollout.n_samples_per_prompt", 1))
+        most = min(samples // int(read("rollout.micro_batch_size", 1)), self.cluster.gpus // parallel)
+        return Sizes(parallel, tuple(dp * parallel for dp in range(1, most + 1) if batch % (micro * dp) == 0))
 
     def _current(self) -> CurrentPlacement:
         first = 0 if self.shares else self.actor_gpus
@@ -161,8 +189,9 @@ class _Config:
         shared = gpus["rollout"] == gpus["actor"]
         nodes, per_node = node_counts(gpus["actor"], self.cluster, "actor")
         values: dict[str, Any] = {"actor.num_nodes": nodes, "actor.num_gpus_per_node": per_node}
-        if float(self.reader.number("algo.kl.init_coef", 0.0)) > 0:
-            values |= {"ref.num_nodes": nodes, "ref.num_gpus_per_node": per_node}
+        for role in self.beside:
+            values |= {f"{role}.num_nodes": nodes, f"{role}.num_gpus_per_node": per_node}
+        if "ref" in self.beside:
             values["train.colocate_actor_ref"] = True
         values["vllm.num_engines"] = len(gpus["rollout"]) // self.engine_gpus
         if not self.is_async:
@@ -170,6 +199,16 @@ class _Config:
         off = [f"--{name}" for name, value in values.items() if value is False and self.reader.boolean(name, False)]
         said = (f"leave out {', '.join(off)}",) if off else ()
         return Settings(values, block_text(nested(values)), said, tuple(_flags(values)))
+
+
+def _without(cluster: Cluster, gpus: int) -> Cluster:
+    """The cluster without so many GPUs, taken from its last nodes."""
+    left = []
+    for node in reversed(cluster.nodes):
+        taken = min(gpus, node.gpus)
+        gpus -= taken
+        left.append(replace(node, gpus=node.gpus - taken))
+    return Cluster(tuple(node for node in reversed(left) if node.gpus))
 
 
 def _flags(values: Mapping[str, Any]) -> list[str]:

@@ -29,6 +29,8 @@ from trimtab.model.profile import ComponentProfile, Profile
 from trimtab.model.workflow import Component, Job, Workflow, check_workflow
 
 NAME = "rlinf"
+TRAINS = ("embodied", "reasoning", "coding_online_rl")
+"""The task types that train with RL."""
 
 _COSTS = ("rollout", "inference", "reward", "critic", "actor", "trainer")
 
@@ -46,7 +48,14 @@ def matches(reader: Reader) -> bool:
 
 
 def read(composed: Composed, profile: Profile | None) -> Loaded:
-    """An RLinf config as a job, with the two ways in which RLinf can run it."""
+    """An RLinf config as a job, with the ways in which RLinf can run it."""
+    kind = composed.reader.text("runner.task_type", "")
+    if (kind and kind not in TRAINS) or composed.reader.boolean("runner.only_eval", False):
+        raise InputError(
+            f"this is no RL training: runner.task_type is {kind}" if kind not in TRAINS else "this only evaluates",
+            where=composed.reader.where("runner"),
+            hint=f"plans are made for runner.task_type {', '.join(TRAINS)}",
+        )
     if rlinf_embodied.matches(composed.reader):
         return rlinf_embodied.read(composed, profile)
     return _Reasoning(composed, profile).loaded()
@@ -63,7 +72,11 @@ class _Reasoning:
         self.total = self.nodes * self.gpus_per_node
         self.stated_batches: int | None = self.reader.positive_int("data.rollout_batch_size", None)
         self.minibatches: int = self.reader.positive_int("algorithm.n_minibatches", 1)
-        self.recompute = self.reader.boolean("algorithm.recompute_logprobs", True)
+        # RLinf recomputes for its correction of importance sampling, whatever the other key says.
+        self.recompute = any(
+            self.reader.boolean(f"algorithm.{key}", usual)
+            for key, usual in (("recompute_logprobs", True), ("importance_sampling_fix", False))
+        )
         self.assumptions: list[str] = []
         self.costs = self._costs()
         self.trainer = next(name for name in ("trainer", "actor") if name in self.costs)
@@ -276,6 +289,9 @@ class _Reasoning:
                 placement["reward"] = placement["rollout"]  # a light worker; RLinf's own configs put it there
         values: dict[str, Any] = {rlinf_placement.KEY: placement}
         advice = []
+        if "inference" in placement and not self.reader.has("inference.group_name"):
+            values |= self._inference_section()
+            advice.append("a section inference is added: on GPUs of its own it has workers of its own")
         if self.reader.get("cluster.auto_scheduler", False) is True:
             values["cluster.auto_scheduler"] = False
             advice.append("cluster.auto_scheduler is turned off: it moves GPUs by rules of its own")
@@ -284,6 +300,14 @@ class _Reasoning:
         return Settings(
             values=values, block=rlinf_embodied.block(self.reader, self.nodes, values), advice=tuple(advice)
         )
+
+    def _inference_section(self) -> dict[str, Any]:
+        """What RLinf's inference workers need of the config: the actor's model on other GPUs."""
+        values: dict[str, Any] = {"inference.group_name": "InferenceGroup", "inference.load_from_actor": True}
+        for key in ("model", "tokenizer", "fsdp_config"):
+            if self.reader.has(f"actor.{key}") and not self.reader.has(f"inference.{key}"):
+                values[f"inference.{key}"] = f"${{actor.{key}}}"
+        return values
 
     def _shared_names(self) -> list[str]:
         others = [n for n in self.placed if n == "critic" or n not in {*self.costs, "reward", "inference"}]

@@ -2,12 +2,14 @@
 
 Costs come as `{environments per instance: seconds}`; with `data.env_num` environments on g GPUs each instance has
 env_num / g of them, which turns every point into one of seconds on g GPUs. RLinf's hybrid mode runs any grouping of
-the three. More environments per instance than were measured are never planned: nobody knows that they fit.
+the three, and an actor over the GPUs of both others. More environments per instance than were measured are never
+planned: it is not known that they fit.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +40,8 @@ GROUPINGS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("env",), ("rollout", "actor")),
     (("env",), ("rollout",), ("actor",)),
 )
+SPANNING = (("env",), ("rollout",), ("actor",))
+"""Environment and rollout side by side, the actor over the GPUs of both."""
 
 
 def matches(reader: Reader) -> bool:
@@ -74,42 +78,41 @@ def read(composed: Composed, profile: Profile | None) -> Loaded:
     reader = composed.reader
     nodes, per_node = cluster_size(reader)
     total = nodes * per_node
-    assumptions = ["no streaming: each component takes all its inputs at once"]
+    placed = rlinf_placement.ranks(reader, total)
+    units, granularity, said = _streaming(reader)
+    assumptions = [said]
     if profile is not None:
-        batches = int(reader.positive_int("data.env_num", 1))
-        costs, sizes = _profiled(profile), {name: Sizes() for name in COMPONENTS}
+        batches = units
+        costs, sizes = _profiled(profile), _checked_sizes(reader, placed, total)
     else:
         batches = int(reader.positive_int("data.env_num", hint="add data.env_num: the number of environments"))
+        granularity = None
         costs, sizes = _stated(reader, batches, total)
         assumptions.append(f"actor_cost was measured with {total} GPUs")
         assumptions.append("no instance has more environments than were measured")
     workflow = Workflow(
         components=tuple(
-            component(costs[name], after=COMPONENTS[index - 1 : index] if index else (), sizes=sizes[name])
+            component(
+                costs[name],
+                after=COMPONENTS[index - 1 : index] if index else (),
+                sizes=sizes[name],
+                granularity=granularity if name == "rollout" else None,
+            )
             for index, name in enumerate(COMPONENTS)
         ),
         batches=batches,
+        staleness=_staleness(reader),
         weight_sync=weight_sync(profile, "actor", "rollout"),
     )
     check_workflow(workflow)
     rules = _rules(workflow, total)
-    placed = rlinf_placement.ranks(reader, total)
     current = _current(reader, placed)
     if current is None and placed:
-        assumptions.append("your placement is not compared: it leaves components out or lets them overlap in part")
+        assumptions.append("your placement is not compared: it leaves components out")
 
     def settings(plan: Plan) -> Settings:
         check_expressible(plan, rules)
-        placement: dict[str, Any] = {}
-        for group in plan.groups:
-            names = [name for name in COMPONENTS if name in group.components]
-            if len(names) == 1:
-                placement[names[0]] = rlinf_placement.text(plan.placed(names[0]).gpus, total)
-            else:
-                placement[",".join(names)] = rlinf_placement.text(group.gpus, total)
-        stated = rlinf_placement.stated(reader)
-        placement.update({name: stated[name] for name in stated if name not in COMPONENTS})  # they stay where they are
-        values = {rlinf_placement.KEY: placement}
+        values = {rlinf_placement.KEY: _placement(reader, plan, placed, total)}
         return Settings(values=values, block=block(reader, nodes, values))
 
     return Loaded(
@@ -125,6 +128,70 @@ def read(composed: Composed, profile: Profile | None) -> Loaded:
     )
 
 
+def _placement(reader: Reader, plan: Plan, placed: dict[str, tuple[int, ...]], total: int) -> dict[str, Any]:
+    """The plan as RLinf's mapping; as it stands in the file where nothing moves."""
+    stated = rlinf_placement.stated(reader)
+    gpus = {
+        name: plan.placed(name).gpus if len(group.components) == 1 else group.gpus
+        for group in plan.groups
+        for name in group.components
+    }
+    if all(placed.get(name) == gpus[name] for name in COMPONENTS):
+        return reader.mapping(rlinf_placement.KEY)
+    placement: dict[str, Any] = {}
+    for group in plan.groups:
+        names = [name for name in COMPONENTS if name in group.components]
+        placement[",".join(names)] = rlinf_placement.text(gpus[names[0]], total)
+    placement.update({name: stated[name] for name in stated if name not in COMPONENTS})  # they stay where they are
+    return placement
+
+
+def _streaming(reader: Reader) -> tuple[int, int | None, str]:
+    """Units of an iteration, how many the rollout takes at a time (`None`: all), and a sentence on it.
+
+    With pipeline stages the rollout answers one share of the environments while the other shares step.
+    """
+    stages = int(reader.positive_int("rollout.pipeline_stage_num", 1))
+    environments = int(reader.positive_int("data.env_num", None) or reader.positive_int("env.train.total_num_envs", 1))
+    steps: int | None = reader.positive_int("env.train.max_steps_per_rollout_epoch", None)
+    if stages == 1 or steps is None:
+        return environments, None, "no streaming: each component takes all its inputs at once"
+    chunks = max(1, steps // int(reader.positive_int("actor.model.num_action_chunks", 1)))
+    units = chunks * int(reader.positive_int("env.train.rollout_epoch", 1)) * stages
+    return units, 1, f"streaming between env and rollout: {stages} pipeline stages of {units // stages} steps each"
+
+
+def _staleness(reader: Reader) -> int:
+    """Of RLinf's asynchronous PPO, which alone has this loss; other runners are chosen on the command line."""
+    if reader.get("algorithm.loss_type") != "decoupled_actor_critic":
+        return 0
+    return max(1, math.ceil(float(reader.number("algorithm.staleness_threshold", 1))))
+
+
+def _checked_sizes(reader: Reader, placed: dict[str, tuple[int, ...]], total: int) -> dict[str, Sizes]:
+    """GPU counts that pass RLinf's checks at start: of environments, and of the actor's batch. The file's own do."""
+    stages = int(reader.positive_int("rollout.pipeline_stage_num", 1))
+    sections = ["train"]
+    if float(as_number(reader.get("runner.val_check_interval", 0)) or 0) > 0:
+        sections.append("eval")
+    allowed = {name: set(range(1, total + 1)) for name in COMPONENTS}
+    for section in sections:
+        count: int | None = reader.positive_int(f"env.{section}.total_num_envs", None)
+        each = int(reader.positive_int(f"env.{section}.group_size", 1))
+        if count is not None:
+            per_stage = {g: count // g // stages for g in range(1, total + 1) if count % g == 0}
+            allowed["env"] &= {g for g, some in per_stage.items() if some and some % each == 0}
+            allowed["rollout"] &= {g for g in range(1, total + 1) if count // stages % g == 0}
+    batch: int | None = reader.positive_int("actor.global_batch_size", None)
+    if batch is not None and reader.get("actor.training_backend") == "fsdp":
+        micro = int(reader.positive_int("actor.micro_batch_size", 1))
+        allowed["actor"] = {g for g in range(1, total + 1) if batch % (micro * g) == 0}
+    for name in COMPONENTS:
+        if name in placed:
+            allowed[name].add(len(placed[name]))
+    return {name: Sizes(gpus=tuple(sorted(some))) if len(some) < total else Sizes() for name, some in allowed.items()}
+
+
 def _rules(workflow: Workflow, total: int) -> Rules:
     """Any grouping runs; components with one key have the same GPUs, so the size must suit all of them."""
     groupings = []
@@ -135,7 +202,8 @@ def _rules(workflow: Workflow, total: int) -> Rules:
             groups.append(AllowedGroup(frozenset(names), runnable(range(1, total + 1), members) if names[1:] else None))
         if all(group.sizes is None or group.sizes for group in groups):
             groupings.append(tuple(groups))
-    return Rules(framework="RLinf", groupings=tuple(groupings))
+    over = tuple(AllowedGroup(frozenset(names)) for names in SPANNING)
+    return Rules(framework="RLinf", groupings=tuple(groupings), spanning=(over,))
 
 
 def _profiled(profile: Profile) -> dict[str, ComponentProfile]:
@@ -258,7 +326,4 @@ def _current(reader: Reader, placed: dict[str, tuple[int, ...]]) -> CurrentPlace
     ranks = {name: placed[name] for name in COMPONENTS if name in placed}
     if len(ranks) < len(COMPONENTS):
         return None
-    sets = {frozenset(gpus) for gpus in ranks.values()}
-    if sum(len(gpus) for gpus in sets) > len(frozenset().union(*sets)):
-        return None
-    return CurrentPlacement(ranks=ranks, where=reader.where(rlinf_placement.KEY))
+    return CurrentPlacement(ranks=ranks, where=reader.where(rlinf_placement.KEY), overlap=True)

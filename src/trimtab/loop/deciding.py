@@ -26,7 +26,7 @@ from trimtab.plan.boxes import Found
 from trimtab.plan.infeasible import why_infeasible
 from trimtab.plan.placement import check_cluster
 from trimtab.plan.search import search
-from trimtab.plan.simulate import Shape, Shapes, Simulator, shape_of
+from trimtab.plan.simulate import Shape, Shapes, Simulator, cells_of, shape_of
 from trimtab.plan.space import Grouping, Space
 from trimtab.plan.timeline import to_plan
 
@@ -85,8 +85,9 @@ class Planner:
 
     def _shape(self, plan: Plan) -> Shape:
         position = {component.name: i for i, component in enumerate(self._simulator.order)}
-        groups = tuple(tuple(sorted(position[name] for name in group.components)) for group in plan.groups)
-        return shape_of(self._simulator.order, self.workflow, groups)
+        groups = [(tuple(sorted(position[name] for name in one.components)), one.gpus) for one in plan.groups]
+        cells = cells_of(groups) if plan.overlaps else [members for members, _ in groups]
+        return shape_of(self._simulator.order, self.workflow, cells)
 
     def times(self, plan: Plan, levels: Levels) -> dict[str, float]:
         """What each component takes for all batches under a plan, so much more than its profile."""
@@ -132,7 +133,7 @@ class Planner:
 
         def alike(grouping: Grouping) -> bool:
             groups = {frozenset(space.order[i].name for i in table.members): table.kind for table in grouping.tables}
-            return groups == names
+            return groups == names and grouping.spans == running.plan.overlaps
 
         if alike(best.grouping):
             return []

@@ -118,7 +118,12 @@ def reseated(sited: Sited, where: Mapping[str, Sequence[tuple[str, int]]]) -> Si
 
 
 def near(to: Sited, running: Sited) -> Sited:
-    """The same plan on GPUs that its components have already, as far as they do: whoever need not move does not."""
+    """The same plan on GPUs that its components have already, as far as they do: whoever need not move does not.
+
+    A plan whose groups share GPUs stays as it was laid out.
+    """
+    if to.plan.overlaps:
+        return to
     rank_of = {seat: rank for rank, seat in enumerate(seats(to.cluster))}
     kinds = [node.gpu for node in to.cluster.nodes for _ in range(node.gpus)]
     known = {(node.name, node.gpu) for node in running.cluster.nodes}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 Mode = Literal["collocated", "disaggregated", "hybrid"]
@@ -24,12 +25,14 @@ class Rules:
 
     `framework` is its name for people, with its mode where that matters.
     `groupings` lists every allowed partition of the GPU components. With `even_nodes`, a group has the same number of
-    GPUs on each of its nodes.
+    GPUs on each of its nodes. Each of `spanning` is groups side by side, and a last one that takes turns with all of
+    them: its GPUs lie over theirs.
     """
 
     framework: str
     groupings: tuple[tuple[AllowedGroup, ...], ...]
     even_nodes: bool = False
+    spanning: tuple[tuple[AllowedGroup, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,10 @@ class Bar:
 
 @dataclass(frozen=True)
 class Group:
-    """Components that take turns on the same GPUs, in workflow order. `gpus` are global ranks, contiguous in a kind."""
+    """Components that take turns on the same GPUs, in workflow order. `gpus` are global ranks, contiguous in a kind.
+
+    Groups share no GPUs, except where a framework lets one lie over others: they take turns then.
+    """
 
     components: tuple[str, ...]
     gpus: tuple[int, ...]
@@ -96,11 +102,19 @@ class Plan:
     @property
     def gpus(self) -> int:
         """GPUs that the plan uses."""
-        return sum(len(group.gpus) for group in self.groups)
+        return len({rank for group in self.groups for rank in group.gpus})
+
+    @cached_property
+    def overlaps(self) -> bool:
+        """Whether some groups share GPUs."""
+        return self.gpus < sum(len(group.gpus) for group in self.groups)
 
     def describe(self) -> str:
-        """The grouping in a line: `rollout 6 | inference, trainer 10`."""
-        return " | ".join(f"{', '.join(group.components)} {len(group.gpus)}" for group in self.groups)
+        """The grouping in a line: `rollout 6 | inference, trainer 10`, or `env 4 | rollout 4 under actor 8`."""
+        above = [group for group in self.groups if any(set(other.gpus) < set(group.gpus) for other in self.groups)]
+        sides = ([group for group in self.groups if group not in above], above)
+        texts = [" | ".join(f"{', '.join(g.components)} {len(g.gpus)}" for g in side) for side in sides]
+        return " under ".join(text for text in texts if text)
 
 
 @dataclass(frozen=True)
@@ -171,7 +185,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class CurrentPlacement:
-    """Where the user's file puts the components now: name to global ranks, or to `None` where it does not say."""
+    """Where the user's file puts the components now: name to global ranks, or to `None` where it does not say.
+
+    `overlap`: components may share some of their GPUs without sharing all.
+    """
 
     ranks: Mapping[str, tuple[int, ...]]
     where: str
+    overlap: bool = False

@@ -14,7 +14,7 @@ from trimtab.model.plan import Alternative, CurrentPlacement, Plan, Sensitivity
 from trimtab.plan.boxes import Found
 from trimtab.plan.infeasible import why_not_apart, why_not_together
 from trimtab.plan.search import search
-from trimtab.plan.simulate import Floats, Shapes
+from trimtab.plan.simulate import Floats, Shapes, cells_of
 from trimtab.plan.space import Grouping, Members, Space
 from trimtab.plan.timeline import to_plan
 
@@ -31,15 +31,15 @@ def runners_up(space: Space, best: Found) -> tuple[Alternative, ...]:
     count = len(space.on_gpu)
     classes = [
         ("all shared", [g for g in everything if len(g.tables) == 1]),
-        ("all separate", [g for g in everything if len(g.tables) == count]),
-        ("mixed", [g for g in everything if 1 < len(g.tables) < count]),
+        ("all separate", [g for g in everything if len(g.tables) == count and not g.spans]),
+        ("mixed", [g for g in everything if 1 < len(g.tables) < count or g.spans]),
     ]
     found: list[Alternative] = []
     for label, groupings in classes:
         if count == 1 and label == "all separate":
             continue
-        if any(grouping is best.grouping or grouping.groups == best.grouping.groups for grouping in groupings):
-            others = [g for g in groupings if g.groups != best.grouping.groups]
+        if any(grouping.cells == best.grouping.cells for grouping in groupings):
+            others = [g for g in groupings if g.cells != best.grouping.cells]
             if label == "mixed" and others:
                 label, groupings = "another mixed", others
             else:
@@ -97,7 +97,7 @@ def _why_none(space: Space, label: str) -> str:
 
 def near_ties(space: Space, best: Found, noise: float) -> tuple[Plan, ...]:
     """Other groupings whose best plan is within the noise, simplest first."""
-    remaining = [g for g in space.groupings() if g.groups != best.grouping.groups]
+    remaining = [g for g in space.groupings() if g.cells != best.grouping.cells]
     ceiling = best.seconds * (1 + noise)
     ties: list[Found] = []
     while remaining and len(ties) < MOST_NEAR_TIES:
@@ -105,7 +105,7 @@ def near_ties(space: Space, best: Found, noise: float) -> tuple[Plan, ...]:
         if outcome.best is None:
             break
         ties.append(outcome.best)
-        remaining = [g for g in remaining if g.groups != outcome.best.grouping.groups]
+        remaining = [g for g in remaining if g.cells != outcome.best.grouping.cells]
     ties.sort(key=lambda found: (len(found.sizes), found.seconds))
     return tuple(to_plan(space, found) for found in ties)
 
@@ -166,7 +166,7 @@ def plan_times(space: Space, found: Found) -> Floats:
 
 
 def current_plan(space: Space, current: CurrentPlacement, best: Found) -> Alternative:
-    """The user's placement, checked and predicted; InputError where GPUs overlap or do not exist."""
+    """The user's placement, checked and predicted; InputError where GPUs do not exist, or overlap and may not."""
     label = "your placement"
     plan = predicted(space, current)
     if isinstance(plan, str):
@@ -201,7 +201,8 @@ def predicted(space: Space, current: CurrentPlacement) -> Plan | str:
         if table is None or table.sizes[0] > len(ranks):
             return f"{_names(space, members)} cannot run on {len(ranks)} GPUs: memory or counts"
         tables.append(table)
-    grouping = Grouping(tuple(tables))
+    turns = cells_of((members, ranks) for members, ranks, _ in groups) if current.overlap else None
+    grouping = Grouping(tuple(tables), turns=turns)
     sizes = tuple(
         max(size for size in table.sizes if size <= len(ranks))
         for table, (_, ranks, _) in zip(tables, groups, strict=True)
@@ -211,7 +212,7 @@ def predicted(space: Space, current: CurrentPlacement) -> Plan | str:
 
 
 def check_current(space: Space, current: CurrentPlacement) -> None:
-    """Raise InputError where a placement names GPUs that do not exist, or shares some but not all of its GPUs."""
+    """Raise InputError where a placement names GPUs that do not exist, or shares some of its GPUs and may not."""
     total = space.job.cluster.gpus
     placed = list(current.ranks.items())
     for name, ranks in placed:
@@ -222,6 +223,8 @@ def check_current(space: Space, current: CurrentPlacement) -> None:
                 where=current.where,
                 hint="correct the placement, or state the cluster's real size",
             )
+    if current.overlap:
+        return
     for position, (name, ranks) in enumerate(placed):
         for other, theirs in placed[position + 1 :]:
             both = sorted(set(ranks) & set(theirs))

@@ -67,14 +67,39 @@ def search(
 
     `limit` is the effort after which the search gives up the proof and says how far it got.
     """
-    ground = Ground(space, list(space.groupings() if groupings is None else groupings))
+    asked = list(space.groupings() if groupings is None else groupings)
+    ground = Ground(space, [grouping for grouping in asked if not grouping.spans])
     hunt = _Hunt(ground, beat, limit)
     lower_bound = hunt.run()
     best = hunt.best
     if best is not None and settle_ties:
         ceiling = best.seconds * (1 + TIE)
         best = simplest(ground, [box for bound, box in hunt.tied if bound <= ceiling], ceiling, 2 * limit) or best
-    return Outcome(best, min(lower_bound, best.seconds) if best else lower_bound, ground.considered)
+    considered = ground.considered
+    if spanning := [grouping for grouping in asked if grouping.spans]:
+        over = Ground(space, spanning)
+        best = best_spanning(over, min(beat, best.seconds * (1 - TIE) if best else np.inf)) or best
+        considered += over.considered
+    return Outcome(best, min(lower_bound, best.seconds) if best else lower_bound, considered)
+
+
+def best_spanning(ground: Ground, beat: float) -> Found | None:
+    """The best plan with a group over the others, if any is faster: every split of the GPUs below it is tried.
+
+    More GPUs never make a plan worse, so the group above has as many as help it, and the last one below what is left.
+    """
+    plans: list[At] = []
+    for g, grouping in enumerate(ground.groupings):
+        *below, last, above = grouping.tables
+        for some in itertools.product(*(range(len(table.sizes)) for table in below)):
+            left = ground.space.budgets[last.kind] - sum(t.sizes[at] for t, at in zip(below, some, strict=True))
+            if left >= last.sizes[0]:
+                plans.append((g, (*some, bisect_right(last.sizes, left) - 1, len(above.sizes) - 1)))
+    best: Found | None = None
+    for (g, at), seconds in zip(plans, ground.simulate(plans), strict=True):
+        if seconds < (best.seconds if best else beat):
+            best = ground.settled(g, at, float(seconds)) or best
+    return best
 
 
 class _Hunt:

@@ -10,6 +10,7 @@ of a cycle through the gates that one iteration opens for a later one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import gcd
 
@@ -28,72 +29,106 @@ NEVER = -np.inf
 class Shape:
     """How components share GPUs, in workflow order: all that the simulation needs to know of a grouping.
 
-    `before[i]` is the component before i on its GPUs in the same iteration, or -1; `last[i]` the last of its group
-    (itself when alone); `switch[i]` what it pays before its first batch; `sync` the weight sync's seconds.
+    `before[i]` are the components right before i on any of its GPUs in the same iteration; `after[i]` those that end
+    the iteration before on GPUs on which i comes first (itself where it is alone); `switch[i]` what it pays before its
+    first batch; `sync` the weight sync's seconds.
     """
 
-    before: tuple[int, ...]
-    last: tuple[int, ...]
+    before: tuple[tuple[int, ...], ...]
+    after: tuple[tuple[int, ...], ...]
     switch: tuple[float, ...]
     sync: float
 
 
-def shape_of(order: tuple[Component, ...], workflow: Workflow, groups: tuple[tuple[int, ...], ...]) -> Shape:
-    """The shape of a grouping. `groups` hold positions in `order`, each ascending; CPU components are in none."""
-    before = [-1] * len(order)
-    last = list(range(len(order)))
+def shape_of(order: tuple[Component, ...], workflow: Workflow, cells: Iterable[tuple[int, ...]]) -> Shape:
+    """The shape of a placement: each cell holds who takes turns on the same GPUs, as positions in `order`, ascending.
+
+    The cells of groups that share no GPUs are the groups. CPU components are in none.
+    """
+    before: list[dict[int, None]] = [{} for _ in order]
+    after: list[dict[int, None]] = [{} for _ in order]
+    placed: list[set[int]] = [set() for _ in order]
     switch = [0.0] * len(order)
-    for group in groups:
-        for position, index in enumerate(group):
-            previous = group[position - 1]
+    for number, cell in enumerate(cells):
+        for position, index in enumerate(cell):
+            previous = cell[position - 1]
+            placed[index].add(number)
             if position:
-                before[index] = previous
-            last[index] = group[-1]
+                before[index][previous] = None
+            else:
+                after[index][cell[-1]] = None
             engine = order[index].engine
-            if len(group) > 1 and (engine is None or engine != order[previous].engine):
+            if len(cell) > 1 and (engine is None or engine != order[previous].engine):
                 switch[index] = order[index].switch_seconds
+    for index, here in enumerate(placed):
+        if not here:
+            after[index][index] = None
     sync = 0.0
     if workflow.weight_sync is not None:
         source = next(i for i, c in enumerate(order) if c.name == workflow.weight_sync.source)
         target = next(i for i, c in enumerate(order) if c.name == workflow.weight_sync.target)
-        shared = any(source in group and target in group for group in groups)
+        shared = bool(placed[source]) and placed[source] == placed[target]
         sync = workflow.weight_sync.shared_seconds if shared else workflow.weight_sync.separate_seconds
-    return Shape(tuple(before), tuple(last), tuple(switch), sync)
+    return Shape(tuple(map(tuple, before)), tuple(map(tuple, after)), tuple(switch), sync)
+
+
+def cells_of(groups: Iterable[tuple[Iterable[int], Iterable[int]]]) -> tuple[tuple[int, ...], ...]:
+    """Who takes turns on the same GPUs, from (components, GPUs) that may share some of their GPUs."""
+    on: dict[int, list[int]] = {}
+    for members, gpus in groups:
+        for gpu in gpus:
+            on.setdefault(gpu, []).extend(members)
+    return tuple(dict.fromkeys(tuple(sorted(on[gpu])) for gpu in sorted(on)))
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Shapes of many plans as arrays, one row a plan. `before` uses column n (always free at 0) for none."""
+    """Shapes of many plans as arrays, one row a plan; `before` and `after` are plans x components x some.
+
+    Column n (a component that never ends) stands for none.
+    """
 
     before: Ints
-    last: Ints
+    after: Ints
     switch: Floats
     sync: Floats
 
     @staticmethod
     def stack(shapes: list[Shape]) -> Shapes:
         """One row for each shape."""
-        before = np.array([shape.before for shape in shapes], dtype=np.intp)
-        before[before < 0] = before.shape[1]
         return Shapes(
-            before=before,
-            last=np.array([shape.last for shape in shapes], dtype=np.intp),
+            before=_padded([shape.before for shape in shapes]),
+            after=_padded([shape.after for shape in shapes]),
             switch=np.array([shape.switch for shape in shapes]),
             sync=np.array([shape.sync for shape in shapes]),
         )
 
     def take(self, rows: Ints) -> Shapes:
         """The shapes of some rows, repeated as often as they are named."""
-        return Shapes(self.before[rows], self.last[rows], self.switch[rows], self.sync[rows])
+        return Shapes(self.before[rows], self.after[rows], self.switch[rows], self.sync[rows])
 
     def joined(self, other: Shapes) -> Shapes:
         """These shapes and then the others."""
         return Shapes(
-            np.concatenate([self.before, other.before]),
-            np.concatenate([self.last, other.last]),
+            _joined(self.before, other.before),
+            _joined(self.after, other.after),
             np.concatenate([self.switch, other.switch]),
             np.concatenate([self.sync, other.sync]),
         )
+
+
+def _padded(of_plans: list[tuple[tuple[int, ...], ...]]) -> Ints:
+    count = len(of_plans[0])
+    width = max(1, max(len(some) for of_plan in of_plans for some in of_plan))
+    return np.array(
+        [[(*some, *([count] * (width - len(some)))) for some in of_plan] for of_plan in of_plans], dtype=np.intp
+    )
+
+
+def _joined(one: Ints, other: Ints) -> Ints:
+    width = max(one.shape[2], other.shape[2])
+    wide = [np.pad(a, ((0, 0), (0, 0), (0, width - a.shape[2])), constant_values=a.shape[1]) for a in (one, other)]
+    return np.concatenate(wide)
 
 
 @dataclass(frozen=True)
@@ -168,8 +203,7 @@ class Simulator:
         """Iteration time (with staleness: the steady period) of each plan. `times` is plans x components."""
         if self.workflow.staleness:
             return self._period(times, shapes)
-        first = shapes.before == times.shape[1]
-        ends = self._last_ends(times, shapes, np.where(first, shapes.switch, 0.0))
+        ends = self._last_ends(times, shapes, shapes.switch)
         return np.asarray(ends.max(axis=1) + shapes.sync)
 
     def _last_ends(self, times: Floats, shapes: Shapes, gates: Floats) -> Floats:
@@ -182,22 +216,21 @@ class Simulator:
 
         Gate i is the moment before which component i cannot start for reasons of earlier iterations. Opening one gate
         alone, at 0, shows how it delays every end of the iteration; each end then opens gates of later iterations:
-        the last of a group opens the first one's gate an iteration later (plus its switch), and the source of the
-        sync, plus the sync, opens its own next gate and the target's gate `staleness` + 1 iterations later.
+        the last on some GPUs opens the gate of the first there an iteration later (plus its switch), and the source of
+        the sync, plus the sync, opens its own next gate and the target's gate `staleness` + 1 iterations later.
         """
         plans, count = times.shape
         # A lag of k + 1 iterations is a chain of k resting places, each one iteration apart.
         size = count + self.workflow.staleness
         weight = np.full((plans, size, size), NEVER)
-        first = shapes.before == count
-        rows = np.arange(plans)
+        rows = np.arange(plans)[:, None]
         for i in range(count):
             gates = np.full_like(times, NEVER)
             gates[:, i] = 0.0
             ends = self._last_ends(times, shapes, gates)
+            ended = np.concatenate([ends, np.full((plans, 1), NEVER)], axis=1)
             for j in range(count):
-                arrival = ends[rows, shapes.last[:, j]] + shapes.switch[:, j]
-                weight[:, i, j] = np.where(first[:, j], arrival, NEVER)
+                weight[:, i, j] = ended[rows, shapes.after[:, j]].max(axis=1) + shapes.switch[:, j]
             synced = ends[:, self._source] + shapes.sync
             weight[:, i, self._source] = np.maximum(weight[:, i, self._source], synced)
             weight[:, i, count] = synced
@@ -214,11 +247,10 @@ class Simulator:
         ends: list[Floats] = []
         runs: list[list[Floats]] = []
         for t in range(iterations):
-            gates = np.array([shape.switch[j] if shape.before[j] < 0 else 0.0 for j in range(len(self.order))])
+            gates = np.array(shape.switch)
             if t:
-                for j in range(len(self.order)):
-                    if shape.before[j] < 0:
-                        gates[j] += ends[-1][shape.last[j]]
+                for j, afters in enumerate(shape.after):
+                    gates[j] += max((ends[-1][last] for last in afters), default=0.0)
                 gates[self._source] = max(gates[self._source], ends[-1][self._source] + shape.sync)
             if t >= lag:
                 gates[self._target] = max(gates[self._target], ends[t - lag][self._source] + shape.sync)
@@ -254,10 +286,12 @@ def _traces(steps: list[_Step], times: Floats, shapes: Shapes, gates: Floats) ->
     """For each component the ends of its batches (those that somebody asks for), plans x batches."""
     plans, count = times.shape
     rows = np.arange(plans)
+    one = shapes.before.shape[2] == 1
     finished = np.full((plans, count + 1), NEVER)
     traces: list[Floats] = []
     for i, step in enumerate(steps):
-        free = np.maximum(finished[rows, shapes.before[:, i]] + shapes.switch[:, i], gates[:, i])
+        before = finished[rows, shapes.before[:, i, 0]] if one else finished[rows[:, None], shapes.before[:, i]].max(1)
+        free = np.maximum(before + shapes.switch[:, i], gates[:, i])
         own = times[:, i, None]
         offset = free[:, None]
         if step.parents:

@@ -65,14 +65,30 @@ class GroupTable:
 
 @dataclass(frozen=True)
 class Grouping:
-    """A partition of the GPU components into groups with a kind each; groups stand in file order of their first."""
+    """A partition of the GPU components into groups with a kind each; groups stand in file order of their first.
+
+    With `spans` the last group lies over the GPUs of all the others. `turns` says who takes turns on the same GPUs
+    where groups share some in another way.
+    """
 
     tables: tuple[GroupTable, ...]
+    spans: bool = False
+    turns: tuple[Members, ...] | None = None
 
     @property
     def groups(self) -> tuple[Members, ...]:
         """The members of each group."""
         return tuple(table.members for table in self.tables)
+
+    @property
+    def cells(self) -> tuple[Members, ...]:
+        """Who takes turns on the same GPUs."""
+        if self.turns is not None:
+            return self.turns
+        if not self.spans:
+            return self.groups
+        *below, above = self.groups
+        return tuple(tuple(sorted((*members, *above))) for members in below)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -134,7 +150,7 @@ class Space:
                 for groups, sizes in self._partitions()
                 for kinds in itertools.product(self.budgets, repeat=len(groups))
                 if (grouping := self.grouping(groups, kinds, sizes)) is not None
-            )
+            ) + tuple(self._spanning())
         return self._groupings
 
     def grouping(
@@ -156,9 +172,23 @@ class Space:
             return None
         return Grouping(tuple(tables))
 
+    def _spanning(self) -> Iterator[Grouping]:
+        """Groupings with a group over the others. Whether they fit in memory is not judged: then there are none."""
+        if self.rules is None or any(limit is not None for limits in self.limits.values() for limit in limits):
+            return
+        position = {component.name: i for i, component in enumerate(self.order)}
+        for allowed in self.rules.spanning:
+            groups = tuple(tuple(sorted(position[name] for name in group.components)) for group in allowed)
+            sizes = tuple(group.sizes for group in allowed)
+            for kind in self.budgets:
+                below = self.grouping(groups[:-1], (kind,) * (len(groups) - 1), sizes[:-1])
+                above = self.table(groups[-1], kind, sizes[-1])
+                if below is not None and above is not None:
+                    yield Grouping((*below.tables, above), spans=True)
+
     def shape(self, grouping: Grouping) -> Shape:
         """What the simulation needs to know of a grouping."""
-        return shape_of(self.order, self.job.workflow, grouping.groups)
+        return shape_of(self.order, self.job.workflow, grouping.cells)
 
     def _partitions(self) -> Iterator[tuple[tuple[Members, ...], tuple[tuple[int, ...] | None, ...] | None]]:
         if self.rules is None:
@@ -298,7 +328,7 @@ class Space:
         }
         now = {id(table): other._tables[key] for key, table in self._tables.items()}
         other._groupings = tuple(
-            Grouping(tuple(table for old in grouping.tables if (table := now[id(old)]) is not None))
+            replace(grouping, tables=tuple(table for old in grouping.tables if (table := now[id(old)]) is not None))
             for grouping in self.groupings()
         )
         return other

@@ -36,10 +36,18 @@ def to_plan(space: Space, found: Found, ranks: tuple[tuple[int, ...], ...] | Non
         syncing = {
             i for i, c in enumerate(order) if c.name in (workflow.weight_sync.source, workflow.weight_sync.target)
         }
+    occupied: dict[int, float] = {}  # seconds in which each GPU does something
+    for table, gpus in zip(grouping.tables, ranks, strict=True):
+        seconds = sum(float(times[m]) + shape.switch[m] for m in table.members)
+        for rank in gpus:
+            occupied[rank] = occupied.get(rank, 0.0) + seconds
+    in_sync = {r for t, gpus in zip(grouping.tables, ranks, strict=True) if syncing & set(t.members) for r in gpus}
+    for rank in in_sync:
+        occupied[rank] += shape.sync
     placed = []
     for i, component in enumerate(order):
         extrapolated, variant = False, ""
-        gpus: tuple[int, ...] = ()
+        gpus = ()
         busy = float(times[i])
         if i in options:
             number, option = group_of[i], options[i]
@@ -48,8 +56,7 @@ def to_plan(space: Space, found: Found, ranks: tuple[tuple[int, ...], ...] | Non
             chosen_variant = component.variants[option.variant]
             variant = chosen_variant.name
             extrapolated = is_extrapolated(chosen_variant.points(table.kind), option.gpus)
-            busy = sum(float(times[m]) + shape.switch[m] for m in table.members)
-            busy += shape.sync if syncing & set(table.members) else 0.0
+            busy = _mean([occupied[rank] for rank in ranks[number]])
         placed.append(
             Placed(
                 name=component.name,
@@ -68,10 +75,10 @@ def to_plan(space: Space, found: Found, ranks: tuple[tuple[int, ...], ...] | Non
         for table, gpus in zip(grouping.tables, ranks, strict=True)
     )
     working = sum(len(p.gpus) * p.seconds for p in placed)
-    overhead = sum(
-        len(group.gpus) * (shape.sync if syncing & set(table.members) else 0.0)
-        + sum(len(group.gpus) * shape.switch[m] for m in table.members)
+    overhead = len(in_sync) * shape.sync + sum(
+        len(group.gpus) * shape.switch[m]
         for group, table in zip(groups, grouping.tables, strict=True)
+        for m in table.members
     )
     total = space.job.cluster.gpus
     return Plan(
@@ -79,7 +86,7 @@ def to_plan(space: Space, found: Found, ranks: tuple[tuple[int, ...], ...] | Non
         components=tuple(placed),
         iteration_seconds=found.seconds,
         sync_seconds=shape.sync,
-        mode=_mode(groups),
+        mode="hybrid" if len(occupied) < sum(map(len, ranks)) else _mode(groups),
         timeline=bars,
         timeline_seconds=shown,
         idle_share=_share(1 - (working + overhead) / (total * found.seconds)) if found.seconds else 0.0,
@@ -93,6 +100,10 @@ def _mode(groups: tuple[Group, ...]) -> Mode:
     return "disaggregated" if all(len(group.components) == 1 for group in groups) else "hybrid"
 
 
+def _mean(values: list[float]) -> float:
+    return values[0] if values[0] == values[-1] else sum(values) / len(values)
+
+
 def _share(value: float) -> float:
     return min(1.0, max(0.0, value))
 
@@ -100,13 +111,14 @@ def _share(value: float) -> float:
 def _ranks(space: Space, found: Found) -> tuple[tuple[int, ...], ...]:
     """Ranks of each group, kind by kind."""
     result: list[tuple[int, ...]] = [()] * len(found.sizes)
+    side_by_side = range(len(found.sizes) - 1 if found.grouping.spans else len(found.sizes))
     for kind in space.nodes:
-        mine = [i for i, table in enumerate(found.grouping.tables) if table.kind == kind]
-        if not mine:
-            continue
         line = space.job.cluster.ranks(kind)
-        for i, at in zip(mine, _positions(space, found, kind, mine), strict=True):
+        mine = [i for i in side_by_side if found.grouping.tables[i].kind == kind]
+        for i, at in zip(mine, _positions(space, found, kind, mine) if mine else (), strict=True):
             result[i] = tuple(line[position] for position in at)
+        if found.grouping.spans and found.grouping.tables[-1].kind == kind:
+            result[-1] = tuple(line[: found.sizes[-1]])
     return tuple(result)
 
 
@@ -178,10 +190,9 @@ def _bars(
         last = [*(int(at) for at in breaks), len(ends) - 1]
         bars += [Bar(name, "run", float(starts[a]), float(ends[b])) for a, b in zip(first, last, strict=True)]
         if shape.switch[i]:
-            before = shape.before[i]
-            since = float(trace[before][-1]) if before >= 0 else 0.0
-            if before < 0 and previous is not None:
-                since = float(previous[shape.last[i]][-1])
+            since = max((float(trace[before][-1]) for before in shape.before[i]), default=0.0)
+            if previous is not None:
+                since = max(since, *(float(previous[last][-1]) for last in shape.after[i]), 0.0)
             bars.append(Bar(name, "switch", since, since + shape.switch[i]))
     return bars
 

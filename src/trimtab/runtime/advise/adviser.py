@@ -114,7 +114,7 @@ class Adviser:
         levels = {name: one.level for name, one in self.estimates().items()}
         job = scaled(self.loaded.job, levels)
         ranks = {name: group.gpus for group in plan.groups for name in group.components}
-        return _placed(job, None, CurrentPlacement(ranks, str(self.loaded.path)))
+        return _placed(job, None, CurrentPlacement(ranks, str(self.loaded.path), overlap=plan.overlaps))
 
     # ---- advice that stands ----------------------------------------------------------------------------------------
 
