@@ -429,15 +429,15 @@ def _past(folder: Path) -> Any:
 
 TARGETS = [
     Target("job file", _jobs, _trees),
-    Target("job file to run", _jobs_to_run, _trees, long=10_000, short=100),
+    Target("job file to run", _jobs_to_run, _trees, long=5_000, short=60),
     Target("job file as text", _job_texts, _yaml_texts, long=2_000, short=40),
     Target("run section", _run_sections, _trees),
     Target("rollout file", _rollouts, _trees, long=20_000),
     Target("elastic_config", _elastic, _trees),
-    *(Target(f"{name} config", _framework(name), _trees, long=3_000, short=60) for name in PLACED),
+    *(Target(f"{name} config", _framework(name), _trees, long=2_000, short=40) for name in PLACED),
     Target("framework config as text", _framework_texts, _texts, long=1_000, short=20),
-    *(Target(f"{name} log", _log(name), _texts, long=30_000) for name in LOGS),
-    Target("TensorBoard file", _event_files, _texts, long=30_000),
+    *(Target(f"{name} log", _log(name), _texts, long=20_000, short=150) for name in LOGS),
+    Target("TensorBoard file", _event_files, _texts, long=20_000, short=150),
     Target("rollout dump", _dumps, _one_line),
     *(Target(name, _pipeline(name), _yaml_texts, long=3_000, short=40) for name in PIPELINE),
     Target("profile file", _profiles, _trees),
@@ -456,9 +456,9 @@ TARGETS = [
     Target("snapshot", _snapshots, _yaml_texts, long=5_000, short=60),
     Target("events.jsonl in the report", _events(_reported), _one_line, long=2_000, short=30),
     Target("events.jsonl in the dashboard", _events(_shown), _one_line, long=1_000, short=20),
-    Target("events.jsonl of a run that goes on", _events(read_run), _one_line, long=20_000),
-    Target("events.jsonl of a run that is simulated", _events(_past), _one_line, long=10_000, short=150),
-    Target("events.jsonl of an advised run", _events(read_advised), _one_line, long=30_000),
+    Target("events.jsonl of a run that goes on", _events(read_run), _one_line, long=15_000, short=100),
+    Target("events.jsonl of a run that is simulated", _events(_past), _one_line, long=10_000, short=80),
+    Target("events.jsonl of an advised run", _events(read_advised), _one_line, long=15_000, short=100),
 ]  # fmt: skip
 
 
