@@ -62,6 +62,7 @@ def from_data(data: Mapping[Any, Any], name: str) -> ElasticConfig | None:
 def check_ranges(block: Mapping[Any, Any], where: str) -> None:
     """Raise InputError for a number that no run can mean: an interval of nothing, a year of waiting."""
     for key, (least, most) in RANGES.items():
-        value = block.get(key)
-        if isinstance(value, int | float) and not isinstance(value, bool) and not least <= value <= most:
+        value: Any = block.get(key)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and not least <= value <= most:
             raise InputError(f"{key} is {value:g}", where=f"{where}.{key}", hint=f"from {least:g} to {most:g}")

@@ -24,6 +24,11 @@ MOST_NEAR_TIES = 5
 MANY_GROUPINGS = 1_000
 
 
+def time_text(seconds: float) -> str:
+    """A time of a plan: milliseconds where it is under a second."""
+    return f"{1e3 * seconds:.3g} ms" if 0 < seconds < 0.9995 else f"{seconds:.1f} s"
+
+
 def runners_up(space: Space, best: Found) -> tuple[Alternative, ...]:
     """The best plan of each class to which the chosen one does not belong, and why it loses."""
     everything = space.groupings()
@@ -66,16 +71,16 @@ def why_it_loses(plan: Plan, best: Plan) -> str:
     gpus = len(busiest.gpus)
     parts = []
     if len(plan.groups) == 1:
-        parts.append(f"one after another on {gpus} GPUs: {busy:.1f} s")
+        parts.append(f"one after another on {gpus} GPUs: {time_text(busy)}")
     else:
-        parts.append(f"{who} on {gpus} GPUs {'takes' if len(busiest.components) == 1 else 'take'} {busy:.1f} s")
+        parts.append(f"{who} on {gpus} GPUs {'takes' if len(busiest.components) == 1 else 'take'} {time_text(busy)}")
     switches = sum(c.switch_seconds for c in plan.components if c.name in busiest.components)
     if switches > 0.01 * plan.iteration_seconds:
-        parts[-1] += f" ({switches:.1f} s of it switching)"
+        parts[-1] += f" ({time_text(switches)} of it switching)"
     if waits > 0.01 * plan.iteration_seconds:
-        parts.append(f"waiting for inputs adds {waits:.1f} s")
+        parts.append(f"waiting for inputs adds {time_text(waits)}")
     if plan.sync_seconds > 0.01 * plan.iteration_seconds:
-        parts.append(f"weight sync {plan.sync_seconds:.1f} s")
+        parts.append(f"weight sync {time_text(plan.sync_seconds)}")
     if plan.idle_share > best.idle_share + 0.05:
         parts.append(f"{plan.idle_share:.0%} of the GPU time is idle")
     return "; ".join(parts)

@@ -11,6 +11,7 @@ from rich.table import Table
 from trimtab.formats.dialect import Settings
 from trimtab.model.plan import Alternative, Answer, Plan, Scaling, Sensitivity
 from trimtab.model.ranks import ranks_text
+from trimtab.plan.compare import time_text
 from trimtab.ui.output import plain_table
 
 HEADING = "Best placement for this task is:"
@@ -112,7 +113,7 @@ def print_text(
     """The whole answer as text; the placement block comes last, ready to copy."""
     best = answer.best
     proof = _proof(answer)
-    out.print(f"[bold]{_time(best.iteration_seconds)}[/] per iteration, {_rate(best)}, {proof}")
+    out.print(f"[bold]{time_text(best.iteration_seconds)}[/] per iteration, {_rate(best)}, {proof}")
     out.print(
         f"{best.mode}: {escape(best.describe())} GPUs; {best.gpus} of {best.total_gpus} GPUs used, "
         f"{best.idle_share:.0%} of the GPU time idle"
@@ -129,12 +130,12 @@ def print_text(
         out.print()
         out.print(f"[bold]Near ties[/] (within {noise:.0%}: real runs may not tell them apart; prefer what is simpler)")
         for tie in answer.near_ties:
-            out.print(f"  {_time(tie.iteration_seconds)}  {escape(tie.describe())}")
+            out.print(f"  {time_text(tie.iteration_seconds)}  {escape(tie.describe())}")
     if answer.unrestricted is not None:
         saved = best.iteration_seconds - answer.unrestricted.iteration_seconds
         out.print()
         out.print(
-            f"[bold]{escape(answer.framework or 'Your framework')} cannot run this; it would save {_time(saved)}[/] "
+            f"[bold]{escape(answer.framework or 'Your framework')} cannot run this; it would save {time_text(saved)}[/] "
             f"({saved / best.iteration_seconds:.0%}): {escape(answer.unrestricted.describe())}"
         )
     if answer.sensitivity:
@@ -190,10 +191,6 @@ def _rate(plan: Plan) -> str:
         return "no time at all"
     per_hour = 3600 / plan.iteration_seconds
     return f"{per_hour:.1f} iterations an hour" if per_hour < 1000 else f"{per_hour:.0f} iterations an hour"
-
-
-def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if 0 < seconds < 0.9995 else f"{seconds:.1f} s"
 
 
 def _unit(plan: Plan) -> tuple[str, float]:

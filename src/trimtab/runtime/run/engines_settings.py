@@ -77,9 +77,9 @@ class EngineSettings:
         """How the pool judges engines and requests."""
         given = _section(self.rules, RolloutRules, "settings.rules")
         for name, value in given.items():
-            shortest = LEAST_MONITOR_S if name == "monitor_s" else 0
-            if type(value) in (int, float) and not shortest <= value <= LONGEST_S:
-                hint = f"from {shortest:g} to {LONGEST_S:g}"
+            fewest: float = LEAST_MONITOR_S if name == "monitor_s" else 0
+            if type(value) in (int, float) and not fewest <= value <= LONGEST_S:
+                hint = f"from {fewest:g} to {LONGEST_S:g}"
                 raise InputError(f"{name} is {value:g}", where=f"settings.rules.{name}", hint=hint)
         for name in OF_OURS:
             if name in given:
