@@ -291,9 +291,7 @@ def test_settings_alone_can_be_examined() -> None:
 
 
 def test_faults_come_before_what_is_stuck_and_notes_last() -> None:
-    found = examine(
-        status(worker(release="unsaid"), worker("b", "stale", "OUTDATED"), worker("c", "lost"))
-    )
+    found = examine(status(worker(release="unsaid"), worker("b", "stale", "OUTDATED"), worker("c", "lost")))
     assert [one.weight for one in found] == [Weight.fault, Weight.stuck, Weight.note]
     assert all(one.sentence and one.do for one in found)
 

@@ -16,8 +16,9 @@ MOST = 1_000_000_000
 
 def is_number(value: object, least: float = -math.inf, most: float = math.inf) -> bool:
     """Whether it is a finite number from `least` to `most`."""
-    sound = isinstance(value, int | float) and not isinstance(value, bool)
-    return sound and math.isfinite(value) and least <= value <= most
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and least <= value <= most
 
 
 def is_whole(value: object, least: float = -math.inf, most: float = MOST) -> bool:
