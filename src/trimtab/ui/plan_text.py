@@ -134,8 +134,9 @@ def print_text(
     if answer.unrestricted is not None:
         saved = best.iteration_seconds - answer.unrestricted.iteration_seconds
         out.print()
+        framework = escape(answer.framework or "Your framework")
         out.print(
-            f"[bold]{escape(answer.framework or 'Your framework')} cannot run this; it would save {time_text(saved)}[/] "
+            f"[bold]{framework} cannot run this; it would save {time_text(saved)}[/] "
             f"({saved / best.iteration_seconds:.0%}): {escape(answer.unrestricted.describe())}"
         )
     if answer.sensitivity:
