@@ -17,7 +17,7 @@ from trimtab.runtime.advise.gpus import gpus_here
 from trimtab.runtime.ray.survey import find
 from waiting import until
 
-WAIT_S = 120.0
+WAIT_S = 240.0
 
 
 def test_nodes_and_gpus_are_seen_and_the_end_of_the_cluster_is_told() -> None:

@@ -24,7 +24,7 @@ from engine_servers import servers, wait_up
 from trimtab.ui.cli import run
 from waiting import until
 
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 ROOT = Path(__file__).parent.parent
 ids = [case.framework for case in CASES]
 

@@ -24,7 +24,7 @@ from trimtab.ui.dashboard_source import DashboardSource
 from trimtab.ui.run_report_story import Story
 from waiting import until
 
-WAIT_S = 90.0
+WAIT_S = 240.0
 JOB = """
 cluster: {nodes: 1, gpus_per_node: 2}
 workflow:

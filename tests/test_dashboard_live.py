@@ -25,7 +25,7 @@ from trimtab.runtime.run.embedded import EmbeddedRay
 from trimtab.ui.run_demo import Evaluation
 from waiting import until
 
-WAIT_MS = 90_000
+WAIT_MS = 240_000
 WORKERS = ("rollout-1", "rollout-2")
 ROOT = Path(__file__).parent.parent
 JOB = f"""

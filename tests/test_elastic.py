@@ -25,7 +25,7 @@ from trimtab.runtime.ray.elastic_member import MemberShell, MemberWorld, PartLos
 from trimtab.ui.elastic_training import TOLERANCE, Trainer, fixed_run
 from waiting import until
 
-WAIT_S = 90.0
+WAIT_S = 240.0
 GPU = {"gpu": 1}
 
 

@@ -21,7 +21,7 @@ from trimtab.runtime.ray.client import Session, connect
 from trimtab.runtime.ray.cluster import connected
 from trimtab.runtime.ray.task_errors import TaskFailedError
 
-WAIT_S = 120.0
+WAIT_S = 240.0
 
 JOB_CODE = """
 import os

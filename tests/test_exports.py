@@ -28,7 +28,7 @@ from waiting import until
 ROOT = Path(__file__).parents[1]
 JOB = ROOT / "src" / "trimtab" / "examples" / "grpo.yaml"
 UNLIKE = Cluster((Node("a", 8, "H100"), Node("b", 8, "H100"), Node("c", 4, "L40S"), Node("d", 0)))
-DEADLINE = 60.0
+DEADLINE = 240.0
 
 # What KubeRay's definition of a RayCluster (ray.io/v1) and its checks know of the keys that are written here.
 KEYS = {

@@ -27,7 +27,7 @@ from trimtab.runtime.ray.client import connect
 from trimtab.runtime.ray.draining import HeadNodeError, PastDeadlineError, UnknownNodeError
 
 TOKEN = "a-token-of-the-tests"
-DEADLINE = 60.0
+DEADLINE = 240.0
 
 
 class Served:

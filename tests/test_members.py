@@ -47,7 +47,7 @@ from trimtab.runtime.ray.warden import Warden
 from waiting import until_async
 
 CPU = Resources.of(cpu=1)
-WAIT_S = 60.0  # of everything that is waited for here; never reached
+WAIT_S = 240.0  # of everything that is waited for here; never reached
 shared: dict[str, Any] = {}  # the loop and the world of this file
 
 

@@ -24,7 +24,7 @@ from trimtab.runtime.ray.members import GroupError, Member, Members, Payload, St
 from waiting import until_async
 
 CPU = Resources.of(cpu=1)
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from ray import cloudpickle
 from trimtab.model.errors import InputError
 from trimtab.runtime.ray.client import Pool, Session, Task, connect
 
-WAIT_S = 120.0
+WAIT_S = 240.0
 
 
 @pytest.fixture(scope="module", autouse=True)

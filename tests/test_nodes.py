@@ -28,7 +28,7 @@ from trimtab.runtime.ray.client import Pool, Session, connect
 from trimtab.runtime.ray.doors import News
 from waiting import until
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 UNIT = {"cpu": 1, "seat": 1}
 
 

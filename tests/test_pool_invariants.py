@@ -29,7 +29,7 @@ from trimtab.pool import events as news
 from trimtab.pool.events import MakeGroup, Park, RemoveGroup, Start, Stop, Unpark
 
 STEPS = 50
-RUNS = 300
+RUNS = 120
 
 POOLS = ("p", "q")
 MOST_TASKS = 40
@@ -372,15 +372,15 @@ def go(runs: int) -> None:
 @pytest.mark.no_cover  # tracing doubles its time; the named rules cover the same lines
 def test_whatever_happens_the_truths_hold():
     go(RUNS)
-    assert counted["steps"] >= 10_000
+    assert counted["steps"] >= 4_000
     # Enough happened for this to mean something. How much differs with what else is imported: constants found there
     # are among those that are drawn.
-    assert counted["choices"] >= 20
-    assert counted["evictions"] >= 100
-    assert counted["starts"] >= 1_000
-    assert counted["echoes"] >= 100
+    assert counted["choices"] >= 8
+    assert counted["evictions"] >= 40
+    assert counted["starts"] >= 400
+    assert counted["echoes"] >= 40
 
 
 @pytest.mark.long
 def test_whatever_happens_the_truths_hold_for_long():
-    go(RUNS * 20)
+    go(6_000)

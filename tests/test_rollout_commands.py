@@ -30,7 +30,7 @@ from trimtab.ui.cli import run
 from waiting import until
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "rollout" / "tiny_engine.py"
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 JOB = """\
 rollout:

@@ -28,7 +28,7 @@ from trimtab.runtime.rollout.starting import engines_as_processes
 from waiting import until_async
 
 PROMPT = (5, 6, 7, 8)
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 @dataclass

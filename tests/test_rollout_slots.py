@@ -40,7 +40,7 @@ from trimtab.runtime.rollout.slots import SlotLauncher
 from trimtab.runtime.rollout.starting import engines_as_processes, engines_on_slots
 from waiting import until_async
 
-WAIT_S = 90.0
+WAIT_S = 240.0
 MARK = f"slots-{uuid.uuid4().hex[:8]}"
 GPU = {"gpu": 1}
 GREEDY = SamplingParams(max_tokens=200, temperature=0.0)

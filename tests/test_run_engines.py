@@ -45,7 +45,7 @@ from trimtab.runtime.run.job_file import load_run  # noqa: E402
 from trimtab.runtime.run.local import LocalRun, RunEnd  # noqa: E402
 from waiting import until  # noqa: E402
 
-WAIT_S = 90.0
+WAIT_S = 240.0
 HERE = Path(__file__).parent / "helpers"
 ENGINE = {"ask": "examples.grpo.engine:Asking", "engine": "examples.grpo.engine:PolicyEngine"}
 LEARNS: dict[str, Any] = {"digits": 4, "questions": 4, "group": 32, "batches": 2, "rate": 1e-2}

@@ -33,7 +33,7 @@ from trimtab.ui.output import Format
 from trimtab.ui.why_commands import why
 from waiting import until
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 JOB = """
 cluster: {nodes: NODES, gpus_per_node: GPUS}
 workflow:
