@@ -34,6 +34,7 @@ LAST = (  # these need one, and are kept off the storm; the longest begin first
     "test_dashboard_cluster.py",
     "test_advise_cluster.py",
     "test_why_cluster.py",
+    "test_leases.py",
     "test_nodes.py",
     "test_cluster_workflows.py",
     "test_docs.py",

@@ -109,7 +109,7 @@ class DashboardApp:
                 change, fault = await asyncio.to_thread(looked), ""
             except TrimtabError as error:
                 change, fault = None, error.what
-            except Exception as error:  # the page says so, and whoever looks is started again
+            except Exception as error:  # the page says so, and the loop is started again
                 change, fault, unknown = None, describe(error), error
             if fault != self._fault:
                 self._fault = fault
