@@ -1,4 +1,4 @@
-"""An elastic group and a controller go on after something that nobody had thought of."""
+"""An elastic group and a controller go on after an unexpected error."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ async def test_beats_are_heard_after_an_event_that_could_not_be_told() -> None:
     def tell(event: NodeEvent) -> None:
         told.append(event)
         if len(told) == 1:
-            raise ValueError("nobody understood")
+            raise ValueError("odd")
         heard.set()
 
     server, place = await beat_forever("127.0.0.1")

@@ -32,7 +32,7 @@ def key_of(one: Instruction | Watch) -> Key:
 
 
 def expected(machine: PoolMachine) -> list[Instruction | Watch]:
-    """All that somebody has to be doing for the machine to go on."""
+    """All that has to be under way for the machine to go on."""
     running = [
         Watch(task.id, task.attempt)
         for task in machine.tasks.values()
