@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
+from faults import Faults
 from pages import ARGUMENTS
 
 FIRST = "test_pool_storm.py"  # minutes on one core, beside all that needs no cluster
@@ -56,6 +57,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {FIRST: -1, **{name: 1 + at for at, name in enumerate(LAST)}}
     items.sort(key=lambda item: places.get(item.path.name, 0))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Which faults were put in, by test and kind, and how many in all."""
+    for faults in Faults.everywhere:
+        terminalreporter.write_line(str(faults))
+    if Faults.everywhere:
+        terminalreporter.write_line(f"faults in all: {sum(one.total for one in Faults.everywhere):,}")
 
 
 @pytest.fixture(scope="module")
