@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
+from faults import Faults
 from pages import ARGUMENTS
 
 # Files that have a Ray of their own, the longest first. They mostly wait, so one of them runs beside two that compute.
@@ -76,6 +77,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = pyfuncitem._fixtureinfo.argnames
     asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
     return True
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Which faults were put in, by test and kind, and how many in all."""
+    for faults in Faults.everywhere:
+        terminalreporter.write_line(str(faults))
+    if Faults.everywhere:
+        terminalreporter.write_line(f"faults in all: {sum(one.total for one in Faults.everywhere):,}")
 
 
 @pytest.fixture(scope="module")
