@@ -73,12 +73,14 @@ class RunLog:
         self._files: dict[str, _File] = {}
         self._waiting: list[tuple[Record, bool]] = []  # not given out yet, oldest first; whether a restart is before it
         self._changes = self._changes_seen = 0
+        self._arrived = self._arrived_seen = 0  # bytes
         self._leader: _Process | None = None  # who told the newest step
 
     # ---- what comes ------------------------------------------------------------------------------------------------
 
     def take(self, name: str, data: bytes) -> list[Step]:
         """More bytes of a file; the steps that are whole now."""
+        self._arrived += len(data)
         file = self._files.setdefault(name, _File())
         if file.lines is None and file.events is None:
             file.head += data
@@ -105,6 +107,11 @@ class RunLog:
 
     def settle(self) -> list[Step]:
         """To be called now and then: a step to which nothing was added since the last call is whole."""
+        if self._arrived == self._arrived_seen:
+            for file in self._files.values():
+                for at, mark, line in file.lines.quiet() if file.lines is not None else ():
+                    self._take_line(file, at, mark, line)
+        self._arrived_seen = self._arrived
         quiet = self._changes == self._changes_seen
         self._changes_seen = self._changes
         return self._given(all_of=quiet)
@@ -129,7 +136,7 @@ class RunLog:
         if kind:
             file.events = EventBytes(self.framework.keeps)
         else:
-            file.lines = LineBytes(self.framework.needles)
+            file.lines = LineBytes(self.framework.needles, self.framework.starts)
         data, file.head = file.head, b""
         return data
 

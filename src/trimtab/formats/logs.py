@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trimtab.formats import logs_gpus, measured, rollout_lengths, tensorboard_events
-from trimtab.formats.log_records import Framework, Record, read_lines
+from trimtab.formats.log_records import Framework, Record, raw_lines
+from trimtab.formats.log_wraps import unwrapped
 from trimtab.formats.logs_gpus import RunFacts
 from trimtab.formats.logs_nemo_rl import NEMO_RL
 from trimtab.formats.logs_openrlhf import OPENRLHF
@@ -132,7 +133,7 @@ def detect(files: Sequence[Path]) -> Framework:
                     if scalar.tag.startswith(framework.prefix):
                         return framework
             continue
-        for line in read_lines(path):
+        for line in unwrapped(raw_lines(path), VERL.starts):
             for framework in FRAMEWORKS.values():
                 if framework.marker.search(line.text):
                     return framework
@@ -171,7 +172,7 @@ def files_of(path: Path) -> list[Path]:
 
 def _records(framework: Framework, path: Path, run: Joined) -> Iterator[Record]:
     if not tensorboard_events.is_event_file(path):
-        yield from framework.parse(read_lines(path))
+        yield from framework.parse(unwrapped(raw_lines(path), framework.starts))
         return
 
     def cut_off() -> None:

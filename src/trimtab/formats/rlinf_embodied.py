@@ -225,13 +225,15 @@ def _stated(reader: Reader, env_num: int, total: int) -> tuple[dict[str, Compone
             hint="add profile_data: {env_profile_data: {ENVIRONMENTS: SECONDS}, rollout_profile_data: {...}, "
             "actor_cost: SECONDS}",
         )
-    check_profile_keys(reader, ("env_profile_data", "rollout_profile_data", "actor_cost"))
+    check_profile_keys(reader, ("env_profile_data", "rollout_profile_data", "actor_cost", "gpus"))
     env, most_envs = _points(reader, "env_profile_data", env_num, total)
     rollout, most_rollouts = _points(reader, "rollout_profile_data", env_num, total)
     costs = {
         "env": ComponentProfile("env", env),
         "rollout": ComponentProfile("rollout", rollout),
-        "actor": ComponentProfile("actor", stated_cost(reader, "actor", total)),
+        "actor": ComponentProfile(
+            "actor", stated_cost(reader, "actor", int(reader.positive_int("profile_data.gpus", total)))
+        ),
     }
     sizes = {
         "env": Sizes(gpus=tuple(g for g in range(1, total + 1) if env_num % g == 0 and env_num / g <= most_envs)),
