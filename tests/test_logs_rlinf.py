@@ -95,7 +95,10 @@ def test_placements_give_the_counts_of_separate_components(tmp_path: Path) -> No
     config.write_text("cluster: {num_nodes: 1, component_placement: {rollout: 0-3, actor: '4-5,7', inference: 6}}\n")
     profile = logs.read([path], config=config)
     assert {c.name: c.seconds[0][0] for c in profile.components} == {"rollout": 4, "inference": 1, "actor": 3}
-    config.write_text("cluster: {component_placement: {rollout: '0-3:0-7', actor: 4-7}}\n")
+    config.write_text("cluster: {component_placement: {rollout: '0-1:0-3, 2-3:4-5', 'actor,inference': 4-7}}\n")
+    profile = logs.read([path], config=config)
+    assert {c.name: c.seconds[0][0] for c in profile.components} == {"rollout": 4, "inference": 4, "actor": 4}
+    config.write_text("cluster: {component_placement: {rollout: '4-', actor: 4-7}}\n")
     with pytest.raises(InputError, match="cannot be counted"):
         logs.read([path], config=config)
 

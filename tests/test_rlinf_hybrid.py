@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from dialect_plans import composed, plan_of, profile_of
-from trimtab.formats import rlinf, write_back
+from trimtab.formats import logs, rlinf, write_back
 from trimtab.formats.dialect import Loaded
+from trimtab.formats.follow import Step
+from trimtab.formats.follow_costs import RunConfig
 from trimtab.formats.hydra_config import compose
 from trimtab.model.errors import InputError
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, Plan, Rules
@@ -16,6 +18,7 @@ from trimtab.model.run import RunRules
 from trimtab.model.workflow import ANY_KIND, Cluster, Component, Job, Node, Variant, WeightSync, Workflow
 from trimtab.plan.placement import plan_placement
 from trimtab.runtime.advise.adviser import Adviser, placement_now
+from trimtab.runtime.advise.advising import Advising
 
 HYBRID = """\
 cluster:
@@ -131,6 +134,19 @@ def test_advice_is_given_for_a_hybrid_placement(tmp_path: Path) -> None:
     assert adviser.advice is None  # it is the best there is
     assert adviser.seconds_now() == pytest.approx(100.3, abs=0.5)
     assert adviser.as_now(adviser.plan).iteration_seconds == pytest.approx(adviser.seconds_now())
+
+
+def test_a_run_with_a_hybrid_placement_is_followed(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(HYBRID.format(stages=1))
+    costs = profile_of(SECONDS)
+    advising = Advising(logs.FRAMEWORKS["rlinf"], RunConfig(path), costs, RunRules(), 2)
+    for step in range(1, 13):
+        times = {"rollout/predict": 60.0, "env/env_interact_step": 50.0, "actor_training": 40.0, "step": 151.0}
+        advising.take(Step(step, {f"time/{name}": seconds for name, seconds in times.items()}))
+    assert advising.adviser is not None
+    assert advising.adviser.plan.overlaps
+    assert advising.groups == ((("env", "actor"), (0, 1, 2, 3)), (("rollout", "actor"), (4, 5, 6, 7)))
 
 
 def test_asynchronous_ppo_is_as_stale_as_its_threshold(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import re
 import shlex
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -212,7 +213,8 @@ def _rlinf_gpus(text: str, total: int) -> frozenset[int]:
 
 
 def _hydra_composed(case: Case) -> Any:
-    with initialize_config_dir(str(case.path.resolve().parent), version_base=None):
+    with warnings.catch_warnings(), initialize_config_dir(str(case.path.resolve().parent), version_base=None):
+        warnings.simplefilter("ignore")  # of search paths that are not there
         return compose(case.path.name, overrides=list(case.overrides))
 
 

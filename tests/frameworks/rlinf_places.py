@@ -1,8 +1,8 @@
 """Runs inside .venv-rlinf: feeds configs to RLinf's own placement code and prints where it puts the components.
 
 Standard input: a JSON list of {config, nodes, gpus_per_node, embodied}. Standard output: a JSON list of
-{"ranks": {component: [GPU, ...]}, "mode": name} or {"error": text}. The cluster is made of RLinf's own node classes,
-without Ray and without GPUs.
+{"ranks": {component: [GPU, ...]}, "mode": name, "inference_workers": name} or {"error": text}. The cluster is made of
+RLinf's own node classes, without Ray and without GPUs.
 """
 
 import json
@@ -49,7 +49,13 @@ def place(case):
     ranks = {name: list(placement.get_hardware_ranks(name)) for name in placement._components}
     for name in placement._components:
         placement.get_strategy(name)
-    return {"ranks": ranks, "mode": placement._placement_mode.name}
+    mode, config = placement._placement_mode.name, placement._config
+    workers = None
+    if mode == "DISAGGREGATED" and "inference" in ranks:  # as its launchers ask for them
+        workers = config.inference.group_name
+        assert config.inference.load_from_actor is True
+        assert config.inference.model.tensor_model_parallel_size == placement.inference_tp_size
+    return {"ranks": ranks, "mode": mode, "inference_workers": workers}
 
 
 def main():

@@ -1,4 +1,4 @@
-"""What is written for RLinf and verl is given to their own placement code, in environments of their own."""
+"""What is written for RLinf, verl and OpenRLHF is given to their own placement code, each in its environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dialect_plans import DATA, composed, plan_of, profile_of
-from trimtab.formats import rlinf, verl, write_back
+from trimtab.formats import openrlhf, rlinf, verl, write_back
 from trimtab.formats.hydra_config import compose
 from trimtab.plan.placement import plan_placement
 
@@ -82,6 +82,8 @@ def test_rlinf_accepts_what_is_written_and_places_each_component_on_the_planned_
     for (_, groups, _, mode), answer in zip(plans, ask(".venv-rlinf", "rlinf_places.py", cases), strict=True):
         assert "error" not in answer, answer
         assert answer["mode"] == mode
+        separate = mode == "DISAGGREGATED" and any("inference" in names for names in groups)
+        assert answer["inference_workers"] == ("InferenceGroup" if separate else None)
         expected = {name: list(gpus) for names, gpus in groups.items() for name in names.split()}
         if mode == "COLLOCATED":
             expected.pop("inference", None)  # the actor's own workers do it
@@ -95,6 +97,7 @@ def test_rlinf_accepts_every_grouping_of_the_embodied_form(tmp_path: Path) -> No
         {"env rollout": range(4), "actor": range(4, 8)},
         {"env": range(4), "rollout actor": range(4, 8)},
         {"env": range(2), "rollout": range(2, 5), "actor": range(5, 8)},
+        {"env": range(2), "rollout": range(2, 8), "actor": range(8)},
     ]
     cases = []
     for index, groups in enumerate(plans):
@@ -103,6 +106,7 @@ def test_rlinf_accepts_every_grouping_of_the_embodied_form(tmp_path: Path) -> No
         cases.append(in_rlinf(folder, text, groups, 1, embodied=True))
     for groups, answer in zip(plans, ask(".venv-rlinf", "rlinf_places.py", cases), strict=True):
         assert answer == {
+            "inference_workers": None,
             "mode": "HYBRID",
             "ranks": {name: list(gpus) for names, gpus in groups.items() for name in names.split()},
         }
@@ -123,6 +127,80 @@ def test_rlinf_refuses_the_placements_that_trimtab_refuses_to_read() -> None:
         for p in bad
     ]
     assert all("error" in answer for answer in ask(".venv-rlinf", "rlinf_places.py", cases))
+
+
+PPO = {
+    "actor.model_name_or_path": "m",
+    "data.prompt_dataset": "d",
+    "reward.remote_url": "/r.py",
+    "train.batch_size": 128,
+    "actor.num_gpus_per_node": 4,
+    "vllm.num_engines": 4,
+    "ds.packing_samples": True,
+}
+ESTIMATES = {"algo.advantage.estimator": "group_norm", "rollout.n_samples_per_prompt": 8}
+
+
+def flags_of(settings: dict[str, Any]) -> list[str]:
+    """Settings as the launcher takes them; what is off is left out."""
+    return [
+        f"--{name}" if value is True else f"--{name}={value}" for name, value in settings.items() if value is not False
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "groups", "models", "engines"),
+    [
+        (
+            {**ESTIMATES, "train.colocate_all": True, "vllm.enable_sleep": True, "ref.num_gpus_per_node": 4},
+            {"rollout inference actor": range(2)},
+            {"actor": [2, True], "ref": [2, True]},
+            [2, 1, True],
+        ),
+        (
+            {**ESTIMATES, "train.colocate_all": True, "vllm.enable_sleep": True, "ref.num_gpus_per_node": 4},
+            {"inference actor": range(2), "rollout": range(2, 4)},
+            {"actor": [2, True], "ref": [2, True]},
+            [2, 1, False],
+        ),
+        (
+            {"train.colocate_all": True, "ref.num_gpus_per_node": 4, "critic.num_gpus_per_node": 4},
+            {"rollout inference actor": range(2)},
+            {"actor": [2, True], "ref": [2, True], "critic": [2, True]},
+            [2, 1, True],
+        ),
+        (
+            {"train.colocate_actor_ref": True, "ref.num_gpus_per_node": 4, "critic.num_gpus_per_node": 2,
+             "trimtab.nodes": 2, "trimtab.gpus_per_node": 8},
+            {"inference actor": range(8), "rollout": range(8, 14)},
+            {"actor": [8, True], "ref": [8, True], "critic": [2, False]},
+            [6, 1, False],
+        ),
+        (
+            {**ESTIMATES, "train.async_enable": True, "algo.kl.init_coef": 0},
+            {"inference actor": range(2), "rollout": range(2, 8)},
+            {"actor": [2, False]},
+            [6, 1, False],
+        ),
+    ],
+)  # fmt: skip
+def test_openrlhfs_launcher_takes_the_flags_and_places_its_models_as_planned(
+    more: dict[str, Any], groups: dict[str, range], models: dict[str, Any], engines: list[Any], tmp_path: Path
+) -> None:
+    flags = {**PPO, **more}
+    job = composed(tmp_path, json.dumps(write_back.nested(flags)))
+    loaded = openrlhf.read(job, profile_of({"rollout": {4: 60.0}, "inference": {4: 10.0}, "actor": {4: 40.0}}))
+    settings = loaded.settings(plan_of(groups, total=14))
+    stated = {name: value for name, value in {**flags, **settings.values}.items() if not name.startswith("trimtab.")}
+    (answer,) = ask(".venv-openrlhf", "openrlhf_models.py", [flags_of(stated)])
+    assert answer == {"groups": models, "engines": engines}
+
+
+def test_openrlhfs_launcher_refuses_what_is_not_planned() -> None:
+    uneven = {**PPO, **ESTIMATES, "train.colocate_all": True, "ref.num_gpus_per_node": 4, "vllm.num_engines": 3}
+    answers = ask(".venv-openrlhf", "openrlhf_models.py", [flags_of(uneven), ["--no.such.flag"]])
+    assert "must be equal" in answers[0]["error"]
+    assert "parser" in answers[1]["error"]
 
 
 def test_verl_makes_the_planned_pools_from_the_overrides() -> None:

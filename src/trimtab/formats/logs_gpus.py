@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trimtab.formats import nemo_rl
+from trimtab.formats import nemo_rl, yaml_text
 from trimtab.formats.hydra_config import Reader, compose
 from trimtab.model.errors import InputError, nearest
 
@@ -95,11 +95,14 @@ def check_names(facts: RunFacts, components: Iterable[str]) -> None:
 
 def from_config(path: Path, framework: str) -> RunFacts:
     """What a run's configuration says, with its parents and its interpolations."""
-    composed = compose(path)
     if framework == "nemo_rl":
-        return _nemo_rl(composed.reader)
+        return _nemo_rl(compose(path).reader)
     readers = {"verl": _verl, "rlinf": _rlinf, "openrlhf": _openrlhf}
-    return readers[framework](composed.config, str(path))
+    try:
+        config = compose(path).config
+    except InputError:  # config groups that are not there: the counts may stand in the file itself
+        config = yaml_text.read_mapping(path)
+    return readers[framework](config, str(path))
 
 
 def _verl(config: Mapping[str, Any], name: str) -> RunFacts:
@@ -163,13 +166,13 @@ def _rlinf(config: Mapping[str, Any], name: str) -> RunFacts:
 
 
 def _ranks(value: Any, total: int | None) -> int | None:
-    """How many GPUs a plain RLinf placement names: `all`, `3`, `0-7`, `0-3,6`."""
+    """How many GPUs an RLinf placement names: `all`, `3`, `0-7`, `0-3,6`, `0:0-4,1:5-9`."""
     text = str(value).strip().lower()
     if text == "all":
         return total
     count = 0
     for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
+        found = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part.partition(":")[0])  # then come its processes
         if not found or (found[2] and int(found[2]) < int(found[1])):
             return None
         count += int(found[2]) - int(found[1]) + 1 if found[2] else 1

@@ -37,11 +37,11 @@ def to_plan(space: Space, found: Found, ranks: tuple[tuple[int, ...], ...] | Non
             i for i, c in enumerate(order) if c.name in (workflow.weight_sync.source, workflow.weight_sync.target)
         }
     occupied: dict[int, float] = {}  # seconds in which each GPU does something
-    for table, gpus in zip(grouping.tables, ranks, strict=True):
+    for table, here in zip(grouping.tables, ranks, strict=True):
         seconds = sum(float(times[m]) + shape.switch[m] for m in table.members)
-        for rank in gpus:
+        for rank in here:
             occupied[rank] = occupied.get(rank, 0.0) + seconds
-    in_sync = {r for t, gpus in zip(grouping.tables, ranks, strict=True) if syncing & set(t.members) for r in gpus}
+    in_sync = {r for t, here in zip(grouping.tables, ranks, strict=True) if syncing & set(t.members) for r in here}
     for rank in in_sync:
         occupied[rank] += shape.sync
     placed = []

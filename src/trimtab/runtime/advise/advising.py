@@ -269,11 +269,15 @@ class Advising:
         ranks = {name: tuple(known[name]) for name in [*self.framework.parts, *known] if name in known}
         if self.adviser is not None:
             ranks = {name: tuple(group.gpus) for group in self.adviser.plan.groups for name in group.components}
-        found: dict[tuple[int, ...], list[str]] = {}
+        on: dict[int, list[str]] = {}
         for name, gpus in ranks.items():
-            if gpus:
-                found.setdefault(gpus, []).append(name)
-        return tuple((tuple(names), gpus) for gpus, names in found.items())
+            for gpu in gpus:
+                on.setdefault(gpu, []).append(name)
+        found: dict[tuple[str, ...], list[int]] = {}
+        for gpu in sorted(on):
+            found.setdefault(tuple(on[gpu]), []).append(gpu)
+        first = {name: position for position, name in enumerate(ranks)}
+        return tuple((names, tuple(found[names])) for names in sorted(found, key=lambda names: first[names[0]]))
 
     @property
     def counted(self) -> Sequence[Step]:
