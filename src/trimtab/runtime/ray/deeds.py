@@ -284,18 +284,20 @@ class Deeds:
         payload = self._fresh.get(one.task) or await asyncio.to_thread(self._payload, one.task)
         if payload is None:
             raise StartError("the file with its class is gone from the journal's directory", fatal=True)
-        state = await self._state(one) if one.restore else None
+        processes = record.spec.processes
+        state = await self._state(one, processes) if one.restore else None
         limit_s = max(0.0, one.deadline - self._world.now())
         start = self._members.start(
             one.task,
             one.attempt,
             pool.name,
-            one.places,
-            record.spec.bundles,
+            one.places[:processes],
+            record.spec.bundles[:processes],
             payload,
             state,
             limit_s,
             preload=pool.preload,
+            wide=len(one.places) > 1,
             facts=self._facts(record, pool),
         )
         return await asyncio.wait_for(start, limit_s + SLACK_S)
@@ -314,8 +316,8 @@ class Deeds:
         handlers = self._shelf.get("handlers", record.spec.pool) if record else None
         return read_payload(data, handlers)
 
-    async def _state(self, one: Start) -> dict[int, bytes | str]:
-        paths = await asyncio.to_thread(self._shelf.latest_state, one.task, len(one.places))
+    async def _state(self, one: Start, processes: int) -> dict[int, bytes | str]:
+        paths = await asyncio.to_thread(self._shelf.latest_state, one.task, processes)
         if paths is None:
             raise StartError("the state it saved is gone", fatal=True)
         if self._hosts_save:
@@ -420,7 +422,7 @@ class Deeds:
         record = self._world.machine.tasks.get(one.task)
         if not one.save_s or record is None:
             return False, []
-        world = len(record.spec.bundles)
+        world = record.spec.processes
         try:
             for member, outcome in zip(members, outcomes, strict=True):
                 if outcome.saved and outcome.state is not None:

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import trimtab
 from trimtab.model.errors import UnreachableError
 from trimtab.runtime.ray.doors import NAMESPACE, controller_name
 
@@ -56,7 +55,7 @@ def found(address: str, name: str, *settings: str | None, timeout_s: float) -> N
 @contextlib.contextmanager
 def _neutral_place() -> Iterator[str]:
     """Where the process runs, which Ray makes a path of modules: where trimtab is, else an empty directory."""
-    here = Path(trimtab.__file__).parents[1]
+    here = Path(__file__).parents[3]
     if str(here) not in {*site.getsitepackages(), site.getusersitepackages()}:
         yield str(here)
         return
