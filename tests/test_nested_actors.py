@@ -97,6 +97,9 @@ class Engine:
     def workers(self) -> list[tuple[int, list[str]]]:
         return self.places
 
+    def bundles(self) -> list[dict[str, float]]:
+        return list(ray.util.get_current_placement_group().bundle_specs)
+
     def cancel(self) -> None:
         pass
 
@@ -183,6 +186,23 @@ def test_an_engine_s_workers_have_the_gpus_of_its_slot_also_on_a_full_cluster(
     )
     used = [gpu for task in (first, second) for _, gpus in task.call("workers", timeout=WAIT_S) for gpu in gpus]
     assert sorted(used) == ["0", "1", "2", "3"]
+
+
+def test_an_engine_may_have_a_bundle_for_each_of_its_workers(session: Session, pool: Pool) -> None:
+    task = pool.submit(Engine, (3,), resources=[{"cpu": 1, "gpu": 1}] * 3, one_process=True, id="wide")
+    workers = task.call("workers", timeout=WAIT_S)
+    assert len(task.members) == 1
+    assert len({gpu for _, gpus in workers for gpu in gpus}) == 3
+    assert task.call("bundles") == [{"CPU": 1.0, "GPU": 1.0}] * 3
+    until(lambda: ray.available_resources()["GPU"] == 1.0)
+    controller = session.status()["pid"]
+    os.kill(controller, signal.SIGKILL)
+    until(lambda: session.status()["pid"] != controller)
+    assert task.call("workers", timeout=WAIT_S) == workers
+    ended_by_eviction(task)
+    assert [pid for pid, _ in workers if exists(pid)] == []
+    assert len(task.call("workers", timeout=WAIT_S)) == 3
+    assert task.seen.attempt == 2
 
 
 def ended_by_eviction(task: Task) -> None:

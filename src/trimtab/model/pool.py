@@ -121,6 +121,7 @@ class TaskSpec:
     room: tuple[Resources, ...] = ()  # larger slots than it asks, for those who will share them
     start_timeout_s: float = 600.0
     client: str | None = None  # ends with this client
+    one_process: bool = False  # in the first bundle; the others are for actors that it makes
 
     def __post_init__(self) -> None:
         where = f"task {self.id}"
@@ -152,9 +153,14 @@ class TaskSpec:
         return self.room or self.bundles
 
     @property
+    def processes(self) -> int:
+        """How many members it has: one for each bundle, unless the bundles are for one together."""
+        return 1 if self.one_process else len(self.bundles)
+
+    @property
     def gang(self) -> bool:
         """Whether it has several members."""
-        return len(self.bundles) > 1
+        return self.processes > 1
 
     @property
     def evictable(self) -> bool:

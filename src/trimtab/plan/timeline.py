@@ -47,7 +47,7 @@ def to_plan(space: Space, found: Found, ranks: tuple[tuple[int, ...], ...] | Non
     placed = []
     for i, component in enumerate(order):
         extrapolated, variant = False, ""
-        gpus = ()
+        gpus: tuple[int, ...] = ()
         busy = float(times[i])
         if i in options:
             number, option = group_of[i], options[i]

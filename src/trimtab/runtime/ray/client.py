@@ -338,7 +338,8 @@ class Pool:
         has async methods, brings `ray_options` that only an actor can honour, or `plain` asks for an actor.
         Actors that it makes itself without saying where are in its slot, and end with it. `ends_with_me` cancels it
         when this client goes. Further settings are fields of `TaskSpec`: estimate_s, preemptible, strategy, wait_s,
-        restarts, saves, notice_s, awaits_node, may_evict, over_quota_waits, shares, residual, room, start_timeout_s.
+        restarts, saves, notice_s, awaits_node, may_evict, over_quota_waits, shares, residual, room, start_timeout_s,
+        one_process (a list of resources is for one object and the actors that it makes).
         """
         session = self._session
         user_class = class_of(kind)
@@ -350,7 +351,7 @@ class Pool:
             settings["client"] = session.client
         spec = _task_spec(id, self.name, resources, priority=priority, labels=labels, **settings)
         for option, name in (("num_cpus", "cpu"), ("num_gpus", "gpu")):
-            has = min(bundle.floats().get(name, 0.0) for bundle in spec.bundles)
+            has = min(bundle.floats().get(name, 0.0) for bundle in spec.bundles[: spec.processes])
             if options.get(option, 0) > has:
                 raise InputError(
                     f"ray_options: {option} is {options[option]}, but its resources have {has:g} {name}",

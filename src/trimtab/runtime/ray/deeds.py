@@ -176,7 +176,7 @@ class Deeds:
 
     def _is_whole(self, task: str, members: Sequence[Member]) -> bool:
         record = self._world.machine.tasks.get(task)
-        return record is not None and len(members) == len(record.spec.bundles)
+        return record is not None and len(members) == record.spec.processes
 
     def submitted(self, task: str, payload: Payload) -> None:
         """Keep a payload at hand for the first start."""
@@ -349,18 +349,20 @@ class Deeds:
         payload = self._fresh.get(one.task) or await asyncio.to_thread(self._payload, one.task)
         if payload is None:
             raise StartError("the file with its class is gone from the journal's directory", fatal=True)
-        state = await self._state(one) if one.restore else None
+        processes = record.spec.processes
+        state = await self._state(one, processes) if one.restore else None
         limit_s = max(0.0, one.deadline - self._world.now())
         start = self._members.start(
             one.task,
             one.attempt,
             pool.name,
-            one.places,
-            record.spec.bundles,
+            one.places[:processes],
+            record.spec.bundles[:processes],
             payload,
             state,
             limit_s,
             preload=pool.preload,
+            wide=len(one.places) > 1,
             facts=self._facts(record, pool),
         )
         return await asyncio.wait_for(start, limit_s + SLACK_S)
@@ -379,13 +381,13 @@ class Deeds:
         handlers = self._shelf.get("handlers", record.spec.pool) if record else None
         return read_payload(data, handlers)
 
-    async def _state(self, one: Start) -> dict[int, bytes | str]:
+    async def _state(self, one: Start, processes: int) -> dict[int, bytes | str]:
         await self.store_again()
         if one.task in self._unstored:
             attempt, states = self._unstored[one.task]
-            ranks = {rank: self._shelf.state_path(one.task, attempt, rank) for rank in range(len(one.places))}
+            ranks = {rank: self._shelf.state_path(one.task, attempt, rank) for rank in range(processes)}
             return {rank: states[rank].state if rank in states else path.read_bytes() for rank, path in ranks.items()}
-        paths = await asyncio.to_thread(self._shelf.latest_state, one.task, len(one.places))
+        paths = await asyncio.to_thread(self._shelf.latest_state, one.task, processes)
         if paths is None:
             raise StartError("the state it saved is gone", fatal=True)
         if self._hosts_save:
@@ -501,7 +503,7 @@ class Deeds:
         why = await self._store(one.task, one.attempt, states)
         # Files decide, not answers: those of a stop that a crash of the controller cut short count as well.
         unstored = self._unstored.get(one.task, (0, {}))[1]
-        paths = [self._shelf.state_path(one.task, one.attempt, rank) for rank in range(len(record.spec.bundles))]
+        paths = [self._shelf.state_path(one.task, one.attempt, rank) for rank in range(record.spec.processes)]
         saved = all(rank in unstored or path.exists() for rank, path in enumerate(paths))
         if saved and why is None:
             await asyncio.to_thread(self._shelf.drop_old_states, one.task, one.attempt)

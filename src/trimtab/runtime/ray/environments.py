@@ -32,6 +32,11 @@ class HostKind(NamedTuple):
     paths: tuple[str, ...] = ()  # where the client's own modules lie, for those that are imported ahead
 
 
+def host_kind(preload: Sequence[str], runtime_env: str, paths: Sequence[str]) -> HostKind:
+    """The kind of host; where nothing is imported ahead, paths make no difference yet."""
+    return HostKind(tuple(preload), runtime_env, tuple(paths) if preload else ())
+
+
 def of_this_process(ray: Any) -> str:
     """The runtime environment of this driver, or of the worker that this code runs in, as JSON."""
     return text_of(json.loads(ray.get_runtime_context().get_runtime_env_string() or "{}"))
@@ -94,12 +99,12 @@ class Environments:
         if pool.name not in self._pools:
             found = json.loads(self._shelf.get("environments", pool.name) or b"{}")
             self._pools[pool.name] = HostKind((), found.get("runtime_env", ""), tuple(found.get("paths", ())))
-        return self._pools[pool.name]._replace(preload=pool.preload)
+        return host_kind(pool.preload, *self._pools[pool.name][1:])
 
     def task_kind(self, task: str, pool: PoolSpec) -> HostKind:
         """The host that a task would be given."""
         header = self._shelf.header("payloads", task) or {}
-        return HostKind(pool.preload, header.get("runtime_env", ""), tuple(header.get("sys_path", ())))
+        return host_kind(pool.preload, header.get("runtime_env", ""), header.get("sys_path", ()))
 
     async def renew(self, tasks: Collection[str], pools: Iterable[PoolSpec]) -> None:
         """Have Ray keep what these tasks and pools need; others need nothing any more."""

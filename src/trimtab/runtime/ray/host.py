@@ -47,6 +47,7 @@ class Seat:
     pool: str
     group: str = ""
     facts: str = ""  # what is known of the task, as JSON: for those who find it when the journal is lost
+    wide: bool = False  # the group has further bundles, where actors that it makes may be
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from trimtab.model.resources import Resources
 from trimtab.pool.events import MakeGroup
 from trimtab.runtime.background import Background
 from trimtab.runtime.ray import plain
-from trimtab.runtime.ray.environments import HostKind
+from trimtab.runtime.ray.environments import HostKind, host_kind
 from trimtab.runtime.ray.host import Order, Seat
 from trimtab.runtime.ray.leases import ClientProcess
 from trimtab.runtime.ray.slots import GroupError, GroupSeen, Slots, ray_resources
@@ -71,6 +71,7 @@ class Member:
     pid: int
     born: float  # start of the process in seconds since boot, so that a reused pid is never killed
     mark: str = ""  # in the environment of all that it starts
+    wide: bool = False  # what it starts may be on other nodes
 
     @property
     def key(self) -> Key:
@@ -221,13 +222,17 @@ class Members:
         *,
         preload: tuple[str, ...] = (),
         facts: str = "",
+        wide: bool = False,
     ) -> tuple[list[Member], str]:
-        """A member in each place, all constructed, their entry begun; and how. Else StartError."""
+        """A member in each place, all constructed, their entry begun; and how. Else StartError.
+
+        `wide`: the group has several bundles, in any of which there may be actors that members make.
+        """
         deadline = time.monotonic() + timeout_s
         taken: list[Member] = []
         orders = [
             Order(
-                Seat(task, attempt, rank, len(places), pool, places[rank].group, facts),
+                Seat(task, attempt, rank, len(places), pool, places[rank].group, facts, wide),
                 (),
                 payload.actor,
                 payload.entry,
@@ -241,7 +246,7 @@ class Members:
         ]
         try:
             if payload.plain is None:
-                kind = HostKind(preload, payload.runtime_env, payload.sys_path)
+                kind = host_kind(preload, payload.runtime_env, payload.sys_path)
                 capture = bool(payload.ray_options.get(_CAPTURE, True))
                 works = [
                     self._bind_host(order, place, bundle, kind, capture, taken)
@@ -443,6 +448,7 @@ class Members:
             host.pid,
             host.born,
             order.mark,
+            seat.wide,
         )
         taken.append(member)
         self._live[member.key] = member
@@ -543,14 +549,14 @@ class Members:
         await self._end_elsewhere(members)
 
     async def _end_elsewhere(self, members: Sequence[Member]) -> None:
-        """End what members of gangs started in bundles on other nodes."""
+        """End what members started in bundles on other nodes."""
 
         async def end(node: str, mark: str) -> None:
             with contextlib.suppress(UnreachableError):
                 await self._wardens.ask(node, "end_marked", mark, timeout_s=_END_S)
 
-        gangs = [member for member in members if member.world > 1 and member.mark]
-        others = [(node, one.mark) for one in gangs for node in self._wardens.nodes if node != one.node]
+        wide = [member for member in members if member.wide]
+        others = [(node, one.mark) for one in wide for node in self._wardens.nodes if node != one.node]
         await asyncio.gather(*(end(*other) for other in others))
 
     async def _end_process(self, node: str, pid: int, born: float) -> None:
@@ -628,7 +634,7 @@ def _member(record: dict[str, Any]) -> Member:
     return Member(
         seat["task"], seat["attempt"], seat["rank"], seat["world"],
         record["kind"], record["actor"], record["namespace"], record["node"], record["pid"], record["born"],
-        record["mark"],
+        record["mark"], seat["wide"],
     )  # fmt: skip
 
 

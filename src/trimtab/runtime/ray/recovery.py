@@ -123,7 +123,7 @@ def _take_up(
 
 
 def _whole(record: Task, found: Collection[Member]) -> bool:
-    return {member.rank for member in found} == set(range(len(record.spec.bundles)))
+    return {member.rank for member in found} == set(range(record.spec.processes))
 
 
 def _tell_lost_groups(world: World, seen: dict[str, GroupSeen]) -> None:
