@@ -148,11 +148,11 @@ async def _until_over(
         return rollout_text.status_data(pool.status(), gateway.url, str(settings.path))
 
     over = asyncio.create_task(stops.over.wait(), name="rollout-over")
-    showing = asyncio.create_task(rollout_live.watch(look, stops.over, hints), name="rollout-show")
+    showing = pool.background.start("display", functools.partial(rollout_live.watch, look, stops.over, hints))
     joining = asyncio.create_task(crew.join(logs), name="rollout-join")
     beside = [showing, joining]
     if settings.follow_weights:
-        beside.append(asyncio.create_task(_follow(pool), name="rollout-follow"))
+        beside.append(pool.background.start("follow weights", functools.partial(_follow, pool)))
     left: set[asyncio.Task[Any]] = {over, *beside}
     try:
         while not over.done():

@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from trimtab.model.errors import InputError, TrimtabError
+from trimtab.runtime.background import describe
 from trimtab.runtime.dashboard.feed import Client, Feed
 from trimtab.runtime.dashboard.source import Source
 from trimtab.runtime.rollout.gateway.faults import Refusal
@@ -107,13 +108,24 @@ class DashboardApp:
                 change, fault = await asyncio.to_thread(looked), ""
             except TrimtabError as error:
                 change, fault = None, error.what
-            if fault != self._fault:
-                self._fault = fault
-                self.feed.publish(_json({"fault": fault}))
+            except Exception as error:  # logged and tried again by whoever runs `follow`; the page says so meanwhile
+                self._say(f"looking failed: {describe(error)}")
+                raise
+            self._say(fault)
             if change is not None:
                 self.feed.publish(change)
             self._looked_at = time.monotonic()
         self._looked.set()
+
+    def given_up(self, name: str, error: Exception) -> None:
+        """Looking failed too often: the page says that it stands still."""
+        self._say(f"nothing is followed any more, start the dashboard again: {describe(error)}")
+        self._looked.set()
+
+    def _say(self, fault: str) -> None:
+        if fault != self._fault:
+            self._fault = fault
+            self.feed.publish(_json({"fault": fault}))
 
     async def tell_the_last(self) -> None:
         """Look once more, and see it sent: how a run ended is told to whoever watches it."""
