@@ -346,3 +346,22 @@ def test_a_run_whose_dashboard_cannot_start_goes_on(tmp_path: Path, capsys: pyte
     with beside(said.append, port=0)(tmp_path / "new", None):
         assert len(said) == 1
         assert said[0].startswith("dashboard: http://127.0.0.1:")
+
+
+def test_a_look_that_fails_unexpectedly_ends_neither_the_server_nor_the_following(
+    run: Growing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really, left = DashboardSource.look, [2]
+
+    def look(self: DashboardSource) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise ZeroDivisionError("a surprise")
+        return really(self)
+
+    monkeypatch.setattr(DashboardSource, "look", look)
+    with serving(run.folder) as started:
+        status, _, body = asked(started, "/state")
+        assert status == 200
+        assert json.loads(body)
+    assert not left[0]

@@ -4,6 +4,7 @@ for that nothing does."""
 from __future__ import annotations
 
 import asyncio
+import io
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
 from engine_stubs import VllmStub
 from gateway_scenes import BEARER, Front, play_stubs
@@ -31,6 +33,7 @@ from trimtab.runtime.rollout.core import Core
 from trimtab.runtime.rollout.launcher import Seen
 from trimtab.runtime.rollout.process_engine import EngineProcess
 from trimtab.runtime.rollout.processes import ProcessLauncher
+from trimtab.ui import rollout_text
 
 WELL = Reason(Code.sent, "as asked")
 
@@ -348,3 +351,22 @@ async def test_processes_are_looked_at_beside_the_event_loop(tmp_path: Path, mon
         await launcher.close()
     assert looked
     assert threading.main_thread() not in looked
+
+
+# ---- what people see -------------------------------------------------------------------------------------------------
+
+
+def test_the_status_that_people_read_names_a_loop_that_failed() -> None:
+    async def act(scene: Scene) -> None:
+        async def surprise() -> None:
+            raise ValueError("a surprise")
+
+        await asyncio.wait({scene.pool.background.once("follow weights", surprise())})
+        data = rollout_text.status_data(scene.pool.status(), "http://localhost:1", "job.yaml")
+        console = Console(width=200, record=True, file=io.StringIO())
+        console.print(rollout_text.picture(data))
+        said = console.export_text()
+        assert "background: follow weights failed once and is failed: ValueError: a surprise" in said
+        assert "watch" not in said, "what runs as it should is for --format json"
+
+    play(act, kinds=("vllm",))

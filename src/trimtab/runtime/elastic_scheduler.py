@@ -37,6 +37,7 @@ from trimtab.model.rollout import (
     WorkerState,
     WorkerView,
 )
+from trimtab.runtime.background import Background
 from trimtab.runtime.placement import Completion, Placement
 from trimtab.runtime.worker_group import GroupCalls, NotIdleError, TooLongError, WorkerId, WorkerStatus, in_time
 
@@ -81,6 +82,7 @@ class ElasticScheduler:
         self._completed: dict[str, None] = {}  # ids answered not long ago, oldest first
         self._deeds: dict[asyncio.Task[None], str] = {}
         self._postponed: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = []  # no loop ran yet
+        self._background = Background(prefix="elastic-scheduler")
         self._loops: list[asyncio.Task[None]] = []
         self._news: list[asyncio.Future[None]] = []  # of those who wait for something to change
         self._unflushed: set[str] = set()  # workers that are off, or are to be, and have their memory still
@@ -123,10 +125,11 @@ class ElasticScheduler:
         if self._loops:  # somebody else started it meanwhile
             return
         self._wake = asyncio.Event()  # of this loop
-        loops = [self._keep_time(), self._watch()] if self._calls.has_status else [self._keep_time()]
-        self._loops = [asyncio.create_task(loop, name="elastic-scheduler") for loop in loops]
-        for loop in self._loops:
-            loop.add_done_callback(self._broke_down)
+        loops = {"keep time": self._keep_time} | ({"watch": self._watch} if self._calls.has_status else {})
+        self._loops = [
+            self._background.start(name, functools.partial(self._supervised, loop), on_failed=self._broke_down)
+            for name, loop in loops.items()
+        ]
         postponed, self._postponed = self._postponed, []
         for name, deed in postponed:
             self._spawn(name, deed)
@@ -469,10 +472,15 @@ class ElasticScheduler:
         self._deeds[task] = name
         task.add_done_callback(self._done)
 
-    def _broke_down(self, loop: asyncio.Task[None]) -> None:
-        if not loop.cancelled() and loop.exception() is not None:
-            self._say(f"the scheduler broke down: {loop.exception()!r}")
-            log.error("the scheduler broke down", exc_info=loop.exception())
+    async def _supervised(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await loop()
+        except Exception as error:
+            self._say(f"the scheduler failed, and is started again: {error!r}")
+            raise
+
+    def _broke_down(self, name: str, error: Exception) -> None:
+        self._say(f"the scheduler broke down ({name}): {error!r}")
 
     def _done(self, task: asyncio.Task[None]) -> None:
         name = self._deeds.pop(task)
