@@ -384,7 +384,7 @@ def test_a_redirect_of_an_engine_is_an_error_and_no_other_host_is_asked(kind: st
             async def elsewhere(request: web.Request) -> web.Response:
                 return web.Response(status=status, headers={"location": f"{other.url}{request.path}"})
 
-            stub.elsewhere = {path: elsewhere for path in paths}
+            stub.elsewhere = dict.fromkeys(paths, elsewhere)
             with pytest.raises(EngineFailedError, match=rf"redirect.*{other.url}"):
                 await answer(engine, greedy("a", PROMPT, 4))
             with pytest.raises(EngineFailedError, match="redirect"):

@@ -23,6 +23,7 @@ from trimtab.fleet.rollout_ailments import NOT_REACHED
 from trimtab.formats.rollout_settings import AttachedEngine, RolloutSettings, StartedEngines
 from trimtab.model.errors import InputError, TrimtabError, UnreachableError
 from trimtab.model.rollout import WorkerSpec
+from trimtab.runtime.engines.wire import addresses
 from trimtab.runtime.rollout.gateway.server import Gateway
 from trimtab.runtime.rollout.gateway.settings import GatewaySettings
 from trimtab.runtime.rollout.launcher import EngineCommand
@@ -273,6 +274,9 @@ class Crew:
         before = ""
         while True:
             try:
+                if before and (there := self._pool.worker_at(await addresses(one.url))) is not None:
+                    self._pool.warn(f"it joined as {there} meanwhile", one.label)
+                    return
                 name = await self._pool.attach(
                     one.url, name=one.name, limit=one.limit, version=one.version, size=one.size, node=one.node
                 )
