@@ -126,7 +126,7 @@ def test_tokens_made_by_two_weights_are_told_apart() -> None:
 
 FAULTS = {
     "cut": (EngineGoneError, "POST /"),
-    "silent": (EngineWedgedError, r"no bytes for 0\.3 s"),
+    "silent": (EngineWedgedError, "no bytes for 3 s"),
     "failure": (EngineFailedError, "the scheduler died"),
     "nonsense": (EngineNonsenseError, "no object"),
     "miscount": (EngineNonsenseError, "it counts"),
@@ -147,7 +147,8 @@ def test_a_stream_that_goes_wrong_ends_in_an_error_with_the_tokens_so_far(kind: 
         assert caught.value.engine == "one"
         assert (await answer(engine, greedy("a", PROMPT, 3))).ids == expected(3), "the id and the engine are free again"
 
-    scene(kind, play, silence_s=0.3, call_s=5)
+    # The server shares our event loop: a silence must be longer than the loop may stand still on a busy machine.
+    scene(kind, play, silence_s=3.0 if fault == "silent" else 60.0)
 
 
 @BOTH
@@ -224,11 +225,12 @@ def test_a_reader_that_takes_its_time_is_no_silence_of_the_engine(kind: str) -> 
         stub.step_s = 0.0
         got = 0
         async for piece in engine.generate(greedy("a", PROMPT, 4)):
+            if not got:
+                await asyncio.sleep(3.5)
             got += len(piece.token_ids)
-            await asyncio.sleep(0.5)
         assert got == 4
 
-    scene(kind, play, silence_s=0.2)
+    scene(kind, play, silence_s=2.5)
 
 
 # Aborts.

@@ -4,6 +4,7 @@ for that nothing does."""
 from __future__ import annotations
 
 import asyncio
+import io
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
 from engine_stubs import VllmStub
 from gateway_scenes import BEARER, Front, play_stubs
@@ -18,6 +20,7 @@ from rollout_commands import python
 from rollout_scenes import PROMPT, Scene, play
 from trimtab.fleet import rollout_events as e
 from trimtab.fleet.rollout import RolloutMachine
+from trimtab.formats.rollout_settings import AttachedEngine
 from trimtab.model.errors import UnreachableError
 from trimtab.model.reason import Code, Reason
 from trimtab.model.rollout import RolloutRules
@@ -31,6 +34,7 @@ from trimtab.runtime.rollout.core import Core
 from trimtab.runtime.rollout.launcher import Seen
 from trimtab.runtime.rollout.process_engine import EngineProcess
 from trimtab.runtime.rollout.processes import ProcessLauncher
+from trimtab.ui import rollout_serve, rollout_text
 
 WELL = Reason(Code.sent, "as asked")
 
@@ -348,3 +352,45 @@ async def test_processes_are_looked_at_beside_the_event_loop(tmp_path: Path, mon
         await launcher.close()
     assert looked
     assert threading.main_thread() not in looked
+
+
+# ---- what people see -------------------------------------------------------------------------------------------------
+
+
+def test_the_status_that_people_read_names_a_loop_that_failed() -> None:
+    async def act(scene: Scene) -> None:
+        async def surprise() -> None:
+            raise ValueError("a surprise")
+
+        await asyncio.wait({scene.pool.background.once("follow weights", surprise())})
+        data = rollout_text.status_data(scene.pool.status(), "http://localhost:1", "job.yaml")
+        console = Console(width=200, record=True, file=io.StringIO())
+        console.print(rollout_text.picture(data))
+        said = console.export_text()
+        assert "background: follow weights failed once and is failed: ValueError: a surprise" in said
+        assert "watch" not in said, "what runs as it should is for --format json"
+
+    play(act, kinds=("vllm",))
+
+
+def test_an_engine_of_the_file_that_joined_by_itself_meanwhile_does_not_end_the_gateway(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rollout_serve, "TRY_AGAIN_S", 0.01)
+
+    async def act(scene: Scene) -> None:
+        url = scene.pool.url(scene.names[0])
+        really = scene.pool.attach
+
+        async def attach(*args: Any, **more: Any) -> str:
+            scene.pool.attach = really  # type: ignore[method-assign]
+            raise UnreachableError("not there yet")
+
+        scene.pool.attach = attach  # type: ignore[method-assign]
+        settings = cast(Any, SimpleNamespace(engines=()))
+        crew = rollout_serve.Crew(scene.pool, settings, {})
+        engine = AttachedEngine(url.replace("127.0.0.1", "localhost"), "other", 8, None, 1, "", (), "job.yaml:3")
+        await asyncio.wait_for(crew._attach(engine), 50)
+        assert [one.worker for one in scene.pool.workers()] == scene.names
+
+    play(act, kinds=("vllm",))

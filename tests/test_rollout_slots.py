@@ -32,6 +32,7 @@ from trimtab.model.pool import State
 from trimtab.model.reason import Code, Reason
 from trimtab.model.resources import Resources
 from trimtab.rollout import RolloutPool, RolloutRules, SamplingParams, WorkerSpec, WorkerState
+from trimtab.runtime.background import Background
 from trimtab.runtime.cluster.processes import table
 from trimtab.runtime.ray.client import Pool, Session, connect
 from trimtab.runtime.rollout.following import NodeFollower, places_on
@@ -325,6 +326,7 @@ class Ledger:
     places: dict[str, Any] = field(default_factory=dict)
     added: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
+    background: Background = field(default_factory=Background)
 
     @property
     def pool(self) -> Ledger:

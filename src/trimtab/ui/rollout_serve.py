@@ -23,6 +23,7 @@ from trimtab.formats.rollout_settings import AttachedEngine, RolloutSettings, St
 from trimtab.model.errors import InputError, TrimtabError, UnreachableError
 from trimtab.model.reason import Code
 from trimtab.model.rollout import WorkerSpec
+from trimtab.runtime.engines.wire import addresses
 from trimtab.runtime.rollout.gateway.server import Gateway
 from trimtab.runtime.rollout.gateway.settings import GatewaySettings
 from trimtab.runtime.rollout.launcher import EngineCommand
@@ -148,11 +149,11 @@ async def _until_over(
         return rollout_text.status_data(pool.status(), gateway.url, str(settings.path))
 
     over = asyncio.create_task(stops.over.wait(), name="rollout-over")
-    showing = asyncio.create_task(rollout_live.watch(look, stops.over, hints), name="rollout-show")
+    showing = pool.background.start("display", functools.partial(rollout_live.watch, look, stops.over, hints))
     joining = asyncio.create_task(crew.join(logs), name="rollout-join")
     beside = [showing, joining]
     if settings.follow_weights:
-        beside.append(asyncio.create_task(_follow(pool), name="rollout-follow"))
+        beside.append(pool.background.start("follow weights", functools.partial(_follow, pool)))
     left: set[asyncio.Task[Any]] = {over, *beside}
     try:
         while not over.done():
@@ -273,6 +274,9 @@ class Crew:
         before = ""
         while True:
             try:
+                if before and (there := self._pool.worker_at(await addresses(one.url))) is not None:
+                    self._pool.warn(f"it joined as {there} meanwhile", one.label)
+                    return
                 name = await self._pool.attach(
                     one.url, name=one.name, limit=one.limit, version=one.version, size=one.size, node=one.node
                 )

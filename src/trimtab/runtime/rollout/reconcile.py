@@ -64,9 +64,9 @@ class Reconciler:
             act = self._acts.get(worker.worker)
             if act is not None and worker.doing is act.verb and not self._is_doing(act.worker):
                 found[act.worker, act.attempt, act.verb] = self._telling(e.ActFailed(act.worker, act.attempt, WHY))
-        for name in core.asked:
+        for name, asked in core.asked.items():
             view = core.machine.request(name)
-            if view is None or view.state in ANSWERED:
+            if not asked.answered.done() and (view is None or view.state in ANSWERED):
                 found[name] = self._failing(name)
         return found
 

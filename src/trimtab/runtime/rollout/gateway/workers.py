@@ -124,7 +124,7 @@ class WorkerDoors:
     async def remove(self, name: str, deadline_s: float | None) -> dict[str, Any]:
         """It leaves; what it has goes on until the deadline."""
         worker = self._view(name).worker
-        task = asyncio.get_running_loop().create_task(self._removed(worker, deadline_s))
+        task = self._pool.background.once(f"remove {worker}", self._removed(worker, deadline_s))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
         await asyncio.sleep(0)  # its first step: from here on nothing new goes there
