@@ -372,22 +372,3 @@ def test_a_look_that_fails_in_an_unknown_way_is_shown_and_the_dashboard_goes_on(
             stream.close()
         assert asked(server, "/state")[0] == 200
         assert [row["failures"] > 0 for row in server.background.status()] == [True]
-
-
-def test_a_look_that_fails_unexpectedly_ends_neither_the_server_nor_the_following(
-    run: Growing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    really, left = DashboardSource.look, [2]
-
-    def look(self: DashboardSource) -> Any:
-        if left[0]:
-            left[0] -= 1
-            raise ZeroDivisionError("a surprise")
-        return really(self)
-
-    monkeypatch.setattr(DashboardSource, "look", look)
-    with serving(run.folder) as started:
-        status, _, body = asked(started, "/state")
-        assert status == 200
-        assert json.loads(body)
-    assert not left[0]

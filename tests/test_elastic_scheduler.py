@@ -393,29 +393,6 @@ def test_stop_waits_for_a_flush_that_has_begun() -> None:
 # ---- what fails ------------------------------------------------------------------------------------------------------
 
 
-def test_a_scheduler_whose_loop_meets_a_surprise_says_so_and_goes_on() -> None:
-    async def story() -> None:
-        group = Group(4)
-        scheduler = made(group)
-        await scheduler.start()
-        really, left = scheduler._look, [2]
-
-        async def look() -> Any:
-            if left[0]:
-                left[0] -= 1
-                raise ZeroDivisionError("a surprise")
-            return await really()
-
-        scheduler._look = look  # type: ignore[method-assign]
-        await asyncio.sleep(60)
-        assert not left[0]
-        assert "a surprise" in scheduler.faults[-1]
-        assert len(group.flushes) == 3, "idle workers are still given up"
-        await scheduler.stop()
-
-    run(story)
-
-
 def test_a_status_that_fails_is_said_and_moves_nobody() -> None:
     async def story() -> None:
         group = Group(4)
