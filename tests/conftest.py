@@ -29,6 +29,7 @@ LAST = (  # these need one, and are kept off the storm; the longest begin first
     "test_integrations_verl.py",
     "test_integrations_loop.py",
     "test_controller.py",
+    "test_pool_faults.py",
     "test_members.py",
     "test_dashboard_cluster.py",
     "test_advise_cluster.py",
