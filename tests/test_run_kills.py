@@ -156,6 +156,18 @@ def test_a_node_that_is_lost_leaves_the_run_a_smaller_plan_and_one_that_joins_a_
     assert "gone with node" in forced[-1]["reason"]
 
 
+def test_a_node_that_is_lost_while_components_are_first_placed_leaves_the_run_a_smaller_plan(
+    house: House, tmp_path: Path
+) -> None:
+    kill = once(lambda event, facts: event == "plan" and facts["why"] == "first", house.kill_node)
+    end = run(house, tmp_path / "run", kill)
+    counts_once(end, tmp_path / "run")
+    first, *later = events(tmp_path / "run", "plan")
+    assert first["why"] == "first"
+    assert later[0]["why"] == "lost"
+    assert end.plan.total_gpus == 4  # of one node
+
+
 @pytest.mark.long
 def test_a_run_that_is_only_advised_follows_the_advice_when_its_plan_is_gone(house: House, tmp_path: Path) -> None:
     rules = replace(AUTO, mode=RunMode.advise)

@@ -155,7 +155,10 @@ class LocalRun:
         """All iterations, or as many as it comes to; whatever ends it is said, not raised."""
         try:
             try:
-                self._begin(crew, plan, first)
+                try:
+                    self._begin(crew, plan, first)
+                except LostError as lost:
+                    plan, first = self._recovered(crew, lost, plan)
                 self._all_iterations(crew, plan, first)
             finally:
                 self._ending = True  # from here on Ctrl-C changes nothing
