@@ -27,6 +27,8 @@ LAST = (  # these need one, and are kept off the storm; the longest begin first
     "test_run_cluster.py",
     "test_integrations_verl.py",
     "test_integrations_loop.py",
+    "test_nested_actors.py",
+    "test_environments.py",
     "test_controller.py",
     "test_members.py",
     "test_dashboard_cluster.py",
