@@ -308,7 +308,7 @@ OPENRLHF = Case(
     config="""\
 actor: {num_nodes: 1, num_gpus_per_node: 4}
 vllm: {num_engines: 4, tensor_parallel_size: 1}
-train: {async_enable: true, async_queue_size: 1}
+train: {async_enable: true, async_queue_size: 1, batch_size: 120}
 rollout: {batch_size: 128}
 algo: {advantage: {estimator: group_norm}, kl: {init_coef: 0}}
 """,
