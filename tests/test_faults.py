@@ -21,11 +21,12 @@ from engine_answers import run
 from engine_scenes import expected
 from engine_stubs import SglangStub, Stub, VllmStub
 from faults import Faults, Proxy
-from gateway_scenes import front, until
+from gateway_scenes import front
 from journal_writer import GONE, HAS, REFUSED, SAID, STARTED, last_of
 from rollout_scenes import DEADLINES
 from trimtab.fleet import rollout_events as e
 from trimtab.rollout import RolloutPool, RolloutRules, SamplingParams
+from waiting import until_async
 
 RULES = RolloutRules(
     least=1, most=8, drain_s=0.5, abort_s=2.0, stall_s=20.0, suspect_s=10.0, lost_s=60.0, back_off_s=0.01, probe_s=1.0,
@@ -218,7 +219,7 @@ async def clients_with_bad_connections(faults: Faults, wanted: int, seed: int) -
 
         while faults.total < wanted:
             right += sum(await asyncio.gather(*(client() for _ in range(48))))
-        await until(lambda: scene.running() == 0, 60.0)
+        await until_async(lambda: scene.running() == 0, 60.0)
         for stub in stubs:
             await left_nothing(stub)
     assert len(ledger.arrived) >= right

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from engine_stubs import SglangStub, VllmStub
-from gateway_scenes import TOKEN, Front, play_stubs, until
+from gateway_scenes import TOKEN, Front, play_stubs
 from trimtab.runtime.rollout.gateway import extras, openai, sglang
+from waiting import until_async
 
 PATHS = (
     "/v1/completions", "/v1/chat/completions", "/generate", "/workers", "/scale", "/workers/x/drain", "/workers/x",
@@ -100,7 +101,7 @@ def storm(seed: int, requests: int) -> None:
 
         for _ in range(requests // AT_ONCE):
             await asyncio.wait_for(asyncio.gather(*(one(request(chance)) for _ in range(AT_ONCE))), 50)
-        await until(lambda: front.gateway.open == 0)
+        await until_async(lambda: front.gateway.open == 0)
         assert (await front.complete()).status == 200, "and it serves as before"
         assert {b"200", b"400"} <= counts.keys(), counts
 

@@ -9,9 +9,10 @@ import json
 import pytest
 
 from engine_stubs import VllmStub
-from gateway_scenes import PROMPT, Front, play, play_stubs, until
+from gateway_scenes import PROMPT, Front, play, play_stubs
 from trimtab.runtime.rollout.gateway import bodies, fields
 from trimtab.runtime.rollout.gateway.faults import Refusal
+from waiting import until_async
 
 # ---- heads ---------------------------------------------------------------------------------------------------------
 
@@ -76,7 +77,7 @@ def test_the_second_head_of_a_connection_has_a_deadline_too_and_an_answer_has_no
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         stub.goes.clear()
         writer.write(head.encode() + body)
-        await until(lambda: front.running() == 1)
+        await until_async(lambda: front.running() == 1)
         await asyncio.sleep(1.0)  # longer than a head may take
         stub.goes.set()
         first = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 50)
@@ -154,7 +155,7 @@ def test_a_call_with_hundreds_of_prompts_does_not_keep_another_client_waiting_fo
     async def act(front: Front) -> None:
         prompts = [[1 + one % 50, 2, 3] for one in range(150)]
         batch = asyncio.create_task(front.complete(prompts, tokens=2, n=2, stream=stream))
-        await until(lambda: made() > 8)
+        await until_async(lambda: made() > 8)
         before = made()
         assert (await front.complete(tokens=2)).status == 200
         assert made() < before + 60
@@ -168,7 +169,7 @@ def test_a_call_with_hundreds_of_prompts_does_not_keep_another_client_waiting_fo
             assert [one["index"] for one in choices] == list(range(300))
             alone = await front.complete([prompts[7]], tokens=2)
             assert {choices[14]["text"], choices[15]["text"]} == {alone.json["choices"][0]["text"]}
-        await until(lambda: front.gateway.open == 0 and not front.pool._core.machine.requests())
+        await until_async(lambda: front.gateway.open == 0 and not front.pool._core.machine.requests())
 
     play_stubs([stub], act, limit=4, model_name="tiny")
 
@@ -178,9 +179,9 @@ def test_a_client_that_leaves_takes_along_what_was_not_asked_yet() -> None:
 
     async def act(front: Front) -> None:
         batch = asyncio.create_task(front.complete([PROMPT] * 200, tokens=500))
-        await until(lambda: len(stub.running) >= 4)
+        await until_async(lambda: len(stub.running) >= 4)
         batch.cancel()
-        await until(lambda: front.gateway.open == 0 and not front.pool._core.machine.requests())
+        await until_async(lambda: front.gateway.open == 0 and not front.pool._core.machine.requests())
         asked = len(stub.calls("/v1/completions"))
         assert (await front.complete(tokens=2)).status == 200
         assert len(stub.calls("/v1/completions")) == asked + 1
@@ -191,7 +192,7 @@ def test_a_client_that_leaves_takes_along_what_was_not_asked_yet() -> None:
 def test_a_stop_answers_a_call_whose_prompts_were_not_all_asked() -> None:
     async def act(front: Front) -> None:
         batch = asyncio.create_task(front.complete([PROMPT] * 200, tokens=500))
-        await until(lambda: front.running() >= 4)
+        await until_async(lambda: front.running() >= 4)
         await front.gateway.stop(0.1)
         assert (await batch).status == 503
 

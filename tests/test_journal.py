@@ -429,13 +429,12 @@ def test_a_value_of_a_wrong_type_or_a_number_that_is_none_is_refused_with_its_li
     assert refused.value.where == f"{segment(tmp_path)}, line {at + 1}"
 
 
-def test_what_callers_in_python_write_for_a_count_or_a_yes_is_read_again(tmp_path: Path) -> None:
-    one = TaskSpec("a", "p", (Resources.of(cpu=1),), restarts=2.0, saves=1)  # type: ignore[arg-type]
+def test_what_callers_in_python_write_for_a_yes_or_half_a_character_is_read_again(tmp_path: Path) -> None:
+    one = TaskSpec("a", "p", (Resources.of(cpu=1),), restarts=2, saves=1)  # type: ignore[arg-type]
     half = TaskSpec("b\ud800", "p", (Resources.of(cpu=1),))
     written(tmp_path, [Submitted(one), Submitted(half)])
     specs = [event.spec for _, event in read_journal(tmp_path).events]
     assert specs[0] == one
-    assert type(specs[0].restarts) is int
     assert specs[1].id == "b?"
 
 

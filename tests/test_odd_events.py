@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import logging
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ import pytest
 from dashboard_pages import serving
 from run_report_samples import eventful
 from trimtab.model.run_events import read_event
-from trimtab.model.workflow import Cluster, Node
 from trimtab.runtime.advise.record import Record
-from trimtab.runtime.run import news
 from trimtab.runtime.run.engines_diary import diary_of, read_diary
 from trimtab.runtime.run.folder import read_run
 from trimtab.ui.cli import run as command
@@ -108,31 +105,3 @@ def test_the_diary_of_engines_is_read_past_an_odd_line(tmp_path: Path) -> None:
 def test_what_a_trainer_reports_may_be_as_large_as_it_likes() -> None:
     event = {"event": "iteration", "iteration": {"number": 1, "wall_s": 1}, "metrics": {"trainer": {"loss": 1e200}}}
     assert read_event(json.dumps(event)) == event
-
-
-def test_news_of_a_cluster_that_cannot_be_had_are_logged_once_and_asked_for_again(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    often = threading.Event()
-    asks: list[str] = []
-
-    class Broken:
-        def ask(self, what: str, *_: Any, **__: Any) -> Any:
-            asks.append(what)
-            if len(asks) >= 4:
-                often.set()
-            raise RuntimeError("the controller is not there")
-
-    monkeypatch.setattr(news, "AGAIN_S", 0.001)
-    cluster = Cluster((Node("a", 1),))
-    session: Any = Broken()
-    listening = news.Listening(
-        session, "p", news.Nodes(cluster), news.Seen(cluster, (), None, {}), lambda *_: None, lambda *_: None
-    )
-    with caplog.at_level(logging.WARNING):
-        listening.begin()
-        assert often.wait(120)
-        listening.close()
-    said = [one for one in caplog.records if "no news of the cluster" in one.getMessage()]
-    assert len(said) == 1
-    assert "the controller is not there" in said[0].getMessage()
