@@ -16,7 +16,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	@$(BIN)/trimtab demo
 
-test: lint types tests
+test: lint
+	@$(MAKE) --no-print-directory -j 2 types tests
 
 lint: setup
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
@@ -26,7 +27,7 @@ types: setup
 
 tests: setup
 	@tools/install-browser
-	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25
+	@$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=40
 
 bench: setup
 	@$(BIN)/python -m bench

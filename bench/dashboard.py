@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _measured(count: int) -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
     from playwright.sync_api import sync_playwright
 
     import run_report_samples as samples

@@ -161,6 +161,19 @@ def test_other_advice_comes_when_something_else_drifts(tmp_path: Path) -> None:
     assert len(after.plan.placed("inference").gpus) > len(before.plan.placed("inference").gpus)
 
 
+def test_costs_on_one_number_of_gpus_are_weighed_for_lesser_scaling_too(tmp_path: Path) -> None:
+    told = Told(RLINF.seconds, grows("rollout", after=15, to=3.0), steps=40)
+    run = Run(RLINF, tmp_path, points={**RLINF.points, "inference": {16: RLINF.seconds["inference"]}})
+    advice = run.take(RLINF.write(told)).advising.picture().advice
+    assert advice is not None
+    assert advice.extrapolated == ("inference",)
+    assert advice.gain_if_less is not None
+    assert advice.gain_if_less != pytest.approx(advice.gain)
+    measured_well = Run(RLINF, tmp_path).take(RLINF.write(told)).advising.picture().advice
+    assert measured_well is not None
+    assert measured_well.gain_if_less is None
+
+
 def test_advice_goes_when_its_cause_goes(tmp_path: Path) -> None:
     def there_and_back(step: int) -> dict[str, float]:
         return {"rollout": 3.0 if 20 < step <= 45 else 1.0}

@@ -19,7 +19,7 @@ from playwright.sync_api import Browser, expect
 from advise_world import VERL, profile, verl_jsonl
 from pages import CONTRASTS, OUTSIDE, SCHEMES, WIDTHS
 
-PATIENCE_S = 90.0
+PATIENCE_S = 240.0
 expect.set_options(timeout=30_000)
 PAGE = 'vllm:num_requests_running{engine="0"} 12.0\nvllm:num_requests_waiting{engine="0"} 3.0\n'
 

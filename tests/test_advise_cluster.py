@@ -5,8 +5,6 @@ from __future__ import annotations
 import http.server
 import os
 import threading
-import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,15 +15,9 @@ from trimtab.model.errors import UnreachableError
 from trimtab.runtime.advise.cluster import ClusterWatch, _look, busy_in
 from trimtab.runtime.advise.gpus import gpus_here
 from trimtab.runtime.ray.survey import find
+from waiting import until
 
-WAIT_S = 120.0
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.1)
+WAIT_S = 240.0
 
 
 def test_nodes_and_gpus_are_seen_and_the_end_of_the_cluster_is_told() -> None:

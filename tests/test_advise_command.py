@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from cluster_here import Terminal
 from engine_servers import again as start_again
 from engine_servers import servers, wait_up
 from trimtab.ui.cli import run
+from waiting import until
 
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 ROOT = Path(__file__).parent.parent
 ids = [case.framework for case in CASES]
 
@@ -392,13 +393,6 @@ def test_a_real_engine_is_read_frozen_killed_and_back(tmp_path: Path) -> None:
         again = wait_up(start_again(server))
         until(lambda: engines.look(20.0)[0].fault is None)
         again.stop()
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_what_answers_and_is_no_engine_is_said_to_be_none(tmp_path: Path) -> None:

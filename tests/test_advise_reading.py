@@ -25,6 +25,8 @@ from advise_world import (
 )
 from trimtab.formats import logs
 from trimtab.formats.follow import RunLog, Step
+from trimtab.formats.follow_costs import reading_of
+from trimtab.formats.logs_gpus import RunFacts
 from trimtab.model.errors import InputError
 from trimtab.runtime.advise.tail import Tail, first_ranks, following
 
@@ -144,6 +146,18 @@ def test_checkpoints_and_validation_are_told_with_their_step() -> None:
     assert [step.number for step in steps if step.saved] == [3, 6]
     assert [step.number for step in steps_of(log_of("nemo_rl"), nemo_blocks(Told(NEMO.seconds, steps=4, saves=2)))
             if step.saved] == [2, 4]  # fmt: skip
+
+
+def test_a_profiler_that_is_off_takes_no_step_its_total() -> None:
+    line = (
+        "(TaskRunner pid=4242) step:{} - timing_s/start_profile:0.000213 - timing_s/gen:41.5 - timing_s/reward:0.8 - "
+        "timing_s/old_log_prob:6.1 - timing_s/adv:0.04 - timing_s/update_actor:22.4 - "
+        "timing_s/dump_rollout_generations:0.31 - timing_s/step:71.4 - timing_s/stop_profile:0.000187\n"
+    )
+    steps = steps_of(log_of("verl"), "".join(line.format(n) for n in range(1, 5)))
+    reading = reading_of(logs.FRAMEWORKS["verl"], steps, RunFacts())
+    assert [step.extra for step in steps] == [()] * 4
+    assert [reading.total(step) for step in steps] == [71.4] * 4
 
 
 def test_an_event_file_is_read_while_it_grows() -> None:

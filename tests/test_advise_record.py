@@ -32,7 +32,7 @@ from trimtab.ui.cli import run
 from trimtab.ui.dashboard_source import DashboardSource
 from trimtab.ui.run_report_story import read_story
 
-PATIENCE_S = 90.0
+PATIENCE_S = 240.0
 RULES = RunRules(assumed_move_s=120.0)
 ids = [case.framework for case in CASES]
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from trimtab import __version__
 from trimtab.formats import yaml_text
 from trimtab.formats.load import load
-from trimtab.ui.cli import run
+from trimtab.ui.cli import app, run
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "src" / "trimtab" / "examples" / "grpo.yaml"
@@ -221,3 +225,128 @@ def test_the_demo_plans_the_bundled_example_and_says_what_to_look_at(tmp_path: P
     assert done.returncode == 0
     assert "What to look at" in done.stdout
     assert (tmp_path / "out" / "plan.html").exists()
+
+
+ONE_POINT = """
+cluster: {nodes: 2, gpus_per_node: 8}
+workflow:
+  batches: 512
+  components:
+    rollout: {seconds: {16: 60}}
+    trainer: {seconds: {16: 60}, after: [rollout]}
+"""
+
+
+def test_one_measured_point_each_gives_two_plans_and_no_proof(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(ONE_POINT)
+    report = tmp_path / "plan.html"
+    status, out, _ = call(capsys, "plan", job, "--report", report)
+    assert status == 0
+    assert "proven optimal" not in out
+    assert "Measure rollout on 8 GPUs: that decides" in out
+    assert "rollout 8 | trainer 8" in out
+    assumed = out[out.index("Assumed") :].splitlines()
+    assert assumed[1].strip().startswith("- perfect scaling: rollout, trainer")
+    block = out[out.index("Best placement for this task is:") :].split("\n\n", 1)[1]
+    assert yaml_text.parse(block, "block") == {"placement": {"rollout,trainer": "all"}}
+    assert "If scaling is less than perfect" in report.read_text()
+
+    data = json.loads(call(capsys, "plan", job, "--format", "json")[1])
+    assert data["optimal"] is False
+    assert data["assumptions"][0].startswith("perfect scaling")
+    assert data["scaling"]["measured_once"] == ["rollout", "trainer"]
+    assert data["scaling"]["measure"] == {"component": "rollout", "gpus": 8}
+    assert data["scaling"]["plan"]["iteration_seconds"] < data["scaling"]["iteration_seconds"]
+    assert data["scaling"]["plan"]["settings"] == {"placement": {"rollout": "0-7", "trainer": "8-15"}}
+
+    _, out, err = call(capsys, "plan", job, "--format", "overrides")
+    assert "placement" in out
+    assert "perfect scaling" in " ".join(err.split())
+
+
+def test_a_placement_faster_than_every_plan_of_the_framework_is_kept_and_nothing_is_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "verl.yaml"
+    # 3 GPUs do not divide the batch, so no plan has them; the rollout uses them all the same.
+    config.write_text(
+        "actor_rollout_ref: {actor: {strategy: fsdp}, rollout: {n: 1}}\n"
+        "data: {train_batch_size: 64}\n"
+        "trainer: {nnodes: 1, n_gpus_per_node: 3}\n"
+    )
+    profile = tmp_path / "profile.yaml"
+    profile.write_text(
+        "profile:\n  components:\n    rollout: {seconds: {2: 90, 3: 60}}\n    update_actor: {seconds: {2: 90, 3: 60}}\n"
+    )
+    before = config.read_bytes()
+    status, out, err = call(capsys, "plan", config, "--profile", profile, "--apply")
+    assert status == 0
+    assert "the placement in the file: keep it" in out
+    assert "proven optimal" not in out
+    assert config.read_bytes() == before
+    assert list(tmp_path.glob("*.bak*")) == []
+    _, out, err = call(capsys, "plan", config, "--profile", profile, "--format", "overrides")
+    assert out == ""
+    assert "keep the placement" in " ".join(err.split())
+    data = json.loads(call(capsys, "plan", config, "--profile", profile, "--format", "json")[1])
+    assert data["kept"] is True
+    assert data["settings"] == {}
+    assert data["iteration_seconds"] == pytest.approx(150.0)  # the rollout has all three GPUs
+
+
+def _verbs(one: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield names, one
+    for name, below in getattr(one, "commands", {}).items():
+        yield from _verbs(below, (*names, name))
+
+
+VERBS = dict(_verbs(get_command(app)))
+
+
+@pytest.mark.parametrize("names", VERBS, ids=" ".join)
+def test_help_shows_what_stands_in_brackets(names: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    verb = VERBS[names]
+    assert run([*names, "--help"]) == 0
+    shown = re.sub(r"[^\w\[\]:/-]", "", capsys.readouterr().out)
+    texts = [verb.help or "", *(getattr(one, "help", None) or "" for one in verb.params)]
+    for bracket in re.findall(r"\[[^\]]+\]", " ".join(texts)):
+        assert re.sub(r"[^\w\[\]:/-]", "", bracket) in shown
+
+
+def test_help_of_plan_and_run_have_brackets_to_show(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--help"]) == 0
+    assert "after: [rollout], granularity" in capsys.readouterr().out
+
+
+def test_half_a_character_in_a_name_is_printed_escaped(tmp_path: Path) -> None:
+    name = os.fsdecode(b"no\xff.yaml")
+    ended = subprocess.run(
+        [sys.executable, "-m", "trimtab", "plan", name],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict", "COLUMNS": "200"},
+        cwd=tmp_path,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert rb"there is no file no\udcff.yaml" in ended.stderr
+    assert b"Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "value", ['"\\ud800"', "9" * 400, "[x]", "{x: 1}", "'" + "9" * 5000 + "'"], ids=lambda v: v[:8]
+)
+def test_a_value_that_nobody_expects_is_one_clear_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    job = tmp_path / "job.yaml"
+    for key in ("nodes", "gpus_per_node", "gpu"):
+        stated = ", ".join(f"{one}: {two}" for one, two in {"nodes": 1, "gpus_per_node": 8, key: value}.items())
+        job.write_text(f"cluster: {{{stated}}}\nworkflow: {{components: {{rollout: {{seconds: {{8: 10}}}}}}}}\n")
+        assert run(["plan", str(job)]) == 2, key
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert f"cluster.{key}" in said
+        assert len(said) < 2_000

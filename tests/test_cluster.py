@@ -15,10 +15,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from cluster_here import Place, wait_for, worker_ports
+from cluster_here import Place, worker_ports
 from trimtab.runtime.cluster import auth, books, gpus, ports
 from trimtab.runtime.cluster.ledger import ClusterRecord, Phase, Sizes
 from trimtab.runtime.cluster.processes import Process, send
+from waiting import until
 
 TOKEN = "a-token-that-only-the-first-terminal-has-0123456789"
 
@@ -267,7 +268,7 @@ def test_a_node_whose_ray_is_stopped_by_others_ends_whole_and_says_so(workers: P
     raylet = workers.node("gpu-1").raylet
     assert raylet is not None
     send(raylet, signal.SIGTERM)
-    wait_for(lambda: not any(one.lives for one in family), "some process of the node is still there")
+    until(lambda: not any(one.lives for one in family), "some process of the node is still there")
     assert "stopped from outside, as `ray stop` does" in workers.cause("gpu-1")
     assert "as `ray stop` does" in workers.done("status")
     assert gpus_of(workers) == ["0", "2", "3"]
@@ -278,7 +279,7 @@ def test_a_raylet_that_is_killed_takes_its_node_with_it_and_its_gpu_is_free(work
     raylet = workers.node("gpu-3").raylet
     assert raylet is not None
     send(raylet, signal.SIGKILL)
-    wait_for(lambda: not any(one.lives for one in family), "some process of the node is still there")
+    until(lambda: not any(one.lives for one in family), "some process of the node is still there")
     assert "its Ray died" in workers.cause("gpu-3")
     assert "3" not in gpus_of(workers)
 
@@ -305,7 +306,7 @@ def test_a_drained_node_that_is_busy_is_seen_by_all_and_goes_at_its_deadline(wor
         assert node["state"] == "draining"  # Ray says so, to whoever asks
         assert node["deadline"] == data["deadline"]
         data = workers.asked("drain", "gpu-2", "--deadline", "2")  # a second one replaces the deadline
-        wait_for(lambda: not any(one.lives for one in family), "the drained node is still there")
+        until(lambda: not any(one.lives for one in family), "the drained node is still there")
         assert time.time() >= data["deadline"]
     assert "its deadline has passed" in workers.cause("gpu-2")
 
@@ -354,7 +355,7 @@ def test_a_node_joins_by_address_from_where_nothing_is_known_of_the_cluster(here
         assert refused.returncode == 2
         assert "was not started by trimtab on this machine" in refused.stderr
         here.done("drain", theirs["node_id"][:12], "--deadline", "30")
-        wait_for(lambda: not there.processes(), "a drained node without work ends by itself")
+        until(lambda: not there.processes(), "a drained node without work ends by itself")
     finally:
         there.close()
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster_here import TRIMTAB, Place, Terminal, wait_for
+from cluster_here import TRIMTAB, Place, Terminal
 from trimtab.runtime.cluster.processes import command, send, table
+from waiting import until
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "auto_scaling"
 LOOP = "training_loop_with_autoscaling.py"
@@ -96,7 +97,7 @@ def test_a_cluster_starts_with_workers_and_training_uses_all_of_them_and_one_mor
     loop.interrupt()
     loop.ended()
     first.process.send_signal(signal.SIGKILL)  # nobody is left to clean up: the nodes notice
-    wait_for(lambda: not place.processes(), "nodes outlive the command that they belong to")
+    until(lambda: not place.processes(), "nodes outlive the command that they belong to")
 
 
 @pytest.mark.long

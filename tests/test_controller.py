@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import json
 import os
 import shutil
 import signal
@@ -11,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,9 @@ from trimtab.runtime.ray.task_errors import (
     TaskInterruptedError,
     TaskTimeoutError,
 )
+from trimtab.runtime.ray.warden import Warden, warden_name
+from trimtab.ui.cli import run
+from waiting import until
 
 CPU = {"cpu": 1}
 
@@ -68,15 +73,6 @@ def own_session(**settings: Any) -> Iterator[Session]:
         yield session
     finally:
         session.shutdown()
-
-
-def until(true: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-    """Wait for something to become true."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := true()):
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.05)
-    return found
 
 
 def kill_controller(session: Session) -> None:
@@ -150,6 +146,13 @@ class Cannot:
         raise RuntimeError("not today")
 
 
+class Deaf:
+    """Holds the interpreter, so that no thread of its process can answer."""
+
+    def hold(self) -> None:
+        ctypes.PyDLL(None).sleep(3600)
+
+
 class Asynchronous:
     async def answer(self) -> int:
         return 42
@@ -209,12 +212,40 @@ def test_a_gang_starts_whole_and_answers_by_rank(pool: Pool) -> None:
     assert results == [("0", "2"), ("1", "2")]
 
 
-def test_a_constructor_that_raises_fails_the_task_with_its_words(pool: Pool) -> None:
-    task = pool.submit(Cannot, resources=CPU)
-    with pytest.raises(TaskFailedError, match="not today"):
-        task.wait("running", timeout=30)
+@pytest.mark.parametrize("plain", [False, True], ids=["host", "plain actor"])
+def test_a_constructor_that_raises_fails_the_task_with_its_words_and_its_traceback(pool: Pool, plain: bool) -> None:
+    task = pool.submit(Cannot, resources=CPU, plain=plain)
+    with pytest.raises(TaskFailedError, match="not today") as failed:
+        task.wait("running", timeout=60)
+    for told in (failed.value.trace, str(failed.value)):
+        assert "in __init__" in told
+        assert "RuntimeError: not today" in told
     with pytest.raises(TaskFailedError):
         task.call("anything", timeout=5)
+
+
+def test_ray_knows_that_the_process_of_a_task_was_meant_to_end(session: Session, pool: Pool, cluster: Any) -> None:
+    from ray.core.generated.common_pb2 import WorkerExitType
+    from ray.core.generated.gcs_pb2 import WorkerTableData
+
+    def how_ended(pids: Collection[int]) -> dict[int, str]:
+        table = cluster._private.state.state._connect_and_get_accessor().get_worker_table()
+        workers = [WorkerTableData.FromString(one) for one in table]
+        ended = {one.pid: one.exit_type for one in workers if one.pid in pids and not one.is_alive}
+        return {pid: WorkerExitType.Name(kind) for pid, kind in ended.items()}
+
+    tasks = [pool.submit(Counter, resources=CPU) for _ in range(2)]
+    tasks.append(pool.submit(Counter, resources=CPU, plain=True))
+    pids = [task.call("pid") for task in tasks]
+    for task in tasks:
+        task.complete()
+    deaf = pool.submit(Deaf, resources=CPU, run="hold")
+    deaf.wait("running", timeout=60)
+    pids.append(deaf.members[0].pid)
+    deaf.cancel()
+    deaf.wait("ended", timeout=60)
+    until(lambda: len(how_ended(pids)) == len(pids), 60.0)
+    assert set(how_ended(pids).values()) <= {"INTENDED_USER_EXIT", "INTENDED_SYSTEM_EXIT"}
 
 
 def test_async_classes_become_plain_actors_and_say_why(pool: Pool) -> None:
@@ -280,8 +311,8 @@ def test_wrong_asks_come_back_as_input_errors(session: Session, pool: Pool) -> N
         pool.submit(Counter, resources=CPU, priority=float("nan"))
     with pytest.raises(InputError, match="prioritty is no setting"):
         pool.submit(Counter, resources=CPU, prioritty=1.0)
-    with pytest.raises(InputError, match="num_cpus is not to be given"):
-        pool.submit(Counter, resources=CPU, ray_options={"num_cpus": 2})
+    with pytest.raises(InputError, match="memory is not to be given"):
+        pool.submit(Counter, resources=CPU, ray_options={"memory": 2})
     with pytest.raises(InputError, match="plain data"):
         pool.submit(Counter, resources=CPU, ray_options={"runtime_env": {"x": lock}})
     with pytest.raises(InputError, match="no pool nowhere"):
@@ -668,6 +699,47 @@ def test_a_placement_group_that_somebody_removes_is_noticed(session: Session, cl
     until(lambda: task.seen.attempt == 2 and task.state is State.running)
     pool.drop()
     task.wait("ended", timeout=20)
+
+
+def test_a_loop_of_the_controller_that_fails_is_started_again_and_shown_by_status(
+    cluster: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    class Odd(Warden):  # found by the controller under the name of its agent on the node
+        asked = 0
+
+        async def deaths(self, epoch: str, known: int, wait_s: float) -> Any:
+            self.asked += 1
+            return "nonsense" if self.asked <= 2 else await Warden.deaths(self, epoch, known, wait_s)
+
+    name, node = f"odd-{uuid.uuid4().hex[:6]}", cluster.nodes()[0]["NodeID"]
+    place = NodeAffinitySchedulingStrategy(node, soft=False)
+    cluster.remote(Odd).options(
+        name=warden_name(name, node), namespace="trimtab", lifetime="detached", num_cpus=0, max_concurrency=100,
+        scheduling_strategy=place,
+    ).remote(name, node)  # fmt: skip
+    session = connect(name=name)
+    try:
+        task = session.pool("p", {"cpu": 1}).submit(Counter, resources=CPU, restarts=1)
+        pid = task.call("pid")
+
+        def failed() -> dict[str, Any] | None:
+            rows = session.status()["background"]
+            return next((one for one in rows if one["failures"] == 2 and one["state"] == "running"), None)
+
+        row = until(failed, 60.0)
+        assert row["name"] == f"deaths on node {node[:12]}"
+        assert row["last_error"].startswith("ValueError: too many values to unpack")
+        os.kill(pid, signal.SIGKILL)  # and is heard of
+        until(lambda: task.seen.attempt == 2 and task.state is State.running, 60.0)
+        assert run(["status", "--name", name]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"deaths on node {node[:12]} failed 2 times and is running: ValueError" in said
+        assert run(["status", "--name", name, "--format", "json"]) == 0
+        assert json.loads(capsys.readouterr().out)["background"] == [row]
+    finally:
+        session.shutdown()
 
 
 def test_shutting_down_leaves_no_process_no_actor_and_no_placement_group(cluster: Any) -> None:

@@ -7,9 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,8 +22,9 @@ from trimtab.runtime.run.job_file import load_run
 from trimtab.runtime.run.local import LocalRun
 from trimtab.ui.dashboard_source import DashboardSource
 from trimtab.ui.run_report_story import Story
+from waiting import until
 
-WAIT_S = 90.0
+WAIT_S = 240.0
 JOB = """
 cluster: {nodes: 1, gpus_per_node: 2}
 workflow:
@@ -35,14 +34,6 @@ workflow:
     trainer: {after: rollout, seconds: {1: 0.1, 2: 0.06}, emulate: {noise: 0.02}}
 run: {iterations: 100000, loop: {mode: advise, least_iterations: 2}}
 """
-
-
-def until(true: Callable[[], Any]) -> Any:
-    end = time.monotonic() + WAIT_S
-    while not (found := true()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return found
 
 
 def test_an_ask_is_taken_once_oldest_first_and_what_is_half_written_is_not_there(tmp_path: Path) -> None:
@@ -135,7 +126,7 @@ def test_a_run_answers_what_the_dashboard_of_another_process_asks_and_forgets_wh
 
 
 def test_a_worker_is_drained_and_serves_again_as_asked_and_a_refusal_is_told_with_its_reason(tmp_path: Path) -> None:
-    place = Place("rollout", gpus=2, devices=(0, 1), near=Path(__file__).parent, folder=tmp_path)
+    place = Place("rollout", gpus=2, devices=(0, 1), near=Path(__file__).parent / "helpers", folder=tmp_path)
     rollout = EngineRollout(place=place, ask="engines_for_runs:Asking", engine="engines_for_runs:Slow")
     whom = asks.of_workers("rollout")
 

@@ -12,10 +12,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
@@ -25,8 +23,9 @@ from trimtab.model.workflow import Cluster, Node
 from trimtab.runtime.ray.client import connect
 from trimtab.runtime.run.embedded import EmbeddedRay
 from trimtab.ui.run_demo import Evaluation
+from waiting import until
 
-WAIT_MS = 90_000
+WAIT_MS = 240_000
 WORKERS = ("rollout-1", "rollout-2")
 ROOT = Path(__file__).parent.parent
 JOB = f"""
@@ -45,7 +44,7 @@ workflow:
 run:
   iterations: 100000
   save_every: 5
-  modules_from: {Path(__file__).parent}
+  modules_from: {Path(__file__).parent / "helpers"}
   loop: {{mode: auto, assumed_move_s: 0.5, least_iterations: 2, dwell_iterations: 1}}
 """
 
@@ -105,14 +104,6 @@ class Command:
         self._reader.join(10)
         assert self._process.stdout is not None
         self._process.stdout.close()
-
-
-def until(true: Callable[[], Any]) -> Any:
-    end = time.monotonic() + WAIT_MS / 1000
-    while not (found := true()):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    return found
 
 
 def state(page: Page, worker: str) -> Locator:

@@ -346,3 +346,29 @@ def test_a_run_whose_dashboard_cannot_start_goes_on(tmp_path: Path, capsys: pyte
     with beside(said.append, port=0)(tmp_path / "new", None):
         assert len(said) == 1
         assert said[0].startswith("dashboard: http://127.0.0.1:")
+
+
+def test_a_look_that_fails_in_an_unknown_way_is_shown_and_the_dashboard_goes_on(run: Growing) -> None:
+    source, failing = DashboardSource(run.folder), threading.Event()
+
+    class Odd:
+        def __getattr__(self, name: str) -> Any:
+            if name == "look" and failing.is_set():
+                raise KeyError("nonsense")
+            return getattr(source, name)
+
+    with DashboardServer(Odd(), 0, every_s=0.02, environment={"TRIMTAB_DASHBOARD_TOKEN": TOKEN}) as server:
+        stream = Stream(server)
+        try:
+            failing.set()
+            while "fault" not in (data := stream.next()[2]) or not data["fault"]:
+                pass
+            assert data["fault"] == "this cannot be shown: KeyError: 'nonsense'"
+            failing.clear()
+            run.preempt()
+            while "rollout-w1" not in json.dumps(stream.next()[2]):
+                pass
+        finally:
+            stream.close()
+        assert asked(server, "/state")[0] == 200
+        assert [row["failures"] > 0 for row in server.background.status()] == [True]

@@ -13,6 +13,7 @@ from trimtab.formats import rlinf, write_back
 from trimtab.formats.dialect import Loaded
 from trimtab.formats.hydra_config import compose
 from trimtab.model.errors import InputError
+from trimtab.plan.placement import plan_placement
 
 ROOT = Path(__file__).parent.parent
 BUNDLED = ROOT / "examples" / "math" / "config" / "qwen2.5-1.5b-grpo-megatron.yaml"
@@ -147,6 +148,52 @@ def test_an_invalid_placement_is_an_error_that_names_the_gpus(tmp_path: Path, pl
     assert "cluster.component_placement" in str(caught.value.where)
     if "4:0" in placement:
         assert "quotes" in str(caught.value.hint)
+
+
+def test_costs_in_profile_data_may_be_points_of_gpus_and_seconds(tmp_path: Path) -> None:
+    loaded = reasoning(tmp_path, "profile_data.rollout_cost={4: 100, 8: 59.9}")
+    by_name = {c.name: c.variants[0].seconds[""] for c in loaded.job.workflow.components}
+    assert by_name["rollout"] == ((4, 100.0), (8, 59.9))
+    assert by_name["actor"] == ((8, 95.7),)
+    answer = plan_placement(loaded.job, loaded.rules, current=loaded.current)
+    assert answer.scaling is not None
+    assert answer.scaling.components == ("inference", "actor")
+    with pytest.raises(InputError, match="no pair of GPUs"):
+        reasoning(tmp_path, "profile_data.rollout_cost={0: 100}")
+
+
+def test_a_critic_and_a_reward_with_costs_are_part_of_the_plan(tmp_path: Path) -> None:
+    costs = ("+profile_data.critic_cost=40", "+profile_data.reward_cost=6")
+    loaded = reasoning(tmp_path, *costs, placement="actor,critic,rollout,reward: all")
+    workflow = loaded.job.workflow
+    assert workflow.component("reward").cpu_seconds == 6.0
+    assert workflow.component("critic").variants[0].seconds[""] == ((8, 40.0),)
+    assert workflow.component("actor").after == ("critic", "reward")
+    plan = plan_placement(loaded.job, loaded.rules, current=loaded.current).best
+    assert plan.iteration_seconds == pytest.approx(95.7 + 30.8 + 59.9 + 40)
+    assert list(loaded.settings(plan).values["cluster.component_placement"]) == ["actor,critic,rollout,reward"]
+
+
+def test_a_reward_model_with_a_cost_stays_with_the_rollout(tmp_path: Path) -> None:
+    loaded = reasoning(
+        tmp_path, "+profile_data.reward_cost=6", "+reward.use_reward_model=true", "profile_data.actor_cost={1: 9, 8: 8}"
+    )
+    assert loaded.rules is not None
+    assert [group.components for group in loaded.rules.groupings[1]] == [
+        frozenset({"rollout", "reward"}), frozenset({"inference"}), frozenset({"actor"}),
+    ]  # fmt: skip
+    plan = plan_of({"rollout reward": range(4), "inference": range(4, 6), "actor": range(6, 8)})
+    placement = loaded.settings(plan).values["cluster.component_placement"]
+    assert placement == {"rollout": "0-3", "inference": "4-5", "actor": "6-7", "reward": "0-3"}
+
+
+@pytest.mark.parametrize(
+    ("key", "near"), [("rolout_cost", "rollout_cost"), ("infer_cost", "inference_cost"), ("gpu", "gpus")]
+)
+def test_an_unknown_key_of_profile_data_is_refused_with_the_nearest(tmp_path: Path, key: str, near: str) -> None:
+    with pytest.raises(InputError, match=f"no key {key}") as caught:
+        reasoning(tmp_path, f"+profile_data.{key}=3")
+    assert near in str(caught.value.hint)
 
 
 def test_missing_profile_data_says_how_to_add_it(tmp_path: Path) -> None:
@@ -314,7 +361,7 @@ def test_any_grouping_of_the_embodied_form_is_written() -> None:
         ("profile_data.env_profile_data={8: -1}", "no pair"),
         ("profile_data.actor_cost=nan", "finite"),
         ("~data.env_num", "env_num is missing"),
-        ("data.env_num=100000", "more per instance"),
+        ("data.env_num=60000", "more per instance"),
     ],
 )
 def test_faults_of_the_embodied_form_have_their_own_errors(override: str, what: str) -> None:

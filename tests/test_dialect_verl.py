@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from dialect_plans import DATA, plan_of, profile_of
 from trimtab.formats import verl
 from trimtab.formats.dialect import Loaded
 from trimtab.formats.hydra_config import compose
+from trimtab.formats.load import load as load_file
+from trimtab.formats.write_back import overrides
 from trimtab.model.errors import InfeasibleError, InputError
+from trimtab.plan.placement import plan_placement
 
 SECONDS = {
     "rollout": {16: 60.0},
@@ -45,7 +50,7 @@ def test_in_sync_mode_everything_shares_one_pool_of_whole_nodes() -> None:
     loaded = load()
     assert groupings(loaded) == [{frozenset(SECONDS)}]
     assert loaded.rules is not None
-    assert loaded.rules.whole_nodes
+    assert loaded.rules.even_nodes
     assert loaded.rules.groupings[0][0].sizes == (2, 4, 8, 16)  # rollout by 2, and the batch divides by all GPUs
     assert any("separate_async" in a for a in loaded.assumptions)
     settings = loaded.settings(plan_of({f"rollout {TRAINING}": range(8)}, total=16))
@@ -54,7 +59,7 @@ def test_in_sync_mode_everything_shares_one_pool_of_whole_nodes() -> None:
 
 
 def test_a_rollout_apart_from_a_sync_config_is_refused_because_it_would_change_the_algorithm() -> None:
-    with pytest.raises(InputError, match="verl cannot run this plan"):
+    with pytest.raises(InputError, match="verl in sync mode cannot run this plan"):
         load().settings(plan_of({"rollout": range(8), TRAINING: range(8, 16)}, total=16))
 
 
@@ -173,3 +178,159 @@ def test_a_batch_that_no_pool_divides_is_infeasible_and_says_what() -> None:
 def test_an_unknown_mode_is_an_error() -> None:
     with pytest.raises(InputError, match="no trainer mode"):
         load("trainer.v1.trainer_mode=magic")
+
+
+ONE_STEP_OFF = (
+    "+rollout.nnodes=2",
+    "+rollout.n_gpus_per_node=2",
+    "trainer.nnodes=2",
+    "trainer.n_gpus_per_node=6",
+    "data.train_batch_size=1152",
+)
+ON_TWO_NODES = ("++trimtab.nodes=2", "++trimtab.gpus_per_node=8")
+SIX_AND_TWO = {"rollout": {4: 90.0, 8: 80.0}, "update_actor": {6: 190.0, 8: 180.0, 12: 100.0}}
+
+
+@pytest.mark.parametrize("nodes", [ON_TWO_NODES, ()])
+def test_pools_that_share_nodes_six_and_two_are_planned_as_they_stand(nodes: tuple[str, ...]) -> None:
+    loaded = verl.read(compose(DATA / "verl_sync.yaml", (*ONE_STEP_OFF, *nodes)), profile_of(SIX_AND_TWO))
+    answer = plan_placement(loaded.job, loaded.rules, current=loaded.current)
+    assert answer.best.iteration_seconds == pytest.approx(100.0)
+    assert loaded.settings(answer.best).values == {
+        "trainer.nnodes": 2,
+        "trainer.n_gpus_per_node": 6,
+        "rollout.nnodes": 2,
+        "rollout.n_gpus_per_node": 2,
+    }
+    mine = next(a for a in answer.alternatives if a.label == "your placement")
+    assert mine.plan is not None
+    assert mine.plan.iteration_seconds == pytest.approx(100.0)
+
+
+def test_pools_of_the_file_lie_on_the_stated_nodes_as_verl_lays_them() -> None:
+    current = verl.read(
+        compose(DATA / "verl_sync.yaml", (*ONE_STEP_OFF, *ON_TWO_NODES)), profile_of(SIX_AND_TWO)
+    ).current
+    assert current is not None
+    assert current.ranks["update_actor"] == (*range(6), *range(8, 14))
+    assert current.ranks["rollout"] == (6, 7, 14, 15)
+
+
+FULLY_ASYNC = """\
+hydra:
+  searchpath: [{searchpath}]
+defaults: [ppo_trainer, _self_]
+async_training: {{staleness_threshold: 0.1, trigger_parameter_sync_step: 4, require_batches: 4}}
+rollout: {{nnodes: 1, n_gpus_per_node: 4, n: 4, total_rollout_steps: 51200}}
+data: {{gen_batch_size: 1}}
+"""
+PARENT = """\
+actor_rollout_ref:
+  actor: {strategy: fsdp2, ppo_mini_batch_size: 256, use_dynamic_bsz: true}
+  rollout: {n: 1, tensor_model_parallel_size: 1}
+data: {train_batch_size: 1024}
+trainer: {nnodes: 1, n_gpus_per_node: 8}
+"""
+LAUNCH = (
+    "data.train_batch_size=0",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+    "actor_rollout_ref.rollout.n=16",
+    "trainer.n_gpus_per_node=4",
+)
+
+
+def checkout(folder: Path, searchpath: str) -> Path:
+    """A checkout of verl, and a config deep inside it that names its parents as the real ones do."""
+    parents = folder / "verl" / "trainer" / "config"
+    parents.mkdir(parents=True)
+    (parents / "ppo_trainer.yaml").write_text(PARENT)
+    config = folder / "verl" / "experimental" / "fully_async_policy" / "config" / "fully_async_ppo_trainer.yaml"
+    config.parent.mkdir(parents=True)
+    config.write_text(FULLY_ASYNC.format(searchpath=searchpath))
+    return config
+
+
+@pytest.mark.parametrize("searchpath", ["file://verl/trainer/config", "pkg://verl.trainer.config"])
+def test_a_fully_asynchronous_launch_without_a_batch_is_planned(tmp_path: Path, searchpath: str) -> None:
+    config = checkout(tmp_path, searchpath)
+    loaded = load_file(config, LAUNCH, profile_of({"rollout": {4: 60.0, 8: 35.0}, "update_actor": {2: 50.0, 4: 30.0}}))
+    workflow = loaded.job.workflow
+    assert workflow.batches == 32 * 4 * 4
+    assert workflow.component("update_actor").granularity == 32 * 4
+    assert workflow.staleness == 1
+    assert any("512 prompts" in said for said in loaded.assumptions)
+    plan = plan_placement(loaded.job, loaded.rules, current=loaded.current).best
+    values = loaded.settings(plan).values
+    assert values["rollout.n_gpus_per_node"] + values["trainer.n_gpus_per_node"] <= 8
+    again = load_file(config, [*LAUNCH, *overrides(loaded.settings(plan))], profile_of(SIX_AND_TWO))
+    assert again.job.workflow.batches == 512
+
+
+def test_a_batch_of_nothing_is_refused_in_every_other_mode() -> None:
+    with pytest.raises(InputError, match="above 0"):
+        load("data.train_batch_size=0")
+
+
+def test_parents_that_are_nowhere_are_asked_for_by_their_folder(tmp_path: Path) -> None:
+    config = tmp_path / "fully_async.yaml"
+    config.write_text(FULLY_ASYNC.format(searchpath="pkg://no_such_package.trainer.config"))
+    with pytest.raises(InputError, match="ppo_trainer is not there") as caught:
+        compose(config)
+    assert "hydra.searchpath=[file:///" in str(caught.value.hint)
+    parents = tmp_path / "parents"
+    parents.mkdir()
+    (parents / "ppo_trainer.yaml").write_text(PARENT)
+    assert compose(config, [f"hydra.searchpath=[file://{parents}]"]).reader.get("data.train_batch_size") == 1024
+
+
+def hinted(loaded: Loaded) -> list[str]:
+    (said,) = [said for said in loaded.assumptions if "to plan it apart: " in said]
+    return said.partition("to plan it apart: ")[2].split()
+
+
+NO_V1 = (
+    "~trainer.v1",
+    "~trainer.use_v1",
+    "~actor_rollout_ref.rollout.nnodes",
+    "~actor_rollout_ref.rollout.n_gpus_per_node",
+)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+@pytest.mark.parametrize("version", [(), NO_V1])
+def test_the_hint_to_plan_the_rollout_apart_starts_and_so_does_what_it_prints(
+    nodes: int, version: tuple[str, ...]
+) -> None:
+    given = (*version, f"trainer.nnodes={nodes}", "actor_rollout_ref.actor.use_dynamic_bsz=true")
+    words = hinted(load(*given))
+    apart = load(*given, *words)
+    assert [node.gpus for node in apart.job.cluster.nodes] == [8] * nodes
+    assert groupings(apart) == [{frozenset(["rollout"]), frozenset(TRAINING.split())}]
+    plan = plan_placement(apart.job, apart.rules, current=apart.current).best
+    settings = apart.settings(plan)
+    assert settings.advice == ()  # nothing that verl would refuse is left to the reader
+    again = load(*given, *words, *overrides(settings))
+    assert again.current is not None
+    assert {name: len(ranks) for name, ranks in again.current.ranks.items()} == {
+        name: len(group.gpus) for group in plan.groups for name in group.components
+    }
+
+
+def test_a_separate_mode_without_a_pool_for_the_rollout_says_which_keys_give_it_one() -> None:
+    with pytest.raises(InputError) as caught:
+        load("trainer.v1.trainer_mode=separate_async")
+    assert "++actor_rollout_ref.rollout.nnodes=N" in str(caught.value.hint)
+
+
+def test_what_verl_refuses_in_separate_mode_is_said_with_the_plan() -> None:
+    loaded = load(*SEPARATE, "data.train_batch_size=512", "actor_rollout_ref.rollout.checkpoint_engine.backend=naive")
+    advice = " ".join(loaded.settings(plan_of({TRAINING: range(16), "rollout": range(16, 24)}, total=24)).advice)
+    assert "nccl" in advice
+    assert "data.train_batch_size (512) must be ppo_mini_batch_size (256) x" in advice
+
+
+def test_the_default_mode_on_all_gpus_is_never_said_to_be_what_verl_cannot_run() -> None:
+    loaded = load("trainer.nnodes=3")  # 24 GPUs do not divide the batch, which only some of the components mind
+    answer = plan_placement(loaded.job, loaded.rules, current=loaded.current)
+    assert answer.unrestricted is None
+    assert answer.framework == "verl in sync mode"

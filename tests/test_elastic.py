@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from trimtab.runtime.ray.client import Pool, Session, connect
 from trimtab.runtime.ray.elastic import ElasticGroup, GroupGaveUpError, Happening, StepFailedError, StepResult
 from trimtab.runtime.ray.elastic_member import MemberShell, MemberWorld, PartLostError, WorldMismatchError
 from trimtab.ui.elastic_training import TOLERANCE, Trainer, fixed_run
+from waiting import until
 
-WAIT_S = 90.0
+WAIT_S = 240.0
 GPU = {"gpu": 1}
 
 
@@ -85,14 +86,6 @@ def happened() -> list[Happening]:
     return []
 
 
-def until(true: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (found := true()):
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.05)
-    return found
-
-
 def alive() -> set[str]:
     import ray
 
@@ -126,6 +119,7 @@ class Ledger:
     def commit(self, step: int, parts: list[int]) -> dict[str, Any]:
         self.trouble(f"commit-{self.world.rank}")
         self.total += sum(parts)
+        self.trouble(f"half-{self.world.rank}")
         self.steps.append(step)
         return {"total": self.total, "steps": list(self.steps), "pid": os.getpid(), "epoch": self.world.epoch}
 
@@ -367,6 +361,27 @@ def test_what_a_member_raises_is_raised_and_the_step_does_not_count(
         assert counted.group.steps == steps
         counted.step()
         assert "lost" not in kinds(happened)
+
+
+def test_a_commit_that_raises_half_way_leaves_no_half_of_a_step_in_any_member(
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+) -> None:
+    nodes.have(2)
+    with Counted(session, tmp_path, happened, max=2, keep_state=True) as counted:
+        counted.until(2)
+        counted.trouble("half", 1, "raise")
+        assert counted.step().values[1] is None, "the other had committed: the step counts"
+        counted.until(2)
+        steps = counted.group.steps
+        for rank in (0, 1):
+            counted.trouble("half", rank, "raise")
+        with pytest.raises(StepFailedError, match=r"commit of .* raised ValueError: as asked") as caught:
+            counted.group.step(steps + 1, timeout=WAIT_S)
+        assert isinstance(caught.value.__cause__, ValueError)
+        assert counted.group.steps == steps
+        counted.step()  # every member has applied every step once, and nothing else
+        assert "replaced" in str(caught.value.hint)
+        counted.until(2)
 
 
 def test_too_few_members_are_said_and_given_up_after_the_deadline_with_no_step_counted(

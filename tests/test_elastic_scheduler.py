@@ -6,7 +6,6 @@ import asyncio
 import logging
 import textwrap
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from trimtab.model.reason import Code, Reason
 from trimtab.runtime import elastic_scheduler
 from trimtab.runtime.elastic_rollout import ElasticRolloutMixin
 from trimtab.runtime.elastic_scheduler import ElasticConfig, ElasticScheduler, Taker
+from waiting import until_async
 from worker_groups import Group, Movable, clock, run
 
 METRICS = ("active_workers", "draining_workers", "total_workers", "active_requests", "pending_requests", "load_ratio",
@@ -738,21 +738,13 @@ class Plain:
 QUICK = ElasticConfig(monitoring_interval=0.05, min_stable_period=0.1, scale_up_cooldown=0.05, scale_down_cooldown=0.05)
 
 
-async def eventually(true: Callable[[], bool]) -> bool:
-    for _ in range(3000):
-        if true():
-            return True
-        await asyncio.sleep(0.01)
-    return False
-
-
 def test_plain_methods_are_called_in_threads_and_one_that_hangs_is_given_up() -> None:
     group = Plain()
 
     async def story() -> None:
         scheduler = ElasticScheduler(QUICK, group, call_timeout_s=0.5)
         await scheduler.start()
-        assert await eventually(lambda: len(group.flushes) == 2)
+        assert await until_async(lambda: len(group.flushes) == 2)
         with pytest.raises(UnreachableError, match="2 workers do not serve"):
             await scheduler.wake_up_all_workers()
         assert any("has not returned after 0.5 s" in one for one in scheduler.faults)
@@ -981,12 +973,12 @@ def test_the_worker_group_snippets_run_under_the_mixin(caplog: pytest.LogCapture
         for name in ("one", "two"):
             rollout.elastic_scheduler.complete_request(name)
         rollout.busy = 0
-        assert await eventually(lambda: rollout.elastic_scheduler.get_metrics()["active_workers"] == 1)
+        assert await until_async(lambda: rollout.elastic_scheduler.get_metrics()["active_workers"] == 1)
         trainer = trainer_class()
         trainer.actor_rollout_wg = rollout
         await trainer._validate()
         assert rollout.elastic_scheduler.get_metrics()["active_workers"] == 2
-        assert await eventually(lambda: rollout.elastic_scheduler.get_metrics()["active_workers"] == 1)
+        assert await until_async(lambda: rollout.elastic_scheduler.get_metrics()["active_workers"] == 1)
         await rollout.stop_elastic_scheduling()
         assert set(rollout._engine.calls) <= {"flush", "resume"}
 
@@ -1001,5 +993,32 @@ def test_without_settings_the_mixin_does_nothing() -> None:
             await rollout.resume_elastic_scheduling()
             await rollout.stop_elastic_scheduling()
             assert rollout.elastic_scheduler is None
+
+    run(story)
+
+
+def test_a_look_at_the_load_that_fails_in_an_unknown_way_is_said_and_begun_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story() -> None:
+        group = Group(4)
+        scheduler = made(group)
+        look, failed, looked = scheduler._look, [], []
+
+        async def odd() -> Any:
+            if len(failed) < 2:
+                failed.append(1)
+                raise KeyError("nonsense")
+            looked.append(1)
+            return await look()
+
+        await place(scheduler, group, "r0")
+        await scheduler.start()
+        monkeypatch.setattr(scheduler, "_look", odd)
+        await asyncio.sleep(60)
+        assert looked
+        assert any("looking at the load failed" in fault for fault in scheduler.faults)
+        assert [row["failures"] for row in scheduler.background.status() if row["name"] == "load"] == [2]
+        await scheduler.stop()
 
     run(story)

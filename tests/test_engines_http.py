@@ -13,6 +13,7 @@ from engine_answers import answer, greedy, run
 from engine_scenes import BOTH, LONG, PROMPT, expected, reached, running, scene
 from engine_stubs import VllmStub
 from trimtab.model.errors import InputError, UnreachableError
+from trimtab.model.rollout import Release
 from trimtab.runtime.engines.detect import KINDS, attach, detect
 from trimtab.runtime.engines.engine import (
     Deadlines,
@@ -125,7 +126,7 @@ def test_tokens_made_by_two_weights_are_told_apart() -> None:
 
 FAULTS = {
     "cut": (EngineGoneError, "POST /"),
-    "silent": (EngineWedgedError, r"no bytes for 0\.3 s"),
+    "silent": (EngineWedgedError, "no bytes for 3 s"),
     "failure": (EngineFailedError, "the scheduler died"),
     "nonsense": (EngineNonsenseError, "no object"),
     "miscount": (EngineNonsenseError, "it counts"),
@@ -146,7 +147,8 @@ def test_a_stream_that_goes_wrong_ends_in_an_error_with_the_tokens_so_far(kind: 
         assert caught.value.engine == "one"
         assert (await answer(engine, greedy("a", PROMPT, 3))).ids == expected(3), "the id and the engine are free again"
 
-    scene(kind, play, silence_s=0.3, call_s=5)
+    # The server shares our event loop: a silence must be longer than the loop may stand still on a busy machine.
+    scene(kind, play, silence_s=3.0 if fault == "silent" else 60.0)
 
 
 @BOTH
@@ -223,11 +225,12 @@ def test_a_reader_that_takes_its_time_is_no_silence_of_the_engine(kind: str) -> 
         stub.step_s = 0.0
         got = 0
         async for piece in engine.generate(greedy("a", PROMPT, 4)):
+            if not got:
+                await asyncio.sleep(3.5)
             got += len(piece.token_ids)
-            await asyncio.sleep(0.5)
         assert got == 4
 
-    scene(kind, play, silence_s=0.2)
+    scene(kind, play, silence_s=2.5)
 
 
 # Aborts.
@@ -326,8 +329,11 @@ def test_the_dialect_and_its_release_are_found_and_unknown_ones_said(kind: str) 
         async with open_session() as session:
             found, dialect = await attach("one", stub.url, session)
             assert (found.kind, dialect.release, dialect.note) == (kind, stub.release, "")
+            assert found.release is Release.tried
             stub.release = "9.1.0"
             assert "9.1.0 was never tried" in (await detect(stub.url, session)).note
+            again, _ = await attach("two", stub.url, session)
+            assert again.release is Release.untried
             assert (await engine.ready()).dialect == f"{kind} 9.1.0"
 
     scene(kind, play)
@@ -366,3 +372,27 @@ def test_orders_and_deadlines_that_make_no_sense_are_refused_where_they_are_made
             GenerateOrder(**({"id": "a", "token_ids": (1,), "max_tokens": 4} | wrong))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="silence_s"):
         Deadlines(silence_s=0)
+
+
+# Redirects.
+
+
+@BOTH
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_of_an_engine_is_an_error_and_no_other_host_is_asked(kind: str, status: int) -> None:
+    async def play(stub: Any, engine: HttpEngine) -> None:
+        other = VllmStub()
+        async with other.up():
+            paths = {"vllm": ("/v1/completions", "/load"), "sglang": ("/generate", "/model_info")}[kind]
+
+            async def elsewhere(request: web.Request) -> web.Response:
+                return web.Response(status=status, headers={"location": f"{other.url}{request.path}"})
+
+            stub.elsewhere = dict.fromkeys(paths, elsewhere)
+            with pytest.raises(EngineFailedError, match=rf"redirect.*{other.url}"):
+                await answer(engine, greedy("a", PROMPT, 4))
+            with pytest.raises(EngineFailedError, match="redirect"):
+                await engine.wire.get(paths[1])
+            assert other.asked == []
+
+    scene(kind, play)

@@ -116,7 +116,7 @@ def test_a_pause_of_somebody_else_shuts_the_gate_when_it_is_seen_and_opens_it_wh
         assert (await engine.ready()).up
         assert (await answer(engine, greedy("a", PROMPT, 2))).ids == expected(2)
 
-    scene(kind, play, call_s=0.5)
+    scene(kind, play, call_s=2.0)
 
 
 def test_a_request_caught_in_somebody_elses_pause_is_told_as_that_and_not_as_a_wedge() -> None:
@@ -127,7 +127,7 @@ def test_a_request_caught_in_somebody_elses_pause_is_told_as_that_and_not_as_a_w
                 await task
             assert len(caught.value.so_far.token_ids) > 0
 
-    scene("vllm", play, silence_s=0.3)
+    scene("vllm", play, silence_s=2.5)
 
 
 def test_an_idle_engine_whose_loads_stand_still_is_not_taken_for_paused() -> None:
@@ -153,7 +153,7 @@ def test_a_release_without_a_page_that_says_so_is_found_paused_by_loads_that_sta
         stub.stamp = None
         assert (await engine.ready()).up
 
-    scene("sglang", play, call_s=0.5)
+    scene("sglang", play, call_s=2.0)
 
 
 def test_a_server_that_calls_itself_ready_over_a_scheduler_that_stands_still_is_wedged_and_not_paused() -> None:
@@ -166,7 +166,7 @@ def test_a_server_that_calls_itself_ready_over_a_scheduler_that_stands_still_is_
         assert (state.up, state.paused) == (False, False)
         assert "does not answer" in state.why
 
-    scene("sglang", play, call_s=0.5)
+    scene("sglang", play, call_s=2.0)
 
 
 def test_health_is_never_asked_of_an_engine_that_computes_for_it() -> None:

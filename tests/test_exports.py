@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,11 +23,12 @@ from trimtab.formats.slurm import BatchOptions, script
 from trimtab.model.errors import InputError
 from trimtab.model.workflow import Cluster, Node
 from trimtab.ui.cli import run
+from waiting import until
 
 ROOT = Path(__file__).parents[1]
 JOB = ROOT / "src" / "trimtab" / "examples" / "grpo.yaml"
 UNLIKE = Cluster((Node("a", 8, "H100"), Node("b", 8, "H100"), Node("c", 4, "L40S"), Node("d", 0)))
-DEADLINE = 60.0
+DEADLINE = 240.0
 
 # What KubeRay's definition of a RayCluster (ray.io/v1) and its checks know of the keys that are written here.
 KEYS = {
@@ -275,7 +275,7 @@ class Machine:
         )  # fmt: skip
         try:
             yield process
-            assert eventually(lambda: not left_behind(process.pid)), "the script left processes behind"
+            assert until(lambda: not left_behind(process.pid)), "the script left processes behind"
         finally:
             for pid in left_behind(process.pid):
                 os.kill(int(pid), signal.SIGKILL)
@@ -384,15 +384,6 @@ def test_enough_nodes_are_enough(tmp_path: Path) -> None:
     with Machine(tmp_path, "localhost").runs(options, free_port()) as process:
         out, _ = process.communicate(timeout=DEADLINE)
         assert (process.returncode, out) == (0, "ran\n")
-
-
-def eventually(true: Any) -> bool:
-    end = time.monotonic() + DEADLINE
-    while time.monotonic() < end:
-        if true():
-            return True
-        time.sleep(0.05)
-    return False
 
 
 # ---- the commands -------------------------------------------------------------------------------------------------

@@ -300,4 +300,4 @@ def test_whatever_happens_to_nodes_and_members_the_truths_hold():
 
 @pytest.mark.long
 def test_whatever_happens_to_nodes_and_members_the_truths_hold_for_long():
-    go(RUNS * 20)
+    go(3_600)

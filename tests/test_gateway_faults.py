@@ -15,13 +15,14 @@ from engine_answers import Whole, answer, greedy, prompts, run
 from engine_scenes import expected
 from engine_servers import LlamaServer, servers
 from engine_stubs import SglangStub, VllmStub
-from gateway_scenes import PROMPT, Front, front, play, play_stubs, until
+from gateway_scenes import PROMPT, Front, front, play, play_stubs
 from trimtab.model.rollout import WorkerState
 from trimtab.runtime.engines.llamacpp import LlamaCppEngine
 from trimtab.runtime.engines.wire import open_session
 from trimtab.runtime.rollout.gateway.calls import Call
 from trimtab.runtime.rollout.gateway.serving import chunks_of
 from trimtab.runtime.rollout.sampling import SamplingParams
+from waiting import until_async
 
 LONG = 300
 STUB_PROMPT = (4, 5, 6)
@@ -92,7 +93,7 @@ def test_an_answer_in_one_piece_says_that_it_moved_and_reads_as_if_it_had_not(en
             asked = asyncio.create_task(
                 scene.complete(list(prompt), LONG, min_tokens=LONG, return_token_ids=True, stop="\x7f")
             )
-            await until(lambda: any(one.tokens for one in scene.pool._core.machine.requests()) or asked.done())
+            await until_async(lambda: any(one.tokens for one in scene.pool._core.machine.requests()) or asked.done())
             worker_with_work(scene, engines).kill()
             got = await asked
             assert got.headers["x-trimtab-moves"] == "1"
@@ -111,7 +112,7 @@ def test_a_seeded_stream_is_held_until_it_is_whole_because_it_may_begin_again() 
         body = {"prompt": STUB_PROMPT, "max_tokens": 40, "temperature": 1.0, "seed": 3, "stream": True,
                 "return_token_ids": True}  # fmt: skip
         asked = asyncio.create_task(scene.post("/v1/completions", body))
-        await until(lambda: any(len(one.ids) > 5 for stub in stubs for one in stub.running.values()))
+        await until_async(lambda: any(len(one.ids) > 5 for stub in stubs for one in stub.running.values()))
         next(stub for stub in stubs if stub.running).die()
         got = await asked
         told = [one for choice in got.choices() for one in choice.get("token_ids", [])]
@@ -128,7 +129,7 @@ def test_an_abort_that_others_asked_for_is_passed_on_with_its_tokens() -> None:
     async def act(scene: Front) -> None:
         asked = asyncio.create_task(scene.generate(2000))
         streamed = asyncio.create_task(scene.complete(tokens=2000, stream=True))
-        await until(lambda: len(stub.running) == 2 and all(len(one.ids) > 3 for one in stub.running.values()))
+        await until_async(lambda: len(stub.running) == 2 and all(len(one.ids) > 3 for one in stub.running.values()))
         stub.abort(None)
         got = (await asked).json
         assert got["meta_info"]["finish_reason"]["type"] == "abort"
@@ -204,7 +205,7 @@ def test_a_deadline_that_passes_half_way_is_an_error_and_ends_a_stream_in_order(
         assert (last["finish_reason"], last["trimtab"]["reason"]["code"]) == ("error", "TOO_LATE")
         finish = told.events[-2]["meta_info"]["finish_reason"]
         assert (finish["type"], finish["status_code"]) == ("abort", 504)
-        await until(lambda: not stub.running)
+        await until_async(lambda: not stub.running)
 
     play_stubs([stub], act, model_name="tiny")
 
@@ -224,12 +225,12 @@ def test_a_client_that_leaves_has_its_request_cancelled_on_the_engine(path: str,
         if path != "/generate":
             body = {"prompt": [PROMPT, PROMPT], "max_tokens": 5000, "temperature": 0, "stream": stream}
         asked = asyncio.create_task(scene.post(path, body))
-        await until(lambda: len(stub.running) == 2)
+        await until_async(lambda: len(stub.running) == 2)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
-        await until(lambda: not stub.running and scene.gateway.open == 0)
+        await until_async(lambda: not stub.running and scene.gateway.open == 0)
         assert not scene.pool._core.machine.requests()
-        await until(lambda: scene.running() == 0)
+        await until_async(lambda: scene.running() == 0)
         page = (await scene.get("/metrics")).text
         assert 'status="499"} 1.0' in page
 
@@ -252,9 +253,9 @@ def test_a_client_that_reads_nothing_counts_as_gone() -> None:
         head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         try:
             await asyncio.to_thread(raw.sendall, head + body)
-            await until(lambda: scene.gateway.open == 1)
-            await until(lambda: scene.gateway.open == 0)
-            await until(lambda: not stub.running)
+            await until_async(lambda: scene.gateway.open == 1)
+            await until_async(lambda: scene.gateway.open == 0)
+            await until_async(lambda: not stub.running)
         finally:
             raw.close()
 
@@ -268,7 +269,7 @@ def test_one_prompt_that_is_refused_ends_the_others_of_its_call() -> None:
     async def act(scene: Front) -> None:
         call = Call([(1,), ()], [SamplingParams(max_tokens=2000)] * 2)
         with pytest.raises(Exception, match="no tokens"):
-            async for _ in chunks_of(scene.pool, call):
+            async for _ in chunks_of(scene.pool, call, 16):
                 pass
         assert not scene.pool._core.machine.requests()
 
@@ -285,10 +286,10 @@ def test_a_stop_lets_what_runs_finish_and_refuses_what_is_new() -> None:
     async def act(scene: Front) -> None:
         asked = asyncio.create_task(scene.complete(tokens=60, stream=True))
         whole = asyncio.create_task(scene.complete(tokens=60))
-        await until(lambda: len(stub.running) == 2)
+        await until_async(lambda: len(stub.running) == 2)
         url = scene.gateway.url
         stopping = asyncio.create_task(scene.gateway.stop(30))
-        await until(lambda: scene.gateway.app.serving.stopping)
+        await until_async(lambda: scene.gateway.app.serving.stopping)
         async with aiohttp.ClientSession() as other, other.post(url + "/generate", json={}) as late:
             assert late.status == 503
             assert late.headers["connection"] == "close"
@@ -312,7 +313,7 @@ def test_past_its_deadline_a_stop_answers_with_what_there_is() -> None:
         whole = asyncio.create_task(scene.complete(tokens=5000, return_token_ids=True))
         stream = asyncio.create_task(scene.complete(tokens=5000, stream=True, n=2))
         generate = asyncio.create_task(scene.generate(5000, stream=True))
-        await until(lambda: len(stub.running) == 4 and all(len(one.ids) > 3 for one in stub.running.values()))
+        await until_async(lambda: len(stub.running) == 4 and all(len(one.ids) > 3 for one in stub.running.values()))
         await scene.gateway.stop(0.05)
         [choice] = (await whole).json["choices"]
         assert choice["finish_reason"] == "abort"
@@ -326,7 +327,7 @@ def test_past_its_deadline_a_stop_answers_with_what_there_is() -> None:
         assert events[-1] == "[DONE]"
         assert events[-2]["meta_info"]["finish_reason"]["type"] == "abort"
         assert len(events[-2]["output_ids"]) > 3
-        await until(lambda: not stub.running)
+        await until_async(lambda: not stub.running)
 
     play_stubs([stub], act, model_name="tiny")
 
@@ -347,7 +348,7 @@ def test_a_removed_worker_finishes_what_it_has() -> None:
     async def act(scene: Front) -> None:
         heads = {"authorization": "Bearer a-token-of-the-tests"}
         asked = asyncio.create_task(scene.complete(tokens=60))
-        await until(lambda: any(stub.running for stub in stubs))
+        await until_async(lambda: any(stub.running for stub in stubs))
         busy = next(view.worker for view in scene.pool.workers() if view.running)
         got = await scene.ask("DELETE", f"/workers/{busy}?deadline_s=20", headers=heads)
         assert got.status == 202
@@ -355,7 +356,7 @@ def test_a_removed_worker_finishes_what_it_has() -> None:
         whole = await asked
         assert len(whole.json["choices"][0]["text"]) == 60
         assert whole.headers["x-trimtab-moves"] == "0"
-        await until(lambda: scene.state(busy) is None)
+        await until_async(lambda: scene.state(busy) is None)
 
     play_stubs(stubs, act, model_name="tiny")
 

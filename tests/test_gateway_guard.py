@@ -13,16 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_stubs import VllmStub
-from gateway_scenes import BEARER, PROMPT, QUICK, TOKEN, Front, play, play_stubs, until
+from gateway_scenes import BEARER, PROMPT, QUICK, TOKEN, Answered, Front, play, play_stubs
 from trimtab.model.errors import InputError
 from trimtab.model.rollout import RequestClass, RolloutRules
+from trimtab.runtime.listening import host_name
 from trimtab.runtime.rollout.gateway import extras, openai, sglang
 from trimtab.runtime.rollout.gateway.faults import Refusal
-from trimtab.runtime.rollout.gateway.guard import Guard, Places, host_name
+from trimtab.runtime.rollout.gateway.guard import Guard, Places
 from trimtab.runtime.rollout.gateway.settings import GatewaySettings
 from trimtab.runtime.rollout.gateway.terms import PLAIN
 from trimtab.runtime.rollout.gateway.texts import PoolTexts
+from waiting import until_async
 
+NOT_LOOPBACK = ("[::1].evil.example", "[::1]x", "localhost:x.evil.example", "127.0.0.1:80.evil.example")
 CHANGES = [
     ("POST", "/workers"), ("POST", "/add_worker?url=http://127.0.0.1:1"), ("POST", "/remove_worker?url=x"),
     ("DELETE", "/workers/x"), ("POST", "/workers/x/drain"), ("POST", "/workers/x/resume"), ("POST", "/scale"),
@@ -98,7 +101,7 @@ def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
 
 def test_a_host_that_is_another_machine_is_refused_everywhere() -> None:
     async def act(front: Front) -> None:
-        for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "[::2]:1"):
+        for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "[::2]:1", *NOT_LOOPBACK):
             for method, path in (("GET", "/health"), ("POST", "/generate"), ("POST", "/workers")):
                 got = await front.ask(method, path, {}, headers={"host": host, **BEARER})
                 assert (got.status, got.json["error"]["code"]) == (421, "wrong_host"), (host, path)
@@ -127,8 +130,83 @@ def test_a_page_of_another_origin_may_not_ask() -> None:
     play([], act)
 
 
+def test_an_origin_that_only_begins_like_loopback_is_refused() -> None:
+    guard = Guard(GatewaySettings(TOKEN))
+    for origin in (
+        *(f"http://{host}" for host in NOT_LOOPBACK),
+        "http://localhost@evil.example",
+        "http://[",
+        "http://::1",
+    ):
+        with pytest.raises(Refusal):
+            guard.check_host({b"host": b"localhost", b"origin": origin.encode("latin-1")})
+    for origin in (b"http://localhost", b"https://LOCALHOST:3000", b"http://[::1]:80"):
+        guard.check_host({b"host": b"localhost", b"origin": origin})
+
+
 def test_names_in_host_headers_are_read_without_their_ports() -> None:
     assert [host_name(one) for one in ("A:1", "a", "[::1]:8", "[::1]", "")] == ["a", "a", "::1", "::1", ""]
+    assert [host_name(one) for one in (*NOT_LOOPBACK, "a:", "a:1:2", "a b", "[::1", "a:\u00b2")] == [""] * 9
+
+
+def test_what_cannot_be_read_in_a_header_is_a_400_that_names_it() -> None:
+    async def act(front: Front) -> None:
+        origin = await front.post("/generate", {}, headers={"origin": "http://["})
+        assert (origin.status, origin.json["error"]["param"]) == (400, "origin")
+        body = json.dumps({"prompt": PROMPT}).encode()
+        for value in (b"\xb2", b"1" * 30):
+            head = (
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nx-trimtab-version: " + value
+            )
+            got = await raw(front, head + f"\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+            assert got.startswith(b"HTTP/1.1 400 "), got
+            assert b"x-trimtab-version" in got
+
+    play([], act, model_name="m")
+
+
+def test_a_number_beyond_any_range_is_a_400_that_names_its_field() -> None:
+    async def act(front: Front) -> None:
+        huge = 10**400
+        for name in ("temperature", "top_p", "top_k", "max_tokens", "min_tokens", "n", "seed", "logprobs", "min_p"):
+            got = await front.post("/v1/completions", {"prompt": PROMPT, name: huge})
+            assert (got.status, got.json["error"]["param"]) == (400, name), got.text
+            assert len(got.message) < 300
+        for name in ("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "n", "sampling_seed"):
+            got = await front.generate(sampling={name: huge})
+            assert (got.status, got.json["error"]["param"]) == (400, f"sampling_params.{name}"), got.text
+        for name in ("workers", "for_s"):
+            got = await front.post("/scale", {"workers": 1, name: huge}, headers=BEARER)
+            assert (got.status, got.json["error"]["param"]) == (400, name), got.text
+
+    play_stubs([VllmStub()], act, model_name="tiny")
+
+
+def test_fields_of_engines_are_bounded() -> None:
+    def passed(name: str, value: Any) -> dict[str, Any]:
+        return extras.passed_on({name: value}, {"llamacpp"}, (), "sampling_params.")
+
+    nested: list[Any] = []
+    for _ in range(5_000):
+        nested = [nested]
+    for name, value in (
+        ("repeat_last_n", 2**31 - 1), ("dry_penalty_last_n", -(2**31)), ("min_p", float("nan")), ("min_p", 10**400),
+        ("grammar", "a" * 300_000), ("logit_bias", {str(one): 1 for one in range(100_000)}), ("json_schema", nested),
+    ):  # fmt: skip
+        with pytest.raises(Refusal, match=f"sampling_params.{name}"):
+            passed(name, value)
+    for name, value in (("repeat_last_n", 4096), ("min_p", 0.05), ("grammar", 'root ::= "a"'), ("cache_prompt", False)):
+        assert passed(name, value) == {name: value}
+
+
+async def raw(front: Front, request: bytes) -> bytes:
+    """The answer to bytes that no library would send; the request closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", front.gateway.port)
+    try:
+        writer.write(request)
+        return await asyncio.wait_for(reader.read(), 50)
+    finally:
+        writer.close()
 
 
 # ---- hosts of workers ----------------------------------------------------------------------------------------------
@@ -184,6 +262,20 @@ def test_a_worker_that_is_not_there_or_of_another_type_is_said_to_be() -> None:
     play([], act)
 
 
+def test_an_engine_joins_once_under_whatever_name_its_host_is_called() -> None:
+    async def act(front: Front) -> None:
+        [there] = front.pool.workers()
+        port = front.pool.url(there.worker).rpartition(":")[2]
+        for url in (f"http://localhost:{port}", f"http://LOCALHOST:{port}/", f"http://127.0.0.1:{port}"):
+            got = await front.post("/workers", {"url": url}, headers=BEARER)
+            assert (got.status, got.json["worker_id"]) == (202, there.worker), got.text
+        with pytest.raises(InputError, match=there.worker):
+            await front.pool.attach(f"http://localhost:{port}")
+        assert len(front.pool.workers()) == 1
+
+    play_stubs([VllmStub()], act, model_name="tiny")
+
+
 # ---- bodies --------------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +305,22 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
         assert front.gateway.open == 0
 
     play([], act, body_s=0.05)
+
+
+def test_heads_whose_bodies_never_begin_do_not_keep_others_out() -> None:
+    async def act(front: Front) -> None:
+        head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
+        held = [await asyncio.open_connection("127.0.0.1", front.gateway.port) for _ in range(3)]
+        for _, writer in held:
+            writer.write(head)
+        for reader, writer in held:
+            assert b"408" in await asyncio.wait_for(reader.readline(), 50)
+            writer.close()
+            await writer.wait_closed()
+        await until_async(lambda: front.gateway.open == 0)
+        assert (await front.generate()).status == 200
+
+    play_stubs([VllmStub()], act, body_s=3.0, max_concurrent=3, model_name="tiny")
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000])
@@ -327,6 +435,38 @@ def test_paths_and_methods_that_are_not_there_are_said_so() -> None:
     play([], act)
 
 
+# ---- one key, one answer -------------------------------------------------------------------------------------------
+
+
+def test_a_stream_with_a_key_that_was_answered_gets_that_answer_again() -> None:
+    stub = VllmStub()
+
+    async def act(front: Front) -> None:
+        for path, heads in (("/v1/completions", {"idempotency-key": "a"}), ("/generate", {"idempotency-key": "b"})):
+            shared = {"stream": True, "temperature": 0}
+            body = {"prompt": PROMPT, "max_tokens": 6, "return_token_ids": True, **shared}
+            if path == "/generate":
+                body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 6, "temperature": 0}, "stream": True}
+            first, second = [await front.post(path, body, headers=heads) for _ in range(2)]
+            texts, ids = zip(*(told(path, one) for one in (first, second)), strict=True)
+            assert texts[0], first.text
+            assert texts[0] == texts[1], second.text
+            assert len(ids[0]) == 6
+            assert ids[0] == ids[1]
+        assert len(stub.calls("/v1/completions")) == 2, "a repeated key generates nothing"
+
+    def told(path: str, got: Answered) -> tuple[str, list[int]]:
+        if path == "/generate":
+            last = got.events[-2]
+            return last["text"], last["output_ids"]
+        choices = got.choices()
+        return "".join(one["text"] for one in choices), [
+            one for choice in choices for one in choice.get("token_ids", [])
+        ]
+
+    play_stubs([stub], act, model_name="tiny")
+
+
 # ---- too much ------------------------------------------------------------------------------------------------------
 
 
@@ -338,7 +478,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
     async def act(front: Front) -> None:
         long = {"prompt": PROMPT, "max_tokens": 2000, "temperature": 0}
         tasks = [asyncio.create_task(front.post("/v1/completions", long)) for _ in range(2)]
-        await until(lambda: len(front.pool._core.machine.requests()) == 2)
+        await until_async(lambda: len(front.pool._core.machine.requests()) == 2)
         for body in (long, {**long, "stream": True}, {**long, "n": 3}, {**long, "n": 3, "stream": True}):
             got = await front.post("/v1/completions", body)
             assert (got.status, got.json["error"]["code"]) == (429, "QUEUE_FULL")
@@ -349,7 +489,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await until(lambda: front.gateway.open == 0)
+        await until_async(lambda: front.gateway.open == 0)
 
     play_stubs([stub], act, rules=rules, limit=1, model_name="tiny")
 
@@ -364,7 +504,7 @@ def test_too_many_at_once_are_told_to_come_back() -> None:
             got = await front.complete()
             assert (got.status, got.json["error"]["code"], got.headers["retry-after"]) == (503, "too_many", "1")
             assert (await front.get("/health")).status == 200
-        await until(lambda: front.gateway.open == 0)
+        await until_async(lambda: front.gateway.open == 0)
         assert (await front.complete()).status == 200
 
     play_stubs([stub], act, max_concurrent=2, model_name="tiny")

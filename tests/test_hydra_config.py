@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from dialect_plans import DATA, composed, profile_of
 from trimtab.formats import nemo_rl, rlinf, verl
 from trimtab.formats.hydra_config import compose
+from trimtab.formats.load import load
 from trimtab.model.errors import InputError, TrimtabError
+from trimtab.model.profile import ComponentProfile, Profile
 
 TRAIN = DATA / "hydra" / "train.yaml"
 
@@ -222,3 +224,116 @@ def test_no_file_makes_anything_but_a_clear_error(
                     dialect.read(read, None)
                 with contextlib.suppress(TrimtabError):
                     dialect.read(read, MEASURED)
+
+
+CONFIGS = {
+    "verl": ("verl_sync.yaml", ["trainer.nnodes", "trainer.n_gpus_per_node", "data.train_batch_size"]),
+    "rlinf": ("rlinf_embodied.yaml", ["cluster.num_nodes", "++cluster.num_gpus_per_node", "data.env_num"]),
+    "nemo_rl": ("nemo/base.yaml", ["cluster.num_nodes", "cluster.gpus_per_node", "grpo.num_prompts_per_step"]),
+    "openrlhf": (
+        "../../examples/logs/openrlhf.yaml",
+        ["++actor.num_nodes", "++actor.num_gpus_per_node", "++vllm.num_engines", "++vllm.tensor_parallel_size"],
+    ),
+}
+EVERYTHING = Profile(
+    "x",
+    tuple(
+        ComponentProfile(name, ((8, 10.0),))
+        for name in ("rollout", "generation", "policy", "logprobs", "actor", "env", "update_actor", "old_log_prob")
+    ),
+)
+
+
+@pytest.mark.parametrize(("file", "key"), [(file, key) for file, keys in CONFIGS.values() for key in keys])
+@pytest.mark.parametrize("value", [10**9, 10**400, 0, 1.5], ids=lambda value: f"{value!s:.8}")
+def test_every_count_of_a_framework_config_has_a_range(file: str, key: str, value: object) -> None:
+    path = Path(__file__).parent / "data" / file
+    with pytest.raises(InputError) as refused:
+        load(path, [f"{key}={value}"], EVERYTHING)
+    assert len(str(refused.value).splitlines()) <= 3
+    assert str(path) in (refused.value.where or "")
+    assert key.lstrip("+") in (refused.value.where or "")
+    if value != 10**400:
+        assert "1 to 65,536" in refused.value.what
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides"),
+    [
+        ("verl_sync.yaml", ["trainer.nnodes=60000", "trainer.n_gpus_per_node=60000"]),
+        ("verl_sync.yaml", ["++trimtab.nodes=60000", "++trimtab.gpus_per_node=60000"]),
+        ("rlinf_embodied.yaml", ["cluster.num_nodes=60000", "++cluster.num_gpus_per_node=60000"]),
+        ("nemo/base.yaml", ["cluster.num_nodes=60000", "cluster.gpus_per_node=60000"]),
+    ],
+)
+def test_a_cluster_too_large_to_plan_for_is_refused_with_the_range(file: str, overrides: list[str]) -> None:
+    path = Path(__file__).parent / "data" / file
+    with pytest.raises(InputError, match="plans are made for 1 to 65,536") as refused:
+        load(path, overrides, EVERYTHING)
+    assert str(path) in (refused.value.where or "")
+
+
+OTHER_JOBS = {
+    "nemo_sft": (
+        "sft: {max_num_epochs: 1}\npolicy: {train_global_batch_size: 128}\ncluster: {num_nodes: 1}\n",
+        "fine-tun",
+    ),
+    "nemo_dpo": ("dpo: {max_num_epochs: 1}\npolicy: {train_global_batch_size: 128}\ncluster: {num_nodes: 1}\n", "DPO"),
+    "nemo_rm": (
+        "rm: {max_num_epochs: 1}\npolicy: {train_global_batch_size: 128}\ncluster: {num_nodes: 1}\n",
+        "reward model",
+    ),
+    "nemo_eval": ("eval: {metric: pass@k}\ngeneration: {backend: vllm}\ncluster: {num_nodes: 1}\n", "evaluation"),
+    "verl_sft": (
+        "data: {train_batch_size: 256, train_files: a.parquet}\nmodel: {partial_pretrain: x}\noptim: {lr: 1e-5}\n"
+        "trainer: {default_local_dir: y}\n",
+        "fine-tun",
+    ),
+    "verl_eval": (
+        "data: {path: a.parquet, response_key: responses}\ncustom_reward_function: {path: null}\n",
+        "evaluation",
+    ),
+    "verl_generation": ("trainer: {nnodes: 1}\ndata: {path: a, output_path: b}\nrollout: {n: 1}\n", "without training"),
+    "rlinf_sft": ("cluster: {num_nodes: 1, component_placement: {actor: all}}\nrunner: {task_type: sft}\n", "fine-tun"),
+    "rlinf_eval": (
+        "cluster: {num_nodes: 1, component_placement: {'env,rollout': all}}\nrunner: {task_type: embodied_eval}\n",
+        "evaluation",
+    ),
+    "rlinf_sft_unset": (
+        "defaults: [env/nowhere, _self_]\nhydra: {searchpath: ['file://${oc.env:TRIMTAB_NOT_SET}/config']}\n"
+        "runner: {task_type: sft}\n",
+        "fine-tun",
+    ),
+    "openrlhf_sft": (
+        "data: {dataset: x, output_key: y}\nmodel: {model_name_or_path: z}\ntrain: {batch_size: 8}\n",
+        "fine-tun",
+    ),
+    "openrlhf_dpo": ("data: {dataset: x, chosen_key: y}\nmodel: {model_name_or_path: z}\n", "DPO"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_JOBS)
+def test_a_job_that_is_no_reinforcement_learning_is_told_what_it_is(tmp_path: Path, name: str) -> None:
+    text, what = OTHER_JOBS[name]
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=f"not an RL job: .*{what}"):
+        load(path, (), profile_of({"rollout": {8: 1.0}, "actor": {8: 1.0}, "update_actor": {8: 1.0}}))
+
+
+def test_a_child_of_a_config_for_something_else_is_told_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "dpo.yaml").write_text("dpo: {max_num_epochs: 1}\npolicy: {}\ncluster: {num_nodes: 1}\n")
+    child = tmp_path / "child.yaml"
+    child.write_text("defaults: dpo.yaml\ncluster: {num_nodes: 4}\n")
+    with pytest.raises(InputError, match="not an RL job"):
+        load(child)
+
+
+def test_a_launch_script_is_answered_with_the_config_that_its_run_resolved(tmp_path: Path) -> None:
+    script = tmp_path / "run_grpo.sh"
+    script.write_text(
+        "set -x\npython3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\\n  trainer.nnodes=1 $@\n"
+    )
+    with pytest.raises(InputError, match="no config") as caught:
+        load(script)
+    assert ".hydra/config.yaml" in str(caught.value.hint)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -238,6 +239,64 @@ def test_a_full_disk_is_said_and_nothing_is_lost_once_there_is_room(
     assert read_journal(tmp_path).events == ((1.0, Tick()), (2.0, Tick()))
 
 
+def test_a_disk_that_dropped_what_it_was_forced_to_keep_is_a_fault_until_all_of_it_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path)
+    journal.append(1.0, Tick())
+    until(lambda: journal.synced)
+    kept = segment(tmp_path).stat().st_size
+    beside = tmp_path / "payload"
+    beside.write_text("whole")
+
+    def lost(descriptor: int) -> None:  # as a kernel does it: an error once, and the pages count as clean
+        size = os.fstat(descriptor).st_size
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(segment(tmp_path)) and size > kept:
+            os.pwrite(descriptor, b"\0" * (size - kept), kept)
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", lost)
+        journal.beside(beside)
+        journal.append(2.0, Tick())
+        until(lambda: journal.fault is not None and "forced to disk" in journal.fault)
+        journal.append(3.0, Tick())
+        assert journal.fault is not None
+        assert journal.rotate() == 0  # what the disk does not have cannot be left behind
+        assert not journal.synced
+    until(lambda: journal.fault is None and journal.synced)
+    assert read_journal(tmp_path).events == ((1.0, Tick()), (2.0, Tick()), (3.0, Tick()))
+    assert beside.read_text() == "whole"
+    assert journal.rotate() == 1
+    journal.close()
+
+
+def test_a_snapshot_that_cannot_be_written_loses_nothing_of_what_waits_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    journal = Journal(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        journal.append(1.0, Tick())
+        with monkeypatch.context() as worse:
+            worse.setattr("trimtab.runtime.journal.write_file", lambda *_, **__: full(0, b""))
+            journal.snapshot(2.0, {"tasks": []})
+    journal.append(3.0, Tick())
+    journal.close()
+    assert read_journal(tmp_path).events == ((1.0, Tick()), (3.0, Tick()))
+
+
+def until(true: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        if true():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not come true in time")
+
+
 def test_killed_in_the_middle_of_writing_every_appended_event_is_there(tmp_path: Path) -> None:
     script = (
         "import sys; from trimtab.runtime.journal import Journal; from trimtab.pool.events import Tick\n"
@@ -326,3 +385,62 @@ def test_parts_are_packed_with_a_header_and_come_out_as_they_were() -> None:
     header, parts = {"entry": "run", "place": list(Place("g", 0, "n").__dict__.values())}, [b"a\nb", None, b"", b"\0c"]
     assert unpack(pack(header, parts)) == (header, parts)
     assert header_of(pack(header, parts))["entry"] == "run"
+
+
+@pytest.mark.parametrize(
+    ("at", "odd", "why"),
+    [
+        (1, '[NaN,"Tick",{}]', "NaN is no number"),
+        (1, '[1e999,"Tick",{}]', "not finite"),
+        (1, '[1e300,"Tick",{}]', "beyond 1e"),
+        (1, '["soon","Tick",{}]', "a finite number is expected"),
+        (1, f'[{"9" * 400},"Tick",{{}}]', "400 digits"),
+        (1, '[1.0,"Tick",[]]', "keys with values are expected"),
+        (1, '[1.0,"Started",{"task":["a"],"attempt":1}]', "str is expected"),
+        (1, '[1.0,"Started",{"task":"a","attempt":"1"}]', "int is expected"),
+        (1, '[1.0,"Started",{"task":"a","attempt":1.5}]', "int is expected"),
+        (1, '[1.0,"NodeJoined",{"node":"n","total":{"cpu":"8"}}]', "amounts of resources"),
+        (1, '[1.0,"NodeJoined",{"node":"n","total":{"cpu":-8}}]', "amounts of resources"),
+        (
+            1,
+            '[1.0,"Submitted",{"spec":{"id":"a","pool":"p","bundles":[{"cpu":1}],"priority":null}}]',
+            "a finite number",
+        ),
+        (1, '[1.0,"Tick",{},"make"]', "a list is expected"),
+        (1, '[1.0,"Tick",{},[1]]', "str is expected"),
+        (1, '[1.0,"Trick",{}]', "'Trick' is not known"),
+        (1, '[1.0,"Started",{"task":"\\ud800","attempt":1}]', "lone surrogate"),
+        (1, "[" * 100_000, "nested too deeply"),
+        (0, '{"format":"trimtab-journal","version":"1"}', "int is expected"),
+        (0, '{"format":"trimtab-journal","version":1,"notes":7}', "a list is expected"),
+    ],
+    ids=lambda one: f"{one!s:.40}",
+)
+def test_a_value_of_a_wrong_type_or_a_number_that_is_none_is_refused_with_its_line(
+    tmp_path: Path, at: int, odd: str, why: str
+) -> None:
+    written(tmp_path)
+    lines = segment(tmp_path).read_text(encoding="utf-8").splitlines()
+    lines[at] = odd
+    segment(tmp_path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    with pytest.raises(InputError, match="the journal is damaged") as refused:
+        read_journal(tmp_path)
+    assert why in refused.value.what
+    assert refused.value.where == f"{segment(tmp_path)}, line {at + 1}"
+
+
+def test_what_callers_in_python_write_for_a_yes_or_half_a_character_is_read_again(tmp_path: Path) -> None:
+    one = TaskSpec("a", "p", (Resources.of(cpu=1),), restarts=2, saves=1)  # type: ignore[arg-type]
+    half = TaskSpec("b\ud800", "p", (Resources.of(cpu=1),))
+    written(tmp_path, [Submitted(one), Submitted(half)])
+    specs = [event.spec for _, event in read_journal(tmp_path).events]
+    assert specs[0] == one
+    assert specs[1].id == "b?"
+
+
+@pytest.mark.parametrize("time", ["NaN", '"now"', "null", "1e999", "true"])
+def test_a_snapshot_whose_time_is_none_is_refused(tmp_path: Path, time: str) -> None:
+    text = f'{{"format":"trimtab-journal","version":1,"time":{time},"machine":{{}}}}'
+    (tmp_path / "snapshot-00000001.json").write_text(text)
+    with pytest.raises(InputError, match="the snapshot is damaged"):
+        read_journal(tmp_path)

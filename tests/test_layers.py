@@ -15,7 +15,7 @@ import torch
 from trimtab.model.errors import InputError
 from trimtab.profile import layers
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "helpers"
 MODELS = "models_for_layers"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from trimtab.formats import logs, logs_gpus
+from trimtab.formats.follow import RunLog, Step
 from trimtab.model.errors import InputError
 from trimtab.model.profile import Profile
 
@@ -83,6 +84,21 @@ def test_advantages_count_with_the_actor_and_periodic_work_with_nobody(tmp_path:
     profile = read(jsonl(tmp_path / "run.jsonl", steps))
     assert seconds(profile, "update_actor") == pytest.approx(95.5)
     assert profile.component("save_checkpoint") is None
+    assert "fell into 1 step" in notes(profile)
+    assert "an iteration took 174.5 s" in notes(profile)
+
+
+def test_a_profiler_that_is_off_and_dumped_generations_leave_the_step_totals(tmp_path: Path) -> None:
+    each = {"start_profile": 0.0002, "stop_profile": 0.0001, "dump_rollout_generations": 2.5}
+    steps = [(n, timings(n, **each)) for n in range(1, 8)]
+    profile = read(jsonl(tmp_path / "run.jsonl", steps))
+    assert "an iteration took 177 s" in notes(profile)
+    assert "fell into" not in notes(profile)
+
+
+def test_a_step_in_which_a_profile_was_written_is_no_iteration(tmp_path: Path) -> None:
+    steps = [(n, timings(n, start_profile=0.0002, stop_profile=40.0 if n == 5 else 0.0002)) for n in range(1, 8)]
+    profile = read(jsonl(tmp_path / "run.jsonl", steps))
     assert "fell into 1 step" in notes(profile)
     assert "an iteration took 174.5 s" in notes(profile)
 
@@ -212,3 +228,86 @@ def test_a_configuration_without_literal_counts_is_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"trainer\.nnodes") as error:
         logs.read([path], config=config)
     assert str(config) in str(error.value)
+
+
+METRICS = (
+    "step:{step} - actor/entropy:0.3127 - actor/kl_loss:0.00081 - actor/pg_loss:-0.0051 - actor/grad_norm:0.2114 - "
+    "critic/score/mean:0.4125 - critic/rewards/mean:0.4125 - response_length/mean:1021.5 - prompt_length/mean:104.9 - "
+    "training/global_step:{step} - training/epoch:0 - timing_s/start_profile:0.0002 - timing_s/gen:4{step}.125 - "
+    "timing_s/reward:1.5 - timing_s/old_log_prob:8.25 - timing_s/adv:0.0625 - timing_s/update_actor:31.5 - "
+    "timing_s/step:9{step}.5 - timing_s/stop_profile:0.0001 - perf/total_num_tokens:578812 - perf/throughput:801.25"
+)
+
+
+def wrapped(text: str, columns: int, *, trimmed: bool = False) -> str:
+    """What a window of so many columns shows of a line, as it is copied from there."""
+    pieces = [text[at : at + columns] for at in range(0, len(text), columns)]
+    return "\n".join(piece.rstrip() if trimmed else piece for piece in pieces)
+
+
+@pytest.mark.parametrize("columns", [*range(60, 140), 160, 213, 300])
+@pytest.mark.parametrize("prefix", ["", "(TaskRunner pid=4242) ", "(TaskRunner pid=4242, ip=10.0.0.7) "])
+def test_lines_that_a_window_broke_anywhere_are_read_as_the_whole_ones(
+    tmp_path: Path, columns: int, prefix: str
+) -> None:
+    lines = [prefix + METRICS.format(step=step) for step in range(1, 5)]
+    whole, broken = tmp_path / "whole.log", tmp_path / "broken.log"
+    whole.write_text("\n".join(lines) + "\n")
+    broken.write_text("\n".join(wrapped(line, columns) for line in lines) + "\nTraining finished\n")
+    assert [c.seconds for c in read(broken, warmup=0).components] == [
+        c.seconds for c in read(whole, warmup=0).components
+    ]
+    assert notes(read(broken, warmup=0)) == notes(read(whole, warmup=0))
+    assert steps_of(broken) == steps_of(whole)
+
+
+@pytest.mark.parametrize("columns", range(72, 100, 3))
+def test_a_blank_that_was_lost_at_the_break_joins_no_two_metrics(tmp_path: Path, columns: int) -> None:
+    path = tmp_path / "run.log"
+    path.write_text("\n".join(wrapped(METRICS.format(step=n), columns, trimmed=True) for n in range(1, 5)) + "\n")
+    assert [step.values["timing_s/step"] for step in steps_of(path)] == [91.5, 92.5, 93.5, 94.5]
+    assert [step.values["timing_s/gen"] for step in steps_of(path)] == [41.125, 42.125, 43.125, 44.125]
+
+
+def steps_of(path: Path) -> list[Step]:
+    log = RunLog(logs.FRAMEWORKS["verl"])
+    return log.take("run.log", path.read_bytes()) + log.end()
+
+
+@pytest.mark.parametrize(
+    "line", ["5", "Done", "INFO: 5 - warning:3 of it", "(WorkerDict pid=9) reward:1.5 - x:2", "", "loss:"]
+)
+def test_another_line_after_a_short_one_is_never_taken_for_its_rest(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "run.log"
+    short = "step:{} - timing_s/update_actor:31.5 - timing_s/gen:41.5 - timing_s/step:75"
+    path.write_text("".join(f"{short.format(n)}\n{line}\n" for n in range(1, 5)))
+    assert [step.values["timing_s/step"] for step in steps_of(path)] == [75.0] * 4
+
+
+def test_colours_that_a_web_page_left_without_their_escape_are_no_part_of_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "run.log"
+    line = "[36m(TaskRunner pid=4242, ip=10.0.0.7)[0m step:{} - timing_s/gen:41.5 - timing_s/step:[1;32m75.5[0m"
+    path.write_text("".join(f"{line.format(n)}\n" for n in range(1, 5)))
+    assert [step.values["timing_s/step"] for step in steps_of(path)] == [75.5] * 4
+
+
+def test_timers_of_the_first_releases_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.log"
+    line = (
+        "step:{} - timing/gen:21.470 - timing/ref:4.360 - timing/values:5.800 - actor/reward_kl_penalty:0.000 - "
+        "timing/adv:0.109 - timing/update_critic:15.664 - critic/lr(1e-4):0.100 - timing/update_actor:20.314 - "
+        "response_length/mean:239.133 - prompt_length/mean:104.883"
+    )
+    path.write_text("".join(f"{line.format(n)}\n" for n in range(6)))
+    profile = read(path)
+    assert profile.source == "verl"
+    assert [c.name for c in profile.components] == ["rollout", "ref", "values", "update_critic", "update_actor"]
+    assert seconds(profile, "rollout") == 21.47
+    assert seconds(profile, "update_actor") == pytest.approx(20.423)
+
+
+def test_a_short_line_of_a_growing_log_is_told_once_nothing_follows_it() -> None:
+    log = RunLog(logs.FRAMEWORKS["verl"])
+    assert log.take("run.log", b"step:1 - timing_s/gen:41.5 - timing_s/update_actor:30.5 - timing_s/step:75.5\n") == []
+    told = [step.number for _ in range(4) for step in log.settle()]
+    assert told == [1]

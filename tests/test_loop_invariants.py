@@ -189,4 +189,4 @@ def test_whatever_happens_to_a_run_and_its_moves_the_truths_hold():
 
 @pytest.mark.long
 def test_whatever_happens_to_very_many_runs_the_truths_hold():
-    go(40 * RUNS)
+    go(3_200)

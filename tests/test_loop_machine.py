@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jobs import component
 from loop_world import LoopWorld, first_plan, nodes, workflow
 from test_loop_estimates import noise
 from trimtab.loop import events as e
 from trimtab.loop.deciding import cost_of
+from trimtab.loop.estimates import sure_level
 from trimtab.loop.machine import LoopMachine
 from trimtab.loop.seats import Sited, changes
+from trimtab.loop.telling import costs_text
 from trimtab.model.errors import InputError
 from trimtab.model.reason import Code
-from trimtab.model.run import STAGES, How, Iteration, Measured, MoveCost, RunMode, RunRules, Stage
+from trimtab.model.run import STAGES, Estimate, How, Iteration, Measured, MoveCost, RunMode, RunRules, Stage
 from trimtab.model.workflow import Job, WeightSync, Workflow
 
 AUTO = RunRules(mode=RunMode.auto, assumed_move_s=10.0)
@@ -61,6 +66,34 @@ def test_a_run_whose_costs_are_as_planned_stays_and_says_so() -> None:
     assert stay.reason.code is Code.costs_steady
     assert stay.numbers.iteration_s > 0
     assert stay.numbers.horizon == AUTO.horizon_iterations
+
+
+def test_a_drift_that_is_no_noise_and_too_small_to_matter_is_said_to_be_that() -> None:
+    flow = workflow()
+    tiny = component("reward", {2: 0.05, 8: 0.02}, ("rollout",))
+    flow = replace(flow, components=(flow.components[0], tiny, *flow.components[1:]))
+    world = LoopWorld(AUTO, flow=flow)
+    trained(world, 8)
+    world.drift("reward", 1.207)
+    (stay,) = trained(world, 20)
+    assert stay.reason.code is Code.costs_steady
+    assert "reward is furthest" in stay.reason.sentence
+    assert "+20.7%, more than its noise of 6.0%, but it is too short a part" in stay.reason.sentence
+
+
+@given(
+    levels=st.lists(st.floats(0.5, 2.0), min_size=2, max_size=2),
+    width=st.floats(0.01, 0.3),
+    reference=st.floats(0.5, 2.0),
+)
+def test_what_is_said_to_be_within_noise_is_within_it(levels: list[float], width: float, reference: float) -> None:
+    one = Estimate(level=levels[0], middle=levels[1], width=width)
+    told = sure_level(one, reference) != reference
+    said = costs_text({"a": one}, {"a": reference}, ["a"] if told else [])
+    assert ("more than its noise" in said) == told
+    figure = re.findall(r"([+-][\d.]+)%", said)[-1]
+    within = 1 / (1 + width) - 1e-3 <= 1 + float(figure) / 100 <= (1 + width) + 1e-3
+    assert within or "within its noise" not in said, said
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -236,6 +269,7 @@ def test_a_move_costs_what_was_measured_once_one_was() -> None:
     world.carry_all()
     (cost,) = world.machine.costs()
     assert cost.seconds == 2.0 * len(STAGES)
+    assert all(vars(cost).values()), f"a figure of {cost} is never measured"
     assert cost_of(cost.touched, [cost], AUTO, 0.0) == (14.0, True)
 
 

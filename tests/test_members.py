@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import json
 import logging
 import os
@@ -30,6 +31,8 @@ from trimtab.model.pool import Place, Strategy
 from trimtab.model.resources import Resources
 from trimtab.pool.events import MakeGroup
 from trimtab.runtime.ray import members as door
+from trimtab.runtime.ray import warm
+from trimtab.runtime.ray.environments import HostKind
 from trimtab.runtime.ray.host import born, run_dir
 from trimtab.runtime.ray.members import (
     DiedError,
@@ -40,9 +43,11 @@ from trimtab.runtime.ray.members import (
     Payload,
     StartError,
 )
+from trimtab.runtime.ray.warden import Warden
+from waiting import until_async
 
 CPU = Resources.of(cpu=1)
-WAIT_S = 60.0  # of everything that is waited for here; never reached
+WAIT_S = 240.0  # of everything that is waited for here; never reached
 shared: dict[str, Any] = {}  # the loop and the world of this file
 
 
@@ -115,8 +120,8 @@ class World:
         return await self.members.handle(member).call.remote(method, *args)
 
     async def warm(self, count: int) -> None:
-        await self.members.warm({self.node: {(): count}})
-        await until(lambda: self.members.warm_counts()[self.node]["ready"] == count)
+        await self.members.warm({self.node: {HostKind(): count}})
+        await until_async(lambda: self.members.warm_counts()[self.node]["ready"] == count)
 
 
 def made(kind: Any, *args: Any, **payload: Any) -> Payload:
@@ -179,13 +184,6 @@ def nothing_left(controller: str, node: str) -> None:
 
 def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        await asyncio.sleep(0.01)
 
 
 class Worker:
@@ -332,7 +330,7 @@ def test_a_warm_host_is_used_where_there_is_one_and_replaced_behind() -> None:
         await world.warm(1)
         await world.start(Worker, task="second")
         assert world.how == "a warm host"
-        await until(lambda: world.members.warm_counts()[world.node] == {"ready": 1, "starting": 0})
+        await until_async(lambda: world.members.warm_counts()[world.node] == {"ready": 1, "starting": 0})
 
     own_world_of(story)
 
@@ -340,8 +338,8 @@ def test_a_warm_host_is_used_where_there_is_one_and_replaced_behind() -> None:
 def test_warm_hosts_import_ahead_and_a_module_that_is_missing_does_no_harm() -> None:
     async def story(world: World) -> None:
         wanted = ("colorsys", "no_such_module")
-        await world.members.warm({world.node: {wanted: 1}})
-        await until(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
+        await world.members.warm({world.node: {HostKind(wanted): 1}})
+        await until_async(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
         started, _ = await world.members.start(
             "t", 1, "pool", [Place("g", 0, world.node)], [CPU], made(Loaded), None, WAIT_S, preload=wanted
         )
@@ -389,7 +387,7 @@ def test_a_process_that_dies_while_it_is_constructed_may_be_tried_again() -> Non
 
 def test_a_constructor_that_hangs_is_ended_at_the_deadline() -> None:
     async def story(world: World) -> None:
-        await until(lambda: world.members.warm_counts()[world.node]["ready"] > 0)
+        await until_async(lambda: world.members.warm_counts()[world.node]["ready"] > 0)
         with pytest.raises(StartError, match="not constructed within"):
             await world.start(Hangs, timeout_s=0.3)
         assert await world.members.seen() == []
@@ -567,7 +565,7 @@ def test_what_a_task_started_is_ended_with_it_however_it_ends() -> None:
         await world.members.stop(stopped, 0.0, False, 0.0, None)
         assert not [pid for pid in children[0] if born(pid)]
         os.kill(killed.pid, signal.SIGKILL)
-        await until(lambda: bool(world.deaths))
+        await until_async(lambda: bool(world.deaths))
         assert not [pid for pid in children[1] if born(pid)]
 
     world_of(story)
@@ -642,12 +640,12 @@ def test_a_death_is_reported_once_and_a_warm_host_that_dies_is_replaced() -> Non
     async def story(world: World) -> None:
         await world.warm(1)
         member = await world.start(Worker)
-        await until(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
+        await until_async(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
         warm = world.members._hosts._ready[world.node][0]
         os.kill(warm.pid, signal.SIGKILL)
         os.kill(member.pid, signal.SIGKILL)
-        await until(lambda: bool(world.deaths))
-        await until(lambda: [one.pid for one in world.members._hosts._ready[world.node]] not in ([], [warm.pid]))
+        await until_async(lambda: bool(world.deaths))
+        await until_async(lambda: [one.pid for one in world.members._hosts._ready[world.node]] not in ([], [warm.pid]))
         assert [(one.pid, why) for one, why in world.deaths] == [
             (member.pid, f"process {member.pid} on node {world.node[:12]} died")
         ]
@@ -662,7 +660,7 @@ def test_a_warden_that_is_killed_comes_back_and_loses_nothing() -> None:
         warden = world.members._wardens.facts[world.node]["pid"]
         os.kill(warden, signal.SIGKILL)
         os.kill(dies.pid, signal.SIGKILL)
-        await until(lambda: [member for member, _ in world.deaths] == [dies])
+        await until_async(lambda: [member for member, _ in world.deaths] == [dies])
         assert (await world.members.stop(stays, 1.0, False, 1.0, None)).saved
         assert not alive(stays.pid)
 
@@ -681,6 +679,78 @@ def test_a_warden_that_hangs_is_replaced_when_it_is_needed(monkeypatch: pytest.M
         assert not alive(hangs)
 
     own_world_of(story)
+
+
+def test_who_waits_for_a_host_on_a_node_gets_one_after_a_start_that_took_too_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(world: World) -> None:
+        monkeypatch.setattr(warm, "_START_WAIT_S", 0.0)
+        taking = asyncio.ensure_future(world.members._hosts.take(world.node, HostKind()))
+        await until_async(lambda: "did not start: TimeoutError" in caplog.text)
+        monkeypatch.setattr(warm, "_START_WAIT_S", WAIT_S)
+        host, was_ready = await asyncio.wait_for(taking, WAIT_S)
+        assert alive(host.pid)
+        assert not was_ready
+        await until_async(lambda: world.members.warm_counts()[world.node]["starting"] == 0)
+
+    with caplog.at_level(logging.WARNING):
+        own_world_of(story)
+
+
+def test_deaths_are_heard_of_after_an_answer_of_the_node_s_agent_that_makes_no_sense() -> None:
+    async def story(world: World) -> None:
+        agents, asked = world.members._wardens, []
+        ask = agents.ask
+
+        async def odd(node: str, method: str, *arguments: Any, timeout_s: float) -> Any:
+            if method == "deaths" and not asked:
+                asked.append(method)
+                return None
+            return await ask(node, method, *arguments, timeout_s=timeout_s)
+
+        agents.ask = odd  # type: ignore[method-assign]
+        first, second = await world.start(Worker, task="first"), await world.start(Worker, task="second")
+        os.kill(first.pid, signal.SIGKILL)  # ends the question that is under way, and the next gets that answer
+        await until_async(lambda: [member for member, _ in world.deaths] == [first])
+        os.kill(second.pid, signal.SIGKILL)
+        await until_async(lambda: [member for member, _ in world.deaths] == [first, second])
+        assert asked
+        [row] = [row for row in world.members.background.status() if row["failures"]]
+        assert (row["name"], row["state"]) == (f"deaths on node {world.node[:12]}", "running")
+
+    own_world_of(story)
+
+
+def test_a_node_s_agent_without_file_descriptors_calls_no_living_process_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, refused = os.pidfd_open, []
+
+    def full(pid: int, flags: int = 0) -> int:
+        if len(refused) < 3:
+            refused.append(pid)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(pid, flags)
+
+    async def story() -> None:
+        monkeypatch.setattr(os, "pidfd_open", full)
+        agent = Warden(f"c-{uuid.uuid4().hex[:6]}", "node")
+        process = subprocess.Popen(["sleep", "600"])
+        try:
+            since = born(process.pid)
+            assert since is not None
+            await agent.watch([(process.pid, since)])
+            await until_async(lambda: len(refused) == 3)
+            epoch, deaths = await agent.deaths("", 0, 0.0)
+            assert deaths == []
+            process.kill()
+            await asyncio.to_thread(process.wait)
+            assert await asyncio.wait_for(agent.deaths(epoch, 0, WAIT_S), WAIT_S) == (epoch, [(process.pid, since)])
+        finally:
+            process.kill()
+            process.wait()
+            await agent.leave()
+
+    asyncio.run(story())
 
 
 def test_what_lost_nodes_left_on_disk_is_removed_unless_something_there_is_alive() -> None:
@@ -751,7 +821,7 @@ def test_a_plain_actor_has_its_name_its_devices_and_its_place_and_can_be_stopped
         assert facts["devices"] == "0"
         assert facts["seat"]["TASK"] == "task"
         os.kill(again.pid, signal.SIGKILL)
-        await until(lambda: [member for member, _ in world.deaths] == [again])
+        await until_async(lambda: [member for member, _ in world.deaths] == [again])
 
     world_of(story)
 
@@ -830,11 +900,11 @@ def test_a_start_that_is_called_off_leaves_nothing(plain: str | None, tmp_path: 
     async def story(world: World) -> None:
         places = await world.group(CPU)
         starting = asyncio.create_task(world.start(Announces, str(tmp_path / "pid"), plain=plain, places=places))
-        await until(lambda: (tmp_path / "pid").exists())
+        await until_async(lambda: (tmp_path / "pid").exists())
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        await until(lambda: not alive(int((tmp_path / "pid").read_text())))
+        await until_async(lambda: not alive(int((tmp_path / "pid").read_text())))
         assert await world.members.seen() == []
         assert world.deaths == []
         again = await world.start(Worker, plain=plain, places=places)
@@ -861,7 +931,7 @@ def test_a_new_controller_finds_what_is_alive_keeps_what_it_wants_and_ends_the_r
         places = await world.group(CPU)
         kept = await world.start(Worker, 1, task="kept", entry="add")
         other = await world.start(Worker, task="other", plain="so", places=places)
-        await until(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
+        await until_async(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
         return world.controller, kept, other, world.members._hosts._ready[world.node][0].pid
 
     controller, kept, other, warm = own_world_of(before, leave=True)
@@ -871,13 +941,13 @@ def test_a_new_controller_finds_what_is_alive_keeps_what_it_wants_and_ends_the_r
         gone = replace(kept, task="gone", pid=other.pid, born=1.0)
         assert await world.members.sweep([kept, gone]) == 1
         assert not alive(other.pid)
-        await until(lambda: [member for member, _ in world.deaths] == [gone])
+        await until_async(lambda: [member for member, _ in world.deaths] == [gone])
         assert pickle.loads((await world.members.outcome(kept)).value or b"") == 2
         assert set(await world.members.groups()) == {"g"}
-        await until(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
+        await until_async(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
         assert world.members._hosts._ready[world.node][0].pid == warm
         os.kill(kept.pid, signal.SIGKILL)
-        await until(lambda: [member for member, _ in world.deaths] == [gone, kept])
+        await until_async(lambda: [member for member, _ in world.deaths] == [gone, kept])
 
     own_world_of(after, controller)
 
@@ -888,7 +958,7 @@ def test_a_new_controller_ends_or_awaits_what_was_half_started(plain: str | None
     controller = f"c-{uuid.uuid4().hex[:6]}"
     pilot = ray.remote(Pilot).options(num_cpus=0).remote(controller)
     pilot.start.remote(made(Announces, str(tmp_path / "pid"), plain=plain))
-    asyncio.run(until(lambda: (tmp_path / "pid").exists()))
+    asyncio.run(until_async(lambda: (tmp_path / "pid").exists()))
     os.kill(ray.get(pilot.pid.remote()), signal.SIGKILL)
     pid = int((tmp_path / "pid").read_text())
 
@@ -896,7 +966,7 @@ def test_a_new_controller_ends_or_awaits_what_was_half_started(plain: str | None
         for member in await world.members.seen():
             assert not await world.members.ready(member, 0.2)
         assert await world.members.sweep([]) == 1
-        await until(lambda: not alive(pid))
+        await until_async(lambda: not alive(pid))
         member = await world.start(Worker, plain=plain, places=[Place("g", 0, world.node)])
         assert await world.members.ready(member, WAIT_S)
 

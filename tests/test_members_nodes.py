@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from trimtab.model.pool import Place, Strategy
 from trimtab.model.resources import Resources
 from trimtab.pool.events import MakeGroup
 from trimtab.runtime.ray.members import GroupError, Member, Members, Payload, StartError
+from waiting import until_async
 
 CPU = Resources.of(cpu=1)
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +42,6 @@ def cluster() -> Iterator[Cluster]:
 class Here:
     def where(self) -> tuple[str, str]:
         return ray.get_runtime_context().get_node_id(), os.environ["TRIMTAB_RANK"]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        await asyncio.sleep(0.01)
 
 
 def group(name: str, strategy: Strategy, *nodes: str, wait_s: float = WAIT_S) -> MakeGroup:
@@ -94,7 +88,7 @@ def test_groups_and_members_are_on_their_nodes_and_a_lost_node_is_noticed(cluste
         pair = await start(members, "pair", a, b)
         assert [await members.handle(member).call.remote("where") for member in pair] == [(a, "0"), (b, "1")]
         await asyncio.to_thread(cluster.remove_node, added[1])
-        await until(lambda: not next(node["Alive"] for node in ray.nodes() if node["NodeID"] == b))
+        await until_async(lambda: not next(node["Alive"] for node in ray.nodes() if node["NodeID"] == b))
         seen = (await members.groups())["pair"]
         assert (seen.nodes, seen.intact) == ((a, None), False) or (seen.nodes, seen.intact) == ((None, None), False)
         await members.node_lost(b)

@@ -17,7 +17,8 @@ import ray
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 
-from storm import below, kill, lives, wait_until
+import storm
+from storm import Work, below, is_process, kill, lives
 from trimtab.model.errors import InputError
 from trimtab.model.fleet import NodeState, NodeView
 from trimtab.model.pool import State
@@ -25,8 +26,9 @@ from trimtab.model.reason import Code
 from trimtab.runtime.ray import draining
 from trimtab.runtime.ray.client import Pool, Session, connect
 from trimtab.runtime.ray.doors import News
+from waiting import until
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 UNIT = {"cpu": 1, "seat": 1}
 
 
@@ -79,6 +81,7 @@ class Seat:
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    cloudpickle.register_pickle_by_value(storm)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     nodes = Nodes()
     ray.init(address=nodes.cluster.address, log_to_driver=False, logging_level=logging.ERROR, namespace="trimtab")
@@ -86,6 +89,7 @@ def nodes() -> Iterator[Nodes]:
     ray.shutdown()
     nodes.cluster.shutdown()
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    cloudpickle.unregister_pickle_by_value(storm)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +110,7 @@ def view(session: Session, node: str) -> NodeView | None:
 
 
 def joined(session: Session, node: str) -> None:
-    wait_until(lambda: node in [one["node"] for one in session.status()["nodes"]], WAIT_S, f"{node} did not join")
+    until(lambda: node in [one["node"] for one in session.status()["nodes"]], f"{node} did not join")
 
 
 def listed(node: str) -> bool:
@@ -141,7 +145,30 @@ def test_a_killed_node_is_known_to_be_lost_before_ray_knows_it(nodes: Nodes, ses
     task.wait("ended")
     nodes.remove(first)
     nodes.remove(other)
-    wait_until(lambda: view(session, other) is None, WAIT_S, "a removed node is still there")
+    until(lambda: view(session, other) is None, "a removed node is still there")
+
+
+def test_processes_of_a_dead_raylet_are_gone_before_their_task_starts_again(
+    nodes: Nodes, session: Session, pool: Pool, tmp_path: Path
+) -> None:
+    first = nodes.add()
+    joined(session, first)
+    work = {"id": "alone", "run": "run", "restarts": -1, "resources": UNIT}
+    task = pool.submit(Work, ("alone", str(tmp_path), 3600.0), awaits_node=True, **work)
+    log = tmp_path / "alone.log"
+    until(log.exists, "it did not begin")
+    other = nodes.add()
+    joined(session, other)
+    kill(nodes.processes(first)[0])  # the raylet alone
+    until(lambda: len(log.read_text().split()) > 1, "it did not begin again")
+    began = log.read_text().split()
+    (tmp_path / "calm").touch()
+    assert task.result(timeout=WAIT_S) == "result of alone"
+    assert all(map(is_process, began)), f"two processes at once: {began}"
+    assert len(began) == task.seen.attempt == 2
+    nodes.remove(first)
+    nodes.remove(other)
+    until(lambda: view(session, other) is None, "a removed node is still there")
 
 
 def test_a_frozen_node_is_spared_and_used_again_when_it_speaks(nodes: Nodes, session: Session, pool: Pool) -> None:
@@ -153,12 +180,12 @@ def test_a_frozen_node_is_spared_and_used_again_when_it_speaks(nodes: Nodes, ses
     for one in frozen:
         os.kill(one, signal.SIGSTOP)
     try:
-        wait_until(lambda: seen_as(session, node, NodeState.suspect), WAIT_S, "nobody suspects a frozen node")
+        until(lambda: seen_as(session, node, NodeState.suspect), "nobody suspects a frozen node")
         assert fleet(session)[node]["reason"]["code"] == Code.link_silent.value
     finally:
         for one in frozen:
             os.kill(one, signal.SIGCONT)
-    wait_until(lambda: seen_as(session, node, NodeState.ready), WAIT_S, "it speaks and is not used again")
+    until(lambda: seen_as(session, node, NodeState.ready), "it speaks and is not used again")
     assert task.call("where") == (node, pid)  # what ran there went on
     task.cancel()
     task.wait("ended")
@@ -182,7 +209,7 @@ def test_what_was_given_up_on_a_frozen_node_is_ended_when_it_comes_back(
     for one in frozen:
         os.kill(one, signal.SIGSTOP)
     try:
-        wait_until(lambda: view(session, node) is None, WAIT_S, "a frozen node is never lost")
+        until(lambda: view(session, node) is None, "a frozen node is never lost")
         assert listed(node)
         other = nodes.add()
         assert task.call("where", timeout=WAIT_S)[0] == other
@@ -190,8 +217,8 @@ def test_what_was_given_up_on_a_frozen_node_is_ended_when_it_comes_back(
         for one in frozen:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one, signal.SIGCONT)
-    wait_until(lambda: seen_as(session, node, NodeState.ready), WAIT_S, "it never returns")
-    wait_until(lambda: not lives(pid), WAIT_S, "what was given up there still runs")
+    until(lambda: seen_as(session, node, NodeState.ready), "it never returns")
+    until(lambda: not lives(pid), "what was given up there still runs")
     assert fleet(session)[node]["reason"]["code"] == Code.returned.value
     task.cancel()
     task.wait("ended")
@@ -211,13 +238,13 @@ def test_what_is_on_a_draining_node_moves_with_its_state_and_the_node_goes(
     assert (seen.state, seen.reason.code) == (NodeState.draining, Code.drain_asked)
     assert "the spot market" in seen.reason.sentence
     assert first in draining.draining(ray)
-    wait_until(lambda: not listed(first), WAIT_S, "something holds the empty node up")
+    until(lambda: not listed(first), "something holds the empty node up")
     assert task.call("where", timeout=WAIT_S)[0] == other
     assert task.call("count") == 4
     told = [chapter.reason for chapter in task.explain().story if chapter.reason.code is Code.node_draining]
     assert told
     assert "the spot market" in told[0].sentence
-    wait_until(lambda: fleet(session)[first]["state"] == NodeState.left.value, WAIT_S, "it went, and nobody knows")
+    until(lambda: fleet(session)[first]["state"] == NodeState.left.value, "it went, and nobody knows")
     task.cancel()
     task.wait("ended")
     nodes.remove(other)
@@ -228,12 +255,12 @@ def test_a_drain_by_others_is_seen_and_outlasts_the_controller(nodes: Nodes, ses
     task = pool.submit(Seat, awaits_node=True, resources=UNIT)
     assert task.call("where")[0] == first
     draining.drain(ray, first, 8.0, "an autoscaler")
-    wait_until(lambda: seen_as(session, first, NodeState.draining), WAIT_S, "nobody sees that Ray drains the node")
+    until(lambda: seen_as(session, first, NodeState.draining), "nobody sees that Ray drains the node")
     kill(session.status()["pid"])
     other = nodes.add()
     assert seen_as(session, first, NodeState.draining)
     assert fleet(session)[first]["reason"]["code"] == Code.drain_seen.value
-    wait_until(lambda: not listed(first), WAIT_S, "something holds the empty node up")
+    until(lambda: not listed(first), "something holds the empty node up")
     assert task.call("where", timeout=WAIT_S)[0] == other
     task.cancel()
     task.wait("ended")
@@ -260,11 +287,11 @@ def test_what_a_client_says_of_its_group_is_shown_until_it_leaves(nodes: Nodes) 
         status = other.status()
         assert [(one["id"], one["size"]) for one in status["groups"]] == [("trainers", 1)]
         assert status["wanted"] == [UNIT] * 4
-        wait_until(lambda: len(asked_of_autoscaler()) == 4, WAIT_S, "the autoscaler is not asked")
+        until(lambda: len(asked_of_autoscaler()) == 4, "the autoscaler is not asked")
         assert asked_of_autoscaler()[0] == {"CPU": 1, "seat": 1}
     with connect(name="nodes") as later:
-        wait_until(lambda: later.status()["groups"] == [], WAIT_S, "it stays though its client has left")
-        wait_until(lambda: asked_of_autoscaler() == [], WAIT_S, "more is asked than anybody wants")
+        until(lambda: later.status()["groups"] == [], "it stays though its client has left")
+        until(lambda: asked_of_autoscaler() == [], "more is asked than anybody wants")
 
 
 def asked_of_autoscaler() -> list[dict[str, float]]:

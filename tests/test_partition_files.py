@@ -377,3 +377,18 @@ def test_any_text_ends_in_a_plan_or_in_an_error_of_ours(tmp_path: Path, name: st
         files.data[name] = text.encode("utf-8", "replace").decode()
     with suppress(TrimtabError):
         plan_partition(files.load().job)
+
+
+def test_of_two_profiles_of_the_same_settings_the_last_one_counts_and_that_is_said(tmp_path: Path) -> None:
+    (tmp_path / "models.yml").write_text("m: {layers: 1, mem_MB: [1], parameters_in: 1, parameters_out: [1]}\n")
+    (tmp_path / "types.yml").write_text(
+        "t:\n  bw_Mbps: 10\n  mem_MB: 10\n  model_profiles:\n    m:\n"
+        "    - {dtype: torch.float32, batch_size: 8, time_s: [1.0]}\n"
+        "    - {dtype: float, batch_size: 8, time_s: [2.0]}\n"
+    )
+    (tmp_path / "devices.yml").write_text("t: [a]\n")
+    read = pipeedge.load(
+        tmp_path / "models.yml", tmp_path / "types.yml", tmp_path / "devices.yml", pipeedge.Request("m")
+    )
+    assert [kind.time_s for kind in read.job.types] == [(2.0,)]
+    assert [one for one in read.warnings if "the last one counts" in one]

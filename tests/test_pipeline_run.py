@@ -24,7 +24,7 @@ from trimtab.runtime.ray.stage import StageActor, StageError, StageSettings, _pa
 from trimtab.ui.pipeline_run import run_answer, run_data, run_text
 
 MODELS = "models_for_layers"
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "helpers"
 
 
 @pytest.fixture(scope="module", autouse=True)

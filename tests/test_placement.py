@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -266,7 +267,7 @@ def test_rules_of_a_framework_keep_the_search_inside_and_the_price_is_said() -> 
     assert answer.unrestricted.iteration_seconds < answer.best.iteration_seconds
 
 
-def test_whole_node_rules_keep_small_groups_inside_a_node() -> None:
+def test_even_node_rules_give_a_group_as_many_gpus_on_each_of_its_nodes() -> None:
     names = ("rollout", "trainer", "reward")
     job = Job(
         cluster(16),
@@ -279,11 +280,11 @@ def test_whole_node_rules_keep_small_groups_inside_a_node() -> None:
             batches=64,
         ),
     )
-    separate = Rules("toy", (tuple(AllowedGroup(frozenset({n})) for n in names),), whole_nodes=True)
+    separate = Rules("toy", (tuple(AllowedGroup(frozenset({n})) for n in names),), even_nodes=True)
     plan = plan_placement(job, separate).best
     for group in plan.groups:
-        nodes = {rank // 8 for rank in group.gpus}
-        assert len(nodes) == 1 or len(group.gpus) == 8 * len(nodes)
+        on_each = Counter(rank // 8 for rank in group.gpus)
+        assert len(set(on_each.values())) == 1
 
 
 def test_the_users_placement_is_checked_and_compared() -> None:
@@ -382,3 +383,66 @@ def test_very_many_batches_stay_within_the_effort() -> None:
     space, outcome = best_plan(job)
     assert outcome.best is not None
     assert space.simulator.units == 65_536
+
+
+def test_a_plan_slower_than_the_placement_in_the_file_is_never_the_answer() -> None:
+    chain = (component("rollout", {4: 60.0, 8: 50.0}), component("trainer", {4: 60.0, 8: 50.0}, ("rollout",)))
+    job = Job(cluster(8), Workflow(chain, batches=64))
+    shared = Rules("toy", ((AllowedGroup(frozenset({"rollout", "trainer"}), (8,)),),))
+    apart = CurrentPlacement({"rollout": (0, 1, 2, 3), "trainer": (4, 5, 6, 7)}, "job.yaml: placement")
+    answer = plan_placement(job, shared, current=apart)
+    assert answer.kept
+    assert not answer.optimal
+    assert answer.best.iteration_seconds < 62
+    assert [group.gpus for group in answer.best.groups] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    (other,) = answer.alternatives
+    assert other.plan is not None
+    assert other.plan.iteration_seconds == pytest.approx(100.0)
+
+
+def one_point_each() -> Job:
+    chain = (component("rollout", {16: 60.0}), component("trainer", {16: 60.0}, ("rollout",)))
+    return Job(cluster(16), Workflow(chain, batches=512))
+
+
+def test_with_one_measured_point_the_plan_is_made_for_perfect_and_for_lesser_scaling() -> None:
+    answer = plan_placement(one_point_each())
+    assert answer.best.mode == "collocated"
+    assert answer.best.iteration_seconds == pytest.approx(120.0)
+    assert not answer.optimal
+    scaling = answer.scaling
+    assert scaling is not None
+    assert scaling.components == ("rollout", "trainer")
+    assert scaling.plan is not None
+    assert scaling.plan.describe() == "rollout 8 | trainer 8"
+    assert scaling.plan.iteration_seconds == pytest.approx(96.0 * (1 + 1 / 512))  # 60 s, and 60 / 1.6 of it on half
+    assert scaling.chosen_seconds == pytest.approx(120.0)
+    assert scaling.measure in (("rollout", 8), ("trainer", 8))
+    assert answer.assumptions[0].startswith("perfect scaling: rollout, trainer")
+    assert "measure" in answer.assumptions[0]
+
+
+def test_where_both_scalings_give_the_same_plan_it_is_proven_and_said() -> None:
+    chain = (component("rollout", {16: 60.0}, granularity=None), component("trainer", {16: 60.0}, ("rollout",)))
+    whole = tuple(replace(c, granularity=None) for c in chain)
+    answer = plan_placement(Job(cluster(16), Workflow(whole, batches=512)))
+    assert answer.optimal
+    assert answer.scaling is not None
+    assert answer.scaling.plan is None
+    assert "the plan is the same" in answer.assumptions[0]
+
+
+def test_two_measured_points_or_a_stated_floor_make_scaling_known() -> None:
+    measured = (component("rollout", {8: 100.0, 16: 60.0}), component("trainer", {16: 60.0}, ("rollout",)))
+    assert plan_placement(Job(cluster(16), Workflow(measured, batches=8))).scaling.components == ("trainer",)
+    known = (measured[0], component("trainer", {16: 60.0}, ("rollout",), floor_seconds=10.0))
+    assert plan_placement(Job(cluster(16), Workflow(known, batches=8))).scaling is None
+
+
+def test_the_component_whose_scaling_tells_the_plans_apart_is_the_one_to_measure() -> None:
+    chain = (component("rollout", {16: 10.0}), component("trainer", {16: 110.0}, ("rollout",)))
+    scaling = plan_placement(Job(cluster(16), Workflow(chain, batches=512))).scaling
+    assert scaling is not None
+    assert scaling.plan is not None
+    name, gpus = scaling.measure
+    assert gpus == len(scaling.plan.placed(name).gpus) != 16

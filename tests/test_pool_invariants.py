@@ -29,13 +29,14 @@ from trimtab.pool import events as news
 from trimtab.pool.events import MakeGroup, Park, RemoveGroup, Start, Stop, Unpark
 
 STEPS = 50
-RUNS = 300
+RUNS = 120
 
 POOLS = ("p", "q")
 MOST_TASKS = 40
 SIZES = st.sampled_from([1.0, 1.0, 2.0, 4.0, 0.5])
 PRIORITIES = st.sampled_from([1.0, 3.0, 5.0, 5.5, 6.0, 8.0, 9.0, 12.0])
 ROLES = st.sampled_from(["train", "reward", "rollout", None])
+EACH_OTHER = {"role": {"train": ["reward"], "reward": ["rollout"], "rollout": ["train", "rollout"]}}
 AT = st.integers(0, 1_000)  # which of those there are, modulo their number
 
 counted = {"steps": 0, "events": 0, "runs": 0, "choices": 0, "evictions": 0, "starts": 0, "echoes": 0}
@@ -64,10 +65,10 @@ def pool_specs(draw: st.DrawFn, name: str = "p"):
 @st.composite
 def policies(draw: st.DrawFn) -> Policy:
     return policy(
-        draw(st.sampled_from([None, {"role": {"train": ["reward", "rollout"], "reward": ["rollout"]}}])),
+        draw(st.sampled_from([None, {"role": {"train": ["reward", "rollout"], "reward": ["rollout"]}}, EACH_OTHER])),
         same_pool=draw(st.sampled_from([True, True, False])),
         same_pool_gap=draw(st.sampled_from([0.5, 1.0, 3.0])),
-        label_gap=draw(st.sampled_from([0.1, 0.5])),
+        label_gap=draw(st.sampled_from([0.1, 0.5, 0.0])),
         cross_pool=draw(st.booleans()),
         cross_pool_gap=draw(st.sampled_from([1.0, 5.0])),
         protected_pools=draw(st.sampled_from([(), ("p",), ("q", "r")])),
@@ -371,15 +372,15 @@ def go(runs: int) -> None:
 @pytest.mark.no_cover  # tracing doubles its time; the named rules cover the same lines
 def test_whatever_happens_the_truths_hold():
     go(RUNS)
-    assert counted["steps"] >= 10_000
+    assert counted["steps"] >= 4_000
     # Enough happened for this to mean something. How much differs with what else is imported: constants found there
     # are among those that are drawn.
-    assert counted["choices"] >= 20
-    assert counted["evictions"] >= 100
-    assert counted["starts"] >= 1_000
-    assert counted["echoes"] >= 100
+    assert counted["choices"] >= 8
+    assert counted["evictions"] >= 40
+    assert counted["starts"] >= 400
+    assert counted["echoes"] >= 40
 
 
 @pytest.mark.long
 def test_whatever_happens_the_truths_hold_for_long():
-    go(RUNS * 20)
+    go(6_000)

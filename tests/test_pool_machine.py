@@ -15,9 +15,10 @@ from obvious_pool import dominated, may_evict, sufficient_sets
 from pool_world import World, gang, gpus, policy, pool, task
 from trimtab.model.errors import InputError
 from trimtab.model.pool import Aggressiveness, Policy, PoolSpec, State, Strategy, TaskSpec
-from trimtab.model.reason import Code
+from trimtab.model.reason import STORY_KEPT, Code
 from trimtab.model.resources import NOTHING, Resources
 from trimtab.pool import events as news
+from trimtab.pool import room
 from trimtab.pool.events import MakeGroup, Park, RemoveGroup, Start, Stop, Unpark
 from trimtab.pool.machine import PoolMachine
 
@@ -472,10 +473,121 @@ def test_no_room_is_kept_for_one_who_would_not_fit_even_if_all_others_ended():
     assert one.state("small") is State.running
 
 
+def test_a_gang_that_waits_beside_a_draining_node_is_told_of_it():
+    one = world(2, 2, 2)
+    one.run(task("a", 2))
+    on = one.machine.tasks["a"].places[0].node
+    free = [name for name in ("n0", "n1", "n2") if name != on]
+    one.tell(news.NodeEmptied(free[0], "spot termination"))
+    one.tell(news.NodeCordoned(on, True))
+    one.submit(gang("g", 2, 2, strategy=Strategy.strict_spread))
+    said = one.machine.explain("g", one.now).reason
+    assert said.code is Code.no_room
+    assert "need a node each, and 1 of 1 have room" in said.sentence
+    assert f"{free[0]} is draining" in said.sentence
+    assert f"{on} is cordoned" in said.sentence
+    one.submit(task("big", 2, priority=1), task("more", 2, priority=1))
+    assert f"{free[0]} is draining" in one.machine.explain("more", one.now).reason.sentence
+
+
 def test_before_patience_runs_out_small_tasks_pass_a_big_one():
     one = world(8, spec=pool(patience_s=60))
     one.run(task("a", 4), task("big", 8), task("b", 2))
     assert one.states("a", "big", "b") == ["running", "waiting", "running"]
+
+
+def test_looking_for_what_is_to_be_kept_changes_nothing():
+    one = world(4, 4, spec=pool(dynamic_limit=6))
+    one.run(task("a", 3), task("b", 3))
+    one.submit(gang("big", 2, 4))
+    books = one.machine
+    books.hold_back(room.to_keep(books, books.tasks["big"]))  # so that every sum has something in it
+
+    def said() -> list[object]:
+        ledger, shelf = books.ledger, books.shelves["p"]
+        sums = (ledger.kept, ledger.idle, ledger.free, ledger.held, ledger.quota_kept["p"])
+        return [one.tolist() for one in sums] + [shelf.kept_bundles, shelf.idle_bundles, one.dumped()]
+
+    before = said()
+    waits = books.tasks["big"]
+    kept = room.to_keep(books, waits)
+    room.spot(books, waits), room.soon(books, waits), room.choose(books, waits, one.now, everyone=True)
+    room.would_fit_alone(books, waits.spec), room.never(books, waits.spec), room.shortage(books, waits.spec)
+    assert said() == before
+    books.hold_back(kept)
+    assert said() != before
+    books.give_back(kept)
+    assert said() == before
+
+
+def test_what_is_kept_and_given_back_leaves_the_books_as_they_were():
+    one = world(4, spec=pool())
+    one.run(task("a", 3), task("small", 1))
+    one.end("small")  # its slot is idle now, and can be kept as well
+    one.submit(task("big", 4))
+    books = one.machine
+    before, position = one.dumped(), books.gains.position
+    kept = room.to_keep(books, books.tasks["big"])
+    assert kept.groups
+    books.hold_back(kept)
+    books.give_back(kept)
+    assert (one.dumped(), books.gains.position) == (before, position)
+    books.check()
+
+
+# ---- equals -----------------------------------------------------------------------------------------------------
+
+MUTUAL = {"role": {"a": ["b"], "b": ["a"]}}
+IN_A_RING = {"role": {"a": ["b"], "b": ["c"], "c": ["a"]}}
+
+
+@pytest.mark.parametrize(
+    ("rules", "names"),
+    [
+        (policy(MUTUAL, label_gap=0.0), "ab"),
+        (policy(IN_A_RING, label_gap=0.0), "cba"),
+        (policy(same_pool_gap=0.0), "abc"),
+    ],
+)
+def test_tasks_that_may_evict_each_other_do_so_once_and_then_run(rules: Policy, names: str):
+    one = world(1, spec=pool(return_preempts=True), rules=rules)
+    for name in names:
+        one.run(task(name, 1, labels={"role": name}))  # each is carried out until nothing is left to do
+    for _ in range(10):
+        one.tick(100)
+        one.carry_all()
+    assert one.states(*names).count("running") == 1
+    assert one.machine.eviction_count == len(names) - 1
+    one.replay()
+
+
+def test_a_task_that_was_evicted_says_that_it_does_not_evict_its_equals():
+    one = world(1, spec=pool(return_preempts=True), rules=policy(MUTUAL, label_gap=0.0))
+    one.run(task("first", 1, labels={"role": "a"}), task("second", 1, labels={"role": "b"}))
+    assert one.states("first", "second") == ["evicted", "running"]
+    told = one.machine.explain("first", one.now)
+    assert told.needs == ("second",)
+    assert "it was evicted itself" in told.reason.sentence
+    assert "that of second is not" in told.reason.sentence
+    one.end("second")
+    assert one.state("first") is State.running
+
+
+def test_an_evicted_task_evicts_those_of_lower_priority_whatever_the_gap():
+    one = world(2, spec=pool(return_preempts=True), rules=policy(MUTUAL, label_gap=0.0, same_pool=False))
+    one.run(task("low", 1, priority=4.9, labels={"role": "b"}, preemptible=False))
+    one.run(task("first", 1, priority=5.0, labels={"role": "a"}), task("second", 1, priority=5.0, labels={"role": "b"}))
+    assert one.states("first", "second") == ["evicted", "running"]
+    one.end("low")
+    one.run(task("lower", 1, priority=4.0, labels={"role": "b"}))
+    assert one.states("first", "lower") == ["running", "waiting"]
+
+
+def test_one_that_is_new_may_evict_its_equal_where_one_that_was_evicted_may_not():
+    one = world(1, spec=pool(return_preempts=True), rules=policy(MUTUAL, label_gap=0.0))
+    one.run(task("first", 1, labels={"role": "a"}), task("second", 1, labels={"role": "b"}))
+    one.run(task("third", 1, labels={"role": "a"}))
+    assert one.states("first", "second", "third") == ["evicted", "evicted", "running"]
 
 
 # ---- taking turns -----------------------------------------------------------------------------------------------
@@ -1765,6 +1877,43 @@ def test_a_machine_read_from_its_snapshot_goes_on_as_before():
     one.replay()
 
 
+def test_a_machine_read_from_its_snapshot_looks_at_nobody_whom_the_other_passes_over():
+    """Why verdicts are in a snapshot: without them others are looked at, and told other reasons."""
+    one = world(8, spec=pool(quota=gpus(4)))
+    one.run(task("a", 1), task("b", 3), task("c", 3))
+    said = one.machine.tasks["c"].reason
+    one.machine.handle(news.Ended("a", 1, None), one.now)
+    records = {key: value for key, value in one.dumped().items() if key not in ("gains", "kept", "blocked")}
+    alike, otherwise = PoolMachine.load(one.dumped()), PoolMachine.load(records)
+    for machine in (one.machine, alike, otherwise):
+        machine.handle(news.Stopped("a", 1, "not called", False), one.now)
+    assert alike.dump() == one.machine.dump()
+    assert alike.tasks["c"].reason == said
+    assert otherwise.tasks["c"].reason != said
+
+
+def test_a_story_is_cut_in_its_middle_however_it_grows():
+    one = world(1, rules=policy())
+    one.run(task("a", 1))
+    first = one.machine.story("a")[0]
+    for _ in range(300):
+        (stop,) = one.tell(news.EvictAsked("a"))
+        one.carry(stop, "badly")
+        one.carry_all()
+    story = one.machine.story("a")
+    assert len(story) <= STORY_KEPT
+    assert story[0] == first
+
+
+def test_the_story_of_a_node_keeps_how_it_began():
+    one = world(1)
+    for at in range(200):
+        one.tell(news.NodeCordoned("n0", at % 2 == 0))
+    story = one.machine.story("n0")
+    assert len(story) <= STORY_KEPT
+    assert story[0].state == "joined"
+
+
 def test_a_snapshot_from_before_verdicts_were_written_is_read():
     one = world(2)
     one.run(task("a", 2), task("b", 2), task("c", 1))
@@ -1805,8 +1954,8 @@ def test_what_is_in_flight_can_be_asked_for_again():
 def test_warm_hosts_are_wanted_where_the_pool_may_run():
     one = world(4, 4, spec=pool(target_hosts=2, preload=("json",)))
     targets = one.machine.warm_targets()
-    assert sum(count for by_kind in targets.values() for count in by_kind.values()) >= 2
-    assert {kind for by_kind in targets.values() for kind in by_kind} == {("json",)}
+    assert sum(count for by_pool in targets.values() for count in by_pool.values()) >= 2
+    assert {name for by_pool in targets.values() for name in by_pool} == {pool().name}
 
 
 def test_a_tenant_that_was_parked_and_has_its_turn_again_may_be_evicted_again():

@@ -12,24 +12,25 @@ from pathlib import Path
 import pytest
 
 import storm as storms
-from storm import HEALTH_CHECKS, Storm, Work, is_process, process_names, still_lives, wait_until
+from storm import HEALTH_CHECKS, Storm, Work, is_process, process_names, still_lives
 from trimtab.model.errors import TrimtabError
 from trimtab.model.pool import ENDED, State
 from trimtab.runtime.ray.client import Session, connect
+from waiting import until
 
-NODES, CPUS, TASKS, KILLS = 4, 2, 100, 200
+CPUS = 2  # of a node
 KILLS_MEANWHILE = 2  # while a controller that was killed is not back
 
 
-@pytest.fixture(scope="module")
-def storm() -> Iterator[Storm]:
+@contextlib.contextmanager
+def storm_over(nodes: int, seed: int) -> Iterator[Storm]:
     import ray
     from ray import cloudpickle
 
     cloudpickle.register_pickle_by_value(storms)
     before = dict(os.environ)
     os.environ.update(HEALTH_CHECKS, RAY_USAGE_STATS_ENABLED="0")
-    one = Storm(NODES, CPUS, seed=7)
+    one = Storm(nodes, CPUS, seed)
     ray.init(address=one.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     yield one
     ray.shutdown()
@@ -40,43 +41,43 @@ def storm() -> Iterator[Storm]:
 
 
 def rage(storm: Storm, session: Session, wanted: int, pause_s: float) -> None:
-    """Until so many kills were made: every thirteenth of the controller, every fortieth of a node, others of tasks.
+    """Until so many faults were made: every thirteenth kills the controller, every fortieth a node, every seventh
+    freezes the process of a task, and the others kill one.
 
     While the controller is away, processes that it last named are killed too, and it finds that when it is back.
     """
     last_controller, running = 0, list[str]()
-    for number in range(1, 10 * wanted):
-        if sum(storm.kills.values()) >= wanted:
-            return
+    deadline = time.monotonic() + 20.0 * wanted
+    while (number := storm.faults.total + 1) <= wanted:
+        assert time.monotonic() < deadline, f"of {wanted} only these:\n{storm.faults}"
         time.sleep(pause_s)
         with contextlib.suppress(TrimtabError):
+            pid = session.status()["pid"] if number % 13 == 0 else last_controller
             if number % 40 == 20:
                 storm.kill_node()
-            elif number % 13 == 0:
-                pid = session.status()["pid"]
-                # Only one that has come back since: Ray restarts it when it sees it dead.
-                if pid != last_controller:
-                    storm.kill_controller(pid)
-                    last_controller = pid
-                    for _ in range(KILLS_MEANWHILE):
-                        time.sleep(pause_s)
-                        storm.kill_host(running)
+            elif pid != last_controller:  # one that has come back since: Ray restarts it when it sees it dead
+                storm.kill_controller(pid)
+                last_controller = pid
+                for _ in range(KILLS_MEANWHILE):
+                    time.sleep(pause_s)
+                    storm.kill_host(running)
             else:
                 running = process_names(member.pid for seen in session.tasks() for member in seen.members)
-                storm.kill_host(running)
-    raise AssertionError(f"only {storm.kills} of {wanted} kills")
+                (storm.freeze_host if number % 7 == 0 else storm.kill_host)(running)
 
 
-def weather(storm: Storm, directory: Path, name: str, kills: int, count: int, pause_s: float) -> None:
+def weather(
+    storm: Storm, directory: Path, name: str, wanted: int, count: int, *, seconds: float, pause_s: float
+) -> None:
+    """So many faults while so many tasks run, each of which works for some seconds."""
     import ray
 
-    wanted = sum(storm.kills.values()) + kills
     with connect(name=name) as session:
-        pool = session.pool("p", quota={"cpu": NODES * CPUS}, warm_hosts=NODES, wait_s=3_600.0)
+        pool = session.pool("p", quota={"cpu": len(storm.nodes) * CPUS}, warm_hosts=len(storm.nodes), wait_s=3_600.0)
         tasks = [f"t{at:03d}" for at in range(count)]
         for at, task in enumerate(tasks):
             settings = {"id": task, "run": "run", "restarts": -1, "priority": float(at % 3)}
-            pool.submit(Work, (task, str(directory), 4.0), resources={"cpu": 1}, **settings)
+            pool.submit(Work, (task, str(directory), seconds), resources={"cpu": 1}, **settings)
         rage(storm, session, wanted, pause_s)
         (directory / "calm").touch()
         for task in tasks:
@@ -93,18 +94,20 @@ def weather(storm: Storm, directory: Path, name: str, kills: int, count: int, pa
         status = session.status()
         assert not status["journal"]["fault"]
         session.shutdown()
-        wait_until(lambda: not any(map(still_lives, processes)), 30, "a process of a task is left behind")
+        until(lambda: not any(map(still_lives, processes)), "a process of a task is left behind")
         groups = ray.util.placement_group_table().values()
         assert [one["name"] for one in groups if one["state"] != "REMOVED"] == []
         left = ray.util.list_named_actors(all_namespaces=True)
         assert [one for one in left if one["name"].startswith(f"trimtab:{name}:")] == []
 
 
-def test_two_hundred_kills_lose_and_double_nothing(storm: Storm, tmp_path: Path):
-    weather(storm, tmp_path, "storm", KILLS, TASKS, pause_s=0.25)
-    assert all(storm.kills.values()), storm.kills
+def test_sixty_faults_lose_and_double_nothing(tmp_path: Path) -> None:
+    with storm_over(nodes=3, seed=7) as storm:
+        weather(storm, tmp_path, "storm", 60, 40, seconds=6.0, pause_s=0.1)
+    assert {"task killed", "task frozen", "controller killed", "node killed"} == set(storm.faults.counts)
 
 
 @pytest.mark.long
-def test_a_storm_of_six_hundred_kills_loses_and_doubles_nothing(storm: Storm, tmp_path: Path):
-    weather(storm, tmp_path, "long-storm", 3 * KILLS, 3 * TASKS, pause_s=0.25)
+def test_a_storm_of_six_hundred_faults_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    with storm_over(nodes=4, seed=8) as storm:
+        weather(storm, tmp_path, "long-storm", 600, 300, seconds=4.0, pause_s=0.25)

@@ -653,3 +653,35 @@ def test_work_that_waits_in_a_queue_is_in_the_curves_of_what_was() -> None:
     assert max(curves.waiting) == 1
     assert curves.waiting[-1] == curves.used_gpus[-1] == 0
     assert replace(curves).at[-1] == world.until_s
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [(0, float("nan")), (0, "x"), (1, ["x"]), (1, "Nothing"), (2, []), (2, {"node": 7}), (3, 5), (0, 10**400)],
+    ids=lambda one: f"{one!r:.20}",
+)
+def test_an_odd_value_in_a_journal_is_one_clear_error_of_the_replay(
+    copy: Path, capsys: pytest.CaptureFixture[str], column: int, value: object
+) -> None:
+    lines = [json.loads(line) for line in segment(copy).read_text().splitlines()]
+    lines[3][column] = value
+    segment(copy).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run(["replay", str(copy)]) == 2
+    text = said(capsys)
+    assert "the journal is damaged" in text
+    assert f"{segment(copy).name}, line 4" in text
+
+
+def test_a_snapshot_that_contradicts_itself_is_one_clear_error_of_the_replay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = PoolMachine()
+    for now, event, _ in simulated(1, clock=EPOCH)[0][:60]:
+        machine.handle(event, now)
+    state = json.loads(json.dumps(machine.dump()))
+    state["groups"] = []  # while tasks run in them
+    (tmp_path / "snapshot-00000001.json").write_text(
+        json.dumps({"format": "trimtab-journal", "version": 1, "time": EPOCH, "machine": state})
+    )
+    assert run(["replay", str(tmp_path)]) == 2
+    assert "the snapshot cannot be read" in said(capsys)

@@ -619,7 +619,7 @@ def test_a_job_file_says_what_the_scenario_leaves_out(tmp_path: Path) -> None:
         ("iterations: 30\n", "", "how long the job runs is not stated"),
         ("iterations: 30", "iterations: 0", "greater than or equal to 1"),
         ("to: 3.0", "too: 3.0", "did you mean to"),
-        ("to: 3.0", "to: -1", "greater than 0"),
+        ("to: 3.0", "to: -1", "greater than or equal to 0.000001"),
         ("over: 20", "over: 20, shape: stedy", "steady"),
         ("over: 20", "over: 20, points: {1: 1.0}", "points say all of a drift"),
         ("{rollout: {to", "{rolout: {to", "did you mean rollout"),

@@ -18,7 +18,7 @@ import plans_for_pictures as samples
 from trimtab import __version__
 from trimtab.formats.files import write_text as write
 from trimtab.model.errors import InputError
-from trimtab.model.plan import Alternative, Answer, Sensitivity
+from trimtab.model.plan import Alternative, Answer, Scaling, Sensitivity
 from trimtab.ui.report import plan_report
 
 VOID = {"meta", "br"}
@@ -253,3 +253,22 @@ def test_a_write_that_fails_half_way_keeps_the_old_file(tmp_path: Path, monkeypa
         write(target, "new")
     assert target.read_text() == "old"
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_two_scalings_are_both_drawn_with_what_decides_and_nothing_is_proven() -> None:
+    scaling = Scaling(("rollout", "trainer"), 0.8, 210.0, samples.shared(), ("rollout", 6))
+    answer = replace(samples.full_answer(), optimal=False, scaling=scaling)
+    text = report(answer)
+    page = Page(text)
+    assert not page.has("Proven")
+    assert page.has("If scaling is perfect which was not measured")
+    assert page.has("rollout, trainer were each measured on one number of GPUs only")
+    assert page.has("it takes 210.0 s, and this plan is the best. Measure rollout on 6 GPUs: that decides.")
+    ids = re.findall(r' id="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+
+
+def test_a_placement_that_is_kept_is_called_the_users_own() -> None:
+    page = Page(report(replace(samples.full_answer(), optimal=False, kept=True)))
+    assert page.has("Your placement faster than every plan that can be written: keep it")
+    assert not page.has("Proven")

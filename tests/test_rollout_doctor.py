@@ -9,7 +9,7 @@ import pytest
 
 from trimtab.fleet import rollout_events as e
 from trimtab.fleet.rollout import RolloutMachine
-from trimtab.fleet.rollout_ailments import NOT_REACHED, Ailment, Finding, Weight
+from trimtab.fleet.rollout_ailments import Ailment, Finding, Weight
 from trimtab.fleet.rollout_doctor import examine, examine_settings
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.rollout import Owner, Ownership, RolloutRules, WorkerSpec
@@ -158,7 +158,7 @@ def test_an_engine_that_failed_is_a_fault(ill: dict[str, Any], ailment: Ailment,
 
 
 def test_an_engine_that_was_never_reached_is_a_fault_until_it_is_there() -> None:
-    warned = [{"ago_s": 500.0, "worker": "b", "sentence": f"{NOT_REACHED}: connection refused"}]
+    warned = [{"ago_s": 500.0, "worker": "b", "sentence": "connection refused", "code": "NOT_REACHED"}]
     found = only(examine(status(worker(), warnings=warned)))
     assert (found.ailment, found.weight, found.who) == (Ailment.engine_awaited, Weight.fault, ("b",))
     assert examine(status(worker(), worker("b"), warnings=warned)) == ()
@@ -194,9 +194,17 @@ def test_nobody_serving_is_said_first_among_its_equals() -> None:
 
 
 def test_releases_that_were_never_tried_are_named_once() -> None:
-    note = "vllm 0.99 was never tried; 0.32 was"
-    found = only(examine(status(worker("a", note=note), worker("b", note=note))))
+    how = {"note": "vllm 0.99 is not among those that were looked at", "release": "untried"}
+    found = only(examine(status(worker("a", **how), worker("b", **how))))
     assert (found.ailment, found.who) == (Ailment.release_unknown, ("a", "b"))
+    assert how["note"] in found.sentence
+    silent = only(examine(status(worker("a", release="unsaid"))))
+    assert silent.ailment is Ailment.release_unknown
+
+
+def test_what_a_note_says_in_words_decides_nothing() -> None:
+    note = "sleep was never tried; this engine does not say its release"
+    assert examine(status(worker("a", note=note, release="tried"))) == ()
 
 
 @pytest.mark.parametrize(
@@ -283,9 +291,7 @@ def test_settings_alone_can_be_examined() -> None:
 
 
 def test_faults_come_before_what_is_stuck_and_notes_last() -> None:
-    found = examine(
-        status(worker(note="this vllm does not say its release"), worker("b", "stale", "OUTDATED"), worker("c", "lost"))
-    )
+    found = examine(status(worker(release="unsaid"), worker("b", "stale", "OUTDATED"), worker("c", "lost")))
     assert [one.weight for one in found] == [Weight.fault, Weight.stuck, Weight.note]
     assert all(one.sentence and one.do for one in found)
 

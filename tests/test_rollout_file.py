@@ -16,6 +16,7 @@ from trimtab.formats.load import load
 from trimtab.formats.rollout_settings import AttachedEngine, RolloutSettings, StartedEngines
 from trimtab.model.errors import InputError
 from trimtab.model.rollout import Owner
+from trimtab.runtime.rollout.gateway.settings import GatewaySettings
 
 ROOT = Path(__file__).parents[1]
 PLANNED = ROOT / "src" / "trimtab" / "examples" / "grpo.yaml"
@@ -226,3 +227,41 @@ def test_the_planner_goes_on_reading_a_job_file_that_has_the_section(tmp_path: P
     job.write_text(PLANNED.read_text() + more)
     assert load(job).job == load(PLANNED).job
     assert rollout_file.read(job).rules.most == 4
+
+
+def test_the_gateway_takes_as_many_requests_at_once_from_a_file_as_by_itself() -> None:
+    settings = read("rollout: {engines: ['http://127.0.0.1:8000']}")
+    assert settings.gateway.max_concurrent == GatewaySettings(token="t" * 32).max_concurrent == 16_384
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("elastic_config: {monitoring_interval: 1.0e-320}", "elastic_config.monitoring_interval"),
+        ("elastic_config: {monitoring_interval: 1.0e+300}", "elastic_config.monitoring_interval"),
+        ("elastic_config: {drain_timeout: 1.0e+300}", "elastic_config.drain_timeout"),
+        ("elastic_config: {max_workers: 1000000000}", "elastic_config.max_workers"),
+    ],
+)
+def test_every_time_and_count_of_elastic_config_has_a_range(text: str, key: str) -> None:
+    with pytest.raises(InputError) as refused:
+        read(f"rollout: {{engines: ['http://127.0.0.1:8000']}}\n{text}\n")
+    assert key in (refused.value.where or "")
+    assert (refused.value.hint or "").startswith("from ")
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("engines: [{kind: vllm, model: m, start_s: 1.0e-320}]", "start_s"),
+        ("gateway: {deadline_s: 1.0e-320}", "gateway.deadline_s"),
+        ("rules: {back_off_s: 1.0e+300}", "rules.back_off_s"),
+        ("rules: {lost_s: -1}", "rules.lost_s"),
+        ("classes: {a: {deadline_s: 1.0e+300}}", "classes.a.deadline_s"),
+        ("engines: ['http://[x']", "engines"),
+    ],
+)
+def test_every_time_of_a_rollout_file_has_a_range(text: str, key: str) -> None:
+    with pytest.raises(InputError) as refused:
+        read(f"rollout:\n  {text}\n")
+    assert key in (refused.value.where or "")

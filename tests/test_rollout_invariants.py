@@ -255,6 +255,8 @@ class Fate(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.5, 3.0, 6.0, 6.0, 25.0, 130.0]))
     def wait(self, seconds):
         self.world.wait(seconds)
+        if seconds in (3.0, 25.0):
+            self.world.reload()
 
     @rule(way=st.sampled_from(list(RefitWay)), in_flight=st.sampled_from(list(InFlight)))
     def refit(self, way, in_flight):
@@ -294,6 +296,7 @@ class Fate(RuleBasedStateMachine):
                 world.tell(e.WorkerGiven(name))
                 world.come_back(world.engines[name])
         world.tell(e.ScaleReleased())
+        world.reload()
         world.all_well()
         assert all(len(one.answers) == 1 for one in world.clients.values())
         world.replay()
@@ -322,7 +325,7 @@ def test_every_request_is_answered_once_whatever_happens() -> None:
     fate(RUNS, STEPS)
     floors = {"runs": RUNS // 2, "requests": RUNS * 5, "Send": RUNS * 4, "AbortSent": RUNS // 2, "resumed": 20}
     floors |= {"sent again from the prompt": 20, "spanning": 5, "RefitOver": RUNS // 8, "up": 20, "down": 5}
-    floors |= {"gaps": 5, "Refuse": 5, "abort": 10, "cancelled": 10, "failed": 5, "stop": RUNS}
+    floors |= {"reloads": RUNS, "gaps": 5, "Refuse": 5, "abort": 10, "cancelled": 10, "failed": 5, "stop": RUNS}
     short = {name: (counted[name], floor) for name, floor in floors.items() if counted[name] < floor}
     assert not short, f"too little happened: {short} of {dict(counted)}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -31,6 +32,16 @@ from trimtab.model.rollout import (
 )
 
 S = WorkerState
+WRONG = [
+    e.Arrived(RequestSpec("new", 1, 1, class_="nonsense")),
+    e.Arrived(RequestSpec("r", 1, 1)),
+    e.WorkerAdded(WorkerSpec("w0", limit=99)),
+    e.WorkerRemoved("nobody"),
+    e.WorkerTaken("w0", 100.0, "the trainer needs it"),
+    e.Scaled(99),
+    e.Held("name", -1),
+    e.RangeSet(5, 2),
+]
 OURS = Ownership(refit=Owner.trimtab)
 
 
@@ -892,3 +903,27 @@ def test_a_drain_by_hand_has_all_the_time_it_was_given() -> None:
     bench.tell(e.WorkerTaken(worker, 100.0, "by hand", patient=True))
     assert bench.wait(90.0) == []
     assert kinds(bench.wait(6.0)) == ["AbortSent"]
+
+
+# ---- what is refused, and snapshots ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda one: type(one).__name__)
+def test_what_is_refused_moves_not_even_the_clock(wrong: Any):
+    bench = Bench(1, least=1, most=4)
+    bench.ask()
+    before = bench.machine.dump()
+    with pytest.raises((InputError, InfeasibleError)):
+        bench.tell(wrong, after_s=1_000.0)
+    assert bench.machine.dump() == before
+
+
+def test_what_the_policy_decided_last_is_in_a_snapshot():
+    elastic = ElasticConfig(min_workers=1, max_workers=4)
+    bench = Bench(2, elastic=elastic, least=1, most=4)
+    bench.wait(60.0)
+    assert bench.machine.scaling()["decision"] is not None
+    data = json.loads(json.dumps(bench.machine.dump()))
+    again = RolloutMachine.load(data, elastic)
+    assert again.scaling() == bench.machine.scaling()
+    assert again.dump() == data

@@ -22,11 +22,13 @@ from trimtab.model.errors import InfeasibleError, InputError, UnreachableError
 from trimtab.rollout import RolloutPool, RolloutRules, SamplingParams, WorkerState
 from trimtab.runtime.cluster.processes import Process, below, gone, process
 from trimtab.runtime.rollout.launcher import EngineCommand, Launcher
+from trimtab.runtime.rollout.process_engine import EngineProcess
 from trimtab.runtime.rollout.processes import ProcessLauncher
 from trimtab.runtime.rollout.starting import engines_as_processes
+from waiting import until_async
 
 PROMPT = (5, 6, 7, 8)
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 @dataclass
@@ -73,14 +75,6 @@ def family(launcher: ProcessLauncher, worker: str) -> list[Process]:
     """The guard and all below it."""
     guard = launcher._running[worker].pid
     return [process(guard), *below(guard)]
-
-
-async def until(true: Callable[[], Any]) -> None:
-    async def wait() -> None:
-        while not true():
-            await asyncio.sleep(0.02)
-
-    await asyncio.wait_for(wait(), WAIT_S)
 
 
 # Starting.
@@ -174,7 +168,7 @@ def test_a_health_page_that_answers_is_no_engine_that_serves(tmp_path: Path) -> 
 def test_a_start_that_is_cancelled_leaves_nothing_behind(tmp_path: Path) -> None:
     async def play(launcher: ProcessLauncher, heard: Heard) -> None:
         task = asyncio.create_task(launcher.start("w0", 0, None))
-        await until(lambda: "w0" in launcher._running and len(family(launcher, "w0")) > 1)
+        await until_async(lambda: "w0" in launcher._running and len(family(launcher, "w0")) > 1)
         them = family(launcher, "w0")
         task.cancel()
         await asyncio.wait([task])
@@ -222,7 +216,7 @@ def test_a_process_that_ends_by_itself_is_told_with_its_status(tmp_path: Path) -
         await launcher.start("w0", 0, None)
         [engine] = below(launcher._running["w0"].pid)
         os.kill(engine.pid, signal.SIGKILL)
-        await until(lambda: heard.deaths)
+        await until_async(lambda: heard.deaths)
         [(worker, why)] = heard.deaths
         assert worker == "w0"
         assert "SIGKILL" in why
@@ -246,7 +240,7 @@ def test_an_engine_that_ignores_its_end_is_killed_with_all_that_it_started(tmp_p
     async def play(launcher: ProcessLauncher, heard: Heard) -> None:
         task = asyncio.create_task(launcher.start("w0", 0, None))
         log = launcher.log_of("w0")
-        await until(lambda: log.exists() and "deaf" in log.read_text() and len(family(launcher, "w0")) == 3)
+        await until_async(lambda: log.exists() and "deaf" in log.read_text() and len(family(launcher, "w0")) == 3)
         them = family(launcher, "w0")
         process = launcher._running["w0"]
         assert await process.end_beside()
@@ -286,8 +280,8 @@ def test_an_engine_ends_also_when_its_guard_is_killed(tmp_path: Path) -> None:
         await launcher.start("w0", 0, None)
         them = family(launcher, "w0")
         os.kill(them[0].pid, signal.SIGKILL)
-        await until(lambda: heard.deaths)
-        await until(lambda: not any(one.lives for one in them))
+        await until_async(lambda: heard.deaths)
+        await until_async(lambda: not any(one.lives for one in them))
 
     scene(play, tmp_path)
 
@@ -320,11 +314,11 @@ def test_a_pool_starts_refits_restarts_and_stops_its_processes(tmp_path: Path) -
             assert [span.version for span in after.spans] == [1]
             [engine] = below(launcher._running["engine-1"].pid)
             os.kill(engine.pid, signal.SIGKILL)
-            await until(lambda: "engine-1" not in active(pool))
+            await until_async(lambda: "engine-1" not in active(pool))
             assert await pool.until(lambda: len(active(pool)) == 2)
             assert {(await one_answer(pool)).token_ids for _ in range(4)} == {after.token_ids}, "with the new weights"
             pool.scale(1, why="the test")
-            await until(lambda: len(launcher._running) == 1)
+            await until_async(lambda: len(launcher._running) == 1)
         assert not launcher._running
 
     with nothing_left():
@@ -375,3 +369,16 @@ def test_a_command_line_is_filled_in_and_json_in_it_is_left_alone() -> None:
     assert command.starts_with(7, None) == 0
     fixed = EngineCommand("base", command="serve base --port {port}", version=2)
     assert fixed.starts_with(7, "/weights/7") == 2, "a command that names no weights starts with its own"
+
+
+def test_an_engine_does_not_get_the_tokens_of_trimtab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRIMTAB_ROLLOUT_TOKEN", "TRIMTAB_HOOK_TOKEN", "TRIMTAB_DASHBOARD_TOKEN"):
+        monkeypatch.setenv(name, "a-token-that-changes-things")
+    monkeypatch.setenv("TRIMTAB_KEPT", "yes")
+    script = "import os; print({k: v for k, v in os.environ.items() if k.startswith('TRIMTAB_')}, flush=True)"
+    engine = EngineProcess([sys.executable, "-c", script], {"TRIMTAB_GIVEN": "too"}, tmp_path / "log", stop_s=5.0)
+    try:
+        assert engine._popen.wait(WAIT_S) == 0
+        assert engine.last_words() == "{'TRIMTAB_KEPT': 'yes', 'TRIMTAB_GIVEN': 'too'}"
+    finally:
+        engine.end()

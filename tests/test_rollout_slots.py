@@ -11,7 +11,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,14 +32,16 @@ from trimtab.model.pool import State
 from trimtab.model.reason import Code, Reason
 from trimtab.model.resources import Resources
 from trimtab.rollout import RolloutPool, RolloutRules, SamplingParams, WorkerSpec, WorkerState
+from trimtab.runtime.background import Background
 from trimtab.runtime.cluster.processes import table
 from trimtab.runtime.ray.client import Pool, Session, connect
 from trimtab.runtime.rollout.following import NodeFollower, places_on
 from trimtab.runtime.rollout.slot_takers import Takers
 from trimtab.runtime.rollout.slots import SlotLauncher
 from trimtab.runtime.rollout.starting import engines_as_processes, engines_on_slots
+from waiting import until_async
 
-WAIT_S = 90.0
+WAIT_S = 240.0
 MARK = f"slots-{uuid.uuid4().hex[:8]}"
 GPU = {"gpu": 1}
 GREEDY = SamplingParams(max_tokens=200, temperature=0.0)
@@ -142,14 +144,6 @@ async def engines(
         yield pool, launcher
 
 
-async def until(true: Callable[[], Any], what: str = "it") -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while not (found := true()):
-        assert time.monotonic() < deadline, f"{what} did not come true in time"
-        await asyncio.sleep(0.05)
-    return found
-
-
 def active(pool: RolloutPool) -> list[str]:
     return [one.worker for one in pool.workers() if one.state is WorkerState.active]
 
@@ -180,7 +174,7 @@ class Traffic:
     async def flows(self, more: int = 12) -> None:
         """So many answers from now on."""
         enough = self.answered + more
-        await until(lambda: self.answered >= enough or any(one.done() for one in self._tasks), "answers")
+        await until_async(lambda: self.answered >= enough or any(one.done() for one in self._tasks), "answers")
 
     async def end(self) -> None:
         self._over.set()
@@ -204,14 +198,14 @@ def test_an_engine_ends_with_the_process_that_holds_its_slot_and_comes_back_in_a
 ) -> None:
     async def play() -> None:
         async with engines(session, slots, workers=1) as (pool, launcher):
-            await until(lambda: active(pool), "an engine")
+            await until_async(lambda: active(pool), "an engine")
             [place] = launcher.places.values()
             async with traffic(pool) as flow:
                 await flow.flows()
                 [engine], [host] = servers(), await asyncio.to_thread(lambda: place.line.task.members)
                 kill(host.pid)
-                await until(lambda: engine not in servers(), "its end")
-                await until(lambda: servers() and active(pool), "another engine, on a slot of its own")
+                await until_async(lambda: engine not in servers(), "its end")
+                await until_async(lambda: servers() and active(pool), "another engine, on a slot of its own")
                 assert list(launcher.places.values()) != [place]
                 await flow.flows()
         assert not servers()
@@ -231,7 +225,7 @@ def test_a_slot_that_is_not_needed_goes_to_whoever_waits_and_comes_back_by_prior
     async def play() -> None:
         async with engines(session, slots, lends, workers=2, lends=True) as (pool, _):
             pool.scale(2, why="the test")
-            await until(lambda: len(active(pool)) == 2, "two engines")
+            await until_async(lambda: len(active(pool)) == 2, "two engines")
             pool.release_scale()
             await asyncio.sleep(1.0)
             assert len(active(pool)) == 2, "idle, but nobody wants their room"
@@ -243,7 +237,7 @@ def test_a_slot_that_is_not_needed_goes_to_whoever_waits_and_comes_back_by_prior
             assert taker.id in pool.steps[-1].reason.sentence
             assert len(active(pool)) == 1
             pool.scale(2, why="the next step begins")
-            await until(lambda: len(active(pool)) == 2, "its return")
+            await until_async(lambda: len(active(pool)) == 2, "its return")
             assert await said(taker) in (State.evicted, State.waiting), "the engine's priority is higher"
             await asyncio.to_thread(taker.cancel)
 
@@ -258,7 +252,7 @@ def test_no_request_is_lost_when_an_engine_dies_waits_for_room_or_is_evicted(ses
         first = await asyncio.to_thread(vip)
         await asyncio.to_thread(first.wait, "running", WAIT_S)
         async with engines(session, slots, workers=2) as (pool, launcher):
-            await until(lambda: len(active(pool)) == 1 and any(p.taken for p in launcher.places.values()))
+            await until_async(lambda: len(active(pool)) == 1 and any(p.taken for p in launcher.places.values()))
             [waits] = [place.worker for place in launcher.places.values() if place.taken]
             view = next(one for one in pool.workers() if one.worker == waits)
             assert view.state in (WorkerState.inactive, WorkerState.lost)
@@ -267,10 +261,10 @@ def test_no_request_is_lost_when_an_engine_dies_waits_for_room_or_is_evicted(ses
             async with traffic(pool) as flow:
                 [engine] = servers()
                 kill(engine)
-                await until(lambda: servers() not in ([], [engine]) and active(pool), "another engine")
+                await until_async(lambda: servers() not in ([], [engine]) and active(pool), "another engine")
                 assert launcher.places[place.worker] is place, "in the same slot"
                 await asyncio.to_thread(first.complete)
-                await until(lambda: len(active(pool)) == 2, "the second engine")
+                await until_async(lambda: len(active(pool)) == 2, "the second engine")
                 await flow.flows()
                 second = await asyncio.to_thread(vip)
                 await asyncio.to_thread(second.wait, "running", WAIT_S)
@@ -281,7 +275,7 @@ def test_no_request_is_lost_when_an_engine_dies_waits_for_room_or_is_evicted(ses
                 await refit.load(str(tiny_gguf(shift=0.5)))
             assert len(launcher.places) == 2, "the refit kept the slot"
             await asyncio.to_thread(second.complete)
-            await until(lambda: len(active(pool)) == 2, "its return")
+            await until_async(lambda: len(active(pool)) == 2, "its return")
             answers = await pool.generate([(5, 6, 7)] * 6, GREEDY)
             assert {worker for answer in answers for worker in answer.samples[0].workers} == set(active(pool))
             assert len({answer.samples[0].token_ids for answer in answers}) == 1, "it came back with the new weights"
@@ -293,7 +287,7 @@ def test_no_request_is_lost_when_an_engine_dies_waits_for_room_or_is_evicted(ses
 def test_engines_follow_nodes_that_drain_and_join_and_are_lost(nodes: Nodes, session: Session, slots: Pool) -> None:
     async def play() -> None:
         async with engines(session, slots, least=1, most=8) as (pool, launcher):
-            await until(lambda: len(active(pool)) == 2, "an engine on every node")
+            await until_async(lambda: len(active(pool)) == 2, "an engine on every node")
             where = {place.line.node: place.worker for place in launcher.places.values()}
             [going] = nodes.there
             leaver = where.pop(going.node_id)
@@ -301,17 +295,17 @@ def test_engines_follow_nodes_that_drain_and_join_and_are_lost(nodes: Nodes, ses
             async with traffic(pool) as flow:
                 await flow.flows()
                 await asyncio.to_thread(session.drain_node, going.node_id, 9.0)
-                await until(lambda: [one.worker for one in pool.workers()] == [stayer], "the leaver's end")
-                await until(lambda: going.node_id not in alive(), "the node's end")
+                await until_async(lambda: [one.worker for one in pool.workers()] == [stayer], "the leaver's end")
+                await until_async(lambda: going.node_id not in alive(), "the node's end")
                 nodes.there.remove(going)
                 nodes.cluster.remove_node(going, allow_graceful=False)
                 await flow.flows()
                 nodes.add()  # Ray wants the main thread for it
-                await until(lambda: len(active(pool)) == 2, "an engine on the new node")
+                await until_async(lambda: len(active(pool)) == 2, "an engine on the new node")
                 assert leaver not in active(pool)
                 await flow.flows()
                 nodes.kill(nodes.there[0])
-                await until(lambda: [one.worker for one in pool.workers()] == [stayer], "the loss")
+                await until_async(lambda: [one.worker for one in pool.workers()] == [stayer], "the loss")
                 await flow.flows()
                 assert len(servers()) == 1
 
@@ -332,6 +326,7 @@ class Ledger:
     places: dict[str, Any] = field(default_factory=dict)
     added: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
+    background: Background = field(default_factory=Background)
 
     @property
     def pool(self) -> Ledger:

@@ -20,6 +20,7 @@ import pytest
 
 from engine_answers import NEAR_TIE, prompts, run
 from engine_servers import LlamaServer, again, come_up, servers, start
+from faults import Faults
 from trimtab.fleet import rollout_events as e
 from trimtab.model.errors import TrimtabError
 from trimtab.rollout import RolloutPool, RolloutRules, Sample, SamplingParams, WorkerState
@@ -209,6 +210,8 @@ async def storm_over(folder: Path, count: int, seed: int) -> tuple[Storm, Ledger
             finally:
                 over.set()
                 await asyncio.gather(*beside)
+    hurt = {"kill": "engine killed", "freeze": "engine frozen", "slow": "engine slowed", "replace": "engine replaced"}
+    Faults(f"engines of a pool, seed {seed}").take({word: storm.done[deed] for deed, word in hurt.items()})
     return storm, ledger, [reference[one] for one in (*asked[::2], *asked[1::2])], [*halves[0], *halves[1]]
 
 

@@ -297,7 +297,7 @@ def test_an_engine_that_has_no_memory_to_wake_up_with_is_tried_again_and_then_gi
         scene.pool.scale(2)
         await scene.pool.until(
             lambda: (
-                any("out of memory" in said for _, _, said in scene.pool._core.warnings)
+                any("out of memory" in said for _, _, said, _ in scene.pool._core.warnings)
                 or "out of memory" in scene.reason(at)
             ),
             10.0,

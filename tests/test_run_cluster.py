@@ -52,7 +52,7 @@ def job(folder: Path, iterations: int, **part: object) -> RunJob:
     path.write_text(JOB)
     loaded = load(path).job
     parts = {name: Part(**part) for name in loaded.workflow.names}  # type: ignore[arg-type]
-    return RunJob(loaded, parts, iterations=iterations, save_every=2, near=Path(__file__).parent)
+    return RunJob(loaded, parts, iterations=iterations, save_every=2, near=Path(__file__).parent / "helpers")
 
 
 def plan_of(run: RunJob) -> Plan:

@@ -30,7 +30,7 @@ from trimtab.runtime.run.local import LocalRun
 from trimtab.ui.cli import run
 from trimtab.ui.run_text import Story
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "helpers"
 
 FILE = """\
 cluster: {{nodes: 1, gpus_per_node: 2}}
@@ -527,6 +527,33 @@ def test_with_a_ray_of_its_own_nothing_is_left_behind_after_ctrl_c(tmp_path: Pat
     last = numbers(folder)[-1]
     assert run(["run", "--resume", str(folder), "--local", "-q", "-n", str(last + 1)]) == 0
     assert numbers(folder) == list(range(1, last + 2))
+
+
+def two_ctrl_c_while_it_starts(tmp_path: Path, after_s: float, gap_s: float) -> None:
+    mark = f"start-{os.getpid()}-{time.time_ns()}"
+    path = job_file(tmp_path, iterations=5000, pause_s=0.02, costs=", seconds: {1: 0.01}")
+    with begun(str(path), **{MARK: mark}) as process:
+        read_until(process, "components on")
+        time.sleep(after_s)
+        process.send_signal(signal.SIGINT)
+        time.sleep(gap_s)
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, (after_s, gap_s, rest)
+    assert "Traceback" not in rest, (after_s, gap_s, rest)
+    assert family(None, mark) == [], (after_s, gap_s)
+
+
+def test_two_ctrl_c_while_ray_starts_end_it_and_leave_nothing(tmp_path: Path) -> None:
+    for after_s, gap_s in ((0.3, 0.3), (2.5, 0.02)):
+        two_ctrl_c_while_it_starts(tmp_path, after_s, gap_s)
+
+
+@pytest.mark.long
+def test_two_ctrl_c_at_any_moment_of_the_start_end_it_and_leave_nothing(tmp_path: Path) -> None:
+    for at in range(24):
+        two_ctrl_c_while_it_starts(tmp_path, 0.25 * at, (0.0, 0.1, 0.6)[at % 3])
 
 
 # ---- planning from a run ---------------------------------------------------------------------------------------------

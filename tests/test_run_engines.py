@@ -11,10 +11,9 @@ import os
 import signal
 import sys
 import threading
-import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,9 +43,10 @@ from trimtab.runtime.run.engines_diary import diary_of, read_diary  # noqa: E402
 from trimtab.runtime.run.job import Part, RunJob  # noqa: E402
 from trimtab.runtime.run.job_file import load_run  # noqa: E402
 from trimtab.runtime.run.local import LocalRun, RunEnd  # noqa: E402
+from waiting import until  # noqa: E402
 
-WAIT_S = 90.0
-HERE = Path(__file__).parent
+WAIT_S = 240.0
+HERE = Path(__file__).parent / "helpers"
 ENGINE = {"ask": "examples.grpo.engine:Asking", "engine": "examples.grpo.engine:PolicyEngine"}
 LEARNS: dict[str, Any] = {"digits": 4, "questions": 4, "group": 32, "batches": 2, "rate": 1e-2}
 SMALL: dict[str, Any] = {"digits": 5, "questions": 3, "group": 4, "batches": 2}
@@ -65,14 +65,6 @@ def engines(gpus: int = 2, near: Path = HERE, folder: Path | None = None, **sett
     chosen = {"ask": "engines_for_runs:Asking", "engine": "engines_for_runs:Plain", **settings}
     place = Place("rollout", gpus=gpus, devices=tuple(range(gpus)), near=near, folder=folder)
     return EngineRollout(place=place, **chosen)
-
-
-def until(true: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while not (found := true()):
-        assert time.monotonic() < deadline, f"{what} did not come true in time"
-        time.sleep(0.05)
-    return found
 
 
 def states(rollout: EngineRollout) -> dict[str, str]:

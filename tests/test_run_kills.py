@@ -130,7 +130,7 @@ def test_a_component_that_is_killed_is_made_anew_and_no_iteration_counts_twice(h
     assert events(tmp_path / "run", "lost")
 
 
-@pytest.mark.parametrize("stage", ["save", "place"])
+@pytest.mark.parametrize("stage", [pytest.param("save", marks=pytest.mark.long), "place"])
 def test_a_component_that_is_killed_amid_a_move(house: House, tmp_path: Path, stage: str) -> None:
     disturbed(house, tmp_path, at_stage(stage), lambda: kill_one(house, "trainer"))
 
@@ -156,6 +156,19 @@ def test_a_node_that_is_lost_leaves_the_run_a_smaller_plan_and_one_that_joins_a_
     assert "gone with node" in forced[-1]["reason"]
 
 
+def test_a_node_that_is_lost_while_components_are_first_placed_leaves_the_run_a_smaller_plan(
+    house: House, tmp_path: Path
+) -> None:
+    kill = once(lambda event, facts: event == "plan" and facts["why"] == "first", house.kill_node)
+    end = run(house, tmp_path / "run", kill)
+    counts_once(end, tmp_path / "run")
+    first, *later = events(tmp_path / "run", "plan")
+    assert first["why"] == "first"
+    assert later[0]["why"] == "lost"
+    assert end.plan.total_gpus == 4  # of one node
+
+
+@pytest.mark.long
 def test_a_run_that_is_only_advised_follows_the_advice_when_its_plan_is_gone(house: House, tmp_path: Path) -> None:
     rules = replace(AUTO, mode=RunMode.advise)
     end = run(house, tmp_path / "run", once(at_iteration(6), house.kill_node), rules=rules)
@@ -167,11 +180,14 @@ def test_a_run_that_is_only_advised_follows_the_advice_when_its_plan_is_gone(hou
     assert plans[-1]["plan"] != plans[0]["plan"]
 
 
+@pytest.mark.long
 def test_a_node_that_is_lost_amid_a_move(house: House, tmp_path: Path) -> None:
     disturbed(house, tmp_path, at_stage("release"), house.kill_node)
 
 
-@pytest.mark.parametrize("when", [at_iteration(5), at_stage("release")], ids=["at work", "amid a move"])
+@pytest.mark.parametrize(
+    "when", [pytest.param(at_iteration(5), marks=pytest.mark.long), at_stage("release")], ids=["at work", "amid a move"]
+)
 def test_a_controller_that_is_killed_is_started_again_and_the_run_goes_on(
     house: House, tmp_path: Path, when: Callable[[str, dict[str, Any]], bool]
 ) -> None:
@@ -191,7 +207,7 @@ with connect(sys.argv[1], name="kills") as session:
 
 def killed_amid_a_move(house: House, folder: Path) -> bool:
     """A run whose driver is killed as soon as it moves; whether it did."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent / "helpers")}
     command = [sys.executable, "-c", DRIVER, house.ray.address, str(folder), str(ITERATIONS)]
     with subprocess.Popen(command, env=environment) as driver:
         end = time.monotonic() + 120

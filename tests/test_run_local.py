@@ -9,7 +9,9 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -23,14 +25,18 @@ from run_plans import any_separate
 from trimtab.model.errors import InfeasibleError, InputError
 from trimtab.model.reason import Code
 from trimtab.model.workflow import Job, WeightSync, Workflow
-from trimtab.plan.order import Act
+from trimtab.plan.order import Act, Step
+from trimtab.runtime.run import local
 from trimtab.runtime.run.acting import Acting
 from trimtab.runtime.run.clock import VirtualClock
+from trimtab.runtime.run.cluster import ClusterRun
+from trimtab.runtime.run.crew import Crew, CrewLike
 from trimtab.runtime.run.emulated import Disturbance
 from trimtab.runtime.run.folder import RunFolder, read_run
 from trimtab.runtime.run.job import Part, RunJob, shared_plan
 from trimtab.runtime.run.job_file import load_run
 from trimtab.runtime.run.local import LocalRun, RunEnd
+from trimtab.runtime.run.saving import Saving
 
 
 def chain(batches: int = 2, staleness: int = 0, gpus: int = 2, **trainer) -> Job:
@@ -298,7 +304,7 @@ print(end.state, flush=True)
 
 def script(iterations: int) -> list[str]:
     here = Path(__file__).parent
-    return [sys.executable, "-c", SCRIPT.format(paths=[str(here)], iterations=iterations)]
+    return [sys.executable, "-c", SCRIPT.format(paths=[str(here), str(here / "helpers")], iterations=iterations)]
 
 
 def test_killed_at_any_moment_a_run_goes_on_and_counts_every_iteration_once(tmp_path: Path) -> None:
@@ -555,3 +561,63 @@ def test_a_job_file_that_is_wrong_is_refused_by_its_key(tmp_path: Path, old: str
     assert old in FILE
     with pytest.raises(InputError, match=what):
         load_run(written(tmp_path, FILE.replace(old, new)))
+
+
+# ---- side by side ----------------------------------------------------------------------------------------------------
+
+
+class InThreads(LocalRun):
+    """A run in one process whose acts are performed in threads, as on a cluster."""
+
+    _drive, _next, _wait_for_others = ClusterRun._drive, ClusterRun._next, ClusterRun._wait_for_others
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._acted
+
+    def _passed(self) -> None:
+        pass
+
+
+def test_acts_end_while_components_are_asked_how_they_are_and_states_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = chain(staleness=1, gpus=3)
+    perform, began, ended = Acting.perform, {}, {}
+    slow = ("health after iteration 1", "state after iteration 2")
+    for name in slow:
+        began[name], ended[name] = threading.Event(), threading.Event()
+
+    def act(self: Acting, act: Act, now_s: float) -> float:
+        """The rollout of iterations 2 and 3 ends only while something slow is under way."""
+        slowly = {2: slow[0], 3: slow[1]}.get(act.iteration) if isinstance(act, Step) else None
+        if slowly is None or act.component != "rollout":
+            return perform(self, act, now_s)
+        assert began[slowly].wait(60)
+        took_s = perform(self, act, now_s)
+        ended[slowly].set()
+        return took_s
+
+    monkeypatch.setattr(Acting, "perform", act)
+    waited = []
+
+    def wait_for_an_act(name: str) -> None:
+        began[name].set()
+        waited.append(ended[name].wait(30))
+
+    class Asked(Crew):
+        def check_health(self, names: Sequence[str]) -> None:
+            if not began[slow[0]].is_set():
+                wait_for_an_act(slow[0])
+
+    complete = Saving.complete
+
+    def delete(self: Saving, crew: CrewLike, iteration: int) -> None:
+        if iteration == 2:
+            wait_for_an_act(slow[1])
+        complete(self, crew, iteration)
+
+    monkeypatch.setattr(Saving, "complete", delete)
+    monkeypatch.setattr(local, "Crew", Asked)
+    end = InThreads(noting(job, iterations=4), tmp_path / "run", plan=any_separate(job)).run()
+    assert end.state == "done"
+    assert waited == [True, True]

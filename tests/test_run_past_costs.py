@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from run_report_samples import Writing, plan_of
 from trimtab.model.errors import InputError
 from trimtab.model.run import Iteration, Measured
 from trimtab.model.workflow import Component, Variant, WeightSync, Workflow
 from trimtab.runtime.run.folder import PastRun
 from trimtab.runtime.run.past_costs import measured_workflow
+from trimtab.ui import cli
 
 APART = [{"components": ["rollout"], "gpus": "0-3"}, {"components": ["trainer"], "gpus": "4-7"}]
 TOGETHER = [{"components": ["rollout", "trainer"], "gpus": "0-7"}]
@@ -122,3 +125,23 @@ def test_a_run_that_measured_nothing_or_another_job_is_refused() -> None:
     with pytest.raises(InputError, match="what critic cost is neither stated nor measured"):
         measured_workflow(more, frozenset({"critic"}), past, "runs/a")
     assert "critic was not measured: its cost is the stated one" in measured_workflow(more, frozenset(), past, "a")[1]
+
+
+def test_a_run_of_milliseconds_is_planned_in_milliseconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Writing(tmp_path / "run")
+    run.begin([["alpha", 2, ""]], iterations=6)
+    run.plan(
+        "first", 1, plan_of((("rollout", "trainer"), "0-1"), costs={"rollout": 0.004, "trainer": 0.006}, predicted=1)
+    )
+    for number in range(1, 7):
+        run.iteration(number)
+    folder = run.write()
+    (folder / "job.yaml").write_text(
+        "cluster: {nodes: 1, gpus_per_node: 2}\n"
+        "workflow: {components: {rollout: {seconds: {2: 0.004}}, trainer: {seconds: {2: 0.006}, after: rollout}}}\n"
+    )
+    assert cli.run(["plan", "--from-run", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert " ms per iteration" in said
+    assert "0.0 s" not in said
+    assert "ranks     ms" in said or " ms  start" in said

@@ -9,9 +9,8 @@ import os
 import pickle
 import signal
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from trimtab.model.errors import InputError
 from trimtab.runtime.ray.cluster import import_ray
 from trimtab.runtime.simple_input import MB
 from trimtab.runtime.simple_preemption import PreemptionSettings
+from waiting import until
 
 CPU = {"cpu": 1.0}
 
@@ -65,15 +65,6 @@ def scheduler(shared: SimpleScheduler) -> Iterator[SimpleScheduler]:
 
 def names(scheduler: SimpleScheduler) -> list[str]:
     return [pool["name"] for pool in scheduler.list_pools()]
-
-
-def until(true: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    """Wait for something to become true."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := true()):
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.05)
-    return found
 
 
 def exists(pid: int) -> bool:

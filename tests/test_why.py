@@ -146,10 +146,34 @@ def test_a_group_that_nothing_runs_in_is_said_to_be_idle() -> None:
     assert "of a job that has ended" in found.frees[0]
 
 
-def test_no_sibling_of_what_waits_is_asked_to_end() -> None:
+def test_a_sibling_that_holds_what_is_asked_is_named_and_that_fewer_of_them_would_do() -> None:
     found = only(survey([TWO[0]], [actor("w3", like="W", gpu=1)], [holds("w1", "n1", like="W", gpu=2)]))
     assert (found.cause, found.blockers) == (Cause.busy, ())
+    assert found.frees[0].startswith("actor w1, which holds 2 gpu, ends")
     assert "fewer of them" in found.frees[0]
+
+
+def test_another_group_of_the_same_job_is_no_sibling_and_has_to_end() -> None:
+    waits = replace(group("eval", ask(gpu=2)), like="")
+    holder = replace(holds("train", "n1", kind=Kind.group, gpu=2), like="")
+    found = only(survey([TWO[0]], [waits], [holder]))
+    assert (found.cause, found.blockers) == (Cause.busy, ("train",))
+    assert found.frees[0].startswith("placement group train")
+    assert not any("fewer" in one for one in found.frees)
+
+
+@pytest.mark.parametrize("bundles", [2, 3])
+def test_a_gang_that_waits_beside_a_node_that_goes_is_told_of_it(bundles: int) -> None:
+    nodes = [node("n1", gpu=1), node("n2", {"gpu": 1}, gpu=1), node("n3", {"gpu": 1}, gpu=1, drain=40)]
+    asks = [ask(gpu=1)] * bundles
+    found = only(survey(nodes, [group("gang", *asks, strategy=Strategy.strict_spread)]))
+    assert "n3, which drains, deadline in 40 s" in found.sentence
+
+
+def test_a_node_that_goes_and_could_take_nothing_of_it_is_not_named() -> None:
+    nodes = [node("n1", {"gpu": 2}, gpu=2), node("n2", cpu=8, drain=40)]
+    found = only(survey(nodes, [actor("a", gpu=2)]))
+    assert "n2" not in found.sentence
 
 
 def test_two_that_hold_what_the_other_waits_for_are_told_as_one_with_both_names() -> None:

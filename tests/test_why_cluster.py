@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ from trimtab.runtime.ray.foreign import FILE_VARIABLE
 from trimtab.runtime.ray.survey import Lookout, find
 from trimtab.ui.output import Format
 from trimtab.ui.why_commands import why
+from waiting import until
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 JOB = """
 cluster: {nodes: NODES, gpus_per_node: GPUS}
 workflow:
@@ -96,13 +97,6 @@ def running(options: dict[str, Any], name: str = "Plain") -> Any:
     actor = made(options, name)
     assert ray.get(actor.here.remote(), timeout=WAIT_S)
     return actor
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.1)
 
 
 class Asked:

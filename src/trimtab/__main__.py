@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 
@@ -14,7 +15,9 @@ def main() -> None:
         return
     from trimtab.ui.cli import run
 
-    sys.exit(run())
+    status = run()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said and done: another Ctrl-C must not change the status
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 from dialect_plans import DATA, composed, plan_of, profile_of
 from trimtab.formats import openrlhf, rlinf, verl, write_back
 from trimtab.formats.hydra_config import compose
+from trimtab.plan.placement import plan_placement
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.frameworks
@@ -237,3 +238,23 @@ def test_verl_makes_the_planned_pools_from_the_overrides() -> None:
         assert answer["rollout"] == case[4]
     bad = [*VERL, "trainer.n_gpus_per_node=7"]
     assert "divisible" in ask(".venv-verl", "verl_pools.py", [bad])[0]["error"]
+
+
+def test_verl_starts_with_what_the_hint_to_plan_the_rollout_apart_says() -> None:
+    cases = []
+    for nodes in (1, 2, 3):
+        given = [
+            f"trainer.nnodes={nodes}",
+            "data.train_batch_size=768",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=256",
+        ]
+        loaded = verl.read(compose(DATA / "verl_sync.yaml", given), profile_of(SECONDS))
+        (said,) = [said for said in loaded.assumptions if "to plan it apart: " in said]
+        words = said.partition("to plan it apart: ")[2].split()
+        apart = verl.read(compose(DATA / "verl_sync.yaml", [*given, *words]), profile_of(SECONDS))
+        plan = plan_placement(apart.job, apart.rules, current=apart.current).best
+        hint = [word for word in words if not word.startswith("++trimtab.")]
+        cases += [[*VERL[:2], *given, *hint], [*VERL[:2], *given, *hint, *write_back.overrides(apart.settings(plan))]]
+    for answer in ask(".venv-verl", "verl_pools.py", cases):
+        assert "error" not in answer, answer["error"]
+        assert answer["rollout"]

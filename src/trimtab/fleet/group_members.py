@@ -13,9 +13,8 @@ from trimtab.fleet import group_events as e
 from trimtab.fleet.group_records import OVER, Cause, Debt, GroupBooks, Member, Phase, Room, room_on
 from trimtab.fleet.node_records import title
 from trimtab.model.fleet import MemberState, NodeView
-from trimtab.model.reason import Chapter, Code, Reason
+from trimtab.model.reason import Chapter, Code, Reason, add_chapter
 
-CHAPTERS_KEPT = 100
 STORIES_KEPT = 200
 GRACE_S = 30.0  # beyond a deadline that whoever drives the machine keeps itself
 END_S = 60.0  # until an end that nobody confirmed is said again
@@ -314,8 +313,7 @@ class Members(GroupBooks):
 
     def _tell(self, name: str, state: str, reason: Reason, now: float) -> None:
         story = self.stories.setdefault(name, [])
-        story.append(Chapter(now, state, reason))
-        del story[:-CHAPTERS_KEPT]
+        add_chapter(story, Chapter(now, state, reason))
         if len(self.stories) > STORIES_KEPT + len(self.members):
             kept = self.members.keys() | {self.spec.name, name}
             del self.stories[next(one for one in self.stories if one not in kept)]

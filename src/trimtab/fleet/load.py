@@ -12,6 +12,7 @@ from typing import Any
 
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.errors import InputError
+from trimtab.model.numbers import check_whole, is_number
 from trimtab.model.reason import Reason
 
 
@@ -21,7 +22,14 @@ class Taker:
 
     name: str
     workers: int  # how many it could use
-    use_s: float  # for how long
+    use_s: float  # for how long; inf: for as long as they are given
+
+    def __post_init__(self) -> None:
+        check_whole(f"workers of taker {self.name}", self.workers, "takers")
+        if not (is_number(self.use_s, 0) or self.use_s == math.inf):
+            raise InputError(
+                f"use_s of taker {self.name} must be seconds, 0 or more, not {self.use_s!r}", where="takers"
+            )
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ from trimtab.fleet.node_records import Drain, Kind, Node, Told
 from trimtab.model.codec import decode, encode
 from trimtab.model.errors import InputError, nearest
 from trimtab.model.fleet import Change, NodePolicy, NodeState, NodeView
-from trimtab.model.reason import Chapter, Code, Reason
+from trimtab.model.reason import STORY_KEPT, Chapter, Code, Reason, add_chapter
 
-CHAPTERS_KEPT = 100
 SAME_S = 1.0  # two deadlines that are not further apart are the same one, read from two clocks
 
 
@@ -349,8 +348,7 @@ class NodeMachine:
 
     def _write(self, node: Node, state: NodeState, reason: Reason, now: float) -> None:
         node.reason = reason
-        node.story.append(Chapter(now, state.value, reason))
-        del node.story[:-CHAPTERS_KEPT]
+        add_chapter(node.story, Chapter(now, state.value, reason))
         self._changed(node)
 
     def _remember(self, node: Node) -> None:
@@ -562,7 +560,7 @@ class NodeMachine:
             )
             assert node.there or node.listed or due is not None, f"{name} is never forgotten"
             assert (name in self._untold) == (node.tell_by is not None), f"{name}: untold"
-            assert len(node.story) <= CHAPTERS_KEPT
+            assert len(node.story) <= STORY_KEPT, f"{name}: its story grows"
         assert self._kinds == Counter(node.kind for node in self.nodes.values() if node.kind is not None), "kinds"
         assert self._order == sorted(self.nodes.values(), key=words.rank), "order"
         assert self._untold.keys() <= self.nodes.keys(), "untold"

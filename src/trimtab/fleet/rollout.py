@@ -43,7 +43,7 @@ from trimtab.fleet.rollout_workers import Workers
 from trimtab.fleet.scaling import Taker
 from trimtab.model.codec import decode, encode
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.model.errors import InputError
+from trimtab.model.errors import InfeasibleError, InputError
 from trimtab.model.reason import Chapter
 from trimtab.model.rollout import (
     ANSWERED,
@@ -119,9 +119,13 @@ class RolloutMachine:
     def handle(self, event: e.RolloutEvent, now: float) -> list[e.RolloutInstruction]:
         """What is to be done about the event. Raises InputError or InfeasibleError, with nothing changed."""
         books = self._books
-        books.rest.now = max(float(now), books.rest.now)
+        before, books.rest.now = books.rest.now, max(float(now), books.rest.now)
         books.out = []
-        self._doors[type(event)](event)
+        try:
+            self._doors[type(event)](event)
+        except (InputError, InfeasibleError):
+            books.rest.now = before
+            raise
         if books.router.queued:
             self._requests.dispatch()
         self._arm()
@@ -280,6 +284,7 @@ class RolloutMachine:
             "steps": encode(books.steps),
             "takers": encode(books.takers),
             "policy": scaling.dump(self._scaler.state),
+            "decision": encode(self._scaler.last),
             "means": encode(router.predictor.means),
             "homes": dict(router.homes),
             "lanes": {name: [one.placed, list(one.groups)] for name, one in router.lanes.items()},
@@ -296,6 +301,8 @@ class RolloutMachine:
         books.steps = decode(list[ScaleStep], data["steps"])
         books.takers = decode(tuple[Taker, ...], data["takers"])
         machine._scaler.state = scaling.load(data["policy"], elastic)
+        decision = data.get("decision")
+        machine._scaler.last = None if decision is None else decode(scaling.Decision, decision)
         router.predictor.means = decode(dict[str, dict[str, Mean]], data["means"])
         router.homes = dict(data["homes"])
         books.past = {one.id: one for one in (decode(Request, each) for each in data["past"])}

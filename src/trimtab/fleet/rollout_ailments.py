@@ -17,7 +17,6 @@ from trimtab.model.rollout import Owner, RolloutRules
 Data = Mapping[str, Any]
 
 NAMED = 4  # workers in one sentence
-NOT_REACHED = "it is not there"  # so begins what is warned of an engine that was never reached
 
 
 class Weight(str, enum.Enum):

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from trimtab.fleet.rollout_events import RolloutInstruction
-from trimtab.fleet.rollout_records import Refit, Request, Rest, Sent, Worker, tell
+from trimtab.fleet.rollout_records import Refit, Request, Rest, Sent, Worker
 from trimtab.fleet.routing import Lane, Router
 from trimtab.fleet.scaling import Taker
-from trimtab.model.reason import Chapter, Reason
+from trimtab.model.reason import Chapter, Reason, add_chapter
 from trimtab.model.rollout import RequestState, RolloutRules, ScaleStep, WorkerState
 
 EVERYBODY = ("", "")  # the timer of what concerns no single worker or request
@@ -54,14 +54,14 @@ class Books:
         if state is not worker.state:
             worker.since = now
         worker.state, worker.reason = state, reason
-        tell(worker.story, Chapter(now, state.value, reason))
+        add_chapter(worker.story, Chapter(now, state.value, reason))
         self.touch("w", worker.id)
 
     def write_request(self, request: Request, state: RequestState, reason: Reason) -> None:
         """The request is now there, for this reason."""
         now = self.rest.now
         request.state, request.reason, request.since = state, reason, now
-        tell(request.story, Chapter(now, state.value, reason))
+        add_chapter(request.story, Chapter(now, state.value, reason))
 
     # ---- questions -------------------------------------------------------------------------------------------------
 

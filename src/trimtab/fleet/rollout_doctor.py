@@ -14,7 +14,6 @@ import ipaddress
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from trimtab.fleet.rollout_ailments import (
-    NOT_REACHED,
     Ailment,
     Check,
     Data,
@@ -27,6 +26,7 @@ from trimtab.fleet.rollout_ailments import (
 )
 from trimtab.fleet.rollout_doctor_scaling import SCALING_CHECKS
 from trimtab.model.reason import Code
+from trimtab.model.rollout import Release
 
 MOVED_SHARE = 0.05  # of those answered: more that moved is worth a word ...
 MOVED_LEAST = 10  # ... unless they are few
@@ -116,11 +116,11 @@ def engines_in_trouble(seen: Seen) -> Iterator[Finding]:
 def engines_never_reached(seen: Seen) -> Iterator[Finding]:
     """Engines that are to be attached, and are not there."""
     known = {one["name"] for one in seen.workers}
-    said = {one.get("worker") or "": str(one["sentence"]) for one in seen.status.get("warnings") or ()}
-    for worker, sentence in said.items():
-        if worker not in known and sentence.startswith(NOT_REACHED):
+    said = {one.get("worker") or "": one for one in seen.status.get("warnings") or ()}
+    for worker, one in said.items():
+        if worker not in known and one.get("code") == Code.not_reached.value:
             yield Finding(
-                Ailment.engine_awaited, Weight.fault, f"{worker}: {sentence}",
+                Ailment.engine_awaited, Weight.fault, f"{worker}: {one['sentence']}",
                 "start it, or mend its address in the job file", (worker,),
             )  # fmt: skip
 
@@ -193,13 +193,13 @@ def others_hands(seen: Seen) -> Iterator[Finding]:
 
 def releases(seen: Seen) -> Iterator[Finding]:
     """Engines whose release was never tried, or is not said."""
-    for note in dict.fromkeys(one.get("note") or "" for one in seen.workers):
-        names = tuple(one["name"] for one in seen.workers if (one.get("note") or "") == note)
-        if "never tried" in note or "does not say its release" in note:
-            yield Finding(
-                Ailment.release_unknown, Weight.note, f"{some(names)}: {note}",
-                "watch the first drain, sleep and refit; llama.cpp from a wheel never says one", names,
-            )  # fmt: skip
+    unknown = [one for one in seen.workers if one.get("release") in (Release.untried.value, Release.unsaid.value)]
+    for note in dict.fromkeys(one.get("note") or one["release"] for one in unknown):
+        names = tuple(one["name"] for one in unknown if (one.get("note") or one["release"]) == note)
+        yield Finding(
+            Ailment.release_unknown, Weight.note, f"{some(names)}: {note}",
+            "watch the first drain, sleep and refit; llama.cpp from a wheel never says one", names,
+        )  # fmt: skip
 
 
 def exposed(seen: Seen) -> Iterator[Finding]:

@@ -21,8 +21,6 @@ from trimtab.model.rollout import (
     WorkerView,
 )
 
-CHAPTERS_KEPT = 60
-
 
 @dataclass(eq=False)
 class Sent:
@@ -234,13 +232,6 @@ def add_tokens(spans: list[Span], version: int, tokens: int) -> None:
         spans[-1] = Span(version, spans[-1].tokens + tokens)
     else:
         spans.append(Span(version, tokens))
-
-
-def tell(story: list[Chapter], chapter: Chapter) -> None:
-    """One more line; the oldest but the first go when there are too many."""
-    story.append(chapter)
-    if len(story) > CHAPTERS_KEPT:
-        del story[1]
 
 
 def known_worker(workers: dict[str, Worker], name: str) -> Worker:

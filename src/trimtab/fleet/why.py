@@ -174,6 +174,8 @@ def _for_room(survey: Survey, who: tuple[Waiting, ...]) -> Finding:
         found = _taken(survey, who, staying)
     else:
         found = impossible(who, [one for one in allowed if one.drain is None] or allowed)
+    if found.cause is not Cause.draining:
+        found = _beside_goers(survey, found, [one for one in allowed if one.drain is not None])
     if found.never:
         found = _unless_nodes_come(survey, found, staying)
     kept = sum(1 for ask in first.asks if ask.node is not None)
@@ -229,6 +231,15 @@ def _drains(survey: Survey, who: tuple[Waiting, ...], allowed: list[SeenNode], f
     return Finding(Cause.draining, who, f"it {verb} on {names}; {rest}", not can_stay, frees=tuple(frees))
 
 
+def _beside_goers(survey: Survey, found: Finding, going: list[SeenNode]) -> Finding:
+    """Nodes that will go are not counted: that is said, where they could take some of it."""
+    of_use = [one for one in going if any(_space(one, empty=True).takes(ask) for ask in found.who[0].asks)]
+    if not of_use:
+        return found
+    names = _some([f"{one.name}, which {drain_text(one, survey.at)}" for one in of_use])
+    return replace(found, sentence=f"{found.sentence}; not counted: {names}")
+
+
 def _space(node: SeenNode, *, empty: bool = False) -> Space:
     return _spaces([node], empty=empty)[0]
 
@@ -268,13 +279,15 @@ def _taken(survey: Survey, who: tuple[Waiting, ...], staying: list[SeenNode]) ->
 
 def _who_frees(survey: Survey, waiting: Waiting, nodes: list[SeenNode]) -> tuple[tuple[str, ...], tuple[Blocker, ...]]:
     """What would make room, and who would have to end for it: others, if that is enough, before its own siblings."""
-    own = {one.id for one in claim_of(waiting, survey).held}
+    # Actors of one class are asked for by number; placement groups of a job have nothing else in common.
+    siblings = claim_of(waiting, survey).held if waiting.kind is Kind.actor else ()
+    own = {waiting.id, *(one.id for one in siblings)}
     others = [one for one in survey.holders if one.id not in own]
     leaves = who_would_free(waiting, _spaces(nodes), others) or who_would_free(waiting, _spaces(nodes), survey.holders)
     if not leaves:
         return ("what runs there now ends",), ()
     if all(one.id in own for one in leaves):
-        fewer = f"fewer of them: {_some([one.name for one in leaves])} hold what it asks, and belong to it"
+        fewer = f"{_leaving(survey, leaves)}; or the program asks for fewer of them: all are {waiting.like} of one job"
         return (fewer, *([] if waiting.pinned else ["a node joins"])), ()
     return (_leaving(survey, leaves),), leaves
 

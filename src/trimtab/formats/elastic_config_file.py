@@ -15,6 +15,16 @@ from trimtab.model.errors import InputError, nearest
 
 BLOCK = "elastic_config"
 
+LONGEST_S = 1e7
+RANGES: Mapping[str, tuple[float, float]] = {
+    "monitoring_interval": (0.01, LONGEST_S),
+    **dict.fromkeys(("drain_timeout", "scale_down_cooldown", "scale_up_cooldown", "min_stable_period"), (0, LONGEST_S)),
+    **dict.fromkeys(("scale_down_threshold", "scale_up_threshold"), (0, 1e6)),
+    **dict.fromkeys(("min_workers", "max_workers"), (1, 65_536)),
+    "requests_per_worker_capacity": (1, 1_000_000),
+}
+"""What each number may be, in seconds, shares, workers and requests."""
+
 
 def read(path: Path) -> ElasticConfig:
     """The settings in a file, or an InputError with the file and the key; a file without the block is an error."""
@@ -45,4 +55,14 @@ def from_data(data: Mapping[Any, Any], name: str) -> ElasticConfig | None:
     where = f"{name}: {BLOCK}"
     if not isinstance(block, Mapping):
         raise InputError(f"{BLOCK} is a mapping of settings, not {type(block).__name__}", where=where)
+    check_ranges(block, where)
     return ElasticConfig.from_mapping(dict(block), where)
+
+
+def check_ranges(block: Mapping[Any, Any], where: str) -> None:
+    """Raise InputError for a number that no run can mean: an interval of nothing, a year of waiting."""
+    for key, (least, most) in RANGES.items():
+        value: Any = block.get(key)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and not least <= value <= most:
+            raise InputError(f"{key} is {value:g}", where=f"{where}.{key}", hint=f"from {least:g} to {most:g}")

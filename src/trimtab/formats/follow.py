@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from trimtab.formats.follow_bytes import EventBytes, LineBytes, is_event_head
 from trimtab.formats.log_records import Framework, Line, Parser, Record
-from trimtab.formats.logs import Joined, disagree
+from trimtab.formats.logs import Joined, disagree, periodic_work
 
 NEAR_LINES = 50
 """Two processes that log the same step without a mark of their own do so within so many lines; a restart takes more."""
@@ -28,17 +28,17 @@ CHECKPOINTS = ("save_checkpoint", "checkpointing")
 
 @dataclass(frozen=True)
 class Step:
-    """One whole step. `restart`: the run was started anew before it. `extra` is periodic work that fell into it."""
+    """One whole step.
+
+    `restart`: the run was started anew before it. `extra` is periodic work that made it longer; `saved`: a checkpoint
+    was written in it, however quickly.
+    """
 
     number: int
     values: Mapping[str, float]
     restart: bool = False
     extra: tuple[str, ...] = ()
-
-    @property
-    def saved(self) -> bool:
-        """Whether a checkpoint was written in it."""
-        return any(name in CHECKPOINTS for name in self.extra)
+    saved: bool = False
 
 
 @dataclass
@@ -73,12 +73,14 @@ class RunLog:
         self._files: dict[str, _File] = {}
         self._waiting: list[tuple[Record, bool]] = []  # not given out yet, oldest first; whether a restart is before it
         self._changes = self._changes_seen = 0
+        self._arrived = self._arrived_seen = 0  # bytes
         self._leader: _Process | None = None  # who told the newest step
 
     # ---- what comes ------------------------------------------------------------------------------------------------
 
     def take(self, name: str, data: bytes) -> list[Step]:
         """More bytes of a file; the steps that are whole now."""
+        self._arrived += len(data)
         file = self._files.setdefault(name, _File())
         if file.lines is None and file.events is None:
             file.head += data
@@ -105,6 +107,11 @@ class RunLog:
 
     def settle(self) -> list[Step]:
         """To be called now and then: a step to which nothing was added since the last call is whole."""
+        if self._arrived == self._arrived_seen:
+            for file in self._files.values():
+                for at, mark, line in file.lines.quiet() if file.lines is not None else ():
+                    self._take_line(file, at, mark, line)
+        self._arrived_seen = self._arrived
         quiet = self._changes == self._changes_seen
         self._changes_seen = self._changes
         return self._given(all_of=quiet)
@@ -129,7 +136,7 @@ class RunLog:
         if kind:
             file.events = EventBytes(self.framework.keeps)
         else:
-            file.lines = LineBytes(self.framework.needles)
+            file.lines = LineBytes(self.framework.needles, self.framework.starts)
         data, file.head = file.head, b""
         return data
 
@@ -215,5 +222,5 @@ class RunLog:
 
 
 def _step(framework: Framework, record: Record, restart: bool) -> Step:
-    extra = tuple(name for name in framework.periodic if record.values.get(framework.prefix + name, 0.0) > 0)
-    return Step(record.step, dict(record.values), restart, extra)
+    saved = any(record.values.get(framework.prefix + name, 0.0) > 0 for name in CHECKPOINTS)
+    return Step(record.step, dict(record.values), restart, periodic_work(framework, record.values), saved)

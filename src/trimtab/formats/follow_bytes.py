@@ -7,10 +7,12 @@ clock is read: whoever tails the file hands over what it found.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Iterator
 
-from trimtab.formats.log_records import MAX_LINE_BYTES, Line, clean, process_of
+from trimtab.formats.log_records import MAX_LINE_BYTES, Line
+from trimtab.formats.log_wraps import Wraps
 from trimtab.formats.tensorboard_events import MAX_RECORD_BYTES, Scalar, scalars_of
 
 HEAD_BYTES = 64
@@ -21,9 +23,10 @@ _HEAD, _CHECKSUM = 12, 4
 class LineBytes:
     """The lines of one text file that hold any of the needles, each with its number and the process that wrote it."""
 
-    def __init__(self, needles: tuple[bytes, ...]) -> None:
+    def __init__(self, needles: tuple[bytes, ...], starts: re.Pattern[str] | None = None) -> None:
         self.count = 0
         self._needles = needles
+        self._wraps = Wraps(starts)
         self._rest = b""
 
     def take(self, data: bytes) -> Iterator[tuple[int, str, Line]]:
@@ -36,20 +39,29 @@ class LineBytes:
             self._rest = b""
         for one in whole:
             self.count += 1
-            if any(needle in one for needle in self._needles):
-                yield self.count, *_line(one[:MAX_LINE_BYTES], whole=True)
+            # What follows a line that may be broken is looked at whatever is in it.
+            if self._wraps.holds or any(needle in one for needle in self._needles):
+                yield from self._numbered(self._wraps.take(_text(one[:MAX_LINE_BYTES])))
+
+    def quiet(self) -> Iterator[tuple[int, str, Line]]:
+        """Nothing came for a while: a line that was held back as it might go on, does not."""
+        yield from self._numbered(self._wraps.end())
 
     def end(self) -> Iterator[tuple[int, str, Line]]:
         """The last line, where it never ended: it may have been cut off."""
         rest, self._rest = self._rest, b""
         if rest.strip():
             self.count += 1
-            yield self.count, *_line(rest, whole=False)
+            yield from self._numbered(self._wraps.take(_text(rest), whole=False))
+        yield from self._numbered(self._wraps.end())
+
+    def _numbered(self, lines: Iterator[tuple[str, Line]]) -> Iterator[tuple[int, str, Line]]:
+        for mark, line in lines:
+            yield self.count, mark, line
 
 
-def _line(data: bytes, *, whole: bool) -> tuple[str, Line]:
-    text = data.decode("utf-8", errors="replace")
-    return process_of(text), Line(clean(text), whole)
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", errors="replace")
 
 
 class EventBytes:

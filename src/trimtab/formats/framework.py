@@ -7,14 +7,18 @@ may accept a plan that the framework would refuse.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from trimtab.formats.hydra_config import Reader
+from trimtab.formats.hydra_config import MOST_COUNT, Reader
 from trimtab.model.errors import InfeasibleError, InputError, nearest
 from trimtab.model.plan import AllowedGroup, Plan, Rules
 from trimtab.model.profile import ComponentProfile, Profile
 from trimtab.model.workflow import ANY_KIND, Cluster, Component, Node, Variant, WeightSync
+from trimtab.plan.spread import even_splits
 
 WEIGHT_SYNC = "weight_sync"
 """The name under which profiles hold the copy of weights from the trainer to the rollout."""
@@ -29,8 +33,15 @@ class Sizes:
 
 
 def even_cluster(nodes: int, gpus_per_node: int) -> Cluster:
-    """A cluster of like nodes."""
+    """A cluster of like nodes. Raises InputError where it is too large to plan for."""
+    check_gpus(nodes * gpus_per_node, f"{nodes:,} nodes of {gpus_per_node:,} GPUs")
     return Cluster(tuple(Node(name=f"node{index}", gpus=gpus_per_node) for index in range(nodes)))
+
+
+def check_gpus(gpus: int, what: str, where: str | None = None) -> None:
+    """Raise InputError for more GPUs than a plan is made for, before anything counts through them."""
+    if gpus > MOST_COUNT:
+        raise InputError(f"{what} are {gpus:,} GPUs: plans are made for 1 to {MOST_COUNT:,}", where=where)
 
 
 def component(
@@ -113,13 +124,9 @@ def not_placed(profile: Profile | None, known: Iterable[str]) -> tuple[str, ...]
 
 
 def pool_sizes(cluster: Cluster) -> list[int]:
-    """Sizes of pools made of whole nodes, or of a part of one: what `nodes x GPUs per node` can say."""
-    most = max((node.gpus for node in cluster.nodes), default=0)
-    sizes = set(range(1, most + 1))
-    alike = {node.gpus for node in cluster.nodes}
-    for gpus in alike:
-        sizes.update(gpus * count for count in range(1, sum(node.gpus == gpus for node in cluster.nodes) + 1))
-    return sorted(sizes)
+    """Sizes of pools that `nodes x GPUs per node` can say on this cluster."""
+    nodes = [node.gpus for node in cluster.nodes]
+    return [size for size in range(1, sum(nodes) + 1) if even_splits(size, nodes)]
 
 
 def runnable(sizes: Iterable[int], members: Iterable[Component]) -> tuple[int, ...]:
@@ -173,13 +180,9 @@ def check_expressible(plan: Plan, rules: Rules) -> None:
 
 def node_counts(ranks: Sequence[int], cluster: Cluster, name: str) -> tuple[int, int]:
     """A pool as (nodes, GPUs of each): raises InputError where its nodes do not give the same number."""
-    counts: list[int] = []
-    first = 0
-    for node in cluster.nodes:
-        inside = sum(first <= rank < first + node.gpus for rank in ranks)
-        if inside:
-            counts.append(inside)
-        first += node.gpus
+    ends = list(accumulate(node.gpus for node in cluster.nodes))
+    found = Counter(bisect_right(ends, rank) for rank in ranks)
+    counts = [found[at] for at in sorted(found)]
     if not counts or len(set(counts)) > 1:
         shape = " + ".join(str(count) for count in counts) or "none"
         raise InputError(

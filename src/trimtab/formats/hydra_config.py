@@ -8,22 +8,27 @@ a framework config is really read, because it costs start-up time that plain job
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from trimtab.formats import yaml_text
+from trimtab.model import plain
 from trimtab.model.errors import InputError, nearest
 
 MAX_EXPANDED_NODES = 500_000
 """Aliases may multiply a small file without bound; more than this is no config."""
 MAX_PARENTS = 32
+MOST_COUNT = 65_536
+"""GPUs, nodes, batches, parallel sizes: as many as a job file of trimtab's own form may have."""
+MOST_NUMBER = 1e9
 
 _REQUIRED = object()
 
@@ -100,6 +105,9 @@ class Reader:
             raise InputError(f"this cannot be read: {_first_line(error)}", where=self.where(full_key)) from None
         except (RecursionError, ValueError, TypeError, AttributeError) as error:
             raise InputError(f"this cannot be read: {_first_line(error)}", where=self.where(key)) from None
+        fault = plain.fault_of(value)
+        if fault is not None:
+            raise InputError(fault[0], where=self.where(f"{key}.{fault[1]}" if fault[1] else key))
         return default if value is None else value
 
     def require(self, key: str, hint: str | None = None) -> Any:
@@ -112,24 +120,30 @@ class Reader:
         return value
 
     def positive_int(self, key: str, default: Any = _REQUIRED, hint: str | None = None) -> Any:
-        """A whole number above zero; without a default the key must be there."""
+        """A whole number from 1 to `MOST_COUNT`; without a default the key must be there."""
         value = self._value(key, default, hint)
         if value is default and default is not _REQUIRED:
             return default
         number = as_number(value)
-        if number is None or number != int(number) or number <= 0:
-            raise InputError(f"a whole number above 0 is expected, not {value!r}", where=self.where(key), hint=hint)
+        if number is None or number != int(number) or not 1 <= number <= MOST_COUNT:
+            raise InputError(
+                f"a whole number above 0, from 1 to {MOST_COUNT:,}, is expected, not {value!r:.60}",
+                where=self.where(key),
+                hint=hint,
+            )
         return int(number)
 
     def number(self, key: str, default: Any = _REQUIRED, hint: str | None = None) -> Any:
-        """A finite number of at least zero."""
+        """A finite number from 0 to `MOST_NUMBER`."""
         value = self._value(key, default, hint)
         if value is default and default is not _REQUIRED:
             return default
         number = as_number(value)
-        if number is None or number < 0:
+        if number is None or not 0 <= number <= MOST_NUMBER:
             raise InputError(
-                f"a finite number of at least 0 is expected, not {value!r}", where=self.where(key), hint=hint
+                f"a finite number of at least 0, at most {MOST_NUMBER:g}, is expected, not {value!r:.60}",
+                where=self.where(key),
+                hint=hint,
             )
         return number
 
@@ -138,21 +152,21 @@ class Reader:
         value = self.get(key, default)
         if isinstance(value, bool):
             return value
-        raise InputError(f"true or false is expected, not {value!r}", where=self.where(key))
+        raise InputError(f"true or false is expected, not {value!r:.60}", where=self.where(key))
 
     def text(self, key: str, default: str) -> str:
         """A string."""
         value = self.get(key, default)
         if isinstance(value, str):
             return value
-        raise InputError(f"a word is expected, not {value!r}", where=self.where(key))
+        raise InputError(f"a word is expected, not {value!r:.60}", where=self.where(key))
 
     def mapping(self, key: str) -> dict[Any, Any]:
         """A mapping; empty where the key is absent."""
         value = self.get(key, {})
         if isinstance(value, dict):
             return value
-        raise InputError(f"a mapping of keys is expected, not {value!r}", where=self.where(key))
+        raise InputError(f"a mapping of keys is expected, not {value!r:.60}", where=self.where(key))
 
     def plain(self) -> dict[str, Any]:
         """Everything as plain data; interpolations that cannot be resolved stay as they are written."""
@@ -239,7 +253,7 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> Composed:
             config = _with_parents(path, own, ())
             _apply_overrides(config, parsed, path)
         else:
-            config = _compose_with_hydra(path, overrides)
+            config = _compose_with_hydra(path, _with_search_path(path, own, overrides))
     keys = frozenset(str(override.key_or_group) for override in parsed)
     return Composed(path=path, reader=Reader(config, path), overridden=keys)
 
@@ -395,6 +409,47 @@ def _apply_overrides(config: Any, parsed: list[Any], path: Path) -> None:
     OmegaConf.set_struct(config, False)
 
 
+def _with_search_path(path: Path, own: Any, overrides: Sequence[str]) -> list[str]:
+    """The overrides, and the file's `hydra.searchpath` as folders that are there.
+
+    Hydra looks for `pkg://verl.trainer.config` among installed packages and for `file://verl/trainer/config` in the
+    working folder. A config is planned in other places too: so a folder of that name is looked for above the file.
+    """
+    entries = (_raw(own).get("hydra") or {}).get("searchpath")
+    given = any(override.lstrip("+~").startswith("hydra.searchpath=") for override in overrides)
+    if not isinstance(entries, list) or given or any("${" in str(entry) for entry in entries):
+        return list(overrides)
+    found = [_found_folder(str(entry), path) for entry in entries]
+    if found == entries:
+        return list(overrides)
+    return [*overrides, f"hydra.searchpath=[{','.join(_quoted(entry) for entry in found)}]"]
+
+
+def _found_folder(entry: str, path: Path) -> str:
+    """A search path entry as a folder that is there, or as it stands where none is."""
+    scheme, _, place = entry.rpartition("://")
+    if scheme not in ("pkg", "file", ""):
+        return entry
+    wanted = Path(*place.split(".")) if scheme == "pkg" else Path(place)
+    if wanted.is_absolute() or not wanted.parts:
+        return entry
+    above = [Path.cwd(), *path.resolve().parents]
+    if scheme == "pkg":
+        with suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(wanted.parts[0])  # of the topmost package: nothing is imported
+            above = [*(Path(at).parent for at in (spec and spec.submodule_search_locations) or ()), *above]
+    # A checkout has the name of its package: beside the file's own it may be verl/verl.
+    for folder in (base / inner / wanted for inner in ("", wanted.parts[0]) for base in above):
+        if folder.is_dir():
+            return f"file://{folder}"
+    return entry
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
 def _compose_with_hydra(path: Path, overrides: Sequence[str]) -> Any:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -413,7 +468,7 @@ def _compose_with_hydra(path: Path, overrides: Sequence[str]) -> Any:
         raise InputError(
             f"a config that `defaults` names cannot be found: {what}",
             where=f"{path}: defaults",
-            hint="plan in the folder it was written for, or give the resolved .hydra/config.yaml of a run",
+            hint="say where it is: hydra.searchpath=[file:///FOLDER], or give the resolved .hydra/config.yaml of a run",
         ) from None
     except Exception as error:  # Hydra raises its own, OmegaConf's, YAML's and plain Python's errors
         raise InputError(

@@ -48,6 +48,7 @@ from trimtab.model.workflow import (
 NAME = "trimtab"
 MOST_GPUS = 65_536
 MOST_BATCHES = 65_536
+MOST_AHEAD = 64  # iterations that rollouts may be ahead (staleness)
 
 
 def _whole(value: Any) -> Any:
@@ -192,7 +193,7 @@ class WorkflowSection(_Section):
     """The `workflow` section."""
 
     batches: Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MOST_BATCHES, strict=True)] = 1
-    staleness: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=64, strict=True)] = 0
+    staleness: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MOST_AHEAD, strict=True)] = 0
     components: dict[Name, ComponentSection]
     weight_sync: SyncSection | None = None
 

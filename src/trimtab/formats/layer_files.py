@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import io
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -24,6 +23,8 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from trimtab.formats import files, yaml_text
+from trimtab.formats.pipeedge import MOST
+from trimtab.model import plain
 from trimtab.model.errors import InputError
 
 KIND = "trimtab layer profile"
@@ -62,7 +63,7 @@ class Merged:
 def read_json(path: Path) -> dict[str, Any]:
     """A layer profile that was measured elsewhere, as plain data."""
     try:
-        data = json.loads(yaml_text.read_text(path))
+        data = plain.loads(yaml_text.read_text(path))
     except ValueError as fault:
         raise InputError(f"this is not valid JSON: {fault}", where=str(path)) from None
     if not isinstance(data, dict) or data.get("kind") != KIND:
@@ -401,16 +402,16 @@ def _list(data: Mapping[str, Any], key: str, name: str) -> list[Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST
 
 
 def _number(value: Any, where: str) -> float:
     if not _is_number(value):
-        raise InputError(f"a number of 0 or more is expected, not {value!r:.40}", where=where)
+        raise InputError(f"a number of 0 or more, up to {MOST:.0f}, is expected, not {value!r:.40}", where=where)
     return float(value)
 
 
 def _count(value: Any, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise InputError(f"a whole number of 0 or more is expected, not {value!r:.40}", where=where)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST:
+        raise InputError(f"a whole number, 0 to {MOST:.0f}, is expected, not {value!r:.40}", where=where)
     return value

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.formats import job, yaml_text
+from trimtab.formats import job, not_rl, yaml_text
 from trimtab.formats.dialect import Loaded
 from trimtab.model.errors import InputError
 from trimtab.model.profile import Profile
@@ -16,6 +16,13 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
     """Read a job file in any dialect, with `key=value` overrides and a measured profile."""
     path = Path(path)
     text = yaml_text.read_text(path)
+    if path.suffix == ".sh" or text.startswith("#!"):
+        raise InputError(
+            "a script that starts a run is no config",
+            where=str(path),
+            hint="give the config that the run resolved: outputs/DATE/TIME/.hydra/config.yaml where it was started, or "
+            "the config that the script names, with the script's overrides",
+        )
     data = yaml_text.parse(text, str(path))
     if not isinstance(data, Mapping):
         found = "nothing" if data is None else type(data).__name__
@@ -30,11 +37,25 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
     from trimtab.formats import nemo_rl, openrlhf, rlinf, verl
     from trimtab.formats.hydra_config import compose
 
-    composed = compose(path, overrides)
+    try:
+        composed = compose(path, overrides)
+    except InputError:
+        if not overrides:
+            not_rl.refuse(data, str(path))
+        raise
+    not_rl.refuse(composed.config, str(path))
     known = ((rlinf.matches, rlinf.read), (verl.matches, verl.read), (nemo_rl.matches, nemo_rl.read))
     for matches, read in (*known, (openrlhf.matches, openrlhf.read)):
         if matches(composed.reader):
-            return read(composed, profile)
+            try:
+                loaded = read(composed, profile)
+            except InputError as error:
+                error.where = error.where or str(path)
+                raise
+            ahead = loaded.job.workflow.staleness
+            if ahead > job.MOST_AHEAD:
+                raise InputError(f"{ahead} iterations ahead are more than {job.MOST_AHEAD}", where=str(path))
+            return loaded
     if job.matches(composed.config):
         return job.read(composed.config, path, profile)
     raise InputError(

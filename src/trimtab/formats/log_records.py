@@ -17,6 +17,9 @@ from trimtab.formats.files import unreadable
 
 MAX_LINE_BYTES = 1 << 20
 
+_BARE_COLOURS = re.compile(r"\[\d{0,3}(?:;\d{1,3}){0,4}m")
+"""Colours as a web page shows them, which drops the escape character."""
+
 _COLOURS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 _RAY_PREFIX = re.compile(r"^\((?:[^()]|\([^()]*\))*\bpid=\d+[^()]*\) ?")
 _LABEL = re.compile(r"\[(?:rank|default)_?\d+\]:? ?|\s{0,6}\d{1,6}: ")
@@ -65,7 +68,8 @@ class Framework:
     why. `amounts` gives (response tokens of the step, mean answer length), either of which may be unknown. `reward` is
     the name under which the mean reward of a step is logged. `own_times` says that timers hold no waiting for others,
     even where components run side by side. `last` is the component whose timer may start before its input is there;
-    `beside` are timers of no component that are part of a step.
+    `beside` are timers of no component that are part of a step. `starts` finds the beginning of a console line that a
+    narrow window may have broken.
     """
 
     name: str
@@ -85,6 +89,7 @@ class Framework:
     own_times: bool = False
     last: str = ""
     beside: tuple[str, ...] = ()
+    starts: re.Pattern[str] | None = None
 
     def keeps(self, name: str) -> bool:
         """Whether a logged value matters here; the rest is thrown away early, logs being large."""
@@ -107,7 +112,12 @@ class Line:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of a log, one at a time and of bounded length, or an InputError."""
+    """The cleaned lines of a log, one at a time and of bounded length, or an InputError."""
+    return (Line(clean(raw), whole) for raw, whole in raw_lines(path))
+
+
+def raw_lines(path: Path) -> Iterator[tuple[str, bool]]:
+    """The lines of a log as they are written, and whether each is whole."""
     try:
         with path.open("rb") as file:
             while data := file.readline(MAX_LINE_BYTES):
@@ -115,14 +125,20 @@ def read_lines(path: Path) -> Iterator[Line]:
                 # A progress bar redraws itself with carriage returns: every state is a line of its own.
                 parts = data.decode("utf-8", errors="replace").rstrip("\n").split("\r")
                 for position, part in enumerate(parts):
-                    yield Line(clean(part), whole or position < len(parts) - 1)
+                    yield part, whole or position < len(parts) - 1
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from None
 
 
+def uncoloured(text: str) -> str:
+    """A line without colours, also where a web page lost their escape character."""
+    text = _COLOURS.sub("", text) if "\x1b" in text else text
+    return _BARE_COLOURS.sub("", text) if "[0m" in text else text
+
+
 def clean(text: str) -> str:
     """A line without colours and without what Ray, torchrun or srun put before it."""
-    text = _COLOURS.sub("", text) if "\x1b" in text else text
+    text = uncoloured(text)
     if text.startswith("("):
         # Only the start is searched, so that no line, however odd, takes long.
         text = _RAY_PREFIX.sub("", text[:_PREFIX_CHARACTERS], count=1) + text[_PREFIX_CHARACTERS:]
@@ -133,7 +149,7 @@ def clean(text: str) -> str:
 
 def process_of(text: str) -> str:
     """Which process wrote a line: the mark that Ray, torchrun or srun put before it; empty where there is none."""
-    text = _COLOURS.sub("", text[:_PREFIX_CHARACTERS]) if "\x1b" in text[:_PREFIX_CHARACTERS] else text
+    text = uncoloured(text[:_PREFIX_CHARACTERS])
     found = _PROCESS.match(text[:_PREFIX_CHARACTERS])
     return found[0].strip() if found else ""
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trimtab.formats import logs_gpus, measured, rollout_lengths, tensorboard_events
-from trimtab.formats.log_records import Framework, Record, read_lines
+from trimtab.formats.log_records import Framework, Record, raw_lines
+from trimtab.formats.log_wraps import unwrapped
 from trimtab.formats.logs_gpus import RunFacts
 from trimtab.formats.logs_nemo_rl import NEMO_RL
 from trimtab.formats.logs_openrlhf import OPENRLHF
@@ -28,6 +29,9 @@ FRAMEWORKS: Mapping[str, Framework] = {framework.name: framework for framework i
 
 OVERLAP = 1.15
 """Components that together take so much longer than their step cannot have run one after another."""
+
+NOTICEABLE = 0.01
+"""Periodic work of less than this share of its step says nothing: verl times a profiler in each step, also when off."""
 
 _FIRST_IN_CHAIN = ("rollout", "generation")
 _NO_TOKENS = ("weight_sync",)
@@ -129,7 +133,7 @@ def detect(files: Sequence[Path]) -> Framework:
                     if scalar.tag.startswith(framework.prefix):
                         return framework
             continue
-        for line in read_lines(path):
+        for line in unwrapped(raw_lines(path), VERL.starts):
             for framework in FRAMEWORKS.values():
                 if framework.marker.search(line.text):
                     return framework
@@ -168,7 +172,7 @@ def files_of(path: Path) -> list[Path]:
 
 def _records(framework: Framework, path: Path, run: Joined) -> Iterator[Record]:
     if not tensorboard_events.is_event_file(path):
-        yield from framework.parse(read_lines(path))
+        yield from framework.parse(unwrapped(raw_lines(path), framework.starts))
         return
 
     def cut_off() -> None:
@@ -323,15 +327,16 @@ def _first(samples: Mapping[str, object]) -> str:
     return next((name for name in _FIRST_IN_CHAIN if name in samples), next(iter(samples)))
 
 
-def is_periodic(framework: Framework, record: Record) -> bool:
-    """Whether validation, a checkpoint or the like fell into the step."""
-    return any(record.values.get(framework.prefix + name, 0.0) > 0 for name in framework.periodic)
+def periodic_work(framework: Framework, values: Mapping[str, float]) -> tuple[str, ...]:
+    """Timers of validation, checkpoints and the like that make a step's total another than an iteration's."""
+    total = values.get(framework.prefix + framework.total, 0.0)
+    return tuple(n for n in framework.periodic if values.get(framework.prefix + n, 0.0) > NOTICEABLE * max(total, 0.0))
 
 
 def _plain_steps(framework: Framework, steps: Iterable[Record]) -> list[Record]:
     """Steps without periodic work that state their total: only their totals are an iteration's."""
     total = framework.prefix + framework.total
-    return [r for r in steps if r.values.get(total, 0.0) > 0 and not is_periodic(framework, r)]
+    return [r for r in steps if r.values.get(total, 0.0) > 0 and not periodic_work(framework, r.values)]
 
 
 def _iteration(framework: Framework, steps: Iterable[Record]) -> float | None:
@@ -367,7 +372,7 @@ def _step_notes(framework: Framework, run: Joined, steps: list[Record], warmup: 
         notes.append(f"cut off in the log, and left out: {_steps(run.cut_off)}")
     if len(steps) < measured.STEPS_TO_TRUST:
         notes.append(f"{_steps(len(steps))} are few: medians of {measured.STEPS_TO_TRUST} or more are steadier")
-    periodic = sum(is_periodic(framework, record) for record in steps)
+    periodic = sum(bool(periodic_work(framework, record.values)) for record in steps)
     if periodic:
         notes.append(f"validation, checkpoints or the like fell into {_steps(periodic)}; their totals are left out")
     idle = {

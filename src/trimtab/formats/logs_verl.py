@@ -1,5 +1,7 @@
 """How verl logs: console lines `step:3 - timing_s/gen:12.3 - ...`, the JSON lines of its file logger, TensorBoard.
 
+Its first releases wrote `timing/gen`, and no total of a step.
+
 In verl's synchronous trainers `timing_s/gen` is the cost of generation. In its asynchronous ones (one_step_off,
 fully_async, separate_async) the same timer holds only how long the trainer waited for samples, so it must never
 be taken for a cost there.
@@ -14,7 +16,9 @@ from collections.abc import Iterator, Mapping
 from trimtab.formats.log_records import Framework, Line, Record, number, step_number, tokens_of
 
 _STEP = re.compile(r"(?:^|[^\w:])step:(\d{1,12}) - ")
-_CONSOLE_OR_JSON = re.compile(r"step:\d{1,12} - .*\btiming_s/|^\s*\{\s*\"step\":\s*\d+,\s*\"data\":\s*\{")
+_CONSOLE_OR_JSON = re.compile(r"step:\d{1,12} - .*\btiming(?:_s)?/|^\s*\{\s*\"step\":\s*\d+,\s*\"data\":\s*\{")
+
+_OLD_TIMERS = "timing/"
 
 _ASYNCHRONOUS = {
     "timing_s/generate_async": "one_step_off",
@@ -58,7 +62,8 @@ def _json_record(text: str) -> Record | None:
     if step is None:
         return None
     values = {}
-    for key, value in data["data"].items():
+    for name, value in data["data"].items():
+        key = _named(name)
         if VERL.keeps(key) and isinstance(value, int | float) and not isinstance(value, bool):
             read = number(repr(value))
             if read is not None:
@@ -69,10 +74,16 @@ def _json_record(text: str) -> Record | None:
 def _console_record(step: int, text: str, whole: bool) -> Record:
     record = Record(step, whole=whole)
     for item in text.split(" - "):
-        key, colon, value = item.rpartition(":")
-        if colon and VERL.keeps(key.strip()) and (read := number(value)) is not None:
-            record.values[key.strip()] = read
+        name, colon, value = item.rpartition(":")
+        key = _named(name.strip())
+        if colon and VERL.keeps(key) and (read := number(value)) is not None:
+            record.values[key] = read
     return record
+
+
+def _named(name: str) -> str:
+    """A metric under its name of today: timers were once `timing/gen`."""
+    return f"timing_s/{name.removeprefix(_OLD_TIMERS)}" if name.startswith(_OLD_TIMERS) else name
 
 
 def _waiting(names: frozenset[str]) -> dict[str, str]:
@@ -128,9 +139,11 @@ VERL = Framework(
         ),
     },
     total="step",
-    periodic=("save_checkpoint", "testing", "dump_rollout_generations", "start_profile", "stop_profile"),
+    periodic=("save_checkpoint", "testing", "start_profile", "stop_profile"),
     idle=("generate_async", "wait_for_enough_samples", "switch_wait"),
     waiting=_waiting,
     amounts=_amounts,
     reward="critic/rewards/mean",
+    beside=("dump_rollout_generations",),
+    starts=_STEP,
 )

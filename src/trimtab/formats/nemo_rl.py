@@ -178,7 +178,7 @@ class _Config:
         rules = Rules(
             framework="NeMo RL",
             groupings=groupings(options, members, self._pool_sizes(), str(self.composed.path)),
-            whole_nodes=True,
+            even_nodes=True,
         )
         return Loaded(
             dialect=NAME,
@@ -233,11 +233,11 @@ class _Config:
         reader = self.reader
         if component_name == "generation" and self.backend != "megatron":
             section = f"policy.generation.{'vllm' if self.backend == 'dynamo' else self.backend}_cfg"
-            engine = ("tensor_parallel_size", "pipeline_parallel_size", "tp_size", "pp_size")
-            return Sizes(product(reader, [f"{section}.{key}" for key in engine]))
+            names = ["tensor_parallel_size", "pipeline_parallel_size", "tp_size", "pp_size"]
+            return Sizes(product(reader, [f"{section}.{name}" for name in names]))
         if component_name == "reward":
-            keys = ("tensor_parallel_size", "context_parallel_size")
-            return Sizes(product(reader, [f"env.reward_model.dtensor_cfg.{key}" for key in keys]))
+            names = ["tensor_parallel_size", "context_parallel_size"]
+            return Sizes(product(reader, [f"env.reward_model.dtensor_cfg.{name}" for name in names]))
         if reader.boolean("policy.megatron_cfg.enabled", False):
             names = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"]
             parallel = product(reader, [f"policy.megatron_cfg.{name}" for name in names])

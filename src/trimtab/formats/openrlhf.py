@@ -135,7 +135,7 @@ class _Config:
         rules = Rules(
             framework="OpenRLHF",
             groupings=groupings(options, members, pool_sizes(self.cluster), str(self.composed.path)),
-            whole_nodes=True,
+            even_nodes=True,
         )
         return Loaded(
             dialect=NAME,

@@ -267,8 +267,7 @@ def _profile(
             raise
         if (size, kind) == (batch_size, dtype):
             if (size, kind) in seen:
-                warnings.append(f"{place} is a second profile of the same settings: the first one counts")
-                continue
+                warnings.append(f"{place} is a second profile of the same settings: the last one counts")
             times = _numbers(_key(profile, "time_s", place), f"{place}.time_s")
             _same_length(times, "time_s", model.layers, f"{place}.time_s")
             found = tuple(times)

@@ -32,9 +32,11 @@ NAME = "rlinf"
 TRAINS = ("embodied", "reasoning", "coding_online_rl")
 """The task types that train with RL."""
 
+_COSTS = ("rollout", "inference", "reward", "critic", "actor", "trainer")
+
 _ADD_PROFILE = (
     "add profile_data: {actor_cost: SECONDS, inference_cost: SECONDS, rollout_cost: SECONDS}, each the seconds of one "
-    "iteration with all GPUs shared, or give --profile FILE"
+    "iteration with all GPUs shared or {GPUS: SECONDS}, or give --profile FILE"
 )
 
 
@@ -128,7 +130,7 @@ class _Reasoning:
                 where=reader.where("profile_data"),
                 hint=_ADD_PROFILE,
             )
-        reader.mapping("profile_data")
+        rlinf_embodied.check_profile_keys(reader, [*(f"{name}_cost" for name in _COSTS), "gpus"])
         both = [name for name in ("trainer", "actor") if reader.has(f"profile_data.{name}_cost")]
         if len(both) > 1:
             raise InputError(
@@ -138,35 +140,45 @@ class _Reasoning:
             )
         trainer = both[0] if both else "actor"
         measured_on: int = reader.positive_int("profile_data.gpus", self.total)
-        names = ["rollout", *(["inference"] if self.recompute else []), trainer]
-        self.assumptions.append(f"the costs in profile_data were measured with {measured_on} GPUs, all shared")
+        others = [name for name in ("reward", "critic") if reader.has(f"profile_data.{name}_cost")]
+        names = ["rollout", *(["inference"] if self.recompute else []), *others, trainer]
+        if any(not isinstance(reader.get(f"profile_data.{name}_cost"), dict) for name in names):
+            self.assumptions.append(f"the costs in profile_data were measured with {measured_on} GPUs, all shared")
         return {name: self._stated_cost(name, measured_on) for name in names}
 
     def _trainer_in(self, profile: Profile) -> str:
         return "trainer" if profile.component("trainer") else "actor"
 
     def _stated_cost(self, name: str, measured_on: int) -> ComponentProfile:
-        key = f"profile_data.{name}_cost"
         missing = _ADD_PROFILE
         if name == "inference":
             missing = "add it, or set algorithm.recompute_logprobs: false where the run has no such step"
-        seconds = self.reader.number(key, hint=None if self.reader.has(key) else missing)
-        return ComponentProfile(name=name, seconds=((measured_on, float(seconds)),))
+        return ComponentProfile(name, rlinf_embodied.stated_cost(self.reader, name, measured_on, missing))
 
     def _components(self) -> tuple[Component, ...]:
         streaming = self._streams()
         minibatch = max(1, (self.stated_batches or 1) // self.minibatches) if streaming else None
-        components: list[Component] = []
-        for name, measured in self.costs.items():
-            components.append(
-                component(
-                    measured,
-                    after=[components[-1].name] if components else [],
-                    sizes=self._sizes(name),
-                    granularity=minibatch if name == self.trainer else (1 if streaming else None),
-                )
+        return tuple(
+            component(
+                measured,
+                after=self._after(name),
+                sizes=self._sizes(name),
+                granularity=minibatch if name == self.trainer else (1 if streaming else None),
+                on_cpu=self._on_cpu(name),
             )
-        return tuple(components)
+            for name, measured in self.costs.items()
+        )
+
+    def _after(self, name: str) -> list[str]:
+        if name == "rollout":
+            return []
+        before = {"inference": ("rollout",), "reward": ("rollout",), "critic": ("inference", "rollout")}
+        last = next(other for other in before.get(name, ("critic", "inference", "rollout")) if other in self.costs)
+        return [last, *(["reward"] if name == self.trainer and "reward" in self.costs else [])]
+
+    def _on_cpu(self, name: str) -> bool:
+        """A reward by rules takes no GPU; a reward model has those of the rollout."""
+        return name == "reward" and not self.reader.boolean("reward.use_reward_model", False)
 
     def _streams(self) -> bool:
         """RLinf's pipelined mode hands batches on as they come, if advantages need no whole mini-batch.
@@ -185,11 +197,13 @@ class _Reasoning:
 
     def _sizes(self, name: str) -> Sizes:
         reader = self.reader
+        if name == "reward":
+            return Sizes()
         if name == "rollout":
             return Sizes(product(reader, ["rollout.tensor_parallel_size", "rollout.pipeline_parallel_size"]))
         section = "actor.model"
-        if name == "inference" and reader.has("inference.model"):
-            section = "inference.model"
+        if name in ("inference", "critic") and reader.has(f"{name}.model"):
+            section = f"{name}.model"
         keys = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
         model_parallel = product(reader, [f"{section}.{key}" for key in keys])
         if self.stated_batches is None:
@@ -213,7 +227,7 @@ class _Reasoning:
         return Sizes(model_parallel, tuple(sorted(allowed)))
 
     def _rules(self, components: tuple[Component, ...]) -> Rules:
-        names = [c.name for c in components]
+        names = [c.name for c in components if not c.on_cpu]
         groupings: list[tuple[AllowedGroup, ...]] = []
         if runnable([self.total], components):
             groupings.append((AllowedGroup(frozenset(names), (self.total,)),))
@@ -222,8 +236,13 @@ class _Reasoning:
             self.assumptions.append(
                 f"{', '.join(others)} has no cost here, so it stays with everything else on all GPUs"
             )
+        elif "critic" in names:
+            self.assumptions.append("a critic shares all GPUs with everything else")
         else:
-            groupings.append(tuple(AllowedGroup(frozenset([name])) for name in names))
+            # The reward is a light worker beside the rollout.
+            beside = [name for name in names if name in ("rollout", "reward")]
+            apart = [beside, *([name] for name in names if name not in beside)]
+            groupings.append(tuple(AllowedGroup(frozenset(group)) for group in apart))
         if not groupings:
             raise InputError(
                 f"everything must share all {self.total} GPUs, and their parallel sizes do not divide that",
@@ -246,10 +265,13 @@ class _Reasoning:
         return placed
 
     def _current(self) -> CurrentPlacement | None:
-        ranks = {name: self.placed[name] for name in self.costs if name in self.placed}
-        if "inference" in self.costs and "inference" not in ranks and self.trainer in ranks:
+        costs = {name for name in self.costs if not self._on_cpu(name)}
+        ranks = {name: self.placed[name] for name in costs if name in self.placed}
+        if "inference" in costs and "inference" not in ranks and self.trainer in ranks:
             ranks["inference"] = ranks[self.trainer]  # the actor's own workers do it
-        if set(ranks) != set(self.costs):
+        if "reward" in costs and "reward" not in ranks and "rollout" in ranks:
+            ranks["reward"] = ranks["rollout"]
+        if set(ranks) != costs:
             return None
         return CurrentPlacement(ranks=ranks, where=self.reader.where(rlinf_placement.KEY))
 
@@ -260,10 +282,10 @@ class _Reasoning:
         if shared:
             placement[",".join(self._shared_names())] = "all"
         else:
-            for name in self.costs:
+            for name in (name for name in self.costs if name != "reward"):
                 written = self.written_trainer if name == self.trainer else name
                 placement[written] = rlinf_placement.text(plan.placed(name).gpus, self.total)
-            if self.written_trainer == "actor" or "reward" in self.placed:
+            if self.written_trainer == "actor" or "reward" in {*self.placed, *self.costs}:
                 placement["reward"] = placement["rollout"]  # a light worker; RLinf's own configs put it there
         values: dict[str, Any] = {rlinf_placement.KEY: placement}
         advice = []
@@ -288,7 +310,7 @@ class _Reasoning:
         return values
 
     def _shared_names(self) -> list[str]:
-        others = [n for n in self.placed if n not in {*self.costs, "reward", "inference"}]
+        others = [n for n in self.placed if n == "critic" or n not in {*self.costs, "reward", "inference"}]
         if self.written_trainer == "trainer":
             return ["rollout", "trainer", *others, *(["reward"] if "reward" in self.placed else [])]
         return ["actor", *others, "rollout", "reward"]

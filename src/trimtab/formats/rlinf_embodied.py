@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from trimtab.formats import rlinf_placement
@@ -17,6 +18,7 @@ from trimtab.formats.dialect import Loaded, Settings
 from trimtab.formats.framework import (
     Sizes,
     check_expressible,
+    check_gpus,
     component,
     even_cluster,
     refuse_waits,
@@ -24,7 +26,7 @@ from trimtab.formats.framework import (
 )
 from trimtab.formats.hydra_config import Composed, Reader, as_number
 from trimtab.formats.write_back import block_text, nested
-from trimtab.model.errors import InputError
+from trimtab.model.errors import InputError, nearest
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, Plan, Rules
 from trimtab.model.profile import ComponentProfile, Profile
 from trimtab.model.workflow import Job, Workflow, check_workflow
@@ -51,6 +53,7 @@ def cluster_size(reader: Reader) -> tuple[int, int]:
     nodes = int(reader.positive_int("cluster.num_nodes", 1))
     stated: int | None = reader.positive_int("cluster.num_gpus_per_node", None)
     if stated is not None:
+        check_gpus(nodes * stated, f"{nodes:,} nodes of {stated:,} GPUs", reader.where("cluster"))
         return nodes, stated
     highest = rlinf_placement.highest_rank(reader)
     if highest is None or (highest + 1) % nodes:
@@ -59,6 +62,7 @@ def cluster_size(reader: Reader) -> tuple[int, int]:
             where=reader.where("cluster.num_gpus_per_node"),
             hint="add it to the file, or to the command: ++cluster.num_gpus_per_node=8",
         )
+    check_gpus(highest + 1, f"GPUs 0 to {highest:,}", reader.where(rlinf_placement.KEY))
     return nodes, (highest + 1) // nodes
 
 
@@ -219,13 +223,15 @@ def _stated(reader: Reader, env_num: int, total: int) -> tuple[dict[str, Compone
             hint="add profile_data: {env_profile_data: {ENVIRONMENTS: SECONDS}, rollout_profile_data: {...}, "
             "actor_cost: SECONDS}",
         )
+    check_profile_keys(reader, ("env_profile_data", "rollout_profile_data", "actor_cost", "gpus"))
     env, most_envs = _points(reader, "env_profile_data", env_num, total)
     rollout, most_rollouts = _points(reader, "rollout_profile_data", env_num, total)
-    actor = float(reader.number("profile_data.actor_cost"))
     costs = {
         "env": ComponentProfile("env", env),
         "rollout": ComponentProfile("rollout", rollout),
-        "actor": ComponentProfile("actor", ((total, actor),)),
+        "actor": ComponentProfile(
+            "actor", stated_cost(reader, "actor", int(reader.positive_int("profile_data.gpus", total)))
+        ),
     }
     sizes = {
         "env": Sizes(gpus=tuple(g for g in range(1, total + 1) if env_num % g == 0 and env_num / g <= most_envs)),
@@ -242,6 +248,35 @@ def _stated(reader: Reader, env_num: int, total: int) -> tuple[dict[str, Compone
                 hint="measure more environments per instance, or change data.env_num",
             )
     return costs, sizes
+
+
+def check_profile_keys(reader: Reader, known: Sequence[str]) -> None:
+    """Refuse keys of `profile_data` that mean nothing here, with the nearest one that does."""
+    for key in reader.mapping("profile_data"):
+        if key not in known:
+            near = nearest(str(key), known)
+            raise InputError(
+                f"profile_data has no key {key}",
+                where=reader.where(f"profile_data.{key}"),
+                hint=f"did you mean {near}?" if near else f"it has: {', '.join(known)}",
+            )
+
+
+def stated_cost(reader: Reader, name: str, measured_on: int, hint: str | None = None) -> tuple[tuple[int, float], ...]:
+    """A cost of `profile_data` as points: seconds on `measured_on` GPUs, or `{GPUs: seconds}`."""
+    key = f"profile_data.{name}_cost"
+    stated = reader.get(key)
+    if not isinstance(stated, dict):
+        return ((measured_on, float(reader.number(key, hint=hint if stated is None else None))),)
+    points: dict[int, float] = {}
+    for gpus, seconds in stated.items():
+        count, cost = as_number(gpus), as_number(seconds)
+        if count is None or count < 1 or count != int(count) or cost is None or cost < 0:
+            raise InputError(f"{gpus!r}: {seconds!r} is no pair of GPUs and finite seconds", where=reader.where(key))
+        points[int(count)] = cost
+    if not points:
+        raise InputError("no time is given", where=reader.where(key), hint=f"write {name}_cost: {{GPUS: SECONDS}}")
+    return tuple(sorted(points.items()))
 
 
 def _points(reader: Reader, name: str, env_num: int, total: int) -> tuple[tuple[tuple[int, float], ...], float]:

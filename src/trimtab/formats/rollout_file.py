@@ -36,6 +36,7 @@ from trimtab.model.rollout import DEFAULT_CLASS, Owner, Ownership, RequestClass,
 SECTION = "rollout"
 DEED_SPARE_S = 30.0
 USUAL_LIMIT = 64
+MOST_RULE = elastic_config_file.LONGEST_S
 SMALLEST = f"{SECTION}: {{engines: ['http://127.0.0.1:8000']}}"
 
 SAID_ELSEWHERE = {
@@ -79,8 +80,12 @@ def read(path: Path) -> RolloutSettings:
 
 def from_text(text: str, path: Path) -> RolloutSettings:
     """The settings in the text of a job file."""
+    return from_data(yaml_text.parse(text, str(path)), text, path)
+
+
+def from_data(data: Any, text: str, path: Path) -> RolloutSettings:
+    """The settings in the data of a job file; the text says in which line something stands."""
     name = str(path)
-    data = yaml_text.parse(text, name)
     if not isinstance(data, Mapping) or data.get(SECTION) is None:
         raise _no_section(data, name)
     try:
@@ -155,11 +160,11 @@ def _engines(section: RolloutSection, at: _At) -> tuple[AttachedEngine | Started
 
 def _attached(entry: EngineSection, at: _At, keys: tuple[str | int, ...]) -> AttachedEngine:
     url = (entry.url or "").rstrip("/")
-    parts = urlsplit(url if "//" in url else f"//{url}")
     try:
+        parts = urlsplit(url if "//" in url else f"//{url}")
         port = parts.port
     except ValueError:
-        port = -1
+        parts, port = urlsplit(""), -1
     if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or parts.path:
         meant = f"http://{parts.netloc}" if parts.netloc and not parts.scheme else "http://HOST:PORT"
         raise at.wrong(f"'{entry.url}' is no address of an engine", *keys, "url", hint=f"write {meant}")
@@ -266,7 +271,9 @@ def _rules(
             )
         kind = int if hints[key] is int else float
         if isinstance(value, bool) or not isinstance(value, int | (float if kind is float else int)):
-            raise at.wrong(f"{key} is not right: {value!r}", *keys, hint="a number" if kind is float else "a count")
+            raise at.wrong(f"{key} is not right: {value!r:.60}", *keys, hint="a number" if kind is float else "a count")
+        if not 0 <= value <= MOST_RULE:
+            raise at.wrong(f"{key} is {value:g}", *keys, hint=f"from 0 to {MOST_RULE:g}")
     values: dict[str, Any] = {
         **section.rules,
         "version": section.version,

@@ -12,6 +12,7 @@ from trimtab.formats.job import Name, Seconds
 from trimtab.formats.rollout_settings import USUAL_PORT, DoorSettings
 
 MOST_ENGINES = 4_096
+LEAST_S = 0.001  # of a time that something has to be done in
 
 
 def _no_bool(value: Any) -> Any:
@@ -75,7 +76,7 @@ class EngineSection(_Section):
     node: str = ""
     host: str = "127.0.0.1"
     folder: str = ""
-    start_s: Annotated[Seconds, Field(gt=0)] = 600.0
+    start_s: Annotated[Seconds, Field(ge=LEAST_S)] = 600.0
     stop_s: Seconds = 30.0
     devices: Words = Field(default_factory=list)
     idle: Literal["sleep", "stop"] | None = None
@@ -108,7 +109,7 @@ class GatewaySection(_Section):
     )
     max_concurrent: Whole = DoorSettings.max_concurrent
     default_max_tokens: Whole = DoorSettings.default_max_tokens
-    deadline_s: Annotated[Seconds, Field(gt=0)] | None = None
+    deadline_s: Annotated[Seconds, Field(ge=LEAST_S)] | None = None
     stop_s: Seconds = DoorSettings.stop_s
 
 

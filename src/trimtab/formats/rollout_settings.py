@@ -95,7 +95,7 @@ class DoorSettings:
     open_requests: bool | None = None  # generations need no token; None: on loopback only
     model_name: str = ""  # as callers know the model; empty: as the engines call it
     max_body_bytes: int = 32 * 2**20
-    max_concurrent: int = 4_096  # requests at once
+    max_concurrent: int = 16_384  # requests at once
     default_max_tokens: int = 1_024  # of a chat that does not say
     deadline_s: float | None = None  # of a request that does not say; None: as its class has it
     stop_s: float = 10.0  # for what runs to end when the gateway does

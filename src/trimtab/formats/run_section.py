@@ -28,6 +28,7 @@ WHOLE = ("iterations", "seed", "save_every", "profile_iterations")
 NUMBERS = ("step_limit_s", "priority")
 KEYS = (*WHOLE, *NUMBERS, "modules_from", "loop")
 LARGEST = 1e9
+LEAST_S = 0.001
 _DEFAULTS = RunRules()
 LOOP_KEYS = tuple(field.name for field in fields(RunRules))
 
@@ -68,8 +69,9 @@ def read_section(section: Any, file: Path, components: Collection[str]) -> RunSe
             stated["rules"] = read_rules(value, at, components)
         else:
             raise unknown_key(key, KEYS, at)
-    if not stated.get("step_limit_s", 1.0) > 0:
-        raise InputError("step_limit_s is more than 0", where=f"{where}.step_limit_s")
+    if not stated.get("step_limit_s", 1.0) >= LEAST_S:
+        hint = f"from {LEAST_S:g} to {LARGEST:g} seconds"
+        raise InputError("step_limit_s is more than 0", where=f"{where}.step_limit_s", hint=hint)
     return RunSection(**stated)
 
 

@@ -8,6 +8,7 @@ model may have a pool of its own, a teacher always has one. Costs come from a pr
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from trimtab.formats.dialect import Loaded, Settings
 from trimtab.formats.framework import (
     Sizes,
     check_expressible,
+    check_gpus,
     component,
     costs,
     divisors_of_batch,
@@ -31,6 +33,7 @@ from trimtab.model.errors import InputError
 from trimtab.model.plan import CurrentPlacement, Plan, Rules
 from trimtab.model.profile import Profile
 from trimtab.model.workflow import Cluster, Component, Job, Node, Workflow, check_workflow
+from trimtab.plan.spread import positions_of, spread
 
 NAME = "verl"
 
@@ -42,6 +45,10 @@ SEPARATE: tuple[Mode, ...] = ("separate_async", "one_step_off", "fully_async")
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
+_SYNC_STEP = "async_training.trigger_parameter_sync_step"
+_PARAMETER_SYNC_STEP = "trainer.v1.separate_async.parameter_sync_step"
+DEFAULT_MINI_BATCH = 256
+"""What verl's own parent config states."""
 
 
 def matches(reader: Reader) -> bool:
@@ -76,7 +83,7 @@ class _Config:
         staleness = self._staleness()
         workflow = Workflow(
             components=tuple(members.values()),
-            batches=int(self.reader.positive_int("data.train_batch_size", 1)),
+            batches=self._batches(),
             staleness=staleness,
             weight_sync=weight_sync(self.profile, "update_actor", "rollout"),
         )
@@ -84,9 +91,9 @@ class _Config:
         self._say_mode(staleness)
         self.assumptions.extend(not_placed(self.profile, COMPONENTS))
         rules = Rules(
-            framework=NAME,
+            framework=f"{NAME} in {self.mode} mode",
             groupings=groupings(self._options(), members, pool_sizes(self.cluster), str(self.composed.path)),
-            whole_nodes=True,
+            even_nodes=True,
         )
         return Loaded(
             dialect=NAME,
@@ -106,7 +113,11 @@ class _Config:
         """The pools that the file states now, as (nodes, GPUs of each)."""
         pools = {"trainer": self._pool("trainer", 1, 8)}
         if self.mode in SEPARATE:
-            pools["rollout"] = self._pool(self.rollout_pool, None, pools["trainer"][1])
+            hint = (
+                f"in {self.mode} mode the rollout has GPUs of its own: add ++{self.rollout_pool}.nnodes=N "
+                f"++{self.rollout_pool}.n_gpus_per_node=G, and make the trainer's pool smaller by as many"
+            )
+            pools["rollout"] = self._pool(self.rollout_pool, None, pools["trainer"][1], hint)
         # A pool of something without a cost stays as it is, on GPUs that are not part of this plan.
         own_reward = self.reader.boolean(f"{self.reward_key}.enable_resource_pool", False)
         if self.reward_model and own_reward and "reward" in self.costs:
@@ -115,12 +126,15 @@ class _Config:
             pools["teacher"] = self._pool("distillation", None, None)
         return pools
 
-    def _pool(self, key: str, nodes: int | None, gpus: int | None) -> tuple[int, int]:
-        read = self.reader.positive_int
-        return (
-            int(read(f"{key}.nnodes") if nodes is None else read(f"{key}.nnodes", nodes)),
-            int(read(f"{key}.n_gpus_per_node") if gpus is None else read(f"{key}.n_gpus_per_node", gpus)),
-        )
+    def _pool(self, key: str, nodes: int | None, gpus: int | None, hint: str | None = None) -> tuple[int, int]:
+        def read(name: str, default: int | None) -> int:
+            if default is None:
+                return int(self.reader.positive_int(f"{key}.{name}", hint=hint))
+            return int(self.reader.positive_int(f"{key}.{name}", default))
+
+        pool = read("nnodes", nodes), read("n_gpus_per_node", gpus)
+        check_gpus(pool[0] * pool[1], f"{pool[0]:,} nodes of {pool[1]:,} GPUs", self.reader.where(key))
+        return pool
 
     def _cluster(self) -> Cluster:
         """The nodes: as stated for trimtab, else one for every node of every pool, which any real cluster can give."""
@@ -135,6 +149,7 @@ class _Config:
                     f"the cluster is the pools of the file ({stated}), each on nodes of its own; if it is not, add "
                     "++trimtab.nodes=N ++trimtab.gpus_per_node=G"
                 )
+        check_gpus(sum(shape), f"{len(shape):,} nodes", reader.where("trainer"))
         return Cluster(tuple(Node(name=f"node{index}", gpus=gpus) for index, gpus in enumerate(shape)))
 
     # -- the workflow -----------------------------------------------------------------------------------------------
@@ -150,15 +165,30 @@ class _Config:
         granularity = self._granularity() if after else None
         return component(self.costs[name], after=after, sizes=self._sizes(name), granularity=granularity, on_cpu=on_cpu)
 
+    def _batches(self) -> int:
+        """Prompts of an iteration: a batch, or what a trainer without one takes between two weight syncs."""
+        if self._without_batch():
+            return self._taken_at_once() * int(self.reader.positive_int(_SYNC_STEP, 1))
+        return int(self.reader.positive_int("data.train_batch_size", 1))
+
+    def _without_batch(self) -> bool:
+        """A fully asynchronous trainer has no batch: verl wants its size to be 0."""
+        return self.mode == "fully_async" and self.reader.get("data.train_batch_size", 0) in (0, "0")
+
+    def _taken_at_once(self) -> int:
+        """Prompts that a fully asynchronous trainer waits for before each of its steps."""
+        mini_batch = int(self.reader.positive_int(f"{_ACTOR}.ppo_mini_batch_size", DEFAULT_MINI_BATCH))
+        return mini_batch * int(self.reader.positive_int("async_training.require_batches", 1))
+
     def _granularity(self) -> int | None:
         """How much the trainer takes at a time: everything, or a mini-batch where samples stream."""
-        mini_batch: int | None = self.reader.positive_int(f"{_ACTOR}.ppo_mini_batch_size", None)
-        batches = int(self.reader.positive_int("data.train_batch_size", 1))
-        if mini_batch is None or self.mode not in ("separate_async", "fully_async"):
-            return None
         if self.mode == "fully_async":
-            mini_batch *= int(self.reader.positive_int("async_training.require_batches", 1))
-        return mini_batch if mini_batch < batches else None
+            taken = self._taken_at_once()
+            return taken if taken < self._batches() else None
+        mini_batch: int | None = self.reader.positive_int(f"{_ACTOR}.ppo_mini_batch_size", None)
+        if mini_batch is None or self.mode != "separate_async":
+            return None
+        return mini_batch if mini_batch < self._batches() else None
 
     def _staleness(self) -> int:
         if self.mode == "separate_async":
@@ -174,11 +204,41 @@ class _Config:
                 f"{self.mode}: {what}rollout beside training on weights up to {staleness} "
                 f"iteration{'s' if staleness > 1 else ''} old"
             )
+            if self._without_batch():
+                self.assumptions.append(
+                    f"an iteration is the {self._batches()} prompts trained on between two weight syncs "
+                    "(ppo_mini_batch_size x require_batches x trigger_parameter_sync_step); the costs are of as many"
+                )
             return
         self.assumptions.append(f"no streaming: each component takes all its inputs at once ({self.mode})")
-        self.assumptions.append(
-            "rollout shares the training GPUs in this mode; to plan it apart: ++trainer.v1.trainer_mode=separate_async"
+        words = self._apart()
+        if words:
+            self.assumptions.append(
+                f"rollout shares the training GPUs in this mode; to plan it apart: {' '.join(words)}"
+            )
+
+    def _apart(self) -> list[str]:
+        """The overrides that give the rollout half of the file's GPUs, in the mode of this verl that lets it apart."""
+        nodes, gpus = self.pools["trainer"]
+        if nodes * gpus < 2:
+            return []
+        mine, theirs = (
+            ((nodes - nodes // 2, gpus), (nodes // 2, gpus)) if nodes > 1 else ((1, gpus - gpus // 2), (1, gpus // 2))
         )
+        if self.reader.has("trainer.v1") and self.reader.get("trainer.use_v1", True) is True:
+            key = _ROLLOUT
+            words = ["++trainer.v1.trainer_mode=separate_async", f"++{_ROLLOUT}.checkpoint_engine.backend=nccl"]
+            mini_batch = int(self.reader.positive_int(f"{_ACTOR}.ppo_mini_batch_size", DEFAULT_MINI_BATCH))
+            if self._batches() % mini_batch == 0:
+                words.append(f"++{_PARAMETER_SYNC_STEP}={self._batches() // mini_batch}")
+        else:
+            key = "rollout"  # an older verl, started with its one_step_off_policy.main_ppo
+            words = ["++actor_rollout_ref.hybrid_engine=false"]
+        if self.reward_model and "reward" in self.costs and "reward" not in self.pools:
+            return []  # its pool would have to be taken from these GPUs too
+        for section, (count, each) in (("trainer", mine), (key, theirs)):
+            words += [f"++{section}.nnodes={count}", f"++{section}.n_gpus_per_node={each}"]
+        return [*words, f"++trimtab.nodes={len(self.cluster.nodes)}", f"++trimtab.gpus_per_node={gpus}"]
 
     def _sizes(self, name: str) -> Sizes:
         reader = self.reader
@@ -197,7 +257,8 @@ class _Config:
             split = 1  # verl wants the batch to divide by all GPUs here, whatever the sequence parallelism
         if reader.get(f"{_ACTOR}.use_dynamic_bsz", False) is True or not reader.has("data.train_batch_size"):
             return Sizes(parallel)
-        samples = int(reader.positive_int("data.train_batch_size")) * int(reader.positive_int(f"{_ROLLOUT}.n", 1))
+        prompts = self._taken_at_once() if self._without_batch() else int(reader.positive_int("data.train_batch_size"))
+        samples = prompts * int(reader.positive_int(f"{_ROLLOUT}.n", 1))
         if split > 1:
             samples //= int(reader.positive_int(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", 1)) or 1
         return Sizes(parallel, divisors_of_batch(max(samples, 1), split, self.cluster.gpus))
@@ -215,20 +276,28 @@ class _Config:
         return [apart] if self.mode in SEPARATE else [[[*base[0], "reward"], *alone], apart]
 
     def _current(self) -> CurrentPlacement | None:
-        ranks: dict[str, tuple[int, ...]] = {}
-        first = 0
-        for pool, (nodes, gpus) in self.pools.items():
-            mine = tuple(range(first, first + nodes * gpus))
-            first += nodes * gpus
-            if pool == "trainer":
-                ranks.update({name: mine for name in self.costs if not self._on_cpu(name)})
-            elif pool in self.costs:
-                ranks[pool] = mine
-        if first > self.cluster.gpus:
+        nodes = [node.gpus for node in self.cluster.nodes]
+        taken = sum(count * gpus for count, gpus in self.pools.values())
+        if taken > self.cluster.gpus:
             raise InputError(
-                f"the pools take GPUs 0-{first - 1}, and the cluster has GPUs 0-{self.cluster.gpus - 1}",
+                f"the pools take GPUs 0-{taken - 1}, and the cluster has GPUs 0-{self.cluster.gpus - 1}",
                 where=self.reader.where("trainer"),
             )
+        lying = spread([[pool] for pool in self.pools.values()], nodes)
+        # Parts of a pool may also share a node: then only how many GPUs it has is known.
+        sizes = [count * gpus for count, gpus in self.pools.values()]
+        ends = itertools.accumulate(sizes)
+        positions = (
+            [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+            if lying is None
+            else positions_of(lying, nodes)
+        )
+        ranks: dict[str, tuple[int, ...]] = {}
+        for pool, mine in zip(self.pools, positions, strict=True):
+            if pool == "trainer":
+                ranks.update({name: tuple(mine) for name in self.costs if not self._on_cpu(name)})
+            elif pool in self.costs:
+                ranks[pool] = tuple(mine)
         return CurrentPlacement(ranks=ranks, where=self.reader.where("trainer"))
 
     def _on_cpu(self, name: str) -> bool:
@@ -252,10 +321,29 @@ class _Config:
                 put(self.reward_key, "reward")
         if "teacher" in gpus:
             put("distillation", "teacher")
-        advice: tuple[str, ...] = ()
-        if self.mode in SEPARATE and self.reader.get(f"{_ROLLOUT}.checkpoint_engine.backend", "naive") == "naive":
-            advice = (f"{_ROLLOUT}.checkpoint_engine.backend must be nccl or another that crosses pools, not naive",)
-        return Settings(values=values, block=block_text(nested(values)), advice=advice)
+        return Settings(values=values, block=block_text(nested(values)), advice=self._advice())
+
+    def _advice(self) -> tuple[str, ...]:
+        """What verl refuses to start with, and pools do not say."""
+        advice = []
+        backend = self.reader.get(
+            f"{_ROLLOUT}.checkpoint_engine.backend", "naive" if self.mode == "separate_async" else None
+        )
+        if self.mode in SEPARATE and backend == "naive":
+            advice.append(f"{_ROLLOUT}.checkpoint_engine.backend must be nccl or another that crosses pools, not naive")
+        in_own = self.mode in ("one_step_off", "fully_async")
+        if in_own and self.reader.get("actor_rollout_ref.hybrid_engine", True) is not False:
+            advice.append(f"actor_rollout_ref.hybrid_engine must be false in {self.mode} mode")
+        if self.mode != "separate_async":
+            return tuple(advice)
+        mini_batch = int(self.reader.positive_int(f"{_ACTOR}.ppo_mini_batch_size", DEFAULT_MINI_BATCH))
+        steps = int(self.reader.positive_int(_PARAMETER_SYNC_STEP, 4))
+        if self._batches() != steps * mini_batch:
+            advice.append(
+                f"data.train_batch_size ({self._batches()}) must be ppo_mini_batch_size ({mini_batch}) x "
+                f"{_PARAMETER_SYNC_STEP} ({steps})"
+            )
+        return tuple(advice)
 
 
 def _mode(reader: Reader) -> Mode:

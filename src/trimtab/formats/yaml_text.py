@@ -11,6 +11,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from trimtab.formats.files import unreadable
+from trimtab.model import plain
 from trimtab.model.errors import InputError
 
 MAX_BYTES = 8 * 2**20
@@ -35,7 +36,7 @@ def parse(text: str, name: str) -> Any:
     yaml = YAML(typ="safe", pure=True)
     yaml.allow_duplicate_keys = False
     try:
-        return yaml.load(text)
+        data = yaml.load(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{name}, line {mark.line + 1}, column {mark.column + 1}" if mark else name
@@ -44,6 +45,7 @@ def parse(text: str, name: str) -> Any:
         ) from None
     except (YAMLError, ValueError, RecursionError, TypeError, AttributeError, KeyError, IndexError) as error:
         raise InputError(f"this is not valid YAML: {_one_line(str(error))}", where=name) from None
+    return plain.check(data, name)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

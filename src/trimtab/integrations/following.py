@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -36,7 +37,7 @@ async def following(pool: RolloutPool, look_s: float = LOOK_S) -> AsyncIterator[
     """Within the block, the pool goes along with the weights that its engines report."""
     if not look_s > 0:
         raise InputError(f"look_s is {look_s}", hint="seconds, more than 0")
-    task = asyncio.get_running_loop().create_task(follow(pool, look_s), name="following weights")
+    task = pool.background.start("follow weights", functools.partial(follow, pool, look_s))
     try:
         yield
     finally:

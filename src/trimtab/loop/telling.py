@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from trimtab.loop.records import Run
-from trimtab.model.reason import Chapter, Code, Reason
+from trimtab.model.reason import Chapter, Code, Reason, add_chapter
 from trimtab.model.run import Estimate
 from trimtab.model.workflow import Cluster
 
 NAMED = 3
 SMALL = 0.02  # a drift that makes less than this share of the longest component is not named
 RUN = "run"
-CHAPTERS_KEPT = 200
 MOVES_KEPT = 20
 
 
@@ -28,8 +27,7 @@ class Stories:
         last = story[-1] if story and subject == RUN else None
         if last is not None and (last.state, last.reason.code) == (chapter.state, chapter.reason.code):
             return
-        story.append(chapter)
-        del story[:-CHAPTERS_KEPT]
+        add_chapter(story, chapter)
         for old in [name for name in self.chapters if name != RUN][:-MOVES_KEPT]:
             del self.chapters[old]
 
@@ -56,12 +54,17 @@ def drift_reason(drifted: Sequence[str], levels: Mapping[str, float], run: Run, 
     return Reason(Code.drifted if far else Code.room_changed, "; ".join(said))
 
 
-def costs_text(estimates: Mapping[str, Estimate], reference: Mapping[str, float]) -> str:
-    """How near everything is to what the plan was made for."""
+def costs_text(estimates: Mapping[str, Estimate], reference: Mapping[str, float], drifted: Sequence[str]) -> str:
+    """How near everything is to what the plan was made for; `drifted` is told from noise, and too small to matter."""
     name = max(estimates, key=lambda one: abs(estimates[one].middle / reference[one] - 1))
     one = estimates[name]
-    away = one.middle / reference[name] - 1
-    return f"{name} is furthest from what the plan was made for: {away:+.1%}, within its noise of {one.width:.1%}"
+    away, now = one.middle / reference[name] - 1, one.level / reference[name] - 1
+    said = f"{name} is furthest from what the plan was made for: {away:+.1%}"
+    if name in drifted:
+        return f"{said}, more than its noise of {one.width:.1%}, but it is too short a part of an iteration to matter"
+    if one.middle / (1 + one.width) <= reference[name] <= one.middle * (1 + one.width):
+        return f"{said}, within its noise of {one.width:.1%}"
+    return f"{said}, but {now:+.1%} by its trend: with a noise of {one.width:.1%} that is not told from no change"
 
 
 def gone_reason(run: Run) -> Reason:

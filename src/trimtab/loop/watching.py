@@ -97,7 +97,7 @@ class Watch:
             self.look_again()
             verdict = self._weighed(self._looked(levels, sure)[0], why)
         if verdict.reason.code is Code.no_gain and why.code is Code.better_plan:
-            steady = Reason(Code.costs_steady, costs_text(estimates, run.reference))
+            steady = Reason(Code.costs_steady, costs_text(estimates, run.reference, drifted))
             verdict = Verdict(None, steady, verdict.numbers)
         return verdict
 

@@ -7,15 +7,19 @@ words that say what would happen. Nothing is decided here: `trimtab.fleet.scalin
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trimtab.model.errors import InputError, nearest
+from trimtab.model.numbers import SHORTEST_S, is_number, is_whole
 
 NARROW_GAP = 0.15  # thresholds nearer to each other than this are warned of
 HIGH_THRESHOLD = 0.95  # above it requests wait before another worker is asked for
+
+LONGEST_S = 1e8  # three years; the machine's own limits are sums of these
+MOST_WORKERS = 1_000_000  # and requests of one worker
+MOST_SHARE = 100.0  # of capacity
 
 WHERE = "elastic_config"
 
@@ -42,17 +46,18 @@ class ElasticConfig:
 
     def __post_init__(self) -> None:
         for name in ("scale_down_threshold", "scale_up_threshold"):
-            if not _is_number(getattr(self, name)) or getattr(self, name) < 0:
-                raise _wrong(name, getattr(self, name), "a share of capacity, as 0.5")
+            if not is_number(getattr(self, name), 0, MOST_SHARE):
+                raise _wrong(name, getattr(self, name), f"a share of capacity from 0 to {MOST_SHARE:g}, as 0.5")
         for name in ("min_workers", "max_workers", "requests_per_worker_capacity"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise _wrong(name, value, "a whole number, 1 or more")
+            if not is_whole(value, 1, MOST_WORKERS):
+                raise _wrong(name, value, f"a whole number, 1 or more, up to {MOST_WORKERS}")
         for name in ("drain_timeout", "scale_down_cooldown", "scale_up_cooldown", "min_stable_period"):
-            if not _is_number(getattr(self, name)) or getattr(self, name) < 0:
-                raise _wrong(name, getattr(self, name), "a number of seconds, 0 or more")
-        if not _is_number(self.monitoring_interval) or self.monitoring_interval <= 0:
-            raise _wrong("monitoring_interval", self.monitoring_interval, "a number of seconds above 0")
+            if not is_number(getattr(self, name), 0, LONGEST_S):
+                raise _wrong(name, getattr(self, name), f"a number of seconds, 0 or more, up to {LONGEST_S:g}")
+        if not is_number(self.monitoring_interval, SHORTEST_S, LONGEST_S):
+            takes = f"a number of seconds above 0: {SHORTEST_S:g} to {LONGEST_S:g}"
+            raise _wrong("monitoring_interval", self.monitoring_interval, takes)
         for name in ("enable_elastic", "scale_down_requires_demand"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "true or false")
@@ -152,10 +157,6 @@ class ElasticConfig:
         except InputError as error:
             error.where = (error.where or where).replace(WHERE, where, 1)
             raise
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _wrong(name: str, value: object, expected: str) -> InputError:

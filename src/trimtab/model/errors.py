@@ -9,6 +9,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MOST_SHOWN = 1_000
+"""Characters of one line of an error."""
+
+LONGEST_WORD = 200
+"""A longer one is no misspelt key."""
+
 
 class TrimtabError(Exception):
     """A failure with a sentence for people and an exit status for programs."""
@@ -25,13 +31,13 @@ class TrimtabError(Exception):
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """One to three lines: what, where, what to do."""
+        """One to three lines: what, where, what to do. All of them can be printed, whatever was in the input."""
         lines = [self.what]
         if self.where:
             lines.append(f"at {self.where}")
         if self.hint:
             lines.append(self.hint)
-        return lines
+        return [printable(line) for line in lines]
 
 
 class InputError(TrimtabError):
@@ -52,7 +58,20 @@ class UnreachableError(TrimtabError):
     exit_status = 4
 
 
+def printable(text: str, most: int = MOST_SHOWN) -> str:
+    """A text that any terminal can show: control characters and lone surrogates escaped, a long middle left out."""
+    if len(text) > most:
+        text = f"{text[: most * 2 // 3]} ... {text[-most // 4 :]}"
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
+    )
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that the user most likely meant, if any is near enough."""
+    if len(word) > LONGEST_WORD:
+        return None
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
     return matches[0] if matches else None

@@ -6,10 +6,10 @@ Frozen facts, checked where they are made. What is done about a node or a group 
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass
 
 from trimtab.model.errors import InputError
+from trimtab.model.numbers import LONGEST_S, SHORTEST_S, check_whole, is_number
 from trimtab.model.pool import Labels
 from trimtab.model.reason import Reason
 from trimtab.model.resources import NOTHING, Resources
@@ -69,6 +69,10 @@ class Change:
     reason: Reason | None = None
 
 
+def _no_seconds(name: str, value: object, where: str) -> InputError:
+    return InputError(f"{name} must be a number of seconds from 0 to {LONGEST_S:g}, not {value!r}", where=where)
+
+
 @dataclass(frozen=True)
 class NodePolicy:
     """How nodes are judged. Seconds."""
@@ -86,13 +90,11 @@ class NodePolicy:
     def __post_init__(self) -> None:
         for name in ("suspect_s", "lost_s", "join_window_s", "drain_window_s", "hurry_s", "hold_s", "hold_most_s",
                      "forget_s"):  # fmt: skip
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-                raise InputError(f"{name} must be a number of seconds, not {value!r}", where="the node policy")
+            if not is_number(getattr(self, name), 0, LONGEST_S):
+                raise _no_seconds(name, getattr(self, name), "the node policy")
         if self.lost_s < self.suspect_s:
             raise InputError("a node cannot be lost before it is suspect", where="the node policy", hint="lost_s")
-        if self.free_losses < 0:
-            raise InputError("free_losses must not be negative", where="the node policy")
+        check_whole("free_losses", self.free_losses, "the node policy")
 
 
 class MemberState(str, enum.Enum):
@@ -129,17 +131,20 @@ class GroupSpec:
             raise InputError(f"{self.name!r} cannot be the name of a group", hint="letters, digits, - . and _")
         if not self.unit:
             raise InputError("a member must ask for something", where=where, hint='per_node={"gpu": 1}')
-        if self.least < 1:
-            raise InputError(f"min must be at least 1, but is {self.least}", where=where)
+        check_whole("min", self.least, where, 1)
+        if self.most is not None:
+            check_whole("max", self.most, where)
         if self.most is not None and self.most < self.least:
             raise InputError(f"max {self.most} is less than min {self.least}", where=where)
-        if self.restarts < 0:
-            raise InputError("restarts must not be negative", where=where)
+        check_whole("restarts", self.restarts, where)
         for name in ("wait_s", "step_timeout_s", "health_every_s", "health_timeout_s", "restart_window_s",
                      "back_off_s", "back_off_most_s", "handover_s"):  # fmt: skip
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-                raise InputError(f"{name} must be a number of seconds, not {value!r}", where=where)
+            if not is_number(getattr(self, name), 0, LONGEST_S):
+                raise _no_seconds(name, getattr(self, name), where)
+        if 0 < self.health_every_s < SHORTEST_S:
+            raise InputError(
+                f"health_every_s must be 0 (never) or at least {SHORTEST_S:g}, not {self.health_every_s}", where=where
+            )
 
 
 @dataclass(frozen=True)

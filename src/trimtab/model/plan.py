@@ -23,14 +23,15 @@ class AllowedGroup:
 class Rules:
     """Which plans a framework can run; the search stays inside them.
 
-    `groupings` lists every allowed partition of the GPU components. With `whole_nodes`, a group of at most one node's
-    GPUs lies inside one node and a larger one takes whole nodes. Each of `spanning` is groups side by side, and a last
-    one that takes turns with all of them: its GPUs lie over theirs.
+    `framework` is its name for people, with its mode where that matters.
+    `groupings` lists every allowed partition of the GPU components. With `even_nodes`, a group has the same number of
+    GPUs on each of its nodes. Each of `spanning` is groups side by side, and a last one that takes turns with all of
+    them: its GPUs lie over theirs.
     """
 
     framework: str
     groupings: tuple[tuple[AllowedGroup, ...], ...]
-    whole_nodes: bool = False
+    even_nodes: bool = False
     spanning: tuple[tuple[AllowedGroup, ...], ...] = ()
 
 
@@ -144,10 +145,28 @@ class Sensitivity:
 
 
 @dataclass(frozen=True)
+class Scaling:
+    """What a plan becomes if more GPUs help less than perfectly, where components were measured on one count only.
+
+    `components` are those, `doubling` the share of a perfect speed-up that twice the GPUs then give. `chosen_seconds`
+    is what the chosen plan takes then. `plan` is the best one then, where that is another, and `measure` the component
+    and the number of GPUs whose measurement decides between the two.
+    """
+
+    components: tuple[str, ...]
+    doubling: float
+    chosen_seconds: float
+    plan: Plan | None = None
+    measure: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True)
 class Answer:
     """What the planner says: the best plan with its proof, and what it was compared with.
 
-    `unrestricted` is the best plan without the framework's rules, where that is better.
+    `unrestricted` is the best plan without the rules of `framework`, where that is better. `scaling` is there where
+    some component was measured on one number of GPUs only. With `kept` the best plan is the placement in the file:
+    it is faster than every plan that can be written for the framework, and nothing is to be changed.
     """
 
     best: Plan
@@ -159,6 +178,9 @@ class Answer:
     sensitivity: tuple[Sensitivity, ...] = ()
     assumptions: tuple[str, ...] = ()
     unrestricted: Plan | None = None
+    scaling: Scaling | None = None
+    kept: bool = False
+    framework: str = ""
 
 
 @dataclass(frozen=True)

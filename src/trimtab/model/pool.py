@@ -6,15 +6,18 @@ Frozen facts, checked where they are made. Who runs now and who yields is decide
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trimtab.model.errors import InputError, nearest
+from trimtab.model.numbers import check_number, check_whole
 from trimtab.model.reason import Chapter, Reason
 from trimtab.model.resources import Resources, total
 
 Labels = tuple[tuple[str, str], ...]  # sorted by label
+
+MOST_PRIORITY = 1e6  # gaps of tenths are told apart among priorities of up to so much
+MOST_HOSTS = 10_000  # warm ones of a pool
 
 
 class State(str, enum.Enum):
@@ -63,7 +66,7 @@ class PoolSpec:
     dynamic_limit: int | None = None  # bundles; None: as many as fit
     reuse: bool = True  # an idle dynamic slot is kept until somebody needs its room
     borrow: bool = False  # idle reserved slots may be used by others, who leave first
-    return_preempts: bool = False  # an evicted task that returns may evict others
+    return_preempts: bool = False  # an evicted task that returns may evict others of lower priority
     target_hosts: int = 0  # warm processes kept ready, on all nodes together
     hosts_each: int = 0  # and on every node besides
     preload: tuple[str, ...] = ()  # modules that warm hosts import ahead
@@ -79,12 +82,10 @@ class PoolSpec:
         if any(character in self.name for character in "/\\\n\0") or self.name in (".", ".."):
             raise InputError(f"{self.name!r} cannot be the name of a pool", hint="letters, digits, - and _")
         for name in ("reserved_priority", "wait_s", "patience_s", "patience_runs"):
-            _finite(name, getattr(self, name), where, least=None if name == "reserved_priority" else 0.0)
-        if self.dynamic_limit is not None and self.dynamic_limit < 0:
-            raise InputError(f"max_dynamic_pgs must not be negative, but is {self.dynamic_limit}", where=where)
-        for name, count in (("target_agents", self.target_hosts), ("warm_each", self.hosts_each)):
-            if count < 0:
-                raise InputError(f"{name} must not be negative, but is {count}", where=where)
+            check_number(name, getattr(self, name), where, -MOST_PRIORITY if name == "reserved_priority" else 0.0)
+        check_whole("max_dynamic_pgs", self.dynamic_limit or 0, where)
+        check_whole("target_agents", self.target_hosts, where, most=MOST_HOSTS)
+        check_whole("warm_each", self.hosts_each, where, most=MOST_HOSTS)
         if any(not spec for spec in self.reserved):
             raise InputError("a reserved slot must hold something", where=where)
         together = total(self.reserved)
@@ -120,18 +121,18 @@ class TaskSpec:
     room: tuple[Resources, ...] = ()  # larger slots than it asks, for those who will share them
     start_timeout_s: float = 600.0
     client: str | None = None  # ends with this client
+    one_process: bool = False  # in the first bundle; the others are for actors that it makes
 
     def __post_init__(self) -> None:
         where = f"task {self.id}"
         if not isinstance(self.id, str) or not self.id or any(character in self.id for character in "/\\\n\0"):
             raise InputError(f"{self.id!r} cannot be the id of a task", hint="letters, digits, - . and _")
-        _finite("priority", self.priority, where)
-        _finite("estimated_duration", self.estimate_s, where, least=0.0)
-        _finite("start_timeout_s", self.start_timeout_s, where, least=0.0)
-        if self.wait_s is not None:
-            _finite("wait_s", self.wait_s, where, least=0.0)
-        if self.notice_s is not None:
-            _finite("notice_s", self.notice_s, where, least=0.0)
+        check_number("priority", self.priority, where, -MOST_PRIORITY, MOST_PRIORITY)
+        check_number("estimated_duration", self.estimate_s, where)
+        check_number("start_timeout_s", self.start_timeout_s, where)
+        check_number("wait_s", self.wait_s or 0, where)
+        check_number("notice_s", self.notice_s or 0, where)
+        check_whole("restarts", self.restarts, where, -1)
         if not self.bundles:
             raise InputError("a task needs at least one bundle of resources", where=where)
         if any(not bundle for bundle in self.bundles):
@@ -152,9 +153,14 @@ class TaskSpec:
         return self.room or self.bundles
 
     @property
+    def processes(self) -> int:
+        """How many members it has: one for each bundle, unless the bundles are for one together."""
+        return 1 if self.one_process else len(self.bundles)
+
+    @property
     def gang(self) -> bool:
         """Whether it has several members."""
-        return len(self.bundles) > 1
+        return self.processes > 1
 
     @property
     def evictable(self) -> bool:
@@ -207,9 +213,8 @@ class Policy:
             "min_runtime_s",
             "budget_window_s",
         ):
-            _finite(name, getattr(self, name), "the preemption policy", least=0.0)
-        if self.budget is not None and self.budget < 0:
-            raise InputError("the eviction budget must not be negative", where="the preemption policy")
+            check_number(name, getattr(self, name), "the preemption policy")
+        check_whole("the eviction budget", self.budget or 0, "the preemption policy")
 
 
 @dataclass(frozen=True)
@@ -280,10 +285,3 @@ def strategy_of(word: str, where: str) -> Strategy:
             where=where,
             hint=f"did you mean {near}?" if near else "one of " + ", ".join(one.value for one in Strategy),
         ) from None
-
-
-def _finite(name: str, value: float, where: str, least: float | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InputError(f"{name} must be a number, not {value!r}", where=where)
-    if least is not None and value < least:
-        raise InputError(f"{name} must be at least {least:g}, but is {value:g}", where=where)

@@ -107,6 +107,7 @@ class Code(str, enum.Enum):
     memory_kept = "MEMORY_KEPT"  # an engine sleeps, and its GPU memory was not given back
     taken = "TAKEN"  # a worker is given to others, with notice
     held = "HELD"  # so many workers are held ready
+    not_reached = "NOT_REACHED"  # an engine that is to be attached has not answered yet
     faulty = "FAULTY"  # a worker breaks requests, or does not do what it is told
     # loop
     too_few = "TOO_FEW"  # too few iterations were measured to tell drift from noise
@@ -147,3 +148,12 @@ class Chapter:
     at: float
     state: str
     reason: Reason
+
+
+STORY_KEPT = 100  # chapters of one story
+
+
+def add_chapter(story: list[Chapter], chapter: Chapter) -> None:
+    """One more chapter of a story. Where there are too many, the first stays and the oldest behind it go."""
+    story.append(chapter)
+    del story[1 : max(1, len(story) - STORY_KEPT + 1)]

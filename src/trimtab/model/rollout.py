@@ -11,9 +11,12 @@ import math
 from dataclasses import dataclass, fields
 
 from trimtab.model.errors import InputError
+from trimtab.model.numbers import LONGEST_S, MOST, SHORTEST_S, is_number, is_whole
 from trimtab.model.reason import Reason
 
 DEFAULT_CLASS = "default"
+MOST_WORKERS = 1_000_000
+MOST_TRIES = 100  # of what is tried again twice as late each time
 
 
 class WorkerState(str, enum.Enum):
@@ -91,6 +94,14 @@ class InFlight(str, enum.Enum):
     move = "move"  # they are cut and go on elsewhere, or here, once somebody is current
 
 
+class Release(str, enum.Enum):
+    """What is known of the release of an engine's software."""
+
+    tried = "tried"  # or of a kind that has none
+    untried = "untried"  # another than the adapter was written from
+    unsaid = "unsaid"  # the engine does not say it
+
+
 class End(str, enum.Enum):
     """How a request was answered."""
 
@@ -102,8 +113,8 @@ class End(str, enum.Enum):
 
 
 def _seconds(name: str, value: float | None) -> None:
-    if value is not None and not (math.isfinite(value) and value >= 0):
-        raise InputError(f"{name} is {value}", hint="seconds, 0 or more")
+    if value is not None and not is_number(value, 0, LONGEST_S):
+        raise InputError(f"{name} is {value}", hint=f"seconds, 0 or more, up to {LONGEST_S:g}")
 
 
 @dataclass(frozen=True)
@@ -118,8 +129,10 @@ class RequestClass:
     def __post_init__(self) -> None:
         if not self.name:
             raise InputError("a request class needs a name")
-        if self.queue_limit < 1:
-            raise InputError(f"class {self.name}: queue_limit is {self.queue_limit}", hint="at least 1")
+        if not is_whole(self.queue_limit, 1):
+            raise InputError(f"class {self.name}: queue_limit is {self.queue_limit}", hint=f"from 1 to {MOST}")
+        if not is_whole(self.priority, -MOST):
+            raise InputError(f"class {self.name}: priority is {self.priority}", hint="a whole number")
         _seconds(f"class {self.name}: deadline_s", self.deadline_s)
 
 
@@ -168,7 +181,11 @@ class WorkerSpec:
     def __post_init__(self) -> None:
         if not self.id:
             raise InputError("a worker needs an id")
-        if self.limit < 1 or self.size < 1 or (self.token_limit is not None and self.token_limit < 1):
+        if not (
+            is_whole(self.limit, 1)
+            and is_whole(self.size, 1)
+            and is_whole(1 if self.token_limit is None else self.token_limit, 1)
+        ):
             raise InputError(
                 f"worker {self.id}: limit {self.limit}, size {self.size}, token_limit {self.token_limit}",
                 hint="each at least 1",
@@ -211,27 +228,32 @@ class RolloutRules:
     key_kept_s: float = 600.0  # for which an answer is given again for its key
 
     def __post_init__(self) -> None:
-        if not 0 <= self.least <= self.most:
-            raise InputError(f"least {self.least}, most {self.most} workers", hint="0 <= least <= most")
-        if self.capacity < 1:
+        if not (is_whole(self.least, 0, MOST_WORKERS) and is_whole(self.most, self.least, MOST_WORKERS)):
+            raise InputError(
+                f"least {self.least}, most {self.most} workers", hint=f"0 <= least <= most <= {MOST_WORKERS}"
+            )
+        if not is_whole(self.capacity, 1):
             raise InputError(f"capacity is {self.capacity} requests a worker", hint="at least 1")
+        if not is_whole(self.version, most=math.inf):
+            raise InputError(f"version is {self.version}", hint="a whole number")
         names = [one.name for one in self.classes]
         if not names or len(set(names)) < len(names):
             raise InputError(f"request classes: {', '.join(names) or 'none'}", hint="at least one, each name once")
         for one in fields(self):
             if one.name.endswith("_s"):
                 _seconds(one.name, getattr(self, one.name))
-        if self.monitor_s <= 0:
-            raise InputError(f"monitor_s is {self.monitor_s}", hint="seconds, more than 0")
+        if self.monitor_s < SHORTEST_S:
+            raise InputError(f"monitor_s is {self.monitor_s}", hint=f"seconds, {SHORTEST_S:g} or more")
+        for name, most in (("kv_full", 1.0), ("affinity_requests", 1e6)):
+            if not is_number(getattr(self, name), 0, most):
+                raise InputError(f"{name} is {getattr(self, name)}", hint=f"from 0 to {most:g}")
         if self.lost_s < self.suspect_s:
             raise InputError(f"lost_s {self.lost_s} is under suspect_s {self.suspect_s}")
-        if (
-            min(self.tries, self.faults, self.deadly) < 1
-            or min(self.retries, self.affinity_window, self.answers_kept) < 0
-        ):
-            raise InputError(
-                "tries, faults and deadly are at least 1; retries, affinity_window and answers_kept at least 0"
-            )
+        counts = {"tries": 1, "faults": 1, "deadly": 1, "retries": 0, "affinity_window": 0, "answers_kept": 0}
+        for name, fewest in counts.items():
+            most = MOST_TRIES if name == "tries" else MOST
+            if not is_whole(getattr(self, name), fewest, most):
+                raise InputError(f"{name} is {getattr(self, name)}", hint=f"a whole number from {fewest} to {most}")
 
 
 @dataclass(frozen=True)

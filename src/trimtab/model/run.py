@@ -6,10 +6,10 @@ Frozen facts, checked where they are made. Whether a run moves to another plan i
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass
 
 from trimtab.model.errors import InputError
+from trimtab.model.numbers import LONGEST_S, MOST, is_number, is_whole
 from trimtab.model.plan import Plan
 from trimtab.model.reason import Reason
 
@@ -34,6 +34,9 @@ class Stage(str, enum.Enum):
 
 
 STAGES = tuple(Stage)
+
+MOST_SHARE = 1_000.0  # of a cost, an iteration or a spread
+MOST_OF = {"window": 10_000, "tries": 100}
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,17 @@ class RunRules:
     def __post_init__(self) -> None:
         for name in ("margin", "least_gain", "noise", "noise_widths", "trust", "assumed_move_s", "stage_limit_s",
                      "rollback_limit_s", "wait_s", "back_off_s", "range_slack"):  # fmt: skip
-            if not _sound(getattr(self, name)):
-                raise InputError(f"{name} must be a number of 0 or more", where="the rules of the run")
+            most = LONGEST_S if name.endswith("_s") else MOST_SHARE
+            if not is_number(getattr(self, name), 0, most):
+                raise InputError(f"{name} must be a number of 0 or more, up to {most:g}", where="the rules of the run")
         least = {"horizon_iterations": 1, "dwell_iterations": 0, "least_iterations": 1, "window": 4, "tries": 1}
         for name, fewest in least.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < fewest:
-                raise InputError(f"{name} must be a whole number of {fewest} or more", where="the rules of the run")
+            most_often = MOST_OF.get(name, MOST)
+            if not is_whole(getattr(self, name), fewest, most_often):
+                raise InputError(
+                    f"{name} must be a whole number of {fewest} or more, up to {most_often}",
+                    where="the rules of the run",
+                )
         for name in ("stage_limit_s", "rollback_limit_s"):
             if not getattr(self, name):
                 raise InputError(f"{name} must be more than 0", where="the rules of the run")
@@ -185,18 +192,17 @@ class Move:
 
 @dataclass(frozen=True)
 class MoveCost:
-    """What a move cost: seconds of each stage that was done, and of the way back where it failed."""
+    """What a move that arrived cost: seconds of each stage."""
 
     move: int
     touched: tuple[str, ...]
     stages: tuple[tuple[Stage, float], ...]
-    rollback_s: float = 0.0
 
     @property
     def seconds(self) -> float:
         """In all."""
-        return sum(took for _, took in self.stages) + self.rollback_s
+        return sum(took for _, took in self.stages)
 
 
 def _sound(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
+    return is_number(value, 0)

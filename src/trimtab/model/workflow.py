@@ -116,7 +116,8 @@ class Memory:
 class Variant:
     """One way to run a component (for example a tensor-parallel size) and what it costs.
 
-    `seconds` maps a GPU kind to measured points (gpus, seconds for all batches), ascending in gpus.
+    `seconds` maps a GPU kind to measured points (gpus, seconds for all batches), ascending in gpus. Where a kind has
+    one point only, `doubling` is the share of a perfect speed-up that twice the GPUs are taken to give.
     """
 
     name: str = ""
@@ -126,6 +127,7 @@ class Variant:
     multiple_of: int = 1
     memory: Memory = Memory()
     host_memory_gb: float = 0.0
+    doubling: float = 1.0
 
     def points(self, kind: str) -> tuple[tuple[int, float], ...]:
         """Measured points on a kind of GPU; empty where it was not measured."""

@@ -55,7 +55,6 @@ class Ground:
         self._head, self._tail = space.simulator.heads_and_tails(space.fastest)
         self.bounds = [self._least_seconds(table) for table in self.tables]
         """For each table and size, a lower bound on any plan that has such a group of that size."""
-        self.whole_nodes = space.rules is not None and space.rules.whole_nodes
         self.considered = 0
         self.effort = 0
         units = space.simulator.units
@@ -148,7 +147,7 @@ class Ground:
         widths = [b - a + 1 for a, b in zip(low, high, strict=True)]
         free = list(range(len(low)))
         rest = -1
-        if not self.whole_nodes:
+        if not self.space.even_nodes:
             rest = max(range(len(low)), key=widths.__getitem__)
             free.remove(rest)
         count = 1
@@ -226,7 +225,7 @@ class Ground:
         """A plan with its configurations: the fastest combination where memory makes the members choose."""
         grouping = self.groupings[g]
         sizes = tuple(table.sizes[index] for table, index in zip(grouping.tables, at, strict=True))
-        if not self.space.node_fit(sizes, grouping.kinds):
+        if not self.space.node_fit(grouping, sizes):
             return None
         if any(size in table.contested for table, size in zip(grouping.tables, sizes, strict=True)):
             options, seconds = self.space.best_of(grouping, sizes)

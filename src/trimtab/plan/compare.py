@@ -24,6 +24,11 @@ MOST_NEAR_TIES = 5
 MANY_GROUPINGS = 1_000
 
 
+def time_text(seconds: float) -> str:
+    """A time of a plan: milliseconds where it is under a second."""
+    return f"{1e3 * seconds:.3g} ms" if 0 < seconds < 0.9995 else f"{seconds:.1f} s"
+
+
 def runners_up(space: Space, best: Found) -> tuple[Alternative, ...]:
     """The best plan of each class to which the chosen one does not belong, and why it loses."""
     everything = space.groupings()
@@ -66,16 +71,16 @@ def why_it_loses(plan: Plan, best: Plan) -> str:
     gpus = len(busiest.gpus)
     parts = []
     if len(plan.groups) == 1:
-        parts.append(f"one after another on {gpus} GPUs: {busy:.1f} s")
+        parts.append(f"one after another on {gpus} GPUs: {time_text(busy)}")
     else:
-        parts.append(f"{who} on {gpus} GPUs {'takes' if len(busiest.components) == 1 else 'take'} {busy:.1f} s")
+        parts.append(f"{who} on {gpus} GPUs {'takes' if len(busiest.components) == 1 else 'take'} {time_text(busy)}")
     switches = sum(c.switch_seconds for c in plan.components if c.name in busiest.components)
     if switches > 0.01 * plan.iteration_seconds:
-        parts[-1] += f" ({switches:.1f} s of it switching)"
+        parts[-1] += f" ({time_text(switches)} of it switching)"
     if waits > 0.01 * plan.iteration_seconds:
-        parts.append(f"waiting for inputs adds {waits:.1f} s")
+        parts.append(f"waiting for inputs adds {time_text(waits)}")
     if plan.sync_seconds > 0.01 * plan.iteration_seconds:
-        parts.append(f"weight sync {plan.sync_seconds:.1f} s")
+        parts.append(f"weight sync {time_text(plan.sync_seconds)}")
     if plan.idle_share > best.idle_share + 0.05:
         parts.append(f"{plan.idle_share:.0%} of the GPU time is idle")
     return "; ".join(parts)
@@ -168,12 +173,23 @@ def plan_times(space: Space, found: Found) -> Floats:
 def current_plan(space: Space, current: CurrentPlacement, best: Found) -> Alternative:
     """The user's placement, checked and predicted; InputError where GPUs do not exist, or overlap and may not."""
     label = "your placement"
+    plan = predicted(space, current)
+    if isinstance(plan, str):
+        return Alternative(label, None, plan)
+    chosen = to_plan(space, best)
+    if plan.iteration_seconds <= chosen.iteration_seconds * (1 + 1e-9):
+        return Alternative(label, plan, "it is as fast as the best: keep it")
+    return Alternative(label, plan, why_it_loses(plan, chosen))
+
+
+def predicted(space: Space, current: CurrentPlacement) -> Plan | str:
+    """What a placement takes at the costs of this space, whatever its rules; or why it cannot be."""
     check_current(space, current)
     sets: dict[tuple[int, ...], list[int]] = {}
     for i in space.on_gpu:
         ranks = current.ranks.get(space.order[i].name)
         if ranks is None:
-            return Alternative(label, None, f"{current.where} does not say where {space.order[i].name} goes")
+            return f"{current.where} does not say where {space.order[i].name} goes"
         sets.setdefault(tuple(sorted(ranks)), []).append(i)
     kind_of = {rank: kind for kind in space.budgets for rank in space.job.cluster.ranks(kind)}
     groups: list[tuple[Members, tuple[int, ...], str]] = []
@@ -181,16 +197,14 @@ def current_plan(space: Space, current: CurrentPlacement, best: Found) -> Altern
         members = tuple(sorted(sharing))
         kinds = {kind_of[rank] for rank in ranks}
         if len(kinds) > 1:
-            return Alternative(label, None, f"{_names(space, members)} would span GPUs of the kinds {sorted(kinds)}")
+            return f"{_names(space, members)} would span GPUs of the kinds {sorted(kinds)}"
         groups.append((members, ranks, kinds.pop()))
     free = Space(space.job)
     tables = []
     for members, ranks, kind in groups:
         table = free.table(members, kind)
         if table is None or table.sizes[0] > len(ranks):
-            return Alternative(
-                label, None, f"{_names(space, members)} cannot run on {len(ranks)} GPUs: memory or counts"
-            )
+            return f"{_names(space, members)} cannot run on {len(ranks)} GPUs: memory or counts"
         tables.append(table)
     turns = cells_of((members, ranks) for members, ranks, _ in groups) if current.overlap else None
     grouping = Grouping(tuple(tables), turns=turns)
@@ -199,11 +213,7 @@ def current_plan(space: Space, current: CurrentPlacement, best: Found) -> Altern
         for table, (_, ranks, _) in zip(tables, groups, strict=True)
     )
     options, seconds = free.best_of(grouping, sizes)
-    plan = to_plan(free, Found(grouping, sizes, options, seconds), tuple(ranks for _, ranks, _ in groups))
-    chosen = to_plan(space, best)
-    if plan.iteration_seconds <= chosen.iteration_seconds * (1 + 1e-9):
-        return Alternative(label, plan, "it is as fast as the best: keep it")
-    return Alternative(label, plan, why_it_loses(plan, chosen))
+    return to_plan(free, Found(grouping, sizes, options, seconds), tuple(ranks for _, ranks, _ in groups))
 
 
 def check_current(space: Space, current: CurrentPlacement) -> None:

@@ -8,6 +8,7 @@ measured range is marked as extrapolated.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,10 +20,16 @@ MEMORY_TOLERANCE_GB = 1e-9
 """Memory fits when it is at most the limit, to within rounding."""
 
 
-def seconds_at(points: Points, floor_seconds: float, gpus: int) -> float:
-    """Predicted seconds for all batches on so many GPUs. `points` ascend in GPUs."""
+def seconds_at(points: Points, floor_seconds: float, gpus: int, doubling: float = 1.0) -> float:
+    """Predicted seconds for all batches on so many GPUs. `points` ascend in GPUs.
+
+    `doubling` is the share of a perfect speed-up that twice the GPUs give; it counts where there is one point only.
+    """
     first_gpus, first_seconds = points[0]
     last_gpus, last_seconds = points[-1]
+    if len(points) == 1 and doubling != 1.0 and gpus != first_gpus:
+        speed_up = math.pow(gpus / first_gpus, 1 + math.log2(doubling))
+        return floor_seconds + (first_seconds - floor_seconds) / speed_up
     if gpus < first_gpus or len(points) == 1:
         return floor_seconds + (first_seconds - floor_seconds) * first_gpus / gpus
     for (g0, s0), (g1, s1) in pairwise(points):
@@ -88,7 +95,7 @@ def _variant_options(index: int, variant: Variant, kind: str, most_gpus: int) ->
         Option(
             variant=index,
             gpus=gpus,
-            seconds=seconds_at(points, variant.floor_seconds, gpus),
+            seconds=seconds_at(points, variant.floor_seconds, gpus, variant.doubling),
             active_gb=active.at(gpus),
             resident_gb=resident.at(gpus),
             host_gb=variant.host_memory_gb,

@@ -8,8 +8,9 @@ from __future__ import annotations
 from trimtab.model.errors import InfeasibleError, InputError
 from trimtab.model.plan import Alternative, Answer, CurrentPlacement, Plan, Rules
 from trimtab.model.workflow import Job, check_workflow
-from trimtab.plan.compare import current_plan, near_ties, runners_up, sensitivity
+from trimtab.plan.compare import current_plan, near_ties, runners_up, sensitivity, why_it_loses
 from trimtab.plan.infeasible import why_infeasible
+from trimtab.plan.scaling import scaling_of, scaling_text
 from trimtab.plan.search import Outcome, search
 from trimtab.plan.space import Space
 from trimtab.plan.timeline import to_plan
@@ -35,32 +36,55 @@ def explain(
     *,
     current: CurrentPlacement | None = None,
     assumptions: tuple[str, ...] = (),
+    notes: tuple[str, ...] = (),
     noise: float = NOISE,
     with_sensitivity: bool = True,
 ) -> Answer:
-    """The answer around a best plan: runners-up, near ties, sensitivity, what was assumed."""
+    """The answer around a best plan: runners-up, near ties, sensitivity, what was assumed.
+
+    A plan that is slower than the placement in the file is never the answer: that placement is, then.
+    """
     found = outcome.best
     assert found is not None
     best = to_plan(space, found)
     alternatives: list[Alternative] = list(runners_up(space, found))
+    kept = False
     if current is not None:
-        alternatives.append(current_plan(space, current, found))
+        mine = current_plan(space, current, found)
+        kept = mine.plan is not None and mine.plan.iteration_seconds < best.iteration_seconds * (1 - 1e-9)
+        if kept and mine.plan is not None:
+            label = f"best that {space.rules.framework} can be told" if space.rules else "best other"
+            alternatives = [Alternative(label, best, why_it_loses(best, mine.plan))]
+            best = mine.plan
+        else:
+            alternatives.append(mine)
     unrestricted = None
     if space.rules is not None:
         free = Space(space.job)
         anything = search(free, beat=best.iteration_seconds * (1 - 1e-9)).best
         unrestricted = to_plan(free, anything) if anything else None
+        if unrestricted is not None and unrestricted.describe() == best.describe():
+            unrestricted = None  # the same placement, on which some component leaves GPUs unused
+    scaling = scaling_of(space, best, current)
     return Answer(
         best=best,
-        lower_bound_seconds=outcome.lower_bound,
-        optimal=outcome.optimal,
+        lower_bound_seconds=min(outcome.lower_bound, best.iteration_seconds),
+        optimal=outcome.optimal and not kept and (scaling is None or scaling.plan is None),
         plans_considered=outcome.considered,
         alternatives=tuple(alternatives),
-        near_ties=near_ties(space, found, noise),
-        sensitivity=sensitivity(space, found, noise) if with_sensitivity else (),
-        # A dialect says itself what it assumes of streaming.
-        assumptions=(*assumptions, *_assumptions(space, best, with_streaming=not assumptions)),
+        near_ties=() if kept else near_ties(space, found, noise),
+        sensitivity=sensitivity(space, found, noise) if with_sensitivity and not kept else (),
+        assumptions=(
+            *((scaling_text(scaling),) if scaling else ()),
+            *notes,
+            *assumptions,
+            # A dialect says itself what it assumes of streaming.
+            *_assumptions(space, best, with_streaming=not assumptions),
+        ),
         unrestricted=unrestricted,
+        scaling=scaling,
+        kept=kept,
+        framework=space.rules.framework if space.rules else "",
     )
 
 

@@ -231,7 +231,7 @@ class _Hunt:
 
     def _drop_settled(self, boxes: list[Box]) -> list[Box]:
         """The boxes without those whose corner is a plan itself: nothing in them beats it, and it has been tried."""
-        if self.ground.whole_nodes:
+        if self.ground.space.even_nodes:
             return boxes
         left = []
         for box, bound in zip(boxes, self.ground.corners(boxes), strict=True):

@@ -21,6 +21,7 @@ from trimtab.model.plan import Rules
 from trimtab.model.workflow import Job
 from trimtab.plan.cost import MEMORY_TOLERANCE_GB, Option, fits, ways_to_run
 from trimtab.plan.simulate import Floats, Ints, Shape, Shapes, Simulator, shape_of
+from trimtab.plan.spread import Lying, Split, even_splits, spread
 
 Members = tuple[int, ...]
 """Positions in workflow order of the components of a group, ascending."""
@@ -130,9 +131,16 @@ class Space:
         self.limits = {k: (cluster.gpu_memory_gb(k), cluster.host_memory_gb_per_gpu(k)) for k in self.budgets}
         self._groupings: tuple[Grouping, ...] | None = None
         self._tables: dict[tuple[Members, str, tuple[int, ...] | None], GroupTable | None] = {}
-        self._nodes = {
+        self.nodes = {
             kind: tuple(n.gpus for n in self.job.cluster.nodes if n.gpus and n.gpu == kind) for kind in self.budgets
         }
+        """The GPUs of each node of a kind."""
+        self._fits: dict[tuple[tuple[Members, ...], tuple[str, ...], tuple[int, ...]], bool] = {}
+
+    @property
+    def even_nodes(self) -> bool:
+        """Whether each group must have the same number of GPUs on each of its nodes."""
+        return self.rules is not None and self.rules.even_nodes
 
     def groupings(self) -> tuple[Grouping, ...]:
         """Every grouping that has at least one size for each of its groups within the cluster."""
@@ -205,8 +213,8 @@ class Space:
         if not all(way.options for way in ways):
             return None
         sizes = np.arange(max(way.least for way in ways), self.budgets[kind] + 1)
-        if only is not None or (self.rules is not None and self.rules.whole_nodes):
-            sizes = sizes[[self._size_allowed(int(g), kind, only) for g in sizes]]
+        if only is not None or self.even_nodes:
+            sizes = sizes[[self._size_allowed(members, int(g), kind, only) for g in sizes]]
         times = np.stack([way.seconds[sizes] for way in ways], axis=1)
         fit = self._fastest_fit(ways, sizes, kind)
         contested: dict[int, tuple[tuple[Option, ...], ...]] = {}
@@ -221,7 +229,9 @@ class Space:
         if not len(sizes):
             return None
         new = np.ones(len(sizes), dtype=bool)
-        new[1:] = (times[1:] != times[:-1]).any(axis=1)
+        # A larger size that gains nothing may still find nodes where a smaller one finds none.
+        if not self.even_nodes:
+            new[1:] = (times[1:] != times[:-1]).any(axis=1)
         for at in range(1, len(sizes)):
             if contested.get(int(sizes[at])) != contested.get(int(sizes[at - 1])):
                 new[at] = True
@@ -268,13 +278,15 @@ class Space:
         found = table.contested.get(gpus)
         return found or (tuple(self.ways[i, table.kind].front(gpus)[0] for i in table.members),)
 
-    def _size_allowed(self, gpus: int, kind: str, only: tuple[int, ...] | None) -> bool:
+    def _size_allowed(self, members: Members, gpus: int, kind: str, only: tuple[int, ...] | None) -> bool:
         if only is not None and gpus not in only:
             return False
-        if self.rules is None or not self.rules.whole_nodes:
-            return True
-        nodes = self._nodes[kind]
-        return gpus <= max(nodes) or gpus in itertools.accumulate(sorted(nodes))
+        return not self.even_nodes or bool(self.splits(members, gpus, kind))
+
+    def splits(self, members: Members, gpus: int, kind: str) -> tuple[Split, ...]:
+        """The ways in which a group of such a size can lie evenly on nodes."""
+        blocks = {variant.multiple_of for i in members for variant in self.order[i].variants}
+        return even_splits(gpus, self.nodes[kind], blocks)
 
     def _configurations(self, fronts: list[list[Option]], kind: str) -> tuple[tuple[Option, ...], ...]:
         """Option tuples that fit in memory together, none better than another in every time."""
@@ -321,29 +333,19 @@ class Space:
         )
         return other
 
-    def node_fit(self, sizes: tuple[int, ...], kinds: tuple[str, ...]) -> bool:
-        """With whole-node rules: whether groups of these sizes can lie in one node each, or have whole nodes."""
-        if self.rules is None or not self.rules.whole_nodes:
+    def node_fit(self, grouping: Grouping, sizes: tuple[int, ...]) -> bool:
+        """Whether groups of these sizes can all lie evenly on nodes, where the rules ask for it."""
+        if not self.even_nodes:
             return True
-        for kind, nodes in self._nodes.items():
-            free = [(gpus, gpus) for gpus in sorted(nodes)]  # (still free, size of the node)
-            mine = sorted((s for s, k in zip(sizes, kinds, strict=True) if k == kind), reverse=True)
-            for size in mine:
-                if size <= max(nodes):
-                    room = next((node for node in sorted(free) if node[0] >= size), None)
-                    if room is None:
-                        return False
-                    free.remove(room)
-                    free.append((room[0] - size, room[1]))
-                    continue
-                left = size
-                while left > 0:
-                    whole = next((node for node in free if node[0] == node[1] <= left), None)
-                    if whole is None:
-                        return False
-                    free.remove(whole)
-                    left -= whole[0]
-        return True
+        key = (grouping.groups, grouping.kinds, sizes)
+        if key not in self._fits:
+            self._fits[key] = all(self.lying(grouping, sizes, kind) is not None for kind in self.nodes)
+        return self._fits[key]
+
+    def lying(self, grouping: Grouping, sizes: tuple[int, ...], kind: str) -> tuple[Lying, ...] | None:
+        """Where the groups on a kind of GPU lie evenly on its nodes; None where they do not all fit."""
+        groups = [(t, size) for t, size in zip(grouping.tables, sizes, strict=True) if t.kind == kind]
+        return spread([self.splits(table.members, size, kind) for table, size in groups], self.nodes[kind])
 
 
 class Ways:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from trimtab.model.plan import Bar, Group, Mode, Placed, Plan
@@ -10,6 +12,7 @@ from trimtab.plan.cost import Option, is_extrapolated
 from trimtab.plan.ranks import Strip, lay_out
 from trimtab.plan.simulate import Floats, Shape
 from trimtab.plan.space import Space
+from trimtab.plan.spread import positions_of
 
 SHOWN_PERIODS = 2
 """With staleness a timeline shows so many periods of the steady state."""
@@ -109,27 +112,30 @@ def _ranks(space: Space, found: Found) -> tuple[tuple[int, ...], ...]:
     """Ranks of each group, kind by kind."""
     result: list[tuple[int, ...]] = [()] * len(found.sizes)
     side_by_side = range(len(found.sizes) - 1 if found.grouping.spans else len(found.sizes))
-    whole_nodes = space.rules is not None and space.rules.whole_nodes
-    for kind in space.budgets:
-        mine = [i for i in side_by_side if found.grouping.tables[i].kind == kind]
-        nodes = tuple(node.gpus for node in space.job.cluster.nodes if node.gpus and node.gpu == kind)
-        strips = []
-        for i in mine:
-            size, table = found.sizes[i], found.grouping.tables[i]
-            blocks = tuple(
-                (space.order[m].variants[option.variant].multiple_of, option.gpus)
-                for m, option in zip(table.members, found.options[i], strict=True)
-            )
-            if whole_nodes:
-                block = min(size, max(nodes))
-                blocks = (*blocks, (block, size // block * block))
-            strips.append(Strip(size, blocks))
+    for kind in space.nodes:
         line = space.job.cluster.ranks(kind)
-        for i, start in zip(mine, lay_out(tuple(strips), nodes) if mine else (), strict=True):
-            result[i] = line[start : start + found.sizes[i]]
+        mine = [i for i in side_by_side if found.grouping.tables[i].kind == kind]
+        for i, at in zip(mine, _positions(space, found, kind, mine) if mine else (), strict=True):
+            result[i] = tuple(line[position] for position in at)
         if found.grouping.spans and found.grouping.tables[-1].kind == kind:
-            result[-1] = line[: found.sizes[-1]]
+            result[-1] = tuple(line[: found.sizes[-1]])
     return tuple(result)
+
+
+def _positions(space: Space, found: Found, kind: str, mine: list[int]) -> list[Sequence[int]]:
+    """The GPUs of groups of one kind, counted through its nodes."""
+    nodes = space.nodes[kind]
+    if space.even_nodes:
+        lying = space.lying(found.grouping, found.sizes, kind)
+        assert lying is not None, "the search gives only sizes that lie evenly on nodes"
+        return positions_of(lying, nodes)
+    strips = []
+    for i in mine:
+        members = zip(found.grouping.tables[i].members, found.options[i], strict=True)
+        blocks = tuple((space.order[m].variants[option.variant].multiple_of, option.gpus) for m, option in members)
+        strips.append(Strip(found.sizes[i], blocks))
+    starts = lay_out(tuple(strips), nodes)
+    return [range(start, start + strip.size) for start, strip in zip(starts, strips, strict=True)]
 
 
 def _draw(

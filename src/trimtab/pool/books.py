@@ -1,7 +1,7 @@
 """Everything the pool machine remembers, and the sums and indexes that follow from it.
 
-Keeps books and decides nothing: the machine decides, `room` looks for room, `telling` explains. A snapshot holds the
-records alone; all the rest is worked out again from them, so the two can never disagree.
+Keeps books and decides nothing: the machine decides, `room` looks for room, `telling` explains. What they write into a
+snapshot is the records alone; sums and indexes are worked out again from them, so the two can never disagree.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from trimtab.model.codec import decode, encode
 from trimtab.model.pool import ENDED, IN_QUEUE, Policy, State
-from trimtab.model.reason import Chapter
+from trimtab.model.reason import STORY_KEPT, Chapter
 from trimtab.model.resources import Resources
 from trimtab.pool import events as e
 from trimtab.pool.candidates import Candidates
@@ -79,6 +79,48 @@ class Need:
     slots: int
 
 
+@dataclass
+class Kept:
+    """What is kept for one who has waited too long, while others are looked at."""
+
+    task: str
+    pool: str
+    nodes: list[tuple[str, Vector]]
+    quota: Vector
+    slots: int
+    groups: list[str]  # idle ones
+
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> Kept:
+        """From plain data."""
+        nodes = [(node, np.array(part, np.int64)) for node, part in data["nodes"]]
+        return cls(data["task"], data["pool"], nodes, np.array(data["quota"], np.int64), data["slots"], data["groups"])
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data."""
+        nodes = [[node, part.tolist()] for node, part in self.nodes]
+        return {**vars(self), "nodes": nodes, "quota": self.quota.tolist()}
+
+    def covers(self, other: Kept) -> bool:
+        """Whether at least as much of everything is kept: then whoever found no room beside the other finds none."""
+        if not self.slots >= other.slots or not set(other.groups) <= set(self.groups):
+            return False
+        mine, theirs = self._by_node(), other._by_node()
+        return _at_least(self.quota, other.quota) and all(
+            node in mine and _at_least(mine[node], part) for node, part in theirs.items()
+        )
+
+    def _by_node(self) -> dict[str, Vector]:
+        found: dict[str, Vector] = {}
+        for node, part in self.nodes:
+            found[node] = found[node] + part if node in found else part
+        return found
+
+
+def _at_least(one: Vector, other: Vector) -> bool:
+    return len(one) == len(other) and bool((one >= other).all())
+
+
 class Books:
     """Records, and what follows from them."""
 
@@ -97,12 +139,12 @@ class Books:
         self.ended: list[str] = []
         self.rechecks: set[float] = set()  # when the queue is to be looked at again
         self.node_stories: dict[str, list[Chapter]] = {}
+        self.gains = Log()  # what was gained since the machine's verdicts; it dumps both
         # What follows can be worked out from the above, and is not in a snapshot.
         self.ledger = Ledger()
         self.candidates = Candidates(self.ledger)
         self.waiting = Queue()  # tasks in the queue that neither have a claim nor share slots
         self.shelves: dict[str, Shelf] = {}
-        self.gains = Log()
         self.going: dict[str, Group] = {}  # groups that are removed, or will be: their room is free in a moment
         self.needs: dict[str, Need] = {}  # of claims
         self.node_epoch = 0  # changes whenever a node does
@@ -247,24 +289,44 @@ class Books:
         for name in claim.tasks:
             if self.tasks[name].spec.pool == task.spec.pool:
                 need.quota = need.quota - ledger.sum_vector(self.tasks[name].uses)
-        self._hold_back(need, task.spec.pool, 1)
+        self._keep_need(need, task.spec.pool, 1)
 
     def keep_instead(self, claim: Claim, used: tuple[Resources, ...], group: Group | None) -> None:
         """Somebody whom the claim leaned on is gone: what it was to give is free now, and kept."""
         pool = self.tasks[claim.task].spec.pool
         need = self.needs[claim.task]
-        self._hold_back(need, pool, -1)
+        self._keep_need(need, pool, -1)
         if used:
             need.quota = self.ledger.fitted(need.quota) + self.ledger.sum_vector(used)
         if group is not None:
             self._lean(need, group, pool, -1)
-        self._hold_back(need, pool, 1)
+        self._keep_need(need, pool, 1)
 
     def unkeep(self, claim: Claim) -> None:
         """Keep nothing for the claim any more."""
         need = self.needs.pop(claim.task, None)
         if need is not None:
-            self._hold_back(need, self.tasks[claim.task].spec.pool, -1)
+            self._keep_need(need, self.tasks[claim.task].spec.pool, -1)
+
+    def hold_back(self, kept: Kept) -> None:
+        """Nobody but the task that it is kept for has this, until it is given back."""
+        for node, part in kept.nodes:
+            self.ledger.keep(node, part, 1)
+        self.ledger.quota_kept[kept.pool] += kept.quota
+        self.shelves[kept.pool].kept_bundles += kept.slots
+        for name in kept.groups:
+            self.set_idle(self.groups[name], False)
+
+    def give_back(self, kept: Kept) -> None:
+        """It is kept no longer."""
+        for node, part in kept.nodes:
+            self.ledger.keep(node, part, -1)
+        self.ledger.quota_kept[kept.pool] -= kept.quota
+        self.shelves[kept.pool].kept_bundles -= kept.slots
+        position = self.gains.position
+        for name in kept.groups:
+            self.set_idle(self.groups[name], True)
+        self.gains.take_back(position)  # they were idle all the time
 
     def _lean(self, need: Need, group: Group, pool: str, sign: int) -> None:
         """The need is less by what a group will give up; or, with -1, again as large."""
@@ -275,7 +337,7 @@ class Books:
             if node in need.nodes:
                 need.nodes[node] = ledger.fitted(need.nodes[node]) - sign * ledger.vector(bundle)
 
-    def _hold_back(self, need: Need, pool: str, sign: int) -> None:
+    def _keep_need(self, need: Need, pool: str, sign: int) -> None:
         for node, vector in need.nodes.items():
             self.ledger.keep(node, np.maximum(0, vector), sign)
         self.ledger.quota_kept[pool] += sign * np.maximum(0, self.ledger.fitted(need.quota))
@@ -415,6 +477,7 @@ class Books:
         assert bool(task.places) == task.holds, f"{task.id} is {task.state.value} with places {task.places}"
         assert task.holds or not task.uses, f"{task.id} uses quota without a slot"
         assert task.reason.sentence, f"{task.id} has no reason"
+        assert len(task.story) <= STORY_KEPT, f"the story of {task.id} grows"
         if task.places:
             group = self.groups.get(task.places[0].group)
             assert group is not None, f"{task.id} is in a group that is not there"

@@ -144,9 +144,37 @@ class Candidates:
         return freed
 
     def allowed(self, task: Task, now: float, policy: Policy | None) -> tuple[NDArray[np.bool_], float | None]:
-        """Whom the policy lets leave for the task; and when youth first protects somebody else no longer."""
+        """Whom the policy lets leave for the task; and when youth first protects somebody else no longer.
+
+        A task that was evicted itself has only those leave whose priority is lower, however small a gap the policy asks
+        for: or two that may evict each other would do so for ever, and neither would run.
+        """
         if policy is None:
             return np.zeros(len(self.names), np.bool_), None
+        may = self._by_policy(task, policy)
+        if task.evictions:
+            may &= ~self._as_high(task)
+        again_at = None
+        if policy.min_runtime_s > 0:
+            grown_at = self["since"] + policy.min_runtime_s
+            young = may & (grown_at > now)
+            if young.any():
+                again_at = float(grown_at[young].min())
+                may &= ~young
+        return may, again_at
+
+    def spared(self, task: Task, policy: Policy | None) -> set[str]:
+        """Who might have to leave for the task, had it not been evicted itself."""
+        if policy is None or not task.evictions:
+            return set()
+        return {str(self.names[at]) for at in np.flatnonzero(self._by_policy(task, policy) & self._as_high(task))}
+
+    def _as_high(self, task: Task) -> NDArray[np.bool_]:
+        """Whose priority is not lower than the task's."""
+        return np.asarray(task.spec.priority - self["priority"] <= GAP_GRAIN)
+
+    def _by_policy(self, task: Task, policy: Policy) -> NDArray[np.bool_]:
+        """Whom rules and gaps let leave for the task."""
         spec = task.spec
         same = self.same_pool(spec.pool)
         gap = spec.priority - self["priority"] + GAP_GRAIN
@@ -159,15 +187,7 @@ class Candidates:
                 if pool in self._pools:
                     shielded[self._pools[pool]] = True
             may |= ~same & (gap >= policy.cross_pool_gap) & ~shielded[self["pool"]]
-        may &= self["evictable"]
-        again_at = None
-        if policy.min_runtime_s > 0:
-            grown_at = self["since"] + policy.min_runtime_s
-            young = may & (grown_at > now)
-            if young.any():
-                again_at = float(grown_at[young].min())
-                may &= ~young
-        return may, again_at
+        return np.asarray(may & self["evictable"])
 
     def add_releases(self, room: Vector, column: int, priority: float, policy: Policy | None) -> None:
         """To what rows have of a resource, add the most that could go free for one of this priority."""

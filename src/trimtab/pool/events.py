@@ -181,6 +181,7 @@ class StartFailed:
     attempt: int
     why: str
     fatal: bool = True
+    timed_out: bool = False  # its `start_timeout_s` passed: that counts as a loss, and `restarts` says how often
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trimtab.model.pool import ENDED, IN_QUEUE, Place, Policy, State, Strategy
-from trimtab.model.reason import Chapter, Code, Reason
+from trimtab.model.reason import Chapter, Code, Reason, add_chapter
 from trimtab.model.resources import Resources
 from trimtab.pool import events as e
 from trimtab.pool import room
-from trimtab.pool.books import Books
+from trimtab.pool.books import Books, Kept
 from trimtab.pool.gains import Verdict
 from trimtab.pool.placing import place
 from trimtab.pool.queue import Line
 from trimtab.pool.records import After, Claim, Eviction, Group, Kind, Stand, Task
-from trimtab.pool.room import Kept, Spot
+from trimtab.pool.room import Spot
 from trimtab.pool.victims import Choice
 
 MAKE_GROUP_S = 60.0
@@ -31,7 +31,6 @@ START_TRIES = 3
 BACK_OFF_S = 0.25  # doubles with every loss
 BACK_OFF_MOST_S = 30.0
 ENDED_KEPT = 10_000
-CHAPTERS_KEPT = 100
 EVICTIONS_KEPT = 1_000
 
 
@@ -381,9 +380,7 @@ class Lives(Books):
         self._write(task, state.value, reason, now)
 
     def _write(self, task: Task, state: str, reason: Reason, now: float) -> None:
-        task.story.append(Chapter(now, state, reason))
-        if len(task.story) > CHAPTERS_KEPT:
-            del task.story[1]  # the submission stays
+        add_chapter(task.story, Chapter(now, state, reason))
 
     # ---- turns -----------------------------------------------------------------------------------------------------
 

@@ -19,12 +19,13 @@ from typing import Any
 from trimtab.model.codec import encode
 from trimtab.model.errors import InputError
 from trimtab.model.pool import ENDED, IN_QUEUE, Explanation, PoolSpec, State, TaskSpec
-from trimtab.model.reason import Chapter, Code, Reason
+from trimtab.model.reason import Chapter, Code, Reason, add_chapter
 from trimtab.model.resources import NOTHING
 from trimtab.pool import events as e
 from trimtab.pool import room, telling
+from trimtab.pool.books import Kept
 from trimtab.pool.gains import Log, Verdict
-from trimtab.pool.lives import BACK_OFF_S, CHAPTERS_KEPT, ENDED_KEPT, MAKE_GROUP_S, START_GRACE_S, TURN_S, Lives
+from trimtab.pool.lives import BACK_OFF_S, ENDED_KEPT, MAKE_GROUP_S, START_GRACE_S, TURN_S, Lives
 from trimtab.pool.queue import Line
 from trimtab.pool.records import After, Group, Kind, Pool, Stand, Task
 from trimtab.pool.room import Spot
@@ -43,13 +44,18 @@ class PoolMachine(Lives):
             machine._freed()
             return machine
         machine.gains = Log(data["gains"])
-        machine._kept = [room.Kept.of(one) for one in data["kept"]]
+        machine._kept = [Kept.of(one) for one in data["kept"]]
         machine._blocked = {machine.waiting.line_of(name): Verdict(*verdict) for name, verdict in data["blocked"]}
         return machine
 
     def dump(self) -> dict[str, Any]:
-        """All that is remembered, as plain data."""
-        # Who is looked at next is remembered as well, so that a machine read from it goes on alike in every respect.
+        """All that is remembered, as plain data: the records, and the verdicts of the last look.
+
+        Verdicts say who is passed over until something is gained, and follow from no record: they are of the moment
+        when somebody was looked at. Without them a machine read from this would look at others than the one that goes
+        on, and tell other reasons and deadlines; and a controller's snapshots are written by another process that
+        replays its journal, while it goes on with its own.
+        """
         blocked = [(line, verdict) for line, verdict in self._blocked.items() if line.entries]
         begin = min((verdict.since for _, verdict in blocked), default=self.gains.position)
         return {
@@ -142,7 +148,7 @@ class PoolMachine(Lives):
         # Late news of an earlier task of this id must not be taken for news of this one.
         task.attempt = before.attempt if before is not None else 0
         self.tasks[spec.id] = task
-        task.story.append(Chapter(now, task.state.value, queued))
+        self._write(task, task.state.value, queued, now)
         never = room.never(self, spec)
         if never is not None:
             self._to_ended(task, State.failed, Reason(Code.never_fits, never), now)
@@ -246,8 +252,7 @@ class PoolMachine(Lives):
 
     def _tell_node(self, node: str, now: float, what: str, sentence: str) -> None:
         story = self.node_stories.setdefault(node, [])
-        story.append(Chapter(now, what, Reason(_NODE_CODES[what], sentence or what)))
-        del story[:-CHAPTERS_KEPT]
+        add_chapter(story, Chapter(now, what, Reason(_NODE_CODES[what], sentence or what)))
         if len(self.node_stories) > ENDED_KEPT:
             del self.node_stories[next(iter(self.node_stories))]
 
@@ -304,7 +309,7 @@ class PoolMachine(Lives):
         if task is None or task.state not in (State.starting, State.cancelling) or not task.started:
             return
         if task.state is State.starting:
-            reason = Reason(Code.start_failed, event.why)
+            reason = Reason(Code.start_timeout if event.timed_out else Code.start_failed, event.why)
             self._set_after(task, After.failed if event.fatal else After.again, reason)
         self._stopped(task, now)
 
@@ -336,7 +341,7 @@ class PoolMachine(Lives):
         task.saved = task.saved or event.saved
         if event.cancel in ("raised", "timed out") or event.note:
             note = f"cancel() {event.cancel}" + (f"; {event.note}" if event.note else "")
-            task.story.append(Chapter(now, "stopped", Reason(task.reason.code, note)))
+            self._write(task, "stopped", Reason(task.reason.code, note), now)
         self._stopped(task, now)
 
     def _on_parked(self, event: e.Parked, now: float) -> None:
@@ -452,7 +457,7 @@ class PoolMachine(Lives):
 
     def _look(self, now: float) -> None:
         """Look once at the first of every line, and at those behind one who starts."""
-        patient: dict[str, room.Kept] = {}  # by pool: what is kept for its first waiter, while all are looked at
+        patient: dict[str, Kept] = {}  # by pool: what is kept for its first waiter, while all are looked at
         waits: list[tuple[Task, Reason]] = []
         passed: list[tuple[Task, Line, Verdict]] = []  # whom nothing could help beside what was kept
         before, self._blocked = self._blocked, {}
@@ -476,7 +481,7 @@ class PoolMachine(Lives):
             if self._be_patient(task, patient, now):
                 covered = self._covered(patient)
         for kept in patient.values():
-            room.give_back(self, kept)
+            self.give_back(kept)
         if patient:
             # Some failed for room that was kept only until now.
             self._no_spot.clear()
@@ -505,19 +510,20 @@ class PoolMachine(Lives):
         waits.append((task, reason))
         return Verdict(0, reason.code is Code.quota and room.quota_alone(self, line), self._timed, 0)
 
-    def _covered(self, patient: dict[str, room.Kept]) -> int:
+    def _covered(self, patient: dict[str, Kept]) -> int:
         for at, kept in enumerate(self._kept):
             if kept.pool not in patient or not patient[kept.pool].covers(kept):
                 return at
         return len(self._kept)
 
-    def _be_patient(self, task: Task, patient: dict[str, room.Kept], now: float) -> bool:
+    def _be_patient(self, task: Task, patient: dict[str, Kept], now: float) -> bool:
         """One who has waited too long has what is free kept for it, while those behind it are looked at."""
         pool = self.pools[task.spec.pool]
         overdue = now - task.since >= pool.patience_s and task.spec.pool not in patient and not pool.drained
         if not overdue or not room.would_fit_alone(self, task.spec):
             return False
-        patient[task.spec.pool] = room.keep_for(self, task)
+        patient[task.spec.pool] = kept = room.to_keep(self, task)
+        self.hold_back(kept)
         return True
 
     def _behind(self, waits: list[tuple[Task, Reason]]) -> list[tuple[Task, Reason]]:
@@ -547,7 +553,7 @@ class PoolMachine(Lives):
             self._end(task, After.failed, Reason(Code.refused, spot.sentence), now)
             return None
         self._no_spot[alike] = spot
-        rest = (*alike[:4], alike[5], task.spec.labels, self.may_evict(task))
+        rest = (*alike[:4], alike[5], task.spec.labels, self.may_evict(task), task.evictions > 0)
         if task.spec.priority <= self._no_choice.get(rest, -math.inf):
             return spot  # one who may have more people leave found nobody
         choice = room.choose(self, task, now)
@@ -603,8 +609,8 @@ class PoolMachine(Lives):
         """Waiting tasks in the order they are looked at."""
         return list(self.waiting.in_order(pool))
 
-    def warm_targets(self) -> dict[str, dict[tuple[str, ...], int]]:
-        """How many warm hosts each node is to keep, by what they import ahead."""
+    def warm_targets(self) -> dict[str, dict[str, int]]:
+        """How many warm hosts each node is to keep, by pool."""
         return telling.warm_targets(self)
 
     def outstanding(self) -> list[e.Instruction]:

@@ -33,6 +33,7 @@ class Kind(NamedTuple):
     over_quota_waits: bool
     at_once: bool
     came_back: bool
+    was_evicted: bool
 
 
 Entry = tuple[float, int, str]
@@ -83,6 +84,7 @@ class Queue:
             spec.over_quota_waits,
             spec.wait_s == 0,
             task.came_back,
+            task.evictions > 0,
         )
         entry = (age_key(task), task.seq, task.id)
         line = self._lines.get(kind)

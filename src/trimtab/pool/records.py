@@ -1,7 +1,7 @@
 """What the pool machine remembers of each task, placement group and pool.
 
-Only the machine changes these. Everything in them is plain, so that a snapshot is nothing but all of them; whatever can
-be worked out from them (sums, indexes, queues) is not in a snapshot and is made again when one is read.
+Only the machine changes these. Everything in them is plain, so that a snapshot can hold all of them; whatever can be
+worked out from them (sums, indexes, queues) is not in a snapshot and is made again when one is read.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Looks for room: where a task could go as things are, who would have to leave, and whether it can ever run.
 
-Reads the books and changes nothing, so that everything here can be asked as a dry run.
+Reads the books and changes nothing they say, so that everything here can be asked as a dry run; answers that take long
+are remembered beside them. What is to be kept or given back is the caller's to write down (`Books.hold_back`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from trimtab.model.errors import InputError, nearest
 from trimtab.model.pool import ENDED, Strategy, TaskSpec
 from trimtab.model.reason import Code, Reason
 from trimtab.model.resources import total
-from trimtab.pool.books import Books
+from trimtab.pool.books import Books, Kept
 from trimtab.pool.events import FoundTask
 from trimtab.pool.gains import Gains, Verdict
 from trimtab.pool.ledger import Vector
@@ -23,6 +23,8 @@ from trimtab.pool.placing import could_ever, fitting, place
 from trimtab.pool.queue import Line
 from trimtab.pool.records import Claim, Group, Kind, Pool, Task
 from trimtab.pool.victims import Choice, Victims
+
+CLOSED_NAMED = 4  # nodes in a sentence that take nothing new
 
 
 @dataclass(frozen=True)
@@ -242,48 +244,6 @@ def slots_left(books: Books, pool: str) -> int | None:
     return None if limit is None else limit - shelf.dynamic_bundles - shelf.kept_bundles
 
 
-@dataclass
-class Kept:
-    """What is kept for one who has waited too long, while others are looked at."""
-
-    task: str
-    pool: str
-    nodes: list[tuple[str, Vector]]
-    quota: Vector
-    slots: int
-    groups: list[str]  # idle ones
-
-    @classmethod
-    def of(cls, data: dict[str, Any]) -> Kept:
-        """From plain data."""
-        nodes = [(node, np.array(part, np.int64)) for node, part in data["nodes"]]
-        return cls(data["task"], data["pool"], nodes, np.array(data["quota"], np.int64), data["slots"], data["groups"])
-
-    def plain(self) -> dict[str, Any]:
-        """As plain data."""
-        nodes = [[node, part.tolist()] for node, part in self.nodes]
-        return {**vars(self), "nodes": nodes, "quota": self.quota.tolist()}
-
-    def covers(self, other: Kept) -> bool:
-        """Whether at least as much of everything is kept: then whoever found no room beside the other finds none."""
-        if not self.slots >= other.slots or not set(other.groups) <= set(self.groups):
-            return False
-        mine, theirs = self._by_node(), other._by_node()
-        return _at_least(self.quota, other.quota) and all(
-            node in mine and _at_least(mine[node], part) for node, part in theirs.items()
-        )
-
-    def _by_node(self) -> dict[str, Vector]:
-        found: dict[str, Vector] = {}
-        for node, part in self.nodes:
-            found[node] = found[node] + part if node in found else part
-        return found
-
-
-def _at_least(one: Vector, other: Vector) -> bool:
-    return len(one) == len(other) and bool((one >= other).all())
-
-
 def would_fit_alone(books: Books, spec: TaskSpec) -> bool:
     """Whether it would find room if every task ended: reserved slots and what others hold may stand in its way."""
     strategy = strategy_of(books, spec)
@@ -306,8 +266,8 @@ def _fits_alone(books: Books, spec: TaskSpec, strategy: Strategy) -> bool:
     return place(empty, ledger.usable, _asks(books, spec), strategy) is not None
 
 
-def keep_for(books: Books, task: Task) -> Kept:
-    """Keep what the task could use of what is free: where it lacks least, of its quota, and of its pool's slots."""
+def to_keep(books: Books, task: Task) -> Kept:
+    """What the task could use of what is free: where it lacks least, of its quota, and of its pool's slots."""
     spec, ledger = task.spec, books.ledger
     quota = np.minimum(ledger.sum_vector(spec.bundles), np.maximum(0, ledger.quota_left(spec.pool)))
     left = slots_left(books, spec.pool)
@@ -338,25 +298,7 @@ def keep_for(books: Books, task: Task) -> Kept:
                     idle[ledger.row_of[node]] -= ledger.vector(bundle)
                     if node == name:
                         missing = missing - ledger.vector(bundle)
-    for node, part in kept.nodes:
-        ledger.keep(node, part, 1)
-    ledger.quota_kept[spec.pool] += kept.quota
-    books.shelves[spec.pool].kept_bundles += kept.slots
-    for name in kept.groups:
-        books.set_idle(books.groups[name], False)
     return kept
-
-
-def give_back(books: Books, kept: Kept) -> None:
-    """Keep it no longer."""
-    for node, part in kept.nodes:
-        books.ledger.keep(node, part, -1)
-    books.ledger.quota_kept[kept.pool] -= kept.quota
-    books.shelves[kept.pool].kept_bundles -= kept.slots
-    position = books.gains.position
-    for name in kept.groups:
-        books.set_idle(books.groups[name], True)
-    books.gains.take_back(position)  # they were idle all the time
 
 
 def _idle_by_node(books: Books) -> dict[str, list[Group]]:
@@ -514,14 +456,37 @@ def shortage(books: Books, spec: TaskSpec) -> str:
     rows = np.nonzero(ledger.usable[: len(ledger.nodes)])[0]
     if not len(rows):
         return "no node takes anything new"
+    goers = _closed(books, spec)
+    if strategy_of(books, spec) is Strategy.strict_spread and len(spec.size) > 1:
+        able = int(fitting(ledger.free, ask)[rows].sum())
+        each = f"its {len(spec.size)} bundles need a node each, and {able} of {len(rows)} have room for one"
+        return f"no room for all of it at once: {each}{goers}"
     lack = np.maximum(0, ask - ledger.free[rows])
     nearest_row = int(np.argmin((lack / np.maximum(1, ask)).max(axis=1)))
     lacking = ledger.resources(lack[nearest_row])
     what = "it" if len(spec.size) == 1 else f"all {len(spec.size)} bundles of it"
     if not lacking:
-        return f"no room for {what} at once: {len(rows)} nodes hold parts of it"
+        return f"no room for {what} at once: {len(rows)} nodes hold parts of it{goers}"
     node = short(str(ledger.nodes[int(rows[nearest_row])]))
-    return f"no node has room for {what}; node {node} comes nearest and lacks {lacking}"
+    return f"no node has room for {what}; node {node} comes nearest and lacks {lacking}{goers}"
+
+
+def _closed(books: Books, spec: TaskSpec) -> str:
+    """Nodes that take nothing new, where they could take some of it."""
+    ledger = books.ledger
+    names = [
+        node
+        for node in sorted(ledger.cordoned)
+        if node in ledger.row_of and any((ask <= ledger.total[ledger.row_of[node]]).all() for ask in _asks(books, spec))
+    ]
+    if not names:
+        return ""
+    said = [
+        f"{short(node)} {'is draining' if books.node_stories[node][-1].state == 'emptied' else 'is cordoned'}"
+        for node in names[:CLOSED_NAMED]
+    ]
+    more = f" and {len(names) - CLOSED_NAMED} more" if len(names) > CLOSED_NAMED else ""
+    return f"; not counted: {', '.join(said)}{more}"
 
 
 def _on(nodes: Sequence[str]) -> str:

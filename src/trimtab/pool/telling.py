@@ -10,7 +10,7 @@ from trimtab.model.reason import Chapter, Code, Reason
 from trimtab.pool import events as e
 from trimtab.pool import room
 from trimtab.pool.books import Books
-from trimtab.pool.records import Eviction, Kind, Stand
+from trimtab.pool.records import Eviction, Kind, Stand, Task
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ def explain(books: Books, name: str, now: float) -> Explanation:
                 if found.code is Code.no_room:
                     reason = Reason(found.code, room.shortage(books, task.spec))
                 needs = tuple(victim for victim, _ in room.choose(books, task, now, everyone=True).victims)
+                reason = _with_spared(books, task, needs, reason)
             else:
                 reason = Reason(Code.behind, "there is room, kept for one who has waited longer")
     elif task.id in books.claims:
@@ -80,6 +81,18 @@ def explain(books: Books, name: str, now: float) -> Explanation:
         story=tuple(task.story),
         estimate_s=task.spec.estimate_s,
     )
+
+
+def _with_spared(books: Books, task: Task, needs: tuple[str, ...], reason: Reason) -> Reason:
+    """The reason, and that a task which was evicted itself does not evict its equals."""
+    if not books.may_evict(task):
+        return reason
+    spared = books.candidates.spared(task, books.policy)
+    names = [name for name in needs if name in spared]
+    if not names:
+        return reason
+    rule = f"it was evicted itself, so tasks leave for it only where their priority is below its {task.spec.priority:g}"
+    return Reason(reason.code, f"{reason.sentence}; {rule}: that of {', '.join(names)} is not")
 
 
 def story(books: Books, name: str) -> tuple[Chapter, ...]:
@@ -135,19 +148,19 @@ def totals(books: Books) -> Totals:
     return Totals(books.eviction_count, books.eviction_count - across, across, by_state, tuple(books.evictions[-10:]))
 
 
-def warm_targets(books: Books) -> dict[str, dict[tuple[str, ...], int]]:
-    """How many warm hosts each node is to keep, by what they import ahead.
+def warm_targets(books: Books) -> dict[str, dict[str, int]]:
+    """How many warm hosts each node is to keep, by pool.
 
     Those of a pool that are for all nodes together are spread evenly.
     """
     nodes = [node for node in books.nodes if node not in books.ledger.cordoned]
-    targets: dict[str, dict[tuple[str, ...], int]] = {node: {} for node in nodes}
+    targets: dict[str, dict[str, int]] = {node: {} for node in nodes}
     for pool in books.pools.values():
         if pool.dropped or not nodes:
             continue
         together = [nodes[at % len(nodes)] for at in range(pool.spec.target_hosts)]
         for node in (*together, *nodes * pool.spec.hosts_each):
-            targets[node][pool.spec.preload] = targets[node].get(pool.spec.preload, 0) + 1
+            targets[node][pool.spec.name] = targets[node].get(pool.spec.name, 0) + 1
     return targets
 
 

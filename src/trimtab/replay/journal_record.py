@@ -210,9 +210,10 @@ class _Reader:
         known = set(self._machine.pools)
         try:
             out = self._machine.handle(event, now)
-        except InputError as fault:
+        except (InputError, ArithmeticError, LookupError, ValueError, TypeError, AssertionError) as fault:
+            why = fault.what if isinstance(fault, InputError) else f"{type(fault).__name__}: {fault}"
             raise InputError(
-                f"the machine refuses event {number} ({type(event).__name__}): {fault.what}",
+                f"the machine refuses event {number} ({type(event).__name__}): {why}",
                 hint="the journal was changed, or another version of trimtab wrote it",
             ) from None
         record.events += 1
@@ -362,10 +363,12 @@ class _Reader:
 
 def _loaded(snapshot: dict[str, Any]) -> PoolMachine:
     try:
-        return PoolMachine.load(snapshot)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as fault:
+        machine = PoolMachine.load(snapshot)
+        machine.check()
+        return machine
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError, InputError) as fault:
         raise InputError(
-            f"the snapshot cannot be read: {type(fault).__name__}: {fault}",
+            f"the snapshot cannot be read: {type(fault).__name__}: {str(fault).partition(chr(10))[0]}",
             hint="it is that of another machine, or of another version of trimtab",
         ) from None
 

@@ -8,7 +8,6 @@ iteration that was measured.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from trimtab.loop.estimates import profiled_seconds
 from trimtab.model.codec import decode
 from trimtab.model.errors import InputError
 from trimtab.model.run import Iteration, Stage
+from trimtab.model.run_events import ODD, check_plan, read_event
 from trimtab.model.workflow import Cluster, Node, Workflow
 from trimtab.replay.loop_noise import PastNoise
 from trimtab.replay.loop_reality import Drift, Happening, MoveTimes
@@ -63,7 +63,7 @@ class _Reading:
         elif kind == "resumed":
             self.levels = {number: one for number, one in self.levels.items() if number <= int(event["after"])}
         elif kind == "plan":
-            self.plan = event
+            self.plan = check_plan(event)
         elif kind == "cluster":
             self._cluster(event)
         elif kind == "move" and event["state"] == "stage":
@@ -108,9 +108,10 @@ def past_loop(folder: Path, workflow: Workflow) -> PastLoop:
     reading = _Reading(workflow)
     try:
         for line in lines:
-            reading.take(json.loads(line))
-    except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
-        raise InputError(f"the line cannot be understood: {error}", where=f"{path}, line {reading.taken + 1}") from None
+            reading.take(read_event(line))
+    except (*ODD, StopIteration) as error:
+        why = getattr(error, "what", error)
+        raise InputError(f"the line cannot be understood: {why}", where=f"{path}, line {reading.taken + 1}") from None
     done = len(reading.levels)
     if done < FEWEST or sorted(reading.levels) != list(range(1, done + 1)):
         raise InputError(f"the run has {done} iterations that tell costs", where=str(folder), hint=f"{FEWEST} or more")

@@ -18,6 +18,7 @@ from trimtab.fleet import scaling
 from trimtab.fleet.load import Decision, LoadSample, PolicyState
 from trimtab.fleet.predictive import cost_aware
 from trimtab.formats import yaml_text
+from trimtab.formats.elastic_config_file import check_ranges
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.errors import InputError, nearest
 from trimtab.replay.engine_model import EngineSpeed
@@ -229,6 +230,7 @@ def _policies(said: str | RolloutPolicySection, file: RolloutFile, path: Path) -
             near = nearest(key, ELASTIC_KEYS)
             hint = f"did you mean {near}?" if near else "known: " + ", ".join(ELASTIC_KEYS)
             raise InputError(f"{key} is not known here", where=where, hint=hint)
+    check_ranges(settings, where)
     count = file.engines.count
     if one.use == "static":
         numbers = sorted({max(1, round(count * at / STATICS)) for at in range(1, STATICS + 1)})

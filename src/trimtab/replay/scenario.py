@@ -123,7 +123,7 @@ def _no_bool(value: Any) -> Any:
 
 Whole = Annotated[int, BeforeValidator(_no_bool), Field(ge=1, le=1_000_000, strict=True)]
 Amount = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, le=1e12, allow_inf_nan=False)]
-More = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, le=1e12, allow_inf_nan=False)]
+More = Annotated[float, BeforeValidator(_no_bool), Field(ge=1e-6, le=1e12, allow_inf_nan=False)]
 
 
 class _Section(BaseModel):
@@ -142,7 +142,7 @@ class EventSection(_Section):
 class ChurnSection(_Section):
     """Failures by chance."""
 
-    days_between: More
+    days_between: Annotated[More, Field(ge=0.001)]
     repair_s: Any = None
     drained: Annotated[float, Field(ge=0, le=1)] = 0.0
     notice_s: Amount = 120.0

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from trimtab.fleet.rollout import RolloutMachine
 from trimtab.fleet.scaling import Decision, LoadSample, Policy, PolicyState, Taker, policy_of
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.errors import InfeasibleError, InputError, UnreachableError, nearest
+from trimtab.model.numbers import SHORTEST_S, check_number
 from trimtab.model.rollout import (
     End,
     Owner,
@@ -37,6 +38,7 @@ from trimtab.model.rollout import (
     WorkerState,
     WorkerView,
 )
+from trimtab.runtime.background import NEVER_GIVE_UP, Background, describe
 from trimtab.runtime.placement import Completion, Placement
 from trimtab.runtime.worker_group import GroupCalls, NotIdleError, TooLongError, WorkerId, WorkerStatus, in_time
 
@@ -45,6 +47,7 @@ __all__ = ["ElasticConfig", "ElasticScheduler", "Placement", "Taker"]
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 60.0
+MOST_CALL_S = 1e6
 MOST_QUEUED = 1_000_000
 NEVER_S = 1e9  # a request's tokens are not seen here, so nothing is made of their absence
 LEAST_WAIT_S = 0.005
@@ -68,7 +71,9 @@ class ElasticScheduler:
         call_timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         self.config = config if isinstance(config, ElasticConfig) else ElasticConfig.from_mapping(config)
+        check_number("call_timeout_s", call_timeout_s, "ElasticScheduler", SHORTEST_S, MOST_CALL_S)
         self.worker_group = worker_group
+        self.background = Background(prefix="elastic-scheduler")
         self.faults: list[str] = []  # what went wrong, the last ones, oldest first
         self._clock = clock
         self._calls = GroupCalls(worker_group, call_timeout_s)
@@ -123,10 +128,11 @@ class ElasticScheduler:
         if self._loops:  # somebody else started it meanwhile
             return
         self._wake = asyncio.Event()  # of this loop
-        loops = [self._keep_time(), self._watch()] if self._calls.has_status else [self._keep_time()]
-        self._loops = [asyncio.create_task(loop, name="elastic-scheduler") for loop in loops]
-        for loop in self._loops:
-            loop.add_done_callback(self._broke_down)
+        loops = {"time": self._keep_time, "load": self._watch} if self._calls.has_status else {"time": self._keep_time}
+        self._loops = [
+            self.background.start(name, functools.partial(self._said, name, loop), policy=NEVER_GIVE_UP)
+            for name, loop in loops.items()
+        ]
         postponed, self._postponed = self._postponed, []
         for name, deed in postponed:
             self._spawn(name, deed)
@@ -461,23 +467,20 @@ class ElasticScheduler:
 
     def _spawn(self, name: str, deed: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
-            loop = asyncio.get_running_loop()
+            asyncio.get_running_loop()
         except RuntimeError:
             self._postponed.append((name, deed))
             return
-        task = loop.create_task(deed(), name=f"elastic-scheduler-{name}")
+        task = self.background.once(name, deed())
         self._deeds[task] = name
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._deeds.pop)
 
-    def _broke_down(self, loop: asyncio.Task[None]) -> None:
-        if not loop.cancelled() and loop.exception() is not None:
-            self._say(f"the scheduler broke down: {loop.exception()!r}")
-            log.error("the scheduler broke down", exc_info=loop.exception())
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        name = self._deeds.pop(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("%s failed", name, exc_info=task.exception())
+    async def _said(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await loop()
+        except Exception as fault:
+            self._say(f"looking at the {name} failed, and is begun again: {describe(fault)}")
+            raise
 
     async def _until(self, true: Callable[[], bool]) -> bool:
         """Wait until it is so, as long as one call may take, three times over."""

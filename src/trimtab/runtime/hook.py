@@ -28,6 +28,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from trimtab.model.errors import InfeasibleError, InputError, TrimtabError, UnreachableError
+from trimtab.runtime.heads import limited
+from trimtab.runtime.listening import host_name
 from trimtab.runtime.ray.draining import HeadNodeError, PastDeadlineError, UnknownNodeError
 from trimtab.runtime.tokens import checked
 
@@ -35,6 +37,7 @@ log = logging.getLogger("trimtab.hook")
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 LARGEST_BODY = 4096
+LARGEST_HEAD = 16 * 1024
 LONGEST_CAUSE = 200
 BODY_S = 10.0
 ANSWER_S = 30.0
@@ -88,7 +91,7 @@ class Hook:
             server_header=False,
             timeout_graceful_shutdown=int(STOP_S),
             limit_concurrency=64,
-            h11_max_incomplete_event_size=16 * 1024,
+            http=limited(BODY_S, LARGEST_HEAD),
             ws="none",
         )
         self._server = uvicorn.Server(settings)
@@ -131,7 +134,7 @@ class Hook:
         return door
 
     def _check_host(self, request: Request) -> None:
-        if _host_name(request.headers.get("host", "")) not in self._names:
+        if host_name(request.headers.get("host", "")) not in self._names:
             raise HTTPException(421, "this Host is not served here; --allow-host adds one")
 
     def _check_token(self, request: Request) -> None:
@@ -246,10 +249,3 @@ def status_of(fault: TrimtabError) -> int:
     if isinstance(fault, (PastDeadlineError, InputError)):
         return 422
     return 503 if isinstance(fault, UnreachableError) else 500
-
-
-def _host_name(header: str) -> str:
-    """The name in a Host header, without its port."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0].lower()
-    return header.rpartition(":")[0].lower() if ":" in header else header.lower()

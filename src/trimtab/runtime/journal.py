@@ -18,7 +18,6 @@ import json
 import os
 import re
 import threading
-import time
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,19 +25,27 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.fleet import node_events, rollout_events
+from trimtab.model import plain
 from trimtab.model.codec import decode, encode
 from trimtab.model.errors import InputError
 from trimtab.pool import events as pool_events
+from trimtab.runtime.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.locks import DirectoryLock
 
 FORMAT = "trimtab-journal"
 VERSION = 1
 SYNC_EVERY_S = 0.1
+LATEST = 1e12  # seconds, of any clock
+SYNC_AGAIN_S = 5.0  # at most, between two tries at a disk that refuses
 Kinds = dict[str, type[Any]]
 POOL_EVENTS: Kinds = {kind.__name__: kind for kind in typing.get_args(pool_events.Event)}
 NODE_EVENTS: Kinds = {kind.__name__: kind for kind in typing.get_args(node_events.NodeEvent)}
 ROLLOUT_EVENTS: Kinds = {kind.__name__: kind for kind in typing.get_args(rollout_events.RolloutEvent)}
 _NAMES = re.compile(r"(journal|snapshot)-(\d{8})\.jsonl?")
+
+
+class DamagedError(InputError):
+    """A journal that cannot be read: lines, a segment or a snapshot of it are not what was written."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,7 @@ class Found:
     segment: int = 0  # the one to go on with
     length: int = 0  # bytes of it that are whole lines
     told: tuple[tuple[str, ...] | None, ...] = ()  # by event: what it led to; None: that was not written down
+    began: float = 0.0  # when the snapshot was taken; 0 where there is none
 
     @property
     def empty(self) -> bool:
@@ -80,7 +88,7 @@ def _read_journal(directory: str | Path, before: int | None, kinds: Kinds) -> Fo
     wanted = [number for number in sorted(segments) if number >= first]
     if wanted and wanted != list(range(first, wanted[-1] + 1)):
         missing = next(number for number in range(first, wanted[-1] + 1) if number not in segments)
-        raise InputError(
+        raise DamagedError(
             f"a part of the journal is missing: {_segment_name(missing)}",
             where=str(directory),
             hint="put it back, or start with another journal_dir",
@@ -95,10 +103,11 @@ def _read_journal(directory: str | Path, before: int | None, kinds: Kinds) -> Fo
         told += read.told
         notes = read.notes or notes
         torn, length = read.torn, read.length
+    began = last_time
     if found:
         last_time = max(last_time, found[-1][0])
     segment = wanted[-1] if wanted else first
-    return Found(snapshot, tuple(found), last_time, notes, torn, segment, length, tuple(told))
+    return Found(snapshot, tuple(found), last_time, notes, torn, segment, length, tuple(told), began)
 
 
 def read_segment(path: Path, *, kinds: Kinds = POOL_EVENTS) -> Found:
@@ -117,12 +126,19 @@ def read_segment(path: Path, *, kinds: Kinds = POOL_EVENTS) -> Found:
 class Journal:
     """A journal that is being written: opened with its lock, read once, then appended to.
 
-    `append` and `snapshot` belong to one thread. A disk that refuses (full, gone) does not stop the machine: what could
-    not be written is kept and tried again with the next event, and `fault` says so.
+    `append`, `rotate` and `snapshot` belong to one thread. A disk that refuses (full, gone) does not stop the machine:
+    what could not be written is kept and tried again with the next event, and `fault` says so. What could not be forced
+    to the disk is kept, too, and written again before it is forced again: a kernel forgets what it failed to write.
     """
 
     def __init__(
-        self, directory: str | Path, *, kinds: Kinds = POOL_EVENTS, owner: str = "", lock_wait_s: float = 15.0
+        self,
+        directory: str | Path,
+        *,
+        kinds: Kinds = POOL_EVENTS,
+        owner: str = "",
+        lock_wait_s: float = 15.0,
+        background: Background | None = None,
     ) -> None:
         self.directory = Path(directory)
         self._kinds = kinds
@@ -130,22 +146,36 @@ class Journal:
         self._lock = DirectoryLock(self.directory, owner, wait_s=lock_wait_s)
         try:
             found = read_journal(self.directory, kinds=kinds)
-            self.fault: str | None = None
+            self._write_fault: str | None = None
+            self._sync_fault: str | None = None
             self.notes = found.notes
             self.since_snapshot = len(found.events)
             self._found: Found | None = found
-            self._unwritten = bytearray()
+            self._unwritten = bytearray()  # what the operating system does not have
             self._segment = found.segment
-            self._fd = self._open_segment(self._segment, found.length)
+            self._fd, self._unsynced = self._open_segment(self._segment, found.length)
+            self._synced = found.length  # bytes of the segment that are on the disk; `_unsynced` are those after them
         except BaseException:
             self._lock.release()
             raise
         self._dirty = threading.Event()
-        self._writing = threading.Lock()  # held to change or sync the descriptor
-        self._closed = False
+        self._writing = threading.Lock()  # held to change the descriptor, and what is said of what was written
+        self._syncing = threading.Lock()  # held while something is forced to the disk
+        self._closed = threading.Event()
         self._beside: list[Path] = []  # files that are to reach the disk before the events that speak of them
-        self._syncer = threading.Thread(target=self._sync_forever, name="trimtab-journal-sync", daemon=True)
-        self._syncer.start()
+        self._syncer = (background or Background()).start_thread(
+            f"sync journal {owner}".rstrip(), self._sync_forever, policy=NEVER_GIVE_UP
+        )
+
+    @property
+    def fault(self) -> str | None:
+        """Why the disk does not have everything; None where it has, or will have within 100 ms."""
+        return self._write_fault or self._sync_fault
+
+    @property
+    def synced(self) -> bool:
+        """Whether all that was appended is on the disk."""
+        return not self._unwritten and not self._unsynced and self.fault is None
 
     def take_found(self) -> Found:
         """What stood in it when it was opened; once, for it is large."""
@@ -157,6 +187,13 @@ class Journal:
         line = [now, type(event).__name__, encode(event)]
         self._write(_line(line if told is None else [*line, told]))
         self.since_snapshot += 1
+
+    def catch_up(self) -> bool:
+        """Try again to write what the disk refused; whether it has everything now."""
+        with self._writing:
+            if self._unwritten:
+                self._flush()
+            return not self._unwritten
 
     def note(self, sentence: str) -> None:
         """Keep a sentence about the journal as a whole; it is written with the next snapshot."""
@@ -171,30 +208,35 @@ class Journal:
         """Go on in a fresh segment, whose number is given: what was before it can be compacted now."""
         with self._writing:
             self._flush()
+        self._sync()
+        with self._writing:
             self.since_snapshot = 0
-            if self._unwritten:
-                return self._segment  # the disk is full; what it does not have cannot be left behind
-            self._fsync()
-            self._next_segment()
+            if self.fault is None:  # what the disk does not have cannot be left behind
+                try:
+                    self._next_segment()
+                except OSError as fault:
+                    self._write_fault = f"no new segment in {self.directory}: {fault.strerror}"
         return self._segment
 
     def snapshot(self, now: float, state: dict[str, Any]) -> None:
         """Go on in a fresh segment after this state, whatever became of what was written before."""
         with self._writing:
-            self._unwritten.clear()  # part of the state
-            self.directory.mkdir(parents=True, exist_ok=True)
             try:
+                self.directory.mkdir(parents=True, exist_ok=True)
                 write_snapshot(self.directory, self._segment + 1, now, state)
+                self._unwritten.clear()  # part of the state
                 self._next_segment()
+                self._write_fault = self._sync_fault = None
             except OSError as fault:
-                self.fault = f"no snapshot in {self.directory}: {fault.strerror}"
+                self._write_fault = f"no snapshot in {self.directory}: {fault.strerror}"
 
     def _next_segment(self) -> None:
-        fresh = self._open_segment(self._segment + 1, 0)
+        fresh, header = self._open_segment(self._segment + 1, 0)
         os.close(self._fd)
-        self._fd = fresh
+        self._fd, self._unsynced, self._synced = fresh, header, 0
         self._segment += 1
         self.since_snapshot = 0
+        self._dirty.set()
 
     @property
     def vanished(self) -> bool:
@@ -206,27 +248,35 @@ class Journal:
 
     def close(self) -> None:
         """Force everything to the disk and let others at the journal."""
-        if self._closed:
+        if self._closed.is_set():
             return
-        self._closed = True
+        self._closed.set()
         self._dirty.set()
         self._syncer.join(timeout=10)
         with self._writing:
             self._flush()
-            self._fsync()
+        self._sync()
+        with self._writing:
             os.close(self._fd)
         self._lock.release()
 
-    def _open_segment(self, number: int, length: int) -> int:
+    def _open_segment(self, number: int, length: int) -> tuple[int, bytearray]:
+        """A descriptor at the end of a segment, and what was written into it: the header of a fresh one."""
         path = self.directory / _segment_name(number)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(descriptor, length)
-        os.lseek(descriptor, length, os.SEEK_SET)
-        if length == 0:
-            header = {"format": FORMAT, "version": VERSION, "segment": number, "notes": list(self.notes)}
-            os.write(descriptor, _line(header))
-            _sync_directory(self.directory)
-        return descriptor
+        written = bytearray()
+        try:
+            os.ftruncate(descriptor, length)
+            os.lseek(descriptor, length, os.SEEK_SET)
+            if length == 0:
+                header = {"format": FORMAT, "version": VERSION, "segment": number, "notes": list(self.notes)}
+                written += _line(header)
+                os.write(descriptor, written)
+                _sync_directory(self.directory)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor, written
 
     def _write(self, line: bytes) -> None:
         with self._writing:
@@ -238,37 +288,54 @@ class Journal:
         try:
             while self._unwritten:
                 written = os.write(self._fd, self._unwritten)
+                self._unsynced += self._unwritten[:written]
                 del self._unwritten[:written]
-            self.fault = None
+            self._write_fault = None
         except OSError as fault:
-            self.fault = f"the journal in {self.directory} cannot be written: {fault.strerror}"
+            self._write_fault = f"the journal in {self.directory} cannot be written: {fault.strerror}"
 
-    def _fsync(self) -> None:
-        try:
-            os.fsync(self._fd)
-        except OSError as fault:
-            self.fault = f"the journal in {self.directory} cannot be forced to disk: {fault.strerror}"
+    def _sync(self) -> bool:
+        """Force to the disk what the operating system has, and the files beside it; whether it is there."""
+        files: list[Path] = []
+        with self._syncing:
+            again = self._sync_fault is not None
+            try:
+                with self._writing:
+                    segment, end = self._segment, self._synced + len(self._unsynced)
+                    if again:
+                        _write_at(self._fd, self._unsynced, self._synced)
+                    copy = os.dup(self._fd)
+                    files, self._beside = self._beside, []
+                try:  # on a copy: appending goes on meanwhile, and a snapshot may close the original
+                    for path in files:
+                        _sync_file(path, again)
+                    os.fsync(copy)
+                finally:
+                    os.close(copy)
+            except OSError as fault:
+                with self._writing:
+                    self._beside = files + self._beside
+                    self._sync_fault = f"the journal in {self.directory} cannot be forced to disk: {fault.strerror}"
+                return False
+            with self._writing:
+                if segment == self._segment:  # else a snapshot stands for all that was in it
+                    del self._unsynced[: end - self._synced]
+                    self._synced = end
+                self._sync_fault = None
+            return True
 
     def _sync_forever(self) -> None:
-        while not self._closed:
+        failures = 0
+        while not self._closed.is_set():
             if not self._dirty.wait(timeout=self._lock.renew_s):
                 self._lock.renew()
                 continue
             self._dirty.clear()
-            with self._writing:
-                copy = os.dup(self._fd)
-                files, self._beside = self._beside, []
-            try:  # on a copy: appending goes on meanwhile, and a snapshot may close the original
-                for path in files:
-                    _sync_file(path)
-                os.fsync(copy)
-            except OSError as fault:
-                self.fault = f"the journal in {self.directory} cannot be forced to disk: {fault.strerror}"
-            finally:
-                os.close(copy)
+            failures = 0 if self._sync() else failures + 1
+            if failures:
+                self._dirty.set()
             self._lock.renew()
-            if not self._closed:
-                time.sleep(SYNC_EVERY_S)
+            self._closed.wait(min(SYNC_AGAIN_S, SYNC_EVERY_S * 2.0 ** min(failures, 10)))
 
 
 def write_snapshot(directory: Path, number: int, now: float, state: dict[str, Any]) -> None:
@@ -322,12 +389,12 @@ def _files(directory: Path) -> tuple[dict[int, Path], dict[int, Path]]:
 
 def _read_snapshot(path: Path) -> tuple[dict[str, Any], float]:
     try:
-        data = json.loads(path.read_bytes())
+        data = plain.loads(path.read_bytes())
         _same_format(data, path)
-        return dict(data["machine"]), float(data["time"])
-    except (ValueError, KeyError, TypeError):
-        raise InputError(
-            "the snapshot is damaged",
+        return decode(dict[str, Any], data["machine"]), _time(data["time"])
+    except (ValueError, KeyError, TypeError) as fault:
+        raise DamagedError(
+            f"the snapshot is damaged: {_why(fault)}",
             where=str(path),
             hint="put it back from a copy, or start with another journal_dir",
         ) from None
@@ -338,27 +405,46 @@ def _read_segment(path: Path, kinds: Kinds, *, last: bool) -> _Segment:
     lines = list(_lines(path))
     for number, line in enumerate(lines, 1):
         try:
-            data = json.loads(line) if line.endswith(b"\n") else None
-            if number == 1 and data is not None:
+            if not line.endswith(b"\n"):
+                raise ValueError("the line is cut short")
+            if number == 1:
+                data = plain.loads(line)
                 _same_format(data, path)
-                read.notes = tuple(data.get("notes", ()))
-            elif data is not None:
-                event, told = decode(kinds[data[1]], data[2]), tuple(data[3]) if len(data) > 3 else None
-                read.events.append((float(data[0]), event))
+                read.notes = decode(tuple[str, ...], data.get("notes", []))
+            else:
+                now, event, told = _event(plain.loads(line), kinds)
+                read.events.append((now, event))
                 read.told.append(told)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-            data = None
-        if data is None:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as fault:
             if last and number == len(lines):
                 read.torn = f"line {number} of {path} was half written and is left out"
                 return read
-            raise InputError(
-                "the journal is damaged",
+            raise DamagedError(
+                f"the journal is damaged: {_why(fault)}",
                 where=f"{path}, line {number}",
                 hint="put the file back from a copy, or start with another journal_dir",
-            )
+            ) from None
         read.length += len(line)
     return read
+
+
+def _event(data: Any, kinds: Kinds) -> tuple[float, Any, tuple[str, ...] | None]:
+    """When, what, and what it led to; every value is of its type, and every number finite."""
+    if not isinstance(data, list) or len(data) not in (3, 4):
+        raise ValueError("an event is a time, a kind and its fields")
+    told = decode(tuple[str, ...], data[3]) if len(data) > 3 else None
+    return _time(data[0]), decode(kinds[data[1]], data[2]), told
+
+
+def _time(data: Any) -> float:
+    at = decode(float, data)
+    if not abs(at) <= LATEST:
+        raise ValueError(f"the time {at:g} is beyond {LATEST:g} s")
+    return at
+
+
+def _why(fault: Exception) -> str:
+    return f"{fault} is not known" if isinstance(fault, KeyError) else str(fault)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -369,7 +455,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _same_format(data: Any, path: Path) -> None:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError("no header")
-    if data.get("version", 0) > VERSION:
+    if decode(int, data.get("version", 0)) > VERSION:
         raise InputError(
             f"the journal has format {data['version']}, newer than {VERSION}, the newest that is known here",
             where=str(path),
@@ -382,12 +468,24 @@ def _segment_name(number: int) -> str:
 
 
 def _line(data: Any) -> bytes:
-    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+    # Half a character (a lone surrogate) in a name becomes a question mark: the line can be read again.
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
 
-def _sync_file(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:  # its task may be forgotten by now
-        os.fsync(file.fileno())
+def _write_at(descriptor: int, data: bytes | bytearray, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)
+
+
+def _sync_file(path: Path, again: bool) -> None:
+    """Force a file to the disk; after a failure it is written anew, for it counts as written though it is not."""
+    with contextlib.suppress(FileNotFoundError):  # its task may be forgotten by now
+        if again:
+            write_file(path, path.read_bytes(), sync=True)
+        else:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
 
 
 def _sync_directory(directory: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import re
 import resource
 import socket
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     import uvicorn
 
 BACKLOG = 1_024
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\s:/@,\[\]]+))(?::[0-9]{1,5})?")
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -39,9 +42,11 @@ def listening(host: str, port: int) -> socket.socket:
     return found
 
 
-def quiet_server(app: Any, **settings: Any) -> uvicorn.Server:
+def quiet_server(app: Any, *, http: type[asyncio.Protocol] | None = None, **settings: Any) -> uvicorn.Server:
     """A server that logs nothing, says nothing of itself and takes no signal: whoever starts it stops it."""
     import uvicorn
+
+    from trimtab.runtime.heads import limited
 
     class Quiet(uvicorn.Server):
         @contextlib.contextmanager
@@ -50,6 +55,7 @@ def quiet_server(app: Any, **settings: Any) -> uvicorn.Server:
 
     config = uvicorn.Config(
         app,
+        http=http or limited(),
         lifespan="off",
         ws="none",
         log_config=None,
@@ -61,6 +67,12 @@ def quiet_server(app: Any, **settings: Any) -> uvicorn.Server:
         **settings,
     )
     return Quiet(config)
+
+
+def host_name(header: str) -> str:
+    """The name in a Host header, without its port; empty where it is none: nothing may stand after name or port."""
+    found = _HOST.fullmatch(header.lower())
+    return (found[1] or found[2]) if found else ""
 
 
 def allow_files(wanted: int) -> int:

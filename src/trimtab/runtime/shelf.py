@@ -1,4 +1,4 @@
-"""Files beside the journal: what tasks run, the state they saved, what came out, and the state handlers of pools.
+"""Files beside the journal: what tasks run, the state they saved, what came out; of pools, handlers and environments.
 
 Bytes in, bytes out: nothing is unpacked here. A file is there whole or not at all. What belongs to a task is deleted
 when the task is forgotten.
@@ -17,14 +17,16 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from trimtab.model.errors import UnreachableError
 from trimtab.runtime.journal import write_file
 
-KINDS = ("payloads", "results", "states", "handlers")
+KINDS = ("payloads", "results", "states", "handlers", "environments")
+NO_ROOM_HINT = "make room there, or connect with a journal_dir on a disk that has some"
 _STATE = re.compile(r"(.+)\.(\d+)\.(\d+)\.state")
 
 
 class Shelf:
-    """The folders `payloads`, `results`, `handlers` and `states` (or `state_dir`) of one controller."""
+    """The folders of one controller; that of `states` may be elsewhere (`state_dir`). Files are their owner's alone."""
 
     def __init__(self, directory: Path, state_dir: str | None = None) -> None:
         self._folders = {kind: directory / kind for kind in KINDS}
@@ -38,16 +40,19 @@ class Shelf:
             folder.mkdir(parents=True, exist_ok=True)
 
     def stage(self, kind: str, task: str, data: bytes) -> Staged:
-        """Write data under a temporary name; `Staged.commit` gives it its own."""
+        """Write data under a temporary name; `Staged.commit` gives it its own. UnreachableError: no room, no disk."""
         folder = self._folders[kind]
-        descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".new", dir=folder)
-        staged = Staged(Path(temporary), folder / file_name(task))
         try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-        except BaseException:
-            staged.discard()
-            raise
+            descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".new", dir=folder)
+            staged = Staged(Path(temporary), folder / file_name(task))
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(data)
+            except BaseException:
+                staged.discard()
+                raise
+        except OSError as fault:
+            raise UnreachableError(f"{folder} cannot be written: {fault.strerror}", hint=NO_ROOM_HINT) from fault
         return staged
 
     def put(self, kind: str, task: str, data: bytes) -> None:
@@ -71,11 +76,11 @@ class Shelf:
 
     def state_path(self, task: str, attempt: int, rank: int) -> Path:
         """Where a member's state goes. Every attempt has its own, so a gang never mixes two savings."""
-        return self._folders["states"] / f"{file_name(task)}.{attempt}.{rank}.state"
+        return self._folders["states"] / state_name(task, attempt, rank)
 
     def put_state(self, task: str, attempt: int, rank: int, data: bytes) -> None:
-        """Keep the state that a member sent."""
-        write_file(self.state_path(task, attempt, rank), data)
+        """Keep the state that a member sent; on return it is on the disk."""
+        write_file(self.state_path(task, attempt, rank), data, sync=True)
 
     def latest_state(self, task: str, world: int) -> list[Path] | None:
         """The newest state that is there for every member, in order of rank."""
@@ -86,10 +91,6 @@ class Shelf:
             if all(rank in by_rank for rank in range(world)):
                 return [by_rank[rank] for rank in range(world)]
         return None
-
-    def has_state(self, task: str, attempt: int, world: int) -> bool:
-        """Whether every member saved its state in this attempt."""
-        return all(self.state_path(task, attempt, rank).exists() for rank in range(world))
 
     def drop_old_states(self, task: str, attempt: int) -> None:
         """Delete what was saved before this attempt."""
@@ -148,6 +149,17 @@ def file_name(task: str) -> str:
     if len(quoted) <= 120 and not quoted.startswith("."):
         return quoted
     return f"{quoted[:80].lstrip('.')}~{hashlib.sha256(task.encode()).hexdigest()[:16]}"
+
+
+def state_name(task: str, attempt: int, rank: int) -> str:
+    """The name of the file with a member's state."""
+    return f"{file_name(task)}.{attempt}.{rank}.state"
+
+
+def read_state_name(name: str) -> tuple[str, int, int] | None:
+    """The file name of the task, the attempt and the rank; None where it is no such name."""
+    matched = _STATE.fullmatch(name)
+    return (matched[1], int(matched[2]), int(matched[3])) if matched else None
 
 
 def pack(header: dict[str, Any], parts: Sequence[bytes | None]) -> bytes:

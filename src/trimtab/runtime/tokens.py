@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import stat
 import tempfile
@@ -19,6 +20,7 @@ from trimtab.model.errors import InputError
 HOOK = "TRIMTAB_HOOK_TOKEN"
 DASHBOARD = "TRIMTAB_DASHBOARD_TOKEN"
 SHORTEST = 16
+_VARIABLE = re.compile(r"TRIMTAB_[A-Z]+_TOKEN")
 
 
 def checked(token: str, of: str, hint: str = "") -> str:
@@ -45,6 +47,11 @@ def token(
     finally:
         with contextlib.suppress(OSError):
             target.unlink()
+
+
+def without_tokens(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment for processes that run other software: no token of trimtab's in it."""
+    return {name: value for name, value in environment.items() if not _VARIABLE.fullmatch(name)}
 
 
 def own_folder() -> Path:

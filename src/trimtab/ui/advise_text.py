@@ -13,6 +13,7 @@ from rich.text import Text
 from trimtab.formats.follow import Step
 from trimtab.formats.write_back import shell_words
 from trimtab.model.ranks import ranks_text
+from trimtab.plan.scaling import DOUBLING
 from trimtab.runtime.advise.adviser import Advice
 from trimtab.runtime.advise.advising import News, Part, Picture
 from trimtab.runtime.advise.engines import EngineSeen
@@ -197,7 +198,10 @@ def _advised(seen: Picture) -> list[RenderableType]:
         Text(f"  {advice.reason.sentence}"),
     ]
     if advice.extrapolated:
-        found.append(Text(f"  nobody measured {', '.join(advice.extrapolated)} on so many GPUs: it is extrapolated"))
+        found.append(Text(f"  not measured on so many GPUs, hence extrapolated: {', '.join(advice.extrapolated)}"))
+    if advice.gain_if_less is not None:
+        less = f"if each doubling of GPUs gives {DOUBLING:.0%} of a perfect speed-up it gains {advice.gain_if_less:.0%}"
+        found.append(Text(f"  {less}: measure there, or give --profile with costs on several numbers of GPUs"))
     found += [Text(f"  {sentence}") for sentence in advice.settings.advice]
     found.append(Text("Add to the run's command line:"))
     found += [Text(f"  {word}") for word in shell_words(advice.settings)]
@@ -285,6 +289,7 @@ def _advice_data(advice: Advice) -> dict[str, Any]:
         "gain": advice.gain,
         "gain_low": advice.low,
         "gain_high": advice.high,
+        "gain_if_scaling_is_less": advice.gain_if_less,
         "code": advice.reason.code.value,
         "reason": advice.reason.sentence,
         "extrapolated": list(advice.extrapolated),

@@ -5,6 +5,7 @@ Exit status: 0 done; 2 the input or the call is wrong; 3 nothing feasible exists
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from typer.main import get_command
 
 from trimtab import __version__
 from trimtab.model.errors import TrimtabError
@@ -91,10 +93,27 @@ def _common(
         raise typer.Exit
 
 
+def command() -> Any:
+    """All verbs, with help that shows what stands in brackets instead of taking it for markup."""
+    whole = get_command(app)
+    waiting: list[Any] = [whole]
+    while waiting:
+        one = waiting.pop()
+        one.help = escape(one.help or "")
+        for parameter in one.params:
+            if getattr(parameter, "help", None):
+                parameter.help = escape(parameter.help)
+        waiting += getattr(one, "commands", {}).values()
+    return whole
+
+
 def run(arguments: list[str] | None = None) -> int:
     """Run a command and give its exit status; errors are one to three lines on standard error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # half a character in the name of a file must not end in a traceback
+            stream.reconfigure(errors="backslashreplace")
     try:
-        status = app(args=arguments, prog_name="trimtab", standalone_mode=False)
+        status = command()(args=arguments, prog_name="trimtab", standalone_mode=False)
     except TrimtabError as error:
         if _debug:
             traceback.print_exc()

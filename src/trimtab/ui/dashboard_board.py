@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trimtab.model.errors import TrimtabError
 from trimtab.model.ranks import ranks_text
+from trimtab.model.run_events import ODD
 from trimtab.ui.lettering import duration, share
 from trimtab.ui.run_report_facts import Happening, MoveSeen, NodeSeen, as_text, counted, whole
 from trimtab.ui.run_report_figures import Cost, costs, idle_shares
@@ -25,7 +25,6 @@ Subject = tuple[str, str]
 OVER = ("done", "ended", "failed", "cancelled", "completed", "left", "gone")
 RECENT = 200  # iterations that costs are told of
 BARS_EACH = 64  # at most, of an iteration
-_ODD = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, TrimtabError)
 
 
 @dataclass
@@ -78,7 +77,7 @@ class Board:
             if event is None:
                 raise ValueError("no event")
             self.story.take(event)
-        except _ODD:
+        except ODD:
             self.story.unclear.append(self.lines)
             return
         for at in range(before, len(self.story.happenings)):

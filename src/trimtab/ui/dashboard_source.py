@@ -6,13 +6,14 @@ tried again later; the run's own part goes on meanwhile. Called from one thread 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.model.errors import InputError, UnreachableError
+from trimtab.model.errors import InputError, TrimtabError, UnreachableError
 from trimtab.runtime.dashboard.tail import Tail
 from trimtab.runtime.run import asks
 from trimtab.runtime.run.engines_diary import load_of, read_load
@@ -25,6 +26,8 @@ from trimtab.ui.printing import clock, counts
 
 if TYPE_CHECKING:
     from trimtab.runtime.ray.client import Session
+
+log = logging.getLogger(__name__)
 
 ASK_EVERY_S = 1.0
 AGAIN_S = 10.0  # after a controller could not be reached
@@ -211,6 +214,8 @@ class _Controller:
             self.panels, self.fault = controller_panels(self.status), ""
             self._next = now + ASK_EVERY_S
         except Exception as error:  # of Ray as well, while it starts again or ends: the page goes on without
+            if not isinstance(error, TrimtabError) and type(error).__name__ not in self.fault:
+                log.warning("the controller cannot be asked", exc_info=error)
             self.close()
             self.fault = f"the controller cannot be asked: {getattr(error, 'what', type(error).__name__)}"
             self._next = now + AGAIN_S

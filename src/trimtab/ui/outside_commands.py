@@ -145,8 +145,8 @@ def _on(loaded: Loaded, cluster: Cluster, measured: Profile | None) -> Loaded:
     overrides = [f"{key}={len(cluster.nodes)}"]
     if loaded.dialect == "rlinf" and measured is None:
         # Costs in an RLinf file are of all its GPUs unless it says of how many: of those from before, here.
-        [(gpus, _), *_] = loaded.job.workflow.components[0].variants[0].points(ANY_KIND)
-        overrides.append(f"++profile_data.gpus={gpus}")
+        points = [v.points(ANY_KIND) for c in loaded.job.workflow.components for v in c.variants]
+        overrides += [f"++profile_data.gpus={gpus}" for ((gpus, _),) in [p for p in points if len(p) == 1][:1]]
     again = load(loaded.path, overrides, measured)
     if again.job.cluster.gpus != cluster.gpus:
         raise InputError(

@@ -8,7 +8,6 @@ import shlex
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -108,17 +107,17 @@ def plan(
                 outcome,
                 current=loaded.current,
                 assumptions=loaded.assumptions,
+                notes=notes,
                 noise=noise_share,
                 with_sensitivity=sensitivity,
             )
-        result = replace(result, assumptions=(*notes, *result.assumptions))
     except TrimtabError as error:
         # The planner knows keys of trimtab's own form only; which file they stand in is known here.
         if error.where is None or not error.where.startswith(str(file)):
             own = loaded.dialect == "trimtab" and error.where is not None
             error.where = f"{file}: {error.where}" if own else str(file)
         raise
-    settings = loaded.settings(result.best)
+    settings = _settings(loaded, result)
     _write_pictures(result, settings, loaded, report, svg, searched)
     if output is not None:
         _write_to(output, loaded, settings)
@@ -151,18 +150,47 @@ def _read(
     return load_from_run(from_run, file, overrides)
 
 
+def _settings(loaded: Loaded, result: Answer) -> Settings:
+    """The plan in the file's own keys; nothing where the file has the better one."""
+    from trimtab.formats.dialect import Settings
+
+    if not result.kept:
+        return loaded.settings(result.best)
+    framework = loaded.rules.framework if loaded.rules else "it"
+    return Settings(
+        values={},
+        block=f"# keep the placement in {loaded.path.name}: it is faster than every plan that can be written for "
+        f"{framework}\n",
+    )
+
+
+def _other_settings(loaded: Loaded, result: Answer) -> Settings | None:
+    """The plan for less than perfect scaling in the file's own keys, where there is one and the keys can say it."""
+    if result.scaling is None or result.scaling.plan is None:
+        return None
+    try:
+        return loaded.settings(result.scaling.plan)
+    except InputError:  # it is the placement in the file
+        return None
+
+
 def _show(result: Answer, settings: Settings, loaded: Loaded, form: PlanFormat, searched: float, noise: float) -> None:
     if form is PlanFormat.overrides:
         from trimtab.formats.write_back import shell_words
 
         sys.stdout.write("".join(f"{word}\n" for word in shell_words(settings)))
+        if result.kept:
+            err.print(settings.block.strip("# \n"), markup=False)
+        if result.scaling is not None and result.scaling.plan is not None:
+            err.print(f"assumed: {result.assumptions[0]}", markup=False)
         return
     from trimtab.ui.plan_text import as_data, print_text
 
+    other = _other_settings(loaded, result)
     answer(
-        as_data(result, settings, loaded.dialect, searched),
+        as_data(result, settings, loaded.dialect, searched, other),
         Format(form.value),
-        lambda: print_text(out, result, settings, searched, noise),
+        lambda: print_text(out, result, settings, searched, noise, other),
     )
 
 

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trimtab.model.pool import IN_QUEUE, Explanation, PoolSpec
+from trimtab.runtime.background import sentence
 from trimtab.ui.fleet_text import groups_table, nodes_data, nodes_table
 from trimtab.ui.output import out, plain_table
 from trimtab.ui.printing import (
@@ -62,6 +63,9 @@ def status_data(status: Data, tasks: Iterable[TaskSeen], nodes: Sequence[Data], 
         | {"latest": totals.get("latest", [])},
         "journal": status["journal"],
         "faults": status["faults"],
+        "background": [row for row in status["background"] if row["failures"]],
+        "redone": status["redone"],
+        "silent_clients": status["silent_clients"],
         "metrics": metrics,
     }
 
@@ -206,6 +210,12 @@ def print_status(data: Data) -> None:
         out.print("\n[bold]Faults of the controller[/]; its log says more")
         for fault in data["faults"]:
             out.print(f"  {escape(fault)}")
+    if data["background"] or data["redone"]:
+        out.print("\n[bold]Background work that failed[/]; the log of the controller says more")
+        for row in data["background"]:
+            out.print(f"  {escape(sentence(row))}")
+        if data["redone"]:
+            out.print(f"  instructions that were lost and done again: {data['redone']}")
 
 
 def print_pools(pools: Mapping[str, Data]) -> None:

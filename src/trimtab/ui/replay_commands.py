@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trimtab.model import plain
 from trimtab.model.errors import InputError
 from trimtab.ui.output import warn
 from trimtab.ui.simulate_commands import Form
@@ -43,11 +44,11 @@ def replay(
     from trimtab.ui import replay_text
 
     asked = read_others(others or [])
-    found, began = read_found(journal)
+    found = read_found(journal)
     if found.torn:
         warn(found.torn)
     try:
-        record = read_record(found.snapshot, found.events, found.told, began)
+        record = read_record(found.snapshot, found.events, found.told, found.began)
     except InputError as error:
         error.where = error.where or str(journal)
         raise
@@ -69,11 +70,8 @@ def replay(
         raise replay_text.not_the_same(record, str(journal))
 
 
-def read_found(path: Path) -> tuple[Found, float]:
-    """The journal in a directory or a file, and when its snapshot was taken, if it has one.
-
-    InputError where it is none, or one of another machine.
-    """
+def read_found(path: Path) -> Found:
+    """The journal in a directory or a file. InputError where it is none, or one of another machine."""
     from trimtab.runtime.journal import read_journal, read_segment
 
     try:
@@ -84,7 +82,7 @@ def read_found(path: Path) -> tuple[Found, float]:
                 raise InputError("no journal lies here", where=str(path), hint=_hint(path))
             for file in files:
                 _look(file, torn_is_empty=True)
-            return read_journal(path), _time_of(max(snapshots)) if snapshots else 0.0
+            return read_journal(path)
         number = _look(path)
         if number:
             raise InputError(
@@ -92,7 +90,7 @@ def read_found(path: Path) -> tuple[Found, float]:
                 where=str(path),
                 hint="give the directory, in which the state before it lies",
             )
-        return read_segment(path), 0.0
+        return read_segment(path)
     except OSError as fault:
         raise InputError(f"it cannot be read: {fault.strerror or fault}", where=str(path), hint=HINT) from None
 
@@ -126,11 +124,6 @@ def _look(path: Path, *, torn_is_empty: bool = False) -> int:
 
 def _plain(line: bytes) -> Any:
     try:
-        return json.loads(line)
+        return plain.loads(line)
     except ValueError:
         return None
-
-
-def _time_of(snapshot: Path) -> float:
-    """When a snapshot was taken; that it is whole is known by then."""
-    return float(json.loads(snapshot.read_bytes())["time"])

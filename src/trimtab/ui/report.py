@@ -55,6 +55,7 @@ def plan_report(
         page_head(title),
         _headline(answer, title, source),
         _chosen(answer.best),
+        _scaling(answer),
         _block(block),
         _others(answer),
         _near_ties(answer),
@@ -89,7 +90,11 @@ def _headline(answer: Answer, title: str, source: str) -> str:
     best = answer.best
     per_hour = 3600 / best.iteration_seconds if best.iteration_seconds > 0 else 0.0
     gap = 1 - answer.lower_bound_seconds / best.iteration_seconds if best.iteration_seconds > 0 else 0.0
-    if answer.optimal:
+    if answer.kept:
+        proof = '<dd class="warn">Your placement<small>faster than every plan that can be written: keep it</small></dd>'
+    elif answer.scaling is not None and answer.scaling.plan is not None:
+        proof = '<dd class="warn">If scaling is perfect<small>which was not measured</small></dd>'
+    elif answer.optimal:
         proof = '<dd class="good">Proven<small>no plan under this model is faster</small></dd>'
     else:
         bound = duration(answer.lower_bound_seconds)
@@ -107,6 +112,30 @@ def _headline(answer: Answer, title: str, source: str) -> str:
     return (
         f'<header>\n<p class="eyebrow">trimtab plan · {escape(source)}</p>\n<h1>{escape(title)}</h1>\n'
         f'<p class="lede">{escape(_in_words(best))}</p>\n<dl class="numbers">{tiles}</dl>\n</header>'
+    )
+
+
+def _scaling(answer: Answer) -> str:
+    """The plan for less than perfect scaling beside the chosen one, where it is another."""
+    scaling = answer.scaling
+    if scaling is None or scaling.plan is None:
+        return ""
+    plan = scaling.plan
+    decides = f" Measure {scaling.measure[0]} on {scaling.measure[1]} GPUs: that decides." if scaling.measure else ""
+    were = "were each" if len(scaling.components) > 1 else "was"
+    words = (
+        f"{', '.join(scaling.components)} {were} measured on one number of GPUs only. The plan above is the best if "
+        "more GPUs help perfectly. "
+        f"If each doubling of GPUs gives {scaling.doubling:.0%} of a perfect speed-up it takes "
+        f"{duration(scaling.chosen_seconds)}, and this plan is the best.{decides}"
+    )
+    axis = max(plan.timeline_seconds, answer.best.timeline_seconds)
+    keys = tuple(component.name for component in answer.best.components)
+    drawn = _pictures(plan, "If scaling is less than perfect", "scaling", keys=keys, axis_seconds=axis)
+    return (
+        '<section aria-labelledby="h-scaling">\n<h2 id="h-scaling">If scaling is less than perfect</h2>\n'
+        f'<p>{escape(words)}</p>\n<div class="card"><h3>{escape(_in_words(plan))}<span class="time">'
+        f"{duration(plan.iteration_seconds)}</span></h3><figure>{drawn}</figure></div>\n</section>"
     )
 
 
@@ -205,7 +234,8 @@ def _others(answer: Answer) -> str:
         words = f"It would save {duration(saved)} an iteration ({share(part)})."
         item = _compared("Without your framework's limits", words, answer.unrestricted, best, "unrestricted", axis)
         out += (
-            '\n<section aria-labelledby="h-free">\n<h2 id="h-free">Your framework cannot run this</h2>\n'
+            '\n<section aria-labelledby="h-free">\n'
+            f'<h2 id="h-free">{escape(_capital(answer.framework or "your framework"))} cannot run this</h2>\n'
             f'<p>The best plan of all, on the same time scale.</p>\n<ul class="plans">\n{item}\n</ul>\n</section>'
         )
     return out

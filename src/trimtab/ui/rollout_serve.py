@@ -19,10 +19,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.fleet.rollout_ailments import NOT_REACHED
 from trimtab.formats.rollout_settings import AttachedEngine, RolloutSettings, StartedEngines
 from trimtab.model.errors import InputError, TrimtabError, UnreachableError
+from trimtab.model.reason import Code
 from trimtab.model.rollout import WorkerSpec
+from trimtab.runtime.engines.wire import addresses
 from trimtab.runtime.rollout.gateway.server import Gateway
 from trimtab.runtime.rollout.gateway.settings import GatewaySettings
 from trimtab.runtime.rollout.launcher import EngineCommand
@@ -148,11 +149,11 @@ async def _until_over(
         return rollout_text.status_data(pool.status(), gateway.url, str(settings.path))
 
     over = asyncio.create_task(stops.over.wait(), name="rollout-over")
-    showing = asyncio.create_task(rollout_live.watch(look, stops.over, hints), name="rollout-show")
+    showing = pool.background.start("display", functools.partial(rollout_live.watch, look, stops.over, hints))
     joining = asyncio.create_task(crew.join(logs), name="rollout-join")
     beside = [showing, joining]
     if settings.follow_weights:
-        beside.append(asyncio.create_task(_follow(pool), name="rollout-follow"))
+        beside.append(pool.background.start("follow weights", functools.partial(_follow, pool)))
     left: set[asyncio.Task[Any]] = {over, *beside}
     try:
         while not over.done():
@@ -273,13 +274,16 @@ class Crew:
         before = ""
         while True:
             try:
+                if before and (there := self._pool.worker_at(await addresses(one.url))) is not None:
+                    self._pool.warn(f"it joined as {there} meanwhile", one.label)
+                    return
                 name = await self._pool.attach(
                     one.url, name=one.name, limit=one.limit, version=one.version, size=one.size, node=one.node
                 )
             except UnreachableError as fault:  # noqa: PERF203 - it waits anyway
                 if fault.what != before:
-                    said = f"{NOT_REACHED}: {fault.what}; tried again every {TRY_AGAIN_S:g} s"
-                    self._pool.warn(said, one.label)
+                    said = f"it is not there: {fault.what}; tried again every {TRY_AGAIN_S:g} s"
+                    self._pool.warn(said, one.label, Code.not_reached)
                 before = fault.what
                 await asyncio.sleep(TRY_AGAIN_S)
             except TrimtabError as fault:

@@ -94,9 +94,17 @@ def picture(data: Data, hints: Sequence[str] = ()) -> RenderableType:
     warned = [one for one in data["warnings"] if one["ago_s"] <= WARNED_S][-WARNINGS_SHOWN:]
     if warned:
         parts += ["", *(Text.from_markup(f"[yellow]warning:[/] {escape(_warning(one))}") for one in warned)]
+    failed = [one for one in data.get("background", ()) if one["failures"]]
+    if failed:
+        parts += ["", *(Text.from_markup(f"[red]background:[/] {escape(_failed_loop(one))}") for one in failed)]
     if hints:
         parts += ["", *(Text(line, style="dim") for line in hints)]
     return Group(*parts)
+
+
+def _failed_loop(one: Data) -> str:
+    times = "once" if one["failures"] == 1 else f"{one['failures']} times"
+    return f"{one['name']} failed {times} and is {one['state']}: {one['last_error']}"
 
 
 def _facts(data: Data) -> Table:

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.model.codec import decode
-from trimtab.model.errors import InputError, TrimtabError
+from trimtab.model.errors import InputError
 from trimtab.model.run import Iteration
+from trimtab.model.run_events import ODD, read_event
 from trimtab.runtime.run.folder import EVENTS
 from trimtab.runtime.run.job import UNMEASURED_S
 from trimtab.ui.run_report_facts import (
@@ -122,7 +123,7 @@ class Story:
     # ---- reading ---------------------------------------------------------------------------------------------------
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """One event. Raises ValueError, TypeError, KeyError or a TrimtabError, having changed nothing, if it is odd."""
+        """One event, as `read_event` gave it. Raises one of `ODD`, having changed nothing, if it is odd."""
         kind = event["event"]
         at = finite(event.get("at"))
         reader = getattr(self, f"_take_{kind}", None) if isinstance(kind, str) and kind.isalpha() else None
@@ -430,8 +431,8 @@ def read_story(folder: Path) -> Story:
     story = Story()
     for number, line in _lines(data):
         try:
-            story.take(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, TrimtabError):  # noqa: PERF203
+            story.take(read_event(line))
+        except ODD:  # noqa: PERF203
             story.unclear.append(number)
     if story.unclear and len(story.unclear) >= data.count(b"\n"):
         raise InputError("no line of it can be understood", where=str(path), hint="is it the folder of a run?")

@@ -24,6 +24,7 @@ from trimtab.model.run import Estimate, Iteration, Measured, RunRules
 from trimtab.model.workflow import Component, Job
 from trimtab.plan.compare import current_plan
 from trimtab.plan.placement import best_plan
+from trimtab.plan.scaling import measured_once, with_doubling
 
 NEAR = 0.02
 """An advised plan is not exchanged for one that is faster by less than this share: real runs do not tell them apart."""
@@ -42,7 +43,8 @@ class Advice:
     gain: float
     low: float
     high: float
-    extrapolated: tuple[str, ...] = ()  # components planned on GPU counts that nobody measured
+    extrapolated: tuple[str, ...] = ()  # components planned on GPU counts that were not measured
+    gain_if_less: float | None = None  # if each doubling of GPUs gives 80 % of a perfect speed-up; None: that is known
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -112,7 +114,9 @@ class Adviser:
     def as_now(self, plan: Plan) -> Plan:
         """A plan with the timeline that it has at what everything costs now."""
         levels = {name: one.level for name, one in self.estimates().items()}
-        job = scaled(self.loaded.job, levels)
+        return self._placed_as(scaled(self.loaded.job, levels), plan)
+
+    def _placed_as(self, job: Job, plan: Plan) -> Plan:
         ranks = {name: group.gpus for group in plan.groups for name in group.components}
         return _placed(job, None, CurrentPlacement(ranks, str(self.loaded.path), overlap=plan.overlaps))
 
@@ -163,7 +167,18 @@ class Adviser:
             gain=gain,
             low=gain - math.sqrt(away),
             high=gain + math.sqrt(away),
+            gain_if_less=self._gain_if_less(advice.plan),
         )
+
+    def _gain_if_less(self, plan: Plan) -> float | None:
+        """The gain if components that were measured on one number of GPUs scale less than perfectly."""
+        names = measured_once(self.loaded.job)
+        if not any(plan.placed(name).extrapolated for name in names):
+            return None
+        levels = {name: one.level for name, one in self.estimates().items()}
+        job = with_doubling(scaled(self.loaded.job, levels), names)
+        now, then = (self._placed_as(job, each).iteration_seconds for each in (self.plan, plan))
+        return 1 - then / now if now > 0 else 0.0
 
     def _gain(self, plan: Plan, factors: Mapping[str, float]) -> float:
         """The share of an iteration that a plan saves, if costs are off by these factors."""

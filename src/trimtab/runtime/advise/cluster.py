@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.model.errors import TrimtabError
+from trimtab.runtime.background import Background, RestartPolicy
 from trimtab.runtime.cluster import auth
 from trimtab.runtime.cluster.look import RayView
 
@@ -53,8 +54,10 @@ class ClusterWatch:
         )
         self._latest: tuple[NodeSeen, ...] | str = "it has not answered yet"
         self._at = time.monotonic()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        # A line that makes no sense is logged, and the next one is read.
+        self._reader = Background(RestartPolicy(max_failures=None, max_backoff_s=1.0)).start_thread(
+            "advise", self._read
+        )
 
     def seen(self) -> tuple[NodeSeen, ...] | str:
         """The nodes, or why nothing is known of them."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from trimtab.model.errors import InputError
 from trimtab.model.plan import Bar
 from trimtab.model.ranks import ranks_text
 from trimtab.model.run import Iteration, Measured
+from trimtab.model.run_events import ODD, read_event
 from trimtab.runtime.advise.adviser import Advice
 from trimtab.runtime.advise.advising import Advising, News
 from trimtab.runtime.run.folder import EVENTS, RunFolder, discard_unused, iteration_facts
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from trimtab.runtime.advise.cluster import NodeSeen
     from trimtab.runtime.advise.engines import EngineSeen
     from trimtab.runtime.advise.follower import Around, Frame
+
+log = logging.getLogger(__name__)
 
 WARM_UP = "warm-up"
 SIDE_BY_SIDE = 1.02  # components that together take so much longer than their step did not run one after another
@@ -69,6 +73,7 @@ class Past:
     placement: str = ""
     is_advised: bool = False
     workers: dict[str, str] = field(default_factory=dict)
+    odd: int = 0  # lines that could not be understood
 
     def take(self, event: Mapping[str, Any]) -> None:
         """One event of the folder."""
@@ -137,6 +142,8 @@ class Record:
         self._made_parent = not path.parent.exists()
         self._folder = RunFolder(path, resume=there)
         self.past, self._now = _read(path), _read(path)  # as it is now that nobody else writes
+        if self.past.odd:
+            log.warning("lines of %s that could not be understood are left out: %d", path / EVENTS, self.past.odd)
         self._waiting: list[tuple[Step, News | None]] = []  # steps whose timers are not understood yet
         self._since_start = 0
         self._summary: dict[str, Any] = {}
@@ -406,7 +413,7 @@ def _read(path: Path) -> Past:
         raise InputError(f"the folder cannot be read: {fault.strerror or fault}", where=str(path)) from None
     for line in lines:
         try:
-            past.take(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError):  # noqa: PERF203
-            continue
+            past.take(read_event(line))
+        except ODD:  # noqa: PERF203
+            past.odd += 1
     return past

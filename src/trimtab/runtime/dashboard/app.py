@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
@@ -19,12 +20,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from trimtab.model.errors import InputError, TrimtabError
+from trimtab.model.errors import InputError, TrimtabError, printable
+from trimtab.runtime.background import describe
 from trimtab.runtime.dashboard.feed import Client, Feed
 from trimtab.runtime.dashboard.source import Source
 from trimtab.runtime.rollout.gateway.faults import Refusal
 from trimtab.runtime.rollout.gateway.guard import Guard
 from trimtab.runtime.rollout.gateway.settings import GatewaySettings
+
+log = logging.getLogger(__name__)
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -63,6 +67,7 @@ class DashboardApp:
         self._whole: tuple[int, bytes] | None = None
         self._looked, self._looked_at = asyncio.Event(), 0.0
         self._fault = ""
+        self._logged: set[str] = set()
         self._guard = Guard(GatewaySettings(token=token, max_body_bytes=MOST_BYTES))
         self._files = source.files()
         self._app = Starlette(
@@ -102,11 +107,13 @@ class DashboardApp:
             found = self._source.look()
             return None if found is None else _json(found)
 
+        unknown: Exception | None = None
         async with self._turn:
             try:
                 change, fault = await asyncio.to_thread(looked), ""
-            except TrimtabError as error:
-                change, fault = None, error.what
+            except Exception as error:  # the page says so and goes on with what it has; the loop is started again
+                change, fault = None, self._why(error)
+                unknown = None if isinstance(error, TrimtabError) else error
             if fault != self._fault:
                 self._fault = fault
                 self.feed.publish(_json({"fault": fault}))
@@ -114,6 +121,18 @@ class DashboardApp:
                 self.feed.publish(change)
             self._looked_at = time.monotonic()
         self._looked.set()
+        if unknown is not None:
+            raise unknown
+
+    def _why(self, error: Exception) -> str:
+        """A fault in words; one of ours is logged, once."""
+        if isinstance(error, TrimtabError):
+            return error.what
+        words = f"this cannot be shown: {printable(describe(error), 200)}"
+        if words not in self._logged:
+            self._logged.add(words)
+            log.error(words, exc_info=error)
+        return words
 
     async def tell_the_last(self) -> None:
         """Look once more, and see it sent: how a run ended is told to whoever watches it."""
@@ -133,7 +152,10 @@ class DashboardApp:
         await self._look_first()
         async with self._turn:  # a thousand who come at once need it written once
             if self._whole is None or self._whole[0] != self.feed.number:
-                whole = await asyncio.to_thread(lambda: _json({**self._source.whole(), "fault": self._fault}))
+                try:
+                    whole = await asyncio.to_thread(lambda: _json({**self._source.whole(), "fault": self._fault}))
+                except Exception as error:
+                    whole = _json({"fault": self._why(error)})
                 self._whole = self.feed.number, whole
             return self._whole
 
@@ -155,8 +177,8 @@ class DashboardApp:
         try:
             async with self._turn:
                 found = await asyncio.to_thread(self._source.story, kind, name)
-        except TrimtabError as error:
-            return JSONResponse({"error": error.what}, 502)
+        except Exception as error:
+            return JSONResponse({"error": self._why(error)}, 502)
         if found is None:
             return JSONResponse({"error": f"there is no {kind or 'thing'} {name}"}, 404)
         return JSONResponse(found)

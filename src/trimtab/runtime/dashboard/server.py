@@ -19,6 +19,7 @@ from pathlib import Path
 import uvicorn
 
 from trimtab.model.errors import InputError, UnreachableError
+from trimtab.runtime.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.dashboard.app import EVERY_S, DashboardApp
 from trimtab.runtime.dashboard.source import Source
 from trimtab.runtime.listening import allow_files, listening, quiet_server
@@ -60,6 +61,7 @@ class DashboardServer:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: uvicorn.Server | None = None
+        self.background = Background(prefix="trimtab-dashboard")
         self._started = threading.Event()
         self._stops: asyncio.Event | None = None
         self._fault: BaseException | None = None
@@ -138,22 +140,22 @@ class DashboardServer:
         self.app = DashboardApp(self._source, token, every_s=self._every_s)
         self._server = quiet_server(self.app, timeout_graceful_shutdown=1)
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-        following = asyncio.create_task(self.app.follow())
+        self.background.start("follow", self.app.follow, policy=NEVER_GIVE_UP)
         stopping = asyncio.create_task(self._stops.wait())
         while not self._server.started and not serving.done():
             await asyncio.sleep(0.005)
         self._started.set()
         try:
-            done, _ = await asyncio.wait({serving, following, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.app.tell_the_last(), LAST_S)
         finally:
             self._leave()
-            for task in (following, stopping):
-                task.cancel()
-            await asyncio.gather(following, stopping, return_exceptions=True)
+            stopping.cancel()
+            await self.background.close()
+            await asyncio.gather(stopping, return_exceptions=True)
             await asyncio.wait({serving}, timeout=STOP_S)
 
 

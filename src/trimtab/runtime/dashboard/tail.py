@@ -6,12 +6,12 @@ told as one. A line that cannot be understood is given as None, so that whoever 
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from trimtab.model.errors import InputError
+from trimtab.model.run_events import read_event
 from trimtab.runtime.run.folder import EVENTS
 
 AT_ONCE = 2**23  # bytes of one look: a large run comes in pieces, and nobody waits for all of it
@@ -55,7 +55,6 @@ class Tail:
 
 def _event(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
+        return read_event(line)
+    except ValueError:
         return None
-    return found if isinstance(found, dict) else None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from trimtab.model.errors import TrimtabError, UnreachableError
+from trimtab.model.rollout import Release
 from trimtab.runtime.engines.engine import Deadlines, EngineGoneError, EngineWedgedError
 from trimtab.runtime.engines.http_engine import HttpEngine
 from trimtab.runtime.engines.llamacpp import LlamaCppEngine
@@ -31,6 +32,7 @@ class Dialect:
     kind: str
     release: str  # empty where it does not say
     note: str = ""  # what a person should know before trusting it
+    known: Release = Release.tried
 
 
 async def detect(url: str, session: aiohttp.ClientSession, deadlines: Deadlines | None = None) -> Dialect:
@@ -68,9 +70,9 @@ def _dialect(kind: str, told: dict[str, object]) -> Dialect:
     release = str(told.get("build_info" if kind == "llamacpp" else "version") or "")
     tried = TRIED[kind]
     if not release or release == "b0-unknown":
-        return Dialect(kind, release, f"this {kind} does not say its release")
+        return Dialect(kind, release, f"this {kind} does not say its release", Release.unsaid)
     if tried and not re.match(rf"v?{re.escape(tried)}(\.|$|\D)", release):
-        return Dialect(kind, release, f"{kind} {release} was never tried; {tried} was")
+        return Dialect(kind, release, f"{kind} {release} was never tried; {tried} was", Release.untried)
     return Dialect(kind, release)
 
 
@@ -80,5 +82,5 @@ async def attach(
     """The adapter for what answers there."""
     dialect = await detect(url, session, deadlines)
     engine = KINDS[dialect.kind](name, url, session, deadlines)
-    engine.dialect = f"{dialect.kind} {dialect.release}".strip()
+    engine.dialect, engine.release = f"{dialect.kind} {dialect.release}".strip(), dialect.known
     return engine, dialect

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 from trimtab.model.errors import InputError, TrimtabError
+from trimtab.model.rollout import Release
 from trimtab.runtime.engines.engine import (
     Deadlines,
     EngineBusyError,
@@ -103,6 +104,7 @@ class GatedEngine:
     def __init__(self, name: str, deadlines: Deadlines | None = None) -> None:
         self.name, self.deadlines = name, deadlines or Deadlines()
         self.dialect = ""
+        self.release = Release.tried
         # Requests whose streams are open, by id.
         self._flights: dict[str, Flight] = {}
         self._attempts, self._sign = 0, secrets.token_hex(4)

@@ -2,7 +2,8 @@
 
 One `ClientSession` serves all engines of a process. What goes wrong on the way comes out as one of the errors of
 `engine.py`, never as an error of the HTTP library, and never as a wait without end. A status of 200 is not success:
-an answer that says `success: false` has failed.
+an answer that says `success: false` has failed. A redirect is not followed: prompts go to the address that was allowed,
+and to no other that a worker may name.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
@@ -38,17 +40,26 @@ def open_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0))
 
 
-async def require_private(url: str) -> None:
-    """Refuses an address that is reachable from outside: engines obey whoever can reach them."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+async def addresses(url: str) -> frozenset[tuple[str, int]]:
+    """Where a URL leads, in numbers: two that share one lead to one engine, whatever they call its host."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        host = None
+    if host is None or parts.scheme not in ("http", "https"):
         raise InputError(f"'{url}' is no address of an engine", hint="write http://HOST:PORT")
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port or 80)
-    except OSError as error:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
         raise InputError(f"the host of '{url}' has no address: {error}") from None
-    for *_, address in found:
-        numeric = ipaddress.ip_address(str(address[0]).split("%")[0])
+    return frozenset((str(address[0]).partition("%")[0], port) for *_, address in found)
+
+
+async def require_private(url: str) -> None:
+    """Refuses an address that is reachable from outside: engines obey whoever can reach them."""
+    for host, _ in await addresses(url):
+        numeric = ipaddress.ip_address(host)
         if numeric.is_global or numeric.is_unspecified or numeric.is_multicast:
             raise InputError(
                 f"'{url}' is {numeric}, which is not a private address",
@@ -81,12 +92,13 @@ class Wire:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=self.deadlines.connect_s)
         try:
             async with self.session.request(
-                method, self.url + path, json=body, params=query or None, timeout=timeout, headers=self.headers
-            ) as response:
+                method, self.url + path, json=body, params=query or None, timeout=timeout, headers=self.headers,
+                allow_redirects=False,
+            ) as response:  # fmt: skip
                 raw = await response.content.read(LONGEST_EVENT + 1)
                 while len(raw) <= LONGEST_EVENT and (more := await response.content.read(LONGEST_EVENT + 1)):
                     raw += more
-                status = response.status
+                status, location = response.status, response.headers.get("location", "")
         except asyncio.TimeoutError:
             raise EngineWedgedError(f"{method} {path} had no answer in {seconds:g} s", engine=self.name) from None
         except (aiohttp.ClientError, OSError) as error:
@@ -94,11 +106,18 @@ class Wire:
         if len(raw) > LONGEST_EVENT:
             raise EngineNonsenseError(f"{method} {path} answered without end", engine=self.name)
         answer = _parsed(raw)
-        self.judge(f"{method} {path}", status, answer)
+        self.judge(f"{method} {path}", status, answer, location)
         return answer
 
-    def judge(self, call: str, status: int, answer: Any) -> None:
+    def judge(self, call: str, status: int, answer: Any, location: str = "") -> None:
         """Raises what an answer means that is no success."""
+        if 300 <= status < 400:
+            to = f" to {location[:200]}" if location else ""
+            raise EngineFailedError(
+                f"{call} answered with a redirect{to} ({status}), which is not followed: attach the engine by its own"
+                " address",
+                engine=self.name,
+            )
         if status == 404:
             raise NoSuchCallError(f"{call} is unknown there (404)", engine=self.name)
         if 400 <= status < 500 and status not in (408, 429):
@@ -188,7 +207,9 @@ class Events:
         deadlines = self._wire.deadlines
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=deadlines.connect_s)
         wire = self._wire
-        asked = wire.session.post(wire.url + self._path, json=self._body, timeout=timeout, headers=wire.headers)
+        asked = wire.session.post(
+            wire.url + self._path, json=self._body, timeout=timeout, headers=wire.headers, allow_redirects=False
+        )
         self._opening = asyncio.ensure_future(_answered(asked))
         self._waiting_since = asyncio.get_running_loop().time()
         self._watch(deadlines.first_bytes_s)
@@ -206,7 +227,8 @@ class Events:
             raw = b""
             with suppress(aiohttp.ClientError, OSError, asyncio.TimeoutError):
                 raw = await asyncio.wait_for(self._response.content.read(2**16), deadlines.call_s)
-            self._wire.judge(f"POST {self._path}", self._response.status, _parsed(raw))
+            location = self._response.headers.get("location", "")
+            self._wire.judge(f"POST {self._path}", self._response.status, _parsed(raw), location)
         return self._response
 
     def _event(self, line: bytes) -> Any:

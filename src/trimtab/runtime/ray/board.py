@@ -1,19 +1,18 @@
 """What clients let the controller know of what they run (elastic groups), and what they want of outside autoscalers.
 
 Kept as long as the client lives, shown by `status` and `explain`, counted by metrics, and decided on by nobody. What
-all clients want together is asked of Ray's autoscaler, which is asked again only when that changes. On the
+all clients want together is asked of Ray's autoscaler, and again when that changes or could not be asked. On the
 controller's loop; whoever waits for news of any kind waits here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-log = logging.getLogger("trimtab.controller")
+from trimtab.runtime.background import NEVER_GIVE_UP, Background, describe
 
 Bundle = Mapping[str, float]
 RAY_NAMES = {"cpu": "CPU", "gpu": "GPU"}
@@ -32,8 +31,8 @@ class Notice:
 class Board:
     """Notices and wants of living clients, and those who wait for news."""
 
-    def __init__(self, ray: Any) -> None:
-        self._ray = ray
+    def __init__(self, background: Background) -> None:
+        self._background = background
         self._notices: dict[tuple[str, str], Notice] = {}
         self._wants: dict[str, list[dict[str, float]]] = {}  # by client
         self._waiting: set[asyncio.Future[None]] = set()
@@ -79,7 +78,7 @@ class Board:
 
     def _ask(self) -> None:
         if self._asking is None or self._asking.done():
-            self._asking = asyncio.get_running_loop().create_task(self._ask_autoscaler())
+            self._asking = self._background.start("ask the autoscaler", self._ask_autoscaler, policy=NEVER_GIVE_UP)
 
     async def _ask_autoscaler(self) -> None:
         from ray.autoscaler.sdk import request_resources
@@ -89,10 +88,10 @@ class Board:
             bundles = [{RAY_NAMES.get(name, name): amount for name, amount in one.items()} for one in asked]
             try:
                 await asyncio.wait_for(asyncio.to_thread(request_resources, bundles=bundles), 10.0)
-                self.fault = None
             except Exception as fault:
-                self.fault = f"the autoscaler could not be asked: {fault or type(fault).__name__}"
-                log.warning(self.fault)
+                self.fault = f"the autoscaler could not be asked: {describe(fault)}"
+                raise
+            self.fault = None
             self._asked = asked
 
     # ---- news

@@ -33,10 +33,13 @@ from trimtab.model.pool import (
 )
 from trimtab.model.resources import Resources
 from trimtab.pool.events import PoolDrained, PoolDropped, QuotaSet
+from trimtab.runtime.background import Background, RestartPolicy
+from trimtab.runtime.ray import environments
 from trimtab.runtime.ray.deeds import write_payload
 from trimtab.runtime.ray.doors import TaskSeen
+from trimtab.runtime.ray.leases import LEASE_S, this_process
 from trimtab.runtime.ray.link import ControllerLink, RayLink
-from trimtab.runtime.ray.packing import class_of, packed, pickled_handlers
+from trimtab.runtime.ray.packing import class_of, own_paths, packed, pickled_handlers
 from trimtab.runtime.ray.task import Task
 
 log = logging.getLogger("trimtab")
@@ -56,6 +59,8 @@ def connect(
     cpus: int | None = None,
     metrics_port: int | None = None,
     timeout: float = 120.0,
+    lease_s: float = LEASE_S,
+    reconcile_s: float | None = None,
 ) -> Session:
     """Connect to the controller `name` of a Ray cluster, and make it where there is none.
 
@@ -64,10 +69,18 @@ def connect(
     `session.how` says which it is and why. `journal_dir` is where the controller keeps its journal (on the head node;
     without it, among the cluster's own files, so that it lives as long as the cluster). With `state_dir`, a directory
     that every node sees, tasks save their state there themselves. `metrics_port` is for the exporter of a local Ray.
+    `lease_s`: what was submitted with `ends_with_me` ends when nothing was heard of this process for so long, unless
+    its node sees that it is alive; at once where its node sees that it is dead. `reconcile_s` is how often a controller
+    that is made looks for instructions that were lost (30).
     """
+    if reconcile_s is not None and not reconcile_s > 0:
+        raise InputError(f"reconcile_s must be more than 0, not {reconcile_s:g}")
+    if not lease_s > 0:
+        raise InputError(f"lease_s must be more than 0, not {lease_s:g}", hint=f"the default is {LEASE_S:g} seconds")
     link = RayLink(address, cpus=cpus, metrics_port=metrics_port)
     try:
-        return Session(link, ControllerLink(link.ray, name, journal_dir, state_dir, timeout))
+        found = ControllerLink(link.ray, name, journal_dir, state_dir, timeout, reconcile_s=reconcile_s)
+        return Session(link, found, lease_s)
     except BaseException:
         link.close()
         raise
@@ -76,7 +89,7 @@ def connect(
 class Session:
     """One client of a controller. `how` says which Ray it is on and why."""
 
-    def __init__(self, link: RayLink, controller: ControllerLink) -> None:
+    def __init__(self, link: RayLink, controller: ControllerLink, lease_s: float = LEASE_S) -> None:
         self._link = link
         self._controller = controller
         self._ray = link.ray
@@ -85,7 +98,12 @@ class Session:
         self.client = f"{uuid.uuid4().hex[:12]}"
         self.ask = controller.ask
         self._closed = threading.Event()
+        self._lease_s = lease_s
+        self._renew_every_s = min(RENEW_EVERY_S, lease_s / 12)
         self._renewer: threading.Thread | None = None
+        self._renewed = threading.Event()  # once
+        self._lease_fault = ""  # why the lease was not renewed the last time
+        self._background = Background()
         for note in controller.facts["notes"]:
             log.warning("%s", note)
 
@@ -162,7 +180,8 @@ class Session:
 
         Memory is in bytes. `reserved` slots are for tasks of `reserved_priority` and above; `borrow` lets others use
         them while they are idle. `warm_hosts` processes are kept ready on all nodes together, and `warm_each` on every
-        one, which have imported `preload`. `ends_with_me` drops the pool, and what is in it, when this client goes.
+        one, which have imported `preload` and have the runtime environment of the client that asked last.
+        `ends_with_me` drops the pool, and what is in it, when this client goes.
         """
         if quota is None:
             return Pool(self, self.ask("pool", name))
@@ -187,7 +206,7 @@ class Session:
             patience_runs=patience_runs,
             client=self.client if ends_with_me else None,
         )
-        self.ask("ensure_pool", spec)
+        self.ask("ensure_pool", spec, environments.of_this_process(self._ray), own_paths())
         if ends_with_me:
             self._live_with()
         return Pool(self, spec)
@@ -234,6 +253,7 @@ class Session:
         if self._closed.is_set():
             return
         self._closed.set()
+        self._background.stop()
         if self._renewer is not None:
             self._renewer.join(timeout=5)
             with contextlib.suppress(TrimtabError):
@@ -246,6 +266,7 @@ class Session:
         """End the controller with everything it holds: tasks, slots, processes. Nothing is left behind."""
         if not self._closed.is_set():
             self._closed.set()
+            self._background.stop()
             self._end_controller(timeout)
             self._link.close()
 
@@ -257,24 +278,31 @@ class Session:
         self._controller.end()
 
     def _live_with(self) -> None:
-        """Tell the controller again and again that this client lives."""
+        """Tell the controller now, and again and again, that this client is alive."""
         if self._renewer is None:
-            self._renewer = threading.Thread(target=self._renew, name="trimtab-lease", daemon=True)
-            self._renewer.start()
+            self._process = this_process(self._ray)
+            policy = RestartPolicy(None, backoff_s=self._renew_every_s, max_backoff_s=self._renew_every_s)
+            self._renewer = self._background.start_thread("lease", self._renew_often, policy=policy)
+            self._renewed.wait(RENEW_EVERY_S)  # so that what the caller does next, however long, finds it known
 
-    def _renew(self) -> None:
-        while not self._closed.wait(RENEW_EVERY_S):
-            if not self._renewed():
+    def _renew_often(self) -> None:
+        while True:
+            self._renew()
+            self._renewed.set()
+            if self._closed.wait(self._renew_every_s):
                 return
 
-    def _renewed(self) -> bool:
+    def _renew(self) -> None:
+        fault = ""
         try:
-            self.ask("renew", self.client, timeout_s=RENEW_EVERY_S * 2)
-        except UnreachableError as fault:
-            log.warning("%s", fault.what)
-        except Exception:  # Ray was shut down under us: so ends the lease
-            return False
-        return True
+            timeout_s = max(2 * RENEW_EVERY_S, self._lease_s / 6)
+            if not self.ask("renew", self.client, self._lease_s, self._process, timeout_s=timeout_s):
+                fault = "the controller has given this client up, and ended what was to end with it"
+        except UnreachableError as error:
+            fault = error.what
+        if fault and fault != self._lease_fault:
+            log.warning("the lease of this client was not renewed: %s", fault)
+        self._lease_fault = fault
 
 
 class Pool:
@@ -308,9 +336,10 @@ class Pool:
         With `run`, that method is called once it is made, and what it returns is the task's result; without, the task
         is there to be called until it is completed or cancelled. A warm host serves it unless it is decorated by Ray,
         has async methods, brings `ray_options` that only an actor can honour, or `plain` asks for an actor.
-        `ends_with_me` cancels it when this client goes. Further settings are fields of `TaskSpec`: estimate_s,
-        preemptible, strategy, wait_s, restarts, saves, notice_s, awaits_node, may_evict, over_quota_waits, shares,
-        residual, room, start_timeout_s.
+        Actors that it makes itself without saying where are in its slot, and end with it. `ends_with_me` cancels it
+        when this client goes. Further settings are fields of `TaskSpec`: estimate_s, preemptible, strategy, wait_s,
+        restarts, saves, notice_s, awaits_node, may_evict, over_quota_waits, shares, residual, room, start_timeout_s,
+        one_process (a list of resources is for one object and the actors that it makes).
         """
         session = self._session
         user_class = class_of(kind)
@@ -321,6 +350,14 @@ class Pool:
         if ends_with_me:
             settings["client"] = session.client
         spec = _task_spec(id, self.name, resources, priority=priority, labels=labels, **settings)
+        for option, name in (("num_cpus", "cpu"), ("num_gpus", "gpu")):
+            has = min(bundle.floats().get(name, 0.0) for bundle in spec.bundles[: spec.processes])
+            if options.get(option, 0) > has:
+                raise InputError(
+                    f"ray_options: {option} is {options[option]}, but its resources have {has:g} {name}",
+                    where=f"task {id}",
+                    hint="it is what the actor itself takes of its slot; the rest is for actors that it makes",
+                )
         payload = packed(
             kind,
             args,
@@ -331,6 +368,7 @@ class Pool:
             ray_options=options,
             plain=plain,
             namespace=session._ray.get_runtime_context().namespace,
+            runtime_env=environments.of_this_process(session._ray),
             where=f"task {id}",
         )
         session.ask("submit", spec, write_payload(payload, uuid.uuid4().hex), timeout_s=SUBMIT_S)

@@ -21,12 +21,13 @@ from trimtab.model.errors import InputError, UnreachableError, nearest
 from trimtab.model.fleet import NodeView
 from trimtab.model.pool import ENDED, Explanation, Policy, PoolSpec, State, TaskSpec
 from trimtab.model.reason import Chapter
-from trimtab.pool.events import Event, PolicySet, PoolEnsured, Submitted
+from trimtab.pool.events import CancelAsked, Event, PolicySet, PoolEnsured, Submitted
 from trimtab.pool.records import Task
 from trimtab.runtime.ray.deeds import read_payload
 from trimtab.runtime.ray.doors import News, TaskSeen, door
-from trimtab.runtime.ray.driver import ASKS, Driver, say_fault
-from trimtab.runtime.shelf import header_of
+from trimtab.runtime.ray.driver import ASKS, RECONCILE_S, Driver, say_fault
+from trimtab.runtime.ray.leases import LEASE_S, ClientProcess
+from trimtab.runtime.shelf import NO_ROOM_HINT, header_of
 
 TRY_AGAIN_S = 5.0  # after a failed attempt to come up
 _LARGE = 2**20  # bytes that are written beside the loop
@@ -35,10 +36,13 @@ _LARGE = 2**20  # bytes that are written beside the loop
 class Controller:
     """The actor. Its public methods are doors for clients; answers are read with `doors.value_of`."""
 
-    def __init__(self, name: str, journal_dir: str | None, state_dir: str | None) -> None:
+    def __init__(
+        self, name: str, journal_dir: str | None, state_dir: str | None, reconcile_s: float = RECONCILE_S
+    ) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         self._name = name
         self._settings = (journal_dir, state_dir)
+        self._reconcile_s = reconcile_s
         self._driver: Driver
         self._is_there = False
         self._closing = False
@@ -49,14 +53,23 @@ class Controller:
     def _try_to_come_up(self) -> None:
         self._tried = time.monotonic()
         self._up = asyncio.get_running_loop().create_task(self._come_up())
-        self._up.add_done_callback(say_fault)
+        self._up.add_done_callback(self._tried_to_come_up)
+
+    def _tried_to_come_up(self, up: asyncio.Task[None]) -> None:
+        say_fault(up)
+        if not up.cancelled() and up.exception() is not None:  # tasks need it, also where no client asks for it
+            asyncio.get_running_loop().call_later(2 * TRY_AGAIN_S, self._come_up_again, up)
+
+    def _come_up_again(self, failed: asyncio.Task[None]) -> None:
+        if self._up is failed and not self._closing:
+            self._try_to_come_up()
 
     async def _come_up(self) -> None:
         import ray
 
         journal_dir, state_dir = self._settings
         directory = Path(journal_dir) if journal_dir else session_dir(ray) / "trimtab" / self._name
-        self._driver = Driver(self._name, directory, state_dir, ray)
+        self._driver = Driver(self._name, directory, state_dir, ray, self._reconcile_s)
         await self._driver.come_up()
         self._is_there = True
 
@@ -90,12 +103,14 @@ class Controller:
     # ---- asking ---------------------------------------------------------------------------------------------
 
     @door
-    async def ensure_pool(self, spec: PoolSpec) -> None:
-        """Have a pool."""
+    async def ensure_pool(self, spec: PoolSpec, runtime_env: str = "", paths: Collection[str] = ()) -> None:
+        """Have a pool, with warm hosts for tasks of this runtime environment."""
         driver = await self._up_now()
         driver.handle(PoolEnsured(spec))
+        await driver.environments.set_pool(spec.name, runtime_env, tuple(paths))
+        driver.warm_hosts()
         if spec.client:
-            driver.leases[spec.client] = time.monotonic()
+            driver.leases.heard(spec.client)
 
     @door
     async def set_state_handlers(self, pool: str, handlers: bytes) -> None:
@@ -116,6 +131,7 @@ class Controller:
         driver = await self._up_now()
         if spec.id in driver.machine.tasks and self._token_of(spec.id) == header_of(payload)["token"]:
             return self._seen(spec.id)
+        self._check_journal(driver)
         handlers = driver.shelf.get("handlers", spec.pool)
         if handlers is not None:
             spec = replace(spec, saves=True)
@@ -128,10 +144,16 @@ class Controller:
         except BaseException:
             staged.discard()
             raise
+        try:
+            self._check_journal(driver)
+        except UnreachableError:  # it would be forgotten with this process
+            driver.feed(CancelAsked(spec.id))
+            raise
         if len(payload) < _LARGE:
             driver.deeds.submitted(spec.id, read_payload(payload, handlers))
         if spec.client:
-            driver.leases[spec.client] = time.monotonic()
+            driver.leases.heard(spec.client)
+        await driver.environments.submitted(spec.id, header_of(payload)["runtime_env"])
         return self._seen(spec.id)
 
     @door
@@ -143,13 +165,9 @@ class Controller:
         driver.handle(event)
 
     @door
-    async def renew(self, client: str) -> bool:
-        """A client says that it lives; false where it was given up already."""
-        leases = (await self._up_now()).leases
-        if client not in leases:
-            return False
-        leases[client] = time.monotonic()
-        return True
+    async def renew(self, client: str, lease_s: float = LEASE_S, process: ClientProcess | None = None) -> bool:
+        """A client says that it is alive, and for how long to believe that; false where it was given up already."""
+        return (await self._up_now()).leases.renew(client, lease_s, process)
 
     @door
     async def leave(self, client: str) -> None:
@@ -167,7 +185,7 @@ class Controller:
     async def publish(self, kind: str, id: str, facts: dict[str, Any] | None, client: str) -> None:
         """Let others know of something that a client runs, as long as it lives; without facts: not any more."""
         driver = await self._up_now()
-        driver.leases[client] = time.monotonic()
+        driver.leases.heard(client)
         if facts is None:
             driver.board.take_down(kind, id)
         else:
@@ -178,7 +196,7 @@ class Controller:
     async def want(self, client: str, bundles: list[dict[str, float]]) -> None:
         """What a client could use in all: what all want together is asked of Ray's autoscaler."""
         driver = await self._up_now()
-        driver.leases[client] = time.monotonic()
+        driver.leases.heard(client)
         driver.board.want(client, bundles)
 
     @door
@@ -308,6 +326,9 @@ class Controller:
             "tasks": states,
             "warm_hosts": driver.members.warm_counts(),
             "clients": len(driver.leases),
+            "silent_clients": driver.leases.status(),
+            "background": driver.background.status(),
+            "redone": driver.redone,
             "faults": driver.faults[-20:],
             "metrics": driver.meter.fault,
         }
@@ -345,6 +366,11 @@ class Controller:
         pools = self._driver.machine.pools
         if pool not in pools:
             raise InputError(f"there is no pool {pool}", hint=f"pools: {', '.join(sorted(pools)) or 'none yet'}")
+
+    def _check_journal(self, driver: Driver) -> None:
+        """Nothing new is taken that the journal cannot hold."""
+        if not driver.journal.catch_up():
+            raise UnreachableError(str(driver.journal.fault), hint=NO_ROOM_HINT)
 
     def _token_of(self, task: str) -> str | None:
         header = self._driver.shelf.header("payloads", task)

@@ -8,14 +8,17 @@ placement groups are made and ended by `members`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from trimtab.model.codec import encode
-from trimtab.model.pool import PoolSpec
+from trimtab.model.errors import UnreachableError
+from trimtab.model.pool import ENDED, PoolSpec
 from trimtab.pool.events import (
     Died,
     Ended,
@@ -37,6 +40,7 @@ from trimtab.pool.events import (
     Unparked,
 )
 from trimtab.pool.machine import PoolMachine
+from trimtab.pool.reconciling import Key, Watch, key_of
 from trimtab.pool.records import Task
 from trimtab.runtime.ray.members import (
     DiedError,
@@ -48,8 +52,9 @@ from trimtab.runtime.ray.members import (
     Payload,
     StartError,
     StopOutcome,
+    kept_name,
 )
-from trimtab.runtime.shelf import Shelf, pack, unpack
+from trimtab.runtime.shelf import Shelf, file_name, pack, read_state_name, unpack
 
 log = logging.getLogger("trimtab.controller")
 
@@ -58,6 +63,15 @@ STOP_SLACK_S = 60.0
 RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _WORST = ("timed out", "raised", "returned", "not called")
 _LARGE = 2**20  # bytes that are read and written beside the loop
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The state that a member saved, and where it is kept until it is on the disk."""
+
+    node: str
+    kept_as: str
+    state: bytes
 
 
 class World(Protocol):
@@ -94,31 +108,75 @@ class Deeds:
         self._making: dict[str, asyncio.Task[None]] = {}
         self._removing: set[str] = set()
         self._pools: dict[str, str] = {}  # of groups
+        self._unstored: dict[str, tuple[int, dict[int, Sent]]] = {}  # by task: attempt and states without room on disk
         self._fresh: dict[str, Payload] = {}  # submitted a moment ago; saves reading the file
         self._tasks: set[asyncio.Task[None]] = set()
+        self._doing: dict[Key, asyncio.Task[None]] = {}
+        self._followed: set[tuple[str, int]] = set()  # task and attempt: those that run and have an outcome
         self._closed = False
 
     # ---- the door -------------------------------------------------------------------------------------------
 
     def begin(self, instruction: Instruction) -> None:
         """Carry out one instruction, beside everything else."""
+        key = key_of(instruction)
         if isinstance(instruction, MakeGroup):
             self._pools[instruction.group] = instruction.pool
-            self._making[instruction.group] = self._spawn(self._make_group(instruction))
+            self._making[instruction.group] = self._spawn(key, self._make_group(instruction))
         elif isinstance(instruction, RemoveGroup):
             if instruction.group not in self._removing:  # what is tried until it succeeds needs no second asking
                 self._removing.add(instruction.group)
-                self._spawn(self._remove_group(instruction))
+                self._spawn(key, self._remove_group(instruction))
         elif isinstance(instruction, Start):
-            self._starting[instruction.task] = self._spawn(self._start(instruction))
+            self._starting[instruction.task] = self._spawn(key, self._start(instruction))
         elif isinstance(instruction, Stop):
             if instruction.task not in self._stopping:
                 self._stopping.add(instruction.task)
-                self._spawn(self._stop(instruction))
+                self._spawn(key, self._stop(instruction))
         elif isinstance(instruction, Park):
-            self._spawn(self._turn(instruction, self._members.park, Parked(instruction.task, instruction.attempt)))
+            parked = Parked(instruction.task, instruction.attempt)
+            self._spawn(key, self._turn(instruction, self._members.park, parked))
         else:
-            self._spawn(self._turn(instruction, self._members.unpark, Unparked(instruction.task, instruction.attempt)))
+            unparked = Unparked(instruction.task, instruction.attempt)
+            self._spawn(key, self._turn(instruction, self._members.unpark, unparked))
+
+    def doing(self) -> set[Key]:
+        """What is being carried out, and which tasks are being watched."""
+        watched = {
+            ("Watch", task, members[0].attempt)
+            for task, members in self.running.items()
+            if members and self._is_watched(task, members)
+        }
+        return watched.union(self._doing)
+
+    def redo(self, one: Instruction | Watch) -> None:
+        """Do again what was lost; a start of which too little is left has failed, and a task that runs has died."""
+        if isinstance(one, (Watch, Start)):
+            members = [member for member in self.running.get(one.task, ()) if member.attempt == one.attempt]
+            if self._is_whole(one.task, members):
+                if isinstance(one, Start):
+                    self.resume(one, members)
+                else:
+                    self.follow(one.task, one.attempt)
+            elif isinstance(one, Start):
+                self._start_failed(one, StartError("its start was lost", fatal=False))
+            else:
+                self._world.feed(Died(one.task, one.attempt, "its process is not known any more"))
+            return
+        if isinstance(one, Stop):
+            self._stopping.discard(one.task)
+        elif isinstance(one, RemoveGroup):
+            self._removing.discard(one.group)
+        self.begin(one)
+
+    def _is_watched(self, task: str, members: Sequence[Member]) -> bool:
+        outcome = self._outcomes.get(task)
+        has_none = (task, members[0].attempt) not in self._followed
+        return self._is_whole(task, members) and (has_none or (outcome is not None and not outcome.done()))
+
+    def _is_whole(self, task: str, members: Sequence[Member]) -> bool:
+        record = self._world.machine.tasks.get(task)
+        return record is not None and len(members) == record.spec.processes
 
     def submitted(self, task: str, payload: Payload) -> None:
         """Keep a payload at hand for the first start."""
@@ -132,11 +190,14 @@ class Deeds:
         """Wait for the outcome of a task that runs, where it has one."""
         header = self._shelf.header("payloads", task)
         if header is not None and header["entry"] is not None and task not in self._stopping:
-            self._outcomes[task] = self._spawn(self._await_outcomes(task, attempt, list(self.running[task])))
+            self._followed.add((task, attempt))
+            self._outcomes[task] = self._spawn(
+                ("Outcome", task, attempt), self._await_outcomes(task, attempt, list(self.running[task]))
+            )
 
     def resume(self, instruction: Start, members: Sequence[Member]) -> None:
         """A start that was under way when the controller went: every member is there, constructed or nearly."""
-        self._starting[instruction.task] = self._spawn(self._resume(instruction, members))
+        self._starting[instruction.task] = self._spawn(key_of(instruction), self._resume(instruction, members))
 
     def on_death(self, member: Member, why: str) -> None:
         """A process is gone, unasked."""
@@ -155,8 +216,10 @@ class Deeds:
 
     def forget(self, tasks: Collection[str]) -> None:
         """Keep nothing of tasks that the machine has forgotten."""
-        for task in [one for one in self._fresh if one not in tasks]:
-            del self._fresh[task]
+        for by_task in (self._fresh, self._unstored):
+            for task in [one for one in by_task if one not in tasks]:
+                del by_task[task]
+        self._followed = {one for one in self._followed if one[0] in self.running}
 
     async def close(self) -> None:
         """Stop carrying things out. What runs goes on."""
@@ -165,16 +228,18 @@ class Deeds:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _spawn(self, deed: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(deed)
+    def _spawn(self, key: Key, deed: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._members.background.once(f"{key[0]} {key[1]}", deed)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
+        self._doing[key] = task
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (fault := task.exception()) is not None:
-            log.error("a deed failed: %s", fault, exc_info=fault)
+        def done(_: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if self._doing.get(key) is task:
+                del self._doing[key]
+
+        task.add_done_callback(done)
+        return task
 
     # ---- groups ---------------------------------------------------------------------------------------------
 
@@ -235,12 +300,14 @@ class Deeds:
             self._dead.pop(key, None)
             raise
         except StartError as fault:
-            self._start_failed(one, fault.why, fault.fatal)
+            if fault.trace:
+                await self._keep_result(one.task, {0: Outcome(error=fault.why, trace=fault.trace)})
+            self._start_failed(one, fault)
         except asyncio.TimeoutError:
-            self._start_failed(one, "it was not constructed in time", False)
+            self._start_failed(one, StartError("it was not constructed in time", fatal=False, timed_out=True))
         except Exception as fault:
             log.exception("task %s could not be started", one.task)
-            self._start_failed(one, _said(fault), False)
+            self._start_failed(one, StartError(_said(fault), fatal=False))
         else:
             self._is_started(one, members, how)
 
@@ -271,10 +338,10 @@ class Deeds:
         if key in self._dead:
             self._world.feed(Died(*key, self._dead.pop(key)))
 
-    def _start_failed(self, one: Start, why: str, fatal: bool) -> None:
+    def _start_failed(self, one: Start, fault: StartError) -> None:
         self._starting.pop(one.task, None)
         self._dead.pop((one.task, one.attempt), None)
-        self._world.feed(StartFailed(one.task, one.attempt, why, fatal))
+        self._world.feed(StartFailed(one.task, one.attempt, fault.why, fault.fatal, fault.timed_out))
 
     async def _started(self, one: Start) -> tuple[list[Member], str]:
         record = self._world.machine.tasks[one.task]
@@ -282,18 +349,20 @@ class Deeds:
         payload = self._fresh.get(one.task) or await asyncio.to_thread(self._payload, one.task)
         if payload is None:
             raise StartError("the file with its class is gone from the journal's directory", fatal=True)
-        state = await self._state(one) if one.restore else None
+        processes = record.spec.processes
+        state = await self._state(one, processes) if one.restore else None
         limit_s = max(0.0, one.deadline - self._world.now())
         start = self._members.start(
             one.task,
             one.attempt,
             pool.name,
-            one.places,
-            record.spec.bundles,
+            one.places[:processes],
+            record.spec.bundles[:processes],
             payload,
             state,
             limit_s,
             preload=pool.preload,
+            wide=len(one.places) > 1,
             facts=self._facts(record, pool),
         )
         return await asyncio.wait_for(start, limit_s + SLACK_S)
@@ -312,8 +381,13 @@ class Deeds:
         handlers = self._shelf.get("handlers", record.spec.pool) if record else None
         return read_payload(data, handlers)
 
-    async def _state(self, one: Start) -> dict[int, bytes | str]:
-        paths = await asyncio.to_thread(self._shelf.latest_state, one.task, len(one.places))
+    async def _state(self, one: Start, processes: int) -> dict[int, bytes | str]:
+        await self.store_again()
+        if one.task in self._unstored:
+            attempt, states = self._unstored[one.task]
+            ranks = {rank: self._shelf.state_path(one.task, attempt, rank) for rank in range(processes)}
+            return {rank: states[rank].state if rank in states else path.read_bytes() for rank, path in ranks.items()}
+        paths = await asyncio.to_thread(self._shelf.latest_state, one.task, processes)
         if paths is None:
             raise StartError("the state it saved is gone", fatal=True)
         if self._hosts_save:
@@ -342,11 +416,12 @@ class Deeds:
                 one.cancel()
         if self._closed or task in self._stopping:
             return
-        await self._keep_result(task, outcomes)
-        error = next((one.error for _, one in sorted(outcomes.items()) if one.error is not None), None)
+        not_kept = await self._keep_result(task, outcomes)
+        error = next((one.error for _, one in sorted(outcomes.items()) if one.error is not None), not_kept)
         self._world.feed(Ended(task, attempt, error))
 
-    async def _keep_result(self, task: str, outcomes: dict[int, Outcome]) -> None:
+    async def _keep_result(self, task: str, outcomes: dict[int, Outcome]) -> str | None:
+        """Store what came out; why not, where that cannot be done."""
         ranks = sorted(outcomes)
         header = {
             "errors": [outcomes[rank].error for rank in ranks],
@@ -358,8 +433,10 @@ class Deeds:
                 self._shelf.put("results", task, data)
             else:
                 await asyncio.to_thread(self._shelf.put, "results", task, data)
-        except OSError as fault:
-            log.error("the result of %s could not be kept: %s", task, fault)
+        except UnreachableError as fault:
+            log.error("task %s: its result is lost: %s", task, fault.what)
+            return f"it returned, but its result is lost: {fault.what}; {fault.hint}"
+        return None
 
     async def _outcome(self, member: Member) -> Outcome | None:
         """What the entry came to; None where the process is gone, of which the machine is told."""
@@ -418,19 +495,64 @@ class Deeds:
         record = self._world.machine.tasks.get(one.task)
         if not one.save_s or record is None:
             return False, []
-        world = len(record.spec.bundles)
+        states = {
+            member.rank: Sent(member.node, kept_name(member), outcome.state)
+            for member, outcome in zip(members, outcomes, strict=True)
+            if outcome.saved and outcome.state is not None
+        }
+        why = await self._store(one.task, one.attempt, states)
+        # Files decide, not answers: those of a stop that a crash of the controller cut short count as well.
+        unstored = self._unstored.get(one.task, (0, {}))[1]
+        paths = [self._shelf.state_path(one.task, one.attempt, rank) for rank in range(record.spec.processes)]
+        saved = all(rank in unstored or path.exists() for rank, path in enumerate(paths))
+        if saved and why is None:
+            await asyncio.to_thread(self._shelf.drop_old_states, one.task, one.attempt)
+        return saved, [why] if why else []
+
+    async def _store(self, task: str, attempt: int, states: dict[int, Sent]) -> str | None:
+        """Write states to the disk, and then have their nodes drop them; where there is no room, why, and keep them."""
         try:
-            for member, outcome in zip(members, outcomes, strict=True):
-                if outcome.saved and outcome.state is not None:
-                    await asyncio.to_thread(self._shelf.put_state, one.task, one.attempt, member.rank, outcome.state)
-            # Files decide, not answers: those of a stop that a crash of the controller cut short count as well.
-            saved = await asyncio.to_thread(self._shelf.has_state, one.task, one.attempt, world)
-            if saved:
-                await asyncio.to_thread(self._shelf.drop_old_states, one.task, one.attempt)
+            for rank, sent in states.items():
+                await asyncio.to_thread(self._shelf.put_state, task, attempt, rank, sent.state)
         except OSError as fault:
-            log.error("the state of %s could not be kept: %s", one.task, fault)
-            return False, [f"its state could not be kept: {fault.strerror}"]
-        return saved, []
+            self._unstored[task] = (attempt, states)
+            folder = self._shelf.state_path(task, attempt, 0).parent
+            why = f"its state is kept in memory and not in {folder} ({fault.strerror}): make room there"
+            log.error("task %s: %s", task, why)
+            return why
+        if task in self._unstored and self._unstored[task][0] <= attempt:
+            del self._unstored[task]
+        for sent in states.values():
+            self._spawn(("drop state", sent.kept_as, attempt), self._members.drop_state(sent.node, sent.kept_as))
+        return None
+
+    async def store_again(self) -> None:
+        """Try to write what the disk had no room for."""
+        for task, (attempt, states) in list(self._unstored.items()):
+            record = self._world.machine.tasks.get(task)
+            if record is None or record.state in ENDED:
+                del self._unstored[task]
+                for sent in states.values():
+                    await self._members.drop_state(sent.node, sent.kept_as)
+            elif await self._store(task, attempt, states) is None:
+                log.info("the state of task %s is on the disk now", task)
+
+    async def collect_states(self) -> None:
+        """After a restart: take the states that were saved for the controller that died."""
+        tasks = {file_name(one.id): one for one in self._world.machine.tasks.values() if one.state not in ENDED}
+        for name, node in (await self._members.kept_states()).items():
+            found = read_state_name(name.partition("~")[2])
+            record = tasks.get(found[0]) if found else None
+            if found is None or record is None:
+                await self._members.drop_state(node, name)
+                continue
+            state = None
+            with contextlib.suppress(UnreachableError):  # lost with its node
+                state = await self._members.kept_state(node, name, STOP_SLACK_S)
+            if state is not None:
+                _, attempt, rank = found
+                others = self._unstored.get(record.id, (0, {}))[1]
+                await self._store(record.id, attempt, {**others, rank: Sent(node, name, state)})
 
     # ---- taking turns ---------------------------------------------------------------------------------------
 
@@ -458,6 +580,7 @@ def write_payload(payload: Payload, token: str) -> bytes:
         "plain": payload.plain,
         "namespace": payload.namespace,
         "sys_path": list(payload.sys_path),
+        "runtime_env": payload.runtime_env,
     }
     return pack(header, [payload.actor, payload.entry_args, payload.handlers])
 
@@ -474,6 +597,7 @@ def read_payload(data: bytes, handlers: bytes | None = None) -> Payload:
         namespace=header["namespace"],
         handlers=own or handlers,
         sys_path=tuple(header["sys_path"]),
+        runtime_env=header.get("runtime_env", ""),
     )
 
 

@@ -14,6 +14,7 @@ import logging
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,16 @@ from trimtab.model.reason import Code
 from trimtab.pool import events, orders
 from trimtab.pool.events import Event, PoolDropped, PoolEnsured, Submitted, Tick
 from trimtab.pool.machine import PoolMachine
+from trimtab.pool.reconciling import Reconciler, expected
 from trimtab.pool.records import Stand
+from trimtab.runtime.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.journal import Journal
 from trimtab.runtime.ray import nodes, recovery
 from trimtab.runtime.ray.board import Board
 from trimtab.runtime.ray.deeds import Deeds
+from trimtab.runtime.ray.environments import Environments, HostKind
 from trimtab.runtime.ray.fleet_metrics import FleetMeter, desired_workers
+from trimtab.runtime.ray.leases import Leases
 from trimtab.runtime.ray.members import Member, Members
 from trimtab.runtime.ray.metrics import Meter
 from trimtab.runtime.shelf import Shelf, Staged
@@ -37,11 +42,12 @@ from trimtab.runtime.shelf import Shelf, Staged
 log = logging.getLogger("trimtab.controller")
 
 COMPACT_EVERY = 20_000  # events
-LEASE_S = 10.0  # a client that was not heard of for so long is dead
 KEEP_HOUSE_S = 1.0
 LOOK_AT_GROUPS_S = 5.0
+RECONCILE_S = 30.0  # between two looks for what was instructed and is not being done
 LOCK_WAIT_S = 5.0  # for a controller that has just died to let go of its journal
 LEAST_TICK_S = 0.01
+AGAIN_S = 1.0  # after an event on which the machine failed
 ASKS = (
     events.QuotaSet,
     events.PoolDrained,
@@ -68,19 +74,24 @@ class Clock:
 class Driver:
     """The machine, its journal, and everything that is carried out for it."""
 
-    def __init__(self, name: str, directory: Path, state_dir: str | None, ray: Any) -> None:
+    def __init__(
+        self, name: str, directory: Path, state_dir: str | None, ray: Any, reconcile_s: float = RECONCILE_S
+    ) -> None:
         self._name = name
+        self._reconcile_s = reconcile_s
+        self.redone = 0  # instructions that were lost
         self._ray = ray
         self._state_dir = state_dir
         self.directory = directory
         self.faults: list[str] = []  # of our own, for status
-        self.leases: dict[str, float] = {}  # client -> when it was heard of
-        self.board = Board(ray)
+        self.leases = Leases()
+        self.background = Background()
+        self.board = Board(self.background)
         self._waiters: dict[str, set[tuple[frozenset[State], asyncio.Future[None]]]] = {}
         self._loops: list[asyncio.Task[None]] = []
         self._woken = False
         self._timer: asyncio.TimerHandle | None = None
-        self._warm: dict[str, dict[tuple[str, ...], int]] = {}
+        self._warm: dict[str, Counter[HostKind]] = {}
         self._said: str | None = None  # the fault of the journal that was logged last
         self._compactor: subprocess.Popen[bytes] | None = None
         self.closing = False
@@ -91,19 +102,22 @@ class Driver:
         """Replay the journal and take hold of what is there."""
         began = time.monotonic()
         with _nothing_collected():
-            self.journal = await asyncio.to_thread(Journal, self.directory, owner=self._name, lock_wait_s=LOCK_WAIT_S)
+            self.journal = await asyncio.to_thread(
+                Journal, self.directory, owner=self._name, lock_wait_s=LOCK_WAIT_S, background=self.background
+            )
             try:
                 self.shelf = Shelf(self.directory, self._state_dir)
                 self.machine, is_fresh = self._replay()
             except BaseException:
                 self.journal.close()
                 raise
+        self.environments = Environments(self._ray, self.shelf)
         try:
             self.shelf.keep_only(self.machine.tasks)
+            self.environments.recover(self._unended())
             await self._take_hold(is_fresh)
         except BaseException:
-            for one in self._loops:
-                one.cancel()
+            self.background.stop()
             self.journal.close()
             raise
         took_s = time.monotonic() - began
@@ -123,11 +137,13 @@ class Driver:
     async def _take_hold(self, is_fresh: bool) -> None:
         self.meter = Meter(self._name, self.machine)
         self.fleet_meter = FleetMeter(self._name)
-        self.members = Members(self._name, self._state_dir, self._on_death)
+        self.members = Members(self._name, self._state_dir, self._on_death, self.background)
         self.deeds = Deeds(self, self.members, self.shelf, hosts_save=self._state_dir is not None)
         self.watch = nodes.NodeWatch(
             self, self.members, self._ray, self.directory / "nodes", self.deeds.node_lost, self.board.tell
         )
+        if self.watch.set_aside:
+            self.faults.append(self.watch.set_aside)
         there = await asyncio.to_thread(nodes.look, self._ray)
         await asyncio.gather(*(self._warden(one.node) for one in there.nodes))
         self.watch.adopt(self.machine.nodes)
@@ -137,14 +153,19 @@ class Driver:
                 log.error(lost)
                 self.journal.note(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {lost}")
                 self.journal.snapshot(self.now(), self.machine.dump())
-        now = time.monotonic()
         owners = [task.spec.client for task in self.machine.tasks.values()]
         owners += [pool.spec.client for pool in self.machine.pools.values()]
-        self.leases = {client: now for client in owners if client}
+        for client in filter(None, owners):
+            self.leases.heard(client)
         await recovery.reconcile(self, self.members, self.deeds, self.watch)
-        loop = asyncio.get_running_loop()
-        for forever in (self.watch.watch(), self._keep_house(), self._look_at_groups()):
-            self._loops.append(loop.create_task(forever))
+        for name, forever in (
+            ("look at nodes", self.watch.watch),
+            ("keep house", self._keep_house),
+            ("leases of clients", self._watch_leases),
+            ("look at placement groups", self._look_at_groups),
+            ("reconcile", self._reconcile),
+        ):
+            self._loops.append(self.background.start(name, forever, policy=NEVER_GIVE_UP))
         self._wake_soon()
 
     def _on_death(self, member: Member, why: str) -> None:
@@ -171,6 +192,7 @@ class Driver:
         except Exception as fault:
             log.exception("the machine failed on %s", event)
             self.faults.append(f"{type(event).__name__}: {type(fault).__name__}: {fault}")
+            asyncio.get_running_loop().call_later(AGAIN_S, self._wake_soon)  # its timer is set, whatever failed
 
     def handle(self, event: Event, staged: Staged | None = None) -> None:
         """An event, with the file that it speaks of. Raises InputError where the machine refuses, nothing touched."""
@@ -232,12 +254,26 @@ class Driver:
         if self.closing:
             return
         self._set_timer()
-        targets = self.machine.warm_targets()
-        if targets != self._warm:
-            self._warm = targets
-            asyncio.get_running_loop().create_task(self.members.warm(targets)).add_done_callback(say_fault)
+        self.warm_hosts()
         if self.journal.since_snapshot >= COMPACT_EVERY:
             self._compact()
+
+    def warm_hosts(self) -> None:
+        """Have the warm hosts that pools want now."""
+        targets: dict[str, Counter[HostKind]] = {}
+        for node, by_pool in self.machine.warm_targets().items():
+            targets[node] = Counter()
+            for pool, count in by_pool.items():
+                targets[node][self.environments.kind(self.machine.pools[pool].spec)] += count
+        if targets != self._warm:
+            self._warm = targets
+            self.background.once("aim at warm hosts", self.members.warm(targets), on_failed=self._aim_again)
+
+    def _unended(self) -> list[str]:
+        return [task.id for task in self.machine.tasks.values() if task.state not in ENDED]
+
+    def _aim_again(self, *_: object) -> None:
+        self._warm = {}
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -271,19 +307,19 @@ class Driver:
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(KEEP_HOUSE_S)
-            try:
-                self._end_tasks_of_the_dead()
-                self._look_at_compactor()
-                await self.meter.sample(self.members.warm_counts())
-                views = self.watch.views(gone=True)
-                self.fleet_meter.sample(views, self.desired_workers(), self.board)
-                self._say_journal_fault()
-                if self.journal.vanished:
-                    log.error("somebody deleted the journal in %s; it is written anew", self.directory)
-                    self.journal.snapshot(self.now(), self.machine.dump())
-                    self.shelf.make_folders()
-            except Exception:
-                log.exception("keeping house")
+            self._look_at_compactor()
+            self.journal.catch_up()
+            await self.deeds.store_again()
+            await self.meter.sample(self.members.warm_counts())
+            views = self.watch.views(gone=True)
+            self.fleet_meter.sample(views, self.desired_workers(), self.board)
+            self._say_journal_fault()
+            pools = [one.spec for one in self.machine.pools.values() if not one.dropped]
+            await self.environments.renew(self._unended(), pools)
+            if self.journal.vanished:
+                log.error("somebody deleted the journal in %s; it is written anew", self.directory)
+                self.journal.snapshot(self.now(), self.machine.dump())
+                self.shelf.make_folders()
 
     def desired_workers(self) -> int:
         """How many nodes would be of use now."""
@@ -295,21 +331,36 @@ class Driver:
             self._said = self.journal.fault
             log.error(self._said or "the journal can be written again")
 
-    def _end_tasks_of_the_dead(self) -> None:
-        late = time.monotonic() - LEASE_S
-        for client in [client for client, heard in self.leases.items() if heard < late]:
-            log.warning("client %s is gone", client)
-            self.end_tasks_of(client)
+    async def _watch_leases(self) -> None:
+        """End what belongs to clients that are dead."""
+        while True:
+            await asyncio.sleep(KEEP_HOUSE_S)
+            silent = self.leases.silent()
+            alive = await asyncio.gather(*(self.members.process_alive(process) for process in silent.values()))
+            for client, found in zip(silent, alive, strict=True):
+                if self.leases.looked(client, found):
+                    log.warning("client %s is gone", client)
+                    self.end_tasks_of(client)
 
     def end_tasks_of(self, client: str) -> None:
         """End what was to end with a client: its tasks and pools."""
-        self.leases.pop(client, None)
+        self.leases.end(client)
         self.board.forget(client)
         for record in list(self.machine.tasks.values()):
             if record.spec.client == client and record.state not in ENDED:
                 self.feed(events.CancelAsked(record.id, code=Code.client_died))
         for pool in [one for one in self.machine.pools.values() if one.spec.client == client and not one.dropped]:
             self.feed(PoolDropped(pool.spec.name))
+
+    async def _reconcile(self) -> None:
+        """Now and then: have done again what the machine waits for and nothing does."""
+        reconciler = Reconciler()
+        while True:
+            await asyncio.sleep(self._reconcile_s)
+            for one in reconciler.lost(expected(self.machine), self.deeds.doing()):
+                self.redone += 1
+                log.error("nothing carries out %s: it is done again", one)
+                self.deeds.redo(one)
 
     async def _look_at_groups(self) -> None:
         while True:
@@ -352,6 +403,7 @@ class Driver:
             self._compactor.wait()
         self.journal.close()
         self._wake()
+        self.background.stop()
 
     async def _all_ended(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

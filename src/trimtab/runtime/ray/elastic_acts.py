@@ -301,7 +301,9 @@ class StepRun:
         hung = tuple(member for member, fault in faults.items() if isinstance(fault, MemberHungError))
         raised = next((fault for fault in faults.values() if isinstance(fault, MemberRaisedError)), None)
         why = "; ".join(dict.fromkeys(str(fault) for fault in faults.values()))
-        return StepOutcome(False, why, hung, failure=raised)
+        # Whoever raised may have changed something before: what its state is, nobody knows.
+        unfit = {member: str(fault) for member, fault in faults.items() if isinstance(fault, MemberRaisedError)}
+        return StepOutcome(False, why, hung, unfit=unfit, failure=raised)
 
     async def _follow(self, done: Sequence[Line], faults: dict[str, Exception]) -> dict[str, str]:
         """Those who live and could not commit get the state of one that has; who cannot is unfit."""

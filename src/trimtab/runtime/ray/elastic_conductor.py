@@ -24,6 +24,7 @@ from trimtab.model.errors import InputError, TrimtabError, UnreachableError
 from trimtab.model.fleet import GroupSpec, NodeState, NodeView, World
 from trimtab.model.pool import ENDED, IN_QUEUE, State
 from trimtab.model.reason import Code, Reason
+from trimtab.runtime.background import Background, RestartPolicy
 from trimtab.runtime.ray.doors import News, TaskSeen, value_of
 from trimtab.runtime.ray.elastic_acts import Entry, StateLostError, StepOutcome, StepRun
 from trimtab.runtime.ray.elastic_crew import ANSWER_S, Crew
@@ -38,6 +39,7 @@ PUBLISH_EVERY_S = 1.0
 WARN_AFTER_S = 3.0
 TICK_S = 0.2  # at the latest
 CLOSE_S = 30.0
+AGAIN = RestartPolicy(max_failures=20, window_s=600.0, max_backoff_s=2.0)  # more than that, and the group gives up
 FAULTS = (Code.hung, Code.unhealthy, Code.node_lost, Code.process_died)  # who leaves for these is not asked anything
 LOSSES = (Code.node_lost, Code.slot_lost, Code.process_died, Code.gang_broken, Code.start_timeout, Code.restarts_used)
 
@@ -88,6 +90,7 @@ class Conductor:
         self._version = -1
         self._happened: list[Happening] = []  # since the last step
         self._acts: set[asyncio.Task[None]] = set()
+        self._background = Background(prefix=f"trimtab-group-{spec.name}")
         self._closing = False
         self._up = threading.Event()
         self._thread = threading.Thread(target=self._live, name=f"trimtab-group-{spec.name}", daemon=True)
@@ -135,7 +138,10 @@ class Conductor:
         self._ended = asyncio.Event()
         self._publishing = asyncio.Lock()
         self._up.set()
-        works = [asyncio.ensure_future(one()) for one in (self._listen, self._tick, self._publish_often)]
+        works = [
+            self._background.start(name, work, policy=AGAIN, on_failed=lambda _, fault: self._break(fault))
+            for name, work in (("news", self._listen), ("tick", self._tick), ("publish", self._publish_often))
+        ]
         await self._ended.wait()
         try:
             await asyncio.wait_for(self._end_all(), CLOSE_S)
@@ -399,9 +405,12 @@ class Conductor:
             await self._step_done(order, world, outcome, request)
         elif outcome.failure is not None:
             self._request = None
+            for member, why in outcome.unfit.items():
+                self._discard(member, f"it may have changed half of its state: {why}")
             self._feed(e.StepInterrupted(order.step, outcome.why))
             self._feed(e.Boundary(self.steps, wanted=False))
-            failed = StepFailedError(f"step {order.step}: {outcome.why}", hint="the step does not count")
+            torn = "; members whose commit raised are replaced" if outcome.unfit else ""
+            failed = StepFailedError(f"step {order.step}: {outcome.why}", hint=f"the step does not count{torn}")
             failed.__cause__ = outcome.failure.fault
             request.result.set_exception(failed)
         else:
@@ -517,7 +526,8 @@ class Conductor:
 
     def _facts(self) -> dict[str, Any]:
         seen = {**self._machine.view(), "redone": self._tally.redone}
-        return self._tally.facts(seen, self.spec, self._crew.pool.name, self._waits, self._gave_up, self._now())
+        facts = self._tally.facts(seen, self.spec, self._crew.pool.name, self._waits, self._gave_up, self._now())
+        return {**facts, "background": [row for row in self._background.status() if row["failures"]]}
 
 
 def _as_told(view: NodeView) -> NodeView | None:

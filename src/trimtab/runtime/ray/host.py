@@ -16,15 +16,21 @@ import json
 import os
 import pickle
 import socket
+import stat as stat_module
 import struct
 import sys
 import threading
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from trimtab.runtime.background import Background, RestartPolicy
+from trimtab.runtime.ray import slot_view
+from trimtab.runtime.ray.environments import MARK, HostKind
+from trimtab.runtime.ray.slot_view import Slot
 
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 FRAME = struct.Struct("!IQ")  # sizes of the JSON head and of the bytes that follow
@@ -41,6 +47,7 @@ class Seat:
     pool: str
     group: str = ""
     facts: str = ""  # what is known of the task, as JSON: for those who find it when the journal is lost
+    wide: bool = False  # the group has further bundles, where actors that it makes may be
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,8 @@ class Order:
     handlers: bytes | None  # pickle of (preserver, restorer)
     state: bytes | str | None  # to be restored: the bytes, or the path of a file
     sys_path: tuple[str, ...]
+    mark: str = ""  # in the environment of all that it starts
+    slot: Slot | None = None  # what a host tells user code of its bundle; a plain actor is told by Ray
 
 
 def run_dir(controller: str, node: str) -> Path:
@@ -70,9 +79,15 @@ def make_run_dir(controller: str, node: str) -> Path:
     """That directory, made if need be; nobody else may look into it."""
     path = run_dir(controller, node)
     for each in (path.parent, path):
-        each.mkdir(mode=0o700, exist_ok=True)
-        if each.stat().st_uid != os.getuid():
-            raise PermissionError(f"{each} belongs to somebody else")
+        with contextlib.suppress(FileExistsError):
+            each.mkdir(mode=0o700)
+        found = each.lstat()  # not what a link points to: siblings of this directory are deleted
+        if not stat_module.S_ISDIR(found.st_mode):
+            raise PermissionError(f"{each} is a link or a file, where a directory of ours should be: remove it")
+        if found.st_uid != os.getuid():
+            raise PermissionError(f"{each} belongs to user {found.st_uid}, not to {os.getuid()}: have it removed")
+        if found.st_mode & 0o077:
+            each.chmod(0o700)
     return path
 
 
@@ -101,6 +116,14 @@ def said(fault: BaseException) -> str:
     """Type and first line of an exception."""
     lines = str(fault).strip().splitlines()
     return f"{type(fault).__name__}: {lines[0]}" if lines else type(fault).__name__
+
+
+def user_trace(fault: BaseException) -> str:
+    """The traceback of an exception, from the first line that is not of this file."""
+    trace = fault.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(fault), fault, trace))
 
 
 def frame(head: dict[str, Any], body: bytes = b"") -> bytes:
@@ -198,12 +221,13 @@ class Tenancy:
             return {"word": "not called"}, b""
         try:
             state = cloudpickle.dumps((way, self.settle(preserve())))
-            if ask["path"] is None:
-                return {"word": "returned"}, state
-            write_whole(Path(ask["path"]), state)
         except BaseException as fault:
             return {"word": "raised", "note": said(fault)}, b""
-        return {"word": "returned"}, b""
+        if ask["path"] is not None:
+            with contextlib.suppress(OSError):  # no room there: the controller gets it instead, and says so
+                write_whole(Path(ask["path"]), state)
+                return {"word": "returned"}, b""
+        return {"word": "returned"}, state
 
     def late_restore(self) -> dict[str, Any]:
         """Restore beside an async actor's loop, on which `load` may have to run."""
@@ -244,18 +268,18 @@ class ControlDoor:
         import ray
 
         self.tenancy = tenancy
-        self._ray_actor = ray.get_runtime_context().current_actor
         self._path = where / f"{os.getpid()}"
         self._facts = {
             "kind": kind, "actor": actor, "namespace": namespace, "node": node, "pid": os.getpid(),
-            "born": born(os.getpid()), "devices": [],
+            "born": born(os.getpid()), "devices": [], "mark": "", "id": ray.get_runtime_context().get_actor_id(),
         }  # fmt: skip
         self.write_record()
         listener = socket.socket(socket.AF_UNIX)
         self._path.with_suffix(".sock").unlink(missing_ok=True)
         listener.bind(str(self._path.with_suffix(".sock")))
         listener.listen(16)
-        threading.Thread(target=self._accept, args=(listener,), name="trimtab-control", daemon=True).start()
+        self._background = Background(RestartPolicy(max_failures=None, max_backoff_s=1.0))
+        self._background.start_thread("control", lambda: self._accept(listener))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -266,7 +290,7 @@ class ControlDoor:
         """Say who is in this process, for those who find it after everybody else has forgotten."""
         tenancy = self.tenancy
         if tenancy.order is not None:
-            self._facts["devices"] = list(tenancy.order.devices)
+            self._facts.update(devices=list(tenancy.order.devices), mark=tenancy.order.mark)
         seat = vars(tenancy.seat) if tenancy.seat else None
         write_whole(
             self._path.with_suffix(".json"),
@@ -277,19 +301,16 @@ class ControlDoor:
     def _accept(self, listener: socket.socket) -> None:
         while True:
             connection, _ = listener.accept()
-            threading.Thread(target=self._serve, args=(connection,), name="trimtab-control", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="trimtab-control", daemon=True).start()
+            except RuntimeError:  # no thread to be had: who asks sees the end of the connection
+                connection.close()
+                raise
 
     def _serve(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError, EOFError), connection, connection.makefile("rb") as incoming:
             ask, _ = read_frame(incoming)
             connection.sendall(frame(*self._answer(ask)))
-
-    def _exit(self) -> None:
-        """Leave by Ray's own door, so that nobody's driver is told of a crash. Who cannot leave so is killed anyway."""
-        import ray
-
-        ray.kill(self._ray_actor)
-        threading.Event().wait()
 
     def _answer(self, ask: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         tenancy = self.tenancy
@@ -300,8 +321,6 @@ class ControlDoor:
         if ask["do"] == "begin":
             tenancy.begun.set()
             return {}, b""
-        if ask["do"] == "exit":
-            self._exit()
         if ask["do"] == "restore":
             return tenancy.late_restore(), b""
         if ask["do"] == "outcome":
@@ -321,28 +340,33 @@ class ControlDoor:
 class Host:
     """A warm process: bound to one task once, then thrown away."""
 
-    def __init__(self, controller: str, node: str, actor: str, namespace: str, preload: tuple[str, ...]) -> None:
+    def __init__(self, controller: str, node: str, actor: str, namespace: str, kind: HostKind) -> None:
         self._tenancy = Tenancy()
         self._door = ControlDoor(make_run_dir(controller, node), "host", actor, namespace, node, self._tenancy)
-        self._missing = [missing for module in preload if (missing := _import(module))]
+        self._kind = HostKind(*kind)
+        add_paths(self._kind.paths)
+        self._missing = [missing for module in self._kind.preload if (missing := _import(module))]
         import ray.cloudpickle  # noqa: F401  (now rather than at the first save)
 
         self._tenancy.phase = "warm"
-        self._preload = preload
         self._door.write_record()
 
     def ready(self) -> dict[str, Any]:
         """The facts of this process, once it is warm."""
         phase = self._tenancy.phase
-        return {**self._door.facts, "missing": self._missing, "preload": self._preload, "phase": phase}
+        return {**self._door.facts, "missing": self._missing, "kind": self._kind, "phase": phase}
 
-    def bind(self, order: Order) -> str | None:
-        """Become the member: devices first, then the user's class. What went wrong in the user's code comes back."""
+    def bind(self, order: Order) -> tuple[str, str] | None:
+        """Become the member: devices first, then the user's class. What went wrong in it, and the traceback."""
         if self._tenancy.seat is not None:
             raise RuntimeError(f"already bound to {self._tenancy.seat}")
         self._tenancy.seat, self._tenancy.order, self._tenancy.phase = order.seat, order, "constructing"
         self._door.write_record()
+        drop_paths(set(self._kind.paths).difference(order.sys_path))
         set_surroundings(order)
+        if order.slot is not None:
+            slot_view.show(order.slot, order.devices)
+        slot_view.mark_nested(order.slot, order.mark)
         doing = "its class could not be unpickled"
         try:
             kind, args, kwargs = pickle.loads(order.actor)
@@ -353,16 +377,17 @@ class Host:
             self._tenancy.restore()
         except BaseException as fault:
             self._tenancy.phase = "failed"
-            return f"{doing}: {said(fault)}"
+            return f"{doing}: {said(fault)}", user_trace(fault)
         self._tenancy.phase = "ready"
         return None
 
-    def make(self, *arguments: Any) -> tuple[dict[str, Any] | None, str, bool]:
+    def make(self, *arguments: Any) -> tuple[dict[str, Any] | None, str, bool, str]:
         """Make a plain actor, instead of becoming a member; see `plain.make_actor`."""
         from trimtab.runtime.ray import plain
 
         self._tenancy.phase = "making"
         self._door.write_record()
+        drop_paths(set(self._kind.paths))
         return plain.make_actor(*arguments)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -386,8 +411,23 @@ def _import(module: str) -> str | None:
 def set_surroundings(order: Order) -> None:
     """What the user's code finds in its environment."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(order.devices)
+    os.environ[MARK] = order.mark
     os.environ.update(seat_variables(order.seat))
-    sys.path.extend(path for path in order.sys_path if path not in sys.path)
+    add_paths(order.sys_path)
+
+
+def add_paths(paths: Collection[str]) -> None:
+    """Have a client's own modules found, after all others."""
+    sys.path.extend(path for path in paths if path not in sys.path)
+
+
+def drop_paths(paths: Collection[str]) -> None:
+    """Have another client's modules not found any more, nor those of them that were imported ahead."""
+    sys.path[:] = [path for path in sys.path if path not in paths]
+    inside = tuple(os.path.join(path, "") for path in paths)
+    for name, module in list(sys.modules.items()):
+        if inside and str(getattr(module, "__file__", None) or "").startswith(inside):
+            del sys.modules[name]
 
 
 def seat_variables(seat: Seat) -> dict[str, str]:
@@ -405,9 +445,13 @@ def write_whole(path: Path, content: bytes, durable: bool = True) -> None:
     """A file that is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("wb") as file:
-        file.write(content)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        with beside.open("wb") as file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise

@@ -14,12 +14,13 @@ import time
 from typing import Any
 
 from trimtab.model.errors import InputError, UnreachableError
+from trimtab.runtime.background import describe
 from trimtab.runtime.cluster import auth
+from trimtab.runtime.ray import founding
 from trimtab.runtime.ray.cluster import answers, import_ray
 from trimtab.runtime.ray.doors import NAMESPACE, controller_name, value_of
 
 LEAST_CPUS = 8  # of a local Ray: logical, whatever the machine has
-MOST_CALLS = 4_000  # at once; a client that waits holds one
 ANSWER_S = 30.0
 
 
@@ -137,20 +138,22 @@ class ControllerLink:
         timeout_s: float = 120.0,
         *,
         make: bool = True,
+        reconcile_s: float | None = None,
     ) -> None:
         if not name or any(character in name for character in ":/\\\n\0"):
             raise InputError(f"{name!r} cannot be the name of a controller", hint="letters, digits, - . and _")
         self.ray = ray
         self.name = name
-        settings = tuple(None if path is None else os.path.abspath(path) for path in (journal_dir, state_dir))
+        journal_dir, state_dir = (None if path is None else os.path.abspath(path) for path in (journal_dir, state_dir))
         found = self._found()
         if found is None and not make:
             raise UnreachableError(
                 f"this Ray has no controller {name}", hint="`trimtab.connect()` in Python makes one; --name names one"
             )
-        self._actor = found or self._made(*settings)
+        more = {} if reconcile_s is None else {"reconcile_s": reconcile_s}
+        self._actor = found or self._made(journal_dir, state_dir, timeout_s=timeout_s, **more)
         try:
-            self.facts: dict[str, Any] = self.ask("ready", *settings, timeout_s=timeout_s)
+            self.facts: dict[str, Any] = self.ask("ready", journal_dir, state_dir, timeout_s=timeout_s)
         except BaseException:
             if found is None:  # made by us, and of no use: not left behind
                 self.end()
@@ -182,7 +185,7 @@ class ControllerLink:
                 self._actor = found
                 time.sleep(0.05)
             except (exceptions.RaySystemError, ConnectionError) as fault:
-                raise UnreachableError(f"Ray is gone: {str(fault).splitlines()[0]}") from None
+                raise UnreachableError(f"Ray is gone: {describe(fault)}") from None
             except Exception as fault:
                 if "Failed to submit task to actor" not in str(fault):  # Ray's words, in a plain Exception
                     raise
@@ -200,28 +203,15 @@ class ControllerLink:
         except ValueError:
             return None
 
-    def _made(self, journal_dir: str | None, state_dir: str | None) -> Any:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    def _made(self, *settings: str | None, timeout_s: float, **more: float) -> Any:
+        founding.found(self._address(), self.name, *settings, timeout_s=timeout_s, **more)
+        made = self._found()
+        if made is None:
+            raise UnreachableError(f"the controller {self.name} ended while it was made", hint="connect again")
+        return made
 
-        from trimtab.runtime.ray.controller import Controller
-
-        head = next(
-            (n["NodeID"] for n in self.ray.nodes() if n["Alive"] and "node:__internal_head__" in n["Resources"]), None
-        )
-        if head is None:
-            raise UnreachableError("Ray names no head node for the controller to run on")
-        return (
-            self.ray.remote(Controller)
-            .options(
-                name=controller_name(self.name),
-                namespace=NAMESPACE,
-                lifetime="detached",
-                get_if_exists=True,
-                num_cpus=0,
-                max_restarts=-1,
-                max_task_retries=0,  # calls are repeated by `ask`, which knows that they may have been heard
-                max_concurrency=MOST_CALLS,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=False),
-            )
-            .remote(self.name, journal_dir, state_dir)
-        )
+    def _address(self) -> str:
+        client = self.ray.util.client.ray
+        if client.is_connected():  # through a Ray client server: the cluster's own address may be out of reach
+            return f"ray://{client.get_context().client_worker._conn_str}"
+        return str(self.ray.get_runtime_context().gcs_address)

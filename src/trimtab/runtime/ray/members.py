@@ -12,18 +12,22 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trimtab.model.errors import InputError, UnreachableError
 from trimtab.model.pool import Place
 from trimtab.model.resources import Resources
 from trimtab.pool.events import MakeGroup
+from trimtab.runtime.background import Background
 from trimtab.runtime.ray import plain
+from trimtab.runtime.ray.environments import HostKind, host_kind
 from trimtab.runtime.ray.host import Order, Seat
+from trimtab.runtime.ray.leases import ClientProcess
 from trimtab.runtime.ray.slots import GroupError, GroupSeen, Slots, ray_resources
 from trimtab.runtime.ray.warden import EXIT_WAIT_S, NAMESPACE, Wardens
-from trimtab.runtime.ray.warm import WarmHost, WarmHosts
+from trimtab.runtime.ray.warm import HostSetupError, WarmHost, WarmHosts
+from trimtab.runtime.shelf import state_name
 
 __all__ = [
     "DiedError", "GroupError", "GroupSeen", "Member", "Members", "Outcome", "ParkError", "Payload", "StartError",
@@ -32,6 +36,7 @@ __all__ = [
 
 _ANSWER_S = 15.0  # what a warden's answer may take beyond what it waits for itself
 _END_S = EXIT_WAIT_S + _ANSWER_S
+_CAPTURE = "placement_group_capture_child_tasks"
 
 Key = tuple[str, int, float]  # node, pid, born: one process
 
@@ -48,6 +53,7 @@ class Payload:
     namespace: str = ""  # Ray namespace of the submitting client
     handlers: bytes | None = None  # cloudpickle of (preserver, restorer) of the pool
     sys_path: tuple[str, ...] = ()  # where the client's own modules lie; appended before anything is unpickled
+    runtime_env: str = ""  # of the client and the task together, as JSON
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,8 @@ class Member:
     node: str
     pid: int
     born: float  # start of the process in seconds since boot, so that a reused pid is never killed
+    mark: str = ""  # in the environment of all that it starts
+    wide: bool = False  # what it starts may be on other nodes
 
     @property
     def key(self) -> Key:
@@ -86,17 +94,19 @@ class StopOutcome:
 
     cancel: str  # "returned", "raised", "timed out" or "not called"
     saved: bool = False
-    state: bytes | None = None  # where it was saved without a path
+    state: bytes | None = None  # where it is not in a file of the controller's; kept by the warden until dropped
     note: str = ""
 
 
 class StartError(Exception):
     """A start failed, and nothing of it is left. `fatal`: trying again would fail the same way."""
 
-    def __init__(self, why: str, *, fatal: bool) -> None:
+    def __init__(self, why: str, *, fatal: bool, timed_out: bool = False, trace: str = "") -> None:
         super().__init__(why)
         self.why = why
         self.fatal = fatal
+        self.timed_out = timed_out
+        self.trace = trace  # of the user's code, where that raised
 
 
 class DiedError(Exception):
@@ -110,14 +120,21 @@ class ParkError(Exception):
 class Members:
     """All processes of one controller, on all nodes."""
 
-    def __init__(self, controller: str, state_dir: str | None, on_death: Callable[[Member, str], None]) -> None:
+    def __init__(
+        self,
+        controller: str,
+        state_dir: str | None,
+        on_death: Callable[[Member, str], None],
+        background: Background | None = None,
+    ) -> None:
         if not controller or any(character in controller for character in ":/\\\n\0"):
             raise InputError(f"{controller!r} cannot be the name of a controller", hint="letters, digits, - . and _")
         self.state_dir = state_dir
         self._controller = controller
         self._on_death = on_death
-        self._wardens = Wardens(controller, self._died)
-        self._hosts = WarmHosts(controller, self._wardens)
+        self.background = background or Background()
+        self._wardens = Wardens(controller, self._died, self.background)
+        self._hosts = WarmHosts(controller, self._wardens, self.background)
         self._slots = Slots(controller, self._wardens.all_gpus)
         self._lost: set[str] = set()  # nodes that are gone, though Ray may still list them
         self._live: dict[Key, Member] = {}  # taken for a task and not known to be dead, nor being stopped
@@ -127,10 +144,10 @@ class Members:
 
     # ---- nodes and warm hosts
 
-    async def node_joined(self, node: str, expected: Mapping[tuple[str, ...], int] | None = None) -> None:
+    async def node_joined(self, node: str, expected: Mapping[HostKind, int] | None = None) -> None:
         """Have a warden there, and take over what warm hosts an earlier controller left. UnreachableError if not.
 
-        `expected` hosts are warmed meanwhile, by what they import ahead.
+        `expected` hosts are warmed meanwhile, by their kind.
         """
         self._lost.discard(node)
         joining = asyncio.ensure_future(self._wardens.join(node))
@@ -156,6 +173,10 @@ class Members:
         """Where the node's beats come from."""
         return await self._wardens.link_place(node)
 
+    async def process_alive(self, process: ClientProcess | None) -> bool | None:
+        """Whether a client's process is alive; None where that is not known."""
+        return await self._wardens.process_alive(process)
+
     async def node_lost(self, node: str) -> None:
         """Forget the node and all that was there; no death is reported for it."""
         self._lost.add(node)
@@ -164,8 +185,8 @@ class Members:
         for key in [key for key in self._live if key[0] == node]:
             self._forget(key)
 
-    async def warm(self, targets: Mapping[str, Mapping[tuple[str, ...], int]]) -> None:
-        """Keep so many hosts warm, by node and modules to import ahead; works behind."""
+    async def warm(self, targets: Mapping[str, Mapping[HostKind, int]]) -> None:
+        """Keep so many hosts warm, by node and kind; works behind."""
         self._hosts.aim(targets)
 
     def warm_counts(self) -> dict[str, dict[str, int]]:
@@ -201,13 +222,17 @@ class Members:
         *,
         preload: tuple[str, ...] = (),
         facts: str = "",
+        wide: bool = False,
     ) -> tuple[list[Member], str]:
-        """A member in each place, all constructed, their entry begun; and how. Else StartError."""
+        """A member in each place, all constructed, their entry begun; and how. Else StartError.
+
+        `wide`: the group has several bundles, in any of which there may be actors that members make.
+        """
         deadline = time.monotonic() + timeout_s
         taken: list[Member] = []
         orders = [
             Order(
-                Seat(task, attempt, rank, len(places), pool, places[rank].group, facts),
+                Seat(task, attempt, rank, len(places), pool, places[rank].group, facts, wide),
                 (),
                 payload.actor,
                 payload.entry,
@@ -215,13 +240,16 @@ class Members:
                 payload.handlers,
                 (state or {}).get(rank),
                 payload.sys_path,
+                uuid.uuid4().hex,
             )
             for rank in range(len(places))
         ]
         try:
             if payload.plain is None:
+                kind = host_kind(preload, payload.runtime_env, payload.sys_path)
+                capture = bool(payload.ray_options.get(_CAPTURE, True))
                 works = [
-                    self._bind_host(order, place, bundle, preload, taken)
+                    self._bind_host(order, place, bundle, kind, capture, taken)
                     for order, place, bundle in zip(orders, places, bundles, strict=True)
                 ]
             else:
@@ -237,10 +265,13 @@ class Members:
                     raise StartError(f"process {member.pid} died while the others were starting", fatal=False)
         except asyncio.TimeoutError:
             await self._end(taken)
-            raise StartError(f"it was not constructed within {timeout_s:.3g} s", fatal=False) from None
+            raise StartError(f"it was not constructed within {timeout_s:.3g} s", fatal=False, timed_out=True) from None
         except (UnreachableError, GroupError) as fault:
             await self._end(taken)
             raise StartError(str(fault), fatal=False) from None
+        except HostSetupError as fault:
+            await self._end(taken)
+            raise StartError(str(fault), fatal=True) from None
         except BaseException:
             await asyncio.shield(self._end(taken))
             raise
@@ -283,17 +314,40 @@ class Members:
         UnreachableError only where its node is there, but nobody on it can be asked.
         """
         self._forget(member.key)
+        keep_as = kept_name(member)
         try:
             answer = await self._wardens.ask(
-                member.node, "stop", member.pid, member.born, tell_s, notice, save_s, state_path,
+                member.node, "stop", member.pid, member.born, tell_s, notice, save_s, state_path, keep_as,
                 timeout_s=max(0.0, tell_s) + max(0.0, save_s) + _END_S,
             )  # fmt: skip
         except UnreachableError as fault:
-            if member.node in self._wardens.nodes:  # the warden hangs
-                await self._wardens.renew(member.node)
-                await self._wardens.ask(member.node, "end", member.pid, member.born, timeout_s=2 * _END_S)
-            return StopOutcome("not called", note=fault.what)
+            if member.node not in self._wardens.nodes:
+                return StopOutcome("not called", note=fault.what)
+            await self._wardens.renew(member.node)  # it hangs
+            answer = await self._wardens.ask(
+                member.node, "stop", member.pid, member.born, 0.0, False, 0.0, None, keep_as, timeout_s=2 * _END_S
+            )
+            return replace(StopOutcome(*answer), note=fault.what)
+        await self._end_elsewhere([member])
         return StopOutcome(*answer)
+
+    async def kept_states(self) -> dict[str, str]:
+        """States that were saved for a controller which did not acknowledge them: by name, the node that keeps it."""
+        kept: dict[str, str] = {}
+        for node in self._wardens.nodes:
+            with contextlib.suppress(UnreachableError):
+                kept |= dict.fromkeys(await self._wardens.ask(node, "kept", timeout_s=_ANSWER_S), node)
+        return kept
+
+    async def kept_state(self, node: str, name: str, timeout_s: float) -> bytes | None:
+        """One of them; UnreachableError where its node cannot be asked."""
+        state: bytes | None = await self._wardens.ask(node, "kept_state", name, timeout_s=timeout_s)
+        return state
+
+    async def drop_state(self, node: str, name: str) -> None:
+        """The controller has it: the node needs not keep it any more."""
+        with contextlib.suppress(UnreachableError):
+            await self._wardens.ask(node, "drop", name, timeout_s=_ANSWER_S)
 
     async def park(self, member: Member, timeout_s: float) -> None:
         """Have it give its devices up."""
@@ -376,12 +430,12 @@ class Members:
     # ---- the steps of a start
 
     async def _bind_host(
-        self, order: Order, place: Place, bundle: Resources, preload: tuple[str, ...], taken: list[Member]
+        self, order: Order, place: Place, bundle: Resources, kind: HostKind, capture: bool, taken: list[Member]
     ) -> str:
         from ray.exceptions import RayError
 
         seat = order.seat
-        host, ahead = await self._hosts.take(place.node, preload)
+        host, ahead = await self._hosts.take(place.node, kind)
         member = Member(
             seat.task,
             seat.attempt,
@@ -393,18 +447,22 @@ class Members:
             host.node,
             host.pid,
             host.born,
+            order.mark,
+            seat.wide,
         )
         taken.append(member)
         self._live[member.key] = member
         self._handles[member.key] = host.handle
         devices = await self._slots.devices(place, seat.pool, bundle)
+        slot = await self._slots.view(place, seat.pool, bundle, seat.world, capture)
         try:
             bind = host.handle.bind.options(name=f"{seat.task}.start")
-            fault = await bind.remote(_with(order, devices))
+            fault = await bind.remote(replace(order, devices=devices, slot=slot))
         except RayError as died:
             raise StartError(f"its process died while it was constructed: {_line(died)}", fatal=False) from None
         if fault is not None:
-            raise StartError(fault, fatal=True)
+            why, trace = fault
+            raise StartError(why, fatal=True, trace=trace)
         return "a warm host" if ahead else "a host started for it: none was warm"
 
     async def _make_actor(
@@ -419,24 +477,24 @@ class Members:
         elif seat.world > 1:
             name = f"{name}.{seat.rank}"
         amounts = ray_resources(bundle)
+        cpus, gpus = amounts.pop("CPU", 0), amounts.pop("GPU", 0)
+        leaves_room = "num_cpus" in asked or "num_gpus" in asked
         options = {
-            **plain.actor_options(asked, seat),
-            "num_cpus": amounts.pop("CPU", 0),
-            "num_gpus": amounts.pop("GPU", 0),
+            **plain.actor_options(asked, seat, payload.runtime_env, order.mark),
+            "num_cpus": min(asked.get("num_cpus", cpus), cpus),
+            "num_gpus": min(asked.get("num_gpus", gpus), gpus),
             "memory": amounts.pop("memory", None),
             "resources": amounts,
             "lifetime": "detached",
             "max_restarts": 0,
-            "scheduling_strategy": await self._slots.strategy(
-                place, seat.pool, bool(asked.get("placement_group_capture_child_tasks", False))
-            ),
+            "scheduling_strategy": await self._slots.strategy(place, seat.pool, bool(asked.get(_CAPTURE, leaves_room))),
         }
-        maker, _ = await self._hosts.take(place.node, ())
+        maker, _ = await self._hosts.take(place.node, HostKind((), payload.runtime_env))
         left = deadline - time.monotonic()
         make = maker.handle.make.options(name=f"{seat.task}.make")
         facts = None
         try:
-            facts, why, fatal = await make.remote(
+            facts, why, fatal, trace = await make.remote(
                 self._controller, place.node, order, name, namespace or NAMESPACE, options, left
             )
         except RayError as died:
@@ -444,7 +502,8 @@ class Members:
         finally:
             await asyncio.shield(self._end_maker(maker, None if facts else seat))
         if facts is None:
-            raise StartError(why, fatal=fatal)
+            timed_out = not fatal and time.monotonic() >= deadline
+            raise StartError(why, fatal=fatal, timed_out=timed_out, trace=trace)
         member = _member({**facts, "seat": vars(seat)})
         taken.append(member)
         self._live[member.key] = member
@@ -487,6 +546,18 @@ class Members:
         for member in members:
             self._forget(member.key)
         await asyncio.gather(*(self._end_process(*member.key) for member in members))
+        await self._end_elsewhere(members)
+
+    async def _end_elsewhere(self, members: Sequence[Member]) -> None:
+        """End what members started in bundles on other nodes."""
+
+        async def end(node: str, mark: str) -> None:
+            with contextlib.suppress(UnreachableError):
+                await self._wardens.ask(node, "end_marked", mark, timeout_s=_END_S)
+
+        wide = [member for member in members if member.wide]
+        others = [(node, one.mark) for one in wide for node in self._wardens.nodes if node != one.node]
+        await asyncio.gather(*(end(*other) for other in others))
 
     async def _end_process(self, node: str, pid: int, born: float) -> None:
         with contextlib.suppress(UnreachableError):
@@ -553,8 +624,9 @@ async def _together(works: list[Coroutine[Any, Any, str]]) -> list[str]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _with(order: Order, devices: tuple[str, ...]) -> Order:
-    return Order(**{**vars(order), "devices": devices})
+def kept_name(member: Member) -> str:
+    """The name under which a node keeps the state of this very process: an id may begin a new life."""
+    return f"{member.pid}-{member.born:g}~{state_name(member.task, member.attempt, member.rank)}"
 
 
 def _member(record: dict[str, Any]) -> Member:
@@ -562,6 +634,7 @@ def _member(record: dict[str, Any]) -> Member:
     return Member(
         seat["task"], seat["attempt"], seat["rank"], seat["world"],
         record["kind"], record["actor"], record["namespace"], record["node"], record["pid"], record["born"],
+        record["mark"], seat["wide"],
     )  # fmt: skip
 
 

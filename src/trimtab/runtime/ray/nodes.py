@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from trimtab.fleet import node_events as news
 from trimtab.fleet.emptying import evict_after_s
+from trimtab.fleet.node_records import Node
 from trimtab.fleet.nodes import NodeMachine
 from trimtab.model.errors import InputError, TrimtabError
 from trimtab.model.fleet import NodeFacts, NodeState, NodeView
@@ -29,8 +30,10 @@ from trimtab.model.resources import GRAIN, NOTHING, Resources, total
 from trimtab.pool.events import Event, NodeCordoned, NodeEmptied, NodeJoined, NodeLost
 from trimtab.pool.machine import PoolMachine
 from trimtab.pool.records import Stand
-from trimtab.runtime.journal import NODE_EVENTS, Journal
+from trimtab.runtime.background import Background, describe
+from trimtab.runtime.journal import NODE_EVENTS, DamagedError, Journal
 from trimtab.runtime.ray import draining
+from trimtab.runtime.ray.environments import Environments, HostKind
 from trimtab.runtime.ray.links import Links, Place
 from trimtab.runtime.ray.members import Members
 
@@ -40,6 +43,7 @@ LOOK_EVERY_S = 0.3
 ANSWER_S = 30.0
 SNAPSHOT_EVERY = 5_000  # events
 LEAST_TICK_S = 0.01
+AGAIN_S = 1.0  # after an event on which the machine failed
 OUR_NAMES = {"CPU": "cpu", "GPU": "gpu"}
 KIND_LABELS = ("ray.io/accelerator-type",)
 IN_ORDER = (1, 3, 4)  # Ray's reasons for the end of a node that somebody meant: SIGTERM, drained
@@ -93,6 +97,7 @@ class World(Protocol):
     """What the watch needs of the controller."""
 
     machine: PoolMachine
+    environments: Environments
 
     def feed(self, event: Event) -> None:
         """Tell the machine; never raises."""
@@ -115,12 +120,12 @@ class NodeWatch:
     ) -> None:
         self._world = world
         self._members = members
+        self._background = members.background
         self._ray = ray
         self._on_lost = on_lost
         self._on_change = on_change
-        self.journal = Journal(directory, kinds=NODE_EVENTS, owner="nodes")
-        self.machine = _replayed(self.journal)
-        self._links = Links(self._tell_link, members.link_place, self.machine.policy.suspect_s)
+        self.journal, self.machine, self.set_aside = _opened(directory, members.background)
+        self._links = Links(self._tell_link, members.link_place, self.machine.policy.suspect_s, members.background)
         self.known: dict[str, NodeJoined] = {}
         self._raylets: dict[str, Place] = {}
         self._joining: dict[str, asyncio.Task[None]] = {}
@@ -172,18 +177,19 @@ class NodeWatch:
             log.info("%s was not taken: %s", type(event).__name__, fault.what)
         except Exception:
             log.exception("the machine of nodes failed on %s", event)
+            self._set_timer(not_before_s=AGAIN_S)
 
     def _tell_link(self, event: news.NodeEvent) -> None:
         if not self._stopped:
             self._feed(event)
 
-    def _set_timer(self) -> None:
+    def _set_timer(self, *, not_before_s: float = LEAST_TICK_S) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         deadline = self.machine.next_deadline()
         if deadline is not None and not self._stopped:
-            delay_s = min(3600.0, max(LEAST_TICK_S, deadline - self._world.now()))
+            delay_s = min(3600.0, max(not_before_s, deadline - self._world.now()))
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._feed, news.Tick())
 
     # ---- looking ----------------------------------------------------------------------------------------------
@@ -192,10 +198,7 @@ class NodeWatch:
         """Look, again and again."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            try:
-                await self.step()
-            except Exception:
-                log.exception("looking at nodes")
+            await self.step()
 
     async def step(self, *, wait: bool = False) -> None:
         """Look once. With `wait`, newcomers are joined on return."""
@@ -237,12 +240,18 @@ class NodeWatch:
         for node, joined in known.items():
             if node not in self.machine.nodes:
                 self._feed(news.NodeSeen(node, NodeFacts(joined.total, joined.labels), joined.outside))
-        for view in self.views():
-            if view.state is NodeState.draining and view.node in known:
-                self._empty(news.EmptyNode(view.node, view.deadline, view.reason))
-            elif view.state is NodeState.suspect and view.node in known:
-                self._close_node(view.node, view.reason.sentence)
+        for node in known:
+            if node in self.machine.nodes:
+                self._close_again(self.machine.nodes[node])
         self._set_timer()
+
+    def _close_again(self, record: Node) -> None:
+        """Have a node spared or emptied that is not, though it is to be."""
+        if record.state is NodeState.draining:
+            deadline = record.drain.deadline if record.drain is not None else None
+            self._empty(news.EmptyNode(record.id, deadline, record.reason))
+        elif record.state is NodeState.suspect:
+            self._close_node(record.id, record.reason.sentence)
 
     def _agree(self) -> None:
         """A controller that died between two machines left them apart: what the one of nodes says counts."""
@@ -254,6 +263,8 @@ class NodeWatch:
         for record in self.machine.nodes.values():
             if record.in_use and record.id not in self.known and record.id not in self._joining:
                 self._use(news.UseNode(record.id, record.facts, record.outside, record.reason))
+            elif record.id in self.known and record.id not in self._closed:
+                self._close_again(record)
 
     def close(self) -> None:
         """Stop looking."""
@@ -311,7 +322,7 @@ class NodeWatch:
             self._tell_pool(NodeJoined(node, one.facts.total, one.outside, one.facts.labels))
         elif node not in self._joining:
             self._released.discard(node)
-            self._joining[node] = asyncio.get_running_loop().create_task(self._join(node))
+            self._joining[node] = self._background.once(f"join node {node[:12]}", self._join(node))
 
     def _tell_pool(self, joined: NodeJoined) -> None:
         if self.known.get(joined.node) != joined:
@@ -331,7 +342,7 @@ class NodeWatch:
             await asyncio.sleep(LOOK_EVERY_S)
             known = self.machine.nodes.get(node)
             if known is not None and known.there:
-                self._joining[node] = asyncio.get_running_loop().create_task(self._join(node))
+                self._joining[node] = self._background.once(f"join node {node[:12]}", self._join(node))
             return
         finally:
             if self._joining.get(node) is asyncio.current_task():
@@ -343,13 +354,15 @@ class NodeWatch:
         if node in self._raylets:
             self._links.open(node, self._raylets[node])
 
-    def _expected(self) -> dict[tuple[str, ...], int]:
-        """Hosts that a node will need as soon as it is used, by what they import ahead."""
-        machine = self._world.machine
-        expected = {pool.spec.preload: pool.spec.hosts_each for pool in machine.pools.values() if pool.spec.hosts_each}
+    def _expected(self) -> dict[HostKind, int]:
+        """Hosts that a node will need as soon as it is used."""
+        machine, environments = self._world.machine, self._world.environments
+        pools = [pool.spec for pool in machine.pools.values()]
+        expected = {environments.kind(pool): pool.hosts_each for pool in pools if pool.hosts_each}
         waiting = next(iter(machine.queue()), None)
         if waiting is not None:
-            expected.setdefault(machine.pools[machine.tasks[waiting].spec.pool].spec.preload, 1)
+            pool = machine.pools[machine.tasks[waiting].spec.pool].spec
+            expected.setdefault(environments.task_kind(waiting, pool), 1)
         return expected
 
     def _close_node(self, node: str, why: str) -> None:
@@ -391,7 +404,7 @@ class NodeWatch:
         self._groups.pop(node, None)
         self._world.feed(NodeLost(node, one.reason.sentence))
         self._on_lost(node)
-        self._do_behind(self._members.node_lost(node))
+        self._do_behind(node, self._members.node_lost(node))
 
     def _release_empty(self, held: Mapping[str, Held]) -> None:
         """A drained node goes by itself once nothing is on it: wardens and warm hosts must not hold it up."""
@@ -401,16 +414,17 @@ class NodeWatch:
             if draining_ and node in self.known and node not in self._released and node not in held:
                 self._released.add(node)
                 self._links.quiet(node)
-                self._do_behind(self._members.node_left(node))
+                self._do_behind(node, self._members.node_left(node))
 
-    def _do_behind(self, work: Any) -> None:
+    def _do_behind(self, node: str, work: Any) -> None:
         async def done() -> None:
             try:
                 await asyncio.wait_for(work, ANSWER_S)
-            except (Exception, asyncio.TimeoutError) as fault:
-                log.warning("a node could not be left in order: %s", fault or type(fault).__name__)
+            except (TrimtabError, asyncio.TimeoutError) as fault:
+                log.warning("node %s could not be left in order: %s", node[:12], describe(fault))
+                self._released.discard(node)  # the next look tries again
 
-        task = asyncio.get_running_loop().create_task(done())
+        task = self._background.once(f"leave node {node[:12]}", done())
         self._behind.add(task)
         task.add_done_callback(self._behind.discard)
 
@@ -424,6 +438,20 @@ class NodeWatch:
                     groups.setdefault(node, []).append((group.id, group.stand))
                     bundles.setdefault(node, []).append(bundle)
         return {node: Held(tuple(groups[node]), total(bundles[node])) for node in groups}
+
+
+def _opened(directory: Path, background: Background) -> tuple[Journal, NodeMachine, str | None]:
+    """The journal of nodes, what it says, and, where it was damaged, where it was put: Ray knows its nodes as well."""
+    try:
+        journal = Journal(directory, kinds=NODE_EVENTS, owner="nodes", background=background)
+        return journal, _replayed(journal), None
+    except DamagedError as fault:
+        aside = directory.with_name(f"{directory.name}.damaged-{time.time_ns()}")
+        directory.rename(aside)
+        said = f"{fault.what} ({fault.where}): set aside as {aside}; drains asked for and the history of nodes are lost"
+        log.error(said)
+        journal = Journal(directory, kinds=NODE_EVENTS, owner="nodes", background=background)
+        return journal, _replayed(journal), said
 
 
 def _replayed(journal: Journal) -> NodeMachine:

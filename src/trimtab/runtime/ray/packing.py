@@ -16,11 +16,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trimtab.model.errors import InputError, nearest
+from trimtab.runtime.ray import environments, slot_view
 from trimtab.runtime.ray.members import Payload
 
-_DECIDED_BY_RESOURCES = ("num_cpus", "num_gpus", "memory", "resources")
+_DECIDED_BY_RESOURCES = ("memory", "resources")
 _DECIDED_BY_POOLS = ("scheduling_strategy", "placement_group", "placement_group_bundle_index", "get_if_exists")
-_SERVED_ANYWAY = ("namespace", "lifetime")  # detached is what everything is
+_SERVED_ANYWAY = (  # detached is what everything is
+    "namespace", "lifetime", "runtime_env", "placement_group_capture_child_tasks",
+)  # fmt: skip
 
 
 def packed(
@@ -34,9 +37,10 @@ def packed(
     ray_options: Mapping[str, Any] | None = None,
     plain: bool = False,
     namespace: str = "",
+    runtime_env: str = "",
     where: str = "the task",
 ) -> Payload:
-    """The payload of a task; InputError where it could never run."""
+    """The payload of a task; InputError where it could never run. `runtime_env` is the client's own, as JSON."""
     options = _checked_options(dict(ray_options or {}), where)
     user_class = class_of(kind, where)
     if run is not None and not callable(getattr(user_class, run, None)):
@@ -45,8 +49,10 @@ def packed(
             f"{user_class.__name__} has no method {run}", where=where, hint=f"did you mean {near}?" if near else None
         )
     why = why_plain(kind, user_class, options, plain)
+    asked = options.pop("runtime_env", None) or getattr(kind, "_default_options", {}).get("runtime_env")
+    environment = environments.overridden(runtime_env, asked)
     if why is not None:
-        options = {**options, "runtime_env": _with_own_paths(kind, options.get("runtime_env"))}
+        environment = _with_own_paths(environment)
     return Payload(
         actor=_pickled((kind, tuple(args), dict(kwargs or {})), f"{user_class.__name__} with its arguments", where),
         entry=run,
@@ -57,6 +63,7 @@ def packed(
         plain=why,
         namespace=str(options.get("namespace") or namespace),
         sys_path=own_paths(),
+        runtime_env=environments.text_of(environment),
     )
 
 
@@ -79,6 +86,8 @@ def why_plain(kind: Any, user_class: type, options: Mapping[str, Any], asked: bo
     beyond = sorted(name for name in options if name not in _SERVED_ANYWAY)
     if beyond:
         return f"a warm host cannot honour these Ray options: {', '.join(beyond)}"
+    if not slot_view.supported():
+        return "this version of Ray does not let a warm host show its slot"
     waits = sorted(name for name, member in inspect.getmembers(user_class) if _is_async(member))
     if waits:
         return f"it has async methods: {', '.join(waits[:3])}"
@@ -100,15 +109,14 @@ def own_paths() -> tuple[str, ...]:
     return tuple(dict.fromkeys(path for path in found if os.path.isdir(path) and not path.startswith(tuple(brought))))
 
 
-def _with_own_paths(kind: Any, asked: Any) -> dict[str, Any]:
+def _with_own_paths(environment: dict[str, Any]) -> dict[str, Any]:
     """The runtime environment of a plain actor, which unpacks its class before anybody could tell it where to look."""
-    environment = dict(asked or getattr(kind, "_default_options", {}).get("runtime_env") or {})
-    variables = dict(environment.get("env_vars") or {})
     paths = os.pathsep.join(own_paths())
-    if paths:
-        variables["PYTHONPATH"] = os.pathsep.join((variables.get("PYTHONPATH", "${PYTHONPATH}"), paths))
-        environment["env_vars"] = variables
-    return environment
+    if not paths:
+        return environment
+    variables = dict(environment.get("env_vars") or {})
+    variables["PYTHONPATH"] = os.pathsep.join((variables.get("PYTHONPATH", "${PYTHONPATH}"), paths))
+    return {**environment, "env_vars": variables}
 
 
 def _is_async(member: Any) -> bool:

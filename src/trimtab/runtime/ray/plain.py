@@ -19,6 +19,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from trimtab.runtime.ray import environments
 from trimtab.runtime.ray.host import (
     ControlDoor,
     Order,
@@ -31,6 +32,7 @@ from trimtab.runtime.ray.host import (
     said,
     seat_variables,
     set_surroundings,
+    user_trace,
     write_whole,
 )
 
@@ -43,17 +45,17 @@ _OWN_OPTIONS = (  # set here, by what the slot holds and the pool decides
 _tenancies: dict[int, Tenancy] = {}  # by the actor's object; in the actor's process there is one
 
 
-def actor_options(asked: dict[str, Any], seat: Seat) -> dict[str, Any]:
+def actor_options(asked: dict[str, Any], seat: Seat, runtime_env: str, mark: str) -> dict[str, Any]:
     """What of the user's options is Ray's to honour, and who the actor is, for its constructor to read."""
-    runtime_env = dict(asked.get("runtime_env") or {})
-    runtime_env["env_vars"] = {**seat_variables(seat), **(runtime_env.get("env_vars") or {})}
-    return {name: value for name, value in asked.items() if name not in _OWN_OPTIONS} | {"runtime_env": runtime_env}
+    theirs = {name: value for name, value in asked.items() if name not in _OWN_OPTIONS}
+    own = {"env_vars": {**seat_variables(seat), environments.MARK: mark}}
+    return {**theirs, "runtime_env": environments.overridden(runtime_env, own)}
 
 
 def make_actor(
     controller: str, node: str, order: Order, name: str, namespace: str, options: dict[str, Any], timeout_s: float
-) -> tuple[dict[str, Any] | None, str, bool]:
-    """Runs in a host on the member's node: its facts once it is constructed, or why not, and whether that is fatal."""
+) -> tuple[dict[str, Any] | None, str, bool, str]:
+    """Runs in a host on the member's node: its facts once it is constructed, or why not, if that is fatal, a trace."""
     import ray
 
     deadline = time.monotonic() + timeout_s
@@ -66,30 +68,30 @@ def make_actor(
         try:
             kind, args, kwargs = pickle.loads(order.actor)
         except BaseException as fault:
-            return None, f"its class could not be unpickled: {said(fault)}", True
+            return None, f"its class could not be unpickled: {said(fault)}", True, user_trace(fault)
         kind = kind if hasattr(kind, "options") else ray.remote(kind)
         try:
             actor = _named(kind.options(name=name, namespace=namespace, **options), args, kwargs, deadline)
         except Exception as fault:
-            return None, f"Ray refused the actor: {said(fault)}", True
+            return None, f"Ray refused the actor: {said(fault)}", True, user_trace(fault)
         serve = actor.__ray_call__.options(name=f"{order.seat.task}.start").remote(
             serve_in_actor, controller, node, order, name, namespace
         )
         try:
-            facts, fault_text = ray.get(serve, timeout=max(0.0, deadline - time.monotonic()))
+            facts, fault_text, trace = ray.get(serve, timeout=max(0.0, deadline - time.monotonic()))
         except ray.exceptions.GetTimeoutError:
-            return None, f"it was not constructed within {timeout_s:.3g} s", False
+            return None, f"it was not constructed within {timeout_s:.3g} s", False, ""
         except ray.exceptions.RayActorError as fault:
             return None, *_why_dead(fault)
         fault_text = fault_text or _restore_beside(where, facts, order, deadline)
         if fault_text:
-            return None, fault_text, True
+            return None, fault_text, True, trace
         if order.entry is not None:
             actor.__ray_call__.options(name=f"{order.seat.task}.{order.entry}").remote(enter)
             while not _ask(where, facts, {"do": "probe"}, deadline)["entered"]:  # for this process ends now
                 time.sleep(0.002)
         actor = None
-        return facts, "", False
+        return facts, "", False, ""
     finally:
         if actor is not None:
             _end(actor)
@@ -98,8 +100,8 @@ def make_actor(
 
 def serve_in_actor(
     actor: Any, controller: str, node: str, order: Order, name: str, namespace: str
-) -> tuple[dict[str, Any], str | None]:
-    """Runs in the actor: opens its control door and restores its state; gives its facts, and what went wrong."""
+) -> tuple[dict[str, Any], str | None, str]:
+    """Runs in the actor: opens its control door and restores its state; gives its facts, what went wrong, a trace."""
     tenancy = Tenancy()
     tenancy.seat, tenancy.order, tenancy.object = order.seat, order, actor
     with contextlib.suppress(RuntimeError):
@@ -112,8 +114,8 @@ def serve_in_actor(
             tenancy.restore()
             tenancy.phase = "ready"
     except BaseException as fault:
-        return door.facts, f"its state could not be restored: {said(fault)}"
-    return {**door.facts, "loop": tenancy.loop is not None}, None
+        return door.facts, f"its state could not be restored: {said(fault)}", user_trace(fault)
+    return {**door.facts, "loop": tenancy.loop is not None}, None, ""
 
 
 def enter(actor: Any) -> None:
@@ -175,14 +177,14 @@ def _end(actor: Any) -> None:
         ray.get(actor.__ray_ready__.remote(), timeout=10.0)
 
 
-def _why_dead(fault: Any) -> tuple[str, bool]:
-    """What Ray tells of an actor that did not come to life, and whether it would happen again."""
+def _why_dead(fault: Any) -> tuple[str, bool, str]:
+    """What Ray tells of an actor that did not come to life, whether it would happen again, and its traceback."""
     lines = str(fault).strip().splitlines()
     if "creation task" not in lines[0]:
-        return f"its process died while it was constructed: {lines[0]}", False
+        return f"its process died while it was constructed: {lines[0]}", False, ""
     frames = [index for index, line in enumerate(lines) if line.startswith("  File ")]
     raised = [line for line in lines[frames[-1] if frames else 1 :] if line.strip() and not line.startswith(" ")]
-    return f"its constructor raised: {raised[0].strip() if raised else lines[-1].strip()}", True
+    return f"its constructor raised: {raised[0].strip() if raised else lines[-1].strip()}", True, "\n".join(lines[1:])
 
 
 def _making(order: Order, name: str, namespace: str, node: str) -> dict[str, Any]:

@@ -9,11 +9,11 @@ journal itself is gone, what runs is asked what it is and taken up again, and it
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+from trimtab.model import plain
 from trimtab.model.codec import decode
 from trimtab.model.errors import TrimtabError
 from trimtab.model.pool import HOLDS_SLOTS, PoolSpec, State, TaskSpec
@@ -59,9 +59,9 @@ async def take_up_unknown(world: World, members: Members) -> str | None:
         if group is None or not group.intact or {one.rank for one in together} != set(range(seat.world)):
             continue
         try:
-            facts = json.loads(seat.facts)
+            facts = plain.loads(seat.facts)
             spec, pool = decode(TaskSpec, facts["spec"]), decode(PoolSpec, facts["pool"])
-        except (ValueError, KeyError, TypeError, TrimtabError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, TrimtabError):
             log.warning("task %s does not say what it is", task)
             continue
         pools[pool.name] = pool
@@ -87,6 +87,7 @@ async def reconcile(world: World, members: Members, deeds: Deeds, watch: NodeWat
     making = {one.group for one in before if isinstance(one, MakeGroup)}
     unowned = [one for one in groups.values() if one.group not in world.machine.groups or one.group in making]
     await _remove(members, unowned)
+    await deeds.collect_states()
     # From here on the machine learns; what it says is carried out at once.
     await watch.step(wait=True)
     _tell_lost_groups(world, groups)
@@ -122,7 +123,7 @@ def _take_up(
 
 
 def _whole(record: Task, found: Collection[Member]) -> bool:
-    return {member.rank for member in found} == set(range(len(record.spec.bundles)))
+    return {member.rank for member in found} == set(range(record.spec.processes))
 
 
 def _tell_lost_groups(world: World, seen: dict[str, GroupSeen]) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 from trimtab.model.pool import Place
 from trimtab.model.resources import Resources
 from trimtab.pool.events import MakeGroup
+from trimtab.runtime.background import describe
+from trimtab.runtime.ray.slot_view import Slot
 
 _RAY_NAMES = {"cpu": "CPU", "gpu": "GPU"}
 _REMOVE_WAIT_S = 30.0
@@ -90,6 +92,14 @@ class Slots:
             placement_group_capture_child_tasks=capture,
         )
 
+    async def view(self, place: Place, pool: str, held: Resources, world: int, capture: bool) -> Slot | None:
+        """A bundle as user code in a host is to see it; None where there is no such group."""
+        try:
+            handle = await self._handle(place.group, pool)
+        except GroupError:
+            return None
+        return Slot(handle.id.hex(), place.bundle if world > 1 else -1, ray_resources(held), capture)
+
     async def devices(self, place: Place, pool: str, held: Resources) -> tuple[str, ...]:
         """GPU ids of a bundle that holds so much; none where it has no GPU."""
         if not held.get("gpu"):
@@ -124,7 +134,7 @@ class Slots:
                 self._groups[wanted.group] = await making
             raise
         except Exception as fault:
-            raise GroupError(f"Ray refused it: {str(fault).strip().splitlines()[0]}") from fault
+            raise GroupError(f"Ray refused it: {describe(fault)}") from fault
         nodes = tuple(table["bundles_to_node_id"].get(index) for index in range(len(wanted.nodes)))
         if nodes != wanted.nodes:
             raise GroupError(f"Ray put it on {_short(nodes)} instead of {_short(wanted.nodes)}")

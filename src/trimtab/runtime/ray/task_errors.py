@@ -25,9 +25,13 @@ class TaskInterruptedError(TaskError):
 
 
 class TaskFailedError(TaskError):
-    """The task failed; `trace` is the traceback of its entry method, where that raised."""
+    """The task failed; `trace` is the traceback of its constructor or entry method, where that raised."""
 
     trace: str = ""
+
+    def __str__(self) -> str:
+        """What happened, and the traceback from the task's process."""
+        return f"{super().__str__()}\n\n{self.trace}".rstrip()
 
 
 class TaskCancelledError(TaskError):

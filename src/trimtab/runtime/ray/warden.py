@@ -1,14 +1,16 @@
 """One process per node that knows the members there by pid: tells them to stop, ends them for certain, sees them die.
 
-Everything it knows can be found again (records in the run directory, /proc), so it may be killed and made again at any
-time without losing a member. It never ends a process whose start time is not the one it was told, and it decides
-nothing. The controller's Members ask it.
+Everything it knows can be found again (records and saved states in the run directory, /proc), so it may be killed and
+made again at any time without losing a member. A state that a member saved is kept until the controller has
+acknowledged it (`drop`), for the one that asked for it may be dead by then. It never ends a process whose start time is
+not the one it was told, and it decides nothing. The controller's Members ask it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -21,8 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.model.errors import UnreachableError
+from trimtab.runtime.background import NEVER_GIVE_UP, Background, RestartPolicy
 from trimtab.runtime.ray import nvml
-from trimtab.runtime.ray.host import FRAME, born, frame, make_run_dir, stat
+from trimtab.runtime.ray.environments import MARK
+from trimtab.runtime.ray.host import FRAME, born, frame, make_run_dir, stat, write_whole
+from trimtab.runtime.ray.leases import ClientProcess, is_alive_here
 from trimtab.runtime.ray.links import Place, beat_forever
 
 log = logging.getLogger(__name__)
@@ -30,8 +35,9 @@ log = logging.getLogger(__name__)
 NAMESPACE = "trimtab"  # of Ray, where all that has no user's name is
 _POLL_S = 20.0
 EXIT_WAIT_S = 10.0  # for a killed process to vanish; more only where the kernel itself hangs
-_LEAVE_S = 0.1  # for a process to leave by itself, before it is killed
+_LEAVE_S = 3.0  # for a process to leave as Ray tells it, before it is killed
 _TIDY_AFTER_S = 600.0
+WATCH_POLICY = RestartPolicy(max_failures=None, max_backoff_s=5.0)
 _SLACK_S = 0.02  # what an answer within its time-out may be late by
 
 
@@ -46,10 +52,16 @@ class Warden:
         self._deaths: list[tuple[int, float]] = []
         self._news = asyncio.Event()
         self._watched: dict[tuple[int, float], asyncio.Task[None]] = {}
+        self._background = Background(WATCH_POLICY)
         self._link: tuple[asyncio.Server, Place] | None = None
+        self._stops: dict[tuple[int, float], asyncio.Task[tuple[str, bool, bytes | None, str]]] = {}  # under way
+        self._fence: asyncio.Task[None] | None = None
+        self._unwritten: dict[str, bytes] = {}  # saved states that this node's disk has no room for
 
     async def hello(self) -> dict[str, Any]:
         """Facts of this node."""
+        if self._fence is None:
+            self._fence = asyncio.create_task(self._end_with_raylet(os.getppid()))
         if self._link is None:
             self._link = await beat_forever(_address())
         facts = {"epoch": self._epoch, "pid": os.getpid(), "born": born(os.getpid()), "cores": os.cpu_count() or 1}
@@ -59,7 +71,8 @@ class Warden:
         """Report when these die; at once, where they have."""
         for pid, start in processes:
             if (pid, start) not in self._watched:
-                self._watched[pid, start] = asyncio.create_task(self._watch(pid, start))
+                watch = functools.partial(self._watch, pid, start)
+                self._watched[pid, start] = self._background.start(f"process {pid}", watch)
 
     async def deaths(self, epoch: str, known: int, wait_s: float) -> tuple[str, list[tuple[int, float]]]:
         """Deaths after the first `known` ones of this epoch, as soon as there are any, or none after the wait."""
@@ -84,11 +97,27 @@ class Warden:
                     self._forget(record["pid"])
         return found
 
+    async def process_alive(self, process: ClientProcess) -> bool | None:
+        """Whether a client's process is alive; None where that cannot be seen from here."""
+        return is_alive_here(process)
+
     async def stop(
-        self, pid: int, start: float, tell_s: float, notice: bool, save_s: float, path: str | None
+        self, pid: int, start: float, tell_s: float, notice: bool, save_s: float, path: str | None, keep_as: str
     ) -> tuple[str, bool, bytes | None, str]:
-        """Tell it, save it, end it: how `cancel` went, whether its state is saved, the state, a note."""
-        cancel, saved, state, notes = "not called", False, None, []
+        """Tell it, save it, end it: how `cancel` went, whether its state is saved, the state, a note.
+
+        Asked again (by the next controller, of the next warden) it is stopped once. The state is kept as `keep_as`.
+        """
+        key = (pid, start)
+        if key not in self._stops:
+            self._stops[key] = asyncio.create_task(self._stop(pid, start, tell_s, notice, save_s, path, keep_as))
+            self._stops[key].add_done_callback(lambda _: self._stops.pop(key, None))
+        return await asyncio.shield(self._stops[key])
+
+    async def _stop(
+        self, pid: int, start: float, tell_s: float, notice: bool, save_s: float, path: str | None, keep_as: str
+    ) -> tuple[str, bool, bytes | None, str]:
+        cancel, state, saved, notes = "not called", b"", False, []
         if tell_s > 0:
             answer, _ = await self._ask(pid, start, tell_s, {"do": "tell", "notice": notice, "seconds": tell_s})
             cancel = answer["word"]
@@ -98,8 +127,32 @@ class Warden:
             saved = answer["word"] == "returned"
             if answer["word"] in ("raised", "timed out"):
                 notes.append(f"save() {answer['word']}: {answer.get('note', '')}".rstrip(": "))
+            if saved and state:
+                await asyncio.to_thread(self._keep, keep_as, state)
         notes.append(await self.end(pid, start))
-        return cancel, saved, state if saved and path is None else None, "; ".join(note for note in notes if note)
+        if not saved and (kept := await self.kept_state(keep_as)) is not None:  # for one that asked before
+            saved, state = True, kept
+        return cancel, saved, state or None, "; ".join(note for note in notes if note)
+
+    async def kept(self) -> list[str]:
+        """The states that were saved here and that no controller has acknowledged."""
+        return sorted({*(path.name for path in self._where.glob("*.state")), *self._unwritten})
+
+    async def kept_state(self, name: str) -> bytes | None:
+        """One of them."""
+        if name in self._unwritten:
+            return self._unwritten[name]
+        try:
+            return await asyncio.to_thread((self._where / name).read_bytes)
+        except FileNotFoundError:
+            return None
+
+    def _keep(self, name: str, state: bytes) -> None:
+        try:
+            write_whole(self._where / name, state, durable=False)  # it is to outlive processes, not the machine
+        except OSError as fault:
+            log.error("the state %s is kept in memory: %s: %s", name, self._where, fault.strerror)
+            self._unwritten[name] = state
 
     async def turn(self, pid: int, start: float, do: str, timeout_s: float) -> tuple[str, str]:
         """Have it park or unpark: returned, raised, timed out or not called, and a note."""
@@ -133,14 +186,17 @@ class Warden:
         task = self._watched.pop((pid, start), None)
         if task is not None:
             task.cancel()
-        devices = self._devices(pid)
+        record = self._record(pid)
+        devices, mark = record.get("devices", []), record.get("mark", "")
         family = _family(pid) if born(pid) == start else _orphans(pid)
-        await self._ask(pid, start, _LEAVE_S, {"do": "exit"})
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(_leave(pid, start, record), _LEAVE_S)
         try:
             await asyncio.gather(_kill(pid, start), *(_kill(one, since) for one, since in family))
             await _reaped(pid, start)
             for one, since in _orphans(pid):  # what was started while it was being killed
                 await _kill(one, since)
+            family += await _end_marked(mark)
             if devices:
                 await _gpus_released({pid, *(one for one, _ in family)})
         except asyncio.TimeoutError:
@@ -148,19 +204,41 @@ class Warden:
         self._forget(pid)
         return ""
 
+    async def end_marked(self, mark: str) -> None:
+        """Kill all that a member started on this node, through Ray or not."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await _end_marked(mark)
+
     async def drop(self, file: str) -> None:
-        """Remove a record that stands for no process any more."""
+        """Remove a record that stands for no process any more, or a state that the controller has."""
+        self._unwritten.pop(file, None)
         (self._where / file).unlink(missing_ok=True)
 
     async def leave(self) -> None:
         """Remove everything this controller keeps on the node; its processes have been ended."""
         shutil.rmtree(self._where, ignore_errors=True)
 
+    async def _end_with_raylet(self, raylet: int) -> None:
+        """When the raylet is gone, so is the node: end every process here, then this one, which the controller hears.
+
+        Ray's own processes notice it a second or two later; by then their tasks may have begun elsewhere.
+        """
+        await _exited(raylet, born(raylet) or 0.0, None)
+        for task in self._watched.values():
+            task.cancel()  # a node that is lost, not processes that died
+        there = [(one["pid"], one["born"]) for one in await self.records() if "pid" in one]
+        families = [one for pid, _ in there for one in _family(pid)]
+        await asyncio.gather(*(_kill(pid, start) for pid, start in (*there, *families)), return_exceptions=True)
+        os._exit(1)
+
     async def _watch(self, pid: int, start: float) -> None:
         await _exited(pid, start, None)
         await _reaped(pid, start)
-        for one, since in _orphans(pid):
-            await _kill(one, since)
+        killed = await asyncio.gather(*(_kill(*one) for one in _orphans(pid)), return_exceptions=True)
+        for fault in killed:
+            if fault is not None:  # the death is told all the same
+                log.error("a process of the group of %d could not be ended: %r", pid, fault)
+        await self.end_marked(self._record(pid).get("mark", ""))
         self._forget(pid)
         self._deaths.append((pid, start))
         self._watched.pop((pid, start), None)
@@ -189,11 +267,13 @@ class Warden:
         finally:
             writer.close()
 
-    def _devices(self, pid: int) -> list[str]:
+    def _record(self, pid: int) -> dict[str, Any]:
+        """What a process said of itself, also when it is gone."""
         try:
-            return list(json.loads((self._where / f"{pid}.json").read_text())["devices"])
-        except (OSError, ValueError, KeyError):
-            return []
+            record: dict[str, Any] = json.loads((self._where / f"{pid}.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return record
 
     def _forget(self, pid: int) -> None:
         for suffix in (".json", ".sock"):
@@ -232,17 +312,40 @@ def _tidy(place: Path) -> None:
     for left in place.iterdir():
         with contextlib.suppress(OSError, ValueError, KeyError):
             records = [json.loads(path.read_text()) for path in left.glob("[0-9]*.json")]
-            if time.time() - left.stat().st_mtime > _TIDY_AFTER_S and not any(
+            if time.time() - left.lstat().st_mtime > _TIDY_AFTER_S and not any(
                 born(record["pid"]) == record["born"] for record in records
             ):
                 shutil.rmtree(left, ignore_errors=True)
+
+
+async def _leave(pid: int, start: float, record: dict[str, Any]) -> None:
+    """Have Ray end an actor's process, so that it does not speak of a crash; one that is stopped could not hear it."""
+    if born(pid) == start and record.get("id") and not _is_stopped(pid):
+        await asyncio.to_thread(_end_actor, record)
+        await _exited(pid, start, None)
+
+
+def _end_actor(record: dict[str, Any]) -> None:
+    import ray
+
+    with contextlib.suppress(ValueError, ray.exceptions.RayError):  # Ray has forgotten it
+        actor = ray.get_actor(record["actor"], record["namespace"])
+        if actor._actor_id.hex() == record["id"]:  # else another has its name by now
+            ray.kill(actor)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False
 
 
 async def _kill(pid: int, start: float) -> None:
     """SIGKILL, through a handle on this very process, and wait until it is gone."""
     try:
         handle = os.pidfd_open(pid)
-    except OSError:
+    except ProcessLookupError:
         return
     try:
         if born(pid) == start:
@@ -257,7 +360,7 @@ async def _exited(pid: int, start: float, timeout_s: float | None) -> None:
     """Wait until this process has exited."""
     try:
         handle = os.pidfd_open(pid)
-    except OSError:
+    except ProcessLookupError:
         return
     try:
         if born(pid) == start:
@@ -307,6 +410,26 @@ def _orphans(pid: int) -> list[tuple[int, float]]:
     return [(one, start) for one, (_, group, start) in _processes().items() if group == pid]
 
 
+async def _end_marked(mark: str) -> list[tuple[int, float]]:
+    """Kill every process with this mark in its environment, and what those started meanwhile; which they were."""
+    ended: list[tuple[int, float]] = []
+    deadline = time.monotonic() + EXIT_WAIT_S
+    while mark and (marked := await asyncio.to_thread(_marked, mark)) and time.monotonic() < deadline:
+        await asyncio.gather(*(_kill(*one) for one in marked))
+        ended += marked
+    return ended
+
+
+def _marked(mark: str) -> list[tuple[int, float]]:
+    line = f"{MARK}={mark}".encode()
+    found = []
+    for pid in [int(one) for one in os.listdir("/proc") if one.isdecimal()]:
+        with contextlib.suppress(OSError):  # gone, or another user's
+            if line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") and (start := born(pid)) is not None:
+                found.append((pid, start))
+    return found
+
+
 async def _gpus_released(pids: set[int]) -> None:
     """Wait (a little) until the driver lists none of these processes."""
     deadline = time.monotonic() + EXIT_WAIT_S
@@ -320,9 +443,10 @@ async def _gpus_released(pids: set[int]) -> None:
 class Wardens:
     """The wardens of a controller: made where a node joins, made again where one died, asked with a deadline."""
 
-    def __init__(self, controller: str, on_death: Callable[[str, int, float], None]) -> None:
+    def __init__(self, controller: str, on_death: Callable[[str, int, float], None], background: Background) -> None:
         self._controller = controller
         self._on_death = on_death
+        self._background = background
         self._actors: dict[str, Any] = {}  # node -> handle; nodes that joined and are not lost
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._watched: dict[str, set[tuple[int, float]]] = {}
@@ -345,7 +469,9 @@ class Wardens:
             self.lost(node)
             raise
         if node in self._actors and node not in self._polls:
-            self._polls[node] = asyncio.create_task(self._poll(node))
+            self._polls[node] = self._background.start(
+                f"deaths on node {node[:12]}", lambda: self._poll(node), policy=NEVER_GIVE_UP
+            )
         return True
 
     def lost(self, node: str) -> None:
@@ -411,6 +537,16 @@ class Wardens:
         known = self.facts.get(node)
         return None if known is None else (str(known["link"][0]), int(known["link"][1]))
 
+    async def process_alive(self, process: ClientProcess | None) -> bool | None:
+        """Whether a client's process is alive; None where its node does not say."""
+        if process is None:
+            return None
+        try:
+            alive: bool | None = await self.ask(process.node, "process_alive", process, timeout_s=5.0)
+        except UnreachableError:
+            return None
+        return alive
+
     async def close(self) -> None:
         """End all wardens, and what they keep on their nodes."""
         await asyncio.gather(*(self.leave(node) for node in self.nodes))
@@ -454,10 +590,10 @@ class Wardens:
         while node in self._actors:
             try:
                 answered, deaths = await self.ask(node, "deaths", epoch, known, _POLL_S, timeout_s=_POLL_S + 10.0)
-                if answered != epoch:
-                    epoch, known = answered, 0
+                if answered != epoch:  # another one: it knows what to watch before its count is believed
                     self.facts[node] = await self.ask(node, "hello", timeout_s=30.0)
                     await self.ask(node, "watch", list(self._watched.get(node, ())), timeout_s=30.0)
+                    epoch, known = answered, 0
             except UnreachableError:
                 await self.renew(node)  # it may hang; a fresh one will not
                 await asyncio.sleep(1.0)

@@ -68,12 +68,9 @@ class Asked:
         if not self.workers or self.workers[-1] != worker:
             self.workers.append(worker)
         if taken_back and self.chunks is not None:
-            self.given = self.before
             self._give(Chunk(self.index, restarted=True))
-            if resumed:  # what stands is given out anew
-                kept_logprobs = tuple(self.logprobs) if self.params.logprobs is not None else None
-                best = tuple(self.best) if self.params.logprobs else None
-                self._give(Chunk(self.index, tuple(self.ids), kept_logprobs, best, self.before))
+            self.given = ""
+            self.give_all()  # what stands is given out anew
 
     def take(self, piece: Piece) -> None:
         """More of it."""
@@ -90,6 +87,14 @@ class Asked:
         if self.chunks is not None and (piece.token_ids or piece.text):
             self.given += piece.text or ""
             self._give(Chunk(self.index, piece.token_ids, piece.logprobs, piece.best, piece.text or ""))
+
+    def give_all(self) -> None:
+        """All that there is, to a client that streams and has none of it."""
+        if self.chunks is not None and (self.ids or self.before):
+            self.given = self.text
+            logprobs = tuple(self.logprobs) if self.params.logprobs is not None else None
+            best = tuple(self.best) if self.params.logprobs else None
+            self._give(Chunk(self.index, tuple(self.ids), logprobs, best, self.given))
 
     def give_rest(self) -> None:
         """Text that an engine held back when it was cut is given out now, where it goes on from what was given."""

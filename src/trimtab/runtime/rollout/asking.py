@@ -131,7 +131,7 @@ class Asking:
         asked: list[Asked] = []
         try:
             how = (class_, group, version, at_least, spans, key, deadline_s)
-            asked += self._ask_all(ids, params, chunks, *how)
+            asked += self._ask_all(ids, params, range(params.n), chunks, *how)
             gate = _Gate(asked) if restarts == "hold" else None
             left = len(asked)
             while left:
@@ -155,19 +155,21 @@ class Asking:
         spans: bool = True,
         key: str = "",
         deadline_s: float | None = None,
+        samples: Sequence[int] | None = None,
     ) -> list[Asked]:
         """Ask without waiting: `await one.answered` for each of the n samples, `cancel(one.spec.id)` ends it.
 
-        Raises RefusedError, with none of them asked, where the queue is full.
+        Raises RefusedError, with none of them asked, where the queue is full. `samples`: only these of the n.
         """
         self._require_running()
-        ids = checked_prompt(prompt, "prompt")
-        return self._ask_all(ids, params, None, class_, group, version, at_least, spans, key, deadline_s)
+        ids, which = checked_prompt(prompt, "prompt"), range(params.n) if samples is None else samples
+        return self._ask_all(ids, params, which, None, class_, group, version, at_least, spans, key, deadline_s)
 
     def _ask_all(
         self,
         prompt: tuple[int, ...],
         params: SamplingParams,
+        samples: Sequence[int],
         chunks: asyncio.Queue[Chunk] | None,
         class_: str,
         group: str,
@@ -180,7 +182,7 @@ class Asking:
         group = group or (f"p{next(self._numbers)}" if params.n > 1 else "")
         asked: list[Asked] = []
         try:
-            for index in range(params.n):
+            for index in samples:
                 own = key if params.n == 1 or not key else f"{key}/{index}"
                 one = self._ask(prompt, params, index, chunks, class_, group, version, at_least, spans, own, deadline_s)
                 asked.append(one)

@@ -1,10 +1,11 @@
 """The machine with its clock: events go in here one after another, instructions come out to whoever carries them out.
 
 One event loop, one core. `tell` is the only way to the machine; it never waits and is never entered twice, because
-whoever carries an instruction out begins a task or calls back later. News of tokens is many times more frequent than
-anything else, so it is gathered: the machine hears of an attempt's tokens at once when they are the first, and at most
-every `TOLD_EVERY_S` after that; before any other event it is brought up to date, so that nothing is decided on old
-counts.
+whoever carries an instruction out begins a task or calls back later. An instruction that raises drops neither those
+after it nor the timer: it is logged and counted, and ends in the event that says so. News of tokens is many times more
+frequent than anything else, so it is gathered: the machine hears of an attempt's tokens at once when they are the
+first, and at most every `TOLD_EVERY_S` after that; before any other event it is brought up to date, so that nothing is
+decided on old counts.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from typing import Any, TypeVar
 from trimtab.fleet import rollout_events as e
 from trimtab.fleet.rollout import RolloutMachine
 from trimtab.model.errors import InputError, nearest
-from trimtab.model.reason import Reason
-from trimtab.model.rollout import WorkerSpec
+from trimtab.model.reason import Code, Reason
+from trimtab.model.rollout import End, WorkerSpec
+from trimtab.runtime.background import Background, describe
 from trimtab.runtime.engines.engine import Engine, EngineLoad, EngineState
 from trimtab.runtime.rollout.asked import Asked
 from trimtab.runtime.rollout.launcher import Launcher
@@ -32,6 +34,7 @@ TOLD_EVERY_S = 0.25
 LEAST_WAIT_S = 0.001
 WARNINGS_KEPT = 100
 FAILED_KEPT = 20
+TICK_AGAIN_S, TICK_AGAIN_MAX_S = 0.1, 30.0  # after a tick that failed
 
 T = TypeVar("T")
 Listener = Callable[[Any, float], None]
@@ -44,6 +47,7 @@ class Hand:
     spec: WorkerSpec
     engine: Engine | None = None  # None: not started
     url: str = ""
+    addresses: frozenset[tuple[str, int]] = frozenset()  # what `url` leads to, where it was attached
     launcher: Launcher | None = None
     node: str = ""
     note: str = ""  # what is odd about it
@@ -84,10 +88,11 @@ class Core:
     attempts: dict[tuple[str, int], Attempt] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
-    warnings: deque[tuple[float, str, str]] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
+    warnings: deque[tuple[float, str, str, Code | None]] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
     failed: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=FAILED_KEPT))
     listeners: list[Listener] = field(default_factory=list)
     handlers: dict[type, Callable[[Any], None]] = field(default_factory=dict)
+    background: Background = field(default_factory=lambda: Background(prefix="rollout"))
     a_token: int = 1  # one that the engines know, for probes
     closing: bool = False
 
@@ -98,6 +103,7 @@ class Core:
         self._timer_at: float | None = None
         self._news: list[asyncio.Future[None]] = []
         self._telling = False
+        self._ticks_failed = 0  # one after another
 
     # ---- events and instructions -----------------------------------------------------------------------------------
 
@@ -113,17 +119,48 @@ class Core:
         try:
             now = self.clock()
             instructions = self.machine.handle(event, now)
-            for listener in self.listeners:
-                listener(event, now)
+            self._listened(event, now)
             for instruction in instructions:
-                for listener in self.listeners:
-                    listener(instruction, now)
-                self.handlers[type(instruction)](instruction)
+                self._listened(instruction, now)
+                try:
+                    self.handlers[type(instruction)](instruction)
+                except Exception as error:
+                    self._not_done(instruction, error)
         finally:
             self._telling = False
-        self._arm()
+            self._arm()
         if self._news:
             self.stir()
+
+    def _listened(self, what: Any, now: float) -> None:
+        for listener in self.listeners:
+            try:
+                listener(what, now)
+            except Exception as error:  # noqa: PERF203 - the machine goes on whatever its listeners do
+                if not self.counters["listeners_failed"]:
+                    log.exception("a listener of the rollout pool failed")
+                    self.warn("", f"a listener failed: {describe(error)}")
+                self.counters["listeners_failed"] += 1
+
+    def _not_done(self, instruction: Any, error: Exception) -> None:
+        """An instruction raised: what waits for its outcome gets one. A cut has a deadline in the machine."""
+        why = f"{type(instruction).__name__} could not be carried out: {describe(error)}"
+        log.error("%s", why, exc_info=error)
+        self.counters["instructions_failed"] += 1
+        self.warn(getattr(instruction, "worker", ""), why)
+        if isinstance(instruction, e.Act):
+            self.soon(e.ActFailed(instruction.worker, instruction.attempt, why))
+        elif isinstance(instruction, e.Send):
+            self.attempts.pop((instruction.request, instruction.attempt), None)
+            self.soon(e.Broke(instruction.request, instruction.attempt, 0, why))
+        elif isinstance(instruction, (e.Answer, e.Refuse)):
+            self.fail_client(instruction.request, why)
+
+    def fail_client(self, request: str, why: str) -> None:
+        """Answer a client with a failure, where it still waits."""
+        asked = self.asked.pop(request, None)
+        if asked is not None:
+            asked.answer(End.failed, (), Reason(Code.faulty, why))
 
     def stir(self) -> None:
         """Whoever waits for something looks again."""
@@ -134,7 +171,11 @@ class Core:
 
     def soon(self, event: e.RolloutEvent) -> None:
         """Tell it once the current event is through."""
-        asyncio.get_running_loop().call_soon(self.tell, event)
+        asyncio.get_running_loop().call_soon(self._told_later, event)
+
+    def _told_later(self, event: e.RolloutEvent) -> None:
+        if not self.closing:
+            self.tell(event)
 
     def tokens_came(self, attempt: Attempt) -> None:
         """An attempt made tokens; told at once or soon."""
@@ -176,8 +217,20 @@ class Core:
 
     def _tick(self) -> None:
         self._timer, self._timer_at = None, None
-        if not self.closing:
+        if self.closing:
+            return
+        try:
             self.tell(e.Tick())
+        except Exception:
+            log.exception("a tick of the rollout pool failed")
+            self.counters["ticks_failed"] += 1
+            again_s = min(TICK_AGAIN_MAX_S, TICK_AGAIN_S * 2.0 ** min(self._ticks_failed, 20))
+            self._ticks_failed += 1
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_later(again_s, self._tick)
+        else:
+            self._ticks_failed = 0
 
     async def until(self, true: Callable[[], bool], within_s: float | None) -> bool:
         """Wait until it is so, looking whenever something happened. Whether it came to be."""
@@ -211,6 +264,7 @@ class Core:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s failed", task.get_name(), exc_info=error)
+            self.counters["tasks_failed"] += 1
             self.warn("", f"{task.get_name()} failed: {error!r}")
 
     async def end_tasks(self) -> None:
@@ -222,14 +276,15 @@ class Core:
         tasks = [one for one in self._tasks if one is not current]
         for one in tasks:
             one.cancel()
+        await self.background.close()
         if tasks:
             await asyncio.wait(tasks, timeout=10.0)
 
     # ---- words -----------------------------------------------------------------------------------------------------
 
-    def warn(self, worker: str, sentence: str) -> None:
+    def warn(self, worker: str, sentence: str, code: Code | None = None) -> None:
         """Somebody should know."""
-        self.warnings.append((self.clock(), worker, sentence))
+        self.warnings.append((self.clock(), worker, sentence, code))
         log.warning("%s%s", f"{worker}: " if worker else "", sentence)
 
     def hand(self, worker: str) -> Hand:

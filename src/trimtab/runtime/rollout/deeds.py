@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,11 +17,14 @@ from trimtab.fleet import rollout_events as e
 from trimtab.model.errors import InfeasibleError, TrimtabError
 from trimtab.model.reason import Code
 from trimtab.model.rollout import Verb
+from trimtab.runtime.background import describe
 from trimtab.runtime.engines.engine import Engine, EngineError, GenerateOrder, Pause, Refit
 from trimtab.runtime.engines.engine import Verb as Offers
 from trimtab.runtime.engines.memory import sleep_and_look
 from trimtab.runtime.rollout.core import Core, Hand
 from trimtab.runtime.rollout.flights import number_of
+
+log = logging.getLogger("trimtab.rollout")
 
 SPARE_SHARE = 0.95
 """Of the time that a deed has: so that its own failure is told before the machine gives it up."""
@@ -47,6 +51,11 @@ class Deeds:
         # What is to be done when a worker has an engine, or has none any more; set by the pool.
         self.on_engine: Callable[[str], None] = lambda worker: None
 
+    def is_doing(self, worker: str) -> bool:
+        """Whether something is being done to it."""
+        task = self._doing.get(worker)
+        return task is not None and not task.done()
+
     def _act(self, act: e.Act) -> None:
         before = self._doing.get(act.worker)
         if before is not None:
@@ -59,15 +68,16 @@ class Deeds:
         if before is not None and not before.done():
             await asyncio.wait({before}, timeout=max(0.0, act.deadline - core.clock()))
         try:
-            hand = core.hands[act.worker]
+            hand = core.hand(act.worker)
             left_s = max(0.0, SPARE_SHARE * (act.deadline - core.clock()))
             done: Any = await asyncio.wait_for(self._verbs[act.verb](hand, act), left_s)
         except asyncio.TimeoutError:
             done = e.ActFailed(act.worker, act.attempt, f"it took more than {left_s:.3g} s")
         except (TrimtabError, OSError) as error:
             done = e.ActFailed(act.worker, act.attempt, getattr(error, "what", None) or str(error))
-        except KeyError:
-            done = e.ActFailed(act.worker, act.attempt, "it is gone")
+        except Exception as error:
+            log.exception("%s of %s failed", act.verb.value, act.worker)
+            done = e.ActFailed(act.worker, act.attempt, describe(error))
         if self._doing.get(act.worker) is asyncio.current_task():
             del self._doing[act.worker]
         core.tell(done)

@@ -236,9 +236,14 @@ class Flights:
 
 def copied(first: Asked, to: Asked) -> None:
     """The answer of a request to another that has the same key."""
-    to.ids, to.logprobs, to.best = list(first.ids), list(first.logprobs), list(first.best)
+    tokens = len(first.ids)
+    to.ids = list(first.ids)
+    # The first may have been asked without them: each token has a place all the same.
+    to.logprobs = list(first.logprobs) if len(first.logprobs) == tokens else [None] * tokens
+    to.best = list(first.best) if len(first.best) == tokens else [()] * tokens
     to.before, to.texts, to.missing, to.stopped_by = first.text, [], first.missing, first.stopped_by
     to.workers, to.moves, to.restarts = list(first.workers), first.moves, first.restarts
+    to.give_all()
 
 
 def number_of(version: str | None) -> int | None:

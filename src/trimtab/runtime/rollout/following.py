@@ -95,4 +95,4 @@ class NodeFollower:
             finally:
                 del self._leaving[worker]
 
-        self._leaving[worker] = asyncio.get_running_loop().create_task(go(), name=f"rollout-remove-{worker}")
+        self._leaving[worker] = self._launcher.background.once(f"remove {worker}", go())

@@ -77,6 +77,10 @@ class Leases:
         finally:
             self._waiting.pop(spec.id, None)
 
+    def is_lease(self, request: str) -> bool:
+        """Whether a request of the machine's is a lease, held or waited for."""
+        return request in self._waiting or request in self._held
+
     def release(self, lease: Lease, tokens: int) -> None:
         """Its place is free."""
         if self._held.pop(lease.id, None) is not None:

@@ -24,7 +24,7 @@ from trimtab.fleet.rollout import STATIC, RolloutMachine
 from trimtab.fleet.scaling import Taker
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.errors import InputError, UnreachableError
-from trimtab.model.reason import Chapter
+from trimtab.model.reason import Chapter, Code
 from trimtab.model.rollout import (
     InFlight,
     Membership,
@@ -35,17 +35,19 @@ from trimtab.model.rollout import (
     WorkerState,
     WorkerView,
 )
+from trimtab.runtime.background import Background
 from trimtab.runtime.engines.detect import attach as attach_engine
 from trimtab.runtime.engines.engine import Deadlines, Engine
 from trimtab.runtime.engines.engine import Verb as Offers
-from trimtab.runtime.engines.wire import open_session
-from trimtab.runtime.journal import ROLLOUT_EVENTS, Journal
+from trimtab.runtime.engines.wire import addresses, open_session
 from trimtab.runtime.rollout.asking import Asking
 from trimtab.runtime.rollout.core import Core, Hand, Listener
 from trimtab.runtime.rollout.deeds import Deeds
 from trimtab.runtime.rollout.flights import Flights, number_of
+from trimtab.runtime.rollout.journaling import PoolJournal
 from trimtab.runtime.rollout.launcher import Launcher
 from trimtab.runtime.rollout.leases import Leases
+from trimtab.runtime.rollout.reconcile import Reconciler
 from trimtab.runtime.rollout.refits import Refits, RefitSession
 from trimtab.runtime.rollout.showing import status
 from trimtab.runtime.rollout.watch import Watch
@@ -61,6 +63,7 @@ class RolloutPool(Asking):
         *,
         journal: str | Path | None = None,
         look_s: float = 1.0,
+        reconcile_s: float = 5.0,
         deadlines: Deadlines | None = None,
         gpus_of: Callable[[str], tuple[int, ...]] | None = None,
     ) -> None:
@@ -72,10 +75,11 @@ class RolloutPool(Asking):
         self._deeds.on_engine = self._has_engine
         self._refits = Refits(core)
         self._watch = Watch(core, look_s)
+        self._reconciler = Reconciler(core, reconcile_s, self._deeds.is_doing, self._leases.is_lease)
         core.handlers |= {e.TellStep: lambda told: None, e.Warn: self._warned}
         self._deadlines = deadlines
         self._journal_at = None if journal is None else Path(journal)
-        self._journal: Journal | None = None
+        self._journal: PoolJournal | None = None
         self._session: aiohttp.ClientSession | None = None
 
     # ---- life --------------------------------------------------------------------------------------------------------
@@ -86,11 +90,10 @@ class RolloutPool(Asking):
             return
         self._session = open_session()
         if self._journal_at is not None:
-            self._journal = Journal(self._journal_at, kinds=ROLLOUT_EVENTS, owner="rollout pool")
-            self._journal.snapshot(self._core.clock(), self._core.machine.dump())
-            self._core.listeners.append(self._write_down)
+            self._journal = await PoolJournal.begin(self._core, self._journal_at)
         self._running = True
         self._core.closing = False
+        self.background.start("reconcile", self._reconciler.run)
         self._core.tell(e.Tick())
 
     async def stop(self, drain_s: float = 0.0) -> None:
@@ -147,7 +150,10 @@ class RolloutPool(Asking):
         name = name or url.partition("://")[2].rstrip("/") or url
         if name in self._core.hands:
             raise InputError(f"there is a worker {name} already", hint="remove it first, or give this one another name")
+        there = await addresses(url)
+        self._require_new(url, there)
         engine, dialect = await attach_engine(name, url, self._session, self._deadlines)
+        self._require_new(url, there)  # others may have attached it meanwhile
         spec = WorkerSpec(
             name,
             limit=limit,
@@ -156,10 +162,26 @@ class RolloutPool(Asking):
             can_pause=Offers.pause in engine.verbs,
             node=node,
         )
-        return await self.add_engine(engine, spec, version=version, url=url, note=dialect.note)
+        return await self.add_engine(engine, spec, version=version, url=url, note=dialect.note, addresses=there)
+
+    def worker_at(self, there: frozenset[tuple[str, int]]) -> str | None:
+        """The worker that was attached by a URL that leads to one of these addresses (`engines.wire.addresses`)."""
+        return next((name for name, hand in self._core.hands.items() if hand.addresses & there), None)
+
+    def _require_new(self, url: str, there: frozenset[tuple[str, int]]) -> None:
+        known = self.worker_at(there)
+        if known is not None:
+            raise InputError(f"{url} is worker {known} already", hint="remove it first")
 
     async def add_engine(
-        self, engine: Engine, spec: WorkerSpec, *, version: int | None = None, url: str = "", note: str = ""
+        self,
+        engine: Engine,
+        spec: WorkerSpec,
+        *,
+        version: int | None = None,
+        url: str = "",
+        note: str = "",
+        addresses: frozenset[tuple[str, int]] = frozenset(),
     ) -> str:
         """Use an engine by its adapter, whatever it is."""
         self._require_running()
@@ -170,7 +192,7 @@ class RolloutPool(Asking):
             version = number_of(state.version)
         if version is None and self.version == self._core.machine.rules.version:
             version = self.version
-        hand = self._core.hands[spec.id] = Hand(spec, engine, url, node=spec.node, note=note, state=state)
+        hand = self._core.hands[spec.id] = Hand(spec, engine, url, addresses, node=spec.node, note=note, state=state)
         hand.boots = state.boots
         try:
             self._core.tell(e.WorkerAdded(spec, up=True, version=version))
@@ -353,13 +375,18 @@ class RolloutPool(Asking):
         """Since the start: answered by end, moved, restarted, refused."""
         return dict(self._core.counters)
 
+    @property
+    def background(self) -> Background:
+        """What runs beside, and what of it failed."""
+        return self._core.background
+
     def status(self) -> dict[str, Any]:
         """All that people ask about, as plain data."""
         return status(self._core, self.elastic)
 
-    def warn(self, sentence: str, worker: str = "") -> None:
+    def warn(self, sentence: str, worker: str = "", code: Code | None = None) -> None:
         """Put a warning beside those of the pool, where `status` shows them."""
-        self._core.warn(worker, sentence)
+        self._core.warn(worker, sentence, code)
 
     def add_listener(self, listener: Listener) -> None:
         """Call it with every event and instruction, and the time."""
@@ -375,11 +402,7 @@ class RolloutPool(Asking):
         self._watch.begin(worker)
 
     def _warned(self, warn: e.Warn) -> None:
-        self._core.warn(warn.worker, warn.reason.sentence)
-
-    def _write_down(self, what: Any, now: float) -> None:
-        if self._journal is not None and type(what).__name__ in ROLLOUT_EVENTS:
-            self._journal.append(now, what)
+        self._core.warn(warn.worker, warn.reason.sentence, warn.reason.code)
 
 
 def _choice(kind: Any, given: Any) -> Any:

@@ -24,6 +24,7 @@ from trimtab.runtime.cluster.ports import is_free
 from trimtab.runtime.cluster.processes import Process, below, gone, send, table
 from trimtab.runtime.rollout.launcher import Seen
 from trimtab.runtime.rollout.process_guard import NOT_FOUND
+from trimtab.runtime.tokens import without_tokens
 
 GUARD = "trimtab.runtime.rollout.process_guard"
 KILL_S = 10.0  # for a killed process to vanish
@@ -63,7 +64,7 @@ class EngineProcess:
             self._since = out.tell()  # what is before this was said by an engine before it
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", GUARD, str(os.getpid()), str(stop_s), folder, *line],
-                env={**os.environ, **settings},
+                env={**without_tokens(os.environ), **settings},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,

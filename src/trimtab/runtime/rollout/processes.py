@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import tempfile
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 import aiohttp
 
 from trimtab.model.errors import InfeasibleError, UnreachableError
+from trimtab.runtime.background import Background, describe
 from trimtab.runtime.engines.engine import Deadlines
 from trimtab.runtime.engines.wire import open_session
 from trimtab.runtime.rollout.launcher import EngineCommand, Seen, Started, Told, address, plain
@@ -51,6 +53,7 @@ class ProcessLauncher:
         self._running: dict[str, EngineProcess] = {}
         self._device_of: dict[str, str] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
+        self.background = Background(prefix="engines")
 
     # ---- what the pool asks
 
@@ -107,23 +110,27 @@ class ProcessLauncher:
         url = address(command.host, port)
 
         async def look() -> Seen:
-            return process.seen(port)
+            return await asyncio.to_thread(process.seen, port)  # reads all of /proc
 
         try:
             engine, note = await serving(worker, url, command, self._session, look, self._deadlines)
         except BaseException:
             process.kill()  # `stop` sees it gone
             raise
-        self._watching[worker] = asyncio.create_task(self._watch(worker, process), name=f"engine-{worker}")
+        self._watching[worker] = self.background.start(
+            f"process of {worker}",
+            functools.partial(self._watch, worker, process),
+            on_failed=lambda _, error: self._pool.died(worker, f"its process cannot be watched: {describe(error)}"),
+        )
         return Started(engine, command.starts_with(version, path), url, note=note)
 
     async def _watch(self, worker: str, process: EngineProcess) -> None:
         """Tell the pool when it ends unasked."""
         await process.ended()
-        self._watching.pop(worker, None)
         why = process.how_it_ended()
         log.warning("the engine of %s is gone: %s", worker, why)
         self._pool.died(worker, why)
+        self._watching.pop(worker, None)
 
     def _device(self, worker: str) -> dict[str, str]:
         """Devices that no other engine has."""

@@ -9,7 +9,7 @@ from typing import Any
 from trimtab.model.codec import encode
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.reason import Reason
-from trimtab.model.rollout import RequestState, WorkerView
+from trimtab.model.rollout import Release, RequestState, WorkerView
 from trimtab.runtime.rollout.core import Core
 
 STEPS_SHOWN = 20
@@ -46,7 +46,11 @@ def status(core: Core, elastic: ElasticConfig) -> dict[str, Any]:
         "membership": encode(machine.membership()),
         "metrics": machine.metrics(),
         "counters": dict(core.counters),
-        "warnings": [{"ago_s": now - at, "worker": who, "sentence": said} for at, who, said in core.warnings],
+        "warnings": [
+            {"ago_s": now - at, "worker": who, "sentence": said, "code": None if code is None else code.value}
+            for at, who, said, code in core.warnings
+        ],
+        "background": _background(core),
         "rules": encode(rules),
         "elastic": {
             key: value if isinstance(value, int | float | str) else getattr(value, "__name__", str(value))
@@ -54,6 +58,13 @@ def status(core: Core, elastic: ElasticConfig) -> dict[str, Any]:
         },
         "advice": elastic.warnings(),
     }  # fmt: skip
+
+
+def _background(core: Core) -> list[dict[str, Any]]:
+    """What runs beside: the pool's, and that of whatever starts engines for it."""
+    launchers = {id(one.launcher): one.launcher for one in core.hands.values() if one.launcher is not None}
+    beside = [core.background, *(one.background for one in launchers.values() if hasattr(one, "background"))]
+    return [row for one in beside for row in one.status()]
 
 
 def _worker(core: Core, view: WorkerView, now: float) -> dict[str, Any]:
@@ -78,6 +89,7 @@ def _worker(core: Core, view: WorkerView, now: float) -> dict[str, Any]:
         "served": view.served,
         "node": "" if hand is None else hand.node,
         "note": "" if hand is None else hand.note,
+        "release": None if engine is None else getattr(engine, "release", Release.tried).value,
         "startable": view.spec.startable,
         "can_sleep": view.spec.can_sleep,
         "paused": view.paused,

@@ -29,6 +29,7 @@ from trimtab.model.fleet import NodeState, NodeView
 from trimtab.model.pool import ENDED, IN_QUEUE, State
 from trimtab.model.reason import Code
 from trimtab.model.resources import Resources
+from trimtab.runtime.background import Background, describe
 from trimtab.runtime.engines.engine import Deadlines
 from trimtab.runtime.engines.wire import open_session
 from trimtab.runtime.ray.client import Pool, Session
@@ -88,6 +89,7 @@ class SlotLauncher:
         self._version = -1  # of the nodes, as last heard
         self._offset: float | None = None  # of the controller's clock
         self._threads = concurrent.futures.ThreadPoolExecutor(8, thread_name_prefix="trimtab-slots")
+        self.background = Background(prefix="slots")
         self._loops: list[asyncio.Task[None]] = []
         self._aside_tasks: set[asyncio.Task[None]] = set()
         self._submitting: dict[str, asyncio.Task[Place]] = {}
@@ -154,7 +156,7 @@ class SlotLauncher:
 
     def also(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Something else that goes on until the launcher is closed."""
-        self._loops.append(asyncio.get_running_loop().create_task(loop(), name="rollout-slots"))
+        self._loops.append(self.background.start(f"slots: {loop.__name__.strip('_')}", loop))
 
     async def ask(self, door: str, *args: Any, within_s: float = ANSWER_S) -> Any:
         """Ask the controller."""
@@ -232,7 +234,11 @@ class SlotLauncher:
         url = await place.call("launch", command, version, path, within_s=within_s)
         engine, note = await serving(place.worker, url, command, self._http, look, self._deadlines)
         place.up = True
-        place.watching = asyncio.create_task(self._watch(place), name=f"engine-{place.worker}")
+        place.watching = self.background.start(
+            f"engine of {place.worker}",
+            functools.partial(self._watch, place),
+            on_failed=lambda _, error: self._gone(place, f"its engine cannot be watched: {describe(error)}"),
+        )
         return Started(engine, command.starts_with(version, path), url, place.line.node, note)
 
     async def _watch(self, place: Place) -> None:

@@ -3,16 +3,19 @@
 Every worker that has an engine is asked in turns of its own, so that one that hangs holds nobody up. An engine that
 cannot be reached is unwell, and the machine decides when that means lost. One that is seen to be another process than
 before, or to have other weights than were confirmed, was restarted behind trimtab's back, and does not serve until
-somebody vouches for its weights.
+somebody vouches for its weights. One that could not be looked at, for whatever reason, is unwell as well: no worker
+stays active that is not looked after.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 
 from trimtab.fleet import rollout_events as e
 from trimtab.model.errors import TrimtabError
 from trimtab.model.rollout import WorkerState, WorkerView
+from trimtab.runtime.background import describe
 from trimtab.runtime.engines.engine import EngineState
 from trimtab.runtime.engines.engine import Verb as Offers
 from trimtab.runtime.rollout.core import Core, Hand
@@ -33,13 +36,27 @@ class Watch:
         """Look after it from now on."""
         hand = self._core.hands[worker]
         if hand.watch is None or hand.watch.done():
-            hand.watch = self._core.spawn(self._keep_looking(worker, hand), f"watch-{worker}")
+            hand.watch = self._core.background.start(
+                f"watch {worker}",
+                functools.partial(self._keep_looking, worker, hand),
+                on_failed=lambda _, error: self._given_up(worker, hand, error),
+            )
 
     async def _keep_looking(self, worker: str, hand: Hand) -> None:
         while self._core.hands.get(worker) is hand:
             if hand.engine is not None:
-                await self.look(worker, hand)
+                try:
+                    await self.look(worker, hand)
+                except Exception as error:
+                    self._unwell(worker, hand, f"it could not be looked at: {describe(error)}")
+                    raise
             await asyncio.sleep(self._look_s)
+
+    def _given_up(self, worker: str, hand: Hand, error: Exception) -> None:
+        """Nothing looks after it any more, so it may not serve."""
+        if self._core.hands.get(worker) is hand:
+            why = f"it is not looked after any more, attach it again: {describe(error)}"
+            self._core.tell(e.WorkerUnwell(worker, self._core.machine.rules.lost_s, why))
 
     async def look(self, worker: str, hand: Hand) -> None:
         """Once."""

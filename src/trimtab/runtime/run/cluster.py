@@ -205,7 +205,7 @@ class ClusterRun(LocalRun):
                     raise fault
                 with acting.lock:
                     acting.order.end(act)
-                    self._act_ended(acting, now_s)
+                self._act_ended(acting, now_s)
             except BaseException:
                 acting.crew.drop()  # whoever still works is ended, so that nobody is waited for in vain
                 self._wait_for_others(ended, under_way)
@@ -217,8 +217,7 @@ class ClusterRun(LocalRun):
             try:
                 told: tuple[Act, float, BaseException | None] = ended.get(timeout=LOOK_S)
             except queue.Empty:
-                with acting.lock:
-                    self._act_ended(acting, self._now())
+                self._act_ended(acting, self._now())
                 continue
             return told
 

@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from trimtab.model.errors import InfeasibleError, InputError, UnreachableError
@@ -22,6 +22,7 @@ from trimtab.runtime.cluster import processes
 from trimtab.runtime.ray.client import Session, connect
 from trimtab.runtime.ray.cluster import import_ray
 from trimtab.runtime.ray.doors import NAMESPACE
+from trimtab.runtime.run.interrupts import interrupts_held
 
 MOST_NODES = 8  # of a Ray on one machine: each has processes of its own
 CPUS_EACH = 4  # logical ones of a node, where the job does not state them
@@ -33,7 +34,8 @@ ALL_OF_THEM = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class EmbeddedRay:
     """A Ray on this machine, from `with` to its end; this process is connected to it."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, check: Callable[[], None] = lambda: None) -> None:
+        """`check` is called between the steps of the start, and may raise."""
         if len(cluster.nodes) > MOST_NODES:
             raise InfeasibleError(
                 f"the job has {len(cluster.nodes)} nodes, and a Ray on this machine has {MOST_NODES} at the most",
@@ -41,6 +43,7 @@ class EmbeddedRay:
                 hint="state fewer nodes with more GPUs each; or --local; or --address of a cluster",
             )
         self._nodes = cluster.nodes
+        self._check = check
         self._started: dict[str, Any] = {}
         self._seen: set[processes.Process] = set()
 
@@ -60,14 +63,19 @@ class EmbeddedRay:
             self._cluster = RayNodes()
             try:
                 for node in self._nodes or (Node("node0", 0),):
+                    self._check()
                     self.add(node)
+                self._check()
                 self.address = str(self._cluster.address)
                 self._ray.init(
                     address=self.address, log_to_driver=False, logging_level=logging.ERROR, namespace=NAMESPACE
                 )
                 self._cluster.wait_for_nodes(timeout=60)
+                self._check()
             except BaseException as fault:
-                self._end()
+                with deaf():
+                    self._end()
+                self._check()  # whoever wants it to end need not hear why it could not start
                 if not isinstance(fault, Exception) or isinstance(fault, InputError):
                     raise
                 lines = str(fault).strip().splitlines() or [type(fault).__name__]
@@ -160,23 +168,26 @@ def session_for(cluster: Cluster, address: str | None) -> Iterator[tuple[Session
     address = address or os.environ.get("RAY_ADDRESS") or None
     if address == "local":
         address = None
-    if address is not None or import_ray().is_initialized():
-        session = connect(address)
-        try:
-            check_room(cluster)
-            yield session, session.how
-        finally:
-            with deaf():
-                session.close()
-        return
-    with EmbeddedRay(cluster):
-        session = connect()
-        try:
-            nodes = len(cluster.nodes)
-            yield session, f"a Ray of its own here: {cluster.gpus} logical GPUs on {nodes} node{'s' * (nodes != 1)}"
-        finally:
-            with deaf():
-                session.shutdown(timeout=30.0)
+    with interrupts_held() as interrupts:
+        if address is not None or import_ray().is_initialized():
+            session = connect(address)
+            try:
+                interrupts.release()
+                check_room(cluster)
+                yield session, session.how
+            finally:
+                with deaf():
+                    session.close()
+            return
+        with EmbeddedRay(cluster, interrupts.check):
+            session = connect()
+            try:
+                interrupts.release()
+                nodes = len(cluster.nodes)
+                yield session, f"a Ray of its own here: {cluster.gpus} logical GPUs on {nodes} node{'s' * (nodes != 1)}"
+            finally:
+                with deaf():
+                    session.shutdown(timeout=30.0)
 
 
 def check_room(cluster: Cluster) -> None:

@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trimtab.model import plain
+from trimtab.model.codec import decode
 from trimtab.model.reason import Code
 
 if TYPE_CHECKING:
     from trimtab.runtime.rollout.pool import RolloutPool
+
+log = logging.getLogger(__name__)
 
 LEFT = "left"
 LOAD_S = 0.5  # between two writings of loads
@@ -44,7 +49,18 @@ def read_diary(path: Path, since: int = 0) -> tuple[list[dict[str, Any]], int]:
     except OSError:
         return [], since
     whole = new[: new.rfind(b"\n") + 1]  # the last line may be half there
-    return [json.loads(line) for line in whole.splitlines()], since + len(whole)
+    found = []
+    for line in whole.splitlines():
+        try:
+            found.append(_checked(plain.loads(line)))
+        except (ValueError, KeyError, TypeError):  # noqa: PERF203
+            log.warning("a line of %s cannot be understood and is left out: %.80r", path, line)
+    return found, since + len(whole)
+
+
+def _checked(line: Any) -> dict[str, Any]:
+    words = {key: decode(str, line[key]) for key in ("worker", "state", "code", "reason")}
+    return {"at": decode(float, line["at"]), "running": decode(int, line["running"]), **words}
 
 
 def load_of(folder: Path, component: str) -> Path:
@@ -57,7 +73,7 @@ def read_load(path: Path) -> dict[str, tuple[int, int]]:
     try:
         if time.time() - path.stat().st_mtime > STALE_S:
             return {}
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = plain.loads(path.read_bytes())
         return {str(worker): (int(running), int(limit)) for worker, (running, limit) in found.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}

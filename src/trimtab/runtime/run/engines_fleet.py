@@ -26,6 +26,7 @@ from trimtab.fleet.rollout import STATIC
 from trimtab.model.errors import TrimtabError, UnreachableError
 from trimtab.model.reason import Code
 from trimtab.model.rollout import WorkerSpec, WorkerState, WorkerView
+from trimtab.runtime.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.rollout.launcher import Launcher
 from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.rollout.processes import ProcessLauncher
@@ -173,7 +174,7 @@ class EngineFleet:
         self.pool = RolloutPool(rules, settings.elastic_config() or STATIC, look_s=1.0)
         await self.pool.start()
         self._diary = Diary(self.pool, self.place.folder, self.place.component)
-        self._writing = asyncio.get_running_loop().create_task(self._write_down(), name="rollout-diary")
+        self._writing = Background().start("rollout-diary", self._write_down, policy=NEVER_GIVE_UP)
         self._launcher = self._make_launcher()
         await self._arrange()
         given = settings.gateway_settings()

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from trimtab.formats.elastic_config_file import LONGEST_S, RANGES, check_ranges
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.errors import InputError, nearest
 from trimtab.model.rollout import Owner, Ownership, RolloutRules
 from trimtab.runtime.rollout.launcher import EngineCommand
 
 T = TypeVar("T")
+LEAST_MONITOR_S = RANGES["monitoring_interval"][0]
 
 OF_OURS = ("least", "most", "capacity", "version", "ownership", "classes")
 """Rules that the run sets, and not the job file."""
@@ -51,8 +53,9 @@ class EngineSettings:
                 raise InputError(f"{name} is {value!r}", where=f"settings.{name}", hint="a whole number, 1 or more")
         for name in ("notice_s", "room_s", "start_s", "ready_s"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-                raise InputError(f"{name} is {value!r}", where=f"settings.{name}", hint="seconds, 0 or more")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LONGEST_S:
+                hint = f"seconds, 0 or more, up to {LONGEST_S:g}"
+                raise InputError(f"{name} is {value!r}", where=f"settings.{name}", hint=hint)
         for name in ("engine_settings", "ask_settings", "rules"):
             if not isinstance(getattr(self, name), Mapping):
                 raise InputError(f"{name} is a section of keys", where=f"settings.{name}")
@@ -73,6 +76,11 @@ class EngineSettings:
     def rollout_rules(self, least: int, most: int) -> RolloutRules:
         """How the pool judges engines and requests."""
         given = _section(self.rules, RolloutRules, "settings.rules")
+        for name, value in given.items():
+            fewest: float = LEAST_MONITOR_S if name == "monitor_s" else 0
+            if type(value) in (int, float) and not fewest <= value <= LONGEST_S:
+                hint = f"from {fewest:g} to {LONGEST_S:g}"
+                raise InputError(f"{name} is {value:g}", where=f"settings.rules.{name}", hint=hint)
         for name in OF_OURS:
             if name in given:
                 raise InputError(f"{name} is the run's to set", where=f"settings.rules.{name}")
@@ -89,6 +97,7 @@ class EngineSettings:
         if self.elastic is None:
             return None
         given = _section(self.elastic, ElasticConfig, "settings.elastic")
+        check_ranges(given, "settings.elastic")
         return ElasticConfig(**{"requests_per_worker_capacity": self.capacity, **given})
 
     def gateway_settings(self) -> dict[str, Any] | None:

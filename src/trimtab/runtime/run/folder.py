@@ -27,9 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.formats.files import replace
+from trimtab.model import plain
 from trimtab.model.codec import decode, encode
 from trimtab.model.errors import InputError
 from trimtab.model.run import Iteration
+from trimtab.model.run_events import ODD, check_plan, read_event
 from trimtab.runtime.locks import DirectoryLock
 
 FORMAT = "trimtab-run"
@@ -48,6 +50,14 @@ class PastRun:
     sync_s: Mapping[int, float] = field(default_factory=dict)
     planned: bool = False  # whether its costs had been measured and planned with
     plans: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # facts of the plan of each iteration
+    unclear: tuple[int, ...] = ()  # lines that could not be understood, and are left out
+
+    @property
+    def left_out(self) -> str:
+        """A sentence on lines that could not be understood; empty where there are none."""
+        many = f"{len(self.unclear)} lines, the first of them {self.unclear[0]}," if len(self.unclear) > 1 else ""
+        which = many or f"line {self.unclear[0]}" if self.unclear else ""
+        return f"{which} of {EVENTS} could not be understood and is left out" if which else ""
 
 
 class RunFolder:
@@ -229,33 +239,36 @@ def _cut_torn_line(descriptor: int) -> None:
 
 
 def read_run(path: Path) -> PastRun:
-    """What the folder of a run tells; changes nothing. InputError where it is none, or is not understood."""
+    """What the folder of a run tells; changes nothing. InputError where it is none, or no line of it is understood."""
     try:
-        lines = (path / EVENTS).read_text(encoding="utf-8").split("\n")[:-1]
+        lines = (path / EVENTS).read_bytes().split(b"\n")[:-1]
         saved = 0
         if (path / SAVED).exists():
-            saved = int(json.loads((path / SAVED).read_text(encoding="utf-8"))["iteration"])
+            saved = int(plain.loads((path / SAVED).read_bytes())["iteration"])
     except FileNotFoundError:
         raise _no_run(path) from None
     except (OSError, ValueError, KeyError, TypeError) as fault:
         raise InputError(f"the folder cannot be read: {fault}", where=str(path)) from None
-    past = _Reading()
-    try:
-        for line in lines:
-            past.take(json.loads(line))
-    except (ValueError, KeyError, TypeError, AttributeError) as fault:
-        raise InputError(f"the line cannot be understood: {fault}", where=f"{path / EVENTS}:{past.taken + 1}") from None
+    past, unclear, why = _Reading(), [], ""
+    for number, line in enumerate(lines, 1):
+        try:
+            past.take(read_event(line))
+        except ODD as fault:  # noqa: PERF203
+            unclear.append(number)
+            why = why or str(getattr(fault, "what", fault))
+    if unclear and len(unclear) == len(lines):
+        raise InputError(f"the line cannot be understood: {why}", where=f"{path / EVENTS}:1")
     iterations = tuple(past.iterations[number] for number in sorted(past.iterations))
-    return PastRun(iterations, past.metrics, saved, past.sync_s, past.planned, past.plans)
+    return PastRun(iterations, past.metrics, saved, past.sync_s, past.planned, past.plans, tuple(unclear))
 
 
 def read_saved(path: Path) -> tuple[int, str | None]:
     """The last iteration that a folder has a state of (0: none), and what its summary says could not be written."""
     saved, fault = 0, None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        saved = int(json.loads((path / SAVED).read_text(encoding="utf-8"))["iteration"])
+        saved = int(plain.loads((path / SAVED).read_bytes())["iteration"])
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        fault = json.loads((path / SUMMARY).read_text(encoding="utf-8")).get("fault")
+        fault = plain.loads((path / SUMMARY).read_bytes()).get("fault")
     return saved, fault
 
 
@@ -269,24 +282,23 @@ class _Reading:
     planned: bool = False
     plans: dict[int, dict[str, Any]] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
-    taken: int = 0
 
     def take(self, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind == "iteration":
             iteration = decode(Iteration, event["iteration"])
+            metrics = decode(dict[str, dict[str, float | None]], event.get("metrics", {}))
+            sync_s = decode(float, event.get("sync_s", 0.0))
             self.iterations[iteration.number] = iteration
-            self.metrics[iteration.number] = event.get("metrics", {})
-            self.sync_s[iteration.number] = float(event.get("sync_s", 0.0))
+            self.metrics[iteration.number], self.sync_s[iteration.number] = metrics, sync_s
             self.plans[iteration.number] = self.plan
         elif kind == "resumed":
-            after = int(event["after"])
+            after = decode(int, event["after"])
             self.iterations = {number: one for number, one in self.iterations.items() if number <= after}
             self.metrics = {number: one for number, one in self.metrics.items() if number <= after}
         elif kind == "plan":
-            self.plan = event
+            self.plan = check_plan(event)
             self.planned = self.planned or event.get("why") == "measured"
-        self.taken += 1
 
 
 def iteration_facts(iteration: Iteration) -> Any:

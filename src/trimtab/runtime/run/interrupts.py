@@ -1,4 +1,8 @@
-"""Ctrl-C and a run: once ends it after the iteration under way, twice at once; SIGTERM counts as Ctrl-C."""
+"""Ctrl-C and a run: once ends it after the iteration under way, twice at once; SIGTERM counts as Ctrl-C.
+
+While Ray starts and ends it is only noted: an exception in the midst of Ray's calls leaves threads of Ray's behind that
+end the process with a fault of their own, and processes that nobody knows.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,45 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+
+
+class Interrupts:
+    """What was heard since the start of a run: held until `release`, and from then on raised once, never again."""
+
+    def __init__(self) -> None:
+        self._came = 0
+        self._is_held = True
+
+    def check(self) -> None:
+        """Raise what came; for where nothing is half done."""
+        if self._came:
+            raise KeyboardInterrupt
+
+    def release(self) -> None:
+        """All is started: from now on it is raised where it comes."""
+        self._is_held = False
+        self.check()
+
+    def heard(self, number: int, frame: FrameType | None) -> None:
+        """A handler of signals."""
+        self._came += 1
+        if self._came == 1 and not self._is_held:
+            raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[Interrupts]:
+    """Within, Ctrl-C is held until `release` and raised once: what cleans up after it is not interrupted again."""
+    interrupts = Interrupts()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupts
+        return
+    before = {number: signal.signal(number, interrupts.heard) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interrupts
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

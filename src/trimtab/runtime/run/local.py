@@ -11,6 +11,7 @@ at once) or failed. Whatever way it ends, the folder holds each iteration once, 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,8 @@ from trimtab.runtime.run.looping import Looping, keep_machine, kept_machine, nod
 from trimtab.runtime.run.measuring import Metrics, bars_facts, plan_facts, summary_facts
 from trimtab.runtime.run.moving import Moving, carry_out
 from trimtab.runtime.run.saving import Saving
+
+log = logging.getLogger(__name__)
 
 LOOP = "loop.json"
 LOOK_S = 0.25  # between two looks into the folder, at what others have written there
@@ -152,7 +155,10 @@ class LocalRun:
         """All iterations, or as many as it comes to; whatever ends it is said, not raised."""
         try:
             try:
-                self._begin(crew, plan, first)
+                try:
+                    self._begin(crew, plan, first)
+                except LostError as lost:
+                    plan, first = self._recovered(crew, lost, plan)
                 self._all_iterations(crew, plan, first)
             finally:
                 self._ending = True  # from here on Ctrl-C changes nothing
@@ -187,6 +193,8 @@ class LocalRun:
             return 1
         if self._resume:
             self._past = read_run(self._path)
+            if self._past.left_out:
+                log.warning(self._past.left_out)
         self._folder = RunFolder(self._path, resume=self._resume)
         self._folder.keep_job(self._job.text)
         self._diaries = {name: size_of(diary_of(self._path, name)) for name in self._workflow.names}
@@ -415,16 +423,20 @@ class LocalRun:
         while self._done < acting.order.finished:
             self._iteration_done(acting, self._done + 1, now_s)
         if self._ends or (self._loop is not None and self._loop.move is not None):
-            acting.order.stop_after(acting.order.finished)
+            with acting.lock:
+                acting.order.stop_after(acting.order.finished)
 
     def _iteration_done(self, acting: Acting, number: int, now_s: float) -> None:
+        """Tell of an iteration. Only this thread begins acts, so who is idle stays so; others under way may end."""
         idle = tuple(name for name in self._workflow.names if acting.order.is_idle(name))
         acting.crew.check_health(idle)
         is_due = self._saving.is_due(number)
         extra = ("checkpoint",) if is_due and self._job.save_every > 1 else ()  # what is in each is no exception
-        iteration = acting.measuring.iteration(number, now_s, extra)
-        metrics = acting.measuring.metrics(number)
-        self._sync_s[number] = acting.measuring.sync_s(number)
+        with acting.lock:
+            iteration = acting.measuring.iteration(number, now_s, extra)
+            metrics = acting.measuring.metrics(number)
+            self._sync_s[number] = acting.measuring.sync_s(number)
+            bars = bars_facts(acting.measuring.bars(number))
         here = time.perf_counter()
         self._here_s[number], self._here = here - self._here, here
         self._iterations.append(iteration)
@@ -435,7 +447,7 @@ class LocalRun:
             here_s=round(self._here_s[number], 6),
             metrics=metrics,
             sync_s=round(self._sync_s[number], 6),
-            bars=bars_facts(acting.measuring.bars(number)),
+            bars=bars,
         )
         if is_due:  # after it is told: a state that counts never knows more than the events do
             self._saving.complete(acting.crew, number)

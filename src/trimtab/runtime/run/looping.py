@@ -8,6 +8,7 @@ two events at a time. Nothing here calls a component or waits.
 from __future__ import annotations
 
 import json
+import logging
 import queue
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -17,12 +18,16 @@ from typing import Any
 from trimtab.formats.files import replace
 from trimtab.loop import events as e
 from trimtab.loop.machine import LoopMachine
-from trimtab.model.errors import InputError, TrimtabError
+from trimtab.model import plain
+from trimtab.model.errors import InputError
 from trimtab.model.plan import Plan
 from trimtab.model.reason import Code, Reason
 from trimtab.model.run import Iteration, Move, Numbers, RunRules, Stage
+from trimtab.model.run_events import ODD
 from trimtab.model.workflow import Cluster, Workflow
 from trimtab.runtime.run.measuring import plan_facts
+
+log = logging.getLogger(__name__)
 
 Tell = Callable[..., None]
 
@@ -150,8 +155,11 @@ def keep_machine(path: Path, machine: LoopMachine) -> None:
 def kept_machine(path: Path, workflow: Workflow, cluster: Cluster, rules: RunRules) -> LoopMachine | None:
     """A machine as it was kept; None where there is none, or it was of another job or cluster."""
     try:
-        machine = LoopMachine.load(json.loads(path.read_text(encoding="utf-8")), workflow, rules)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, TrimtabError):
+        machine = LoopMachine.load(plain.loads(path.read_bytes()), workflow, rules)
+    except FileNotFoundError:
+        return None
+    except (OSError, *ODD) as fault:
+        log.warning("what was learned before is not used: %s cannot be understood: %s", path, fault)
         return None
     known = {placed.name for placed in machine.plan.components}
     return machine if machine.cluster == cluster and known == set(workflow.names) else None

@@ -6,18 +6,22 @@ controller that cannot be reached for a while is asked again: the run goes on wi
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.loop.events import Why
-from trimtab.model.errors import InfeasibleError
+from trimtab.model.errors import InfeasibleError, UnreachableError
 from trimtab.model.fleet import NodeState, NodeView
 from trimtab.model.pool import ENDED, State
 from trimtab.model.workflow import ANY_KIND, Cluster, Node
+from trimtab.runtime.background import Background, RestartPolicy
 from trimtab.runtime.ray.client import Session
 from trimtab.runtime.ray.doors import News, TaskSeen
+
+log = logging.getLogger("trimtab")
 
 ASK_S = 0.5  # a question waits so long for news
 PAUSE_S = 0.2  # between two questions: turns of components are news as well, many in a second
@@ -118,37 +122,46 @@ class Listening:
         self._on_cluster = on_cluster
         self._on_task = on_task
         self._tasks: dict[str, tuple[State, int]] = {}
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="trimtab-run-news", daemon=True)
+        self.background = Background(RestartPolicy(max_failures=None, backoff_s=AGAIN_S))
+        self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
         """From now on."""
-        self._thread.start()
+        self._thread = self.background.start_thread("run-news", self._listen)
 
     def close(self) -> None:
         """No more."""
-        self._closed.set()
-        if self._thread.is_alive():
+        self.background.stop()
+        if self._thread is not None:
             self._thread.join(timeout=ASK_S + 5.0)
 
     def _listen(self) -> None:
-        version = -1
-        while not self._closed.is_set():
+        """Ask until closed. What is not told to its end, since something raised, is told again."""
+        closed, version, unheard = self.background.stopping, -1, ""
+        while not closed.is_set():
             try:
                 told: News = self._session.ask("news", self._tasks, version, ASK_S, timeout_s=ASK_S + 10.0)
-                version = told.version
                 own = self.own_gpus  # read before it is asked: the run raises its quota first, and then says so
                 quota = self._session.ask("pool", self._pool).quota.floats().get("gpu", 0.0)
-                self._take(self._nodes.now(told.nodes, None if quota >= own else quota))
-                for task in self._session.tasks(self._pool):
-                    self._heard(task)
-                self._closed.wait(PAUSE_S)
-            except Exception:  # noqa: PERF203 -- the controller starts again, or Ray was shut down under us
-                self._closed.wait(AGAIN_S)
+                tasks = self._session.tasks(self._pool)
+            except UnreachableError as fault:  # the controller starts again, or Ray was shut down under us
+                if fault.what != unheard:
+                    unheard = fault.what
+                    log.warning("no news of the cluster: %s; asking again", unheard)
+                closed.wait(AGAIN_S)
+                continue
+            if unheard:
+                log.info("news of the cluster again")
+            version, unheard = told.version, ""
+            self._take(self._nodes.now(told.nodes, None if quota >= own else quota))
+            for task in tasks:
+                self._heard(task)
+            closed.wait(PAUSE_S)
 
     def _take(self, seen: Seen) -> None:
-        before, self._seen = self._seen, seen
+        before = self._seen
         if (before.cluster, before.leaving, before.deadline) == (seen.cluster, seen.leaving, seen.deadline):
+            self._seen = seen
             return
         names = {node.name for node in before.cluster.nodes}
         now = {node.name for node in seen.cluster.nodes}
@@ -160,6 +173,7 @@ class Listening:
         elif now - names:
             why = Why.joined
         self._on_cluster(seen, why)
+        self._seen = seen
 
     def _heard(self, task: TaskSeen) -> None:
         stand = task.state, task.attempt
@@ -167,8 +181,8 @@ class Listening:
             return
         if task.state in ENDED and task.id not in self._tasks:
             return  # of before our time
-        self._tasks[task.id] = stand
         self._on_task(task)
+        self._tasks[task.id] = stand
 
 
 def first_nodes(session: Session, within_s: float = 30.0) -> tuple[NodeView, ...]:

@@ -93,6 +93,7 @@ def load_from_run(folder: Path, file: Path | None, overrides: Sequence[str]) -> 
         raise InputError("--from-run goes with job files in trimtab's own form", where=str(path))
     loaded, _, unmeasured = read_costed(overridden(data, overrides), path)
     workflow, notes = measured_workflow(loaded.job.workflow, unmeasured, past, str(folder))
+    notes += (past.left_out,) * bool(past.left_out)
     job = Job(loaded.job.cluster, workflow)
     return replace(loaded, job=job, current=loaded.current or _last_placement(past, job, folder)), notes
 

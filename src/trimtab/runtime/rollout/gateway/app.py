@@ -22,7 +22,7 @@ from trimtab.model.rollout import WorkerState
 from trimtab.runtime.rollout.gateway import openai, sglang
 from trimtab.runtime.rollout.gateway.exchange import Exchange, Send
 from trimtab.runtime.rollout.gateway.faults import Refusal, told
-from trimtab.runtime.rollout.gateway.fields import Fields, parsed
+from trimtab.runtime.rollout.gateway.fields import Fields
 from trimtab.runtime.rollout.gateway.forms import Form
 from trimtab.runtime.rollout.gateway.guard import Guard, Left, Receive, Scope
 from trimtab.runtime.rollout.gateway.meters import CONTENT_TYPE, Meters
@@ -216,7 +216,7 @@ class GatewayApp:
         await exchange.json(await self.workers.release_scale())
 
     async def _body(self, exchange: Exchange) -> Any:
-        return parsed(await self.guard.body(exchange.heads, exchange.receive) or b"{}")
+        return await self.serving.bodies.parsed(await self.guard.body(exchange.heads, exchange.receive) or b"{}")
 
 
 class _Door:

@@ -12,6 +12,7 @@ from typing import Any
 
 from trimtab.model.errors import nearest
 from trimtab.runtime.rollout.gateway.faults import Refusal
+from trimtab.runtime.rollout.gateway.forms import to_json
 
 _ALL = frozenset({"frequency_penalty", "presence_penalty", "min_p", "logit_bias", "ignore_eos"})
 KNOWN: dict[str, frozenset[str]] = {
@@ -74,6 +75,13 @@ EACH_BY_ITSELF = frozenset(
 """They look at one token at a time, so a cut changes nothing for them."""
 
 
+MOST = 2**20
+"""Of any number of an engine's own fields. Some engines allocate as many places as it says."""
+
+LARGEST = 2**18
+"""Bytes of one of them, as JSON."""
+
+
 def passed_on(
     rest: Mapping[str, Any], kinds: Collection[str], known: Collection[str], prefix: str = ""
 ) -> dict[str, Any]:
@@ -92,7 +100,21 @@ def passed_on(
                 503, f"{prefix}{name} is a field of engines, and none is up that could be asked whether it knows it",
                 param=prefix + name, code="no_worker", headers={"retry-after": "1"},
             )  # fmt: skip
+        _require_bounded(name, rest[name], prefix)
     return dict(rest)
+
+
+def _require_bounded(name: str, value: Any, prefix: str) -> None:
+    said = ""
+    if type(value) in (int, float) and not -MOST <= value <= MOST:  # no NaN is
+        said = f"a number within {MOST}"
+    elif type(value) in (str, list, dict):
+        try:
+            said = f"at most {LARGEST} bytes" if len(to_json(value)) > LARGEST else ""
+        except RecursionError:
+            said = "lists and objects are nested too deeply"
+    if said:
+        raise Refusal(400, f"{prefix}{name}: {said}", param=prefix + name, code="invalid_value")
 
 
 def may_resume(

@@ -7,13 +7,19 @@ both dialects have it.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trimtab.runtime.rollout.gateway.faults import Refusal, bad
 
+LARGE = 2**20
+"""Bytes of a body; what has more is parsed beside (`bodies`)."""
+
+MOST_IDS = 2**20
+"""Token ids of all prompts of one call: checking and sending them keeps others waiting."""
+
 _LARGEST_ID = 2**31
+_LARGEST = 10**15  # of numbers that have no range of their own; beyond it arithmetic is not exact
 
 
 class Fields:
@@ -51,8 +57,8 @@ class Fields:
             value = int(value)
         if type(value) is not int:
             raise self.wrong(name, f"a whole number, not {_shown(value)}")
-        if (least is not None and value < least) or (most is not None and value > most):
-            raise self.wrong(name, f"{value} is not {_range(least, most)}")
+        if not (-_LARGEST if least is None else least) <= value <= (_LARGEST if most is None else most):
+            raise self.wrong(name, f"{_shown(value)} is not {_range(least, most)}")
         return value
 
     def number(self, name: str, default: float, least: float | None = None, most: float | None = None) -> float:
@@ -60,7 +66,7 @@ class Fields:
         value = self.take(name)
         if value is None:
             return default
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if type(value) not in (int, float) or not -_LARGEST <= value <= _LARGEST:  # no NaN is
             raise self.wrong(name, f"a number, not {_shown(value)}")
         if (least is not None and value < least) or (most is not None and value > most):
             raise self.wrong(name, f"{value} is not {_range(least, most)}")
@@ -99,6 +105,14 @@ class Fields:
             raise self.wrong(name, "a list of token ids, whole numbers of 0 or more")
         return tuple(value)
 
+    def prompts(self, name: str, given: list[Any]) -> list[tuple[int, ...]]:
+        """Token ids of one prompt, or of several. How many there are is looked at before what they are."""
+        nested = isinstance(given[0], list)
+        ids = sum(len(one) for one in given if isinstance(one, list)) if nested else len(given)
+        if ids > MOST_IDS:
+            raise self.wrong(name, f"{ids} token ids in one call; {MOST_IDS} are the most")
+        return [self.as_ids(name, one) for one in given] if nested else [self.as_ids(name, given)]
+
     def neutral(self, table: Mapping[str, Sequence[Any]]) -> None:
         """Drops what says only what holds anyway."""
         for name in list(self.rest):
@@ -111,7 +125,12 @@ def parsed(body: bytes) -> Any:
     try:
         return json.loads(body.decode())
     except (ValueError, RecursionError) as fault:
-        raise Refusal(400, f"the body is no JSON: {str(fault)[:100]}", code="invalid_json") from None
+        raise not_json(str(fault)) from None
+
+
+def not_json(said: str) -> Refusal:
+    """A body that is none."""
+    return Refusal(400, f"the body is no JSON: {said[:100]}", code="invalid_json")
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -122,9 +141,11 @@ def _same(value: Any, other: Any) -> bool:
 
 def _range(least: float | None, most: float | None) -> str:
     if most is None:
-        return f"{least} or more"
+        return f"{least} or more, and at most {_LARGEST}" if least is not None else f"within {_LARGEST}"
     return f"{least} to {most}" if least is not None else f"{most} or less"
 
 
 def _shown(value: Any) -> str:
+    if type(value) is int and abs(value) > _LARGEST:
+        return "a number of many digits"  # repr refuses the longest
     return repr(value)[:60]

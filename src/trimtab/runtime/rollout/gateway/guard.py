@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trimtab.model.errors import InputError
+from trimtab.runtime.listening import host_name
 from trimtab.runtime.rollout.gateway.faults import Refusal
 from trimtab.runtime.rollout.gateway.settings import LOOPBACK, GatewaySettings
 
@@ -50,7 +51,15 @@ class Guard:
             if len(self._right) < 64:
                 self._right.add(host)
         origin = heads.get(b"origin")
-        if origin is not None and (urlsplit(origin.decode("latin-1")).hostname or "") not in self._names:
+        if origin is not None:
+            self._check_origin(origin.decode("latin-1"))
+
+    def _check_origin(self, origin: str) -> None:
+        try:
+            place = urlsplit(origin).netloc
+        except ValueError:
+            raise Refusal(400, "Origin: no address of a page", param="origin", code="invalid_header") from None
+        if host_name(place) not in self._names:
             raise Refusal(403, "pages of other origins may not ask here", code="wrong_origin")
 
     def _is_ours(self, name: str) -> bool:
@@ -99,19 +108,21 @@ class Guard:
     async def body(self, heads: Heads, receive: Receive) -> bytes:
         """All of a body, if it is not too large and comes in time."""
         said = heads.get(b"content-length")
-        if said is not None and said.isdigit() and int(said) > self._largest:
+        if said is not None and said.isdigit() and (len(said) > 18 or int(said) > self._largest):
             raise self._too_large()
-        message = await receive()
-        if not message.get("more_body") and message["type"] == "http.request":
-            return self._measured(message.get("body", b""))
         try:
-            return await asyncio.wait_for(self._rest(message, receive), self._body_s)
+            return await asyncio.wait_for(self._whole(receive), self._body_s)
         except asyncio.TimeoutError:
-            raise Refusal(408, f"the body was not there within {self._body_s:g} s", code="timeout") from None
+            # What is left of the body may still come, so the connection cannot be used again.
+            raise Refusal(
+                408, f"the body was not there within {self._body_s:g} s", code="timeout",
+                headers={"connection": "close"},
+            ) from None  # fmt: skip
 
-    async def _rest(self, message: MutableMapping[str, Any], receive: Receive) -> bytes:
+    async def _whole(self, receive: Receive) -> bytes:
         parts, size = [], 0
         while True:
+            message = await receive()
             if message["type"] == "http.disconnect":
                 raise Left
             parts.append(message.get("body", b""))
@@ -120,12 +131,6 @@ class Guard:
                 raise self._too_large()
             if not message.get("more_body"):
                 return b"".join(parts)
-            message = await receive()
-
-    def _measured(self, body: bytes) -> bytes:
-        if len(body) > self._largest:
-            raise self._too_large()
-        return body
 
     def _too_large(self) -> Refusal:
         # What is still under way of the body is not read, so the connection cannot be used again.
@@ -170,10 +175,3 @@ class Places:
         except ValueError:
             return False
         return any(address in network for network in self._networks)
-
-
-def host_name(header: str) -> str:
-    """The name in a Host header, without its port."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0].lower()
-    return header.rpartition(":")[0].lower() if ":" in header else header.lower()

@@ -34,6 +34,7 @@ Kinds = Callable[[], Collection[str]]
 MOST_LOGPROBS = 20
 MOST_SAMPLES = 1_024
 MOST_PROMPTS = 4_096
+MOST_ANSWERS = 8_192  # prompts times samples
 _NO_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id")
 _BY_TRIMTAB = {"priority": "x-trimtab-class chooses a class, which has a priority"}
 
@@ -119,6 +120,7 @@ class Reader:
             running,
         )
         params = _params(fields, kinds, logprobs, max_tokens, known)
+        require_few_answers(fields, "n", len(prompts) * params.n)
         given = [one for one in prompts if not isinstance(one, str)]
         if given and known is COMPLETIONS:
             await self._texts.check_known(given, fields, "prompt")
@@ -143,12 +145,10 @@ class Reader:
             found: list[tuple[int, ...] | str] = [prompt]
         elif not isinstance(prompt, list) or not prompt:
             raise fields.wrong("prompt", "a text, texts, token ids, or lists of token ids; not empty")
-        elif isinstance(prompt[0], int):
-            found = [fields.as_ids("prompt", prompt)]
         elif all(isinstance(one, str) for one in prompt):
             found = list(prompt)
         else:
-            found = [fields.as_ids("prompt", one) for one in prompt]
+            found = list(fields.prompts("prompt", prompt))
         if len(found) > MOST_PROMPTS:
             raise fields.wrong("prompt", f"{len(found)} prompts in one call; {MOST_PROMPTS} are the most")
         if "" in found or () in found:
@@ -178,6 +178,12 @@ def _params(
         max_tokens, least, temperature, top_p, top_k, n, stop, stop_ids, seed, logprobs, extra,
         extras.may_resume(extra, seed, stop, kinds()) if extra else None,
     )  # fmt: skip
+
+
+def require_few_answers(fields: Fields, name: str, answers: int) -> None:
+    """That a call asks not for more than it may."""
+    if answers > MOST_ANSWERS:
+        raise fields.wrong(name, f"{answers} answers in one call; {MOST_ANSWERS} are the most")
 
 
 def left_over(fields: Fields, kinds: Kinds, known: tuple[str, ...], prefix: str = "") -> dict[str, Any]:

@@ -15,6 +15,7 @@ from types import TracebackType
 import uvicorn
 
 from trimtab.model.errors import InputError, UnreachableError
+from trimtab.runtime.heads import limited
 from trimtab.runtime.listening import allow_files, listening, quiet_server
 from trimtab.runtime.rollout.gateway.app import GatewayApp
 from trimtab.runtime.rollout.gateway.settings import GatewaySettings
@@ -65,7 +66,10 @@ class Gateway:
         files = allow_files(2 * self.settings.max_concurrent + FILES_BESIDE)
         if files < FILES_FEW:
             log.warning("at most %d open files are allowed here: about %d requests at once", files, files // 2)
-        self._server = quiet_server(self.app, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=int(CUT_S))
+        self._server = quiet_server(
+            self.app, http=limited(self.settings.head_s, self.settings.max_head_bytes),
+            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=int(CUT_S),
+        )  # fmt: skip
         self._running = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="gateway")
         for _ in range(int(START_S / 0.005)):
             if self._server.started or self._running.done():

@@ -15,11 +15,11 @@ from typing import Any
 
 from trimtab.model.errors import TrimtabError
 from trimtab.model.rollout import UP
+from trimtab.runtime.rollout.gateway.bodies import Bodies
 from trimtab.runtime.rollout.gateway.calls import Call, answers, heads_of, samples_of
 from trimtab.runtime.rollout.gateway.door import Waiting
 from trimtab.runtime.rollout.gateway.exchange import Exchange, Send
 from trimtab.runtime.rollout.gateway.faults import Refusal, failed, told
-from trimtab.runtime.rollout.gateway.fields import parsed
 from trimtab.runtime.rollout.gateway.forms import Form
 from trimtab.runtime.rollout.gateway.guard import Guard, Left, Receive, Scope
 from trimtab.runtime.rollout.gateway.meters import Meters
@@ -27,7 +27,7 @@ from trimtab.runtime.rollout.gateway.openai import Kinds
 from trimtab.runtime.rollout.gateway.settings import GatewaySettings
 from trimtab.runtime.rollout.gateway.terms import Terms, read_terms
 from trimtab.runtime.rollout.pool import RolloutPool
-from trimtab.runtime.rollout.sampling import Chunk
+from trimtab.runtime.rollout.sampling import Chunk, RefusedError
 
 Read = Callable[[Any, Terms, Kinds], Awaitable[Form]]
 """Understands a body, with the kinds of engines that are up, and says how it is answered."""
@@ -37,6 +37,7 @@ Refused = Callable[[Refusal], dict[str, object]]
 
 STOPPING = "the gateway stops"
 LOOKED_EVERY_S = 0.5
+LEAST_SHARE = 16
 
 
 class Serving:
@@ -44,12 +45,14 @@ class Serving:
 
     def __init__(self, pool: RolloutPool, settings: GatewaySettings, guard: Guard, meters: Meters) -> None:
         self.pool, self.settings, self.guard, self.meters = pool, settings, guard, meters
+        self.bodies = Bodies()
         self.stopping = False
         self._open: set[Exchange] = set()
         self.waiting: dict[Exchange, Waiting] = {}  # those whose answers come in one piece
         self._empty = asyncio.Event()
         self._kinds: frozenset[str] = frozenset()
-        self._kinds_until = 0.0
+        self._capacity = 0
+        self._looked_until = 0.0
 
     @property
     def open(self) -> int:
@@ -58,12 +61,22 @@ class Serving:
 
     def kinds(self) -> frozenset[str]:
         """Of the engines that are up, as seen a moment ago."""
-        now = time.monotonic()
-        if now > self._kinds_until or not self._kinds:
-            engines = (self.pool.engine(view.worker) for view in self.pool.workers() if view.state in UP)
-            self._kinds = frozenset(engine.kind for engine in engines if engine is not None)
-            self._kinds_until = now + LOOKED_EVERY_S
+        self._look()
         return self._kinds
+
+    def share(self) -> int:
+        """How many requests of one call may be in the pool at a time: enough to keep all engines busy."""
+        self._look()
+        return max(LEAST_SHARE, 2 * self._capacity)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now > self._looked_until or not self._kinds:
+            views = [view for view in self.pool.workers() if view.state in UP]
+            engines = (self.pool.engine(view.worker) for view in views)
+            self._kinds = frozenset(engine.kind for engine in engines if engine is not None)
+            self._capacity = sum(view.spec.limit for view in views)
+            self._looked_until = now + LOOKED_EVERY_S
 
     def enter(self, exchange: Exchange) -> None:
         """Counts it among those under way; refuses it where there are too many."""
@@ -141,7 +154,7 @@ class Generation:
     async def _answer(self, exchange: Exchange) -> None:
         serving = self._serving
         terms = read_terms(exchange.heads, serving.settings.deadline_s)
-        body = parsed(await serving.guard.body(exchange.heads, exchange.receive))
+        body = await serving.bodies.parsed(await serving.guard.body(exchange.heads, exchange.receive))
         exchange.watch()
         form = await self._read(body, terms, serving.kinds)
         if form.call.stream:
@@ -151,7 +164,7 @@ class Generation:
 
     async def _whole(self, exchange: Exchange, form: Form) -> None:
         serving = self._serving
-        waiting = serving.waiting[exchange] = Waiting(serving.pool, form.call)
+        waiting = serving.waiting[exchange] = Waiting(serving.pool, form.call, serving.share())
         completions = await waiting.answers()
         del serving.waiting[exchange]
         samples = samples_of(completions)
@@ -165,7 +178,7 @@ class Generation:
         serving, begun, tail = self._serving, False, b""
         left = sum(params.n for params in form.call.params)
         try:
-            async with aclosing(chunks_of(serving.pool, form.call)) as chunks:
+            async with aclosing(chunks_of(serving.pool, form.call, serving.share())) as chunks:
                 async for place, chunk in chunks:
                     sample = chunk.sample
                     if not begun:
@@ -199,16 +212,23 @@ class Generation:
         await exchange.json(self._refused(refusal), refusal.status, heads)
 
 
-async def chunks_of(pool: RolloutPool, call: Call) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """What comes of all prompts of a call, with the place of the prompt; ending it cancels what still runs."""
-    streams = [_stream_of(pool, call, place) for place in range(len(call.prompts))]
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
+async def chunks_of(pool: RolloutPool, call: Call, share: int) -> AsyncGenerator[tuple[int, Chunk], None]:
+    """What comes of all prompts of a call, with the place of the prompt; ending it cancels what still runs.
+
+    As many prompts stream at a time as the call's share has samples for, at least one.
+    """
+    if len(call.prompts) == 1:
+        async with aclosing(_stream_of(pool, call, 0)) as only:
             async for chunk in only:
                 yield 0, chunk
         return
     queue: asyncio.Queue[tuple[int, Chunk | BaseException | None]] = asyncio.Queue()
-    tasks = [asyncio.create_task(_pump(stream, place, queue)) for place, stream in enumerate(streams)]
+    beside = max(1, share // call.params[0].n)
+    turns = asyncio.Semaphore(beside)
+    tasks = [
+        asyncio.create_task(_pump(pool, call, place, queue, turns, patient=place >= beside))
+        for place in range(len(call.prompts))
+    ]
     try:
         left = len(tasks)
         while left:
@@ -226,12 +246,27 @@ async def chunks_of(pool: RolloutPool, call: Call) -> AsyncGenerator[tuple[int, 
 
 
 async def _pump(
-    stream: AsyncGenerator[Chunk, None], place: int, queue: asyncio.Queue[tuple[int, Chunk | BaseException | None]]
+    pool: RolloutPool,
+    call: Call,
+    place: int,
+    queue: asyncio.Queue[tuple[int, Chunk | BaseException | None]],
+    turns: asyncio.Semaphore,
+    *,
+    patient: bool,
 ) -> None:
+    """One prompt's chunks; a full queue refuses the call, or is waited for once the call has begun."""
     try:
-        async with aclosing(stream):
-            async for chunk in stream:
-                queue.put_nowait((place, chunk))
+        async with turns:
+            while True:
+                try:
+                    async with aclosing(_stream_of(pool, call, place)) as stream:
+                        async for chunk in stream:
+                            queue.put_nowait((place, chunk))
+                    break
+                except RefusedError as refused:  # before the first chunk
+                    if not patient:
+                        raise
+                    await asyncio.sleep(refused.retry_after_s)
     except Exception as fault:
         queue.put_nowait((place, fault))
     else:

@@ -23,10 +23,12 @@ class GatewaySettings:
     open_requests: bool | None = None  # answers without a token; None: on loopback only
     model_name: str = ""  # as clients call the model; empty: as the engines call it
     vocabulary: int | None = None  # ids that the model knows; None: as the engines say, where they do
+    max_head_bytes: int = 64 * 2**10
     max_body_bytes: int = 32 * 2**20
     max_concurrent: int = 16_384  # requests that are being answered; the next one is told to come back
     default_max_tokens: int = 1_024  # of a chat that does not say
     deadline_s: float | None = None  # of a request that does not say; None: as its class has it
+    head_s: float = 20.0  # for a head to arrive
     body_s: float = 30.0  # for a body to arrive
     change_s: float = 60.0  # for what is asked of workers
     text_s: float = 30.0  # for a tokenizer to answer

@@ -19,7 +19,14 @@ from trimtab.runtime.rollout.gateway.calls import Call, details, new_id
 from trimtab.runtime.rollout.gateway.faults import Refusal, failed
 from trimtab.runtime.rollout.gateway.fields import Fields
 from trimtab.runtime.rollout.gateway.forms import flag, sse, to_json
-from trimtab.runtime.rollout.gateway.openai import MOST_LOGPROBS, MOST_PROMPTS, MOST_SAMPLES, Kinds, left_over
+from trimtab.runtime.rollout.gateway.openai import (
+    MOST_LOGPROBS,
+    MOST_PROMPTS,
+    MOST_SAMPLES,
+    Kinds,
+    left_over,
+    require_few_answers,
+)
 from trimtab.runtime.rollout.gateway.terms import Terms
 from trimtab.runtime.rollout.gateway.texts import PoolTexts, TextFlow
 from trimtab.runtime.rollout.sampling import Chunk, Completion, Sample, SamplingParams
@@ -65,6 +72,7 @@ class Reader:
         with_text = fields.boolean("return_text_in_logprobs")
         stream = fields.boolean("stream")
         params = _all_params(fields, kinds, best if logprobs else None, len(prompts))
+        require_few_answers(fields, "sampling_params.n", len(prompts) * params[0].n)
         fields.neutral(extras.NEUTRAL | _NEUTRAL)
         for name in fields.rest:
             raise fields.wrong(name, "this gateway knows no such field, and cannot pass it on")
@@ -104,10 +112,8 @@ def _prompts(fields: Fields) -> tuple[bool, list[tuple[int, ...] | str]]:
         if not all(isinstance(one, str) for one in given):
             raise fields.wrong(name, "a text, or a list of texts")
         single, found = False, list(given)
-    elif isinstance(given[0], list):
-        single, found = False, [fields.as_ids(name, one) for one in given]
     else:
-        single, found = True, [fields.as_ids(name, given)]
+        single, found = not isinstance(given[0], list), list(fields.prompts(name, given))
     if len(found) > MOST_PROMPTS:
         raise fields.wrong(name, f"{len(found)} prompts in one call; {MOST_PROMPTS} are the most")
     if "" in found or () in found:

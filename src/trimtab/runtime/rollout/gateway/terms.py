@@ -17,6 +17,7 @@ from trimtab.runtime.rollout.gateway.guard import Heads
 PREFIX = b"x-trimtab-"
 KNOWN = ("class", "group", "version", "at-least", "spans", "deadline-s", "details")
 LONGEST = 256
+LONGEST_VERSION = 18  # digits
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def read_terms(heads: Heads, deadline_s: float | None) -> Terms:
 def _version(name: str, found: dict[str, str]) -> int | None:
     if name not in found:
         return None
-    if not found[name].isdigit():
+    if not (found[name].isascii() and found[name].isdecimal() and len(found[name]) <= LONGEST_VERSION):
         raise _wrong(name, f"'{found[name]}' is no version: a whole number, 0 or more")
     return int(found[name])
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 from typing import Any
+from weakref import WeakValueDictionary
 
 from trimtab.model.codec import encode
 from trimtab.model.errors import TrimtabError
 from trimtab.model.rollout import WorkerState, WorkerView
+from trimtab.runtime.engines.wire import addresses
 from trimtab.runtime.rollout.gateway.faults import Refusal
 from trimtab.runtime.rollout.gateway.fields import Fields
 from trimtab.runtime.rollout.gateway.guard import Guard
@@ -30,7 +32,8 @@ class WorkerDoors:
     def __init__(self, pool: RolloutPool, settings: GatewaySettings, guard: Guard) -> None:
         self._pool, self._settings, self._guard = pool, settings, guard
         self._leaving: set[asyncio.Task[None]] = set()
-        self._joining = asyncio.Lock()
+        # A lock for each address that joins: one that does not answer holds up no other.
+        self._joining: WeakValueDictionary[tuple[str, int], asyncio.Lock] = WeakValueDictionary()
         self.faults: list[str] = []  # what went wrong behind answers, the last few
 
     # ---- questions -------------------------------------------------------------------------------------------------
@@ -100,8 +103,10 @@ class WorkerDoors:
         if model and self._settings.model_name and model != self._settings.model_name:
             raise fields.wrong("model_id", f"this gateway serves {self._settings.model_name!r}")
         known(fields, "url", "name", "limit", "version", "size", "worker_type")
-        async with self._joining:  # two calls for one address become one worker
-            there = next((view.worker for view in self._pool.workers() if self._pool.url(view.worker) == url), None)
+        place = await addresses(url)
+        joining = self._joining.setdefault(min(place), asyncio.Lock())
+        async with joining:  # two calls for one address become one worker
+            there = self._pool.worker_at(place)
             if there is None:
                 there = await self._attach(url, name or None, limit, version, size)
         return {
@@ -119,7 +124,7 @@ class WorkerDoors:
     async def remove(self, name: str, deadline_s: float | None) -> dict[str, Any]:
         """It leaves; what it has goes on until the deadline."""
         worker = self._view(name).worker
-        task = asyncio.get_running_loop().create_task(self._removed(worker, deadline_s))
+        task = self._pool.background.once(f"remove {worker}", self._removed(worker, deadline_s))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
         await asyncio.sleep(0)  # its first step: from here on nothing new goes there

@@ -19,7 +19,7 @@ from typing import Any
 from trimtab.formats import profile_file
 from trimtab.model.profile import ComponentProfile, Profile
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 Drift = Callable[[int], Mapping[str, float]]
 

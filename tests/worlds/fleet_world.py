@@ -615,7 +615,11 @@ class FleetWorld:
         assert nodes.next_deadline() == self.nodes.next_deadline()
         assert group.next_deadline() == self.group.next_deadline()
         assert nodes.views(self.now, gone=True) == self.nodes.views(self.now, gone=True)
+        assert nodes.views(self.now) == self.nodes.views(self.now)
+        assert [nodes.story(name) for name in self.nodes.nodes] == [self.nodes.story(name) for name in self.nodes.nodes]
         assert group.view() == self.group.view()
+        assert (group.size, group.wanted) == (self.group.size, self.group.wanted)
+        assert [group.story(name) for name in group.stories] == [self.group.story(name) for name in self.group.stories]
         self.nodes, self.group = nodes, group
         self.counts["reloads"] += 1
 

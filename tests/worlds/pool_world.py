@@ -211,10 +211,26 @@ class World:
 
     def reload(self) -> None:
         """The machine is read from its own snapshot, and goes on."""
-        before = self.dumped()
+        before, was = self.dumped(), self.answers()
         self.machine = PoolMachine.load(before)
         assert self.dumped() == before
         self.machine.check()
+        now = self.answers()
+        assert {name: now[name] for name in now if now[name] != was[name]} == {}, "other answers after a snapshot"
+
+    def answers(self) -> dict[str, Any]:
+        """All that the machine can be asked."""
+        machine = self.machine
+        return {
+            "deadline": machine.next_deadline(),
+            "queue": machine.queue(),
+            "totals": machine.totals(),
+            "pools": [machine.pool_view(name) for name in machine.pools],
+            "warm": machine.warm_targets(),
+            "outstanding": machine.outstanding(),
+            "explained": [machine.explain(name, self.now) for name in machine.tasks],
+            "stories": [machine.story(name) for name in (*machine.tasks, *machine.node_stories)],
+        }
 
     def replay(self) -> None:
         """A fresh machine that hears the same, from plain data, wants the same done and ends in the same state."""
@@ -524,6 +540,7 @@ class World:
             for name, one in making.items()
             if stop.reason.code in may_evict(one.spec, victim, self.policy)
             and (one.state is State.waiting or self.pools[one.spec.pool].return_preempts)
+            and (not one.evictions or one.spec.priority - victim.priority > 1e-9)  # equals do not evict each other
         ]
         assert entitled, f"no policy lets {sorted(making)} evict {victim}: {stop}"
         ran = self.now - self.runs[stop.task].began

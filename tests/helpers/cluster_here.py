@@ -20,7 +20,6 @@ import tempfile
 import termios
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -193,14 +192,6 @@ class Terminal:
             if not part:
                 return
             self._shown += part.decode(errors="replace")
-
-
-def wait_for(true: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    """Wait for something, and say what did not happen."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
 
 
 def free_ports(count: int) -> int:

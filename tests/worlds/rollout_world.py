@@ -32,6 +32,7 @@ from trimtab.model.rollout import (
 )
 
 S = WorkerState
+REFUSABLE = (e.Arrived, e.WorkerAdded, e.WorkerRemoved, e.WorkerTaken, e.WorkerGiven, e.Scaled, e.RefitBegun)
 
 
 @dataclass
@@ -107,9 +108,11 @@ class RolloutWorld:
         self.now += 0.01
         self.broken = True  # until all of it has been looked at
         self.served = {one.worker for one in self.machine.workers() if one.state is S.active}
+        before = self.machine.dump() if isinstance(event, REFUSABLE) else None
         try:
             out = list(self.machine.handle(event, self.now))
         except (InputError, InfeasibleError):
+            assert self.machine.dump() == before, f"{event} was refused, but something changed"
             self.counted["refused events"] += 1
             self.journal.append((self.now, event, []))
             self.machine.check()
@@ -539,6 +542,37 @@ class RolloutWorld:
 
     def unanswered(self) -> list[str]:
         return [name for name, one in self.clients.items() if not one.answers]
+
+    def answers(self, machine: RolloutMachine) -> dict[str, Any]:
+        """All that a machine can be asked."""
+        names = [*self.engines, *self.clients, *(one.request for one in machine.requests())]
+        return {
+            "deadline": machine.next_deadline(),
+            "version": machine.version,
+            "workers": machine.workers(),
+            "worker": [machine.worker(name) for name in self.engines],
+            "requests": machine.requests(),
+            "request": [machine.request(name) for name in self.clients],
+            "membership": machine.membership(),
+            "refit": machine.open_refit(),
+            "sample": machine.sample(),
+            "rules": machine.rules,
+            "steps": machine.steps,
+            "scaling": machine.scaling(),
+            "metrics": machine.metrics(),
+            "stories": [machine.story(name) for name in names if machine.worker(name) or machine.request(name)],
+        }
+
+    def reload(self) -> None:
+        """The machine is read from its own snapshot, answers alike, and goes on."""
+        data = json.loads(json.dumps(self.machine.dump()))
+        again = RolloutMachine.load(data, self.elastic)
+        again.check()
+        assert again.dump() == data
+        was, now = self.answers(self.machine), self.answers(again)
+        assert {name: now[name] for name in now if now[name] != was[name]} == {}, "other answers after a snapshot"
+        self.machine = again
+        self.counted["reloads"] += 1
 
     def replay(self) -> None:
         """The journal, once more, from the beginning and from the middle: the same instructions, the same state."""

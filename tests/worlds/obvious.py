@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trimtab.model.plan import Rules
 from trimtab.model.workflow import Component, Job, Variant
 
 
@@ -20,6 +21,9 @@ def seconds_on(variant: Variant, kind: str, gpus: int) -> float:
             return seconds
     below = [p for p in points if p[0] < gpus]
     above = [p for p in points if p[0] > gpus]
+    if len(points) == 1 and variant.doubling < 1:
+        doublings = math.log2(gpus / points[0][0])
+        return variant.floor_seconds + (points[0][1] - variant.floor_seconds) / (2 * variant.doubling) ** doublings
     if len(points) == 1 or not below:
         count, seconds = points[0]
         return variant.floor_seconds + (seconds - variant.floor_seconds) * count / gpus
@@ -192,7 +196,43 @@ def group_choices(job: Job, group: list[str], kind: str, gpus: int) -> list[dict
     return [f for f in found if not any(g is not f and all(g[n] <= f[n] for n in group) for g in found)]
 
 
-def every_plan(job: Job) -> Iterator[tuple[float, int, int]]:
+def lies_evenly(groups: list[tuple[int, set[int]]], nodes: list[int], widest: int) -> bool:
+    """Whether groups of (size, blocks) can have as many GPUs on each of their nodes: every choice of nodes is tried."""
+    if not groups:
+        return True
+    size, blocks = groups[0]
+    for count in range(1, len(nodes) + 1):
+        each = size // count
+        if size % count or any(each % b if b <= widest else b % each for b in blocks):
+            continue
+        for chosen in itertools.combinations(range(len(nodes)), count):
+            left = [gpus - each * (node in chosen) for node, gpus in enumerate(nodes)]
+            if min(left) >= 0 and lies_evenly(groups[1:], left, widest):
+                return True
+    return False
+
+
+def allowed(job: Job, rules: Rules, partition: list[list[str]], kinds: tuple[str, ...], sizes: tuple[int, ...]) -> bool:
+    """Whether a framework can run it."""
+    wanted = {frozenset(group): size for group, size in zip(partition, sizes, strict=True)}
+    if not any(
+        {group.components for group in grouping} == set(wanted)
+        and all(group.sizes is None or wanted[group.components] in group.sizes for group in grouping)
+        for grouping in rules.groupings
+    ):
+        return False
+    if not rules.even_nodes:
+        return True
+    blocks = [{v.multiple_of for name in group for v in job.workflow.component(name).variants} for group in partition]
+    for kind in job.cluster.kinds:
+        nodes = [node.gpus for node in job.cluster.nodes if node.gpus and node.gpu == kind]
+        mine = [(s, b) for s, b, k in zip(sizes, blocks, kinds, strict=True) if k == kind]
+        if not lies_evenly(mine, nodes, max(nodes)):
+            return False
+    return True
+
+
+def every_plan(job: Job, rules: Rules | None = None) -> Iterator[tuple[float, int, int]]:
     """(seconds, groups, gpus) of every plan."""
     on_gpu = [c.name for c in job.workflow.components if not c.on_cpu]
     fixed = {c.name: Choice(None, c.cpu_seconds) for c in job.workflow.components if c.on_cpu}
@@ -206,6 +246,8 @@ def every_plan(job: Job) -> Iterator[tuple[float, int, int]]:
                     for kind, budget in budgets.items()
                 ):
                     continue
+                if rules is not None and not allowed(job, rules, partition, kinds, sizes):
+                    continue
                 ways = []
                 for group, kind, size in zip(partition, kinds, sizes, strict=True):
                     key = (tuple(group), kind, size)
@@ -213,7 +255,7 @@ def every_plan(job: Job) -> Iterator[tuple[float, int, int]]:
                         cache[key] = group_choices(job, group, kind, size)
                     ways.append(cache[key])
                 # A size that allows exactly what one GPU fewer allows is the same plan with an idle GPU.
-                if any(
+                if rules is None and any(
                     size > 1 and cache.get((tuple(group), kind, size - 1)) == cache[tuple(group), kind, size]
                     for group, kind, size in zip(partition, kinds, sizes, strict=True)
                 ):
@@ -226,9 +268,9 @@ def every_plan(job: Job) -> Iterator[tuple[float, int, int]]:
                     yield plan_seconds(job, choices), len(partition), sum(sizes)
 
 
-def best(job: Job) -> tuple[float, int, int] | None:
+def best(job: Job, rules: Rules | None = None) -> tuple[float, int, int] | None:
     """The least seconds, and the fewest groups, then GPUs, among plans within a tie of it."""
-    plans = list(every_plan(job))
+    plans = list(every_plan(job, rules))
     if not plans:
         return None
     least = min(seconds for seconds, _, _ in plans)

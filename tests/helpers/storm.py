@@ -11,8 +11,10 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
+
+from faults import Faults
 
 # Ray then notices a killed node in a second or two instead of a quarter of a minute.
 HEALTH_CHECKS = {
@@ -48,7 +50,7 @@ class Storm:
         from ray.cluster_utils import Cluster
 
         self.random = random.Random(seed)
-        self.kills = {"host": 0, "controller": 0, "node": 0}
+        self.faults = Faults(f"a pool on {nodes} nodes, seed {seed}")
         self._cpus = cpus
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         self.nodes = [self.cluster.add_node(num_cpus=cpus, wait=False) for _ in range(nodes)]
@@ -58,12 +60,23 @@ class Storm:
         """Kill the process of some task, if that very process is still there."""
         known = sorted(filter(still_lives, names))
         if known and kill(pid_of(self.random.choice(known))):
-            self.kills["host"] += 1
+            self.faults.put("task killed")
+
+    def freeze_host(self, names: Iterable[str]) -> None:
+        """Stop the process of some task for a moment."""
+        known = sorted(filter(still_lives, names))
+        if known:
+            frozen = pid_of(self.random.choice(known))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(frozen, signal.SIGSTOP)
+                self.faults.put("task frozen")
+                time.sleep(self.random.uniform(0.05, 0.5))
+                os.kill(frozen, signal.SIGCONT)
 
     def kill_controller(self, pid: int) -> None:
         """Kill the controller."""
         if kill(pid):
-            self.kills["controller"] += 1
+            self.faults.put("controller killed")
 
     def kill_node(self) -> None:
         """Lose a node with all its processes, and have another join."""
@@ -71,17 +84,9 @@ class Storm:
         raylets = [info.process.pid for info in node.all_processes["raylet"]]
         for pid in [one for raylet in raylets for one in (raylet, *below(raylet))]:
             kill(pid)
-        self.kills["node"] += 1
+        self.faults.put("node killed")
         self.cluster.remove_node(node, allow_graceful=False)
         self.nodes.append(self.cluster.add_node(num_cpus=self._cpus, wait=False))
-
-
-def wait_until(true: Callable[[], bool], seconds: float, what: str) -> None:
-    """Wait for something, and say what did not happen."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
 
 
 def kill(pid: int) -> bool:

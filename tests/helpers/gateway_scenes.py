@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,10 +22,11 @@ TOKEN = "a-token-of-the-tests"
 BEARER = {"authorization": f"Bearer {TOKEN}"}
 PROMPT = [5, 6, 7, 8]
 QUICK = RolloutRules(
-    least=1, most=8, drain_s=2.0, abort_s=1.0, stall_s=5.0, suspect_s=0.3, lost_s=1.0, back_off_s=0.05, probe_s=0.5,
+    least=1, most=8, drain_s=2.0, abort_s=3.0, stall_s=15.0, suspect_s=0.5, lost_s=2.0, back_off_s=0.05, probe_s=3.0,
     monitor_s=0.1,
 )  # fmt: skip
-DEADLINES = Deadlines(call_s=5.0, change_s=5.0, first_bytes_s=5.0, silence_s=2.0, abort_s=0.5)
+# The servers share our event loop, which may stand still for a second on a busy machine: none is silent by that.
+DEADLINES = Deadlines(call_s=15.0, change_s=15.0, first_bytes_s=15.0, silence_s=5.0, abort_s=1.5)
 
 
 @dataclass
@@ -103,13 +102,6 @@ class Front:
     def running(self) -> int:
         """Requests on workers."""
         return sum(view.running for view in self.pool.workers())
-
-
-async def until(true: Callable[[], bool], within_s: float = 20.0) -> None:
-    end = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < end, "it did not come to be"
-        await asyncio.sleep(0.005)
 
 
 @asynccontextmanager

@@ -364,6 +364,7 @@ class LoopWorld:
         twin = LoopMachine.load(data, self.flow, self.rules)
         twin.check()
         assert json.loads(json.dumps(twin.dump())) == data, "a snapshot of a snapshot is another one"
+        assert _answers(twin) == _answers(self.machine), "other answers after a snapshot"
         self.twin = twin
         self.counts["reloads"] += 1
 
@@ -394,3 +395,22 @@ class LoopWorld:
         self.train({})
         assert self.done > before or self.lost or self.stopped
         self.carry_all()
+
+
+def _answers(machine: LoopMachine) -> list[Any]:
+    """All that a machine can be asked."""
+    moves = [f"move {number}" for number in range(1, 50)]
+    return [
+        machine.next_deadline(),
+        machine.plan,
+        machine.sited,
+        machine.moving_to,
+        machine.cluster,
+        machine.iterations,
+        machine.moving,
+        machine.stopped,
+        machine.costs(),
+        machine.estimates(),
+        [machine.story(), *map(machine.story, moves)],
+        [machine.watch.levels(), machine.watch.ranges(), machine.watch.dwell(), machine.watch.bias],
+    ]

@@ -26,7 +26,7 @@ import ray
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 
-from storm import below, kill, wait_until
+from storm import below, kill
 from trimtab.model.pool import Strategy, TaskSpec
 from trimtab.model.resources import Resources
 from trimtab.pool import events as e
@@ -40,6 +40,7 @@ from trimtab.replay.timing import Distribution, PoolTimes
 from trimtab.replay.workload import Work
 from trimtab.runtime.journal import read_journal
 from trimtab.runtime.ray.client import connect
+from waiting import until
 
 APART_S = 0.3
 GPUS = 2  # of each node
@@ -215,7 +216,7 @@ def play(one: Scene, node: Joining, journal: Path) -> Record:
     try:
         session.preemption(cancel_timeout_s=5.0, save_timeout_s=60.0)
         pool = session.pool("pool", {"gpu": 3 * GPUS}, warm_each=WARM)
-        wait_until(lambda: _warm(session) >= 3 * WARM, 90.0, "warm hosts")
+        until(lambda: _warm(session) >= 3 * WARM, "warm hosts")
         began, tasks, joins = time.monotonic(), [], one.joins_s is not None
         for step in one.steps:
             if joins and one.joins_s is not None and step.at_s >= one.joins_s:
@@ -237,7 +238,7 @@ def play(one: Scene, node: Joining, journal: Path) -> Record:
             )
         for task in tasks:
             task.result(timeout=120.0)
-        wait_until(lambda: not set(session.status()["tasks"]) - {"done"}, 60.0, "all tasks are done")
+        until(lambda: not set(session.status()["tasks"]) - {"done"}, "all tasks are done")
         found = read_journal(journal)
         return read_record(found.snapshot, found.events, found.told, found.last_time)
     finally:

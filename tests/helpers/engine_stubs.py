@@ -56,6 +56,7 @@ class Stub:
         self.loaded = "default"  # the version of the weights in memory
         self.fault = ""  # for requests that arrive from now on
         self.refuse: dict[str, tuple[int, Any]] = {}  # path: what it answers instead
+        self.elsewhere: dict[str, Any] = {}  # path: another handler
         self.dead = False
         self.url = ""
         self._runner: web.AppRunner | None = None
@@ -96,7 +97,7 @@ class Stub:
         if request.path in self.refuse:
             status, body = self.refuse[request.path]
             return web.json_response(body, status=status)
-        answered: web.StreamResponse = await handler(request)
+        answered: web.StreamResponse = await self.elsewhere.get(request.path, handler)(request)
         return answered
 
     def calls(self, *paths: str) -> list[str]:

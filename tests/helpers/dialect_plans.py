@@ -9,7 +9,7 @@ from trimtab.formats.hydra_config import Composed, compose
 from trimtab.model.plan import Group, Placed, Plan
 from trimtab.model.profile import ComponentProfile, Profile
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 
 def plan_of(groups: Mapping[str, Sequence[int]], total: int = 8) -> Plan:

@@ -1,0 +1,77 @@
+"""Now and then the machine is held against what is really being done.
+
+What the machine waits for and no task does would be waited for until a deadline, or for ever: an attempt that was
+never begun, an act without a task, a client whose request the machine does not know. Each is failed with that reason,
+and the machine decides what comes of it. It is failed only when two looks in a row have seen it, because between an
+instruction and its task, and between the end of a task and its event, both are right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable
+
+from trimtab.fleet import rollout_events as e
+from trimtab.model.rollout import ANSWERED, RequestState
+from trimtab.runtime.rollout.core import Core
+
+WHY = "it was asked for, and nothing carries it out"
+
+
+class Reconciler:
+    """Of one pool. `is_doing`: whether something is being done to a worker; `is_lease`: of no flight, but a holder."""
+
+    def __init__(
+        self, core: Core, every_s: float, is_doing: Callable[[str], bool], is_lease: Callable[[str], bool]
+    ) -> None:
+        self._core, self._every_s = core, every_s
+        self._is_doing, self._is_lease = is_doing, is_lease
+        self._acts: dict[str, e.Act] = {}
+        self._seen: set[Hashable] = set()
+        core.listeners.append(self._listen)
+
+    def _listen(self, what: object, now: float) -> None:
+        if isinstance(what, e.Act):
+            self._acts[what.worker] = what
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(self._every_s)
+            self.look()
+
+    def look(self) -> None:
+        """Once."""
+        missing = self._missing()
+        again = [outcome for key, outcome in missing.items() if key in self._seen]
+        self._seen = set(missing)
+        for outcome in again:
+            self._core.counters["reconciled"] += 1
+            outcome()
+
+    def _missing(self) -> dict[Hashable, Callable[[], None]]:
+        core, found = self._core, dict[Hashable, Callable[[], None]]()
+        for request in core.machine.requests():
+            name, attempt = request.request, request.attempt
+            flies = (name, attempt) in core.attempts
+            if flies or self._is_lease(name):
+                continue
+            if request.state in (RequestState.sent, RequestState.streaming):
+                found[name, attempt] = self._telling(e.Broke(name, attempt, 0, WHY))
+            elif request.state is RequestState.moving:
+                found[name, attempt] = self._telling(e.AbortDone(name, attempt, 0))
+        for worker in core.machine.workers():
+            act = self._acts.get(worker.worker)
+            if act is not None and worker.doing is act.verb and not self._is_doing(act.worker):
+                found[act.worker, act.attempt, act.verb] = self._telling(e.ActFailed(act.worker, act.attempt, WHY))
+        for name, asked in core.asked.items():
+            view = core.machine.request(name)
+            if not asked.answered.done() and (view is None or view.state in ANSWERED):
+                found[name] = self._failing(name)
+        return found
+
+    def _telling(self, event: e.RolloutEvent) -> Callable[[], None]:
+        return lambda: self._core.tell(event)
+
+    def _failing(self, request: str) -> Callable[[], None]:
+        return lambda: self._core.fail_client(request, "its answer was lost")

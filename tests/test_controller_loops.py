@@ -1,0 +1,117 @@
+"""An elastic group and a controller go on after an unexpected error."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import types
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from trimtab.model.errors import UnreachableError
+from trimtab.model.fleet import GroupSpec, NodeFacts, NodeState, NodeView
+from trimtab.model.reason import Code, Reason
+from trimtab.model.resources import Resources
+from trimtab.pool.events import Tick
+from trimtab.pool.machine import PoolMachine
+from trimtab.runtime.journal import Journal
+from trimtab.runtime.ray import controller as controller_module
+from trimtab.runtime.ray import driver as driver_module
+from trimtab.runtime.ray.controller import Controller
+from trimtab.runtime.ray.doors import News
+from trimtab.runtime.ray.driver import Clock, Driver
+from trimtab.runtime.ray.elastic_conductor import Conductor
+from trimtab.runtime.ray.elastic_crew import Crew
+from trimtab.runtime.ray.metrics import Meter
+
+
+def test_a_group_hears_of_nodes_after_news_that_made_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted = threading.Event()
+    node = NodeView(
+        node="n0", state=NodeState.ready, since=0.0, facts=NodeFacts(Resources.of(cpu=1)), reason=Reason(Code.began, "")
+    )
+
+    class Members:
+        plan = types.SimpleNamespace(talents=frozenset(), notice_s=0.0)
+        session = types.SimpleNamespace(client="c", status=lambda: {"time": 0.0})
+        pool = types.SimpleNamespace(name="p")
+
+        def __init__(self) -> None:
+            self.tasks: dict[str, Any] = {}
+            self.lines: dict[str, Any] = {}
+
+        async def submit(self, member: str) -> None:
+            submitted.set()
+
+        async def asked(self, *_: Any) -> None:
+            pass
+
+        async def end_all(self, within_s: float) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    told: list[Any] = ["nonsense", News(1, (node,), 1)]
+
+    async def news(self: Conductor, known: Any) -> Any:
+        if not told:
+            await asyncio.Event().wait()
+        return told.pop(0)
+
+    monkeypatch.setattr(Conductor, "_news", news)
+    group = Conductor(GroupSpec("g", Resources.of(cpu=1)), cast(Crew, Members()), lambda happening: None)
+    group.start()
+    try:
+        assert submitted.wait(60)
+        [row] = group.view()["background"]
+        assert (row["name"], row["failures"], row["state"]) == ("news", 1, "running")
+    finally:
+        group.close()
+
+
+async def test_the_machine_is_woken_at_its_deadlines_after_a_tick_on_which_it_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks, again = [], asyncio.Event()
+
+    def handle(event: Any, now: float) -> list[Any]:
+        ticks.append(event)
+        if len(ticks) < 3:
+            raise KeyError("a task that is not there")
+        again.set()
+        return []
+
+    monkeypatch.setattr(driver_module, "AGAIN_S", 0.01)
+    driver = Driver("c", tmp_path, None, None)
+    driver._clock = Clock(0.0)
+    due = driver.now()
+    deadline = lambda: None if again.is_set() else due  # noqa: E731
+    machine = types.SimpleNamespace(handle=handle, next_deadline=deadline, tasks={}, warm_targets=dict)
+    driver.machine = cast(PoolMachine, machine)
+    driver.journal = cast(Journal, types.SimpleNamespace(append=lambda *_: None, since_snapshot=0))
+    driver.meter = cast(Meter, types.SimpleNamespace(heard=lambda _: None))
+    driver._wake_soon()
+    await asyncio.wait_for(again.wait(), 60)
+    assert ticks == [Tick()] * 3
+    assert len(driver.faults) == 2
+
+
+async def test_a_controller_that_could_not_come_up_tries_again_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, up = [], asyncio.Event()
+
+    class Slow(Controller):
+        async def _come_up(self) -> None:
+            tried.append(1)
+            if len(tried) < 3:
+                raise UnreachableError("Ray does not answer yet")
+            self._driver = cast(Driver, None)
+            self._is_there = True
+            up.set()
+
+    monkeypatch.setattr(controller_module, "TRY_AGAIN_S", 0.01)
+    Slow("c", None, None)
+    await asyncio.wait_for(up.wait(), 60)
+    assert len(tried) == 3
