@@ -305,7 +305,9 @@ def verl_says(case: Case) -> Answer:
     own = None
     if at(config, "async_training") is not None:
         own, staleness = at(config, "rollout"), max(1, -(-at(config, "async_training.staleness_threshold") // 1))
+        # Prompts between two weight syncs.
         batch = at(config, "actor_rollout_ref.actor.ppo_mini_batch_size") * at(config, "async_training.require_batches")
+        batch *= at(config, "async_training.trigger_parameter_sync_step")
     elif at(config, "rollout.nnodes") is not None:
         own, staleness = at(config, "rollout"), 1
     elif mode == "separate_async":
