@@ -60,7 +60,7 @@ def here() -> Iterator[Place]:
 def workers(here: Place) -> Place:
     """That cluster with workers on GPUs 1, 2 and 3."""
     missing = {"1", "2", "3"} - {gpu for node in here.cluster().standing for gpu in node.gpus}
-    adding = [here.begin("add", "--gpu", gpu) for gpu in sorted(missing)]
+    adding = [here.begin("add", "--gpu", gpu, "--timeout", "600") for gpu in sorted(missing)]
     for one in adding:
         out, err = one.communicate(timeout=180)
         assert one.returncode == 0, out + err
@@ -214,7 +214,7 @@ def test_a_new_cluster_wants_a_token_exactly_where_ray_would(place: Place) -> No
 
 
 def test_twelve_adds_at_once_for_three_free_gpus_give_each_gpu_once(here: Place) -> None:
-    adding = [here.begin("add") for _ in range(12)]
+    adding = [here.begin("add", "--timeout", "600") for _ in range(12)]
     ended = [(one, *one.communicate(timeout=180)) for one in adding]
     told = [err for one, _, err in ended if one.returncode == 3]
     said = [out for one, out, _ in ended if one.returncode == 0]
@@ -251,7 +251,7 @@ def test_the_gpu_of_a_killed_node_returns_and_the_next_node_takes_it_and_no_othe
     before = {node.name: node.keeper for node in workers.cluster().standing}
     for one in workers.family("gpu-2"):
         send(one, signal.SIGKILL)  # as when a machine is lost: its keeper too
-    done = workers.run("add")
+    done = workers.run("add", "--timeout", "600")
     assert done.returncode == 0, done.stderr
     assert "node gpu-2 of" in done.stderr  # had no keeper any more
     assert "runs on GPU 2" in done.stdout

@@ -28,7 +28,7 @@ from trimtab.runtime.cluster.ports import is_free
 from trimtab.runtime.cluster.processes import MARK, Process, environment, family, table
 
 TRIMTAB = shutil.which("trimtab") or str(Path(sys.executable).with_name("trimtab"))
-PATIENCE_S = 180.0  # a guard, not an expectation: the machine may be very busy
+PATIENCE_S = 600.0  # a guard, not an expectation: the machine may be very busy
 
 
 class Place:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from trimtab.model.plan import CurrentPlacement, Plan, Scaling
 from trimtab.model.workflow import Job, Variant
-from trimtab.plan.compare import predicted
+from trimtab.plan.compare import predicted, time_text
 from trimtab.plan.search import TIE, search
 from trimtab.plan.space import Space
 from trimtab.plan.timeline import to_plan
@@ -101,10 +101,11 @@ def scaling_text(scaling: Scaling) -> str:
     if scaling.plan is None:
         return (
             f"{one}; the plan is the same if each doubling of GPUs gives {scaling.doubling:.0%} of a perfect speed-up "
-            f"(then {scaling.chosen_seconds:.1f} s)"
+            f"(then {time_text(scaling.chosen_seconds)})"
         )
     return (
         f"{one}; if each doubling of GPUs gives {scaling.doubling:.0%} of a perfect speed-up this plan takes "
-        f"{scaling.chosen_seconds:.1f} s, and {scaling.plan.describe()} takes {scaling.plan.iteration_seconds:.1f} s"
+        f"{time_text(scaling.chosen_seconds)}, and {scaling.plan.describe()} takes "
+        f"{time_text(scaling.plan.iteration_seconds)}"
         + (f"; measure {scaling.measure[0]} on {scaling.measure[1]} GPUs: that decides" if scaling.measure else "")
     )

@@ -175,8 +175,8 @@ def _print_scaling(out: Console, scaling: Scaling) -> None:
     out.print()
     out.print(
         f"[bold]If each doubling of GPUs gives {scaling.doubling:.0%} of a perfect speed-up[/]: "
-        f"{scaling.plan.iteration_seconds:.1f} s with {escape(scaling.plan.describe())}; "
-        f"the plan above takes {scaling.chosen_seconds:.1f} s then"
+        f"{time_text(scaling.plan.iteration_seconds)} with {escape(scaling.plan.describe())}; "
+        f"the plan above takes {time_text(scaling.chosen_seconds)} then"
     )
     if scaling.measure is not None:
         name, gpus = scaling.measure

@@ -95,6 +95,8 @@ def mark_nested(slot: Slot | None, mark: str) -> None:
     def make_marked(self: Any, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         if options.get("lifetime") != "detached":
             options = {**placed(options), "runtime_env": environment(options)}
+        elif placed(options) is not options:  # Ray would put it into the slot's group, and end it with that
+            options = {**options, "scheduling_strategy": "DEFAULT"}
         return make(self, args=args, kwargs=kwargs, **options)
 
     @functools.wraps(call)
