@@ -62,7 +62,7 @@ def workers(here: Place) -> Place:
     missing = {"1", "2", "3"} - {gpu for node in here.cluster().standing for gpu in node.gpus}
     adding = [here.begin("add", "--gpu", gpu, "--timeout", "600") for gpu in sorted(missing)]
     for one in adding:
-        out, err = one.communicate(timeout=180)
+        out, err = one.communicate(timeout=600)
         assert one.returncode == 0, out + err
     return here
 
@@ -215,7 +215,7 @@ def test_a_new_cluster_wants_a_token_exactly_where_ray_would(place: Place) -> No
 
 def test_twelve_adds_at_once_for_three_free_gpus_give_each_gpu_once(here: Place) -> None:
     adding = [here.begin("add", "--timeout", "600") for _ in range(12)]
-    ended = [(one, *one.communicate(timeout=180)) for one in adding]
+    ended = [(one, *one.communicate(timeout=600)) for one in adding]
     told = [err for one, _, err in ended if one.returncode == 3]
     said = [out for one, out, _ in ended if one.returncode == 0]
     assert len(said) == 3, [err for _, _, err in ended]
@@ -379,6 +379,7 @@ def test_stopping_ends_all_that_trimtab_started_and_nothing_else(here: Place) ->
         bystander.wait()
 
 
+@pytest.mark.long
 def test_workers_join_a_cluster_without_authentication_although_a_token_lies_about(place: Place) -> None:
     (place.home / ".ray").mkdir()
     (place.home / ".ray" / "auth_token").write_text("not-for-this-cluster")

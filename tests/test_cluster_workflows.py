@@ -60,6 +60,7 @@ def trained_by(loop: Terminal, members: int) -> None:
     loop.expect(rf"\b{members} actors? trained")
 
 
+@pytest.mark.long
 def test_a_cluster_starts_small_and_its_training_grows_with_every_worker(place: Place, terminal: Open) -> None:
     before = set(table())
     first = start(terminal, place, 0)

@@ -244,7 +244,7 @@ def test_ray_knows_that_the_process_of_a_task_was_meant_to_end(session: Session,
     pids.append(deaf.members[0].pid)
     deaf.cancel()
     deaf.wait("ended", timeout=60)
-    until(lambda: len(how_ended(pids)) == len(pids), 60.0)
+    until(lambda: len(how_ended(pids)) == len(pids))
     assert set(how_ended(pids).values()) <= {"INTENDED_USER_EXIT", "INTENDED_SYSTEM_EXIT"}
 
 
@@ -728,11 +728,11 @@ def test_a_loop_of_the_controller_that_fails_is_started_again_and_shown_by_statu
             rows = session.status()["background"]
             return next((one for one in rows if one["failures"] == 2 and one["state"] == "running"), None)
 
-        row = until(failed, 60.0)
+        row = until(failed)
         assert row["name"] == f"deaths on node {node[:12]}"
         assert row["last_error"].startswith("ValueError: too many values to unpack")
         os.kill(pid, signal.SIGKILL)  # and is heard of
-        until(lambda: task.seen.attempt == 2 and task.state is State.running, 60.0)
+        until(lambda: task.seen.attempt == 2 and task.state is State.running)
         assert run(["status", "--name", name]) == 0
         said = " ".join(capsys.readouterr().out.split())
         assert f"deaths on node {node[:12]} failed 2 times and is running: ValueError" in said

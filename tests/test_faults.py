@@ -219,7 +219,7 @@ async def clients_with_bad_connections(faults: Faults, wanted: int, seed: int) -
 
         while faults.total < wanted:
             right += sum(await asyncio.gather(*(client() for _ in range(48))))
-        await until_async(lambda: scene.running() == 0, 60.0)
+        await until_async(lambda: scene.running() == 0)
         for stub in stubs:
             await left_nothing(stub)
     assert len(ledger.arrived) >= right

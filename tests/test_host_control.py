@@ -62,9 +62,8 @@ def test_the_control_socket_answers_again_after_descriptors_ran_out(
 ) -> None:
     import ray
 
-    monkeypatch.setattr(
-        ray, "get_runtime_context", lambda: types.SimpleNamespace(current_actor=None, get_actor_id=lambda: "0")
-    )
+    context = types.SimpleNamespace(current_actor=None, get_actor_id=lambda: "0")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(os, "setpgid", lambda pid, group: None)
     real, refused = socket.socket.accept, []
 

@@ -291,7 +291,7 @@ def test_verls_own_client_generates_through_it_as_its_own_factory_made_it(tmp_pa
     assert seen["inflight"] == 0
 
 
-async def _until(true: Any, within_s: float = 30.0) -> bool:
+async def _until(true: Any, within_s: float = 240.0) -> bool:
     """Looks until it is so."""
     for _ in range(int(within_s / 0.02)):
         found = true()

@@ -31,6 +31,7 @@ def left_in(ray: Any) -> list[str]:
     return groups + [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
 
 
+@pytest.mark.long
 def test_the_example_says_in_chinese_what_the_guide_says() -> None:
     command = [sys.executable, str(EXAMPLE), "--lang", "zh", "--address", "local"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
@@ -55,6 +56,7 @@ def test_the_example_says_in_chinese_what_the_guide_says() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.long
 def test_it_shrinks_to_a_small_cluster_and_leaves_nothing_there(small_ray: Any) -> None:
     said: list[str] = []
     assert run_demo("en", say=said.append) == 0

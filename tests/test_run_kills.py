@@ -123,6 +123,7 @@ def kill_controller(session: Session) -> None:
     os.kill(session.status()["pid"], signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_component_that_is_killed_is_made_anew_and_no_iteration_counts_twice(house: House, tmp_path: Path) -> None:
     kill = once(at_iteration(6), lambda: kill_one(house, "trainer"))
     end = run(house, tmp_path / "run", kill)

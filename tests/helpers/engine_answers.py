@@ -15,7 +15,7 @@ NEAR_TIE = 1e-3
 """Nat between the two best tokens below which rounding may choose either."""
 
 
-def run(work: Coroutine[Any, Any, T], *, within_s: float = 120.0) -> T:
+def run(work: Coroutine[Any, Any, T], *, within_s: float = 400.0) -> T:
     """Runs it in a loop of its own, not for ever."""
 
     async def bounded() -> T:
