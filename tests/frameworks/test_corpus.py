@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
 
@@ -146,6 +146,14 @@ def held(counts: Counter[str]) -> None:
     assert counts["slower plans"] == 0
     assert counts["not written"] == 0
     assert counts["wrongly refused"] <= planned * 0.01
+
+
+@pytest.fixture(autouse=True)
+def _table_is_shown(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    yield
+    table = capsys.readouterr().out
+    with capsys.disabled():
+        print(table, end="")
 
 
 def test_nemo_rl_configs_are_read_as_they_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
