@@ -239,7 +239,7 @@ def test_a_start_that_takes_too_long_ends_with_its_own_reason(plain: bool) -> No
         pool = session.pool("p", {"cpu": 1})
         for restarts, code in ((0, Code.start_timeout), (1, Code.restarts_used)):
             task = pool.submit(Stuck, resources=CPU, restarts=restarts, start_timeout_s=2.0, plain=plain)
-            with pytest.raises(TaskFailedError, match=r"not constructed within (2|1\.\d+) s"):
+            with pytest.raises(TaskFailedError, match="not constructed within 2 s"):
                 task.wait("running", timeout=LONG_S)
             assert (task.seen.reason.code, task.seen.attempt) == (code, 1 + restarts)
 

@@ -1,7 +1,7 @@
 """One line of a run's `events.jsonl`, as every reader of it takes it: JSON with numbers that a run can have.
 
 A line is checked here before anybody counts, draws or plans with it, so that an odd line is odd to all of them:
-whoever follows a run leaves it out and counts it, and goes on. What an event of its kind must have is its reader's.
+a reader of a run leaves it out and counts it, and goes on. What an event of its kind must have is its reader's.
 """
 
 from __future__ import annotations

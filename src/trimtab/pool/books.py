@@ -102,7 +102,7 @@ class Kept:
         return {**vars(self), "nodes": nodes, "quota": self.quota.tolist()}
 
     def covers(self, other: Kept) -> bool:
-        """Whether at least as much of everything is kept: then whoever found no room beside the other finds none."""
+        """Whether at least as much of everything is kept: a task that did not fit beside the other does not fit."""
         if not self.slots >= other.slots or not set(other.groups) <= set(self.groups):
             return False
         mine, theirs = self._by_node(), other._by_node()
@@ -309,7 +309,7 @@ class Books:
             self._keep_need(need, self.tasks[claim.task].spec.pool, -1)
 
     def hold_back(self, kept: Kept) -> None:
-        """Nobody but the task that it is kept for has this, until it is given back."""
+        """Reserve this for its task alone, until it is given back."""
         for node, part in kept.nodes:
             self.ledger.keep(node, part, 1)
         self.ledger.quota_kept[kept.pool] += kept.quota

@@ -144,7 +144,7 @@ class Candidates:
         return freed
 
     def allowed(self, task: Task, now: float, policy: Policy | None) -> tuple[NDArray[np.bool_], float | None]:
-        """Whom the policy lets leave for the task; and when youth first protects somebody else no longer.
+        """Whom the policy lets leave for the task; and when `min_runtime_s` first protects another one no longer.
 
         A task that was evicted itself has only those leave whose priority is lower, however small a gap the policy asks
         for: or two that may evict each other would do so for ever, and neither would run.

@@ -341,7 +341,10 @@ class Deeds:
     def _start_failed(self, one: Start, fault: StartError) -> None:
         self._starting.pop(one.task, None)
         self._dead.pop((one.task, one.attempt), None)
-        self._world.feed(StartFailed(one.task, one.attempt, fault.why, fault.fatal, fault.timed_out))
+        why, record = fault.why, self._world.machine.tasks.get(one.task)
+        if fault.timed_out and record is not None:  # as it was set, not what was left of it here
+            why = f"it was not constructed within {record.spec.start_timeout_s:g} s"
+        self._world.feed(StartFailed(one.task, one.attempt, why, fault.fatal, fault.timed_out))
 
     async def _started(self, one: Start) -> tuple[list[Member], str]:
         record = self._world.machine.tasks[one.task]

@@ -317,7 +317,7 @@ class Driver:
             pools = [one.spec for one in self.machine.pools.values() if not one.dropped]
             await self.environments.renew(self._unended(), pools)
             if self.journal.vanished:
-                log.error("somebody deleted the journal in %s; it is written anew", self.directory)
+                log.error("the journal in %s was deleted; it is written anew", self.directory)
                 self.journal.snapshot(self.now(), self.machine.dump())
                 self.shelf.make_folders()
 
