@@ -118,7 +118,7 @@ def reseated(sited: Sited, where: Mapping[str, Sequence[tuple[str, int]]]) -> Si
 
 
 def near(to: Sited, running: Sited) -> Sited:
-    """The same plan on GPUs that its components have already, as far as they do: a component that need not move does not.
+    """The same plan on GPUs that its components have already, as far as they do: no needless move.
 
     A plan whose groups share GPUs stays as it was laid out.
     """
