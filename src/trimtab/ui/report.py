@@ -127,15 +127,15 @@ def _scaling(answer: Answer) -> str:
         f"{', '.join(scaling.components)} {were} measured on one number of GPUs only. The plan above is the best if "
         "more GPUs help perfectly. "
         f"If each doubling of GPUs gives {scaling.doubling:.0%} of a perfect speed-up it takes "
-        f"{duration(scaling.chosen_seconds)}, and this plan is the best.{decides}"
+        f"{duration(scaling.chosen_seconds)}, and the plan below is the best.{decides}"
     )
     axis = max(plan.timeline_seconds, answer.best.timeline_seconds)
     keys = tuple(component.name for component in answer.best.components)
     drawn = _pictures(plan, "If scaling is less than perfect", "scaling", keys=keys, axis_seconds=axis)
     return (
         '<section aria-labelledby="h-scaling">\n<h2 id="h-scaling">If scaling is less than perfect</h2>\n'
-        f'<p>{escape(words)}</p>\n<div class="card"><h3>{escape(_in_words(plan))}<span class="time">'
-        f"{duration(plan.iteration_seconds)}</span></h3><figure>{drawn}</figure></div>\n</section>"
+        f'<p>{escape(words)}</p>\n<div class="card"><h3>{escape(_in_words(plan))}: '
+        f"{duration(plan.iteration_seconds)}</h3><figure>{drawn}</figure></div>\n</section>"
     )
 
 
