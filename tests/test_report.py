@@ -263,7 +263,7 @@ def test_two_scalings_are_both_drawn_with_what_decides_and_nothing_is_proven() -
     assert not page.has("Proven")
     assert page.has("If scaling is perfect which was not measured")
     assert page.has("rollout, trainer were each measured on one number of GPUs only")
-    assert page.has("it takes 210.0 s, and this plan is the best. Measure rollout on 6 GPUs: that decides.")
+    assert page.has("it takes 210.0 s, and the plan below is the best. Measure rollout on 6 GPUs: that decides.")
     ids = re.findall(r' id="([^"]+)"', text)
     assert len(ids) == len(set(ids))
 
