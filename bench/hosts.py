@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from trimtab.core.resources import Resources
+from trimtab.machines.pool import events
+from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import PoolSpec, TaskSpec
-from trimtab.model.resources import Resources
-from trimtab.pool import events
-from trimtab.pool.machine import PoolMachine
 
 ROUNDS = 30
 WARM = 6

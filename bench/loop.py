@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from bench.placement import workflow_job
-from trimtab.loop import events as e
-from trimtab.loop.deciding import Planner
-from trimtab.loop.machine import LoopMachine
+from trimtab.machines.replan import events as e
+from trimtab.machines.replan.decision import Planner
+from trimtab.machines.replan.machine import LoopMachine
 from trimtab.model.run import Iteration, Measured, RunMode, RunRules
 from trimtab.model.workflow import Cluster, Component, Job, Node, Variant, WeightSync, Workflow
 from trimtab.replay.loop_noise import Factors, MadeUpNoise, TraceNoise

@@ -15,10 +15,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trimtab.fleet import node_events as events
-from trimtab.fleet.nodes import NodeMachine
-from trimtab.model.fleet import NodeFacts
-from trimtab.model.resources import Resources
+from trimtab.core.resources import Resources
+from trimtab.machines.nodes import events
+from trimtab.machines.nodes.machine import NodeMachine
+from trimtab.model.nodes import NodeFacts
 
 SIZES = (100, 1_000, 10_000)
 LOOKS = 20

@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 
 from trimtab.model.pipeline import DeviceType, Host, ModelChain, PipelineJob
-from trimtab.plan.partition import plan_partition
-from trimtab.plan.partition_space import TIE, Space, host_classes, space_of
+from trimtab.plan.partition.planner import plan_partition
+from trimtab.plan.partition.space import TIE, Space, host_classes, space_of
 
 ROWS = (
     *((48, 8, 2), (48, 16, 4), (96, 16, 4), (96, 32, 1), (96, 32, 4), (192, 32, 4), (192, 64, 2), (192, 64, 4)),

@@ -30,9 +30,9 @@ from trimtab.model.workflow import (
     WeightSync,
     Workflow,
 )
-from trimtab.plan.search import search
-from trimtab.plan.simulate import Shapes
-from trimtab.plan.space import Space, set_partitions
+from trimtab.plan.placement.search import search
+from trimtab.plan.placement.simulate import Shapes
+from trimtab.plan.placement.space import Space, set_partitions
 
 ROWS = ((3, 8), (3, 64), (3, 256), (3, 1024), (5, 8), (5, 64), (5, 256), (5, 1024), (8, 64))
 GOALS = {(3, 1024): 0.1, (5, 1024): 0.5, (8, 64): 2.0}

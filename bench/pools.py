@@ -18,12 +18,12 @@ import tracemalloc
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from trimtab.model.codec import decode, encode
+from trimtab.core.codec import decode, encode
+from trimtab.core.resources import NOTHING, Resources
+from trimtab.machines.pool import events
+from trimtab.machines.pool.events import Event, MakeGroup, RemoveGroup, Start, Stop
+from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import Policy, PoolSpec, Strategy, TaskSpec
-from trimtab.model.resources import NOTHING, Resources
-from trimtab.pool import events
-from trimtab.pool.events import Event, MakeGroup, RemoveGroup, Start, Stop
-from trimtab.pool.machine import PoolMachine
 
 NODES, PER_NODE = 1_250, 8
 SIZES = (100, 1_000, 10_000)

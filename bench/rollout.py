@@ -14,8 +14,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-from trimtab.fleet import rollout_events as e
-from trimtab.fleet.rollout import RolloutMachine
+from trimtab.machines.rollout import events as e
+from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.model.rollout import RequestClass, RequestSpec, RolloutRules, WorkerSpec
 
 WORKERS, LIMIT, QUEUED = 512, 64, 100_000

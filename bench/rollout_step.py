@@ -23,11 +23,11 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from trimtab.fleet import rollout_events as e
-from trimtab.fleet.load import Decision, LoadSample, PolicyState, Taker
-from trimtab.fleet.rollout import RolloutMachine
+from trimtab.core.reasons import Code, Reason
+from trimtab.machines.rollout import events as e
+from trimtab.machines.rollout.machine import RolloutMachine
+from trimtab.machines.rollout.policies.load import Decision, LoadSample, PolicyState, Taker
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.model.reason import Code, Reason
 from trimtab.model.rollout import (
     End,
     Owner,

@@ -30,10 +30,10 @@ from typing import Any
 from trimtab.model.plan import Plan
 from trimtab.model.run import RunMode, RunRules
 from trimtab.model.workflow import Cluster, Component, Job, Node, Variant, WeightSync, Workflow
-from trimtab.plan.boxes import Found
-from trimtab.plan.placement import plan_placement
-from trimtab.plan.space import Space
-from trimtab.plan.timeline import to_plan
+from trimtab.plan.placement.boxes import Found
+from trimtab.plan.placement.planner import plan_placement
+from trimtab.plan.placement.space import Space
+from trimtab.plan.placement.timeline import to_plan
 from trimtab.runtime.run.job import Part, RunJob, shared_plan
 
 GPUS = 64  # logical ones of the local Ray

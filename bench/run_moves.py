@@ -29,7 +29,7 @@ import numpy as np
 
 from bench.loop import noises
 from bench.run_fidelity import part, say, scaled
-from trimtab.loop.deciding import Planner
+from trimtab.machines.replan.decision import Planner
 from trimtab.model.plan import Plan
 from trimtab.model.run import RunMode, RunRules
 from trimtab.model.workflow import Cluster, Job, Node, WeightSync, Workflow

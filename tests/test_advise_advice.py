@@ -23,15 +23,15 @@ from advise_world import (
 )
 from test_dialect_nemo_rl import accept as nemo_rl_accepts
 from test_dialect_openrlhf import accept as openrlhf_accepts
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Code
 from trimtab.formats import logs
 from trimtab.formats.follow import RunLog
 from trimtab.formats.follow_costs import RunConfig
-from trimtab.model.errors import InputError
 from trimtab.model.profile import Profile
-from trimtab.model.reason import Code
 from trimtab.model.run import RunRules
-from trimtab.plan.placement import best_plan
-from trimtab.plan.timeline import to_plan
+from trimtab.plan.placement.planner import best_plan
+from trimtab.plan.placement.timeline import to_plan
 from trimtab.runtime.advise.adviser import scaled
 from trimtab.runtime.advise.advising import Advising, News
 
@@ -95,7 +95,7 @@ def test_advice_comes_with_the_drift_and_names_the_component(case: Case, tmp_pat
 
 
 def _seconds(job: Any, plan: Any) -> float:
-    from trimtab.loop.deciding import Planner
+    from trimtab.machines.replan.decision import Planner
 
     return Planner(job.workflow).seconds(plan, {})
 
@@ -134,7 +134,7 @@ def _accepted(case: Case, values: dict[str, Any], gpus: dict[str, int]) -> None:
 
 
 def _at(points: Any, gpus: int) -> float:
-    from trimtab.plan.cost import seconds_at
+    from trimtab.plan.placement.cost import seconds_at
 
     return seconds_at(tuple(sorted(points.items())), 0.0, gpus)
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from ray.cluster_utils import Cluster
 
-from trimtab.model.errors import UnreachableError
+from trimtab.core.errors import UnreachableError
 from trimtab.runtime.advise.cluster import ClusterWatch, _look, busy_in
 from trimtab.runtime.advise.gpus import gpus_here
 from trimtab.runtime.ray.survey import find

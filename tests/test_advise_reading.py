@@ -23,11 +23,11 @@ from advise_world import (
     verl_data,
     verl_jsonl,
 )
+from trimtab.core.errors import InputError
 from trimtab.formats import logs
 from trimtab.formats.follow import RunLog, Step
 from trimtab.formats.follow_costs import reading_of
 from trimtab.formats.logs_gpus import RunFacts
-from trimtab.model.errors import InputError
 from trimtab.runtime.advise.tail import Tail, first_ranks, following
 
 ROOT = Path(__file__).parent.parent

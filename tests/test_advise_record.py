@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from advise_world import CASES, NEMO, RLINF, VERL, Case, Told, measured, nemo_blocks, profile, verl_console, verl_jsonl
+from trimtab.core.errors import InputError
 from trimtab.formats import logs
 from trimtab.formats.follow import RunLog
 from trimtab.formats.follow_costs import RunConfig
-from trimtab.model.errors import InputError
 from trimtab.model.run import RunRules
 from trimtab.runtime.advise.advising import Advising, News
 from trimtab.runtime.advise.engines import Engines

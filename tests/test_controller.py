@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from trimtab.model.errors import InputError, UnreachableError
+from trimtab.core.errors import InputError, UnreachableError
+from trimtab.core.reasons import Code
+from trimtab.machines.pool.events import Tick
 from trimtab.model.pool import State
-from trimtab.model.reason import Code
-from trimtab.pool.events import Tick
 from trimtab.runtime.journal import Journal, read_journal
 from trimtab.runtime.ray.client import Pool, Session, Task, connect
 from trimtab.runtime.ray.cluster import connected

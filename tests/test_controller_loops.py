@@ -10,12 +10,12 @@ from typing import Any, cast
 
 import pytest
 
-from trimtab.model.errors import UnreachableError
-from trimtab.model.fleet import GroupSpec, NodeFacts, NodeState, NodeView
-from trimtab.model.reason import Code, Reason
-from trimtab.model.resources import Resources
-from trimtab.pool.events import Tick
-from trimtab.pool.machine import PoolMachine
+from trimtab.core.errors import UnreachableError
+from trimtab.core.reasons import Code, Reason
+from trimtab.core.resources import Resources
+from trimtab.machines.pool.events import Tick
+from trimtab.machines.pool.machine import PoolMachine
+from trimtab.model.nodes import GroupSpec, NodeFacts, NodeState, NodeView
 from trimtab.runtime.journal import Journal
 from trimtab.runtime.ray import controller as controller_module
 from trimtab.runtime.ray import driver as driver_module

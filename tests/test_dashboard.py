@@ -17,7 +17,7 @@ from rich.console import Console
 
 import run_report_samples as samples
 from dashboard_pages import Growing
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.runtime.dashboard.tail import Tail
 from trimtab.ui import cli, dashboard
 from trimtab.ui.dashboard_board import Board

@@ -13,7 +13,7 @@ import pytest
 
 import run_report_samples as samples
 from dashboard_pages import Growing
-from trimtab.model.errors import InputError, TrimtabError, UnreachableError
+from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.rollout import EngineRollout
 from trimtab.runtime.run import asks
 from trimtab.runtime.run.component import Place

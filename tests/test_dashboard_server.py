@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dashboard_pages import TOKEN, Growing, serving
-from trimtab.model.errors import InputError, UnreachableError
+from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime.dashboard import feed
 from trimtab.runtime.dashboard.server import DashboardServer
 from trimtab.runtime.run import asks

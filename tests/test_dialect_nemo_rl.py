@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from dialect_plans import DATA, plan_of, profile_of
+from trimtab.core.errors import InputError
 from trimtab.formats import nemo_rl
 from trimtab.formats.dialect import Loaded
 from trimtab.formats.hydra_config import compose
 from trimtab.formats.write_back import nested
-from trimtab.model.errors import InputError
 
 SECONDS = {"generation": {8: 60.0}, "logprobs": {8: 10.0}, "policy": {8: 40.0}}
 APART = ("policy.generation.colocated.enabled=false",)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from dialect_plans import DATA, composed, plan_of, profile_of
+from trimtab.core.errors import InputError
 from trimtab.formats import rlinf, write_back
 from trimtab.formats.dialect import Loaded
 from trimtab.formats.hydra_config import compose
-from trimtab.model.errors import InputError
-from trimtab.plan.placement import plan_placement
+from trimtab.plan.placement.planner import plan_placement
 
 ROOT = Path(__file__).parent.parent
 BUNDLED = ROOT / "examples" / "math" / "config" / "qwen2.5-1.5b-grpo-megatron.yaml"

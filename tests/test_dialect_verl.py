@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from dialect_plans import DATA, plan_of, profile_of
+from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.formats import verl
 from trimtab.formats.dialect import Loaded
 from trimtab.formats.hydra_config import compose
 from trimtab.formats.load import load as load_file
 from trimtab.formats.write_back import overrides
-from trimtab.model.errors import InfeasibleError, InputError
-from trimtab.plan.placement import plan_placement
+from trimtab.plan.placement.planner import plan_placement
 
 SECONDS = {
     "rollout": {16: 60.0},

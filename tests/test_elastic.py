@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from storm import below, kill
-from trimtab.model.errors import InputError
-from trimtab.model.reason import Code
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Code
 from trimtab.runtime.ray.client import Pool, Session, connect
 from trimtab.runtime.ray.elastic import ElasticGroup, GroupGaveUpError, Happening, StepFailedError, StepResult
 from trimtab.runtime.ray.elastic_member import MemberShell, MemberWorld, PartLostError, WorldMismatchError

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.fleet.scaling import Decision, LoadSample, PolicyState
+from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
+from trimtab.core.reasons import Code, Reason
 from trimtab.formats import elastic_config_file
-from trimtab.model.errors import InfeasibleError, InputError, UnreachableError
-from trimtab.model.reason import Code, Reason
+from trimtab.machines.rollout.policies.policy import Decision, LoadSample, PolicyState
 from trimtab.runtime import elastic_scheduler
 from trimtab.runtime.elastic_rollout import ElasticRolloutMixin
 from trimtab.runtime.elastic_scheduler import ElasticConfig, ElasticScheduler, Taker

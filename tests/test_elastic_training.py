@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trimtab.model.errors import InputError
-from trimtab.model.fleet import World
-from trimtab.model.reason import Code, Reason
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Code, Reason
+from trimtab.model.nodes import World
 from trimtab.runtime.ray.elastic_member import MemberWorld
 from trimtab.runtime.ray.elastic_view import StepResult
 from trimtab.ui.elastic_training import TOLERANCE, Trainer, batch_of, fixed_run, model_of, share_of

@@ -15,7 +15,7 @@ import ray
 from ray import cloudpickle
 
 from engine_answers import answer, greedy, run
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.runtime.engines.actor import ActorEngine
 from trimtab.runtime.engines.engine import (
     Deadlines,

@@ -12,7 +12,7 @@ from aiohttp import web
 from engine_answers import answer, greedy, run
 from engine_scenes import BOTH, LONG, PROMPT, expected, reached, running, scene
 from engine_stubs import VllmStub
-from trimtab.model.errors import InputError, UnreachableError
+from trimtab.core.errors import InputError, UnreachableError
 from trimtab.model.rollout import Release
 from trimtab.runtime.engines.detect import KINDS, attach, detect
 from trimtab.runtime.engines.engine import (

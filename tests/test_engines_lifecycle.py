@@ -10,7 +10,7 @@ import pytest
 from engine_answers import answer, greedy, run
 from engine_scenes import BOTH, PAUSES, PROMPT, RELEASES, expected, reached, running, scene
 from engine_stubs import VllmStub
-from trimtab.model.reason import Code
+from trimtab.core.reasons import Code
 from trimtab.runtime.engines.detect import KINDS
 from trimtab.runtime.engines.engine import (
     EngineBusyError,

@@ -13,7 +13,7 @@ import pytest
 from engine_answers import answer, answers, greedy, prompts, run
 from engine_servers import LlamaServer, again, servers, wait_up
 from tiny_gguf import END, pieces, tiny_gguf
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.runtime.engines.detect import attach, detect
 from trimtab.runtime.engines.engine import (
     Deadlines,

@@ -24,7 +24,7 @@ from faults import Faults, Proxy
 from gateway_scenes import front
 from journal_writer import GONE, HAS, REFUSED, SAID, STARTED, last_of
 from rollout_scenes import DEADLINES
-from trimtab.fleet import rollout_events as e
+from trimtab.machines.rollout import events as e
 from trimtab.rollout import RolloutPool, RolloutRules, SamplingParams
 from waiting import until_async
 

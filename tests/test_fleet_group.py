@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 
 from fleet_world import UNIT, node_view
-from trimtab.fleet.group import GroupMachine
-from trimtab.fleet.group_events import (
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Code, Reason
+from trimtab.core.resources import Resources
+from trimtab.machines.elastic.events import (
     Asked,
     AskHealth,
     Boundary,
@@ -35,10 +37,8 @@ from trimtab.fleet.group_events import (
     WorldEntered,
     WorldFailed,
 )
-from trimtab.model.errors import InputError
-from trimtab.model.fleet import GroupSpec, NodeState
-from trimtab.model.reason import Code, Reason
-from trimtab.model.resources import Resources
+from trimtab.machines.elastic.machine import GroupMachine
+from trimtab.model.nodes import GroupSpec, NodeState
 
 NO_ROOM = Reason(Code.no_room, "no node has enough free")
 

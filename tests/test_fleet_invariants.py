@@ -21,11 +21,11 @@ from hypothesis.stateful import (
 )
 
 from fleet_world import UNIT, FleetWorld, facts
-from trimtab.fleet import group_events as g
-from trimtab.fleet import node_events as n
-from trimtab.model.errors import InputError
-from trimtab.model.fleet import GroupSpec, NodePolicy
-from trimtab.model.resources import NOTHING, Resources
+from trimtab.core.errors import InputError
+from trimtab.core.resources import NOTHING, Resources
+from trimtab.machines.elastic import events as g
+from trimtab.machines.nodes import events as n
+from trimtab.model.nodes import GroupSpec, NodePolicy
 
 STEPS = 50
 RUNS = 180

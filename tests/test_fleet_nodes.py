@@ -7,8 +7,11 @@ import json
 import pytest
 
 from fleet_world import facts
-from trimtab.fleet.emptying import evict_after_s
-from trimtab.fleet.node_events import (
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Code
+from trimtab.core.resources import Resources
+from trimtab.machines.nodes.drain import evict_after_s
+from trimtab.machines.nodes.events import (
     DrainAsked,
     DrainOver,
     EmptyNode,
@@ -23,12 +26,9 @@ from trimtab.fleet.node_events import (
     Tick,
     UseNode,
 )
-from trimtab.fleet.nodes import NodeMachine
-from trimtab.model.errors import InputError
-from trimtab.model.fleet import NodePolicy, NodeState
+from trimtab.machines.nodes.machine import NodeMachine
+from trimtab.model.nodes import NodePolicy, NodeState
 from trimtab.model.pool import Policy
-from trimtab.model.reason import Code
-from trimtab.model.resources import Resources
 
 POLICY = NodePolicy()
 

@@ -15,6 +15,8 @@ from ruamel.yaml import YAML
 
 from fuzzing import as_json, as_yaml, fault_of, flipped, in_time, mutated
 from run_report_samples import NAMES, eventful
+from trimtab.core import plain_data as plain
+from trimtab.core.errors import TrimtabError
 from trimtab.formats import (
     elastic_config_file,
     job,
@@ -34,8 +36,6 @@ from trimtab.formats import (
 from trimtab.formats.follow import RunLog
 from trimtab.formats.hydra_config import Composed, Reader
 from trimtab.formats.logs_gpus import RunFacts
-from trimtab.model import plain
-from trimtab.model.errors import TrimtabError
 from trimtab.profile import architecture
 from trimtab.replay import loop_noise, loop_past, loop_scenario, rollout_scenario, scenario, traces
 from trimtab.replay.journal_policies import read_others
@@ -359,7 +359,7 @@ def _journals(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
 def _snapshots(folder: Path) -> tuple[list[Any], Callable[[Any], Any]]:
     source = EXAMPLES / "simulate" / "journal"
     found = read_journal(source)
-    from trimtab.pool.machine import PoolMachine
+    from trimtab.machines.pool.machine import PoolMachine
 
     machine = PoolMachine()
     for now, event in found.events[:40]:

@@ -11,7 +11,7 @@ import pytest
 from engine_servers import LlamaServer, servers
 from gateway_scenes import BEARER, PROMPT, TOKEN, Front, play
 from tiny_gguf import pieces
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.model.rollout import WorkerState
 from trimtab.runtime.rollout.gateway.server import Gateway
 from trimtab.runtime.rollout.gateway.settings import GatewaySettings

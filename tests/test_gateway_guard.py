@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine_stubs import VllmStub
 from gateway_scenes import BEARER, PROMPT, QUICK, TOKEN, Answered, Front, play, play_stubs
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.model.rollout import RequestClass, RolloutRules
 from trimtab.runtime.listening import host_name
 from trimtab.runtime.rollout.gateway import extras, openai, sglang

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from engine_answers import run
-from trimtab.model.reason import Code, Reason
+from trimtab.core.reasons import Code, Reason
 from trimtab.model.rollout import End, WorkerState
 from trimtab.runtime.engines.detect import KINDS
 from trimtab.runtime.engines.engine import EngineGoneError, EngineNonsenseError, OrderRefusedError

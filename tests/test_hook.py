@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from trimtab.model.errors import InputError, UnreachableError
+from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime import hook, tokens
 from trimtab.runtime.hook import Hook, Wanted
 from trimtab.runtime.hook_doors import HookDoors

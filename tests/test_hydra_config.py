@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dialect_plans import DATA, composed, profile_of
+from trimtab.core.errors import InputError, TrimtabError
 from trimtab.formats import nemo_rl, rlinf, verl
 from trimtab.formats.hydra_config import compose
 from trimtab.formats.load import load
-from trimtab.model.errors import InputError, TrimtabError
 from trimtab.model.profile import ComponentProfile, Profile
 
 TRAIN = DATA / "hydra" / "train.yaml"

@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 
 from rollout_scenes import Scene, expected, play
+from trimtab.core.errors import InputError
 from trimtab.integrations.following import catch_up, following
-from trimtab.model.errors import InputError
 from trimtab.rollout import Span, WorkerState
 
 S = WorkerState

@@ -25,8 +25,8 @@ from ray import cloudpickle
 
 from engine_answers import run
 from engine_servers import LlamaServer, servers
+from trimtab.core.errors import InputError, UnreachableError
 from trimtab.integrations.verl import NO_SERVER, Balancer, LoadBalancer, Settings
-from trimtab.model.errors import InputError, UnreachableError
 
 ROOT = Path(__file__).parents[1]
 PROMPT = [40, 41, 42, 43, 44]

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from trimtab.core.errors import InputError, TrimtabError
 from trimtab.formats import yaml_text
 from trimtab.formats.load import load
-from trimtab.model.errors import InputError, TrimtabError
 from trimtab.model.workflow import Job
-from trimtab.plan.placement import best_plan, plan_placement
+from trimtab.plan.placement.planner import best_plan, plan_placement
 
 WHOLE = """\
 cluster:

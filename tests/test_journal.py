@@ -13,21 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Code
+from trimtab.core.resources import Resources
+from trimtab.machines.pool.events import CancelAsked, Event, NodeJoined, PoolEnsured, Started, Stopped, Submitted, Tick
+from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import Place, PoolSpec, TaskSpec
-from trimtab.model.reason import Code
-from trimtab.model.resources import Resources
-from trimtab.pool.events import (
-    CancelAsked,
-    Event,
-    NodeJoined,
-    PoolEnsured,
-    Started,
-    Stopped,
-    Submitted,
-    Tick,
-)
-from trimtab.pool.machine import PoolMachine
 from trimtab.runtime import locks
 from trimtab.runtime.journal import Journal, read_journal
 from trimtab.runtime.shelf import Shelf, file_name, header_of, pack, unpack
@@ -299,7 +290,7 @@ def until(true: Callable[[], bool]) -> None:
 
 def test_killed_in_the_middle_of_writing_every_appended_event_is_there(tmp_path: Path) -> None:
     script = (
-        "import sys; from trimtab.runtime.journal import Journal; from trimtab.pool.events import Tick\n"
+        "import sys; from trimtab.runtime.journal import Journal; from trimtab.machines.pool.events import Tick\n"
         "journal = Journal(sys.argv[1])\n"
         "for number in range(10**9):\n"
         "    journal.append(float(number), Tick()); print(number, flush=True)\n"

@@ -14,8 +14,8 @@ import typer
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
+from trimtab.core.errors import InputError
 from trimtab.formats import layer_files, yaml_text
-from trimtab.model.errors import InputError
 from trimtab.ui.layer_commands import layers
 
 MODELS = """\

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.profile import layers
 
 HERE = Path(__file__).parent / "helpers"

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.runtime.ray.client import Session, connect
 from trimtab.runtime.ray.cluster import connected
 from trimtab.runtime.ray.host import born

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from trimtab.fleet.node_events import LinkHeard, NodeEvent
+from trimtab.machines.nodes.events import LinkHeard, NodeEvent
 from trimtab.runtime.background import Background
 from trimtab.runtime.ray.board import Board
 from trimtab.runtime.ray.links import Links, Place, beat_forever

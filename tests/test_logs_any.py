@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from trimtab.core.errors import InputError, TrimtabError
 from trimtab.formats import log_records, logs, logs_gpus, measured, profile_file, rollout_lengths
-from trimtab.model.errors import InputError, TrimtabError
 
 DATA = Path(__file__).parent / "data" / "logs"
 ROOT = Path(__file__).parent.parent

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from trimtab.core.errors import InputError
 from trimtab.formats import logs, logs_gpus, tensorboard_events
-from trimtab.model.errors import InputError
 from trimtab.model.profile import Profile
 
 DATA = Path(__file__).parent / "data" / "logs"

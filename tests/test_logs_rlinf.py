@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from trimtab.core.errors import InputError
 from trimtab.formats import logs, logs_gpus
-from trimtab.model.errors import InputError
 from trimtab.model.profile import Profile
 
 DATA = Path(__file__).parent / "data" / "logs"

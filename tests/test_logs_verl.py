@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from trimtab.core.errors import InputError
 from trimtab.formats import logs, logs_gpus
 from trimtab.formats.follow import RunLog, Step
-from trimtab.model.errors import InputError
 from trimtab.model.profile import Profile
 
 DATA = Path(__file__).parent / "data" / "logs"

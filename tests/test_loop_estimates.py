@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from loop_world import workflow
-from trimtab.loop.estimates import Estimates, sure_level
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
+from trimtab.machines.replan.estimates import Estimates, sure_level
 from trimtab.model.run import Estimate, Iteration, Measured, RunRules
 
 RULES = RunRules()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from loop_world import LoopWorld, nodes
-from trimtab.loop import events as e
+from trimtab.machines.replan import events as e
 from trimtab.model.run import STAGES, Iteration, Measured, RunMode, RunRules
 from trimtab.model.workflow import Cluster, Node
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from jobs import component
 from loop_world import LoopWorld, first_plan, nodes, workflow
 from test_loop_estimates import noise
-from trimtab.loop import events as e
-from trimtab.loop.deciding import cost_of
-from trimtab.loop.estimates import sure_level
-from trimtab.loop.machine import LoopMachine
-from trimtab.loop.seats import Sited, changes
-from trimtab.loop.telling import costs_text
-from trimtab.model.errors import InputError
-from trimtab.model.reason import Code
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Code
+from trimtab.machines.replan import events as e
+from trimtab.machines.replan.decision import cost_of
+from trimtab.machines.replan.estimates import sure_level
+from trimtab.machines.replan.explain import costs_text
+from trimtab.machines.replan.machine import LoopMachine
+from trimtab.machines.replan.placed_plan import Sited, changes
 from trimtab.model.run import STAGES, Estimate, How, Iteration, Measured, MoveCost, RunMode, RunRules, Stage
 from trimtab.model.workflow import Job, WeightSync, Workflow
 

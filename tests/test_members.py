@@ -26,10 +26,10 @@ import pytest
 import ray
 from ray import cloudpickle
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
+from trimtab.core.resources import Resources
+from trimtab.machines.pool.events import MakeGroup
 from trimtab.model.pool import Place, Strategy
-from trimtab.model.resources import Resources
-from trimtab.pool.events import MakeGroup
 from trimtab.runtime.ray import members as door
 from trimtab.runtime.ray import warm
 from trimtab.runtime.ray.environments import HostKind

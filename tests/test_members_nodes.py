@@ -17,9 +17,9 @@ import ray
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 
+from trimtab.core.resources import Resources
+from trimtab.machines.pool.events import MakeGroup
 from trimtab.model.pool import Place, Strategy
-from trimtab.model.resources import Resources
-from trimtab.pool.events import MakeGroup
 from trimtab.runtime.ray.members import GroupError, Member, Members, Payload, StartError
 from waiting import until_async
 

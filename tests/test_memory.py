@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trimtab.model.errors import InputError, TrimtabError
+from trimtab.core.errors import InputError, TrimtabError
 from trimtab.profile import architecture, memory
 from trimtab.profile.memory import GB, Settings
 

@@ -15,12 +15,10 @@ from typing import Any
 
 import pytest
 
+from trimtab.core.reasons import Code, Reason
+from trimtab.core.resources import Resources
 from trimtab.formats import yaml_text
-from trimtab.model.fleet import NodeFacts, NodeState, NodeView
-from trimtab.model.pool import Policy, PoolSpec, TaskSpec
-from trimtab.model.reason import Code, Reason
-from trimtab.model.resources import Resources
-from trimtab.pool.events import (
+from trimtab.machines.pool.events import (
     CompleteAsked,
     Event,
     EvictAsked,
@@ -38,7 +36,9 @@ from trimtab.pool.events import (
     Stopped,
     Submitted,
 )
-from trimtab.pool.machine import PoolMachine
+from trimtab.machines.pool.machine import PoolMachine
+from trimtab.model.nodes import NodeFacts, NodeState, NodeView
+from trimtab.model.pool import Policy, PoolSpec, TaskSpec
 from trimtab.runtime.ray.fleet_metrics import METRICS as FLEET_METRICS
 from trimtab.runtime.ray.fleet_metrics import desired_workers
 from trimtab.runtime.ray.metrics import BUCKETS_MS, METRICS, Meter, Metric

@@ -15,7 +15,7 @@ import pytest
 import ray
 from ray import cloudpickle
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.runtime.ray.client import Pool, Session, Task, connect
 
 WAIT_S = 240.0

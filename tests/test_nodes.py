@@ -19,10 +19,10 @@ from ray.cluster_utils import Cluster
 
 import storm
 from storm import Work, below, is_process, kill, lives
-from trimtab.model.errors import InputError
-from trimtab.model.fleet import NodeState, NodeView
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Code
+from trimtab.model.nodes import NodeState, NodeView
 from trimtab.model.pool import State
-from trimtab.model.reason import Code
 from trimtab.runtime.ray import draining
 from trimtab.runtime.ray.client import Pool, Session, connect
 from trimtab.runtime.ray.doors import News

@@ -12,8 +12,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from trimtab.core.errors import TrimtabError
 from trimtab.formats.pipeline_split import Engine, layout, split_lines
-from trimtab.model.errors import TrimtabError
 from trimtab.model.pipeline import Schedule, Stage
 from trimtab.ui.partition_commands import partition, ray_hosts, sched_pipeline
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 import obvious_partition as obvious
-from trimtab.model.errors import InfeasibleError
+from trimtab.core.errors import InfeasibleError
 from trimtab.model.pipeline import PartitionAnswer, PipelineJob
-from trimtab.plan import partition, partition_paths
-from trimtab.plan.partition import plan_partition
+from trimtab.plan.partition import paths as partition_paths
+from trimtab.plan.partition import planner as partition
+from trimtab.plan.partition.planner import plan_partition
 
 CHUNKS = 32
 PER_CHUNK = 100

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
+from trimtab.core.errors import InputError, TrimtabError
 from trimtab.formats import pipeedge, yaml_text
 from trimtab.formats.pipeedge import Request, devices_yaml, load, scalar, schedule_yaml
-from trimtab.model.errors import InputError, TrimtabError
 from trimtab.model.pipeline import Schedule, Stage
-from trimtab.plan.partition import plan_partition
+from trimtab.plan.partition.planner import plan_partition
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "pipeline"
 

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from trimtab.model.errors import InfeasibleError, InputError
+from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.model.pipeline import DeviceType, Host, Link, ModelChain, PipelineJob
-from trimtab.plan import partition, partition_order, partition_paths
-from trimtab.plan.partition import plan_partition
+from trimtab.plan.partition import order as partition_order
+from trimtab.plan.partition import paths as partition_paths
+from trimtab.plan.partition import planner as partition
+from trimtab.plan.partition.planner import plan_partition
 
 MIB = 2**20
 

@@ -12,7 +12,7 @@ from playwright.sync_api import Browser
 from pages import CONTRASTS, OUTSIDE, SCHEMES, WIDTHS
 from trimtab.formats.pipeedge import Request, load
 from trimtab.model.pipeline import DeviceType, Host, ModelChain, PartitionAnswer, PipelineJob
-from trimtab.plan.partition import plan_partition
+from trimtab.plan.partition.planner import plan_partition
 from trimtab.ui.chart import gaps
 from trimtab.ui.partition_pictures import PERIODS, stages_svg, steady_chart
 from trimtab.ui.partition_report import partition_report

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from trimtab.core.errors import InputError, UnreachableError
 from trimtab.formats import layer_files
-from trimtab.model.errors import InputError, UnreachableError
 from trimtab.model.pipeline import ModelChain, PartitionAnswer, PipelineJob, Schedule, Stage
 from trimtab.profile import layers
 from trimtab.runtime.pipeline import PipelineRun, run_pipeline

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from jobs import cluster, component, ppo_job, seed_job
 from random_jobs import random_job
-from trimtab.model.errors import InfeasibleError, InputError
+from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, Plan, Rules
 from trimtab.model.workflow import Cluster, GpuCurve, Job, Memory, Node, Variant, WeightSync, Workflow
-from trimtab.plan.cost import is_extrapolated, seconds_at
-from trimtab.plan.placement import best_plan, plan_placement
-from trimtab.plan.search import search
-from trimtab.plan.space import Space
+from trimtab.plan.placement.cost import is_extrapolated, seconds_at
+from trimtab.plan.placement.planner import best_plan, plan_placement
+from trimtab.plan.placement.search import search
+from trimtab.plan.placement.space import Space
 
 
 def seconds(job: Job) -> float:
@@ -371,7 +371,7 @@ def test_too_many_configurations_leave_a_bound_instead_of_a_false_proof(monkeypa
     job = Job(cluster(2, gpu_memory_gb=75.0), Workflow(parts))
     exact = search(Space(job))
     assert exact.optimal
-    monkeypatch.setattr("trimtab.plan.space.MAX_CONFIGURATIONS", 6)
+    monkeypatch.setattr("trimtab.plan.placement.space.MAX_CONFIGURATIONS", 6)
     cut = search(Space(job))
     assert not cut.optimal
     assert cut.lower_bound <= exact.best.seconds <= cut.best.seconds * (1 + 1e-9)

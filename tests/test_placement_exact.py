@@ -15,10 +15,10 @@ from jobs import component
 from random_jobs import random_job, random_variant
 from trimtab.model.plan import AllowedGroup, Rules
 from trimtab.model.workflow import Cluster, Job, Node, Workflow
-from trimtab.plan.compare import plan_times
-from trimtab.plan.search import search
-from trimtab.plan.space import Space
-from trimtab.plan.timeline import to_plan
+from trimtab.plan.placement.compare import plan_times
+from trimtab.plan.placement.search import search
+from trimtab.plan.placement.space import Space
+from trimtab.plan.placement.timeline import to_plan
 
 CHUNKS = 24
 PER_CHUNK = 100

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from trimtab.core.reasons import Code
 from trimtab.formats import yaml_text
 from trimtab.model.pool import Aggressiveness, State
-from trimtab.model.reason import Code
 from trimtab.runtime.ray.client import Pool, Session, connect
 from trimtab.runtime.ray.cluster import connected
 from trimtab.runtime.ray.fleet_metrics import METRICS as FLEET_METRICS

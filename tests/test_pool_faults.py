@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from trimtab.model.errors import UnreachableError
+from trimtab.core.errors import UnreachableError
+from trimtab.core.reasons import Code
 from trimtab.model.pool import State
-from trimtab.model.reason import Code
 from trimtab.runtime.ray.client import Session, Task, connect
 from trimtab.runtime.ray.cluster import connected
 from trimtab.runtime.ray.task_errors import TaskFailedError

@@ -21,12 +21,12 @@ from hypothesis.stateful import (
 )
 
 from pool_world import World, gpus, policy, pool, task
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Code
+from trimtab.core.resources import Resources
+from trimtab.machines.pool import events as news
+from trimtab.machines.pool.events import MakeGroup, Park, RemoveGroup, Start, Stop, Unpark
 from trimtab.model.pool import ENDED, Policy, State, Strategy, TaskSpec
-from trimtab.model.reason import Code
-from trimtab.model.resources import Resources
-from trimtab.pool import events as news
-from trimtab.pool.events import MakeGroup, Park, RemoveGroup, Start, Stop, Unpark
 
 STEPS = 50
 RUNS = 120

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from obvious_pool import dominated, may_evict, sufficient_sets
 from pool_world import World, gang, gpus, policy, pool, task
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import STORY_KEPT, Code
+from trimtab.core.resources import NOTHING, Resources
+from trimtab.machines.pool import events as news
+from trimtab.machines.pool import feasibility as room
+from trimtab.machines.pool.events import MakeGroup, Park, RemoveGroup, Start, Stop, Unpark
+from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import Aggressiveness, Policy, PoolSpec, State, Strategy, TaskSpec
-from trimtab.model.reason import STORY_KEPT, Code
-from trimtab.model.resources import NOTHING, Resources
-from trimtab.pool import events as news
-from trimtab.pool import room
-from trimtab.pool.events import MakeGroup, Park, RemoveGroup, Start, Stop, Unpark
-from trimtab.pool.machine import PoolMachine
 
 
 def world(*nodes: float, spec: PoolSpec | None = None, rules: Policy | None = None) -> World:

@@ -13,7 +13,7 @@ import pytest
 
 import storm as storms
 from storm import HEALTH_CHECKS, Storm, Work, is_process, process_names, still_lives
-from trimtab.model.errors import TrimtabError
+from trimtab.core.errors import TrimtabError
 from trimtab.model.pool import ENDED, State
 from trimtab.runtime.ray.client import Session, connect
 from waiting import until

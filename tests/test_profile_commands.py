@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from trimtab.core.errors import InputError
 from trimtab.formats import profile_file, yaml_text
-from trimtab.model.errors import InputError
 from trimtab.ui.profile_commands import app
 
 ROOT = Path(__file__).parent.parent

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trimtab.core.errors import InputError, TrimtabError
 from trimtab.formats import profile_file
-from trimtab.model.errors import InputError, TrimtabError
 from trimtab.model.profile import ComponentProfile, Profile
 
 FULL = Profile(

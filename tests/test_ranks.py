@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs import cluster, component
-from trimtab.model.ranks import ranks_text
+from trimtab.core.ranks import ranks_text
 from trimtab.model.workflow import Job, Workflow
-from trimtab.plan.placement import plan_placement
-from trimtab.plan.ranks import Strip, lay_out, straddles
+from trimtab.plan.placement.planner import plan_placement
+from trimtab.plan.placement.ranks import Strip, lay_out, straddles
 
 
 @settings(max_examples=200, deadline=None)

@@ -9,9 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from trimtab.model.pool import PoolSpec, State, TaskSpec
-from trimtab.model.resources import Resources
-from trimtab.pool.events import (
+from trimtab.core.resources import Resources
+from trimtab.machines.pool.events import (
     CancelAsked,
     Event,
     MakeGroup,
@@ -22,8 +21,9 @@ from trimtab.pool.events import (
     Submitted,
     Tick,
 )
-from trimtab.pool.machine import PoolMachine
-from trimtab.pool.reconciling import Reconciler, Watch, expected, key_of
+from trimtab.machines.pool.machine import PoolMachine
+from trimtab.machines.pool.reconcile import Reconciler, Watch, expected, key_of
+from trimtab.model.pool import PoolSpec, State, TaskSpec
 from trimtab.runtime.background import Background
 from trimtab.runtime.ray.deeds import Deeds, write_payload
 from trimtab.runtime.ray.members import Member, Members, Outcome, Payload, StopOutcome

@@ -7,19 +7,21 @@ from typing import Any
 import pytest
 
 from loop_world import first_plan, nodes, workflow
-from trimtab.fleet import group_events, node_events, rollout_events
-from trimtab.fleet.group import GroupMachine
-from trimtab.fleet.nodes import NodeMachine
-from trimtab.fleet.rollout import RolloutMachine
-from trimtab.loop import events as loop_events
-from trimtab.loop.machine import LoopMachine
-from trimtab.model.errors import InputError
-from trimtab.model.fleet import GroupSpec
+from trimtab.core.errors import InputError
+from trimtab.core.resources import Resources
+from trimtab.machines.elastic import events as group_events
+from trimtab.machines.elastic.machine import GroupMachine
+from trimtab.machines.nodes import events as node_events
+from trimtab.machines.nodes.machine import NodeMachine
+from trimtab.machines.pool import events as pool_events
+from trimtab.machines.pool.machine import PoolMachine
+from trimtab.machines.replan import events as loop_events
+from trimtab.machines.replan.machine import LoopMachine
+from trimtab.machines.rollout import events as rollout_events
+from trimtab.machines.rollout.machine import RolloutMachine
+from trimtab.model.nodes import GroupSpec
 from trimtab.model.pool import PoolSpec, TaskSpec
-from trimtab.model.resources import Resources
 from trimtab.model.workflow import Job
-from trimtab.pool import events as pool_events
-from trimtab.pool.machine import PoolMachine
 
 GPU = Resources.of(gpu=1)
 

@@ -17,13 +17,13 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from pool_world import KINDS
 from test_pool_invariants import Fate
-from trimtab.model.codec import decode
-from trimtab.model.errors import InfeasibleError, InputError
+from trimtab.core.codec import decode
+from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.core.resources import Resources
+from trimtab.machines.pool import events as e
+from trimtab.machines.pool import instructions as orders
+from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import Policy, PoolSpec, TaskSpec
-from trimtab.model.resources import Resources
-from trimtab.pool import events as e
-from trimtab.pool import orders
-from trimtab.pool.machine import PoolMachine
 from trimtab.replay.churn import Churn
 from trimtab.replay.figures import figures
 from trimtab.replay.journal_policies import fitted, read_others

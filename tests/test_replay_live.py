@@ -15,11 +15,11 @@ import pytest
 import live_scene
 import rollout_scenes
 from live_scene import LONG, SHORT, Joining, Scene
-from trimtab.fleet import rollout_events
-from trimtab.fleet.rollout import RolloutMachine
-from trimtab.model.codec import decode, encode
+from trimtab.core.codec import decode, encode
+from trimtab.machines.pool import events as e
+from trimtab.machines.rollout import events as rollout_events
+from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.pool import events as e
 from trimtab.replay.journal_replay import UNCHANGED, agreement, recorded, run_other
 from trimtab.replay.journal_world import World, world_of
 from trimtab.runtime.journal import ROLLOUT_EVENTS

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from run_moves import AUTO, cluster, events, workflow
-from trimtab.loop import events as e
-from trimtab.loop.machine import LoopMachine
-from trimtab.loop.seats import Sited
-from trimtab.model.codec import decode
-from trimtab.model.errors import InputError
-from trimtab.model.reason import Code, Reason
+from trimtab.core.codec import decode
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Code, Reason
+from trimtab.machines.replan import events as e
+from trimtab.machines.replan.machine import LoopMachine
+from trimtab.machines.replan.placed_plan import Sited
 from trimtab.model.run import Iteration, Numbers, RunRules, Stage
 from trimtab.model.workflow import Cluster, Job, Node
 from trimtab.replay import loop_scenario

@@ -8,18 +8,18 @@ from collections.abc import Callable
 
 import pytest
 
-from trimtab.model.codec import decode, encode
+from trimtab.core.codec import decode, encode
+from trimtab.core.reasons import Reason
+from trimtab.core.resources import Resources
+from trimtab.machines.pool import events as e
+from trimtab.machines.pool import feasibility as room
+from trimtab.machines.pool.capacity import Ledger
+from trimtab.machines.pool.feasibility import Spot
+from trimtab.machines.pool.machine import PoolMachine
+from trimtab.machines.pool.queueing_hints import Log
+from trimtab.machines.pool.records import Pool, Task
+from trimtab.machines.pool.state import Books
 from trimtab.model.pool import Place, PoolSpec, Strategy
-from trimtab.model.reason import Reason
-from trimtab.model.resources import Resources
-from trimtab.pool import events as e
-from trimtab.pool import room
-from trimtab.pool.books import Books
-from trimtab.pool.gains import Log
-from trimtab.pool.ledger import Ledger
-from trimtab.pool.machine import PoolMachine
-from trimtab.pool.records import Pool, Task
-from trimtab.pool.room import Spot
 from trimtab.replay.baselines import Ordered
 from trimtab.replay.churn import Churn, NodeEvent
 from trimtab.replay.clairvoyant import Clairvoyant

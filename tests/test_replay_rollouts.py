@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from trimtab.fleet import rollout_events as e
-from trimtab.fleet.load import Costs, LoadSample, PolicyState
-from trimtab.fleet.predictive import cost_aware
-from trimtab.fleet.rollout import RolloutMachine
-from trimtab.fleet.scaling import begin, consult
+from trimtab.core.errors import InputError
+from trimtab.machines.rollout import events as e
+from trimtab.machines.rollout.machine import RolloutMachine
+from trimtab.machines.rollout.policies.load import Costs, LoadSample, PolicyState
+from trimtab.machines.rollout.policies.policy import begin, consult
+from trimtab.machines.rollout.policies.predictive import cost_aware
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.model.errors import InputError
 from trimtab.replay import rollout_scenario
 from trimtab.replay.engine_model import Engine, EngineSpeed, least_engine_s
 from trimtab.replay.rollout_driver import Fleet, RolloutOutcome, RolloutReplay

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.replay import scenario, traces
 from trimtab.replay.timing import Distribution, PoolTimes
 

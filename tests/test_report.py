@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import plans_for_pictures as samples
 from trimtab import __version__
+from trimtab.core.errors import InputError
 from trimtab.formats.files import write_text as write
-from trimtab.model.errors import InputError
 from trimtab.model.plan import Alternative, Answer, Scaling, Sensitivity
 from trimtab.ui.report import plan_report
 

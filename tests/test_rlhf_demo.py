@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trimtab.model.errors import InfeasibleError
+from trimtab.core.errors import InfeasibleError
 from trimtab.runtime.ray.cluster import connected
 from trimtab.ui import rlhf_demo
 from trimtab.ui.rlhf_demo import fitting_shares, main, run_demo

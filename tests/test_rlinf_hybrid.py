@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from dialect_plans import composed, plan_of, profile_of
+from trimtab.core.errors import InputError
 from trimtab.formats import logs, rlinf, write_back
 from trimtab.formats.dialect import Loaded
 from trimtab.formats.follow import Step
 from trimtab.formats.follow_costs import RunConfig
 from trimtab.formats.hydra_config import compose
-from trimtab.model.errors import InputError
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, Plan, Rules
 from trimtab.model.run import RunRules
 from trimtab.model.workflow import ANY_KIND, Cluster, Component, Job, Node, Variant, WeightSync, Workflow
-from trimtab.plan.placement import plan_placement
+from trimtab.plan.placement.planner import plan_placement
 from trimtab.runtime.advise.adviser import Adviser, placement_now
 from trimtab.runtime.advise.advising import Advising
 

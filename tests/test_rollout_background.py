@@ -18,11 +18,11 @@ from engine_stubs import VllmStub
 from gateway_scenes import BEARER, Front, play_stubs
 from rollout_commands import python
 from rollout_scenes import PROMPT, Scene, play
-from trimtab.fleet import rollout_events as e
-from trimtab.fleet.rollout import RolloutMachine
+from trimtab.core.errors import UnreachableError
+from trimtab.core.reasons import Code, Reason
 from trimtab.formats.rollout_settings import AttachedEngine
-from trimtab.model.errors import UnreachableError
-from trimtab.model.reason import Code, Reason
+from trimtab.machines.rollout import events as e
+from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.model.rollout import RolloutRules
 from trimtab.rollout import RolloutPool, SamplingParams, WorkerState
 from trimtab.runtime import journal as journal_file

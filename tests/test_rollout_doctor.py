@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from trimtab.fleet import rollout_events as e
-from trimtab.fleet.rollout import RolloutMachine
-from trimtab.fleet.rollout_ailments import Ailment, Finding, Weight
-from trimtab.fleet.rollout_doctor import examine, examine_settings
+from trimtab.machines.diagnose.rollout import examine, examine_settings
+from trimtab.machines.diagnose.rollout_findings import Ailment, Finding, Weight
+from trimtab.machines.rollout import events as e
+from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.rollout import Owner, Ownership, RolloutRules, WorkerSpec
 from trimtab.runtime.rollout.core import Core

@@ -8,13 +8,13 @@ from textwrap import dedent
 
 import pytest
 
-from trimtab.fleet import scaling
-from trimtab.fleet.load import LoadSample
-from trimtab.fleet.scaling import Costs
+from trimtab.core.errors import InputError
 from trimtab.formats import rollout_file
 from trimtab.formats.load import load
 from trimtab.formats.rollout_settings import AttachedEngine, RolloutSettings, StartedEngines
-from trimtab.model.errors import InputError
+from trimtab.machines.rollout.policies import policy as scaling
+from trimtab.machines.rollout.policies.load import LoadSample
+from trimtab.machines.rollout.policies.policy import Costs
 from trimtab.model.rollout import Owner
 from trimtab.runtime.rollout.gateway.settings import GatewaySettings
 

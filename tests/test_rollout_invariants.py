@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from rollout_world import Engine, RolloutWorld
-from trimtab.fleet import rollout_events as e
+from trimtab.machines.rollout import events as e
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.rollout import (
     InFlight,

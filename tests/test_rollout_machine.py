@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from trimtab.fleet import rollout_events as e
-from trimtab.fleet.rollout import RolloutMachine
-from trimtab.fleet.rollout_workers import EDGES
-from trimtab.fleet.routing import Predictor
-from trimtab.fleet.scaling import Decision
+from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.core.reasons import Code, Reason
+from trimtab.machines.rollout import events as e
+from trimtab.machines.rollout.machine import RolloutMachine
+from trimtab.machines.rollout.policies.policy import Decision
+from trimtab.machines.rollout.routing import Predictor
+from trimtab.machines.rollout.workers import EDGES
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.model.errors import InfeasibleError, InputError
-from trimtab.model.reason import Code, Reason
 from trimtab.model.rollout import (
     End,
     InFlight,

@@ -10,9 +10,9 @@ import pytest
 
 from engine_servers import servers
 from rollout_scenes import PROMPT, QUICK, Scene, expected, play, run
-from trimtab.fleet.rollout import RolloutMachine
-from trimtab.model.errors import InputError, UnreachableError
-from trimtab.model.reason import Code
+from trimtab.core.errors import InputError, UnreachableError
+from trimtab.core.reasons import Code
+from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.model.rollout import RequestSpec
 from trimtab.rollout import (
     Chunk,

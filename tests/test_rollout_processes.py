@@ -18,7 +18,7 @@ import pytest
 from engine_answers import answer, greedy, run
 from rollout_commands import HERE, llama, python
 from tiny_gguf import tiny_gguf
-from trimtab.model.errors import InfeasibleError, InputError, UnreachableError
+from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
 from trimtab.rollout import RolloutPool, RolloutRules, SamplingParams, WorkerState
 from trimtab.runtime.cluster.processes import Process, below, gone, process
 from trimtab.runtime.rollout.launcher import EngineCommand, Launcher

@@ -25,12 +25,12 @@ from rollout_commands import llama
 from storm import below, kill
 from tiny_gguf import tiny_gguf
 from trimtab import rollout
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Code, Reason
+from trimtab.core.resources import Resources
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.model.errors import InputError
-from trimtab.model.fleet import NodeFacts, NodeState, NodeView
+from trimtab.model.nodes import NodeFacts, NodeState, NodeView
 from trimtab.model.pool import State
-from trimtab.model.reason import Code, Reason
-from trimtab.model.resources import Resources
 from trimtab.rollout import RolloutPool, RolloutRules, SamplingParams, WorkerSpec, WorkerState
 from trimtab.runtime.background import Background
 from trimtab.runtime.cluster.processes import table

@@ -21,8 +21,8 @@ import pytest
 from engine_answers import NEAR_TIE, prompts, run
 from engine_servers import LlamaServer, again, come_up, servers, start
 from faults import Faults
-from trimtab.fleet import rollout_events as e
-from trimtab.model.errors import TrimtabError
+from trimtab.core.errors import TrimtabError
+from trimtab.machines.rollout import events as e
 from trimtab.rollout import RolloutPool, RolloutRules, Sample, SamplingParams, WorkerState
 from trimtab.runtime.rollout.gateway.server import Gateway
 from trimtab.runtime.rollout.gateway.settings import GatewaySettings

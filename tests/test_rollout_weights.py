@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rollout_scenes import DEADLINES, PROMPT, QUICK, Scene, expected, play
-from trimtab.model.errors import InfeasibleError, InputError
-from trimtab.model.reason import Code
+from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.core.reasons import Code
 from trimtab.model.rollout import Owner, Ownership, WorkerSpec
 from trimtab.rollout import ElasticConfig, RefitSession, SamplingParams, Span, Taker, WorkerState
 from trimtab.runtime.engines.detect import attach

@@ -15,8 +15,8 @@ import pytest
 
 from trimtab.formats.load import load
 from trimtab.model.plan import Plan
-from trimtab.plan.placement import best_plan
-from trimtab.plan.timeline import to_plan
+from trimtab.plan.placement.planner import best_plan
+from trimtab.plan.placement.timeline import to_plan
 from trimtab.runtime.ray.client import Session, connect
 from trimtab.runtime.run.cluster import ClusterRun
 from trimtab.runtime.run.job import Part, RunJob

@@ -19,8 +19,8 @@ import pytest
 import run_parts
 import trimtab
 from cluster_here import PATIENCE_S, TRIMTAB, Terminal
-from trimtab.model.errors import InfeasibleError, InputError
-from trimtab.model.reason import Code
+from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.core.reasons import Code
 from trimtab.model.workflow import Cluster, Node
 from trimtab.runtime.cluster.processes import MARK, family
 from trimtab.runtime.run.clock import VirtualClock

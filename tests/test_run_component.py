@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.runtime.run.component import Batch, ComponentError, Place, Result, checked, find_class, make_component
 
 PLACE = Place("rollout", gpus=2, devices=(0, 1), seed=7)

@@ -9,9 +9,9 @@ import pytest
 
 from jobs import cluster, component, seed_job
 from run_parts import Bare, Noting
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.model.workflow import Job, WeightSync, Workflow
-from trimtab.plan.placement import plan_placement
+from trimtab.plan.placement.planner import plan_placement
 from trimtab.runtime.run.clock import VirtualClock, WallClock
 from trimtab.runtime.run.component import Batch, Place
 from trimtab.runtime.run.emulated import OPTIONAL, Disturbance, EmulatedComponent, Paced, emulated_settings

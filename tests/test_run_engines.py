@@ -32,7 +32,7 @@ from examples.grpo.task import END, questions  # noqa: E402
 
 import engines_for_runs  # noqa: E402
 from tiny_gguf import tiny_gguf  # noqa: E402
-from trimtab.model.errors import InputError, TrimtabError, UnreachableError  # noqa: E402
+from trimtab.core.errors import InputError, TrimtabError, UnreachableError  # noqa: E402
 from trimtab.model.pool import ENDED  # noqa: E402
 from trimtab.rollout import EngineRollout  # noqa: E402
 from trimtab.runtime.cluster.processes import table  # noqa: E402

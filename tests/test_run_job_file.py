@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from trimtab.core.errors import InputError
 from trimtab.formats import yaml_text
-from trimtab.model.errors import InputError
 from trimtab.model.run import RunMode, RunRules
 from trimtab.runtime.run.emulated import Disturbance
 from trimtab.runtime.run.job_file import check_same, load_run

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from run_moves import AUTO, cluster, events, moves_of, on_ray, trained
-from trimtab.model.fleet import NodeState
+from trimtab.model.nodes import NodeState
 from trimtab.model.run import STAGES, RunMode, Stage
 from trimtab.model.workflow import Node
 from trimtab.runtime.ray.client import Session, connect

@@ -22,10 +22,10 @@ import run_parts
 from jobs import cluster, component
 from random_jobs import random_job
 from run_plans import any_separate
-from trimtab.model.errors import InfeasibleError, InputError
-from trimtab.model.reason import Code
+from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.core.reasons import Code
 from trimtab.model.workflow import Job, WeightSync, Workflow
-from trimtab.plan.order import Act, Step
+from trimtab.plan.placement.order import Act, Step
 from trimtab.runtime.run import local
 from trimtab.runtime.run.acting import Acting
 from trimtab.runtime.run.clock import VirtualClock

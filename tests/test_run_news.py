@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 
 from jobs import cluster
-from trimtab.loop.events import Why
-from trimtab.model.errors import UnreachableError
-from trimtab.model.fleet import NodeFacts, NodeState, NodeView
+from trimtab.core.errors import UnreachableError
+from trimtab.core.reasons import Code, Reason
+from trimtab.core.resources import Resources
+from trimtab.machines.replan.events import Why
+from trimtab.model.nodes import NodeFacts, NodeState, NodeView
 from trimtab.model.pool import PoolSpec, State
-from trimtab.model.reason import Code, Reason
-from trimtab.model.resources import Resources
 from trimtab.runtime.ray.client import Session
 from trimtab.runtime.ray.doors import News, TaskSeen
 from trimtab.runtime.run import news

@@ -13,8 +13,8 @@ from random_jobs import random_job
 from run_plans import any_plan, any_separate
 from trimtab.model.plan import Plan
 from trimtab.model.workflow import Job, WeightSync, Workflow
-from trimtab.plan.order import Act, Order, Played, Step, Sync, Turn, planned_seconds, play
-from trimtab.plan.placement import plan_placement
+from trimtab.plan.placement.order import Act, Order, Played, Step, Sync, Turn, planned_seconds, play
+from trimtab.plan.placement.planner import plan_placement
 
 UNLIMITED = 10**9
 

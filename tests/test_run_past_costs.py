@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from run_report_samples import Writing, plan_of
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.model.run import Iteration, Measured
 from trimtab.model.workflow import Component, Variant, WeightSync, Workflow
 from trimtab.runtime.run.folder import PastRun

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import run_report_samples as samples
 from run_report_samples import NODES, SEPARATE, WIDER, Writing, plan_of
 from test_run_local import chain, emulated
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.runtime.run.clock import VirtualClock
 from trimtab.runtime.run.local import LocalRun
 from trimtab.ui.cli import run as command

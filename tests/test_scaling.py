@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.fleet import scaling
-from trimtab.fleet.scaling import Costs, Decision, LoadSample, PolicyState, Taker, consult
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Code, Reason
 from trimtab.formats import elastic_config_file
+from trimtab.machines.rollout.policies import policy as scaling
+from trimtab.machines.rollout.policies.policy import Costs, Decision, LoadSample, PolicyState, Taker, consult
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.model.errors import InputError
-from trimtab.model.reason import Code, Reason
 
 DEFAULTS = ElasticConfig()
 MEASURED_NOT = Costs()

@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_scenes import QUICK, Scene, play
-from trimtab.fleet import predictive, scaling, stream
-from trimtab.fleet.load import Costs, LoadSample, Taker
-from trimtab.fleet.stream import Stream
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Code
+from trimtab.machines.rollout.policies import policy as scaling
+from trimtab.machines.rollout.policies import predictive, stream
+from trimtab.machines.rollout.policies.load import Costs, LoadSample, Taker
+from trimtab.machines.rollout.policies.stream import Stream
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.model.errors import InputError
-from trimtab.model.reason import Code
 from trimtab.rollout import SamplingParams, WorkerState
 
 CONFIG = ElasticConfig(policy="predictive", max_workers=4, monitoring_interval=1.0)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from trimtab.fleet.load import Taker
+from trimtab.core.errors import InputError
+from trimtab.core.resources import Resources
+from trimtab.machines.rollout.policies.load import Taker
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.model.errors import InputError
-from trimtab.model.fleet import GroupSpec, NodePolicy
+from trimtab.model.nodes import GroupSpec, NodePolicy
 from trimtab.model.pool import Policy, PoolSpec, TaskSpec
-from trimtab.model.resources import Resources
 from trimtab.model.rollout import RequestClass, RolloutRules, WorkerSpec
 from trimtab.model.run import RunRules
 from trimtab.runtime.elastic_scheduler import ElasticScheduler

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from trimtab import PreemptionAggressiveness, SimpleScheduler, SimpleTaskSpec
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.runtime.ray.cluster import import_ray
 from trimtab.runtime.simple_input import MB
 from trimtab.runtime.simple_preemption import PreemptionSettings

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import plans_for_pictures as samples
+from trimtab.core.ranks import ranks_text
 from trimtab.model.plan import Plan
-from trimtab.model.ranks import ranks_text
 from trimtab.ui.chart import Chart, Mark, Row, Stretch, gaps, joined
 from trimtab.ui.lettering import duration, escape, fit, share, text_width, ticks, wrap
 from trimtab.ui.timeline import JOIN_PX, plan_chart, svg

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import trimtab.profile
+from trimtab.core.errors import InputError
 from trimtab.formats import profile_file
-from trimtab.model.errors import InputError
 from trimtab.profile import Recorder
 from trimtab.profile.timer import recorder
 

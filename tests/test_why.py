@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.fleet.findings import UNDER_WAY, Cause, Finding, Remark
-from trimtab.fleet.fitting import Space, place
-from trimtab.fleet.survey import (
+from trimtab.core.resources import Resources
+from trimtab.machines.diagnose.findings import UNDER_WAY, Cause, Finding, Remark
+from trimtab.machines.diagnose.fitting import Space, place
+from trimtab.machines.diagnose.snapshot import (
     Ask,
     Foreign,
     GivenUp,
@@ -26,9 +27,8 @@ from trimtab.fleet.survey import (
     Waiting,
     named,
 )
-from trimtab.fleet.why import diagnose
+from trimtab.machines.diagnose.why import diagnose
 from trimtab.model.pool import Strategy
-from trimtab.model.resources import Resources
 from why_world import NOW, actor, ask, group, holds, node, obvious, survey
 
 TWO = (node("n1", gpu=2, cpu=8), node("n2", gpu=2, cpu=8))

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.fleet.survey import Foreign, Job, SeenNode, Survey, Waiting
-from trimtab.fleet.why import diagnose
-from trimtab.fleet.would_fit import KIND_LABEL, WouldFit, would_fit
 from trimtab.formats.load import load
-from trimtab.plan.placement import best_plan
-from trimtab.plan.timeline import to_plan
+from trimtab.machines.diagnose.snapshot import Foreign, Job, SeenNode, Survey, Waiting
+from trimtab.machines.diagnose.why import diagnose
+from trimtab.machines.diagnose.would_fit import KIND_LABEL, WouldFit, would_fit
+from trimtab.plan.placement.planner import best_plan
+from trimtab.plan.placement.timeline import to_plan
 from trimtab.ui import why_text
 from why_world import NOW, actor, ask, group, holds, node, survey
 

@@ -26,7 +26,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from trimtab.model.errors import InputError, UnreachableError
+from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime.ray.foreign import FILE_VARIABLE
 from trimtab.runtime.ray.survey import Lookout, find
 from trimtab.ui.output import Format

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from ray.core.generated import common_pb2, gcs_pb2
 
-from trimtab.fleet.survey import Kind, Selector, Stage
-from trimtab.model.resources import Resources
+from trimtab.core.resources import Resources
+from trimtab.machines.diagnose.snapshot import Kind, Selector, Stage
 from trimtab.runtime.ray import records
 
 NOW = 1_000.0

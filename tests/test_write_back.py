@@ -13,11 +13,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from dialect_plans import DATA, composed
+from trimtab.core.errors import InputError
 from trimtab.formats import write_back
 from trimtab.formats.dialect import Settings
 from trimtab.formats.hydra_config import compose
 from trimtab.formats.yaml_text import parse
-from trimtab.model.errors import InputError
 
 FILE = """\
 # head comment

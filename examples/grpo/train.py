@@ -16,7 +16,7 @@ from pathlib import Path
 
 from examples.grpo.job import grpo
 
-from trimtab.model.errors import TrimtabError
+from trimtab.core.errors import TrimtabError
 from trimtab.model.run import Iteration
 from trimtab.runtime.run.job import RunJob
 from trimtab.runtime.run.local import LocalRun, RunEnd

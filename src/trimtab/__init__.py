@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trimtab import profile as profile
     from trimtab.formats.load import load as load
     from trimtab.model.elastic_config import ElasticConfig as ElasticConfig
-    from trimtab.plan.placement import plan_placement as plan_placement
+    from trimtab.plan.placement.planner import plan_placement as plan_placement
     from trimtab.running import Job as Job
     from trimtab.runtime.elastic_scheduler import ElasticScheduler as ElasticScheduler
     from trimtab.runtime.ray.client import Pool as Pool
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "load": "trimtab.formats.load",
-    "plan_placement": "trimtab.plan.placement",
+    "plan_placement": "trimtab.plan.placement.planner",
     "connect": "trimtab.runtime.ray.client",
     "Session": "trimtab.runtime.ray.client",
     "Pool": "trimtab.runtime.ray.client",

@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.model.errors import InfeasibleError, InputError
+from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.model.plan import CurrentPlacement, Plan
-from trimtab.plan.compare import current_plan
-from trimtab.plan.placement import best_plan
-from trimtab.plan.timeline import to_plan
+from trimtab.plan.placement.compare import current_plan
+from trimtab.plan.placement.planner import best_plan
+from trimtab.plan.placement.timeline import to_plan
 from trimtab.runtime.run.component import check_class, find_class
 from trimtab.runtime.run.folder import JOB, check_free, discard_unused, new_folder, read_run
 from trimtab.runtime.run.job import RunJob

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine_answers import answer, greedy
-from trimtab.model.errors import UnreachableError
+from trimtab.core.errors import UnreachableError
 from trimtab.runtime.engines.detect import attach
 from trimtab.runtime.engines.engine import Deadlines
 from trimtab.runtime.engines.wire import open_session

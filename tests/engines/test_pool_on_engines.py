@@ -19,7 +19,7 @@ import pytest
 from engine_processes import MODELS, START_S, Process, come_up, engine
 
 from engine_answers import NEAR_TIE, prompts, run
-from trimtab.fleet import rollout_events as e
+from trimtab.machines.rollout import events as e
 from trimtab.rollout import RolloutPool, RolloutRules, Sample, SamplingParams, WorkerState
 from trimtab.runtime.engines.engine import Deadlines
 

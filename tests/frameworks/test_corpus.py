@@ -16,13 +16,13 @@ from pathlib import Path
 import corpus_oracle as oracle
 import pytest
 
+from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.formats import write_back
 from trimtab.formats.load import load
-from trimtab.model.errors import InfeasibleError, InputError
 from trimtab.model.profile import ComponentProfile, Profile
-from trimtab.plan.compare import current_plan
-from trimtab.plan.placement import best_plan
-from trimtab.plan.timeline import to_plan
+from trimtab.plan.placement.compare import current_plan
+from trimtab.plan.placement.planner import best_plan
+from trimtab.plan.placement.timeline import to_plan
 
 pytestmark = pytest.mark.frameworks
 

@@ -12,7 +12,7 @@ import pytest
 from dialect_plans import DATA, composed, plan_of, profile_of
 from trimtab.formats import openrlhf, rlinf, verl, write_back
 from trimtab.formats.hydra_config import compose
-from trimtab.plan.placement import plan_placement
+from trimtab.plan.placement.planner import plan_placement
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.frameworks

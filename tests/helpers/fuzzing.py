@@ -16,7 +16,7 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from trimtab.model.errors import TrimtabError
+from trimtab.core.errors import TrimtabError
 
 LIMIT_S = 60  # of one input, and only so that a reader that never ends is found
 

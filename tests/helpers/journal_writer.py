@@ -13,7 +13,7 @@ import struct
 import sys
 from pathlib import Path
 
-from trimtab.pool.events import Tick
+from trimtab.machines.pool.events import Tick
 from trimtab.runtime.journal import Journal, read_journal
 
 SAID = struct.Struct("=cQ")  # what happened, and the number of the event

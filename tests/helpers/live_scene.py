@@ -27,9 +27,9 @@ from ray import cloudpickle
 from ray.cluster_utils import Cluster
 
 from storm import below, kill
+from trimtab.core.resources import Resources
+from trimtab.machines.pool import events as e
 from trimtab.model.pool import Strategy, TaskSpec
-from trimtab.model.resources import Resources
-from trimtab.pool import events as e
 from trimtab.replay.churn import NodeEvent
 from trimtab.replay.journal_record import Record, read_record
 from trimtab.replay.journal_replay import UNCHANGED, Agreement, Run, agreement, recorded, run_other

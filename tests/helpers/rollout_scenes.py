@@ -12,7 +12,7 @@ from typing import Any
 from engine_answers import run
 from engine_scenes import expected
 from engine_stubs import SglangStub, Stub, VllmStub
-from trimtab.fleet.rollout import STATIC
+from trimtab.machines.rollout.machine import STATIC
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.rollout import RolloutPool, RolloutRules, Sample, SamplingParams, WorkerState
 from trimtab.runtime.engines.engine import Deadlines

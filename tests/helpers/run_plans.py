@@ -6,9 +6,9 @@ import random
 
 from trimtab.model.plan import Plan
 from trimtab.model.workflow import Job
-from trimtab.plan.boxes import Found
-from trimtab.plan.space import Space
-from trimtab.plan.timeline import to_plan
+from trimtab.plan.placement.boxes import Found
+from trimtab.plan.placement.space import Space
+from trimtab.plan.placement.timeline import to_plan
 
 
 def any_plan(rng: random.Random, job: Job) -> tuple[Space, Found, Plan] | None:

@@ -11,15 +11,15 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 
-from trimtab.fleet import group_events as g
-from trimtab.fleet import node_events as n
-from trimtab.fleet.group import GroupMachine
-from trimtab.fleet.group_members import GRACE_S
-from trimtab.fleet.nodes import NodeMachine
-from trimtab.model.errors import InputError
-from trimtab.model.fleet import Change, GroupSpec, NodeFacts, NodePolicy, NodeState, NodeView, World
-from trimtab.model.reason import Code, Reason
-from trimtab.model.resources import NOTHING, Resources
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Code, Reason
+from trimtab.core.resources import NOTHING, Resources
+from trimtab.machines.elastic import events as g
+from trimtab.machines.elastic.machine import GroupMachine
+from trimtab.machines.elastic.members import GRACE_S
+from trimtab.machines.nodes import events as n
+from trimtab.machines.nodes.machine import NodeMachine
+from trimtab.model.nodes import Change, GroupSpec, NodeFacts, NodePolicy, NodeState, NodeView, World
 
 UNIT = Resources.of(gpu=1)
 PLANNED = (Code.node_draining, Code.shrink, Code.priority)

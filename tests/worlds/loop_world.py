@@ -14,16 +14,16 @@ from typing import Any
 
 from jobs import component
 from obvious import Choice, plan_seconds, seconds_on
-from trimtab.loop import events as e
-from trimtab.loop.machine import LoopMachine
-from trimtab.loop.seats import Seat, seats
-from trimtab.model.codec import decode, encode
-from trimtab.model.errors import InputError
+from trimtab.core.codec import decode, encode
+from trimtab.core.errors import InputError
+from trimtab.machines.replan import events as e
+from trimtab.machines.replan.machine import LoopMachine
+from trimtab.machines.replan.placed_plan import Seat, seats
 from trimtab.model.plan import Plan
 from trimtab.model.run import STAGES, Iteration, Measured, Move, RunMode, RunRules, Stage
 from trimtab.model.workflow import Cluster, Job, Node, WeightSync, Workflow
-from trimtab.plan.placement import best_plan
-from trimtab.plan.timeline import to_plan
+from trimtab.plan.placement.planner import best_plan
+from trimtab.plan.placement.timeline import to_plan
 
 Placement = dict[str, tuple[Seat, ...]]
 

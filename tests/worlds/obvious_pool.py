@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from trimtab.core.reasons import Code
+from trimtab.core.resources import Resources
 from trimtab.model.pool import Policy, PoolSpec, Strategy, TaskSpec
-from trimtab.model.reason import Code
-from trimtab.model.resources import Resources
 
 Amounts = dict[str, int]
 

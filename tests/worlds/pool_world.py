@@ -15,8 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from obvious_pool import Amounts, Facts, SlotFacts, added, amounts, can_lie, fits, has_room, may_evict
-from trimtab.model.codec import decode, encode
-from trimtab.model.errors import InputError
+from trimtab.core.codec import decode, encode
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Code
+from trimtab.core.resources import NOTHING, Resources, total
+from trimtab.machines.pool import events as news
+from trimtab.machines.pool.events import Event, Instruction, MakeGroup, Park, RemoveGroup, Start, Stop, Unpark
+from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import (
     ENDED,
     HOLDS_SLOTS,
@@ -30,11 +35,6 @@ from trimtab.model.pool import (
     labels_of,
     rules_of,
 )
-from trimtab.model.reason import Code
-from trimtab.model.resources import NOTHING, Resources, total
-from trimtab.pool import events as news
-from trimtab.pool.events import Event, Instruction, MakeGroup, Park, RemoveGroup, Start, Stop, Unpark
-from trimtab.pool.machine import PoolMachine
 
 KINDS = {kind.__name__: kind for kind in Event.__args__}
 BY_POLICY = (Code.priority, Code.label_rule, Code.cross_pool)

@@ -12,11 +12,11 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimtab.fleet import rollout_events as e
-from trimtab.fleet.rollout import RolloutMachine
-from trimtab.model.codec import decode, encode
+from trimtab.core.codec import decode, encode
+from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.machines.rollout import events as e
+from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.model.errors import InfeasibleError, InputError
 from trimtab.model.rollout import (
     End,
     InFlight,

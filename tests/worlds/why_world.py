@@ -1,4 +1,4 @@
-"""Made clusters for tests of `trimtab.fleet.why`: nodes, holders and waits in a line each."""
+"""Made clusters for tests of `trimtab.machines.diagnose.why`: nodes, holders and waits in a line each."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from trimtab.fleet.fitting import Space
-from trimtab.fleet.survey import Ask, Drain, Holder, Kind, SeenNode, Selector, Survey, Waiting
+from trimtab.core.resources import NOTHING, Resources, total
+from trimtab.machines.diagnose.fitting import Space
+from trimtab.machines.diagnose.snapshot import Ask, Drain, Holder, Kind, SeenNode, Selector, Survey, Waiting
 from trimtab.model.pool import Strategy
-from trimtab.model.resources import NOTHING, Resources, total
 
 NOW = 1_000.0
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trimtab.core.errors import InputError, nearest
 from trimtab.formats import yaml_text
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.model.errors import InputError, nearest
 
 BLOCK = "elastic_config"
 

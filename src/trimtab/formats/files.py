@@ -7,7 +7,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 
 
 def unreadable(path: Path, error: OSError | ValueError) -> InputError:

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trimtab.core.errors import InputError
 from trimtab.formats import logs, measured
 from trimtab.formats.dialect import Loaded
 from trimtab.formats.follow import Step
 from trimtab.formats.load import load
 from trimtab.formats.log_records import Framework, Record
 from trimtab.formats.logs_gpus import RunFacts
-from trimtab.model.errors import InputError
 from trimtab.model.plan import CurrentPlacement
 from trimtab.model.profile import ComponentProfile, Profile
 from trimtab.model.workflow import Cluster

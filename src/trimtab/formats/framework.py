@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from trimtab.core.errors import InfeasibleError, InputError, nearest
 from trimtab.formats.hydra_config import MOST_COUNT, Reader
-from trimtab.model.errors import InfeasibleError, InputError, nearest
 from trimtab.model.plan import AllowedGroup, Plan, Rules
 from trimtab.model.profile import ComponentProfile, Profile
 from trimtab.model.workflow import ANY_KIND, Cluster, Component, Node, Variant, WeightSync
-from trimtab.plan.spread import even_splits
+from trimtab.plan.placement.spread import even_splits
 
 WEIGHT_SYNC = "weight_sync"
 """The name under which profiles hold the copy of weights from the trainer to the rollout."""

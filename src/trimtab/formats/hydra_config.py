@@ -19,9 +19,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from trimtab.core import plain_data as plain
+from trimtab.core.errors import InputError, nearest
 from trimtab.formats import yaml_text
-from trimtab.model import plain
-from trimtab.model.errors import InputError, nearest
 
 MAX_EXPANDED_NODES = 500_000
 """Aliases may multiply a small file without bound; more than this is no config."""

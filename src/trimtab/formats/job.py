@@ -23,13 +23,13 @@ from pydantic import (
     model_validator,
 )
 
+from trimtab.core.errors import InputError, nearest
+from trimtab.core.ranks import ranks_text
 from trimtab.formats.dialect import Loaded, Settings
 from trimtab.formats.run_section import read_section
 from trimtab.formats.yaml_text import dump
-from trimtab.model.errors import InputError, nearest
 from trimtab.model.plan import CurrentPlacement, Plan
 from trimtab.model.profile import Profile
-from trimtab.model.ranks import ranks_text
 from trimtab.model.workflow import (
     ANY_KIND,
     NOTHING,

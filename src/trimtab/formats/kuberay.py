@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trimtab.core.errors import InputError
 from trimtab.formats.yaml_text import dump
-from trimtab.model.errors import InputError
 from trimtab.model.workflow import Cluster, Node
 
 LONGEST_NAME = 53

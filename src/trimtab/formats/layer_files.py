@@ -22,10 +22,10 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
+from trimtab.core import plain_data as plain
+from trimtab.core.errors import InputError
 from trimtab.formats import files, yaml_text
 from trimtab.formats.pipeedge import MOST
-from trimtab.model import plain
-from trimtab.model.errors import InputError
 
 KIND = "trimtab layer profile"
 # A device's memory also holds what no layer owns: the runtime, the allocator's slack, the operating system.

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trimtab.core.errors import InputError
 from trimtab.formats import job, not_rl, yaml_text
 from trimtab.formats.dialect import Loaded
-from trimtab.model.errors import InputError
 from trimtab.model.profile import Profile
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from trimtab.core.errors import InputError, nearest
 from trimtab.formats import logs_gpus, measured, rollout_lengths, tensorboard_events
 from trimtab.formats.log_records import Framework, Record, raw_lines
 from trimtab.formats.log_wraps import unwrapped
@@ -22,7 +23,6 @@ from trimtab.formats.logs_openrlhf import OPENRLHF
 from trimtab.formats.logs_rlinf import RLINF
 from trimtab.formats.logs_verl import VERL
 from trimtab.formats.measured import Sample
-from trimtab.model.errors import InputError, nearest
 from trimtab.model.profile import ComponentProfile, Profile
 
 FRAMEWORKS: Mapping[str, Framework] = {framework.name: framework for framework in (VERL, RLINF, NEMO_RL, OPENRLHF)}

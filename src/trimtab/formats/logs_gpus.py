@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trimtab.core.errors import InputError, nearest
 from trimtab.formats import nemo_rl, yaml_text
 from trimtab.formats.hydra_config import Reader, compose
-from trimtab.model.errors import InputError, nearest
 
 HOW_TO_SAY = "--gpus 16, or per component --gpus rollout=8 --gpus trainer=8, or --config with the run's configuration"
 

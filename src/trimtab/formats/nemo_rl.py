@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from trimtab.core.errors import InputError
 from trimtab.formats.dialect import Loaded, Settings
 from trimtab.formats.framework import (
     Sizes,
@@ -27,7 +28,6 @@ from trimtab.formats.framework import (
 )
 from trimtab.formats.hydra_config import Composed, Reader
 from trimtab.formats.write_back import block_text, nested
-from trimtab.model.errors import InputError
 from trimtab.model.plan import CurrentPlacement, Plan, Rules
 from trimtab.model.profile import Profile
 from trimtab.model.workflow import Component, Job, Workflow, check_workflow

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 
 _SFT = "supervised fine-tuning"
 _PREFERENCE = "training on preferences (DPO or a reward model)"

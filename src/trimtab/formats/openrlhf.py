@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from trimtab.core.errors import InputError
 from trimtab.formats.dialect import Loaded, Settings
 from trimtab.formats.framework import (
     Sizes,
@@ -29,7 +30,6 @@ from trimtab.formats.framework import (
 )
 from trimtab.formats.hydra_config import Composed, Reader
 from trimtab.formats.write_back import block_text, nested
-from trimtab.model.errors import InputError
 from trimtab.model.plan import CurrentPlacement, Plan, Rules
 from trimtab.model.profile import Profile
 from trimtab.model.workflow import Cluster, Component, Job, Workflow, check_workflow

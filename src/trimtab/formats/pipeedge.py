@@ -18,8 +18,8 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from trimtab.core.errors import InputError, nearest
 from trimtab.formats import yaml_text
-from trimtab.model.errors import InputError, nearest
 from trimtab.model.pipeline import DeviceType, Host, Link, ModelChain, PipelineJob, Schedule
 
 MOST = float(2**53)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from itertools import groupby
 
-from trimtab.model.errors import InfeasibleError
+from trimtab.core.errors import InfeasibleError
 from trimtab.model.pipeline import Schedule
 
 

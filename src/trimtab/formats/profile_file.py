@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from trimtab.core.errors import InputError, nearest
 from trimtab.formats import files, yaml_text
-from trimtab.model.errors import InputError, nearest
 from trimtab.model.profile import ComponentProfile, Profile
 
 TOP_KEYS = ("source", "notes", "components")

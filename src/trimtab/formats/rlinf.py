@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from trimtab.core.errors import InputError
 from trimtab.formats import rlinf_embodied, rlinf_placement
 from trimtab.formats.dialect import Loaded, Settings
 from trimtab.formats.framework import (
@@ -23,7 +24,6 @@ from trimtab.formats.framework import (
     weight_sync,
 )
 from trimtab.formats.hydra_config import Composed, Reader
-from trimtab.model.errors import InputError
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, Plan, Rules
 from trimtab.model.profile import ComponentProfile, Profile
 from trimtab.model.workflow import Component, Job, Workflow, check_workflow

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from trimtab.core.errors import InputError, nearest
 from trimtab.formats import rlinf_placement
 from trimtab.formats.dialect import Loaded, Settings
 from trimtab.formats.framework import (
@@ -26,7 +27,6 @@ from trimtab.formats.framework import (
 )
 from trimtab.formats.hydra_config import Composed, Reader, as_number
 from trimtab.formats.write_back import block_text, nested
-from trimtab.model.errors import InputError, nearest
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, Plan, Rules
 from trimtab.model.profile import ComponentProfile, Profile
 from trimtab.model.workflow import Job, Workflow, check_workflow

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from trimtab.core.errors import InputError
+from trimtab.core.ranks import ranks_text
 from trimtab.formats.hydra_config import Reader
-from trimtab.model.errors import InputError
-from trimtab.model.ranks import ranks_text
 
 KEY = "cluster.component_placement"
 

@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
-from trimtab.fleet import scaling
-from trimtab.fleet.rollout import STATIC
+from trimtab.core.errors import InputError, nearest
 from trimtab.formats import elastic_config_file, yaml_text
 from trimtab.formats.rollout_sections import MOST_ENGINES, ClassSection, EngineSection, GatewaySection, RolloutSection
 from trimtab.formats.rollout_settings import (
@@ -29,8 +28,9 @@ from trimtab.formats.rollout_settings import (
     StartedEngines,
     place,
 )
+from trimtab.machines.rollout.machine import STATIC
+from trimtab.machines.rollout.policies import policy as scaling
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.model.errors import InputError, nearest
 from trimtab.model.rollout import DEFAULT_CLASS, Owner, Ownership, RequestClass, RolloutRules
 
 SECTION = "rollout"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from trimtab.model.errors import InputError, nearest
+from trimtab.core.errors import InputError, nearest
 from trimtab.model.run import RunMode, RunRules
 
 LEAST = {"iterations": 1, "save_every": 1, "profile_iterations": 2}

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.model.workflow import Cluster, Node
 
 SPARE_S = 15

@@ -12,6 +12,7 @@ import itertools
 import math
 from typing import Any, Literal
 
+from trimtab.core.errors import InputError
 from trimtab.formats.dialect import Loaded, Settings
 from trimtab.formats.framework import (
     Sizes,
@@ -29,11 +30,10 @@ from trimtab.formats.framework import (
 )
 from trimtab.formats.hydra_config import Composed, Reader
 from trimtab.formats.write_back import block_text, nested
-from trimtab.model.errors import InputError
 from trimtab.model.plan import CurrentPlacement, Plan, Rules
 from trimtab.model.profile import Profile
 from trimtab.model.workflow import Cluster, Component, Job, Node, Workflow, check_workflow
-from trimtab.plan.spread import positions_of, spread
+from trimtab.plan.placement.spread import positions_of, spread
 
 NAME = "verl"
 

@@ -19,9 +19,9 @@ from typing import Any, Literal
 from ruamel.yaml import YAML
 from ruamel.yaml.nodes import MappingNode, ScalarNode
 
+from trimtab.core.errors import InputError
 from trimtab.formats import files, yaml_text
 from trimtab.formats.dialect import Settings
-from trimtab.model.errors import InputError
 
 Standing = Literal["literal", "absent", "indirect"]
 

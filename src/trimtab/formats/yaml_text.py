@@ -10,9 +10,9 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from trimtab.core import plain_data as plain
+from trimtab.core.errors import InputError
 from trimtab.formats.files import unreadable
-from trimtab.model import plain
-from trimtab.model.errors import InputError
 
 MAX_BYTES = 8 * 2**20
 

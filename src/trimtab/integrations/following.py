@@ -19,7 +19,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from trimtab.model.errors import InputError, TrimtabError
+from trimtab.core.errors import InputError, TrimtabError
 from trimtab.model.rollout import RefitWay, WorkerState
 from trimtab.runtime.engines.engine import Verb
 from trimtab.runtime.rollout.flights import number_of

@@ -32,7 +32,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from trimtab.model.errors import InputError, TrimtabError, UnreachableError, nearest
+from trimtab.core.errors import InputError, TrimtabError, UnreachableError, nearest
 from trimtab.model.rollout import Owner, Ownership, RequestClass, RolloutRules, WorkerSpec, WorkerState
 from trimtab.runtime.engines.engine import (
     EngineLoad,

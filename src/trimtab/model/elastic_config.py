@@ -1,7 +1,8 @@
 """How rollout workers are scaled: thresholds, limits, capacity and times, checked where they are made.
 
 What contradicts itself is an error; what is allowed but likely to thrash, starve or cut requests off is a warning, in
-words that say what would happen. Nothing is decided here: `trimtab.fleet.scaling` reads these settings.
+words that say what would happen. Nothing is decided here: `trimtab.machines.rollout.policies.policy` reads these
+settings.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.model.errors import InputError, nearest
-from trimtab.model.numbers import SHORTEST_S, is_number, is_whole
+from trimtab.core.errors import InputError, nearest
+from trimtab.core.numbers import SHORTEST_S, is_number, is_whole
 
 NARROW_GAP = 0.15  # thresholds nearer to each other than this are warned of
 HIGH_THRESHOLD = 0.95  # above it requests wait before another worker is asked for
@@ -41,7 +42,9 @@ class ElasticConfig:
     scale_up_cooldown: float = 30.0  # between two steps up
     min_stable_period: float = 10.0  # the load must have asked for the step for so long
     enable_elastic: bool = True  # the master switch: off, the number of workers is left as it is
-    policy: str | PolicyFunction = "threshold"  # a name among `trimtab.fleet.scaling.policies`, or a function
+    policy: str | PolicyFunction = (
+        "threshold"  # a name among `trimtab.machines.rollout.policies.policy.policies`, or a function
+    )
     scale_down_requires_demand: bool = False  # give a worker up only for a named taker that can use it long enough
 
     def __post_init__(self) -> None:

@@ -9,10 +9,10 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trimtab.model.errors import InputError, nearest
-from trimtab.model.numbers import check_number, check_whole
-from trimtab.model.reason import Chapter, Reason
-from trimtab.model.resources import Resources, total
+from trimtab.core.errors import InputError, nearest
+from trimtab.core.numbers import check_number, check_whole
+from trimtab.core.reasons import Chapter, Reason
+from trimtab.core.resources import Resources, total
 
 Labels = tuple[tuple[str, str], ...]  # sorted by label
 

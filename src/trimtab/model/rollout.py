@@ -10,9 +10,9 @@ import enum
 import math
 from dataclasses import dataclass, fields
 
-from trimtab.model.errors import InputError
-from trimtab.model.numbers import LONGEST_S, MOST, SHORTEST_S, is_number, is_whole
-from trimtab.model.reason import Reason
+from trimtab.core.errors import InputError
+from trimtab.core.numbers import LONGEST_S, MOST, SHORTEST_S, is_number, is_whole
+from trimtab.core.reasons import Reason
 
 DEFAULT_CLASS = "default"
 MOST_WORKERS = 1_000_000

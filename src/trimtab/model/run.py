@@ -8,10 +8,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from trimtab.model.errors import InputError
-from trimtab.model.numbers import LONGEST_S, MOST, is_number, is_whole
+from trimtab.core.errors import InputError
+from trimtab.core.numbers import LONGEST_S, MOST, is_number, is_whole
+from trimtab.core.reasons import Reason
 from trimtab.model.plan import Plan
-from trimtab.model.reason import Reason
 
 
 class RunMode(str, enum.Enum):

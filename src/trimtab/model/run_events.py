@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trimtab.model import plain
-from trimtab.model.errors import TrimtabError
+from trimtab.core import plain_data as plain
+from trimtab.core.errors import TrimtabError
 
 ODD = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, TrimtabError)
 """What taking an odd event may raise."""

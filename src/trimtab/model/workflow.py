@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from trimtab.model.errors import InputError, nearest
+from trimtab.core.errors import InputError, nearest
 
 ANY_KIND = ""
 """The GPU kind of a cluster or profile that names none; a profile of this kind holds for every GPU."""

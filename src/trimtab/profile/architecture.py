@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimtab.core.errors import InputError
 from trimtab.formats import yaml_text
-from trimtab.model.errors import InputError
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 try:
-    from trimtab.model.errors import InputError
+    from trimtab.core.errors import InputError
 except ImportError:  # the file stands alone
 
     class InputError(Exception):  # type: ignore[no-redef]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.model.errors import InputError, nearest
+from trimtab.core.errors import InputError, nearest
 from trimtab.profile.architecture import Architecture
 
 GB = 2**30

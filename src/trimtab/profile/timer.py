@@ -85,9 +85,9 @@ class Recorder:
 
     def profile(self, *, gpus: int | None = None, warmup: int = 2, kind: str = "") -> Profile:
         """What was measured so far. `gpus` counts for components whose blocks name no count."""
+        from trimtab.core.errors import InputError
         from trimtab.formats.measured import Sample, drift_note, summarise
         from trimtab.formats.profile_file import merge
-        from trimtab.model.errors import InputError
         from trimtab.model.profile import Profile
 
         with self._lock:
@@ -292,7 +292,7 @@ def _save_at_exit(measured: Recorder) -> None:
     import atexit
 
     def save_quietly() -> None:
-        from trimtab.model.errors import TrimtabError
+        from trimtab.core.errors import TrimtabError
 
         try:
             measured.save(path.replace("{pid}", str(os.getpid())))

@@ -11,10 +11,10 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
+from trimtab.core.reasons import Code, Reason
+from trimtab.core.resources import GRAIN
+from trimtab.machines.pool import events as e
 from trimtab.model.pool import Place, Strategy, TaskSpec
-from trimtab.model.reason import Code, Reason
-from trimtab.model.resources import GRAIN
-from trimtab.pool import events as e
 from trimtab.replay.racks import Racks
 
 ENDS = Reason(Code.completed, "its work is done")

@@ -13,11 +13,11 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
+from trimtab.core.errors import InputError, nearest
+from trimtab.core.resources import Resources
 from trimtab.formats import yaml_text
-from trimtab.model.errors import InputError, nearest
+from trimtab.machines.pool import events as e
 from trimtab.model.pool import Policy, PoolSpec, rules_of
-from trimtab.model.resources import Resources
-from trimtab.pool import events as e
 from trimtab.replay.journal_replay import AS_IT_WAS, RECORDED, Other
 from trimtab.replay.journal_world import World, base_name
 from trimtab.replay.pool_policies import KNOWN, POOL_KEYS, PREEMPTION_KEYS, PoolPolicy

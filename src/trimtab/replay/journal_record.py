@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
+from trimtab.machines.pool import events as e
+from trimtab.machines.pool import instructions as orders
+from trimtab.machines.pool.machine import PoolMachine
+from trimtab.machines.pool.records import After, Task
 from trimtab.model.pool import ENDED, HOLDS_SLOTS, State, TaskSpec
-from trimtab.pool import events as e
-from trimtab.pool import orders
-from trimtab.pool.machine import PoolMachine
-from trimtab.pool.records import After, Task
 
 Told = tuple[str, ...]
 Setting = (

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trimtab.model.errors import InfeasibleError
+from trimtab.core.errors import InfeasibleError
+from trimtab.core.resources import GRAIN
+from trimtab.machines.pool import events as e
+from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import Policy
-from trimtab.model.resources import GRAIN
-from trimtab.pool import events as e
-from trimtab.pool.machine import PoolMachine
 from trimtab.replay.churn import NodeEvent
 from trimtab.replay.clairvoyant import Clairvoyant
 from trimtab.replay.figures import PoolFigures, figures

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
+from trimtab.core.resources import GRAIN, Resources
+from trimtab.machines.pool import events as e
 from trimtab.model.pool import Policy, PoolSpec, TaskSpec
-from trimtab.model.resources import GRAIN, Resources
-from trimtab.pool import events as e
 from trimtab.replay.journal_record import Attempt, Record, Setting, TaskStory
 from trimtab.replay.pool_policies import FOR_EVER_S
 from trimtab.replay.timing import MEASURED, Distribution, PoolTimes

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-from trimtab.model.reason import Code, Reason
+from trimtab.core.reasons import Code, Reason
 from trimtab.replay.baselines import SAVE_S, Baseline, Job
 
 THRESHOLD_GPU_S = 3_600.0

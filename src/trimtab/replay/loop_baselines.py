@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trimtab.loop import events as e
-from trimtab.loop.moves import Moves, Moving
-from trimtab.loop.seats import Sited, changes, near, seats, without
-from trimtab.model.errors import InfeasibleError, InputError
-from trimtab.model.reason import Code, Reason
+from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.core.reasons import Code, Reason
+from trimtab.machines.replan import events as e
+from trimtab.machines.replan.migration import Moves, Moving
+from trimtab.machines.replan.placed_plan import Sited, changes, near, seats, without
 from trimtab.model.run import Move, Numbers, RunRules
 from trimtab.model.workflow import Cluster
 from trimtab.replay.loop_driver import LoopOutcome, LoopReplay

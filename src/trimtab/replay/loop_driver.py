@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from trimtab.loop import events as e
-from trimtab.loop.seats import Sited
-from trimtab.model.errors import InfeasibleError, InputError
+from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.machines.replan import events as e
+from trimtab.machines.replan.placed_plan import Sited
 from trimtab.model.run import RunRules, Stage
 from trimtab.replay.agenda import Agenda
 from trimtab.replay.loop_reality import Happening, LoopReality, Nodes, Truth

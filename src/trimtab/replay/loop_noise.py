@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from trimtab.model.errors import InputError
-from trimtab.plan.simulate import Floats
+from trimtab.core.errors import InputError
+from trimtab.plan.placement.simulate import Floats
 from trimtab.replay.timing import Distribution
 from trimtab.replay.traces import Kind, rows
 

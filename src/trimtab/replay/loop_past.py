@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from trimtab.core.codec import decode
+from trimtab.core.errors import InputError
 from trimtab.formats.files import unreadable
-from trimtab.loop.estimates import profiled_seconds
-from trimtab.model.codec import decode
-from trimtab.model.errors import InputError
+from trimtab.machines.replan.estimates import profiled_seconds
 from trimtab.model.run import Iteration, Stage
 from trimtab.model.run_events import ODD, check_plan, read_event
 from trimtab.model.workflow import Cluster, Node, Workflow

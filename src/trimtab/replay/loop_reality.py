@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from trimtab.loop.deciding import Planner
-from trimtab.loop.events import ClusterChanged, Why
-from trimtab.loop.seats import Sited
-from trimtab.model.errors import InputError, nearest
+from trimtab.core.errors import InputError, nearest
+from trimtab.machines.replan.decision import Planner
+from trimtab.machines.replan.events import ClusterChanged, Why
+from trimtab.machines.replan.placed_plan import Sited
 from trimtab.model.plan import Plan, Rules
 from trimtab.model.run import Iteration, Measured, Stage
 from trimtab.model.workflow import Cluster, Job, Node

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from trimtab.loop.machine import LoopMachine
+from trimtab.machines.replan.machine import LoopMachine
 from trimtab.model.run import RunMode, RunRules
 from trimtab.replay.loop_baselines import best_static, kept
 from trimtab.replay.loop_driver import AGAIN, MOVES, WAITS, LoopOutcome, LoopReplay, Moved, Told, free_oracle

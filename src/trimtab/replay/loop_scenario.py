@@ -21,11 +21,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from trimtab.core.errors import InputError, nearest
 from trimtab.formats import job as job_form
 from trimtab.formats import yaml_text
 from trimtab.formats.load import load
 from trimtab.formats.run_section import LOOP_KEYS, RunSection, read_rules, read_section
-from trimtab.model.errors import InputError, nearest
 from trimtab.model.plan import Rules
 from trimtab.model.run import RunMode, RunRules
 from trimtab.model.workflow import Cluster, Job, Node

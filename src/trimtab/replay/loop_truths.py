@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
-from trimtab.loop import events as e
-from trimtab.loop.seats import Seat, Sited
-from trimtab.model.reason import Code, Reason
+from trimtab.core.reasons import Code, Reason
+from trimtab.machines.replan import events as e
+from trimtab.machines.replan.placed_plan import Seat, Sited
 from trimtab.model.run import STAGES, Move, Numbers, RunRules
 from trimtab.model.workflow import Cluster
 from trimtab.replay.truths import UntrueError

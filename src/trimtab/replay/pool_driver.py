@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from trimtab.model.resources import Resources
-from trimtab.pool import events as e
+from trimtab.core.resources import Resources
+from trimtab.machines.pool import events as e
 from trimtab.replay.agenda import Agenda
 from trimtab.replay.churn import NodeEvent
 from trimtab.replay.timing import MEASURED, Distribution, PoolTimes

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from trimtab.model.errors import InputError, nearest
+from trimtab.core.errors import InputError, nearest
+from trimtab.core.resources import Resources
+from trimtab.machines.pool import events as e
+from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import Policy, PoolSpec
-from trimtab.model.resources import Resources
-from trimtab.pool import events as e
-from trimtab.pool.machine import PoolMachine
 from trimtab.replay.baselines import Ordered
 from trimtab.replay.las import THRESHOLD_GPU_S, LeastAttained
 from trimtab.replay.pool_driver import Scheduler

@@ -12,9 +12,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from trimtab.fleet import rollout_events as e
-from trimtab.fleet.load import Taker
-from trimtab.fleet.rollout import RolloutMachine
+from trimtab.machines.rollout import events as e
+from trimtab.machines.rollout.machine import RolloutMachine
+from trimtab.machines.rollout.policies.load import Taker
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.rollout import (
     End,

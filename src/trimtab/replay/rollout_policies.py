@@ -2,7 +2,7 @@
 
 `as_documented` is the common rule with thresholds, cooldowns and one worker a step. `ray_serve` is the rule of Ray
 Serve: ongoing requests over a target, looked at over a while, with delays up and down. Both are plain functions of a
-state and a sample, as `trimtab.fleet.scaling` calls them, and remember plain data.
+state and a sample, as `trimtab.machines.rollout.policies.policy` calls them, and remember plain data.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from trimtab.fleet.load import Decision, LoadSample, PolicyState, workers_text
-from trimtab.model.reason import Code, Reason
+from trimtab.core.reasons import Code, Reason
+from trimtab.machines.rollout.policies.load import Decision, LoadSample, PolicyState, workers_text
 
 SERVE_LOOK_BACK_S, SERVE_UP_S, SERVE_DOWN_S = 30.0, 30.0, 600.0  # Ray Serve's defaults
 

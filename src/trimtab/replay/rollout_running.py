@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from trimtab.fleet.stream import on
+from trimtab.machines.rollout.policies.stream import on
 from trimtab.replay.engine_model import least_engine_s
 from trimtab.replay.figures import percentile
 from trimtab.replay.rollout_driver import RolloutOutcome, RolloutReplay

@@ -14,13 +14,13 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from trimtab.fleet import scaling
-from trimtab.fleet.load import Decision, LoadSample, PolicyState
-from trimtab.fleet.predictive import cost_aware
+from trimtab.core.errors import InputError, nearest
 from trimtab.formats import yaml_text
 from trimtab.formats.elastic_config_file import check_ranges
+from trimtab.machines.rollout.policies import policy as scaling
+from trimtab.machines.rollout.policies.load import Decision, LoadSample, PolicyState
+from trimtab.machines.rollout.policies.predictive import cost_aware
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.model.errors import InputError, nearest
 from trimtab.replay.engine_model import EngineSpeed
 from trimtab.replay.rollout_driver import Fleet
 from trimtab.replay.rollout_policies import as_documented, ray_serve

@@ -11,7 +11,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trimtab.model.errors import InputError, nearest
+from trimtab.core.errors import InputError, nearest
 from trimtab.replay.timing import P99
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.replay.clairvoyant import Clairvoyant
 from trimtab.replay.figures import PoolFigures, figures
 from trimtab.replay.pool_driver import PoolReplay, Reality

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from trimtab.core.errors import InputError, nearest
 from trimtab.formats import yaml_text
-from trimtab.model.errors import InputError, nearest
 from trimtab.replay.churn import AN_HOUR, Churn, NodeEvent
 from trimtab.replay.pool_policies import PoolPolicy
 from trimtab.replay.timing import Distribution, PoolTimes

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from trimtab.model.errors import InputError, nearest
+from trimtab.core.errors import InputError, nearest
 
 P99 = 2.3263478740408408  # standard deviations at the 99th percentile
 FORMS = "a number of seconds, {median: 1, p99: 4} or {values: [1, 2, 3]}"

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
+from trimtab.core.errors import InputError, nearest
 from trimtab.formats.files import unreadable
-from trimtab.model.errors import InputError, nearest
 
 MOST_ROWS = 10_000_000
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trimtab.model.resources import GRAIN
-from trimtab.pool.events import MakeGroup, Start
+from trimtab.core.resources import GRAIN
+from trimtab.machines.pool.events import MakeGroup, Start
 
 
 class UntrueError(AssertionError):

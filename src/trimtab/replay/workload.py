@@ -11,9 +11,9 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
+from trimtab.core.resources import Resources
 from trimtab.model.pool import Strategy, TaskSpec
-from trimtab.model.resources import Resources
 from trimtab.replay.timing import Distribution
 from trimtab.replay.traces import JobRow
 

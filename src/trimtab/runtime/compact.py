@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from trimtab.pool.machine import PoolMachine
+from trimtab.machines.pool.machine import PoolMachine
 from trimtab.runtime.journal import read_journal, write_snapshot
 
 

@@ -1,7 +1,8 @@
 """`ElasticScheduler`: a trainer's own worker group behind the rollout machine, one object with a handful of verbs.
 
-Everything is decided by `trimtab.fleet.rollout`; here its instructions are carried out on the group and what comes of
-them goes back as events. Requests are ids: who sends them to a worker asks here which one, and says when they are done.
+Everything is decided by `trimtab.machines.rollout.machine`; here its instructions are carried out on the group and
+what comes of them goes back as events. Requests are ids: who sends them to a worker asks here which one, and says when
+they are done.
 
 What must never happen: a worker flushed while it has a request, by these books or by its own status; a drain, a flush
 or a wake that goes on after `stop`; a status that could not be had taken for an idle worker.
@@ -18,12 +19,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
-from trimtab.fleet import rollout_events as e
-from trimtab.fleet.rollout import RolloutMachine
-from trimtab.fleet.scaling import Decision, LoadSample, Policy, PolicyState, Taker, policy_of
+from trimtab.core.errors import InfeasibleError, InputError, UnreachableError, nearest
+from trimtab.core.numbers import SHORTEST_S, check_number
+from trimtab.machines.rollout import events as e
+from trimtab.machines.rollout.machine import RolloutMachine
+from trimtab.machines.rollout.policies.policy import Decision, LoadSample, Policy, PolicyState, Taker, policy_of
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.model.errors import InfeasibleError, InputError, UnreachableError, nearest
-from trimtab.model.numbers import SHORTEST_S, check_number
 from trimtab.model.rollout import (
     End,
     Owner,

@@ -27,7 +27,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from trimtab.model.errors import InfeasibleError, InputError, TrimtabError, UnreachableError
+from trimtab.core.errors import InfeasibleError, InputError, TrimtabError, UnreachableError
 from trimtab.runtime.heads import limited
 from trimtab.runtime.listening import host_name
 from trimtab.runtime.ray.draining import HeadNodeError, PastDeadlineError, UnknownNodeError

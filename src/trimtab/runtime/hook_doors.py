@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from trimtab.model.errors import UnreachableError
+from trimtab.core.errors import UnreachableError
 from trimtab.runtime.hook import Wanted
 from trimtab.runtime.ray import draining
 from trimtab.runtime.ray.doors import controllers

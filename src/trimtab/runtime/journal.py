@@ -24,11 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.fleet import node_events, rollout_events
-from trimtab.model import plain
-from trimtab.model.codec import decode, encode
-from trimtab.model.errors import InputError
-from trimtab.pool import events as pool_events
+from trimtab.core import plain_data as plain
+from trimtab.core.codec import decode, encode
+from trimtab.core.errors import InputError
+from trimtab.machines.nodes import events as node_events
+from trimtab.machines.pool import events as pool_events
+from trimtab.machines.rollout import events as rollout_events
 from trimtab.runtime.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.locks import DirectoryLock
 

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 
 if TYPE_CHECKING:
     import uvicorn

@@ -16,7 +16,7 @@ import socket
 import time
 from pathlib import Path
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 
 STALE_S = 60.0
 _NO_FLOCK = (errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.ENOSYS)

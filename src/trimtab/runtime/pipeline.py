@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from trimtab.model.errors import InputError, UnreachableError
+from trimtab.core.errors import InputError, UnreachableError
 from trimtab.model.pipeline import Schedule, Stage
 from trimtab.runtime.ray.cluster import connected, heeded_interrupts, import_ray, node_of
 from trimtab.runtime.ray.stage import StageActor, StageError, StageSettings, StageTimes

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Generator
 from typing import Any
 
-from trimtab.model.errors import TrimtabError
+from trimtab.core.errors import TrimtabError
 from trimtab.runtime.worker_group import WorkerId
 
 

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trimtab.model.errors import InputError, TrimtabError, nearest
+from trimtab.core.errors import InputError, TrimtabError, nearest
+from trimtab.core.reasons import Code
 from trimtab.model.pool import ENDED, State
-from trimtab.model.reason import Code
 from trimtab.runtime.ray.client import Session, connect
 from trimtab.runtime.ray.doors import TaskSeen
 from trimtab.runtime.ray.task import Task

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trimtab.model.errors import TrimtabError
+from trimtab.core.errors import TrimtabError
 from trimtab.runtime.ray.doors import TaskSeen
 from trimtab.runtime.ray.task_errors import TaskError
 

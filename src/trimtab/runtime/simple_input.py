@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.model.errors import InputError, nearest
-from trimtab.model.resources import Resources
+from trimtab.core.errors import InputError, nearest
+from trimtab.core.resources import Resources
 from trimtab.runtime.ray.packing import class_of
 
 MB = 2**20

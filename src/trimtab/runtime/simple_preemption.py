@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from trimtab.model.errors import InputError, nearest
+from trimtab.core.errors import InputError, nearest
 from trimtab.model.pool import Aggressiveness, Policy, rules_of
 
 

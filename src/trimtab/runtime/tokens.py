@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 
 HOOK = "TRIMTAB_HOOK_TOKEN"
 DASHBOARD = "TRIMTAB_DASHBOARD_TOKEN"

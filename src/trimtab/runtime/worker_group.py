@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trimtab.model.errors import InputError, UnreachableError
+from trimtab.core.errors import InputError, UnreachableError
 
 WorkerId = int | str  # as the group names its workers
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trimtab.core.errors import InputError
 from trimtab.formats.files import write_text
-from trimtab.model.errors import InputError
 from trimtab.ui.output import Format, answer, err, out, share, warn
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from trimtab.core.ranks import ranks_text
 from trimtab.formats.follow import Step
 from trimtab.formats.write_back import shell_words
-from trimtab.model.ranks import ranks_text
-from trimtab.plan.scaling import DOUBLING
+from trimtab.plan.placement.scaling import DOUBLING
 from trimtab.runtime.advise.adviser import Advice
 from trimtab.runtime.advise.advising import News, Part, Picture
 from trimtab.runtime.advise.engines import EngineSeen

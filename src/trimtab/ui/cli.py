@@ -17,7 +17,7 @@ from rich.markup import escape
 from typer.main import get_command
 
 from trimtab import __version__
-from trimtab.model.errors import TrimtabError
+from trimtab.core.errors import TrimtabError
 from trimtab.ui import (
     advise_commands,
     cluster_commands,

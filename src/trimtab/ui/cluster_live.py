@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.live import Live
 
-from trimtab.model.errors import UnreachableError
+from trimtab.core.errors import UnreachableError
 from trimtab.runtime.cluster import gpus, local
 from trimtab.runtime.cluster.ledger import ClusterRecord, Ledger
 from trimtab.runtime.cluster.look import FIRST_ANSWER_S, Watch

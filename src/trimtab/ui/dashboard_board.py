@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trimtab.model.ranks import ranks_text
+from trimtab.core.ranks import ranks_text
 from trimtab.model.run_events import ODD
 from trimtab.ui.lettering import duration, share
 from trimtab.ui.run_report_facts import Happening, MoveSeen, NodeSeen, as_text, counted, whole

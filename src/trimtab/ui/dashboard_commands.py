@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.model.errors import InputError, TrimtabError
+from trimtab.core.errors import InputError, TrimtabError
 from trimtab.ui.output import err, out, warn
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from trimtab.model.ranks import ranks_text
+from trimtab.core.ranks import ranks_text
 from trimtab.ui.dashboard_board import RECENT, Board, Seen
 from trimtab.ui.dashboard_timeline import LiveTimeline
 from trimtab.ui.lettering import duration, escape, share

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.model.errors import InputError, TrimtabError, UnreachableError
+from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.runtime.dashboard.tail import Tail
 from trimtab.runtime.run import asks
 from trimtab.runtime.run.engines_diary import load_of, read_load

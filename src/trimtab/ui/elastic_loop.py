@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trimtab.model.errors import TrimtabError, UnreachableError
-from trimtab.model.resources import GRAIN
+from trimtab.core.errors import TrimtabError, UnreachableError
+from trimtab.core.resources import GRAIN
 
 if TYPE_CHECKING:
     from trimtab.runtime.ray.client import Session

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 
 ROWS = 384  # of a global batch; divides by every group of up to four, and by six and eight
 FEATURES = 16

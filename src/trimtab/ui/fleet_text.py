@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from trimtab.model.codec import decode
-from trimtab.model.fleet import NodeView
-from trimtab.model.reason import Chapter
+from trimtab.core.codec import decode
+from trimtab.core.reasons import Chapter
+from trimtab.model.nodes import NodeView
 from trimtab.ui.output import out, plain_table
 from trimtab.ui.printing import Data, amounts, counts, facts, print_story, reason_data, show, span, story_data, why
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.ui.output import Format, answer, err, out, warn
 
 if TYPE_CHECKING:

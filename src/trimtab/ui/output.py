@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 
 
 class Format(str, enum.Enum):

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.model.errors import InputError, UnreachableError
+from trimtab.core.errors import InputError, UnreachableError
 from trimtab.ui.output import Format, answer, err, share
 from trimtab.ui.pool_commands import AddressOption, FormatOption, NameOption
 
 if TYPE_CHECKING:
-    from trimtab.fleet.roles import Setting
     from trimtab.formats.dialect import Loaded
+    from trimtab.machines.nodes.roles import Setting
     from trimtab.model.profile import Profile
     from trimtab.model.workflow import Cluster, Node
 
@@ -83,9 +83,9 @@ def advise(
 
         trimtab cluster advise job.yaml --address 10.0.0.1:6379
     """
-    from trimtab.fleet import roles
     from trimtab.formats import profile_file
     from trimtab.formats.load import load
+    from trimtab.machines.nodes import roles
     from trimtab.ui import outside_text
 
     if kind is not None and join is None:
@@ -111,7 +111,7 @@ def advise(
 
 
 def _setting(loaded: Loaded) -> Setting:
-    from trimtab.fleet.roles import Setting
+    from trimtab.machines.nodes.roles import Setting
 
     return Setting(loaded.job, loaded.rules)
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from trimtab.core.errors import InfeasibleError, TrimtabError
 from trimtab.formats.files import write_text
 from trimtab.formats.pipeline_split import Engine
-from trimtab.model.errors import InfeasibleError, TrimtabError
 from trimtab.ui.output import Format, answer, err, out, share, warn
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _plan(
 ) -> tuple[PartitionAnswer, float]:
     """Read, plan, and say what had to be said while reading."""
     from trimtab.formats.pipeedge import load
-    from trimtab.plan.partition import plan_partition
+    from trimtab.plan.partition.planner import plan_partition
 
     loaded = load(*files, request, links)
     for sentence in loaded.warnings:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trimtab.model.errors import InputError, UnreachableError
+from trimtab.core.errors import InputError, UnreachableError
 from trimtab.ui.output import err, out
 
 if TYPE_CHECKING:

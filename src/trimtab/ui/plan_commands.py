@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trimtab.core.errors import InputError, TrimtabError
 from trimtab.formats.files import write_text
-from trimtab.model.errors import InputError, TrimtabError
 from trimtab.ui.output import Format, answer, err, out, share
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def plan(
 
         trimtab plan --from-run runs/grpo-1 cluster.nodes=4
     """
-    from trimtab.plan.placement import best_plan, explain
+    from trimtab.plan.placement.planner import best_plan, explain
 
     noise_share = share(noise, "--noise")
     loaded, notes = _read(file, overrides or [], profile, from_run)

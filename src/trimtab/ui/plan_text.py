@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from trimtab.core.ranks import ranks_text
 from trimtab.formats.dialect import Settings
 from trimtab.model.plan import Alternative, Answer, Plan, Scaling, Sensitivity
-from trimtab.model.ranks import ranks_text
-from trimtab.plan.compare import time_text
+from trimtab.plan.placement.compare import time_text
 from trimtab.ui.output import plain_table
 
 HEADING = "Best placement for this task is:"

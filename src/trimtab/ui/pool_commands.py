@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.model.errors import InputError, UnreachableError, nearest
+from trimtab.core.errors import InputError, UnreachableError, nearest
 from trimtab.ui.output import Format, answer
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.markup import escape
 
-from trimtab.model.reason import Chapter, Reason
+from trimtab.core.reasons import Chapter, Reason
 from trimtab.ui.output import out, plain_table
 
 PIPE_WIDTH = 400

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.model import plain
-from trimtab.model.errors import InputError
+from trimtab.core import plain_data as plain
+from trimtab.core.errors import InputError
 from trimtab.ui.output import warn
 from trimtab.ui.simulate_commands import Form
 

@@ -14,7 +14,7 @@ from typing import Any
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
-from trimtab.model.errors import InfeasibleError, InputError
+from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.replay.figures import PoolFigures
 from trimtab.replay.journal_policies import fitted
 from trimtab.replay.journal_record import Record

@@ -15,8 +15,8 @@ from functools import cache
 from importlib import resources
 
 from trimtab import __version__
+from trimtab.core.ranks import ranks_text
 from trimtab.model.plan import Answer, Placed, Plan, Sensitivity
-from trimtab.model.ranks import ranks_text
 from trimtab.ui import timeline
 from trimtab.ui.chart import Mark
 from trimtab.ui.lettering import duration, escape, escape_block, share

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trimtab.model.errors import InfeasibleError, TrimtabError
+from trimtab.core.errors import InfeasibleError, TrimtabError
 from trimtab.ui.rlhf_texts import TEXTS
 
 if TYPE_CHECKING:

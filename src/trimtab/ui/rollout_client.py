@@ -13,7 +13,7 @@ import urllib.request
 from typing import Any
 from urllib.parse import quote
 
-from trimtab.model.errors import InfeasibleError, InputError, TrimtabError, UnreachableError
+from trimtab.core.errors import InfeasibleError, InputError, TrimtabError, UnreachableError
 from trimtab.ui.rollout_place import START_ONE, TOKEN, Reached
 
 ANSWER_S = 30.0

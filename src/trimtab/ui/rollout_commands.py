@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.model.errors import InfeasibleError, InputError, UnreachableError, nearest
+from trimtab.core.errors import InfeasibleError, InputError, UnreachableError, nearest
 from trimtab.ui.output import Format, answer, warn
 
 if TYPE_CHECKING:
-    from trimtab.fleet.rollout_ailments import Finding
+    from trimtab.machines.diagnose.rollout_findings import Finding
     from trimtab.ui.rollout_client import GatewayClient
 
 app = typer.Typer(
@@ -208,7 +208,7 @@ def doctor(
 
         trimtab rollout doctor --config job.yaml
     """
-    from trimtab.fleet.rollout_ailments import Weight
+    from trimtab.machines.diagnose.rollout_findings import Weight
     from trimtab.ui import rollout_text
 
     if config is not None:
@@ -230,15 +230,15 @@ def doctor(
 
 
 def _examined(client: GatewayClient) -> tuple[Finding, ...]:
-    from trimtab.fleet.rollout_doctor import examine
+    from trimtab.machines.diagnose.rollout import examine
     from trimtab.runtime.cluster import gpus
 
     return examine(_status(client), gpus.users())
 
 
 def _examined_file(path: Path) -> tuple[Finding, ...]:
-    from trimtab.fleet.rollout_doctor import examine_settings
     from trimtab.formats import rollout_file
+    from trimtab.machines.diagnose.rollout import examine_settings
 
     settings = rollout_file.read(path)
     _import_serve().commands(settings)

@@ -19,9 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trimtab.core.errors import InputError, TrimtabError, UnreachableError
+from trimtab.core.reasons import Code
 from trimtab.formats.rollout_settings import AttachedEngine, RolloutSettings, StartedEngines
-from trimtab.model.errors import InputError, TrimtabError, UnreachableError
-from trimtab.model.reason import Code
 from trimtab.model.rollout import WorkerSpec
 from trimtab.runtime.engines.wire import addresses
 from trimtab.runtime.rollout.gateway.server import Gateway

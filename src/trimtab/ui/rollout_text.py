@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from trimtab.fleet.rollout_ailments import Finding, Weight
+from trimtab.machines.diagnose.rollout_findings import Finding, Weight
 from trimtab.ui.output import out, plain_table
 from trimtab.ui.printing import clock, facts, of, show, span, why
 

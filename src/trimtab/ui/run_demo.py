@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trimtab.core.errors import InputError, TrimtabError
 from trimtab.formats.files import write_text
-from trimtab.model.errors import InputError, TrimtabError
 from trimtab.model.workflow import Node
 from trimtab.ui.output import out
 from trimtab.ui.run_live import Display, signals_told

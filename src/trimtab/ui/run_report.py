@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from trimtab import __version__
-from trimtab.model.ranks import ranks_text
+from trimtab.core.ranks import ranks_text
 from trimtab.ui.lettering import duration, escape, share
 from trimtab.ui.report import both, page_head
 from trimtab.ui.run_pictures import RunChart, chart_data, legend, run_chart, static_svg

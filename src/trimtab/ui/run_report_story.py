@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.model.codec import decode
-from trimtab.model.errors import InputError
+from trimtab.core.codec import decode
+from trimtab.core.errors import InputError
 from trimtab.model.run import Iteration
 from trimtab.model.run_events import ODD, read_event
 from trimtab.runtime.run.folder import EVENTS

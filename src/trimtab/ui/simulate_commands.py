@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.model.errors import InputError, nearest
+from trimtab.core.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from trimtab.replay.recommending import Recommendation

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.replay.figures import spread
 from trimtab.replay.loop_running import LoopFigures
 from trimtab.replay.loop_scenario import LoopPolicy, LoopScenario, with_rule

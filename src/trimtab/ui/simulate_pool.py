@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from trimtab.model.errors import InputError, nearest
+from trimtab.core.errors import InputError, nearest
 from trimtab.replay.figures import ALL, PoolFigures, spread
 from trimtab.replay.pool_policies import POOL_KEYS, PREEMPTION_KEYS, SWITCHES, PoolPolicy
 from trimtab.replay.recommending import Recommendation, best, recommend

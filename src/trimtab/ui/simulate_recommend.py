@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from trimtab.core.errors import InputError, nearest
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.model.errors import InputError, nearest
 from trimtab.replay.figures import spread
 from trimtab.replay.recommending import Recommendation, best, recommend
 from trimtab.replay.rollout_running import NO_WAIT_S, RolloutFigures

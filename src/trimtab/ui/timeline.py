@@ -11,8 +11,8 @@ from __future__ import annotations
 from functools import cache
 from importlib import resources
 
+from trimtab.core.ranks import ranks_text
 from trimtab.model.plan import Bar, Plan
-from trimtab.model.ranks import ranks_text
 from trimtab.ui.chart import Chart, Look, Mark, Row, Span, Stretch, gaps, joined
 from trimtab.ui.lettering import duration, escape, fit, share, text_width, ticks, wrap
 from trimtab.ui.marks import px, rect, text_at

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.model.errors import InfeasibleError, InputError, TrimtabError
+from trimtab.core.errors import InfeasibleError, InputError, TrimtabError
 from trimtab.ui.output import Format, answer, out
 
 if TYPE_CHECKING:
-    from trimtab.fleet.findings import Diagnosis
-    from trimtab.fleet.survey import Survey
+    from trimtab.machines.diagnose.findings import Diagnosis
+    from trimtab.machines.diagnose.snapshot import Survey
     from trimtab.runtime.ray.survey import Lookout
 
 SHORTEST_S = 0.2  # between two looks
@@ -84,7 +84,7 @@ def why(
 
 def _why(address: str | None, watch: float | None, at_most: float, form: Format) -> bool:
     """Answer; whether something can never start."""
-    from trimtab.fleet.why import diagnose
+    from trimtab.machines.diagnose.why import diagnose
     from trimtab.ui import why_text
 
     lookout = _lookout(address)
@@ -110,7 +110,7 @@ def _looks(lookout: Lookout, every_s: float, at_most_s: float) -> Iterator[tuple
 
     Where Ray does not say since when something waits, it is since it was first seen to.
     """
-    from trimtab.fleet.why import diagnose
+    from trimtab.machines.diagnose.why import diagnose
 
     end = time.monotonic() + at_most_s
     first_seen: dict[str, float] = {}
@@ -163,10 +163,10 @@ def _watch_text(lookout: Lookout, every_s: float, at_most_s: float) -> bool:
 
 
 def _would_fit(job: Path, overrides: list[str], profile: Path | None, address: str | None, form: Format) -> bool:
-    from trimtab.fleet.would_fit import would_fit
     from trimtab.formats.load import load
-    from trimtab.plan.placement import best_plan
-    from trimtab.plan.timeline import to_plan
+    from trimtab.machines.diagnose.would_fit import would_fit
+    from trimtab.plan.placement.planner import best_plan
+    from trimtab.plan.placement.timeline import to_plan
     from trimtab.ui import why_text
 
     measured = None

@@ -10,10 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from trimtab.fleet.findings import UNDER_WAY, Diagnosis, Finding, Row
-from trimtab.fleet.survey import Ask, Kind, SeenNode, Survey, Waiting
-from trimtab.fleet.would_fit import WouldFit
-from trimtab.model.resources import amount_text, total
+from trimtab.core.resources import amount_text, total
+from trimtab.machines.diagnose.findings import UNDER_WAY, Diagnosis, Finding, Row
+from trimtab.machines.diagnose.snapshot import Ask, Kind, SeenNode, Survey, Waiting
+from trimtab.machines.diagnose.would_fit import WouldFit
 from trimtab.ui.output import plain_table
 from trimtab.ui.printing import show, span
 

@@ -12,19 +12,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Code, Reason
 from trimtab.formats.dialect import Loaded, Settings
 from trimtab.formats.write_back import overrides
-from trimtab.loop import events as e
-from trimtab.loop.estimates import sure_level
-from trimtab.loop.machine import LoopMachine
-from trimtab.model.errors import InputError
+from trimtab.machines.replan import events as e
+from trimtab.machines.replan.estimates import sure_level
+from trimtab.machines.replan.machine import LoopMachine
 from trimtab.model.plan import CurrentPlacement, Plan, Rules
-from trimtab.model.reason import Code, Reason
 from trimtab.model.run import Estimate, Iteration, Measured, RunRules
 from trimtab.model.workflow import Component, Job
-from trimtab.plan.compare import current_plan
-from trimtab.plan.placement import best_plan
-from trimtab.plan.scaling import measured_once, with_doubling
+from trimtab.plan.placement.compare import current_plan
+from trimtab.plan.placement.planner import best_plan
+from trimtab.plan.placement.scaling import measured_once, with_doubling
 
 NEAR = 0.02
 """An advised plan is not exchanged for one that is faster by less than this share: real runs do not tell them apart."""

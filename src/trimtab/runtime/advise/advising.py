@@ -11,15 +11,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Code, Reason
 from trimtab.formats import measured
 from trimtab.formats.follow import Step
 from trimtab.formats.follow_costs import REQUIRED, WEIGHT_SYNC, Reading, RunConfig, profile_of, reading_of
 from trimtab.formats.log_records import Framework
 from trimtab.formats.logs_gpus import RunFacts
-from trimtab.model.errors import InputError
 from trimtab.model.plan import CurrentPlacement
 from trimtab.model.profile import Profile
-from trimtab.model.reason import Code, Reason
 from trimtab.model.run import RunRules
 from trimtab.model.workflow import Cluster
 from trimtab.runtime.advise.adviser import Advice, Adviser

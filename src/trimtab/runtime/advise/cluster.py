@@ -18,7 +18,7 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.model.errors import TrimtabError
+from trimtab.core.errors import TrimtabError
 from trimtab.runtime.background import Background, RestartPolicy
 from trimtab.runtime.cluster import auth
 from trimtab.runtime.cluster.look import RayView

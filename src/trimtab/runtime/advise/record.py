@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
+from trimtab.core.errors import InputError
+from trimtab.core.ranks import ranks_text
 from trimtab.formats import logs
 from trimtab.formats.follow import Step
 from trimtab.formats.follow_costs import WEIGHT_SYNC
 from trimtab.formats.log_records import Framework
 from trimtab.formats.log_records import Record as LogRecord
-from trimtab.model.errors import InputError
 from trimtab.model.plan import Bar
-from trimtab.model.ranks import ranks_text
 from trimtab.model.run import Iteration, Measured
 from trimtab.model.run_events import ODD, read_event
 from trimtab.runtime.advise.adviser import Advice

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trimtab.core.errors import InputError
 from trimtab.formats import logs
-from trimtab.model.errors import InputError
 
 CHUNK_BYTES = 1 << 20
 HEAD_BYTES = 256

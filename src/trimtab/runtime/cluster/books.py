@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Mapping
 
-from trimtab.model.errors import InfeasibleError, InputError, UnreachableError
+from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
 from trimtab.runtime.cluster import ports
 from trimtab.runtime.cluster.gpus import Gpus, in_short
 from trimtab.runtime.cluster.ledger import Books, ClusterRecord, Ledger, NodeRecord, Phase, Sizes, forget_old, left_over

@@ -13,7 +13,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 
 _ANSWER_S = 20.0
 MOST_FAKED = 32

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trimtab.model.codec import decode, encode
-from trimtab.model.errors import InputError, UnreachableError
+from trimtab.core.codec import decode, encode
+from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime.cluster.ports import NodePorts
 from trimtab.runtime.cluster.processes import Process, family
 

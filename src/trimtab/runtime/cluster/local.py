@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from trimtab.model.errors import UnreachableError
+from trimtab.core.errors import UnreachableError
 from trimtab.runtime.cluster import auth
 from trimtab.runtime.cluster.command import environment, temp_dir
 from trimtab.runtime.cluster.keeper import IP, POLITE_S, last_words

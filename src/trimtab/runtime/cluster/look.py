@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from trimtab.model.codec import decode, encode
-from trimtab.model.errors import UnreachableError
+from trimtab.core.codec import decode, encode
+from trimtab.core.errors import UnreachableError
 
 ANSWER_S = 10
 FIRST_ANSWER_S = 30.0  # importing Ray takes a second or two, on a busy machine many

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab.model.errors import InfeasibleError, InputError
+from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.runtime.cluster.processes import command
 
 PORTS_PER_NODE = 8

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from trimtab.model.errors import InputError, TrimtabError, printable
+from trimtab.core.errors import InputError, TrimtabError, printable
 from trimtab.runtime.background import describe
 from trimtab.runtime.dashboard.feed import Client, Feed
 from trimtab.runtime.dashboard.source import Source

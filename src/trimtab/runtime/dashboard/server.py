@@ -18,7 +18,7 @@ from pathlib import Path
 
 import uvicorn
 
-from trimtab.model.errors import InputError, UnreachableError
+from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.dashboard.app import EVERY_S, DashboardApp
 from trimtab.runtime.dashboard.source import Source

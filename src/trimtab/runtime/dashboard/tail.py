@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.model.run_events import read_event
 from trimtab.runtime.run.folder import EVENTS
 

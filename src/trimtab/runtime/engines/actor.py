@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import suppress
 from typing import Any
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.runtime.engines.engine import (
     Deadlines,
     EngineError,

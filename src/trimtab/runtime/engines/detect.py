@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from trimtab.model.errors import TrimtabError, UnreachableError
+from trimtab.core.errors import TrimtabError, UnreachableError
 from trimtab.model.rollout import Release
 from trimtab.runtime.engines.engine import Deadlines, EngineGoneError, EngineWedgedError
 from trimtab.runtime.engines.http_engine import HttpEngine

@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from trimtab.model.errors import InfeasibleError, InputError, UnreachableError
+from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
 
 
 class Finish(str, enum.Enum):

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
-from trimtab.model.errors import InputError, TrimtabError
+from trimtab.core.errors import InputError, TrimtabError
 from trimtab.model.rollout import Release
 from trimtab.runtime.engines.engine import (
     Deadlines,

@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.runtime.engines.engine import (
     EngineError,
     EngineFailedError,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from trimtab.model.reason import Code, Reason
+from trimtab.core.reasons import Code, Reason
 from trimtab.runtime.engines.engine import Engine
 
 _LEAST_SHARE = 0.1

@@ -23,7 +23,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from trimtab.model.errors import TrimtabError
+from trimtab.core.errors import TrimtabError
 from trimtab.runtime.engines.engine import (
     EngineFailedError,
     EngineLoad,

@@ -6,7 +6,7 @@
         task.call("step", 3)
 
 A session is one client of a controller, which lives on in the cluster when the session closes. Every wait has a
-deadline; what waits too long says why it waits. Errors are those of `trimtab.model.errors` and `task_errors`.
+deadline; what waits too long says why it waits. Errors are those of `trimtab.core.errors` and `task_errors`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from trimtab.model.errors import InputError, TrimtabError, UnreachableError, nearest
-from trimtab.model.fleet import NodeView
+from trimtab.core.errors import InputError, TrimtabError, UnreachableError, nearest
+from trimtab.core.resources import Resources
+from trimtab.machines.pool.events import PoolDrained, PoolDropped, QuotaSet
+from trimtab.model.nodes import NodeView
 from trimtab.model.pool import (
     Aggressiveness,
     Explanation,
@@ -31,8 +33,6 @@ from trimtab.model.pool import (
     rules_of,
     strategy_of,
 )
-from trimtab.model.resources import Resources
-from trimtab.pool.events import PoolDrained, PoolDropped, QuotaSet
 from trimtab.runtime.background import Background, RestartPolicy
 from trimtab.runtime.ray import environments
 from trimtab.runtime.ray.deeds import write_payload

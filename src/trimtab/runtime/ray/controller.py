@@ -16,13 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.model.codec import encode
-from trimtab.model.errors import InputError, UnreachableError, nearest
-from trimtab.model.fleet import NodeView
+from trimtab.core.codec import encode
+from trimtab.core.errors import InputError, UnreachableError, nearest
+from trimtab.core.reasons import Chapter
+from trimtab.machines.pool.events import CancelAsked, Event, PolicySet, PoolEnsured, Submitted
+from trimtab.machines.pool.records import Task
+from trimtab.model.nodes import NodeView
 from trimtab.model.pool import ENDED, Explanation, Policy, PoolSpec, State, TaskSpec
-from trimtab.model.reason import Chapter
-from trimtab.pool.events import CancelAsked, Event, PolicySet, PoolEnsured, Submitted
-from trimtab.pool.records import Task
 from trimtab.runtime.ray.deeds import read_payload
 from trimtab.runtime.ray.doors import News, TaskSeen, door
 from trimtab.runtime.ray.driver import ASKS, RECONCILE_S, Driver, say_fault

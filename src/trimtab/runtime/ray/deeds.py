@@ -1,8 +1,8 @@
 """Carries out what the pool machine instructs, and tells it how that went.
 
-Every instruction ends in the event that `trimtab.pool.events` names beside it, also when it fails, takes too long, or
-something here is wrong. Decides nothing about who runs where. The controller calls it, on its loop; processes and
-placement groups are made and ended by `members`.
+Every instruction ends in the event that `trimtab.machines.pool.events` names beside it, also when it fails, takes too
+long, or something here is wrong. Decides nothing about who runs where. The controller calls it, on its loop; processes
+and placement groups are made and ended by `members`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from trimtab.model.codec import encode
-from trimtab.model.errors import UnreachableError
-from trimtab.model.pool import ENDED, PoolSpec
-from trimtab.pool.events import (
+from trimtab.core.codec import encode
+from trimtab.core.errors import UnreachableError
+from trimtab.machines.pool.events import (
     Died,
     Ended,
     Event,
@@ -39,9 +38,10 @@ from trimtab.pool.events import (
     Unpark,
     Unparked,
 )
-from trimtab.pool.machine import PoolMachine
-from trimtab.pool.reconciling import Key, Watch, key_of
-from trimtab.pool.records import Task
+from trimtab.machines.pool.machine import PoolMachine
+from trimtab.machines.pool.reconcile import Key, Watch, key_of
+from trimtab.machines.pool.records import Task
+from trimtab.model.pool import ENDED, PoolSpec
 from trimtab.runtime.ray.members import (
     DiedError,
     GroupError,

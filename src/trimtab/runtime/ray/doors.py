@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-from trimtab.model import errors
-from trimtab.model.fleet import NodeView
+from trimtab.core import errors
+from trimtab.core.reasons import Reason
+from trimtab.model.nodes import NodeView
 from trimtab.model.pool import Labels, State
-from trimtab.model.reason import Reason
 from trimtab.runtime.ray import draining
 from trimtab.runtime.ray.members import Member
 

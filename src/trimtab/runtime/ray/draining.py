@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from trimtab.model.errors import InfeasibleError, InputError, UnreachableError
+from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
 
 ANSWER_S = 5.0
 SHORTEST_ID = 4  # of the beginning of a node's id

@@ -19,14 +19,15 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from trimtab.model.errors import InputError, TrimtabError, UnreachableError
+from trimtab.core.errors import InputError, TrimtabError, UnreachableError
+from trimtab.core.reasons import Code
+from trimtab.machines.pool import events
+from trimtab.machines.pool import instructions as orders
+from trimtab.machines.pool.events import Event, PoolDropped, PoolEnsured, Submitted, Tick
+from trimtab.machines.pool.machine import PoolMachine
+from trimtab.machines.pool.reconcile import Reconciler, expected
+from trimtab.machines.pool.records import Stand
 from trimtab.model.pool import ENDED, State
-from trimtab.model.reason import Code
-from trimtab.pool import events, orders
-from trimtab.pool.events import Event, PoolDropped, PoolEnsured, Submitted, Tick
-from trimtab.pool.machine import PoolMachine
-from trimtab.pool.reconciling import Reconciler, expected
-from trimtab.pool.records import Stand
 from trimtab.runtime.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.journal import Journal
 from trimtab.runtime.ray import nodes, recovery

@@ -6,7 +6,8 @@
 
 One member per unit of resources, each a task of a pool, so priorities and quotas hold. The group grows at the step
 boundary after a join, shrinks before a drain's deadline, replaces what is lost; an interrupted step is done again,
-whole. This module is the door that users open; the machine decides (`trimtab.fleet.group`), the conductor drives it.
+whole. This module is the door that users open; the machine decides (`trimtab.machines.elastic.machine`), the conductor
+drives it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trimtab.model.errors import InputError, TrimtabError
-from trimtab.model.fleet import GroupSpec, World
-from trimtab.model.resources import Resources
+from trimtab.core.errors import InputError, TrimtabError
+from trimtab.core.resources import Resources
+from trimtab.model.nodes import GroupSpec, World
 from trimtab.runtime.ray.client import Pool, Session, connect
 from trimtab.runtime.ray.cluster import heeded_interrupts
 from trimtab.runtime.ray.doors import NAMESPACE, controller_name

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trimtab.fleet.group_events import EnterWorld, RunStep
-from trimtab.model.fleet import World
+from trimtab.machines.elastic.events import EnterWorld, RunStep
+from trimtab.model.nodes import World
 from trimtab.runtime.ray.elastic_line import Line, MemberGoneError, MemberHungError, MemberRaisedError
 from trimtab.runtime.ray.elastic_member import Facts, Half, MemberWorld, PartLostError, Talents
 

@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trimtab.fleet import group_events as e
-from trimtab.fleet.group import GroupMachine
-from trimtab.model.errors import InputError, TrimtabError, UnreachableError
-from trimtab.model.fleet import GroupSpec, NodeState, NodeView, World
+from trimtab.core.errors import InputError, TrimtabError, UnreachableError
+from trimtab.core.reasons import Code, Reason
+from trimtab.machines.elastic import events as e
+from trimtab.machines.elastic.machine import GroupMachine
+from trimtab.model.nodes import GroupSpec, NodeState, NodeView, World
 from trimtab.model.pool import ENDED, IN_QUEUE, State
-from trimtab.model.reason import Code, Reason
 from trimtab.runtime.background import Background, RestartPolicy
 from trimtab.runtime.ray.doors import News, TaskSeen, value_of
 from trimtab.runtime.ray.elastic_acts import Entry, StateLostError, StepOutcome, StepRun

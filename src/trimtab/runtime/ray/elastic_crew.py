@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.model.errors import InputError, TrimtabError
+from trimtab.core.errors import InputError, TrimtabError
+from trimtab.core.resources import Resources
 from trimtab.model.pool import ENDED, State
-from trimtab.model.resources import Resources
 from trimtab.runtime.ray.client import Pool, Session
 from trimtab.runtime.ray.doors import TaskSeen
 from trimtab.runtime.ray.elastic_acts import Kept

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.model.errors import InputError, nearest
+from trimtab.core.errors import InputError, nearest
 
 PULL_S = 0.1  # between looks at whether a part is still worth waiting for
 

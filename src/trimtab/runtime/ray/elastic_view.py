@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.fleet.group_events import Wait
-from trimtab.model.fleet import GroupSpec, NodeState, NodeView, World
-from trimtab.model.reason import Reason
-from trimtab.model.resources import NOTHING, Resources
+from trimtab.core.reasons import Reason
+from trimtab.core.resources import NOTHING, Resources
+from trimtab.machines.elastic.events import Wait
+from trimtab.model.nodes import GroupSpec, NodeState, NodeView, World
 
 STORY_KEPT = 50
 

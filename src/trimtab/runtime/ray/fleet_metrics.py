@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from trimtab.model.fleet import THERE, NodeState, NodeView
-from trimtab.model.resources import Resources
+from trimtab.core.resources import Resources
+from trimtab.model.nodes import THERE, NodeState, NodeView
 from trimtab.runtime.ray.board import Board
 from trimtab.runtime.ray.metrics import Metric, Recorder, in_ray
 

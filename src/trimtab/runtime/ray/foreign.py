@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab.fleet.survey import Foreign
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
+from trimtab.machines.diagnose.snapshot import Foreign
 from trimtab.runtime.ray import nvml
 
 FILE_VARIABLE = "TRIMTAB_GPU_PROCESSES"

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trimtab.model.errors import UnreachableError
+from trimtab.core.errors import UnreachableError
 from trimtab.runtime.ray.doors import NAMESPACE, controller_name
 
 MOST_CALLS = 4_000  # at once; a client that waits holds one

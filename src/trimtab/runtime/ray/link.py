@@ -13,7 +13,7 @@ import os
 import time
 from typing import Any
 
-from trimtab.model.errors import InputError, UnreachableError
+from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime.background import describe
 from trimtab.runtime.cluster import auth
 from trimtab.runtime.ray import founding

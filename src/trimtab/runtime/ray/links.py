@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from trimtab.fleet.node_events import LinkBroken, LinkHeard, LinkSilent, NodeEvent
+from trimtab.machines.nodes.events import LinkBroken, LinkHeard, LinkSilent, NodeEvent
 from trimtab.runtime.background import Background, RestartPolicy
 
 BEAT_S = 0.2

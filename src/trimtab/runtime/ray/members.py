@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trimtab.model.errors import InputError, UnreachableError
+from trimtab.core.errors import InputError, UnreachableError
+from trimtab.core.resources import Resources
+from trimtab.machines.pool.events import MakeGroup
 from trimtab.model.pool import Place
-from trimtab.model.resources import Resources
-from trimtab.pool.events import MakeGroup
 from trimtab.runtime.background import Background
 from trimtab.runtime.ray import plain
 from trimtab.runtime.ray.environments import HostKind, host_kind

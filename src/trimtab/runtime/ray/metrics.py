@@ -15,11 +15,11 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from trimtab.core.reasons import Chapter, Code
+from trimtab.machines.pool.events import Event, Started, Stopped
+from trimtab.machines.pool.machine import PoolMachine
+from trimtab.machines.pool.records import Group, Stand, Task
 from trimtab.model.pool import IN_QUEUE, State
-from trimtab.model.reason import Chapter, Code
-from trimtab.pool.events import Event, Started, Stopped
-from trimtab.pool.machine import PoolMachine
-from trimtab.pool.records import Group, Stand, Task
 
 log = logging.getLogger("trimtab.controller")
 

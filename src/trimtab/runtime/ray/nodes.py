@@ -18,18 +18,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from trimtab.fleet import node_events as news
-from trimtab.fleet.emptying import evict_after_s
-from trimtab.fleet.node_records import Node
-from trimtab.fleet.nodes import NodeMachine
-from trimtab.model.errors import InputError, TrimtabError
-from trimtab.model.fleet import NodeFacts, NodeState, NodeView
+from trimtab.core.errors import InputError, TrimtabError
+from trimtab.core.reasons import Code, Reason
+from trimtab.core.resources import GRAIN, NOTHING, Resources, total
+from trimtab.machines.nodes import events as news
+from trimtab.machines.nodes.drain import evict_after_s
+from trimtab.machines.nodes.machine import NodeMachine
+from trimtab.machines.nodes.state import Node
+from trimtab.machines.pool.events import Event, NodeCordoned, NodeEmptied, NodeJoined, NodeLost
+from trimtab.machines.pool.machine import PoolMachine
+from trimtab.machines.pool.records import Stand
+from trimtab.model.nodes import NodeFacts, NodeState, NodeView
 from trimtab.model.pool import Labels, Policy
-from trimtab.model.reason import Code, Reason
-from trimtab.model.resources import GRAIN, NOTHING, Resources, total
-from trimtab.pool.events import Event, NodeCordoned, NodeEmptied, NodeJoined, NodeLost
-from trimtab.pool.machine import PoolMachine
-from trimtab.pool.records import Stand
 from trimtab.runtime.background import Background, describe
 from trimtab.runtime.journal import NODE_EVENTS, DamagedError, Journal
 from trimtab.runtime.ray import draining

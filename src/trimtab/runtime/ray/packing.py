@@ -15,7 +15,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trimtab.model.errors import InputError, nearest
+from trimtab.core.errors import InputError, nearest
 from trimtab.runtime.ray import environments, slot_view
 from trimtab.runtime.ray.members import Payload
 

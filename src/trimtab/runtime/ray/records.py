@@ -1,4 +1,4 @@
-"""Ray's own records of groups, actors, tasks and requests, told in the words of `fleet/survey.py`.
+"""Ray's own records of groups, actors, tasks and requests, told in the words of `machines/diagnose/snapshot.py`.
 
 Only translates: asks nobody and decides nothing. Numbers of states are those of Ray's records (`gcs.proto`). Ray tells
 each amount that belongs to a placement group under names of its own, for the group and for the bundle; those names end
@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.fleet.survey import (
+from trimtab.core.resources import GRAIN, NOTHING, Resources, total
+from trimtab.machines.diagnose.snapshot import (
     Ask,
     GivenUp,
     Holder,
@@ -26,7 +27,6 @@ from trimtab.fleet.survey import (
     Waiting,
 )
 from trimtab.model.pool import Strategy
-from trimtab.model.resources import GRAIN, NOTHING, Resources, total
 
 MOST_SHAPES = 100  # Ray tells no more of them
 SETTLED_S = 3.0  # Ray's lists agree with each other after so long

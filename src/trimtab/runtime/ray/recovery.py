@@ -13,13 +13,13 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from trimtab.model import plain
-from trimtab.model.codec import decode
-from trimtab.model.errors import TrimtabError
+from trimtab.core import plain_data as plain
+from trimtab.core.codec import decode
+from trimtab.core.errors import TrimtabError
+from trimtab.machines.pool.events import Died, Event, Found, FoundTask, GroupLost, Instruction, MakeGroup, Start
+from trimtab.machines.pool.machine import PoolMachine
+from trimtab.machines.pool.records import Stand, Task
 from trimtab.model.pool import HOLDS_SLOTS, PoolSpec, State, TaskSpec
-from trimtab.pool.events import Died, Event, Found, FoundTask, GroupLost, Instruction, MakeGroup, Start
-from trimtab.pool.machine import PoolMachine
-from trimtab.pool.records import Stand, Task
 from trimtab.runtime.ray.deeds import Deeds
 from trimtab.runtime.ray.host import Seat
 from trimtab.runtime.ray.members import GroupSeen, Member, Members

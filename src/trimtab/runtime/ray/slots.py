@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab.core.resources import Resources
+from trimtab.machines.pool.events import MakeGroup
 from trimtab.model.pool import Place
-from trimtab.model.resources import Resources
-from trimtab.pool.events import MakeGroup
 from trimtab.runtime.background import describe
 from trimtab.runtime.ray.slot_view import Slot
 

@@ -1,4 +1,4 @@
-"""One look at any Ray cluster, as the facts that `fleet/why.py` judges.
+"""One look at any Ray cluster, as the facts that `machines/diagnose/why.py` judges.
 
 Asks the cluster's control store directly, so it works on any Ray (no dashboard, nothing of trimtab's running there) and
 changes nothing: it joins as no job, starts no process and takes no room. Where Ray has no public call, the one that its
@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from trimtab.fleet.survey import Drain, Foreign, Holder, NodeKind, SeenNode, Survey, named
-from trimtab.model.errors import InputError, TrimtabError, UnreachableError
-from trimtab.model.resources import GRAIN, Resources, total
+from trimtab.core.errors import InputError, TrimtabError, UnreachableError
+from trimtab.core.resources import GRAIN, Resources, total
+from trimtab.machines.diagnose.snapshot import Drain, Foreign, Holder, NodeKind, SeenNode, Survey, named
 from trimtab.runtime.cluster import auth
 from trimtab.runtime.ray.cluster import answers, import_ray
 from trimtab.runtime.ray.foreign import foreign, visible

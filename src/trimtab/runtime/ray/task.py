@@ -11,9 +11,9 @@ import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from trimtab.model.errors import InputError, TrimtabError, nearest
+from trimtab.core.errors import InputError, TrimtabError, nearest
+from trimtab.machines.pool.events import CancelAsked, CompleteAsked, EvictAsked, TurnAsked
 from trimtab.model.pool import ENDED, Explanation, State
-from trimtab.pool.events import CancelAsked, CompleteAsked, EvictAsked, TurnAsked
 from trimtab.runtime.ray.doors import TaskSeen
 from trimtab.runtime.ray.members import Member
 from trimtab.runtime.ray.task_errors import (

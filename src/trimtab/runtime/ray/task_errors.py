@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.model.errors import TrimtabError
+from trimtab.core.errors import TrimtabError
 from trimtab.model.pool import Explanation
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trimtab.model.errors import UnreachableError
+from trimtab.core.errors import UnreachableError
 from trimtab.runtime.background import NEVER_GIVE_UP, Background, RestartPolicy
 from trimtab.runtime.ray import nvml
 from trimtab.runtime.ray.environments import MARK

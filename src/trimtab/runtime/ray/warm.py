@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.model.errors import UnreachableError
+from trimtab.core.errors import UnreachableError
 from trimtab.runtime.background import Background, describe
 from trimtab.runtime.ray.environments import HostKind
 from trimtab.runtime.ray.host import Host

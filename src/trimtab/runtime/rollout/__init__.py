@@ -1,1 +1,3 @@
-"""Rollout for real: the machine of `trimtab.fleet.rollout` driven with engines, clients, weights and a clock."""
+"""Rollout for real: the machine of `trimtab.machines.rollout.machine` driven with engines, clients, weights and a
+clock.
+"""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from trimtab.model.reason import Reason
+from trimtab.core.reasons import Reason
 from trimtab.model.rollout import End, RequestSpec, Span
 from trimtab.runtime.engines.engine import Piece, Ranking
 from trimtab.runtime.rollout.sampling import Chunk, RefusedError, Sample, SamplingParams

@@ -12,8 +12,8 @@ import itertools
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal
 
-from trimtab.fleet import rollout_events as e
-from trimtab.model.errors import InputError, UnreachableError
+from trimtab.core.errors import InputError, UnreachableError
+from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import DEFAULT_CLASS, End, RequestSpec
 from trimtab.runtime.engines.texts import texts_of
 from trimtab.runtime.rollout.asked import Asked

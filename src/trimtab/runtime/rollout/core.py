@@ -18,10 +18,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from trimtab.fleet import rollout_events as e
-from trimtab.fleet.rollout import RolloutMachine
-from trimtab.model.errors import InputError, nearest
-from trimtab.model.reason import Code, Reason
+from trimtab.core.errors import InputError, nearest
+from trimtab.core.reasons import Code, Reason
+from trimtab.machines.rollout import events as e
+from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.model.rollout import End, WorkerSpec
 from trimtab.runtime.background import Background, describe
 from trimtab.runtime.engines.engine import Engine, EngineLoad, EngineState

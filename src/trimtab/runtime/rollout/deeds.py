@@ -13,9 +13,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from trimtab.fleet import rollout_events as e
-from trimtab.model.errors import InfeasibleError, TrimtabError
-from trimtab.model.reason import Code
+from trimtab.core.errors import InfeasibleError, TrimtabError
+from trimtab.core.reasons import Code
+from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import Verb
 from trimtab.runtime.background import describe
 from trimtab.runtime.engines.engine import Engine, EngineError, GenerateOrder, Pause, Refit

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from trimtab.fleet import rollout_events as e
-from trimtab.model.errors import InfeasibleError, InputError, TrimtabError
+from trimtab.core.errors import InfeasibleError, InputError, TrimtabError
+from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import ANSWERED, End
 from trimtab.runtime.engines.engine import Engine, EngineError, EngineGoneError, Finish, Piece
 from trimtab.runtime.engines.texts import texts_of

@@ -12,9 +12,9 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable
 
-from trimtab.model.errors import InputError, TrimtabError
-from trimtab.model.fleet import NodeState, NodeView
-from trimtab.model.resources import Resources
+from trimtab.core.errors import InputError, TrimtabError
+from trimtab.core.resources import Resources
+from trimtab.model.nodes import NodeState, NodeView
 from trimtab.model.rollout import WorkerSpec
 from trimtab.runtime.rollout.slots import SlotLauncher
 

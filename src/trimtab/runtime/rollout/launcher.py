@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from trimtab.fleet.scaling import Taker
-from trimtab.model.errors import InfeasibleError, InputError, nearest
+from trimtab.core.errors import InfeasibleError, InputError, nearest
+from trimtab.machines.rollout.policies.policy import Taker
 from trimtab.model.rollout import WorkerSpec, WorkerView
 from trimtab.runtime.engines.engine import Engine
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 
 import aiohttp
 
-from trimtab.model.errors import InputError, TrimtabError, UnreachableError
+from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.runtime.engines.detect import attach
 from trimtab.runtime.engines.engine import Deadlines
 from trimtab.runtime.engines.http_engine import HttpEngine

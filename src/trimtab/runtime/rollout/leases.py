@@ -11,8 +11,8 @@ import asyncio
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from trimtab.fleet import rollout_events as e
-from trimtab.model.errors import UnreachableError
+from trimtab.core.errors import UnreachableError
+from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import RequestSpec
 from trimtab.runtime.rollout.core import Core
 from trimtab.runtime.rollout.sampling import RefusedError

@@ -5,7 +5,7 @@
         answers = await pool.generate(prompts, SamplingParams(max_tokens=512, n=8))
 
 Who serves what, who drains, wakes and starts, and that every request is answered exactly once, is decided by
-`trimtab.fleet.rollout`; here it meets engines and clients. One pool belongs to one event loop.
+`trimtab.machines.rollout.machine`; here it meets engines and clients. One pool belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 
 import aiohttp
 
-from trimtab.fleet import rollout_events as e
-from trimtab.fleet.rollout import STATIC, RolloutMachine
-from trimtab.fleet.scaling import Taker
+from trimtab.core.errors import InputError, UnreachableError
+from trimtab.core.reasons import Chapter, Code
+from trimtab.machines.rollout import events as e
+from trimtab.machines.rollout.machine import STATIC, RolloutMachine
+from trimtab.machines.rollout.policies.policy import Taker
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.model.errors import InputError, UnreachableError
-from trimtab.model.reason import Chapter, Code
 from trimtab.model.rollout import (
     InFlight,
     Membership,

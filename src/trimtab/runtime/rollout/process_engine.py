@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.runtime.cluster.ports import is_free
 from trimtab.runtime.cluster.processes import Process, below, gone, send, table
 from trimtab.runtime.rollout.launcher import Seen

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import aiohttp
 
-from trimtab.model.errors import InfeasibleError, UnreachableError
+from trimtab.core.errors import InfeasibleError, UnreachableError
 from trimtab.runtime.background import Background, describe
 from trimtab.runtime.engines.engine import Deadlines
 from trimtab.runtime.engines.wire import open_session

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable
 
-from trimtab.fleet import rollout_events as e
+from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import ANSWERED, RequestState
 from trimtab.runtime.rollout.core import Core
 

@@ -16,8 +16,8 @@ import asyncio
 from dataclasses import dataclass
 from types import TracebackType
 
-from trimtab.fleet import rollout_events as e
-from trimtab.model.errors import InfeasibleError, InputError, TrimtabError, UnreachableError
+from trimtab.core.errors import InfeasibleError, InputError, TrimtabError, UnreachableError
+from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import InFlight, Membership, Owner, RefitWay
 from trimtab.runtime.engines.engine import Engine
 from trimtab.runtime.rollout.core import Core

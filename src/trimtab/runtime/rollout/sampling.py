@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trimtab.model.errors import InputError, UnreachableError
-from trimtab.model.reason import Reason
+from trimtab.core.errors import InputError, UnreachableError
+from trimtab.core.reasons import Reason
 from trimtab.model.rollout import End, Span
 from trimtab.runtime.engines.engine import GenerateOrder, Ranking
 

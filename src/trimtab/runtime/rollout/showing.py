@@ -6,9 +6,9 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from trimtab.model.codec import encode
+from trimtab.core.codec import encode
+from trimtab.core.reasons import Reason
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.model.reason import Reason
 from trimtab.model.rollout import Release, RequestState, WorkerView
 from trimtab.runtime.rollout.core import Core
 

@@ -9,7 +9,7 @@ import asyncio
 import time
 from typing import Any
 
-from trimtab.model.errors import UnreachableError
+from trimtab.core.errors import UnreachableError
 from trimtab.model.pool import State
 from trimtab.runtime.ray.elastic_line import Line, MemberGoneError, MemberHungError, MemberRaisedError
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from trimtab.fleet.scaling import Taker
-from trimtab.model.errors import InputError, TrimtabError
+from trimtab.core.errors import InputError, TrimtabError
+from trimtab.core.reasons import Code
+from trimtab.machines.rollout.policies.policy import Taker
 from trimtab.model.pool import Explanation
-from trimtab.model.reason import Code
 from trimtab.model.rollout import WorkerState
 from trimtab.runtime.rollout.slots import SlotLauncher
 

@@ -24,11 +24,11 @@ from typing import Any
 
 import aiohttp
 
-from trimtab.model.errors import InputError, TrimtabError, UnreachableError
-from trimtab.model.fleet import NodeState, NodeView
+from trimtab.core.errors import InputError, TrimtabError, UnreachableError
+from trimtab.core.reasons import Code
+from trimtab.core.resources import Resources
+from trimtab.model.nodes import NodeState, NodeView
 from trimtab.model.pool import ENDED, IN_QUEUE, State
-from trimtab.model.reason import Code
-from trimtab.model.resources import Resources
 from trimtab.runtime.background import Background, describe
 from trimtab.runtime.engines.engine import Deadlines
 from trimtab.runtime.engines.wire import open_session

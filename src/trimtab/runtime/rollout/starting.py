@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.model.rollout import WorkerSpec
 from trimtab.runtime.ray.client import Pool, Session
 from trimtab.runtime.rollout.following import NodeFollower, on_slots

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import functools
 
-from trimtab.fleet import rollout_events as e
-from trimtab.model.errors import TrimtabError
+from trimtab.core.errors import TrimtabError
+from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import WorkerState, WorkerView
 from trimtab.runtime.background import describe
 from trimtab.runtime.engines.engine import EngineState

@@ -1,7 +1,7 @@
 """Does the acts of one plan with a crew, and keeps the books of them: what flows, what was measured, who has saved.
 
 Calls of components are apart from the books. So whoever drives a run may perform acts one after another, or side by
-side in threads; the order (`plan/order.py`) sees to it that no component has two at a time.
+side in threads; the order (`plan/placement/order.py`) sees to it that no component has two at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from trimtab.model.plan import Plan
 from trimtab.model.workflow import Workflow
-from trimtab.plan.order import Act, Order, Step, Sync, Turn
+from trimtab.plan.placement.order import Act, Order, Step, Sync, Turn
 from trimtab.runtime.run.component import Batch
 from trimtab.runtime.run.crew import CrewLike
 from trimtab.runtime.run.measuring import Measuring

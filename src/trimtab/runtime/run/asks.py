@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trimtab.core.errors import InputError, UnreachableError
 from trimtab.formats.files import replace
-from trimtab.model.errors import InputError, UnreachableError
 from trimtab.runtime.locks import born
 from trimtab.runtime.run.folder import LOCK
 

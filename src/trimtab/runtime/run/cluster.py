@@ -17,13 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trimtab.loop import events as e
-from trimtab.loop.seats import Sited
-from trimtab.model.errors import TrimtabError, UnreachableError
+from trimtab.core.errors import TrimtabError, UnreachableError
+from trimtab.machines.replan import events as e
+from trimtab.machines.replan.placed_plan import Sited
 from trimtab.model.plan import Plan
 from trimtab.model.pool import ENDED, State
 from trimtab.model.run import STAGES, Iteration
-from trimtab.plan.order import Act
+from trimtab.plan.placement.order import Act
 from trimtab.runtime.ray.client import Pool, Session
 from trimtab.runtime.ray.doors import TaskSeen
 from trimtab.runtime.run.acting import Acting, Inputs

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.loop.seats import Seat, Sited, seats
-from trimtab.model.errors import InputError, TrimtabError
+from trimtab.core.errors import InputError, TrimtabError
+from trimtab.machines.replan.placed_plan import Seat, Sited, seats
 from trimtab.model.plan import Group, Plan
 from trimtab.model.pool import State
 from trimtab.model.workflow import Workflow

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol, cast
 
-from trimtab.model.errors import InputError, UnreachableError, nearest
+from trimtab.core.errors import InputError, UnreachableError, nearest
 
 FOLDERS_ABOVE = 4
 """A module that Python does not find is looked for beside the job file, and in so many folders above it."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from trimtab.loop.seats import Sited
-from trimtab.model.errors import UnreachableError
+from trimtab.core.errors import UnreachableError
+from trimtab.machines.replan.placed_plan import Sited
 from trimtab.model.plan import Plan
 from trimtab.model.workflow import Workflow
 from trimtab.runtime.run.calls import Caller, DeadlineError

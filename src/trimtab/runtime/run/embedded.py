@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from trimtab.model.errors import InfeasibleError, InputError, UnreachableError
+from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
 from trimtab.model.workflow import Cluster, Node
 from trimtab.runtime.cluster import processes
 from trimtab.runtime.ray.client import Session, connect

@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from trimtab.loop.estimates import profiled_seconds
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
+from trimtab.machines.replan.estimates import profiled_seconds
 from trimtab.model.plan import Plan
 from trimtab.model.workflow import Workflow
-from trimtab.plan.cost import Points, seconds_at
-from trimtab.plan.order import batch_seconds
+from trimtab.plan.placement.cost import Points, seconds_at
+from trimtab.plan.placement.order import batch_seconds
 from trimtab.runtime.run.clock import Clock, WallClock
 from trimtab.runtime.run.component import Batch, Component, Optionally, Place, Result
 

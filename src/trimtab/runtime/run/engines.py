@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trimtab.model.errors import InputError, UnreachableError, nearest
+from trimtab.core.errors import InputError, UnreachableError, nearest
 from trimtab.model.rollout import End, WorkerState
 from trimtab.runtime.rollout.sampling import Completion, Sample, SamplingParams
 from trimtab.runtime.run.component import Batch, Place, Result, find_class

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from trimtab.model.errors import UnreachableError
+from trimtab.core.errors import UnreachableError
 from trimtab.runtime.engines.engine import Deadlines
 from trimtab.runtime.ray.client import Pool, Session
 from trimtab.runtime.ray.task import Task

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-from trimtab.model.errors import InputError, UnreachableError, nearest
+from trimtab.core.errors import InputError, UnreachableError, nearest
 from trimtab.runtime.run.component import Place, find_class, said
 
 GATHER_S = 0.02  # pieces are gathered for so long, unless a call was answered or nothing runs any more

@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.model import plain
-from trimtab.model.codec import decode
-from trimtab.model.reason import Code
+from trimtab.core import plain_data as plain
+from trimtab.core.codec import decode
+from trimtab.core.reasons import Code
 
 if TYPE_CHECKING:
     from trimtab.runtime.rollout.pool import RolloutPool

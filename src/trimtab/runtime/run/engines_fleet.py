@@ -22,9 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trimtab.fleet.rollout import STATIC
-from trimtab.model.errors import TrimtabError, UnreachableError
-from trimtab.model.reason import Code
+from trimtab.core.errors import TrimtabError, UnreachableError
+from trimtab.core.reasons import Code
+from trimtab.machines.rollout.machine import STATIC
 from trimtab.model.rollout import WorkerSpec, WorkerState, WorkerView
 from trimtab.runtime.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.rollout.launcher import Launcher

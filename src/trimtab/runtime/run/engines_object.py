@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
-from trimtab.model.errors import InfeasibleError, TrimtabError, UnreachableError
+from trimtab.core.errors import InfeasibleError, TrimtabError, UnreachableError
 from trimtab.runtime.engines.actor import ActorEngine
 from trimtab.runtime.engines.engine import (
     Deadlines,

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from trimtab.core.errors import InputError, nearest
 from trimtab.formats.elastic_config_file import LONGEST_S, RANGES, check_ranges
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.model.errors import InputError, nearest
 from trimtab.model.rollout import Owner, Ownership, RolloutRules
 from trimtab.runtime.rollout.launcher import EngineCommand
 

@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trimtab.core import plain_data as plain
+from trimtab.core.codec import decode, encode
+from trimtab.core.errors import InputError
 from trimtab.formats.files import replace
-from trimtab.model import plain
-from trimtab.model.codec import decode, encode
-from trimtab.model.errors import InputError
 from trimtab.model.run import Iteration
 from trimtab.model.run_events import ODD, check_plan, read_event
 from trimtab.runtime.locks import DirectoryLock

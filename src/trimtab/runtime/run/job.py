@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.model.errors import InfeasibleError, InputError
+from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.model.plan import Plan
 from trimtab.model.run import Iteration, RunRules
 from trimtab.model.workflow import ANY_KIND, Component, Job, Variant, Workflow, check_workflow
-from trimtab.plan.boxes import Found
-from trimtab.plan.space import Space
-from trimtab.plan.timeline import to_plan
+from trimtab.plan.placement.boxes import Found
+from trimtab.plan.placement.space import Space
+from trimtab.plan.placement.timeline import to_plan
 from trimtab.runtime.run.emulated import UNDISTURBED, Disturbance
 
 UNMEASURED_S = 1.0

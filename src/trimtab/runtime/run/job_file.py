@@ -19,11 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trimtab.core.errors import InputError
 from trimtab.formats import job as job_form
 from trimtab.formats import yaml_text
 from trimtab.formats.dialect import Loaded
 from trimtab.formats.run_section import mode_of, read_section, unknown_key, whole
-from trimtab.model.errors import InputError
 from trimtab.model.workflow import Workflow
 from trimtab.runtime.run.emulated import Disturbance
 from trimtab.runtime.run.job import UNMEASURED_S, Part, RunJob

@@ -1,9 +1,9 @@
 """A whole job in one process, without Ray: for debugging, for machines that have none, and for one GPU.
 
-Components work one after another, in the order in which the plan would have them begin (`plan/order.py`), each with its
-real outputs. Times are those of the plan: what ran here after something that it need not have waited for counts as if
-it had run beside it. So `wall_s` of an iteration is what the plan gives with the times measured, and `here_s` what it
-took in this process; under a plan where all share the same GPUs the two are the same.
+Components work one after another, in the order in which the plan would have them begin (`plan/placement/order.py`),
+each with its real outputs. Times are those of the plan: what ran here after something that it need not have waited for
+counts as if it had run beside it. So `wall_s` of an iteration is what the plan gives with the times measured, and
+`here_s` what it took in this process; under a plan where all share the same GPUs the two are the same.
 
 A run ends in one of three ways, each with its reason: done, stopped (Ctrl-C: once after the iteration under way, twice
 at once) or failed. Whatever way it ends, the folder holds each iteration once, and a state to go on from.
@@ -19,17 +19,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trimtab.loop.events import Asked
-from trimtab.loop.machine import LoopMachine
-from trimtab.loop.seats import Sited
-from trimtab.model.errors import InputError, TrimtabError, UnreachableError
+from trimtab.core.errors import InputError, TrimtabError, UnreachableError
+from trimtab.core.reasons import Code, Reason
+from trimtab.machines.replan.events import Asked
+from trimtab.machines.replan.machine import LoopMachine
+from trimtab.machines.replan.placed_plan import Sited
 from trimtab.model.plan import Plan
-from trimtab.model.reason import Code, Reason
 from trimtab.model.run import STAGES, Iteration
 from trimtab.model.workflow import Job, Workflow
-from trimtab.plan.order import play
-from trimtab.plan.placement import best_plan
-from trimtab.plan.timeline import to_plan
+from trimtab.plan.placement.order import play
+from trimtab.plan.placement.planner import best_plan
+from trimtab.plan.placement.timeline import to_plan
 from trimtab.runtime.run import asks
 from trimtab.runtime.run.acting import Acting, Inputs
 from trimtab.runtime.run.clock import Clock, WallClock

@@ -15,13 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from trimtab.core import plain_data as plain
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Code, Reason
 from trimtab.formats.files import replace
-from trimtab.loop import events as e
-from trimtab.loop.machine import LoopMachine
-from trimtab.model import plain
-from trimtab.model.errors import InputError
+from trimtab.machines.replan import events as e
+from trimtab.machines.replan.machine import LoopMachine
 from trimtab.model.plan import Plan
-from trimtab.model.reason import Code, Reason
 from trimtab.model.run import Iteration, Move, Numbers, RunRules, Stage
 from trimtab.model.run_events import ODD
 from trimtab.model.workflow import Cluster, Workflow

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.core.ranks import ranks_text
+from trimtab.core.reasons import Reason
 from trimtab.model.plan import Bar, Doing, Plan
-from trimtab.model.ranks import ranks_text
-from trimtab.model.reason import Reason
 from trimtab.model.run import Iteration, Measured
 from trimtab.model.workflow import Workflow
-from trimtab.plan.order import Act, Step, Sync, Turn
+from trimtab.plan.placement.order import Act, Step, Sync, Turn
 from trimtab.runtime.run.component import figure_for_json
 
 Metrics = dict[str, dict[str, float | None]]

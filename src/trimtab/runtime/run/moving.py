@@ -14,9 +14,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trimtab.loop.events import RollBack
-from trimtab.loop.seats import Sited
-from trimtab.model.errors import TrimtabError, UnreachableError
+from trimtab.core.errors import TrimtabError, UnreachableError
+from trimtab.machines.replan.events import RollBack
+from trimtab.machines.replan.placed_plan import Sited
 from trimtab.model.run import Stage
 from trimtab.model.workflow import Workflow
 from trimtab.runtime.run.component import said

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from trimtab.loop.events import Why
-from trimtab.model.errors import InfeasibleError, UnreachableError
-from trimtab.model.fleet import NodeState, NodeView
+from trimtab.core.errors import InfeasibleError, UnreachableError
+from trimtab.machines.replan.events import Why
+from trimtab.model.nodes import NodeState, NodeView
 from trimtab.model.pool import ENDED, State
 from trimtab.model.workflow import ANY_KIND, Cluster, Node
 from trimtab.runtime.background import Background, RestartPolicy

@@ -15,16 +15,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from trimtab.core.errors import InputError
 from trimtab.formats import yaml_text
 from trimtab.formats.dialect import Loaded
 from trimtab.formats.job import matches, ranks_of
 from trimtab.formats.load import overridden
 from trimtab.formats.measured import spread
-from trimtab.model.errors import InputError
 from trimtab.model.plan import CurrentPlacement
 from trimtab.model.run import Iteration, Measured
 from trimtab.model.workflow import ANY_KIND, Component, Job, Variant, WeightSync, Workflow
-from trimtab.plan.cost import seconds_at
+from trimtab.plan.placement.cost import seconds_at
 from trimtab.runtime.run.folder import JOB, PastRun, read_run
 from trimtab.runtime.run.job_file import read_costed
 

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Match, Route
 
-from trimtab.model.errors import TrimtabError
+from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import WorkerState
 from trimtab.runtime.rollout.gateway import openai, sglang
 from trimtab.runtime.rollout.gateway.exchange import Exchange, Send

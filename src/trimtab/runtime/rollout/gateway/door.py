@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
-from trimtab.model.errors import TrimtabError
+from trimtab.core.errors import TrimtabError
 from trimtab.runtime.rollout.asked import Asked
 from trimtab.runtime.rollout.gateway.calls import Call
 from trimtab.runtime.rollout.gateway.faults import Refusal

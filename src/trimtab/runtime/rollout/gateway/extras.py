@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from trimtab.model.errors import nearest
+from trimtab.core.errors import nearest
 from trimtab.runtime.rollout.gateway.faults import Refusal
 from trimtab.runtime.rollout.gateway.forms import to_json
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from trimtab.model.errors import InfeasibleError, InputError, TrimtabError
-from trimtab.model.reason import Code
+from trimtab.core.errors import InfeasibleError, InputError, TrimtabError
+from trimtab.core.reasons import Code
 from trimtab.runtime.rollout.sampling import RefusedError, Sample
 
 

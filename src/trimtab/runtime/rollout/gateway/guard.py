@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.runtime.listening import host_name
 from trimtab.runtime.rollout.gateway.faults import Refusal
 from trimtab.runtime.rollout.gateway.settings import LOOPBACK, GatewaySettings

@@ -14,7 +14,7 @@ from types import TracebackType
 
 import uvicorn
 
-from trimtab.model.errors import InputError, UnreachableError
+from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime.heads import limited
 from trimtab.runtime.listening import allow_files, listening, quiet_server
 from trimtab.runtime.rollout.gateway.app import GatewayApp

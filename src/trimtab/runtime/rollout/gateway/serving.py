@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
-from trimtab.model.errors import TrimtabError
+from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import UP
 from trimtab.runtime.rollout.gateway.bodies import Bodies
 from trimtab.runtime.rollout.gateway.calls import Call, answers, heads_of, samples_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 
-from trimtab.model.errors import InputError
+from trimtab.core.errors import InputError
 from trimtab.runtime.tokens import checked
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.model.reason import Code, Reason
+from trimtab.core.reasons import Code, Reason
 from trimtab.model.rollout import End
 from trimtab.runtime.rollout.gateway import extras
 from trimtab.runtime.rollout.gateway.calls import Call, details, new_id

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trimtab.model.errors import nearest
+from trimtab.core.errors import nearest
 from trimtab.model.rollout import DEFAULT_CLASS
 from trimtab.runtime.rollout.gateway.faults import Refusal
 from trimtab.runtime.rollout.gateway.guard import Heads

@@ -11,8 +11,8 @@ import math
 from typing import Any
 from weakref import WeakValueDictionary
 
-from trimtab.model.codec import encode
-from trimtab.model.errors import TrimtabError
+from trimtab.core.codec import encode
+from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import WorkerState, WorkerView
 from trimtab.runtime.engines.wire import addresses
 from trimtab.runtime.rollout.gateway.faults import Refusal

@@ -1,1 +1,0 @@
-"""Is the plan still right while it trains? Drift, gain against cost, moves: a pure state machine."""

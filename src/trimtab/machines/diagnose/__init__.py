@@ -1,0 +1,1 @@
+"""Why something waits on a Ray cluster, and what is wrong with a rollout pool."""

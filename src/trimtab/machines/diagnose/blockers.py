@@ -1,0 +1,149 @@
+"""Who stands in the way of something that waits, and whose leaving would make room.
+
+Chooses a small set of holders whose end makes the asks fit: added largest first, taken back where not needed. Never
+says that somebody must go; that is for people. Called by `why.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from trimtab.core.resources import NOTHING, Resources, total
+from trimtab.machines.diagnose.fitting import Space, place
+from trimtab.machines.diagnose.snapshot import Holder, Kind, Survey, Waiting
+
+MOST_TRIED = 60  # holders; of more, the largest
+
+
+@dataclass(frozen=True)
+class Blocker:
+    """All that somebody holds on nodes: an actor, a task, or a whole placement group."""
+
+    id: str
+    kind: Kind
+    name: str
+    job: str
+    parts: tuple[Holder, ...]
+
+    @property
+    def amounts(self) -> Resources:
+        """All of it."""
+        return total([one.amounts for one in self.parts])
+
+
+def blockers_of(holders: Iterable[Holder]) -> list[Blocker]:
+    """Holders of nodes, each told once."""
+    parts: dict[str, list[Holder]] = {}
+    for one in holders:
+        if one.group is None and one.amounts:
+            parts.setdefault(one.id, []).append(one)
+    return [Blocker(id, each[0].kind, each[0].name, each[0].job, tuple(each)) for id, each in parts.items()]
+
+
+def without(spaces: Sequence[Space], gone: Iterable[Blocker]) -> list[Space]:
+    """The spaces as they would be without those."""
+    freed: dict[str, Resources] = {}
+    for blocker in gone:
+        for part in blocker.parts:
+            freed[part.node] = freed.get(part.node, NOTHING).plus(part.amounts)
+    return [replace(one, free=one.free.plus(freed.get(one.node, NOTHING))) for one in spaces]
+
+
+def who_would_free(waiting: Waiting, spaces: Sequence[Space], holders: Iterable[Holder]) -> tuple[Blocker, ...]:
+    """A small set of holders without whom the asks fit; empty where no set of known holders will do."""
+    wanted = {name for ask in waiting.asks for name, _ in ask.amounts}
+    nodes = {one.node for one in spaces}
+    known = [
+        one
+        for one in blockers_of(holders)
+        if one.id != waiting.id
+        and any(part.node in nodes for part in one.parts)
+        and any(name in wanted for name, _ in one.amounts)
+    ]
+    known.sort(key=lambda one: (-max(units for name, units in one.amounts if name in wanted), one.id))
+    if len(waiting.asks) == 1:
+        return _on_one_node(waiting, spaces, known)
+    return _smallest(waiting, spaces, known[:MOST_TRIED])
+
+
+def _on_one_node(waiting: Waiting, spaces: Sequence[Space], known: list[Blocker]) -> tuple[Blocker, ...]:
+    best: tuple[Blocker, ...] = ()
+    for space in spaces:
+        there = [one for one in known if any(part.node == space.node for part in one.parts)]
+        found = _smallest(waiting, [space], there[:MOST_TRIED])
+        if found and (not best or (len(found), _units(found)) < (len(best), _units(best))):
+            best = found
+    return best
+
+
+def _smallest(waiting: Waiting, spaces: Sequence[Space], known: list[Blocker]) -> tuple[Blocker, ...]:
+    def fits(gone: list[Blocker]) -> bool:
+        return place(waiting.asks, without(spaces, gone), waiting.strategy).nodes is not None
+
+    if not fits(known):
+        return ()
+    low, high = 0, len(known)  # the fewest of the largest that will do
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(known[:middle]) else (middle + 1, high)
+    chosen = known[:low]
+    for one in list(chosen):  # the largest were taken first: a smaller one may be enough
+        rest = [other for other in chosen if other is not one]
+        if fits(rest):
+            chosen = rest
+    return tuple(chosen)
+
+
+def _units(blockers: tuple[Blocker, ...]) -> int:
+    return sum(units for one in blockers for _, units in one.amounts)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What belongs together: actors of one class and job, or the placement groups of a job; what it holds meanwhile."""
+
+    job: str
+    kind: Kind
+    like: str
+    held: tuple[Blocker, ...]
+
+    @property
+    def amounts(self) -> Resources:
+        """What it holds."""
+        return total([one.amounts for one in self.held])
+
+
+def claim_of(waiting: Waiting, survey: Survey) -> Claim:
+    """What waits, with what its siblings hold."""
+    held = [
+        one
+        for one in survey.holders
+        if one.kind is waiting.kind
+        and one.group is None
+        and (one.id == waiting.id or (one.job == waiting.job and bool(waiting.job) and one.like == waiting.like))
+    ]
+    return Claim(waiting.job, waiting.kind, waiting.like, tuple(blockers_of(held)))
+
+
+def rival(
+    waiting: Waiting, others: Iterable[Waiting], survey: Survey, spaces: Callable[[Waiting], Sequence[Space]]
+) -> tuple[Waiting, Claim, Claim] | None:
+    """Somebody else who waits, each of the two holding what the other needs; with what each of them holds.
+
+    A placement group that lost a bundle blocks others by what it still holds, whether they block it or not.
+    """
+    mine = claim_of(waiting, survey)
+    distinct = {(one.job, one.kind, one.like, one.pinned, one.asks): one for one in others}
+    for other in distinct.values():
+        if (other.job, other.kind, other.like) == (waiting.job, waiting.kind, waiting.like):
+            continue
+        theirs = claim_of(other, survey)
+        broken = other.kind is Kind.group and any(ask.node is not None for ask in other.asks)
+        if not theirs.held or not (mine.held or broken):
+            continue
+        if place(waiting.asks, without(spaces(waiting), theirs.held), waiting.strategy).nodes is None:
+            continue
+        if broken or place(other.asks, without(spaces(other), mine.held), other.strategy).nodes is not None:
+            return other, mine, theirs
+    return None

@@ -1,0 +1,197 @@
+"""Whether asks fit into nodes: the one question behind every "why does it wait".
+
+Answers with a placement, or that there is none. "There is none" is said as proven only where it is: strict strategies
+and asks that are all alike are decided exactly; unlike asks are searched, and where the search is given up the answer
+is "not found", which nobody may take for "never". Pure arithmetic: knows neither Ray nor causes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trimtab.core.resources import Resources, total
+from trimtab.machines.diagnose.snapshot import Ask
+from trimtab.model.pool import Labels, Strategy
+
+EFFORT = 20_000  # places tried before the search is given up
+MOST_SEARCHED = 400  # asks; more are placed largest first and not searched further
+
+
+@dataclass(frozen=True)
+class Space:
+    """Room on one node. Labels of a node that is not there yet are unknown (None): any will do."""
+
+    node: str
+    free: Resources
+    labels: Labels | None = ()
+
+    def accepts(self, ask: Ask) -> bool:
+        """Whether the labels will do."""
+        return self.labels is None or ask.accepts(self.labels)
+
+    def takes(self, ask: Ask) -> bool:
+        """Whether one ask alone fits."""
+        return self.accepts(ask) and ask.amounts.within(self.free)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Where each ask goes (`nodes`, in the order of the asks), or None; `proven` false: none was found in time."""
+
+    nodes: tuple[str, ...] | None
+    proven: bool = True
+
+    @property
+    def possible(self) -> bool:
+        """Whether it fits, or may fit for all that is known."""
+        return self.nodes is not None or not self.proven
+
+
+NO_FIT = Fit(None)
+
+
+def place(
+    asks: Sequence[Ask], spaces: Sequence[Space], strategy: Strategy = Strategy.pack, *, effort: int = EFFORT
+) -> Fit:
+    """Put every ask on a node by the rules of the strategy. Asks that have their place already keep it."""
+    todo = [ask for ask in asks if ask.node is None]
+    settled = {ask.node for ask in asks if ask.node is not None}
+    if strategy is Strategy.strict_pack:
+        found = _on_one(todo, [one for one in spaces if not settled or one.node in settled])
+    elif strategy is Strategy.strict_spread:
+        found = _on_different(todo, [one for one in spaces if one.node not in settled])
+    elif len({(ask.amounts, ask.labels) for ask in todo}) <= 1:
+        found = _alike(todo, spaces)
+    else:
+        found = _unlike(todo, spaces, effort)
+    if found.nodes is None:
+        return found
+    placed = iter(found.nodes)
+    return Fit(tuple(next(placed) if ask.node is None else ask.node for ask in asks))
+
+
+def room_for(ask: Ask, space: Space) -> int:
+    """How many asks alike fit on a node; asks for nothing count as one."""
+    if not space.takes(ask):
+        return 0
+    return min((space.free.get(name) // units for name, units in ask.amounts), default=1)
+
+
+def _on_one(asks: list[Ask], spaces: Sequence[Space]) -> Fit:
+    together = total([ask.amounts for ask in asks])
+    for space in spaces:
+        if together.within(space.free) and all(space.accepts(ask) for ask in asks):
+            return Fit((space.node,) * len(asks))
+    return Fit(()) if not asks else NO_FIT
+
+
+def _on_different(asks: list[Ask], spaces: Sequence[Space]) -> Fit:
+    """A matching of asks to nodes: each ask in turn takes a free node, at the end of a chain of others that move."""
+    if len(asks) > len(spaces):
+        return NO_FIT
+    by_ask = {ask: [at for at, space in enumerate(spaces) if space.takes(ask)] for ask in dict.fromkeys(asks)}
+    options = [by_ask[ask] for ask in asks]
+    on: dict[int, int] = {}  # node to the ask on it
+    for ask in range(len(asks)):
+        end, came_from = _free_node(ask, options, on)
+        if end is None:
+            return NO_FIT
+        while end is not None:  # along the chain, back to the ask that began it
+            mover = came_from[end]
+            left = next((at for at, one in on.items() if one == mover), None)
+            on[end] = mover
+            end = left
+    node_of = {ask: spaces[at].node for at, ask in on.items()}
+    return Fit(tuple(node_of[ask] for ask in range(len(asks))))
+
+
+def _free_node(ask: int, options: list[list[int]], on: dict[int, int]) -> tuple[int | None, dict[int, int]]:
+    """The nearest free node that a chain of moves leads to, and for each node seen who would move there."""
+    came_from: dict[int, int] = {}
+    movers = [ask]
+    for mover in movers:
+        for at in options[mover]:
+            if at in came_from:
+                continue
+            came_from[at] = mover
+            if at not in on:
+                return at, came_from
+            movers.append(on[at])
+    return None, came_from
+
+
+def _alike(asks: list[Ask], spaces: Sequence[Space]) -> Fit:
+    if not asks:
+        return Fit(())
+    nodes: list[str] = []
+    for space in spaces:
+        room = len(asks) if not asks[0].amounts and space.accepts(asks[0]) else room_for(asks[0], space)
+        nodes += [space.node] * min(room, len(asks) - len(nodes))
+    return Fit(tuple(nodes)) if len(nodes) == len(asks) else NO_FIT
+
+
+def _unlike(asks: list[Ask], spaces: Sequence[Space], effort: int) -> Fit:
+    """Largest first; where that fails, every way there is, until the effort is spent."""
+    if not all(any(space.takes(ask) for space in spaces) for ask in asks):
+        return NO_FIT
+    everything = total([space.free for space in spaces])
+    if not total([ask.amounts for ask in asks]).within(everything):
+        return NO_FIT
+    most = {name: max(space.free.get(name) for space in spaces) for name, _ in everything}
+    sizes = [max((units / most[name] for name, units in ask.amounts), default=0.0) for ask in asks]
+    order = sorted(range(len(asks)), key=lambda i: (-sizes[i], asks[i].amounts.units, str(asks[i].labels)))
+    search = _Search([asks[i] for i in order], spaces, effort if len(asks) <= MOST_SEARCHED else len(asks) + 1)
+    placed = search.run()
+    if placed is None:
+        return Fit(None, proven=not search.spent)
+    node_of = dict(zip(order, placed, strict=True))
+    return Fit(tuple(spaces[node_of[i]].node for i in range(len(asks))))
+
+
+class _Search:
+    """Depth first over nodes for each ask in turn. Of asks alike, a later one is never on an earlier node, so that no
+    placement is looked at twice; of nodes alike, only the first is tried."""
+
+    def __init__(self, asks: list[Ask], spaces: Sequence[Space], effort: int) -> None:
+        self._asks = asks
+        self._spaces = spaces
+        self._free = [space.free for space in spaces]
+        self._left = effort
+        self.spent = False
+
+    def run(self) -> list[int] | None:
+        """Positions of nodes by ask."""
+        placed: list[int] = []
+        choices = [self._choices(placed)]
+        while choices:
+            if not choices[-1]:
+                choices.pop()
+                if placed:
+                    at = placed.pop()
+                    self._free[at] = self._free[at].plus(self._asks[len(placed)].amounts)
+                continue
+            self._left -= 1
+            if self._left < 0:
+                self.spent = True
+                return None
+            at = choices[-1].pop()
+            self._free[at] = self._free[at].minus(self._asks[len(placed)].amounts)
+            placed.append(at)
+            if len(placed) == len(self._asks):
+                return placed
+            choices.append(self._choices(placed))
+        return None
+
+    def _choices(self, placed: list[int]) -> list[int]:
+        """Nodes worth trying for the next ask, the last one first to be tried."""
+        ask = self._asks[len(placed)]
+        before = self._asks[len(placed) - 1] if placed else None
+        first = placed[-1] if before is not None and (before.amounts, before.labels) == (ask.amounts, ask.labels) else 0
+        seen, worth = set(), []
+        for at in range(first, len(self._spaces)):
+            alike = (self._free[at], self._spaces[at].labels)
+            if alike not in seen and self._spaces[at].accepts(ask) and ask.amounts.within(self._free[at]):
+                seen.add(alike)
+                worth.append(at)
+        return worth[::-1]

@@ -1,0 +1,175 @@
+"""Why a rollout pool does not scale as its load would have it: fewer workers, a drain that does not end, more workers.
+
+The causes are those of the scaling policy's own last decision and of whatever stands above it: a number set by hand, a
+hold, a refit, the limits. Part of the rollout doctor, whose rules hold here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trimtab.core.reasons import Code
+from trimtab.machines.diagnose.rollout_findings import (
+    Ailment,
+    Check,
+    Finding,
+    Seen,
+    Weight,
+    reason_of,
+    requests_text,
+    some,
+)
+
+UNTRUE_STEPS = 2  # in a row that did not come true: not chance
+
+NOT_DOWN: dict[str, tuple[Ailment, Weight, str]] = {
+    Code.load_fits.value: (
+        Ailment.load_does_not_fit, Weight.note,
+        "nothing: one worker fewer would be above the middle of the thresholds; a higher "
+        "requests_per_worker_capacity, if the engines can take it, lets one go",
+    ),
+    Code.no_taker.value: (
+        Ailment.no_taker, Weight.note,
+        "name a taker that can use a worker longer than sleep and wake take, or scale_down_requires_demand: false",
+    ),
+    Code.switched_off.value: (Ailment.switched_off, Weight.note, "enable_elastic: true, if that is not meant"),
+    Code.load_unknown.value: (
+        Ailment.load_unknown, Weight.stuck,
+        "an engine's figures are old or cannot be had: see that its metrics answer (SGLang --enable-metrics)",
+    ),
+    Code.policy_fault.value: (Ailment.policy_fault, Weight.stuck, "mend the policy: nothing is scaled until then"),
+}  # fmt: skip
+
+
+def not_scaling_down(seen: Seen) -> Iterator[Finding]:
+    """The load is low, and the workers stay: for which of all reasons?"""
+    if not seen.low:
+        return
+    spare = (
+        f"load {seen.metrics['load_ratio']:.2f} is below {seen.elastic['scale_down_threshold']:g}, {seen.serving} serve"
+    )
+    scaled = seen.by_hand
+    if scaled is not None:
+        until = f" for {scaled['left_s']:.0f} s more" if scaled.get("left_s") is not None else " until released"
+        yield Finding(
+            Ailment.set_by_hand, Weight.note,
+            f"{spare}: {scaled['workers']} workers were set by hand{until} ({scaled.get('why') or 'no reason given'})",
+            "`trimtab rollout scale --release` gives the number back to the policy",
+        )  # fmt: skip
+        return
+    if seen.refits:
+        yield Finding(
+            Ailment.refit_holds, Weight.note, f"{spare}: a refit is under way, and nobody leaves during it",
+            "it goes on when the refit has ended",
+        )  # fmt: skip
+        return
+    holds, most_held = seen.holds, max(seen.holds.values(), default=0)
+    if most_held >= seen.serving:
+        yield Finding(
+            Ailment.held, Weight.note, f"{spare}: {most_held} are held ready by {some(tuple(holds))}",
+            "whoever holds them lets go (a validation that has ended?)", tuple(holds),
+        )  # fmt: skip
+        return
+    least = seen.rules.least
+    if seen.serving <= least:
+        yield Finding(
+            Ailment.min_workers, Weight.note, f"{spare}: at least {least} are to (min_workers, or the plan's range)",
+            "a lower min_workers, if so many are not needed",
+        )  # fmt: skip
+        return
+    yield from _by_decision(seen, spare)
+
+
+def _by_decision(seen: Seen, spare: str) -> Iterator[Finding]:
+    policy = seen.elastic.get("policy")
+    if policy == "static":
+        yield Finding(
+            Ailment.policy_fixed, Weight.note, f"{spare}: the policy is static, which never scales by load",
+            "`elastic_config: {policy: threshold}` in the job file scales them",
+        )  # fmt: skip
+        return
+    if seen.decision is None:
+        return
+    code, said = reason_of(seen.decision)
+    if code in NOT_DOWN:
+        ailment, weight, do = NOT_DOWN[code]
+        yield Finding(ailment, weight, f"{spare}: {said}", do)
+    elif code == Code.not_yet.value:
+        cooldown_s = float(seen.elastic.get("scale_down_cooldown", 0.0))
+        ago_s = min((one["ago_s"] for one in seen.steps if one.get("ago_s") is not None), default=None)
+        if ago_s is not None and ago_s < cooldown_s:
+            left = f"{cooldown_s - ago_s:.0f} s of scale_down_cooldown {cooldown_s:g} s are left"
+            yield Finding(Ailment.cooldown, Weight.note, f"{spare}: {left}", "wait, or a shorter scale_down_cooldown")
+        else:
+            yield Finding(
+                Ailment.not_stable, Weight.note, f"{spare}: {said}",
+                "wait; if it never is so for long enough, the load swings: a shorter min_stable_period, or a lower "
+                "scale_down_threshold",
+            )  # fmt: skip
+
+
+def drains_that_do_not_end(seen: Seen) -> Iterator[Finding]:
+    """Draining for longer than a drain may take: what is it that does not end?"""
+    limit_s = seen.rules.drain_s
+    for one in seen.of("draining"):
+        if one.get("since_s", 0.0) <= limit_s or (one.get("deadline_s") or 0.0) > 0:
+            continue
+        running, outside = one.get("running", 0), one.get("outside") or 0
+        late = f"{one['name']} has drained for {one['since_s']:.0f} s, {limit_s:g} s were allowed"
+        if one.get("doing"):
+            cause, do = f"its {one['doing']} is under way", "it has a deadline of its own"
+        elif running and seen.owner("abort") == "trainer":
+            cause = f"{requests_text(running)} run there, and cutting them is the trainer's"
+            do = "the trainer aborts them, or ownership.abort: trimtab lets them go on elsewhere"
+        elif outside:
+            cause = f"{requests_text(outside)} of others run there, by its own figures"
+            do = "whoever sent them there ends them: trimtab neither knows nor cuts them"
+        elif running:
+            cause, do = (
+                f"{requests_text(running)} there do not end",
+                "its own log says why; it is lost if it stays deaf",
+            )
+        elif seen.refits:
+            cause, do = "a refit counts on it", "it goes on when the refit has ended"
+        else:
+            cause, do = "its own figures are old, so nobody knows that it is idle", "see that its metrics answer"
+        yield Finding(Ailment.drain_late, Weight.stuck, f"{late}: {cause}", do, (one["name"],))
+
+
+def not_scaling_up(seen: Seen) -> Iterator[Finding]:
+    """The load is high, and no worker comes."""
+    if not seen.high or seen.of("starting"):
+        return
+    most = seen.rules.most
+    load = f"load {seen.metrics['load_ratio']:.2f}"
+    full = f"{load} is above {seen.elastic['scale_up_threshold']:g}, {seen.serving} serve"
+    if seen.serving >= most:
+        yield Finding(Ailment.all_in_use, Weight.stuck, f"{full}: at most {most} may", "a higher max_workers")
+    elif seen.serving >= seen.range.get("most", seen.serving + 1):
+        yield Finding(Ailment.all_in_use, Weight.stuck, f"{full}: no other engine can be had", "add engines")
+
+
+def steps_that_did_not_come_true(seen: Seen) -> Iterator[Finding]:
+    """The last steps expected something that did not happen."""
+    judged = [one for one in seen.steps if one.get("came_true") is not None]
+    untrue = 0
+    for one in reversed(judged):
+        if one["came_true"]:
+            break
+        untrue += 1
+    if untrue >= UNTRUE_STEPS:
+        last = judged[-1]
+        yield Finding(
+            Ailment.steps_untrue, Weight.stuck,
+            f"the last {untrue} steps did not come true (expected: {last.get('expects') or 'nothing said'})",
+            "so many workers were asked for and did not come, or did not help: look at the engines that do not start",
+            tuple(last.get("changed") or ()),
+        )  # fmt: skip
+
+
+SCALING_CHECKS: tuple[Check, ...] = (
+    not_scaling_down,
+    drains_that_do_not_end,
+    not_scaling_up,
+    steps_that_did_not_come_true,
+)

@@ -1,0 +1,248 @@
+"""What one look at a Ray cluster gives: nodes, who holds what, who waits, and what is about to change.
+
+Plain frozen facts, taken by `runtime/ray/survey.py` and judged by `why.py`. Nothing here decides anything, and nothing
+here is specific to trimtab's own pools: any program's actors, tasks and placement groups look like this. Times are
+seconds since 1970 by the cluster's clocks; where Ray does not say when something began to wait, it is None.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from trimtab.core.resources import NOTHING, Resources, total
+from trimtab.model.pool import Labels, Strategy
+
+SHORT_ID = 12  # digits of an id that people are shown
+
+
+class Kind(str, enum.Enum):
+    """What sort of thing waits or holds."""
+
+    actor = "actor"
+    group = "group"  # a placement group
+    task = "task"
+    plan = "plan"  # what a job would ask, if it were started
+
+
+class Stage(str, enum.Enum):
+    """How far something that does not run yet has come."""
+
+    inputs = "inputs"  # its arguments are not there yet
+    room = "room"  # it waits for a place
+    starting = "starting"  # it has its place and a process; the constructor has not ended
+
+
+@dataclass(frozen=True)
+class Selector:
+    """One condition on a node's labels: the value of `key` is one of `values`, or with `negated` none of them."""
+
+    key: str
+    values: tuple[str, ...]
+    negated: bool = False
+
+    def matches(self, labels: Labels) -> bool:
+        """Whether a node with these labels will do. A label that is missing is none of the values."""
+        return (dict(labels).get(self.key) in self.values) != self.negated
+
+    def __str__(self) -> str:
+        several = f"({', '.join(self.values)})" if len(self.values) != 1 else self.values[0]
+        if self.negated:
+            return f"{self.key} not {several}"
+        return f"{self.key}={several}" if len(self.values) == 1 else f"{self.key} in {several}"
+
+
+Selectors = tuple[Selector, ...]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What has to be found on one node: amounts, and labels by any one of several sets of conditions (none: any)."""
+
+    amounts: Resources
+    labels: tuple[Selectors, ...] = ()
+    node: str | None = None  # this one has its place already: of a group that lost another bundle
+
+    def accepts(self, labels: Labels) -> bool:
+        """Whether the labels of a node will do."""
+        return not self.labels or any(all(one.matches(labels) for one in each) for each in self.labels)
+
+
+@dataclass(frozen=True)
+class Drain:
+    """A node will go."""
+
+    deadline: float | None = None
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class SeenNode:
+    """A living node. `name` is what people are shown: unique, see `named`."""
+
+    id: str
+    name: str
+    total: Resources
+    free: Resources
+    labels: Labels = ()
+    address: str = ""
+    head: bool = False
+    drain: Drain | None = None
+
+
+@dataclass(frozen=True)
+class NodeKind:
+    """A kind of node that the autoscaler may add: what it has, how many more, how many are on their way."""
+
+    name: str
+    total: Resources
+    more: int | None = None  # None: without limit
+    coming: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Whoever submitted something."""
+
+    id: str
+    command: str = ""
+    pid: int = 0
+    address: str = ""
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Somebody who holds amounts on a node: an actor, a running task, or the part of a placement group that is there.
+
+    Whoever runs inside a placement group holds of the group (`group`, `bundle`), not of the node.
+    """
+
+    id: str
+    kind: Kind
+    name: str
+    node: str
+    amounts: Resources
+    job: str = ""
+    like: str = ""  # actors: their class; siblings of one job are told together
+    group: str | None = None
+    bundle: int | None = None
+    gpus: tuple[int, ...] = ()  # by index, where Ray says
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Something that does not run. A placement group has one ask for each bundle; everything else has one ask."""
+
+    id: str
+    kind: Kind
+    name: str
+    asks: tuple[Ask, ...]
+    stage: Stage = Stage.room
+    strategy: Strategy = Strategy.pack
+    since: float | None = None
+    at_least: bool = False  # it may have waited for longer: `since` is when it was first seen to
+    job: str = ""
+    like: str = ""
+    count: int = 1  # so many alike, of which Ray gives no more than the number
+    pinned: str | None = None  # to this node alone
+    group: str | None = None  # it runs inside this placement group ...
+    bundle: int | None = None  # ... in this bundle of it; None: in any
+    node: str | None = None  # where its process starts
+    began_over: bool = False  # it ran before, and is started again
+    queued: bool = True  # Ray counts it among what waits for room; else it has room, or may use one node alone
+
+
+@dataclass(frozen=True)
+class SeenGroup:
+    """A placement group that stands: bundle by bundle what it has, what of that nobody uses, and where it is."""
+
+    id: str
+    name: str
+    bundles: tuple[Resources, ...]
+    free: tuple[Resources, ...]
+    nodes: tuple[str | None, ...]
+    job: str = ""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A process that holds a GPU and was not started by Ray."""
+
+    node: str | None  # the node whose GPU it is; None: no node of this cluster has it
+    gpu: int  # by index on its machine
+    pid: int
+    command: str = ""
+    used_bytes: int = 0
+    of_bytes: int = 0
+    place: int | None = None  # the GPU by Ray's index on that node
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """Something that Ray does not try to place any more."""
+
+    id: str
+    kind: Kind
+    name: str
+    why: str
+    at: float | None = None
+
+
+@dataclass(frozen=True)
+class Survey:
+    """One look at a cluster."""
+
+    at: float
+    nodes: tuple[SeenNode, ...]
+    waiting: tuple[Waiting, ...] = ()
+    holders: tuple[Holder, ...] = ()
+    groups: tuple[SeenGroup, ...] = ()
+    jobs: tuple[Job, ...] = ()
+    foreign: tuple[Foreign, ...] = ()
+    kinds: tuple[NodeKind, ...] = ()
+    given_up: tuple[GivenUp, ...] = ()
+    address: str = ""
+    faults: tuple[str, ...] = ()  # what could not be looked at
+
+    def node(self, id: str | None) -> SeenNode | None:
+        """The node of that id, if it lives."""
+        return next((one for one in self.nodes if one.id == id), None)
+
+    def node_name(self, id: str | None) -> str:
+        """What people call a node, also one that is gone."""
+        found = self.node(id)
+        return found.name if found else (id or "")[:SHORT_ID] or "somewhere"
+
+    def job(self, id: str) -> Job | None:
+        """The job of that id."""
+        return next((one for one in self.jobs if one.id == id), None)
+
+    def group(self, id: str | None) -> SeenGroup | None:
+        """The placement group of that id, if it stands."""
+        return next((one for one in self.groups if one.id == id), None)
+
+    def unexplained(self, node: SeenNode) -> Resources:
+        """What is taken on a node by nobody that Ray names: processes that are being started, short tasks."""
+        known = total([one.amounts for one in self.holders if one.node == node.id and one.group is None])
+        return node.total.minus(node.free).minus(known)
+
+
+def named(nodes: Iterable[SeenNode]) -> tuple[SeenNode, ...]:
+    """Nodes with names that tell them apart: the given name, else the address, else the beginning of the id."""
+    nodes = tuple(nodes)
+    names, addresses = Counter(one.name for one in nodes), Counter(one.address for one in nodes)
+
+    def name(one: SeenNode) -> str:
+        if one.name and names[one.name] == 1:
+            return one.name
+        return one.address if one.address and addresses[one.address] == 1 else one.id[:SHORT_ID]
+
+    return tuple(replace(one, name=name(one)) for one in nodes)
+
+
+def asked_in_all(asks: Sequence[Ask]) -> Resources:
+    """What asks come to together, without those that have their place."""
+    return total([one.amounts for one in asks if one.node is None]) if asks else NOTHING

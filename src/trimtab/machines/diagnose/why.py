@@ -1,0 +1,468 @@
+"""Why things wait: from one look at a cluster to causes, each with what would help.
+
+Decides which cause each wait has and whether it can ever end on the nodes that are here and stay. It says "never" only
+where that is proven (`fitting.py`), it never passes over anything that waits, and it asks nobody: the facts come from
+`runtime/ray/survey.py`, the words for people go to `ui/why_text.py`. The order of questions is the same for all: does
+it fit now; would it fit on a node that will go; would it fit, were the nodes empty; could nodes of the autoscaler's
+take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from trimtab.core.resources import NOTHING, Resources, amount_text, total
+from trimtab.machines.diagnose.blockers import Blocker, claim_of, rival, who_would_free
+from trimtab.machines.diagnose.findings import UNDER_WAY, Cause, Diagnosis, Finding, Note, Remark, Row
+from trimtab.machines.diagnose.fitting import Fit, Space, place, room_for
+from trimtab.machines.diagnose.impossible import impossible
+from trimtab.machines.diagnose.snapshot import Ask, Foreign, Kind, SeenNode, Stage, Survey, Waiting, asked_in_all
+from trimtab.model.pool import Strategy
+
+LONG_S = 30.0  # Ray places what fits within seconds; after so long something else is wrong
+BLOCKERS_NAMED = 4
+
+
+def diagnose(survey: Survey) -> Diagnosis:
+    """The cause of every wait, what would help, and what else is worth knowing."""
+    alike: dict[object, list[Waiting]] = {}
+    groups = {one.id for one in survey.waiting if one.kind is Kind.group}
+    followers: dict[str, list[Waiting]] = {}
+    for one in survey.waiting:
+        if one.stage is Stage.room and one.group in groups:
+            followers.setdefault(str(one.group), []).append(one)
+        else:
+            alike.setdefault(_sort(one), []).append(one)
+    findings = []
+    for who in alike.values():
+        behind = [one for each in who for one in followers.get(each.id, ()) if each.kind is Kind.group]
+        findings.append(_finding(survey, tuple(who), tuple(behind)))
+    findings = _pairs(findings)
+    findings.sort(key=lambda one: (not one.never, one.cause in UNDER_WAY, one.since or survey.at))
+    return Diagnosis(tuple(findings), _notes(survey))
+
+
+def _pairs(findings: list[Finding]) -> list[Finding]:
+    """Two that block each other are told as one."""
+    told: list[Finding] = []
+    for one in findings:
+        ids = {each.id for each in one.who}
+        match = next((other for other in told if other.rival in ids), None)
+        if match is None or one.rival not in {each.id for each in match.who}:
+            told.append(one)
+        else:
+            both = replace(match, who=(*match.who, *one.who), blockers=(*match.blockers, *one.blockers))
+            told[told.index(match)] = replace(both, followers=(*match.followers, *one.followers))
+    return told
+
+
+def judge(survey: Survey, waiting: Waiting) -> Finding:
+    """The cause of one wait."""
+    return _finding(survey, (waiting,), ())
+
+
+def _sort(one: Waiting) -> object:
+    """Things with the same are told as one."""
+    return (
+        one.kind, one.job, one.like, one.asks, one.stage, one.strategy, one.pinned, one.group, one.bundle,
+        one.node if one.stage is Stage.starting or not one.queued else None, one.began_over, one.queued,
+    )  # fmt: skip
+
+
+def _finding(survey: Survey, who: tuple[Waiting, ...], followers: tuple[Waiting, ...]) -> Finding:
+    first = who[0]
+    if first.stage is Stage.inputs:
+        sentence = "its arguments are not there yet: whatever makes them has not ended, or waits itself"
+        found = Finding(Cause.inputs, who, sentence, frees=("look for the tasks whose results it was given",))
+    elif first.stage is Stage.starting:
+        found = _starting(survey, who)
+    elif first.group is not None:
+        found = _in_group(survey, who)
+    else:
+        found = _for_room(survey, who)
+    return replace(found, followers=followers) if followers else found
+
+
+# ---- it has its place -----------------------------------------------------------------------------------------------
+
+
+def _starting(survey: Survey, who: tuple[Waiting, ...]) -> Finding:
+    first = who[0]
+    node = survey.node_name(first.node)
+    if any(ask.amounts.get("gpu") for ask in first.asks):
+        mine = {place for one in survey.holders if one.id in {each.id for each in who} for place in one.gpus}
+        for one in survey.foreign:
+            if one.node == first.node and one.node is not None and (not mine or one.place is None or one.place in mine):
+                sentence = f"it has GPU {one.gpu} on {node}, but {foreign_text(one)}; Ray does not know that"
+                end = f"process {one.pid} ends, or the node is started without that GPU (CUDA_VISIBLE_DEVICES)"
+                return Finding(Cause.gpu_outside, who, sentence, frees=(end,))
+    again = "is started again" if first.began_over else "is started"
+    sentence = f"it has its room on {node} and {again}: its process or constructor is not ready"
+    late = _longest(survey, who)
+    hint = f"its constructor takes long, or its runtime environment: the logs of {node} say (`ray logs`)"
+    return Finding(Cause.starting, who, sentence, frees=(hint,) if late is not None and late > LONG_S else ())
+
+
+# ---- inside a placement group ---------------------------------------------------------------------------------------
+
+
+def _in_group(survey: Survey, who: tuple[Waiting, ...]) -> Finding:
+    first = who[0]
+    group = survey.group(first.group)
+    asked = asked_in_all(first.asks)
+    if group is None:
+        sentence = f"it is to run in placement group {(first.group or '')[:12]}, which is not there"
+        return Finding(Cause.group_gone, who, sentence, True, asked, frees=("end it, and submit it to a group again",))
+    name = f"placement group {group.name or group.id[:12]}"
+    bundles: Sequence[int] = range(len(group.bundles)) if first.bundle is None else (first.bundle,)
+    bundles = [i for i in bundles if i < len(group.bundles)]
+    sizes = [group.bundles[i] for i in bundles]
+    # Without a bundle's number Ray takes any one bundle, never two of them.
+    if not any(asked.within(size) for size in sizes):
+        largest = max(sizes, key=lambda size: sum(units for _, units in size), default=NOTHING)
+        sentence = f"it asks {asked} in {name}, whose {_bundle(first.bundle)} {largest}"
+        return Finding(Cause.too_big, who, sentence, True, asked, frees=("a bundle as large as what runs in it",))
+    if any(asked.within(group.free[i]) for i in bundles):
+        sentence = f"there is room for it in {name}: Ray is about to start it"
+        return Finding(Cause.fits, who, sentence, asked=asked, frees=_if_late(survey, who))
+    inside = [one for one in survey.holders if one.group == group.id and one.bundle in (None, *bundles)]
+    held = total([group.bundles[i].minus(group.free[i]) for i in bundles])
+    names = _some([f"{one.kind.value} {one.name}" for one in inside]) or "a process that is being started"
+    parts = [f"{_number(one, held.get(one))} of {amount_text(one, total(sizes).get(one))}" for one, _ in asked]
+    sentence = f"it asks {asked} in {name}, where {_some(parts)} {_is(parts)} taken by {names}"
+    frees = (f"{names} ends", "a group with more bundles")
+    return Finding(Cause.group_full, who, sentence, False, asked, frees=frees, blockers=tuple(x.id for x in inside))
+
+
+def _bundle(bundle: int | None) -> str:
+    return "bundles have at most" if bundle is None else f"bundle {bundle} has"
+
+
+# ---- it looks for room ----------------------------------------------------------------------------------------------
+
+
+def _for_room(survey: Survey, who: tuple[Waiting, ...]) -> Finding:
+    first = who[0]
+    allowed = [one for one in survey.nodes if first.pinned in (None, one.id)]
+    staying = [one for one in allowed if one.drain is None]
+    if not allowed and first.pinned is not None:
+        sentence = f"it may run on node {first.pinned[:12]} alone, and that node is not there"
+        return Finding(Cause.no_node, who, sentence, True, frees=("let it run elsewhere, too (soft affinity)",))
+    ready = _set_aside(survey, first)
+    if ready is not None:
+        sentence = f"room is set aside for it on {ready.name}: its process is being started"
+        return Finding(Cause.starting, who, sentence, frees=_if_late(survey, who))
+    now = _fit(first, staying)
+    if now.nodes is not None:
+        return _fits_now(survey, who, now)
+    rows = _rows(survey, first, allowed)
+    with_goers = _fit(first, allowed)
+    ever = _fit(first, staying, empty=True)
+    if with_goers.nodes is not None or (not ever.possible and _fit(first, allowed, empty=True).possible):
+        found = _drains(survey, who, allowed, with_goers, ever.possible)
+    elif ever.possible:
+        found = _taken(survey, who, staying)
+    else:
+        found = impossible(who, [one for one in allowed if one.drain is None] or allowed)
+    if found.cause is not Cause.draining:
+        found = _beside_goers(survey, found, [one for one in allowed if one.drain is not None])
+    if found.never:
+        found = _unless_nodes_come(survey, found, staying)
+    kept = sum(1 for ask in first.asks if ask.node is not None)
+    sentence = f"it still holds {kept} of its {len(first.asks)} bundles; {found.sentence}" if kept else found.sentence
+    return replace(found, sentence=sentence, rows=rows, asked=_hardest(first, staying or allowed).amounts)
+
+
+def _spaces(nodes: Iterable[SeenNode], *, empty: bool = False) -> list[Space]:
+    return [Space(one.id, one.total if empty else one.free, one.labels) for one in nodes]
+
+
+def _fit(waiting: Waiting, nodes: Iterable[SeenNode], *, empty: bool = False) -> Fit:
+    """Whether it fits. Bundles that have their place count as taken also where nodes are thought empty."""
+    spaces = _spaces(nodes, empty=empty)
+    kept: dict[str, Resources] = {}
+    if empty:
+        for ask in waiting.asks:
+            if ask.node is not None:
+                kept[ask.node] = kept.get(ask.node, NOTHING).plus(ask.amounts)
+    spaces = [Space(one.node, one.free.minus(kept.get(one.node, NOTHING)), one.labels) for one in spaces]
+    return place(waiting.asks, spaces, waiting.strategy)
+
+
+def _set_aside(survey: Survey, waiting: Waiting) -> SeenNode | None:
+    """The node that has given it room though Ray does not say so yet: more is taken there than holders explain."""
+    node = survey.node(waiting.node)
+    if node is None or waiting.queued or len(waiting.asks) != 1 or not waiting.asks[0].amounts:
+        return None
+    return node if waiting.asks[0].amounts.within(survey.unexplained(node)) else None
+
+
+def _fits_now(survey: Survey, who: tuple[Waiting, ...], fit: Fit) -> Finding:
+    nodes = dict.fromkeys(survey.node_name(node) for node in fit.nodes or ())
+    sentence = f"there is room for it on {_some(list(nodes))}: Ray is about to start it"
+    if who[0].pinned is not None:
+        sentence = f"there is room for it on {_some(list(nodes))}, the only node it may use: Ray is about to start it"
+    return Finding(Cause.fits, who, sentence, asked=asked_in_all(who[0].asks), frees=_if_late(survey, who))
+
+
+def _drains(survey: Survey, who: tuple[Waiting, ...], allowed: list[SeenNode], fit: Fit, can_stay: bool) -> Finding:
+    going = [one for one in allowed if one.drain is not None]
+    if fit.nodes is not None:
+        used = [one for one in going if one.id in fit.nodes]
+        verb = "would fit"
+    else:
+        used = [one for one in going if any(_space(one, empty=True).takes(ask) for ask in who[0].asks)] or going
+        verb = "would fit, were it empty,"
+    names = _some([f"{one.name}, which {drain_text(one, survey.at)}" for one in used])
+    rest = "no other node has that much free" if can_stay else "no node that stays is large enough"
+    frees = ["a node like it joins"]
+    if can_stay:
+        frees.insert(0, "what runs on the other nodes ends")
+    return Finding(Cause.draining, who, f"it {verb} on {names}; {rest}", not can_stay, frees=tuple(frees))
+
+
+def _beside_goers(survey: Survey, found: Finding, going: list[SeenNode]) -> Finding:
+    """Nodes that will go are not counted: that is said, where they could take some of it."""
+    of_use = [one for one in going if any(_space(one, empty=True).takes(ask) for ask in found.who[0].asks)]
+    if not of_use:
+        return found
+    names = _some([f"{one.name}, which {drain_text(one, survey.at)}" for one in of_use])
+    return replace(found, sentence=f"{found.sentence}; not counted: {names}")
+
+
+def _space(node: SeenNode, *, empty: bool = False) -> Space:
+    return _spaces([node], empty=empty)[0]
+
+
+def _taken(survey: Survey, who: tuple[Waiting, ...], staying: list[SeenNode]) -> Finding:
+    """It would fit, were the nodes empty: who holds what it needs?"""
+    first = who[0]
+    others = [one for one in survey.waiting if one.stage is Stage.room and one.group is None and one.id != first.id]
+    match = rival(first, others, survey, lambda one: _spaces([n for n in staying if one.pinned in (None, n.id)]))
+    if match is not None:
+        other, mine, theirs = match
+        own = f"{title(first)} holds {mine.amounts}" if mine.held else f"{title(first)} holds nothing"
+        sentence = f"{title(other)} holds {theirs.amounts} and waits for more itself, while {own}"
+        if mine.held:
+            sentence += ": each holds what the other waits for"
+        one_yields = f"{title(other)} lets go of what it holds, or {title(first)} does, and starts whole later"
+        at_once = "take all of it at once: one placement group for each of them, or a gang of a pool"
+        blocks = tuple(one.id for one in theirs.held)
+        return Finding(Cause.half_held, who, sentence, frees=(one_yields, at_once), blockers=blocks, rival=other.id)
+    frees, leaves = _who_frees(survey, first, staying)
+    lacking = _hardest(first, staying)
+    able = [one for one in staying if any(_space(one, empty=True).takes(ask) for ask in first.asks)]
+    free, asked = total([one.free for one in able]), asked_in_all(first.asks)
+    names = [name for name, _ in asked]
+    if asked.within(free):
+        sentence = f"{_of(names, free, able)}, but in pieces: {_pieces(first, lacking, able)}"
+        cause = Cause.fragmented
+    else:
+        sentence = f"it asks {asked}, and {_of(names, free, able)}"
+        cause = Cause.busy
+    if first.pinned is not None:
+        sentence += ", the only node it may use"
+    if any(kind.coming for kind in survey.kinds):
+        sentence += "; the autoscaler is starting nodes"
+    return Finding(cause, who, sentence, frees=frees, blockers=tuple(one.id for one in leaves))
+
+
+def _who_frees(survey: Survey, waiting: Waiting, nodes: list[SeenNode]) -> tuple[tuple[str, ...], tuple[Blocker, ...]]:
+    """What would make room, and who would have to end for it: others, if that is enough, before its own siblings."""
+    # Actors of one class are asked for by number; placement groups of a job have nothing else in common.
+    siblings = claim_of(waiting, survey).held if waiting.kind is Kind.actor else ()
+    own = {waiting.id, *(one.id for one in siblings)}
+    others = [one for one in survey.holders if one.id not in own]
+    leaves = who_would_free(waiting, _spaces(nodes), others) or who_would_free(waiting, _spaces(nodes), survey.holders)
+    if not leaves:
+        return ("what runs there now ends",), ()
+    if all(one.id in own for one in leaves):
+        fewer = f"{_leaving(survey, leaves)}; or the program asks for fewer of them: all are {waiting.like} of one job"
+        return (fewer, *([] if waiting.pinned else ["a node joins"])), ()
+    return (_leaving(survey, leaves),), leaves
+
+
+def _of(names: list[str], free: Resources, nodes: list[SeenNode]) -> str:
+    """`1 of 4 gpu is free on 2 nodes`, of everything that is asked."""
+    whole = total([one.total for one in nodes])
+    parts = [f"{_number(name, free.get(name))} of {amount_text(name, whole.get(name))}" for name in names]
+    where = nodes[0].name if len(nodes) == 1 else f"{len(nodes)} nodes"
+    return f"{_some(parts)} {_is(parts)} free on {where}"
+
+
+def _is(parts: list[str]) -> str:
+    return "is" if len(parts) == 1 and parts[0].startswith("1 ") else "are"
+
+
+def _number(name: str, units: int) -> str:
+    return amount_text(name, units).removesuffix(f" {name}")
+
+
+def _pieces(waiting: Waiting, ask: Ask, nodes: list[SeenNode]) -> str:
+    if waiting.strategy is Strategy.strict_pack and len(waiting.asks) > 1:
+        return f"no node has {asked_in_all(waiting.asks)} for all of its bundles"
+    if not any(_space(one).takes(ask) for one in nodes):
+        most = min(nodes, key=lambda one: sum(units for _, units in ask.amounts.minus(one.free)))
+        return f"no node has {ask.amounts} at once; {most.name} comes nearest and lacks {ask.amounts.minus(most.free)}"
+    if waiting.strategy is Strategy.strict_spread:
+        fit = sum(1 for one in nodes if _space(one).takes(ask))
+        return f"its {len(waiting.asks)} bundles need a node each, and {fit} of {len(nodes)} have {ask.amounts} free"
+    return f"its {len(waiting.asks)} bundles do not fit into them"
+
+
+def _unless_nodes_come(survey: Survey, found: Finding, staying: list[SeenNode]) -> Finding:
+    """What no node here can take is no lost cause where the autoscaler can add one that can."""
+    first = found.who[0]
+    if first.pinned is not None or not survey.kinds:
+        return found
+    spaces = _spaces(staying, empty=True)
+    for kind in survey.kinds:
+        more = len(first.asks) if kind.more is None else min(kind.more + kind.coming, len(first.asks))
+        spaces += [Space(f"{kind.name} {i}", kind.total, None) for i in range(more)]
+    fit = place(first.asks, spaces, first.strategy)
+    if not fit.possible:
+        return found
+    names = {node.rpartition(" ")[0] for node in fit.nodes or ()} & {kind.name for kind in survey.kinds}
+    coming = sum(kind.coming for kind in survey.kinds if kind.name in names)
+    adds = f"is starting {coming}" if coming else "can add one"
+    sentence = f"{found.sentence}; the autoscaler {adds} ({_some(sorted(names)) or 'a new node'})"
+    return replace(found, cause=Cause.nodes_coming, never=False, sentence=sentence)
+
+
+# ---- node by node ---------------------------------------------------------------------------------------------------
+
+
+def _hardest(waiting: Waiting, nodes: Sequence[SeenNode]) -> Ask:
+    """The ask that the fewest nodes have room for; of those, the largest."""
+    todo = [ask for ask in waiting.asks if ask.node is None] or list(waiting.asks)
+
+    def rank(ask: Ask) -> tuple[int, int, int]:
+        spaces, empty = _spaces(nodes), _spaces(nodes, empty=True)
+        return (
+            sum(one.takes(ask) for one in empty),
+            sum(one.takes(ask) for one in spaces),
+            -sum(units for _, units in ask.amounts),
+        )
+
+    return min(dict.fromkeys(todo), key=rank)
+
+
+def _rows(survey: Survey, waiting: Waiting, nodes: Sequence[SeenNode]) -> tuple[Row, ...]:
+    """Every node beside the hardest ask, the nearest to taking it first."""
+    ask = _hardest(waiting, nodes)
+    rows = []
+    for one in nodes:
+        notes = []
+        if one.drain is not None:
+            notes.append(drain_text(one, survey.at))
+        if not ask.accepts(one.labels):
+            notes.append(_labels_text(ask, one))
+        fits = room_for(ask, _space(one))
+        if fits and len(waiting.asks) > 1:
+            notes.append(f"room for {min(fits, len(waiting.asks))} of its {len(waiting.asks)} bundles")
+        lacks, lacks_empty = ask.amounts.minus(one.free), ask.amounts.minus(one.total)
+        rows.append(Row(one.name, one.free, one.total, lacks, lacks_empty, "; ".join(notes)))
+    return tuple(sorted(rows, key=lambda row: (_size(row.lacks_empty), _size(row.lacks), row.node)))
+
+
+def _size(amounts: Resources) -> tuple[int, int]:
+    return len(amounts.units), sum(units for _, units in amounts)
+
+
+def _labels_text(ask: Ask, node: SeenNode) -> str:
+    keys = dict.fromkeys(one.key for each in ask.labels for one in each if not one.matches(node.labels))
+    labels = dict(node.labels)
+    return ", ".join(f"{key} is {labels[key]}" if key in labels else f"no label {key}" for key in keys)
+
+
+# ---- words ----------------------------------------------------------------------------------------------------------
+
+
+def title(one: Waiting) -> str:
+    """What people call it: `actor Trainer`, `placement group left`."""
+    sort = "placement group" if one.kind is Kind.group else one.kind.value
+    return f"{sort} {one.name or one.id[:12]}"
+
+
+def drain_text(node: SeenNode, now: float) -> str:
+    """`drains, deadline in 40 s (preemption)`."""
+    assert node.drain is not None
+    text = "drains"
+    if node.drain.deadline is not None:
+        left = node.drain.deadline - now
+        text += f", deadline in {left:.0f} s" if left > 0 else ", its deadline has passed"
+    return text + (f" ({node.drain.cause})" if node.drain.cause else "")
+
+
+def foreign_text(one: Foreign) -> str:
+    """`process 4711 (python train.py) holds 61 of 80 GiB of it, outside Ray`."""
+    who = f"process {one.pid}" + (f" ({one.command})" if one.command else "")
+    if not one.used_bytes:
+        return f"{who} uses it, outside Ray"
+    of = f" of {one.of_bytes / 2**30:.3g}" if one.of_bytes else ""
+    return f"{who} holds {one.used_bytes / 2**30:.3g}{of} GiB of it, outside Ray"
+
+
+def _leaving(survey: Survey, blockers: tuple[Blocker, ...]) -> str:
+    busy = {one.group for one in survey.holders if one.group is not None}
+    names = []
+    for one in blockers:
+        sort = "placement group" if one.kind is Kind.group else one.kind.value
+        idle = " (nothing runs in it)" if one.kind is Kind.group and one.id not in busy else ""
+        job = survey.job(one.job)
+        ended = " of a job that has ended" if job is not None and job.ended else ""
+        names.append(f"{sort} {one.name or one.id[:12]}{ended}{idle}, which holds {one.amounts}")
+    return f"{_some(names)}, {'ends' if len(names) == 1 else 'end'}"
+
+
+def _if_late(survey: Survey, who: tuple[Waiting, ...]) -> tuple[str, ...]:
+    late = _longest(survey, who)
+    if late is None or late <= LONG_S:
+        return ()
+    return ("Ray should have started it by now: it may be bound to one node, or wait for its process (`ray logs`)",)
+
+
+def _longest(survey: Survey, who: tuple[Waiting, ...]) -> float | None:
+    return max((survey.at - one.since for one in who if one.since is not None), default=None)
+
+
+def _some(words: Sequence[str]) -> str:
+    shown = list(words[:BLOCKERS_NAMED])
+    rest = len(words) - len(shown)
+    if rest:
+        return f"{', '.join(shown)} and {rest} more"
+    return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else "".join(shown)
+
+
+def _notes(survey: Survey) -> tuple[Note, ...]:
+    notes = [
+        Note(Remark.draining, f"node {one.name} {drain_text(one, survey.at)}")
+        for one in survey.nodes
+        if one.drain is not None
+    ]
+    for foreign in survey.foreign:
+        gpu = f"GPU {foreign.gpu}" + (f" on {survey.node_name(foreign.node)}" if foreign.node else " of this machine")
+        counted = _counted(survey, foreign)
+        notes.append(Note(Remark.gpu_outside, f"{gpu}: {foreign_text(foreign)}; {counted}"))
+    for kind in survey.kinds:
+        if kind.coming:
+            nodes = "a node" if kind.coming == 1 else f"{kind.coming} nodes"
+            notes.append(Note(Remark.nodes_coming, f"the autoscaler is starting {nodes} of kind {kind.name}"))
+    notes += [
+        Note(Remark.given_up, f"{gone.kind.value} {gone.name} was given up by Ray: {gone.why}")
+        for gone in survey.given_up
+    ]
+    notes += [Note(Remark.not_seen, fault) for fault in survey.faults]
+    return tuple(notes)
+
+
+def _counted(survey: Survey, foreign: Foreign) -> str:
+    if foreign.node is None:
+        return "no node of this cluster has that GPU"
+    users = [
+        one.name
+        for one in survey.holders
+        if one.node == foreign.node and foreign.place is not None and foreign.place in one.gpus
+    ]
+    return f"Ray has given it to {_some(users)}" if users else "Ray counts it as its own"

@@ -1,0 +1,154 @@
+"""Whether a plan would find its room on a cluster: now, and were the cluster empty.
+
+A check before anything is started: takes a plan and one look at the cluster, asks for what the plan's groups would ask,
+and says which group does not find its room and by how much. Changes nothing, and plans nothing. GPUs that one copy of a
+model needs together have to be on one node; beyond that a group may lie on any nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trimtab.core.resources import NOTHING, Resources, total
+from trimtab.machines.diagnose.findings import Finding
+from trimtab.machines.diagnose.fitting import Space, place
+from trimtab.machines.diagnose.snapshot import Ask, Kind, Selector, Selectors, Survey, Waiting
+from trimtab.machines.diagnose.why import judge
+from trimtab.model.plan import Plan
+from trimtab.model.workflow import Job
+
+KIND_LABEL = "ray.io/accelerator-type"
+MOST_CPU_ASKS = 64
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """Components that share GPUs (or one that takes CPUs only), and what they ask of nodes."""
+
+    name: str
+    gpus: int
+    block: int  # so many GPUs on one node
+    asks: tuple[Ask, ...]
+
+
+@dataclass(frozen=True)
+class GroupFit:
+    """Whether a group finds its room once those before it have theirs; what it lacks where it does not."""
+
+    group: PlannedGroup
+    now: bool
+    ever: bool
+    nodes: tuple[str, ...] = ()  # where it would be now
+    lacks_now: Resources = NOTHING
+    lacks_ever: Resources = NOTHING
+
+
+@dataclass(frozen=True)
+class WouldFit:
+    """The answer. `finding` is the cause where it does not fit now."""
+
+    groups: tuple[GroupFit, ...]
+    finding: Finding | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def now(self) -> bool:
+        """Whether all of it could start now."""
+        return all(one.now for one in self.groups)
+
+    @property
+    def ever(self) -> bool:
+        """Whether all of it could start, were the nodes empty."""
+        return all(one.ever for one in self.groups)
+
+
+def would_fit(name: str, job: Job, plan: Plan, survey: Survey) -> WouldFit:
+    """Whether the groups of a plan find room together."""
+    notes: list[str] = []
+    groups = planned(job, plan, survey, notes)
+    staying = [one for one in survey.nodes if one.drain is None]
+    now = _one_by_one(groups, [Space(one.id, one.free, one.labels) for one in staying])
+    ever = _one_by_one(groups, [Space(one.id, one.total, one.labels) for one in staying])
+    fits = tuple(
+        GroupFit(
+            group, not a.lacks, not b.lacks, tuple(dict.fromkeys(map(survey.node_name, a.nodes))), a.lacks, b.lacks
+        )
+        for group, a, b in zip(groups, now, ever, strict=True)
+    )
+    asks = tuple(ask for group in groups for ask in group.asks)
+    fine = all(one.now for one in fits)
+    return WouldFit(
+        fits, None if fine else judge(survey, Waiting(name, Kind.plan, name, asks)), tuple(dict.fromkeys(notes))
+    )
+
+
+def planned(job: Job, plan: Plan, survey: Survey, notes: list[str]) -> tuple[PlannedGroup, ...]:
+    """What each group of a plan asks of nodes."""
+    kinds = {dict(one.labels).get(KIND_LABEL) for one in survey.nodes if one.total.get("gpu")} - {None}
+    widest = max((node.gpus for node in job.cluster.nodes), default=1) or 1
+    groups = []
+    for group in plan.groups:
+        labels: tuple[Selectors, ...] = ()
+        if group.kind and kinds:
+            labels = ((Selector(KIND_LABEL, (group.kind,)),),)
+        elif group.kind:
+            notes.append(f"no node says of which kind its GPUs are: whether they are {group.kind} was not checked")
+        block = _block(job, plan, group.components, widest)
+        whole, rest = divmod(len(group.gpus), block)
+        sizes = [block] * whole + ([rest] if rest else [])
+        asks = tuple(Ask(Resources.of(gpu=size), labels) for size in sizes)
+        groups.append(PlannedGroup(", ".join(group.components), len(group.gpus), block, asks))
+    for component in job.workflow.components:
+        if component.on_cpu and component.cpus:
+            each = math.ceil(component.cpus / MOST_CPU_ASKS)
+            full = int(component.cpus // each)
+            left = component.cpus - full * each
+            cpus = [float(each)] * full + ([left] if left else [])
+            groups.append(PlannedGroup(component.name, 0, 0, tuple(Ask(Resources.of(cpu=size)) for size in cpus)))
+    return tuple(groups)
+
+
+def _block(job: Job, plan: Plan, components: Sequence[str], widest: int) -> int:
+    """GPUs that have to be on one node: the largest model-parallel size of the members, as far as a node reaches."""
+    sizes = [1]
+    for name in components:
+        chosen = plan.placed(name).variant
+        variants = job.workflow.component(name).variants
+        sizes += [one.multiple_of for one in variants if one.name == chosen]
+    return min(max(sizes), widest)
+
+
+@dataclass(frozen=True)
+class _Room:
+    nodes: tuple[str, ...]
+    lacks: Resources
+
+
+def _one_by_one(groups: Sequence[PlannedGroup], spaces: Sequence[Space]) -> list[_Room]:
+    """Each group beside those before it: where it goes, and what it lacks."""
+    before: list[Ask] = []
+    rooms = []
+    for group in groups:
+        count = _most(before, group.asks, spaces)
+        fit = place([*before, *group.asks[:count]], spaces)
+        nodes = (fit.nodes or ())[len(before) :] if count == len(group.asks) else ()
+        rooms.append(_Room(nodes, total([ask.amounts for ask in group.asks[count:]])))
+        before += group.asks[:count]
+    return rooms
+
+
+def _most(before: Sequence[Ask], asks: Sequence[Ask], spaces: Sequence[Space]) -> int:
+    """How many of the asks find room beside those before them: fewer do whenever more do."""
+    low, high = 0, len(asks)
+    if place([*before, *asks], spaces).nodes is not None:
+        return high
+    high -= 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if place([*before, *asks[:middle]], spaces).nodes is not None:
+            low = middle
+        else:
+            high = middle - 1
+    return low

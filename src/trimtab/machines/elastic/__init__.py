@@ -1,0 +1,1 @@
+"""Elastic groups: members that join and leave while a training goes on."""

@@ -1,0 +1,517 @@
+"""How large an elastic group is, who has which rank, and when a step is run, interrupted, redone or waited for.
+
+`handle(event, now)` is the one door: it looks at no clock and asks nobody, and the same events give the same
+instructions. It is called by whoever submits members to a pool and runs their steps.
+
+The transition that must not exist is stepping to entering: a world never changes under a step. Ranks, the split of a
+batch and what is averaged belong to the world that a step was begun with; if a member came or went in the middle, a
+step would be half of one world and half of another, and would count once, twice or not at all. So who comes waits for
+the boundary, who has to go waits for it as well, and where that cannot be (a loss, or a drain whose deadline comes
+first) the step is interrupted, and redone whole in the next world.
+
+What must never happen besides: a step with fewer members than the least (the group says that it waits, and for how
+long), a wait without a deadline, a leaver ended before somebody else has its state while there is anybody to take it.
+
+A leaver goes at the first boundary that leaves enough members. Otherwise it works on until its node's deadline minus
+the time that a handover takes; after that no step is begun with it, and one that runs is interrupted. If there are
+still too few, the group waits with the leaver alive, as the source of the state for whoever comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from trimtab.core.codec import decode, encode
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Code, Reason
+from trimtab.machines.elastic import events as e
+from trimtab.machines.elastic.members import FATAL_WEIGHT, GRACE_S, Members
+from trimtab.machines.elastic.state import OVER, Member, Phase, plain
+from trimtab.machines.nodes.state import title
+from trimtab.model.nodes import MemberState, NodeState, World
+
+INTERRUPT_S = 30.0  # until an interruption that nobody confirmed is said again
+FRUITLESS_MOST = 6  # failures in a row with nobody to blame
+
+
+class GroupMachine(Members):
+    """An elastic group. Events in, instructions out."""
+
+    # ---- the door --------------------------------------------------------------------------------------------------
+
+    def handle(self, event: e.GroupEvent, now: float) -> list[e.GroupInstruction]:
+        """What is to be done about the event. Raises InputError for a wrong ask, with nothing changed."""
+        now = max(float(now), self.now)
+        self._out = []
+        _DOORS[type(event)](self, event, now)
+        self.now = now
+        if self.phase not in OVER:
+            self._settle(now)
+        return self._out if self.phase is not Phase.closed or isinstance(event, e.Closed) else []
+
+    def _settle(self, now: float) -> None:
+        """What follows from how things are now, whatever the event was."""
+        self._ready_to_gone_with_nodes(now)
+        self._fill(now)
+        if self.fatal and not self.ever_started and not any(one.end_by is None for one in self.members.values()):
+            self._give_up(Reason(Code.start_failed, f"no member could be started: {self.fatal}"), now)
+        elif self.phase is Phase.stepping:
+            self._interrupt_if_needed(now)
+        elif self.phase is Phase.waiting or (self.phase is Phase.idle and self._leaving()):
+            # Between two steps nobody who is to leave has to wait for the next one.
+            self._go_on(now)
+
+    def next_deadline(self) -> float | None:
+        """When a Tick is due at the latest."""
+        if self.phase in OVER:
+            return None
+        dues = [self._replace_due()]
+        if self.deadline is not None:
+            dues.append(self.deadline + (GRACE_S if self.interrupting is None else 0.0))
+        if self.phase is Phase.waiting:
+            dues.append(self.wait_deadline)
+        if self.retry_at > self.now:
+            dues.append(self.retry_at)
+        for one in self.members.values():
+            dues += [one.health_due if one.health_by is None else one.health_by, one.end_by]
+            dues.append(one.leave_by if one.leave_by is not None and one.leave_by > self.now else None)
+        return min((due for due in dues if due is not None), default=None)
+
+    # ---- news of nodes and members ---------------------------------------------------------------------------------
+
+    def _on_nodes_changed(self, event: e.NodesChanged, now: float) -> None:
+        before = {one.node: title(one.node, one.facts) for one in self.nodes}
+        self.nodes, self.nodes_known, self.change = event.nodes, True, max(self.change, event.change)
+        there = {one.node: one for one in event.nodes}
+        for member in [one for one in self.members.values() if one.node and one.state is not MemberState.gone]:
+            node = there.get(member.node)
+            if node is None and (member.node in before or member.state is not MemberState.ready):
+                # Its process may live on where nobody sees it: it is told to end as well.
+                name = before.get(member.node, title(member.node, None))
+                self._to_lost(member, Reason(Code.node_lost, f"node {name} is gone"), now, end=True)
+            elif node is not None and node.state is NodeState.draining:
+                self._to_leaving(member, self._draining(member.node), node.deadline, now)
+            elif node is not None and any(one.reason.code is Code.node_draining for one in member.causes):
+                sentence = f"node {self._called(member.node)} stays after all"
+                self._leaving_to_staying(member, Code.node_draining, Reason(Code.drain_over, sentence), now)
+        self._excuse(before.keys() - there.keys())
+
+    def _on_member_waits(self, event: e.MemberWaits, now: float) -> None:
+        member = self._living(event.member)
+        if member is None:
+            return
+        if member.state is MemberState.asked:
+            if member.reason.code is not event.reason.code:
+                self._to(member, MemberState.asked, event.reason, now)
+            member.reason = event.reason
+        elif member.state is MemberState.leaving and not self._irreplaceable(member):
+            self._left_world(member, event.reason)
+            self._to_gone(member, event.reason, now, end=True)
+        else:
+            self._back_to_asked(member, event.reason, now)
+
+    def _on_member_started(self, event: e.MemberStarted, now: float) -> None:
+        member = self._living(event.member)
+        if member is None or member.node == event.node:
+            return
+        if member.state is not MemberState.asked:
+            sentence = f"it was started again on node {self._called(event.node)}"
+            self._back_to_asked(member, Reason(Code.process_died, sentence), now)
+        self._asked_to_ready(member, event.node, now)
+
+    def _on_member_lost(self, event: e.MemberLost, now: float) -> None:
+        member = self.members.get(event.member)
+        if member is None:
+            return
+        if member.state is MemberState.gone:
+            self._gone_to_forgotten(member)
+            return
+        if event.fatal:
+            self.fatal = event.why
+        code = Code.start_failed if event.fatal else Code.process_died
+        weight = FATAL_WEIGHT if event.fatal else 1
+        self._to_lost(member, Reason(code, event.why), now, end=False, weight=weight)
+
+    def _on_member_left(self, event: e.MemberLeft, now: float) -> None:
+        member = self.members.get(event.member)
+        if member is not None and member.state is MemberState.gone:
+            self._gone_to_forgotten(member)
+        elif member is not None:
+            self._to_lost(member, Reason(Code.process_died, "it ended without being told to"), now, end=False)
+
+    def _on_member_taken(self, event: e.MemberTaken, now: float) -> None:
+        member = self._living(event.member)
+        if member is not None:
+            self._to_leaving(member, event.reason, now + max(0.0, event.within_s), now)
+
+    def _on_health_answered(self, event: e.HealthAnswered, now: float) -> None:
+        member = self._living(event.member)
+        if member is None or member.state is MemberState.asked:
+            return
+        if event.fault is not None:
+            self._unhealthy(member, event.fault, now)
+        elif member.health_by is not None:
+            member.health_by = None
+            member.health_due = now + self.spec.health_every_s if member.state is not MemberState.leaving else None
+
+    def _living(self, name: str) -> Member | None:
+        """The member, if it is not on its way out of the books: late news of others changes nothing."""
+        member = self.members.get(name)
+        return member if member is not None and member.state is not MemberState.gone else None
+
+    # ---- news of steps ---------------------------------------------------------------------------------------------
+
+    def _on_boundary(self, event: e.Boundary, now: float) -> None:
+        if not event.wanted:
+            self._withdraw()
+            return
+        if self.phase is Phase.stepping or self.phase in OVER:
+            return
+        if self.epoch == 0 and not self.wants_step:
+            self.step = event.step  # training goes on where an earlier run ended
+        elif event.step != self.step:
+            raise InputError(f"group {self.spec.name} has completed {self.step} steps, not {event.step}")
+        self.wants_step = True
+        if self.phase is Phase.idle:
+            self.phase = Phase.waiting
+
+    def _withdraw(self) -> None:
+        """The step that was asked for is not wanted any more; nobody has committed it."""
+        if self.phase in OVER:
+            return
+        self.wants_step = self.redo = False
+        if self.phase is Phase.stepping:
+            self._stepping_to(Phase.idle)
+        elif self.phase is Phase.waiting:
+            self.phase = Phase.idle
+        self._waited_out()
+
+    def _on_world_entered(self, event: e.WorldEntered, now: float) -> None:
+        if self.coming is None or event.epoch != self.epoch:
+            return
+        world, leavers = self.coming, self.leavers
+        self.world, self.outs = world, [one for one in self.outs if one[0] in world.members]
+        self._entering_to(Phase.waiting if self.wants_step else Phase.idle)
+        self._waited_out()
+        for name in world.members:
+            member = self._living(name)
+            if member is not None and member.state is MemberState.ready:
+                self._ready_to_working(member, now)
+            if member is not None and member.state is not MemberState.asked:
+                member.step = self.step
+        for name in leavers:
+            member = self._living(name)
+            if member is not None:
+                self._leaving_to_gone(member, now)
+        self._tell(self.spec.name, f"world {world.epoch} of {world.size}", world.reason, now)
+        if self.wants_step and not self._broken() and not self._overdue_leavers(now):
+            # Whoever has come meanwhile enters at the next boundary: a trickle of them must not put off every step.
+            self._waiting_to_stepping(now)
+
+    def _on_world_failed(self, event: e.WorldFailed, now: float) -> None:
+        if self.coming is None or event.epoch != self.epoch:
+            return
+        self._world_failed(event.members, event.why, now)
+
+    def _world_failed(self, blamed: tuple[str, ...], why: str, now: float) -> None:
+        assert self.coming is not None
+        known = any(self._living(name) is None or name in blamed for name in self.coming.members)
+        for name in blamed:
+            member = self._living(name)
+            if member is not None:
+                self._to_lost(member, Reason(Code.hung, f"world {self.epoch} was not entered: {why}"), now, end=True)
+        self._entering_to(Phase.waiting if self.wants_step else Phase.idle)
+        for member in self._leaving():
+            if not self._ranked(member.id):  # it was about to get a rank, and to leave again
+                self._leaving_to_gone(member, now)
+        if not known:
+            self._fruitless(f"world {self.epoch} could not be entered: {why}", now)
+
+    def _entering_to(self, phase: Phase) -> None:
+        self.phase, self.deadline, self.coming, self.leavers = phase, None, None, ()
+
+    def _on_step_done(self, event: e.StepDone, now: float) -> None:
+        if self.phase is not Phase.stepping or event.step != self.step + 1:
+            return
+        assert self.world is not None
+        self.step += 1
+        self.fruitless = 0
+        self.redo = self.wants_step = False
+        self._stepping_to(Phase.idle)
+        for name in self.world.members:
+            member = self._living(name)
+            if member is None or member.state is MemberState.asked:
+                continue
+            if member.restart_at is not None and not member.proven:
+                self.rounds = 0
+            member.proven, member.step = True, self.step
+
+    def _on_step_interrupted(self, event: e.StepInterrupted, now: float) -> None:
+        if self.phase is not Phase.stepping or event.step != self.step + 1:
+            return
+        known = self.interrupting is not None or self._broken()
+        for name in event.hung:
+            member = self._living(name)
+            if member is not None:
+                known = True
+                self._to_lost(member, Reason(Code.hung, f"step {event.step}: {event.why}"), now, end=True)
+        self.redo = True
+        self._stepping_to(Phase.waiting)
+        self._tell(self.spec.name, "interrupted", Reason(Code.redone, f"step {event.step}: {event.why}"), now)
+        if not known:
+            self._fruitless(f"step {event.step} was interrupted: {event.why}", now)
+
+    def _stepping_to(self, phase: Phase) -> None:
+        self.phase, self.deadline, self.interrupting = phase, None, None
+
+    def _fruitless(self, sentence: str, now: float) -> None:
+        """It failed and nobody is known to be at fault: often the news of a loss is still on its way."""
+        self.fruitless += 1
+        self.retry_at = now + self._back_off(self.fruitless)
+        if self.fruitless >= FRUITLESS_MOST:
+            self._give_up(
+                Reason(Code.cap, f"{sentence}; {self.fruitless} times in a row, with no member at fault"), now
+            )
+
+    # ---- asks, and time --------------------------------------------------------------------------------------------
+
+    def _on_asked(self, event: e.Asked, now: float) -> None:
+        least, most = self.spec.least, self.spec.most
+        if event.size is not None and (event.size < least or (most is not None and event.size > most)):
+            limits = f"at least {least}" + (f" and at most {most}" if most is not None else "")
+            raise InputError(f"group {self.spec.name} cannot have {event.size} members", hint=f"it has {limits}")
+        self.asked = event.size
+
+    def _on_closed(self, event: e.Closed, now: float) -> None:
+        reason = Reason(Code.completed, "the group ends")
+        for member in [one for one in self.members.values() if one.state is not MemberState.gone]:
+            self._to_gone(member, reason, now, end=True)
+        self._over(Phase.closed, reason, now)
+
+    def _on_tick(self, event: e.Tick, now: float) -> None:
+        if self.phase in OVER:
+            return
+        self._end_again(now)
+        self._ask_health(now)
+        if self.deadline is None:
+            return
+        if self.phase is Phase.stepping and self.interrupting is not None and self.deadline <= now:
+            self._interrupt(self.interrupting, now)
+        elif self.phase is Phase.stepping and self.deadline + GRACE_S <= now:
+            self._interrupt(Reason(Code.hung, f"not complete after {self.spec.step_timeout_s:g} s"), now)
+        elif self.phase is Phase.entering and self.deadline + GRACE_S <= now and self.coming is not None:
+            fresh = tuple(name for name in self.coming.members if not self._ranked(name))
+            self._world_failed(fresh, f"not entered after {self.spec.step_timeout_s:g} s", now)
+
+    # ---- going on --------------------------------------------------------------------------------------------------
+
+    def _go_on(self, now: float) -> None:
+        """The next step in the same world, or the next world first, or a wait."""
+        if now < self.retry_at:
+            return
+        stay, drop = self._next_members(now)
+        if len(stay) < self.spec.least:
+            if self.wants_step:
+                self._wait(len(stay), now)
+            return
+        same = self.world is not None and self.world.members == tuple(one.id for one in stay) and not self._broken()
+        if not same:
+            self._to_entering(stay, drop, now)
+        elif self.wants_step:
+            self._waiting_to_stepping(now)
+
+    def _next_members(self, now: float) -> tuple[list[Member], list[Member]]:
+        """Who has a rank in the next world, in the order of ranks, and who leaves."""
+        order = {one.node: at for at, one in enumerate(self.nodes)}
+        usable = {one.node for one in self.nodes if one.state is NodeState.ready}
+        states = MemberState
+        stay = [
+            one
+            for one in self.members.values()
+            if one.state is states.working or (one.state is states.ready and one.node in usable)
+        ]
+        leaving = self._leaving()
+        patient = [one for one in leaving if one.leave_by is None or one.leave_by > now]
+        patient.sort(key=lambda one: (one.leave_by is not None, -(one.leave_by or 0.0), one.number))
+        stay += patient[: max(0, self.spec.least - len(stay))]
+        stay.sort(key=lambda one: (order[one.node], one.number))
+        return stay, [one for one in leaving if one not in stay]
+
+    def _to_entering(self, stay: list[Member], drop: list[Member], now: float) -> None:
+        newcomers = [one for one in stay if one.state is MemberState.ready]
+        reason = self._world_reason(newcomers, drop)
+        self.epoch += 1
+        self.coming = World(self.epoch, tuple(one.id for one in stay), tuple(one.node for one in stay), reason)
+        self.leavers = tuple(one.id for one in drop)
+        self.phase, self.deadline = Phase.entering, now + self.spec.step_timeout_s
+        sources = self._sources(newcomers, stay, drop)
+        self._out.append(e.EnterWorld(self.coming, sources, self.leavers, self.deadline))
+
+    def _sources(
+        self, newcomers: list[Member], stay: list[Member], drop: list[Member]
+    ) -> tuple[tuple[str, str | None], ...]:
+        """Whose state each newcomer takes over: its leaver's, or that of the member that has come furthest.
+
+        One that the pool took away and gave back has its own state; where nobody else has one, it keeps it (None).
+        """
+        ranked = [one for one in (*stay, *drop) if one.step is not None and one not in newcomers]
+        others = ranked or [one for one in self.members.values() if one.step is not None and one.node]
+        best = max(others, key=lambda one: (one.step or 0, -others.index(one)), default=None)
+        leavers = {one.id for one in drop if best is not None and one.step == best.step}
+        named = []
+        for one in newcomers:
+            source = one.stands_in if one.stands_in in leavers else (best.id if best is not None else None)
+            named.append((one.id, source if source != one.id else None))
+        return tuple(named)
+
+    def _world_reason(self, newcomers: list[Member], drop: list[Member]) -> Reason:
+        said = [f"{name} is gone ({reason.sentence})" for name, reason in self.outs]
+        said += [f"{one.id} leaves ({one.reason.sentence})" for one in drop]
+        said += [f"{one.id} is new on node {self._called(one.node)}" for one in newcomers]
+        if self.world is None:
+            code = Code.began
+        elif self.outs:
+            code = Code.redone if self.redo else self.outs[0][1].code
+        elif drop:
+            code = drop[0].reason.code
+        else:
+            code = Code.replaced if any(one.restart_at is not None for one in newcomers) else Code.grow
+        return Reason(code, "; ".join(said) or "ranks follow the order of nodes")
+
+    def _waiting_to_stepping(self, now: float) -> None:
+        assert self.world is not None
+        self.phase, self.deadline = Phase.stepping, now + self.spec.step_timeout_s
+        self.redone_count += self.redo
+        self._waited_out()
+        self._out.append(e.RunStep(self.step + 1, self.world.epoch, self.redo))
+
+    # ---- interruptions ---------------------------------------------------------------------------------------------
+
+    def _broken(self) -> bool:
+        """Whether somebody who has a rank is not there any more."""
+        if self.world is None:
+            return False
+        ranked = (MemberState.working, MemberState.leaving)
+        return any((one := self.members.get(name)) is None or one.state not in ranked for name in self.world.members)
+
+    def _leaving(self) -> list[Member]:
+        return [one for one in self.members.values() if one.state is MemberState.leaving]
+
+    def _overdue_leavers(self, now: float) -> list[Member]:
+        return [one for one in self.members.values() if one.leave_by is not None and one.leave_by <= now]
+
+    def _interrupt_if_needed(self, now: float) -> None:
+        if self.interrupting is not None:
+            return
+        overdue = self._overdue_leavers(now)
+        if self._broken():
+            name, why = self.outs[-1] if self.outs else ("a member", Reason(Code.process_died, "it is gone"))
+            self._interrupt(Reason(why.code, f"{name} is gone: {why.sentence}"), now)
+        elif overdue:
+            self._interrupt(Reason(overdue[0].reason.code, f"{overdue[0].id} has to leave first"), now)
+
+    def _interrupt(self, reason: Reason, now: float) -> None:
+        self.interrupting, self.deadline = reason, now + INTERRUPT_S
+        self._out.append(e.InterruptStep(self.step + 1, reason))
+
+    # ---- waiting, and the end --------------------------------------------------------------------------------------
+
+    def _wait(self, there: int, now: float) -> None:
+        cause = self._why_too_few(now)
+        reason = Reason(Code.below_min, f"{there} of at least {self.spec.least} members are there; {cause.sentence}")
+        if self.wait_deadline is None:
+            self.wait_deadline = now + self.spec.wait_s
+        self.wait_reason = reason
+        if self.wait_deadline <= now:
+            waited = Reason(Code.too_late, f"waited {self.spec.wait_s:g} s, as long as it may: {reason.sentence}")
+            self._give_up(waited, now)
+        elif self.wait_key != cause.code.value:
+            self.wait_key = cause.code.value
+            self._tell(self.spec.name, "waiting", reason, now)
+            self._out.append(e.Wait(reason, self.wait_deadline))
+
+    def _waited_out(self) -> None:
+        self.wait_deadline = self.wait_reason = None
+        self.wait_key = ""
+
+    def _why_too_few(self, now: float) -> Reason:
+        if self.fatal and not self.ever_started:
+            return Reason(Code.start_failed, self.fatal)
+        if self.debts and self.capped:
+            return Reason(Code.cap, f"started again {len(self.restarts)} times: no more are tried for now")
+        if self.debts:
+            return Reason(Code.back_off, f"{self.debts[0].member} is replaced in {self.not_before - now:.3g} s")
+        asked = [one for one in self.members.values() if one.state is MemberState.asked]
+        if asked:
+            return Reason(asked[0].reason.code, f"{asked[0].id} is on its way ({asked[0].reason})")
+        return Reason(Code.no_node, "those that run are on nodes that cannot be used now")
+
+    def _give_up(self, reason: Reason, now: float) -> None:
+        """Members are left as they are, for whoever wants to save something; `Closed` ends them."""
+        if self.phase not in OVER:
+            self._over(Phase.given_up, reason, now)
+            self._out.append(e.GiveUp(reason))
+
+    def _over(self, phase: Phase, reason: Reason, now: float) -> None:
+        self._entering_to(phase)
+        self._stepping_to(phase)
+        self.wants_step = False
+        self.end_reason = self.end_reason or reason
+        self._tell(self.spec.name, phase.value, reason, now)
+
+    # ---- what can be asked -----------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """How many members have a rank, and are there."""
+        return sum(one.state in (MemberState.working, MemberState.leaving) for one in self.members.values())
+
+    def view(self) -> dict[str, object]:
+        """The group and its members as plain data."""
+        return plain(self, self.size, self.wanted)
+
+    def dump(self) -> dict[str, Any]:
+        """All that is remembered, as plain data."""
+        data: dict[str, Any] = encode(self)
+        return data
+
+    @classmethod
+    def load(cls, data: dict[str, Any]) -> GroupMachine:
+        """A machine that goes on from a snapshot."""
+        return decode(cls, data)
+
+    def check(self) -> None:
+        """Raise AssertionError where the machine contradicts itself."""
+        self.check_members()
+        in_flight = self.phase in (Phase.entering, Phase.stepping)
+        assert (self.deadline is not None) == in_flight, f"{self.phase} with deadline {self.deadline}"
+        assert (self.coming is not None) == (self.phase is Phase.entering)
+        assert self.interrupting is None or self.phase is Phase.stepping
+        assert self.wants_step or self.phase not in (Phase.waiting, Phase.stepping)
+        if self.phase is Phase.waiting:
+            assert self.wait_deadline is not None or self.retry_at > self.now, "waits without a deadline"
+        if self.phase is Phase.stepping:
+            assert self.interrupting is not None or not self._broken(), "a step that nobody can complete"
+        for world in (self.world, self.coming):
+            assert world is None or world.size >= self.spec.least, "a world that is too small"
+            assert world is None or len(set(world.members)) == world.size, "a member with two ranks"
+
+
+_DOORS: dict[type, Callable[[GroupMachine, Any, float], None]] = {
+    e.NodesChanged: GroupMachine._on_nodes_changed,
+    e.MemberWaits: GroupMachine._on_member_waits,
+    e.MemberStarted: GroupMachine._on_member_started,
+    e.MemberLost: GroupMachine._on_member_lost,
+    e.MemberLeft: GroupMachine._on_member_left,
+    e.MemberTaken: GroupMachine._on_member_taken,
+    e.HealthAnswered: GroupMachine._on_health_answered,
+    e.Boundary: GroupMachine._on_boundary,
+    e.WorldEntered: GroupMachine._on_world_entered,
+    e.WorldFailed: GroupMachine._on_world_failed,
+    e.StepDone: GroupMachine._on_step_done,
+    e.StepInterrupted: GroupMachine._on_step_interrupted,
+    e.Asked: GroupMachine._on_asked,
+    e.Closed: GroupMachine._on_closed,
+    e.Tick: GroupMachine._on_tick,
+}

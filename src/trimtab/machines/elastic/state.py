@@ -1,0 +1,181 @@
+"""What the group machine remembers. Decides nothing; a snapshot is all of it, as plain data."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from trimtab.core.reasons import Chapter, Reason
+from trimtab.core.resources import Resources
+from trimtab.model.nodes import GroupSpec, MemberState, NodeState, NodeView, World
+
+
+class Phase(str, enum.Enum):
+    """What a group is doing."""
+
+    idle = "idle"  # no step is under way, and none was asked for
+    waiting = "waiting"  # a step was asked for, but there are too few members, or the last try just failed
+    entering = "entering"  # its members are being told of a world
+    stepping = "stepping"
+    given_up = "given_up"
+    closed = "closed"
+
+
+OVER = (Phase.given_up, Phase.closed)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a member has to leave, and by when no step is begun with it any more; None: it can take its time."""
+
+    reason: Reason
+    leave_by: float | None
+
+
+@dataclass(eq=False)
+class Member:
+    """One member."""
+
+    id: str
+    number: int
+    state: MemberState
+    reason: Reason
+    since: float
+    node: str = ""  # empty: it waits, or is being constructed
+    stands_in: str = ""  # for whom it was started
+    restart_at: float | None = None  # it counts as a restart, made then ...
+    restart_weight: int = 0  # ... so many times ...
+    restart_node: str = ""  # ... for one that was lost there
+    step: int | None = None  # whose outcome it has; None: nobody's, it is new
+    proven: bool = False  # it has completed a step
+    causes: tuple[Cause, ...] = ()  # of a leaving one, one of each code; in the order they came
+    health_due: float | None = None
+    health_by: float | None = None  # when the answer is due
+    end_by: float | None = None  # of one that is gone: when its end is due to be confirmed
+
+    @property
+    def leave_by(self) -> float | None:
+        """No step is begun with it after that: the nearest of its deadlines."""
+        return min((one.leave_by for one in self.causes if one.leave_by is not None), default=None)
+
+
+@dataclass(frozen=True)
+class Debt:
+    """A member that was lost unplanned, and not replaced yet."""
+
+    member: str
+    node: str
+    reason: Reason
+    weight: int  # as how many restarts its replacement counts
+
+
+@dataclass(eq=False)
+class GroupBooks:
+    """One group."""
+
+    spec: GroupSpec
+    now: float = 0.0
+    phase: Phase = Phase.idle
+    step: int = 0  # complete ones
+    epoch: int = 0  # of the last world that was to be entered
+    world: World | None = None  # the last one that was entered
+    # Of the phase: entering and stepping have a deadline; waiting has one of its own, which a failed try does not move.
+    deadline: float | None = None
+    coming: World | None = None  # exactly while entering
+    leavers: tuple[str, ...] = ()  # of `coming`
+    wants_step: bool = False  # a step was asked for and is not complete
+    redo: bool = False  # it was begun and interrupted
+    interrupting: Reason | None = None  # InterruptStep was said
+    wait_deadline: float | None = None
+    wait_reason: Reason | None = None
+    wait_key: str = ""  # what the last Wait was about
+    retry_at: float = 0.0  # no world or step is tried before: the last one failed, and nobody knows why
+    fruitless: int = 0  # such failures in a row
+    # Members.
+    made: int = 0
+    members: dict[str, Member] = field(default_factory=dict)  # in order of number; gone ones until that is confirmed
+    nodes: tuple[NodeView, ...] = ()
+    nodes_known: bool = False
+    change: int = 0
+    asked: int | None = None  # what a person wants
+    want: int = 0  # as it was said last
+    # Replacements.
+    debts: list[Debt] = field(default_factory=list)
+    restarts: list[float] = field(default_factory=list)  # within the window
+    rounds: int = 0  # of replacements in a row, none of which has completed a step
+    round_open: bool = False  # a loss that belongs to the last round: nothing was started since
+    not_before: float = 0.0  # no replacement
+    capped: bool = False
+    fatal: str = ""  # why the last start failed that another would not mend
+    ever_started: bool = False
+    # Telling.
+    outs: list[tuple[str, Reason]] = field(default_factory=list)  # who is gone since the last world was entered
+    restart_count: int = 0
+    redone_count: int = 0
+    end_reason: Reason | None = None
+    stories: dict[str, list[Chapter]] = field(default_factory=dict)  # of the group and its members
+
+
+def units_on(node: NodeView, unit: Resources) -> int:
+    """How many members a node has room for, when nothing of ours is there."""
+    left = node.facts.total.minus(node.outside)
+    return min(left.get(name) // units for name, units in unit)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What nodes offer to members; worked out once for each news of nodes."""
+
+    ready: int  # members that nodes have room for which may be used
+    silent: tuple[tuple[str, int], ...]  # nodes whose link says nothing, and how many each has room for
+    draining: frozenset[str]
+
+    def capacity(self, members: dict[str, Member]) -> int:
+        """How many members there is room for. A silent node counts while it holds some."""
+        if not self.silent:
+            return self.ready
+        holding = {one.node for one in members.values() if one.state is not MemberState.gone}
+        return self.ready + sum(units for node, units in self.silent if node in holding)
+
+
+def room_on(nodes: tuple[NodeView, ...], unit: Resources) -> Room:
+    """What these nodes offer."""
+    states = NodeState
+    return Room(
+        sum(units_on(one, unit) for one in nodes if one.state is states.ready),
+        tuple((one.node, units_on(one, unit)) for one in nodes if one.state is states.suspect),
+        frozenset(one.node for one in nodes if one.state is states.draining),
+    )
+
+
+def plain(books: GroupBooks, size: int, wanted: int) -> dict[str, object]:
+    """A group as people and programs see it."""
+    ranks = {name: rank for rank, name in enumerate(books.world.members)} if books.world is not None else {}
+    return {
+        "name": books.spec.name,
+        "phase": books.phase.value,
+        "size": size,
+        "wanted": wanted,
+        "least": books.spec.least,
+        "most": books.spec.most,
+        "asked": books.asked,
+        "epoch": books.world.epoch if books.world is not None else 0,
+        "step": books.step,
+        "change": books.change,
+        "restarts": books.restart_count,
+        "redone": books.redone_count,
+        "waiting": str(books.wait_reason) if books.phase is Phase.waiting and books.wait_reason else None,
+        "wait_deadline": books.wait_deadline if books.phase is Phase.waiting else None,
+        "ended": str(books.end_reason) if books.end_reason is not None else None,
+        "members": [
+            {
+                "id": one.id,
+                "state": one.state.value,
+                "node": one.node or None,
+                "rank": ranks.get(one.id) if one.state in (MemberState.working, MemberState.leaving) else None,
+                "since": one.since,
+                "reason": {"code": one.reason.code.value, "sentence": one.reason.sentence},
+            }
+            for one in books.members.values()
+        ],
+    }

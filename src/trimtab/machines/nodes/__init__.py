@@ -1,0 +1,1 @@
+"""How many nodes: which join, drain, leave."""

@@ -1,0 +1,567 @@
+"""Which nodes there are, which of them may be used, and when those who grow and shrink with them are told.
+
+`handle(event, now)` is the one door: it looks at no clock and asks nobody, and the same events give the same
+instructions. It is called by whoever listens to Ray and to the nodes' own links.
+
+The transition that must not exist is lost to ready because Ray still lists the node. Ray goes on listing a killed node
+for a quarter of a minute and a frozen one for a whole one; if that brought it back, everything that had just been given
+up there would be placed there again, and be lost again. A lost node comes back when its own link speaks, or when Ray
+had dropped it and has it anew. Nor is a node ever lost by a Tick: how long a link has been silent is what the link
+says, or a machine that was itself asleep would lose every node on waking.
+
+What must never happen besides: a change of groups per flap of one node (who was lost too often is held back, longer
+each time); a drain that is heard of late; memory that grows with the nodes that were.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from trimtab.core.codec import decode, encode
+from trimtab.core.errors import InputError, nearest
+from trimtab.core.reasons import STORY_KEPT, Chapter, Code, Reason, add_chapter
+from trimtab.machines.nodes import events as e
+from trimtab.machines.nodes import state as words
+from trimtab.machines.nodes.state import Drain, Kind, Node, Told
+from trimtab.model.nodes import Change, NodePolicy, NodeState, NodeView
+
+SAME_S = 1.0  # two deadlines that are not further apart are the same one, read from two clocks
+
+
+class NodeMachine:
+    """Nodes as they come and go. Events in, instructions out."""
+
+    def __init__(self, policy: NodePolicy = NodePolicy()) -> None:  # noqa: B008 -- it is frozen
+        self.policy = policy
+        self.now = 0.0
+        self.version = 0  # grows with every change that `views` shows
+        self.last_change = 0
+        self.nodes: dict[str, Node] = {}  # that are there, or were not long ago
+        # What follows can be worked out from the above, and is not in a snapshot.
+        self._kinds: Counter[Kind] = Counter()  # of nodes that are there; none of them zero
+        self._timers: list[tuple[float, str]] = []  # a heap; has every node's `_due`, and some that have changed since
+        self._armed: dict[str, float] = {}  # by node: the timer set last, so that none is set twice in a row
+        self._places: dict[str, str] = {}  # by name: the node that had it last
+        self._order: list[Node] = []  # all, in node order
+        self._untold: dict[str, Node] = {}  # that have a `tell_by`
+        self._common: Kind | None = None
+        self._common_known = False
+        self._views: dict[str, NodeView] = {}  # those that have not changed since they were looked at
+        self._seen: tuple[int, tuple[NodeView, ...]] = (-1, ())  # by version
+        self._telling = False
+        self._out: list[e.NodeInstruction] = []
+        self._doors: dict[type, Callable[[Any, float], None]] = {
+            e.NodeSeen: self._on_node_seen,
+            e.NodeGone: self._on_node_gone,
+            e.LinkHeard: self._on_link_heard,
+            e.LinkSilent: self._on_link_silent,
+            e.LinkBroken: self._on_link_broken,
+            e.DrainAsked: self._on_drain_asked,
+            e.DrainOver: self._on_drain_over,
+            e.Tick: self._on_tick,
+        }
+
+    # ---- the door --------------------------------------------------------------------------------------------------
+
+    def handle(self, event: e.NodeEvent, now: float) -> list[e.NodeInstruction]:
+        """What is to be done about the event. Raises InputError for a wrong ask, with nothing changed."""
+        now = max(float(now), self.now)
+        self._out, self._telling = [], False
+        self._doors[type(event)](event, now)
+        self.now = now
+        if self._telling:
+            self._tell(now)
+        return self._out
+
+    def next_deadline(self) -> float | None:
+        """When a Tick is due at the latest."""
+        while self._timers:
+            at, name = self._timers[0]
+            node = self.nodes.get(name)
+            if node is not None and self._due(node) == at:
+                return at
+            self._pop_timer()
+        return None
+
+    # ---- news of Ray -----------------------------------------------------------------------------------------------
+
+    def _on_node_seen(self, event: e.NodeSeen, now: float) -> None:
+        node = self.nodes.get(event.node)
+        if node is None:
+            self._new_to_there(event, now)
+            return
+        changed = node.facts != event.facts or node.outside != event.outside
+        if changed:
+            self._figures(node, event)
+        if not node.listed:
+            node.listed = True
+            self._gone_to_there(node, Reason(Code.returned, "Ray has it again"), now)
+        elif changed and node.state is NodeState.ready:
+            self._use(node, Reason(Code.changed, words.figures(node.facts, node.outside)))
+        if changed:
+            self._changed(node)
+
+    def _on_node_gone(self, event: e.NodeGone, now: float) -> None:
+        node = self.nodes.get(event.node)
+        if node is None or not node.listed:
+            return
+        announced = event.expected or node.drain is not None
+        node.listed = False
+        if node.there and announced:
+            self._there_to_left(node, Reason(Code.left, words.went(node, "Ray says that it ended in order")), now)
+        elif node.there:
+            self._there_to_lost(node, Reason(Code.ray_lost, "Ray does not have it any more"), now)
+        elif event.expected and node.state is NodeState.lost:
+            self._lost_to_left(node, Reason(Code.left, "its link broke because it ended in order"), now)
+        node.drain = None  # whoever comes back under this id is not on its way out
+        self._changed(node)
+        self._arm(node)
+
+    # ---- news of links ---------------------------------------------------------------------------------------------
+
+    def _on_link_heard(self, event: e.LinkHeard, now: float) -> None:
+        node = self.nodes.get(event.node)
+        if node is None:
+            return
+        node.silent = False
+        if node.state is NodeState.suspect:
+            self._suspect_to_ready(node, now)
+        elif not node.there and node.listed:
+            self._gone_to_there(node, Reason(Code.returned, "its link speaks again"), now)
+
+    def _on_link_silent(self, event: e.LinkSilent, now: float) -> None:
+        node = self.nodes.get(event.node)
+        if node is None or not node.there or event.silent_s < self.policy.suspect_s:
+            return
+        node.silent = True
+        reason = Reason(Code.link_silent, f"its link has said nothing for {event.silent_s:.3g} s")
+        if event.silent_s >= self.policy.lost_s:
+            self._there_to_lost(node, reason, now)
+        elif node.state is NodeState.ready:
+            self._ready_to_suspect(node, reason, now)
+        elif node.state is NodeState.held:
+            self._hold_longer(node, now)
+
+    def _on_link_broken(self, event: e.LinkBroken, now: float) -> None:
+        node = self.nodes.get(event.node)
+        if node is None or not node.there:
+            return
+        if node.state is NodeState.draining:
+            self._there_to_left(node, Reason(Code.left, words.went(node, event.why)), now)
+        else:
+            self._there_to_lost(node, Reason(Code.link_broken, event.why), now)
+
+    # ---- drains ----------------------------------------------------------------------------------------------------
+
+    def _on_drain_asked(self, event: e.DrainAsked, now: float) -> None:
+        node = self._to_be_drained(event)
+        if not node.there:
+            return
+        before = node.drain
+        code = Code.drain_seen if event.by_ray else Code.drain_asked
+        deadline = None if event.deadline is None else max(float(event.deadline), now)
+        drain = Drain(deadline, event.deadline, Reason(code, event.cause + words.until("given", deadline, now)))
+        if before is None:
+            node.drain = drain
+            self._to_draining(node, now)
+        elif (before.asked, before.reason.code) == (drain.asked, code):
+            return
+        elif words.sooner(deadline, before.deadline, SAME_S) or code is before.reason.code is Code.drain_asked:
+            # Ray repeats itself and what we told it, by another clock; and nobody puts off what Ray said.
+            node.drain = drain
+            self._write(node, node.state, drain.reason, now)
+            self._empty(node)
+            self._note(node, now)
+
+    def _to_be_drained(self, event: e.DrainAsked) -> Node:
+        node = self.nodes.get(event.node)
+        if node is None:
+            known = [name for name, one in self.nodes.items() if one.there]
+            near = nearest(event.node, known)
+            hint = f"did you mean {near}?" if near else "nodes: " + (", ".join(sorted(known)[:8]) or "none")
+            raise InputError(f"there is no node {event.node}", hint=hint)
+        if node.facts.head:
+            raise InputError(
+                f"node {node.title} is the head: the cluster ends with it", hint="drain workers, or stop the cluster"
+            )
+        if not node.there and not event.by_ray:
+            raise InputError(f"node {node.title} is gone already", hint=str(node.reason))
+        return node
+
+    def _on_drain_over(self, event: e.DrainOver, now: float) -> None:
+        node = self.nodes.get(event.node)
+        if node is None or node.drain is None:
+            return
+        node.drain = None
+        if node.state is NodeState.draining:
+            self._draining_to_there(node, Reason(Code.drain_over, "it stays after all"), now)
+
+    # ---- time ------------------------------------------------------------------------------------------------------
+
+    def _on_tick(self, event: e.Tick, now: float) -> None:
+        while (at := self.next_deadline()) is not None and at <= now:
+            node = self.nodes[self._pop_timer()]
+            if node.tell_by is not None and node.tell_by <= now:
+                self._telling = True
+                self._tell(now)
+            if not node.there and not node.listed and node.since + self.policy.forget_s <= now:
+                self._gone_to_forgotten(node)
+                continue
+            if node.state is NodeState.held and node.hold_until is not None and node.hold_until <= now:
+                self._held_to_ready(node, now)
+            if node.losses and node.losses[0] + self.policy.forget_s <= now:
+                self._forget_losses(node, now)
+                self._changed(node)
+            self._arm(node)
+
+    def _due(self, node: Node) -> float | None:
+        """When time alone changes something about the node."""
+        dues = []
+        if node.tell_by is not None:
+            dues.append(node.tell_by)
+        if node.losses:
+            dues.append(node.losses[0] + self.policy.forget_s)
+        if node.state is NodeState.held and node.hold_until is not None:
+            dues.append(node.hold_until)
+        if not node.listed and not node.there:
+            dues.append(node.since + self.policy.forget_s)
+        return min(dues, default=None)
+
+    def _arm(self, node: Node) -> None:
+        due = self._due(node)
+        if due is not None and self._armed.get(node.id) != due:
+            self._armed[node.id] = due
+            heapq.heappush(self._timers, (due, node.id))
+
+    def _pop_timer(self) -> str:
+        at, name = heapq.heappop(self._timers)
+        if self._armed.get(name) == at:
+            del self._armed[name]
+        return name
+
+    # ---- transitions -----------------------------------------------------------------------------------------------
+
+    def _new_to_there(self, event: e.NodeSeen, now: float) -> None:
+        reason = Reason(Code.joined, "Ray has it for the first time")
+        place = words.name_of(event.facts)
+        node = Node(event.node, event.facts, event.outside, now, NodeState.lost, reason, now, place)
+        before = self.nodes.get(self._places.get(place, ""))
+        if before is not None and not before.there:
+            # The same one, started again: what it did under its other id is not forgotten.
+            node.losses = list(before.losses)
+        self._remember(node)
+        self._gone_to_there(node, reason, now)
+
+    def _gone_to_there(self, node: Node, reason: Reason, now: float) -> None:
+        node.silent = False
+        self._forget_losses(node, now)
+        over = len(node.losses) - self.policy.free_losses
+        node.hold_until = None
+        if over > 0:
+            node.hold_until = now + min(self.policy.hold_most_s, self.policy.hold_s * 2.0 ** min(over - 1, 64))
+        if node.drain is not None:
+            self._to_draining(node, now)
+        elif node.hold_until is not None:
+            self._to_held(node, now)
+        else:
+            self._to_ready(node, self._with_what(node, reason), now)
+
+    def _to_ready(self, node: Node, reason: Reason, now: float) -> None:
+        self._to(node, NodeState.ready, reason, now)
+        self._use(node, reason)
+
+    def _to_held(self, node: Node, now: float) -> None:
+        sentence = f"it was lost {len(node.losses)} times within {self.policy.forget_s:g} s"
+        self._to(
+            node, NodeState.held, Reason(Code.flapping, sentence + words.until("held for", node.hold_until, now)), now
+        )
+
+    def _held_to_ready(self, node: Node, now: float) -> None:
+        node.hold_until = None
+        self._to_ready(node, Reason(Code.steady, f"it has been steady for {now - node.since:.3g} s"), now)
+
+    def _hold_longer(self, node: Node, now: float) -> None:
+        """It fell silent while it was to show that it is steady: that begins again."""
+        hold_until = max(node.hold_until or 0.0, now + self.policy.hold_s)
+        if hold_until != node.hold_until:
+            node.hold_until = hold_until
+            self._changed(node)
+            self._arm(node)
+
+    def _ready_to_suspect(self, node: Node, reason: Reason, now: float) -> None:
+        self._to(node, NodeState.suspect, reason, now)
+        self._spare(node, reason)
+
+    def _suspect_to_ready(self, node: Node, now: float) -> None:
+        self._to_ready(node, Reason(Code.returned, "its link speaks again"), now)
+
+    def _to_draining(self, node: Node, now: float) -> None:
+        assert node.drain is not None
+        self._to(node, NodeState.draining, node.drain.reason, now)
+        self._empty(node)
+
+    def _draining_to_there(self, node: Node, reason: Reason, now: float) -> None:
+        if node.hold_until is not None and node.hold_until > now and not node.in_use:
+            self._to_held(node, now)
+        elif node.silent:
+            self._ready_to_suspect(node, Reason(Code.link_silent, "it stays, but its link says nothing"), now)
+        else:
+            self._to_ready(node, reason, now)
+
+    def _there_to_lost(self, node: Node, reason: Reason, now: float) -> None:
+        self._forget_losses(node, now)
+        node.losses.append(now)
+        self._to(node, NodeState.lost, reason, now)
+        self._lose(node)
+
+    def _there_to_left(self, node: Node, reason: Reason, now: float) -> None:
+        self._to(node, NodeState.left, reason, now)
+        self._lose(node)
+
+    def _lost_to_left(self, node: Node, reason: Reason, now: float) -> None:
+        """It was no loss: the link was only faster than the news that the node would end."""
+        if node.losses and node.losses[-1] == node.since:
+            node.losses.pop()
+        self._to(node, NodeState.left, reason, now)
+
+    def _gone_to_forgotten(self, node: Node) -> None:
+        del self.nodes[node.id]
+        self._order.remove(node)
+        self._changed(node)
+        if node.place and self._places.get(node.place) == node.id:
+            del self._places[node.place]
+
+    # ---- what every transition does --------------------------------------------------------------------------------
+
+    def _to(self, node: Node, state: NodeState, reason: Reason, now: float) -> None:
+        self._count(node, -1)
+        if state is not node.state or not node.story:
+            node.since = now
+        self._write(node, state, reason, now)
+        node.state = state
+        self._count(node, 1)
+        self._note(node, now)
+
+    def _write(self, node: Node, state: NodeState, reason: Reason, now: float) -> None:
+        node.reason = reason
+        add_chapter(node.story, Chapter(now, state.value, reason))
+        self._changed(node)
+
+    def _remember(self, node: Node) -> None:
+        self.nodes[node.id] = node
+        insort(self._order, node, key=words.rank)
+        if node.place:
+            self._places[node.place] = node.id
+
+    def _changed(self, node: Node) -> None:
+        self._views.pop(node.id, None)
+        self.version += 1
+
+    def _figures(self, node: Node, event: e.NodeSeen) -> None:
+        self._count(node, -1)
+        head = node.facts.head
+        node.facts, node.outside = event.facts, event.outside
+        if head != node.facts.head:
+            self._order.sort(key=words.rank)
+        self._count(node, 1)
+
+    def _count(self, node: Node, sign: int) -> None:
+        if node.kind is not None:
+            self._kinds[node.kind] += sign
+            if not self._kinds[node.kind]:
+                del self._kinds[node.kind]
+            self._common_known = False
+
+    def _forget_losses(self, node: Node, now: float) -> None:
+        node.losses = [at for at in node.losses if at + self.policy.forget_s > now]
+
+    # ---- instructions: only the pool's nodes are spared, emptied and lost ----
+
+    def _use(self, node: Node, reason: Reason) -> None:
+        node.in_use = True
+        self._out.append(e.UseNode(node.id, node.facts, node.outside, reason))
+
+    def _spare(self, node: Node, reason: Reason) -> None:
+        if node.in_use:
+            self._out.append(e.SpareNode(node.id, reason))
+
+    def _empty(self, node: Node) -> None:
+        if node.in_use and node.drain is not None:
+            self._out.append(e.EmptyNode(node.id, node.drain.deadline, node.drain.reason))
+
+    def _lose(self, node: Node) -> None:
+        if node.in_use:
+            node.in_use = False
+            self._out.append(e.LoseNode(node.id, node.reason))
+
+    # ---- changes ---------------------------------------------------------------------------------------------------
+
+    def _note(self, node: Node, now: float) -> None:
+        """Groups are to be told of the node by and by, at once, or not at all if it is again as they believe."""
+        if node.state is NodeState.left and node.told is Told.draining:
+            node.told = Told.absent  # it was said that it would go
+        what = words.to_be_told(node)
+        if what is node.told:
+            node.tell_by = None
+            self._untold.pop(node.id, None)
+        else:
+            by = now + self._window_s(node, what, now)
+            node.tell_by = by if node.tell_by is None else min(by, node.tell_by)
+            self._untold[node.id] = node
+            self._telling = self._telling or node.tell_by <= now
+        self._arm(node)
+
+    def _window_s(self, node: Node, what: Told, now: float) -> float:
+        """How long the news may wait for more of its kind."""
+        if what is Told.used:
+            return self.policy.join_window_s
+        deadline = node.drain.deadline if node.drain is not None else None
+        if what is Told.absent or (deadline is not None and deadline - now < self.policy.hurry_s):
+            return 0.0
+        return self.policy.drain_window_s
+
+    def _tell(self, now: float) -> None:
+        """One change of all that is pending; joins whose window is over leave drains their own, longer one."""
+        pending = list(self._untold.values())
+        if all(words.to_be_told(node) is Told.used for node in pending if (node.tell_by or 0.0) <= now):
+            pending = [node for node in pending if words.to_be_told(node) is Told.used]
+        told: dict[Told, list[Node]] = {what: [] for what in Told}
+        for node in sorted(pending, key=words.rank):
+            node.told, node.tell_by = words.to_be_told(node), None
+            del self._untold[node.id]
+            told[node.told].append(node)
+            self._changed(node)
+            self._arm(node)
+        self._telling = False
+        if not pending:
+            return
+        joined, draining, lost = told[Told.used], told[Told.draining], told[Told.absent]
+        self.last_change += 1
+        self._out.append(
+            e.TellChange(
+                Change(
+                    self.last_change,
+                    now,
+                    tuple(node.id for node in joined),
+                    tuple(node.id for node in draining),
+                    tuple(node.id for node in lost),
+                    words.change_reason(joined, draining, lost),
+                )
+            )
+        )
+
+    # ---- what can be asked -----------------------------------------------------------------------------------------
+
+    def views(self, now: float, gone: bool = False) -> tuple[NodeView, ...]:
+        """The nodes that are there, in node order (the head, then who came first); with `gone` all remembered ones.
+
+        As of the last event: what time alone changes until `now` is shown after the next Tick.
+        """
+        if self._seen[0] != self.version:
+            self._seen = (self.version, tuple(self._view(node) for node in self._order if node.there))
+        return tuple(self._view(node) for node in self._order) if gone else self._seen[1]
+
+    def story(self, node: str) -> tuple[Chapter, ...]:
+        """What became of a node, as long as it is remembered."""
+        return tuple(self.nodes[node].story) if node in self.nodes else ()
+
+    def _view(self, node: Node) -> NodeView:
+        common = self._most_common()  # clears all views where it is another than before
+        view = self._views.get(node.id)
+        if view is None:
+            deadline = node.hold_until if node.state is NodeState.held else None
+            if node.state is NodeState.draining and node.drain is not None:
+                deadline = node.drain.deadline
+            view = self._views[node.id] = NodeView(
+                node.id,
+                node.state,
+                node.facts,
+                node.reason,
+                node.since,
+                node.outside,
+                deadline,
+                node.kind is not None and node.kind != common,
+                len(node.losses),
+                node.tell_by is None,
+            )
+        return view
+
+    def _most_common(self) -> Kind | None:
+        """What most nodes with accelerators have; among equals, what the first of them in node order has."""
+        if not self._common_known:
+            most = max(self._kinds.values(), default=0)
+            kinds = [kind for kind, count in self._kinds.items() if count == most]
+            common = kinds[0] if len(kinds) == 1 else next((one.kind for one in self._order if one.kind in kinds), None)
+            if common != self._common:
+                self._views.clear()
+            self._common, self._common_known = common, True
+        return self._common
+
+    def _with_what(self, node: Node, reason: Reason) -> Reason:
+        """Why it is used, and what is particular about it. The node does not count itself."""
+        mine, common = (node.facts.kind, node.facts.total.get("gpu")), self._most_common()
+        if not mine[1]:
+            return Reason(reason.code, f"{reason.sentence}; it has no GPU")
+        if common is not None and mine != common:
+            return Reason(
+                Code.unlike, f"{reason.sentence}; it has {words.gpu_text(mine)}, most have {words.gpu_text(common)}"
+            )
+        return Reason(reason.code, f"{reason.sentence}; it has {words.gpu_text(mine)}")
+
+    # ---- snapshots -------------------------------------------------------------------------------------------------
+
+    def dump(self) -> dict[str, Any]:
+        """All that is remembered, as plain data."""
+        return {
+            "policy": encode(self.policy),
+            "now": self.now,
+            "version": self.version,
+            "last_change": self.last_change,
+            "nodes": [encode(node) for node in self.nodes.values()],
+        }
+
+    @classmethod
+    def load(cls, data: dict[str, Any], policy: NodePolicy | None = None) -> NodeMachine:
+        """A machine that goes on from a snapshot, with its policy or another."""
+        machine = cls(decode(NodePolicy, data["policy"]) if policy is None else policy)
+        machine.now, machine.version, machine.last_change = data["now"], data["version"], data["last_change"]
+        for one in data["nodes"]:
+            node = decode(Node, one)
+            machine._remember(node)
+            machine._count(node, 1)
+            machine._arm(node)
+            if node.tell_by is not None:
+                machine._untold[node.id] = node
+        return machine
+
+    # ---- what must be true -----------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise AssertionError where the machine contradicts itself."""
+        armed = set(self._timers)
+        for name, node in self.nodes.items():
+            due = self._due(node)
+            assert name == node.id
+            assert node.story[-1].state == node.state.value, f"{name}: story"
+            assert node.reason.sentence, f"{name} has no reason"
+            assert due is None or (due, name) in armed, f"{name}: nothing wakes it at {due}"
+            assert node.there or not node.in_use, f"{name} is gone, and used"
+            assert node.state is not NodeState.held or (node.hold_until is not None and not node.in_use), (
+                f"{name}: held"
+            )
+            assert node.state is not NodeState.ready or (node.in_use and node.drain is None), f"{name}: ready"
+            assert (node.state is NodeState.draining) == (node.there and node.drain is not None), f"{name}: drain"
+            assert (node.tell_by is None) == (node.told is words.to_be_told(node)), (
+                f"{name}: {node.told}, {node.tell_by}"
+            )
+            assert node.there or node.listed or due is not None, f"{name} is never forgotten"
+            assert (name in self._untold) == (node.tell_by is not None), f"{name}: untold"
+            assert len(node.story) <= STORY_KEPT, f"{name}: its story grows"
+        assert self._kinds == Counter(node.kind for node in self.nodes.values() if node.kind is not None), "kinds"
+        assert self._order == sorted(self.nodes.values(), key=words.rank), "order"
+        assert self._untold.keys() <= self.nodes.keys(), "untold"
+        assert all(name in self.nodes for name in self._places.values()), "a place of nobody"

@@ -1,0 +1,1 @@
+"""Which tasks run now, and which are preempted."""

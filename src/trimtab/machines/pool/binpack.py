@@ -1,0 +1,90 @@
+"""Which nodes the bundles of a group go to, given what is free. Looks, and changes nothing.
+
+A bundle goes to the node it leaves the least on (GPUs first, then CPUs), so that whole nodes stay whole. Bundles of
+one size are placed whenever that is possible; unlike ones are placed largest first, which may miss a placement that
+exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trimtab.machines.pool.capacity import Vector
+from trimtab.model.pool import Strategy
+
+CPU, GPU = 0, 1  # columns of the ledger
+
+
+def fitting(free: Vector, ask: Vector) -> NDArray[np.bool_]:
+    """Which rows have room for the ask."""
+    # Column by column, and only those that are asked for: several times faster than comparing whole rows.
+    found = np.ones(len(free), np.bool_)
+    for column in np.flatnonzero(ask):
+        found &= free[:, column] >= ask[column]
+    return found
+
+
+def tightest(free: Vector, usable: NDArray[np.bool_], ask: Vector) -> int | None:
+    """The row that has room for the ask and is left with the least."""
+    rows = np.flatnonzero(fitting(free, ask) & usable[: len(free)])
+    if not len(rows):
+        return None
+    if len(rows) == 1:
+        return int(rows[0])
+    return int(rows[np.argmin((free[rows, GPU] << 34) + free[rows, CPU])])
+
+
+def place(
+    free: Vector, usable: NDArray[np.bool_], bundles: Sequence[Vector], strategy: Strategy
+) -> tuple[int, ...] | None:
+    """A row for each bundle, or None where there is no room for all of them."""
+    if len(bundles) == 1:
+        row = tightest(free, usable, bundles[0])
+        return None if row is None else (row,)
+    if strategy in (Strategy.strict_pack, Strategy.pack):
+        row = tightest(free, usable, np.sum(bundles, axis=0, dtype=np.int64))
+        if row is not None:
+            return (row,) * len(bundles)
+        if strategy is Strategy.strict_pack:
+            return None
+    free = free.copy()
+    usable = usable[: len(free)].copy()
+    order = sorted(range(len(bundles)), key=lambda at: (-int(bundles[at][GPU]), -int(bundles[at][CPU]), at))
+    rows: dict[int, int] = {}
+    taken = np.zeros(len(usable), np.bool_)
+    for at in order:
+        row = None
+        if strategy is Strategy.pack:
+            row = tightest(free, usable & taken, bundles[at])
+        elif strategy in (Strategy.spread, Strategy.strict_spread):
+            row = tightest(free, usable & ~taken, bundles[at])
+        if row is None and strategy is not Strategy.strict_spread:
+            row = tightest(free, usable, bundles[at])
+        if row is None:
+            return None
+        rows[at] = row
+        taken[row] = True
+        free[row] -= bundles[at]
+    return tuple(rows[at] for at in range(len(bundles)))
+
+
+def could_ever(total: Vector, there: NDArray[np.bool_], bundles: Sequence[Vector], strategy: Strategy) -> str | None:
+    """Why these bundles could not even be placed on the empty cluster, or None. Only certainties."""
+    nodes = total[there[: len(total)]]
+    if not len(nodes):
+        return "there is no node"
+    if strategy is Strategy.strict_pack and len(bundles) > 1:
+        if not (nodes >= np.sum(bundles, axis=0)).all(axis=1).any():
+            return "no node is large enough for all of it together (STRICT_PACK)"
+        return None
+    for at, bundle in enumerate(bundles):
+        if not (nodes >= bundle).all(axis=1).any():
+            return "no node is large enough" if len(bundles) == 1 else f"no node is large enough for bundle {at + 1}"
+    if strategy is Strategy.strict_spread and len(bundles) > len(nodes):
+        return f"it needs {len(bundles)} nodes (STRICT_SPREAD), and there are {len(nodes)}"
+    if (np.sum(bundles, axis=0) > nodes.sum(axis=0)).any():
+        return "all nodes together are too small for it"
+    return None

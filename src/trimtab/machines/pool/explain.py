@@ -1,0 +1,189 @@
+"""Tells why things are as they are: one task, a pool, the totals. Reads the books and changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Chapter, Code, Reason
+from trimtab.machines.pool import events as e
+from trimtab.machines.pool import feasibility as room
+from trimtab.machines.pool.records import Eviction, Kind, Stand, Task
+from trimtab.machines.pool.state import Books
+from trimtab.model.pool import IN_QUEUE, Explanation, State
+
+
+@dataclass(frozen=True)
+class PoolView:
+    """A pool as people and programs see it."""
+
+    name: str
+    quota: dict[str, float]
+    used: dict[str, float]
+    drained: bool
+    tasks: dict[str, int]  # by state
+    queue: tuple[str, ...]
+    slots: dict[str, int]  # reserved, dynamic, idle, taken, making, removing, wanted (reserved and not there)
+    reuse_count: int
+    made_count: int
+    destroyed_count: int
+    evictions: dict[str, int]  # by reason
+    target_hosts: int
+
+
+@dataclass(frozen=True)
+class Totals:
+    """All pools together."""
+
+    evictions: int
+    same_pool: int
+    cross_pool: int
+    by_state: dict[str, int] = field(default_factory=dict)
+    latest: tuple[Eviction, ...] = ()
+
+
+def explain(books: Books, name: str, now: float) -> Explanation:
+    """Why a task is where it is, and what would have to happen."""
+    task = room.known_task(books, name)
+    reason = task.reason
+    position = None
+    needs: tuple[str, ...] = ()
+    if task.id in books.waiting:
+        position = list(books.waiting.in_order(task.spec.pool)).index(name) + 1
+        if task.not_before <= now and not books.pools[task.spec.pool].drained:
+            found = room.spot(books, task)
+            if isinstance(found, Reason):
+                reason = found
+                if found.code is Code.no_room:
+                    reason = Reason(found.code, room.shortage(books, task.spec))
+                needs = tuple(victim for victim, _ in room.choose(books, task, now, everyone=True).victims)
+                reason = _with_spared(books, task, needs, reason)
+            else:
+                reason = Reason(Code.behind, "there is room, kept for one who has waited longer")
+    elif task.id in books.claims:
+        needs = tuple(books.claims[task.id].tasks)
+    out_s = task.evicted_s + (now - task.since if task.state is State.evicted else 0.0)
+    return Explanation(
+        task=name,
+        pool=task.spec.pool,
+        state=task.state,
+        reason=reason,
+        priority=task.spec.priority,
+        places=task.places,
+        position=position,
+        waiting_since=task.since if task.state in IN_QUEUE else None,
+        deadline=task.deadline,
+        needs=needs,
+        evictions=task.evictions,
+        evicted_s=out_s,
+        attempts=task.attempt,
+        how=task.how,
+        story=tuple(task.story),
+        estimate_s=task.spec.estimate_s,
+    )
+
+
+def _with_spared(books: Books, task: Task, needs: tuple[str, ...], reason: Reason) -> Reason:
+    """The reason, and that a task which was evicted itself does not evict its equals."""
+    if not books.may_evict(task):
+        return reason
+    spared = books.candidates.spared(task, books.policy)
+    names = [name for name in needs if name in spared]
+    if not names:
+        return reason
+    rule = f"it was evicted itself, so tasks leave for it only where their priority is below its {task.spec.priority:g}"
+    return Reason(reason.code, f"{reason.sentence}; {rule}: that of {', '.join(names)} is not")
+
+
+def story(books: Books, name: str) -> tuple[Chapter, ...]:
+    """The history of a task or a node."""
+    if name in books.tasks:
+        return tuple(books.tasks[name].story)
+    if name in books.node_stories:
+        return tuple(books.node_stories[name])
+    raise InputError(f"nothing is known of {name}", hint="a task's id, or a node's")
+
+
+def pool_view(books: Books, name: str) -> PoolView:
+    """One pool."""
+    pool = room.known_pool(books, name)
+    ledger, shelf = books.ledger, books.shelves[name]
+    groups = shelf.groups.values()
+    standing = [group for group in groups if group.stand is Stand.standing]
+    reserved = sum(1 for group in groups if group.kind is Kind.reserved)
+    by_state: dict[str, int] = {}
+    for task in books.tasks.values():
+        if task.spec.pool == name:
+            by_state[task.state.value] = by_state.get(task.state.value, 0) + 1
+    return PoolView(
+        name=name,
+        quota=pool.spec.quota.floats(),
+        used=ledger.resources(ledger.used[name]).floats(),
+        drained=pool.drained,
+        tasks=by_state,
+        queue=tuple(books.waiting.in_order(name)),
+        slots={
+            "reserved": reserved,
+            "dynamic": shelf.dynamic_bundles,
+            "idle": sum(len(group.bundles) for group in standing if not group.tenants),
+            "taken": sum(len(group.bundles) for group in standing if group.tenants),
+            "making": sum(len(group.bundles) for group in groups if group.stand is Stand.making),
+            "removing": sum(len(group.bundles) for group in groups if group.stand in (Stand.removing, Stand.broken)),
+            "wanted": len(pool.spec.reserved) - len(pool.retired) - reserved,
+        },
+        reuse_count=pool.reuse_count,
+        made_count=pool.made_count,
+        destroyed_count=pool.destroyed_count,
+        evictions=dict(pool.evictions),
+        target_hosts=pool.spec.target_hosts,
+    )
+
+
+def totals(books: Books) -> Totals:
+    """All pools together."""
+    by_state: dict[str, int] = {}
+    for task in books.tasks.values():
+        by_state[task.state.value] = by_state.get(task.state.value, 0) + 1
+    across = sum(pool.evictions.get(Code.cross_pool.value, 0) for pool in books.pools.values())
+    return Totals(books.eviction_count, books.eviction_count - across, across, by_state, tuple(books.evictions[-10:]))
+
+
+def warm_targets(books: Books) -> dict[str, dict[str, int]]:
+    """How many warm hosts each node is to keep, by pool.
+
+    Those of a pool that are for all nodes together are spread evenly.
+    """
+    nodes = [node for node in books.nodes if node not in books.ledger.cordoned]
+    targets: dict[str, dict[str, int]] = {node: {} for node in nodes}
+    for pool in books.pools.values():
+        if pool.dropped or not nodes:
+            continue
+        together = [nodes[at % len(nodes)] for at in range(pool.spec.target_hosts)]
+        for node in (*together, *nodes * pool.spec.hosts_each):
+            targets[node][pool.spec.name] = targets[node].get(pool.spec.name, 0) + 1
+    return targets
+
+
+def outstanding(books: Books, start_grace_s: float) -> list[e.Instruction]:
+    """All that has been instructed and not answered, to be carried out again by a driver that comes back."""
+    found: list[e.Instruction] = []
+    for group in books.groups.values():
+        if group.stand is Stand.making:
+            spec = books.tasks[group.tenants[0]].spec if group.tenants else None
+            strategy = spec.strategy if spec is not None else None
+            strategy = strategy or books.pools[group.pool].spec.strategy
+            deadline = group.deadline or 0.0
+            found.append(e.MakeGroup(group.id, group.pool, group.bundles, group.nodes, strategy, deadline))
+        elif group.stand is Stand.removing:
+            found.append(e.RemoveGroup(group.id))
+    for task in books.tasks.values():
+        deadline = task.deadline or 0.0
+        if task.state is State.starting and task.started:
+            found.append(e.Start(task.id, task.attempt, task.places, task.saved, deadline - start_grace_s))
+        elif task.state is State.cancelling:
+            found.append(e.Stop(task.id, task.attempt, task.reason, task.tell_s, task.notice, task.save_s))
+        elif task.moving == "parking":
+            found.append(e.Park(task.id, task.attempt, deadline))
+        elif task.moving == "unparking":
+            found.append(e.Unpark(task.id, task.attempt, deadline))
+    return found

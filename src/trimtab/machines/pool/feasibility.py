@@ -1,0 +1,494 @@
+"""Looks for room: where a task could go as things are, who would have to leave, and whether it can ever run.
+
+Reads the books and changes nothing they say, so that everything here can be asked as a dry run; answers that take long
+are remembered beside them. What is to be kept or given back is the caller's to write down (`Books.hold_back`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trimtab.core.errors import InputError, nearest
+from trimtab.core.reasons import Code, Reason
+from trimtab.core.resources import total
+from trimtab.machines.pool.binpack import could_ever, fitting, place
+from trimtab.machines.pool.capacity import Vector
+from trimtab.machines.pool.events import FoundTask
+from trimtab.machines.pool.preemption import Choice, Victims
+from trimtab.machines.pool.queue import Line
+from trimtab.machines.pool.queueing_hints import Gains, Verdict
+from trimtab.machines.pool.records import Claim, Group, Kind, Pool, Task
+from trimtab.machines.pool.state import Books, Kept
+from trimtab.model.pool import ENDED, Strategy, TaskSpec
+
+CLOSED_NAMED = 4  # nodes in a sentence that take nothing new
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a task can go: a group that is there, or nodes for a new one; and why."""
+
+    group: str | None
+    nodes: tuple[str, ...]
+    reason: Reason
+
+
+def strategy_of(books: Books, spec: TaskSpec) -> Strategy:
+    """How the task's bundles are to lie."""
+    return spec.strategy or books.pools[spec.pool].spec.strategy
+
+
+def alike(books: Books, spec: TaskSpec) -> tuple[object, ...]:
+    """What the answer of `spot` rests on: tasks that are alike in it find room together, or do not."""
+    owner = spec.priority >= books.pools[spec.pool].spec.reserved_priority
+    return spec.pool, spec.bundles, spec.room, spec.strategy, owner, spec.evictable
+
+
+def spot(books: Books, task: Task) -> Spot | Reason:
+    """Where the task could go with nobody leaving, or why it cannot."""
+    spec, ledger = task.spec, books.ledger
+    pool = books.pools[spec.pool].spec
+    short_of = ledger.sum_vector(spec.bundles) - ledger.quota_left(spec.pool)
+    if (short_of > 0).any():
+        lacking = ledger.resources(short_of)
+        return Reason(Code.quota, f"the quota of pool {spec.pool} is short of {lacking} for {total(spec.bundles)}")
+    owner = spec.priority >= pool.reserved_priority
+    reserved = _idle_reserved(books, spec) if owner or (pool.borrow and spec.evictable) else None
+    if reserved is not None and owner:
+        return Spot(reserved.id, (), Reason(Code.reserved, "a reserved slot of its pool was free"))
+    for group in books.shelves[spec.pool].idle.get(spec.size, ()):
+        if books.usable(group) and _lies_as(group, strategy_of(books, spec)):
+            return Spot(group.id, (), Reason(Code.reused, "an idle slot of its size was there"))
+    left = slots_left(books, spec.pool)
+    if pool.dynamic and (left is None or left >= len(spec.size)):
+        asks = _asks(books, spec)
+        none = any(ledger.too_large(ask) for ask in asks[:1] + asks[-1:])
+        rows = None if none else place(ledger.free, ledger.usable, asks, strategy_of(books, spec))
+        if rows is None and not none:
+            ledger.tighten()
+        if rows is not None:
+            nodes = tuple(str(ledger.nodes[row]) for row in rows)
+            return Spot(None, nodes, Reason(Code.placed, f"{_on(nodes)} had room"))
+    if reserved is not None:
+        return Spot(reserved.id, (), Reason(Code.borrowed, "borrows an idle reserved slot"))
+    if not pool.dynamic:
+        return Reason(Code.slot_limit, f"every reserved slot of pool {spec.pool} that it may use is taken")
+    if left is not None and left < len(spec.size):
+        return Reason(Code.slot_limit, f"pool {spec.pool} has all of its {pool.dynamic_limit} dynamic slots")
+    never = never_on_nodes(books, spec)
+    if never is not None:
+        return Reason(Code.no_node, never)
+    return Reason(Code.no_room, f"no node has room for {'it' if len(spec.size) == 1 else 'all of it'} now")
+
+
+def soon(books: Books, task: Task) -> Choice:
+    """Room that is there as soon as slots that are going, for nobody in particular, are gone."""
+    claimed = {name for claim in books.claims.values() for name in claim.groups}
+    going = sorted((group for name, group in books.going.items() if name not in claimed), key=lambda one: one.seq)
+    spec, ledger = task.spec, books.ledger
+    own = [group.id for group in going if group.pool == spec.pool and group.kind is Kind.dynamic]
+    left = slots_left(books, spec.pool)
+    if left is not None:
+        left += sum(len(books.groups[name].bundles) for name in own)
+    limited = left is not None and left < len(spec.size)
+    if not going or limited or not books.pools[spec.pool].spec.dynamic:
+        return Choice()
+    asks = _asks(books, spec)
+    if (ledger.sum_vector(spec.bundles) > ledger.quota_left(spec.pool)).any():
+        return Choice()
+    free = ledger.free.copy()
+    for group in going:
+        for node, bundle in zip(group.nodes, group.bundles, strict=True):
+            if node in ledger.row_of:
+                free[ledger.row_of[node]] += ledger.vector(bundle)
+    rows = place(free, ledger.usable, asks, strategy_of(books, spec))
+    if rows is None:
+        return Choice()
+    nodes = tuple(str(ledger.nodes[row]) for row in rows)
+    there = [group.id for group in going if set(group.nodes) & set(nodes)]
+    return Choice(nodes, awaits=tuple(dict.fromkeys([*there, *(own if left is not None else ())])))
+
+
+def choose(books: Books, task: Task, now: float, *, everyone: bool = False) -> Choice:
+    """Who would have to leave for the task; with `everyone`, as if anybody could."""
+    in_a_moment = soon(books, task) if not everyone and books.going else Choice()
+    if in_a_moment.found:
+        return in_a_moment
+    policy = books.policy
+    shelf = books.shelves[task.spec.pool]
+    may_evict = books.may_evict(task)
+    if not everyone and not may_evict and not any(one.idle for one in books.shelves.values()):
+        return Choice()
+    if not everyone and not shelf.reserved and (not may_evict or books.candidates.nobody(task.spec.priority, policy)):
+        asks = _asks(books, task.spec)
+        books.ledger.tighten()
+        if not books.pools[task.spec.pool].spec.dynamic or any(
+            books.ledger.too_large(ask, with_idle=True) for ask in asks[:1] + asks[-1:]
+        ):
+            return Choice()  # nobody leaves, and idle slots are not enough
+    budget_left, recent = None, []
+    if policy is not None and policy.budget is not None and not everyone:
+        begin = now - policy.budget_window_s
+        recent = [one.at for one in books.evictions if one.at > begin and one.by is not None]
+        budget_left = max(0, policy.budget - len(recent))
+    choice = Victims(books).choose(
+        task,
+        now,
+        may_evict=may_evict,
+        budget_left=budget_left,
+        slots_left=slots_left(books, task.spec.pool),
+        idle_slots=shelf.idle_bundles,
+        everyone=everyone,
+    )
+    if not choice.found and recent and policy is not None:
+        window_ends = min(recent) + policy.budget_window_s
+        choice = replace(choice, again_at=min(window_ends, choice.again_at or window_ends))
+    return choice
+
+
+def could_help(books: Books, line: Line, verdict: Verdict, gains: Gains) -> bool:
+    """Whether any of this may give room to those of a line, who found none before; False is certain."""
+    if gains.anything:
+        return True
+    if not gains.rows and not gains.leavers and not gains.pools:
+        return False
+    kind, ledger = line.kind, books.ledger
+    pool = books.pools[kind.pool].spec
+    if not pool.dynamic or pool.dynamic_limit is not None or pool.reserved or not line.uniform:
+        return True  # bundles that differ are placed by a rule that may find room where it missed some before
+    if verdict.quota_alone:
+        enough = kind.pool in gains.pools and (ledger.sum_vector(kind.bundles) <= ledger.quota_left(kind.pool)).all()
+        return bool(enough) or _evicts(books, line)
+    if any(_could_take(books, row, line, evicts=False) for row in gains.rows):
+        return True
+    return _evicts(books, line) and any(
+        _could_take(books, row, line, evicts=True) for row in gains.rows | gains.leavers
+    )
+
+
+def quota_alone(books: Books, line: Line) -> bool:
+    """Of a line whose quota is short: whether nodes might have room for it, if all who may leave did; False is certain.
+
+    Where they have none, it does not matter how much of the quota is left.
+    """
+    ledger, candidates = books.ledger, books.candidates
+    evicts = _evicts(books, line)
+    found = ledger.usable.copy()
+    for column, units in _wanted(books, line):
+        room = np.maximum(ledger.free[:, column], 0) + ledger.idle[:, column]
+        for group in books.going.values():
+            for node, bundle in zip(group.nodes, group.bundles, strict=True):
+                if node in ledger.row_of:
+                    room[ledger.row_of[node]] += ledger.vector(bundle)[column]
+        if evicts:
+            candidates.add_releases(room, column, line.kind.priority, books.policy)
+        found &= room >= units
+    return bool(found.any())
+
+
+def _evicts(books: Books, line: Line) -> bool:
+    """Whether anybody might have to leave for those of the line."""
+    return line.kind.may_evict and not books.candidates.nobody(line.kind.priority, books.policy)
+
+
+def _wanted(books: Books, line: Line) -> list[tuple[int, int]]:
+    """What a bundle of the line asks, by column of the ledger."""
+    if line.wanted is None:
+        line.wanted = [(books.ledger.columns[name], units) for name, units in line.size[0]]
+    return line.wanted
+
+
+def _could_take(books: Books, row: int, line: Line, *, evicts: bool) -> bool:
+    """Whether a row might take a bundle, with what is going, and if all who may leave for it did."""
+    ledger = books.ledger
+    if not ledger.usable[row]:
+        return False
+    for column, units in _wanted(books, line):
+        # Less than nothing is free where others took more than there is: slots that stand can be had all the same.
+        room = max(0, int(ledger.free[row, column])) + int(ledger.idle[row, column])
+        if room < units and books.going:
+            room += sum(
+                int(ledger.vector(bundle)[column])
+                for group in books.going.values()
+                for node, bundle in zip(group.nodes, group.bundles, strict=True)
+                if ledger.row_of.get(node) == row
+            )
+        if room < units and evicts:
+            room += books.candidates.releases(row, column, line.kind.priority, books.policy)
+        if room < units:
+            return False
+    return True
+
+
+def still_there(books: Books, claim: Claim) -> bool:
+    """Whether the room that was made for a claim is there, with nothing kept for it any more."""
+    if claim.group is not None:
+        return books.usable(books.groups[claim.group])
+    ledger = books.ledger
+    free: dict[int, Vector] = {}
+    for node, ask in zip(claim.nodes, _asks(books, books.tasks[claim.task].spec), strict=True):
+        row = ledger.row_of.get(node)
+        if row is None or not ledger.usable[row]:
+            return False
+        free[row] = free.get(row, ledger.free[row]) - ask
+    return all((left >= 0).all() for left in free.values())
+
+
+def slots_left(books: Books, pool: str) -> int | None:
+    """Dynamic bundles that the pool may still make; those being removed count until they are gone."""
+    limit = books.pools[pool].spec.dynamic_limit
+    shelf = books.shelves[pool]
+    return None if limit is None else limit - shelf.dynamic_bundles - shelf.kept_bundles
+
+
+def would_fit_alone(books: Books, spec: TaskSpec) -> bool:
+    """Whether it would find room if every task ended: reserved slots and what others hold may stand in its way."""
+    strategy = strategy_of(books, spec)
+    known = books.alone.get((spec.size, strategy))
+    if known is None or known[0] != books.ledger.shape:
+        if len(books.alone) > 1_000:
+            books.alone.clear()
+        known = books.alone[spec.size, strategy] = (books.ledger.shape, _fits_alone(books, spec, strategy))
+    return known[1]
+
+
+def _fits_alone(books: Books, spec: TaskSpec, strategy: Strategy) -> bool:
+    ledger = books.ledger
+    empty = ledger.total - ledger.outside
+    for shelf in books.shelves.values():
+        for group in shelf.reserved.values():
+            for node, bundle in zip(group.nodes, group.bundles, strict=True):
+                if node in ledger.row_of:
+                    empty[ledger.row_of[node]] -= ledger.vector(bundle)
+    return place(empty, ledger.usable, _asks(books, spec), strategy) is not None
+
+
+def to_keep(books: Books, task: Task) -> Kept:
+    """What the task could use of what is free: where it lacks least, of its quota, and of its pool's slots."""
+    spec, ledger = task.spec, books.ledger
+    quota = np.minimum(ledger.sum_vector(spec.bundles), np.maximum(0, ledger.quota_left(spec.pool)))
+    left = slots_left(books, spec.pool)
+    kept = Kept(spec.id, spec.pool, [], quota, 0 if left is None else max(0, min(left, len(spec.size))), [])
+    rows = np.flatnonzero(ledger.usable[: len(ledger.nodes)])
+    free = np.maximum(0, ledger.free)
+    idle = ledger.idle.copy()
+    idle_on = _idle_by_node(books)
+    for ask in _asks(books, spec):
+        wanted = np.flatnonzero(ask)
+        fits = rows[fitting(ledger.total, ask)[rows]]
+        if not len(fits):
+            continue
+        lack = np.zeros(len(fits))
+        for column in wanted:
+            short_of = ask[column] - free[fits, column] - idle[fits, column]
+            np.maximum(lack, short_of / ask[column], out=lack)
+        row = int(fits[np.argmin(lack)])
+        name = str(ledger.nodes[row])
+        part = np.minimum(ask, free[row])
+        free[row] -= part
+        kept.nodes.append((name, part))
+        missing = ask - part
+        for group in idle_on.get(name, ()) if (missing > 0).any() else ():
+            if (missing > 0).any() and group.id not in kept.groups:
+                kept.groups.append(group.id)
+                for node, bundle in zip(group.nodes, group.bundles, strict=True):
+                    idle[ledger.row_of[node]] -= ledger.vector(bundle)
+                    if node == name:
+                        missing = missing - ledger.vector(bundle)
+    return kept
+
+
+def _idle_by_node(books: Books) -> dict[str, list[Group]]:
+    """Idle dynamic groups by the nodes they lie on, the oldest first."""
+    lines = [line for shelf in books.shelves.values() for line in shelf.idle.values()]
+    found: dict[str, list[Group]] = {}
+    for group in sorted((group for line in lines for group in line), key=lambda group: group.seq):
+        for node in dict.fromkeys(group.nodes):
+            found.setdefault(node, []).append(group)
+    return found
+
+
+# ---- certainties ----
+
+
+def never(books: Books, spec: TaskSpec) -> str | None:
+    """Why the task can never run as things are, if that is certain."""
+    pool = books.pools[spec.pool].spec
+    whole = total(spec.bundles)
+    if not whole.within(pool.quota):
+        return f"it asks {whole}, more than the quota of pool {spec.pool}: {pool.quota}"
+    if spec.shares is not None:
+        return None
+    may_reserved = len(spec.size) == 1 and (spec.priority >= pool.reserved_priority or (pool.borrow and spec.evictable))
+    if may_reserved and any(spec.size[0].within(one) for one in pool.reserved):
+        return None
+    if not pool.dynamic:
+        return f"pool {spec.pool} makes no dynamic slots, and none of its reserved ones may take it"
+    if pool.dynamic_limit is not None and len(spec.size) > pool.dynamic_limit:
+        return f"it needs {len(spec.size)} dynamic slots, and pool {spec.pool} may have {pool.dynamic_limit}"
+    return never_on_nodes(books, spec) if books.nodes and not spec.awaits_node else None
+
+
+def never_on_nodes(books: Books, spec: TaskSpec) -> str | None:
+    """Why the nodes that are there could not take it even if they were empty."""
+    strategy = strategy_of(books, spec)
+    known = books.nevers.get((spec.size, strategy))
+    if known is None or known[0] != books.node_epoch:
+        ledger = books.ledger
+        why = could_ever(ledger.total, ledger.there(), _asks(books, spec), strategy)
+        if len(books.nevers) > 1_000:
+            books.nevers.clear()
+        known = (books.node_epoch, None if why is None else f"it asks {total(spec.size)}, and {why}")
+        books.nevers[spec.size, strategy] = known
+    return known[1]
+
+
+def can_be_taken_up(books: Books, found: FoundTask) -> bool:
+    """Whether a task that nobody remembers fits into the books as it is found."""
+    spec = found.spec
+    if spec.pool not in books.pools or spec.id in books.tasks or found.group in books.groups:
+        return False
+    if any(node not in books.nodes for node in found.nodes) or len(found.nodes) != len(spec.size):
+        return False
+    left = slots_left(books, spec.pool)
+    if found.reserved is None and left is not None and left < len(spec.size):
+        return False
+    pool = books.pools[spec.pool].spec
+    if found.reserved is not None and not 0 <= found.reserved < len(pool.reserved):
+        return False
+    return bool((books.ledger.sum_vector(spec.bundles) <= books.ledger.quota_left(spec.pool)).all())
+
+
+def check_submission(books: Books, spec: TaskSpec) -> None:
+    """Raise for a task that cannot be taken, with nothing changed."""
+    pool = known_pool(books, spec.pool)
+    if pool.dropped:
+        raise InputError(f"pool {spec.pool} is being removed")
+    known = books.tasks.get(spec.id)
+    if known is not None and known.state not in ENDED:
+        raise InputError(f"task {spec.id} exists and is {known.state.value}", hint="give the new one another id")
+    if spec.shares is not None:
+        _check_sharing(books, spec)
+
+
+def _check_sharing(books: Books, spec: TaskSpec) -> None:
+    where = f"task {spec.id}"
+    owner = books.tasks.get(spec.shares or "")
+    if owner is None or owner.state in ENDED:
+        raise InputError(f"it cannot share the slot of {spec.shares}, which is not there", where=where)
+    if owner.spec.pool != spec.pool or owner.shares is not None or not owner.spec.room:
+        raise InputError(
+            f"it cannot share the slot of {spec.shares}",
+            where=where,
+            hint="whoever is to share its slots is of the same pool, has slots of its own, and states `room` for them",
+        )
+    size = owner.spec.room
+    if len(size) != len(spec.bundles):
+        raise InputError(f"{spec.shares} has {len(size)} slots, and it needs {len(spec.bundles)}", where=where)
+    tenants = [one.spec for one in books.tasks.values() if one.shares == spec.shares and one.state not in ENDED]
+    tenants += [owner.spec, spec]
+    for at, room in enumerate(size):
+        for active in tenants:
+            rest = total([one.residual[at] for one in tenants if one is not active and one.residual])
+            if not active.bundles[at].plus(rest).within(room):
+                raise InputError(
+                    f"slot {at + 1} of {spec.shares} has {room}, too little for {active.id} and what others keep",
+                    where=where,
+                )
+
+
+def known_pool(books: Books, name: str) -> Pool:
+    """The pool, or an error that names those that exist."""
+    pool = books.pools.get(name)
+    if pool is None:
+        near = nearest(name, books.pools)
+        exist = "make it first; pools that exist: " + (", ".join(books.pools) or "none")
+        raise InputError(f"there is no pool {name}", hint=f"did you mean {near}?" if near else exist)
+    return pool
+
+
+def known_task(books: Books, name: str) -> Task:
+    """The task, or an error."""
+    task = books.tasks.get(name)
+    if task is None:
+        near = nearest(name, books.tasks)
+        raise InputError(f"there is no task {name}", hint=f"did you mean {near}?" if near else None)
+    return task
+
+
+def short(node: str) -> str:
+    """A node's id as people can bear it."""
+    return node[:8] if len(node) > 24 else node
+
+
+def _asks(books: Books, spec: TaskSpec) -> list[Vector]:
+    for bundle in spec.size:
+        books.ledger.vector(bundle)
+    return [books.ledger.vector(bundle) for bundle in spec.size]  # all of one width now
+
+
+def _idle_reserved(books: Books, spec: TaskSpec) -> Group | None:
+    """The smallest idle reserved slot that the task fits into."""
+    if spec.gang:
+        return None
+    fitting = [
+        group
+        for group in books.shelves[spec.pool].reserved.values()
+        if group.idle and spec.size[0].within(group.bundles[0]) and books.usable(group)
+    ]
+    return min(fitting, key=lambda group: (group.bundles[0].units, group.spec_index or 0), default=None)
+
+
+def _lies_as(group: Group, strategy: Strategy) -> bool:
+    distinct = len(set(group.nodes))
+    if strategy is Strategy.strict_pack:
+        return distinct == 1
+    return strategy is not Strategy.strict_spread or distinct == len(group.nodes)
+
+
+def shortage(books: Books, spec: TaskSpec) -> str:
+    """Where most of it would fit, and what is missing there."""
+    ledger = books.ledger
+    ask = ledger.vector(max(spec.size, key=lambda one: (one.get("gpu"), one.get("cpu"))))
+    rows = np.nonzero(ledger.usable[: len(ledger.nodes)])[0]
+    if not len(rows):
+        return "no node takes anything new"
+    goers = _closed(books, spec)
+    if strategy_of(books, spec) is Strategy.strict_spread and len(spec.size) > 1:
+        able = int(fitting(ledger.free, ask)[rows].sum())
+        each = f"its {len(spec.size)} bundles need a node each, and {able} of {len(rows)} have room for one"
+        return f"no room for all of it at once: {each}{goers}"
+    lack = np.maximum(0, ask - ledger.free[rows])
+    nearest_row = int(np.argmin((lack / np.maximum(1, ask)).max(axis=1)))
+    lacking = ledger.resources(lack[nearest_row])
+    what = "it" if len(spec.size) == 1 else f"all {len(spec.size)} bundles of it"
+    if not lacking:
+        return f"no room for {what} at once: {len(rows)} nodes hold parts of it{goers}"
+    node = short(str(ledger.nodes[int(rows[nearest_row])]))
+    return f"no node has room for {what}; node {node} comes nearest and lacks {lacking}{goers}"
+
+
+def _closed(books: Books, spec: TaskSpec) -> str:
+    """Nodes that take nothing new, where they could take some of it."""
+    ledger = books.ledger
+    names = [
+        node
+        for node in sorted(ledger.cordoned)
+        if node in ledger.row_of and any((ask <= ledger.total[ledger.row_of[node]]).all() for ask in _asks(books, spec))
+    ]
+    if not names:
+        return ""
+    said = [
+        f"{short(node)} {'is draining' if books.node_stories[node][-1].state == 'emptied' else 'is cordoned'}"
+        for node in names[:CLOSED_NAMED]
+    ]
+    more = f" and {len(names) - CLOSED_NAMED} more" if len(names) > CLOSED_NAMED else ""
+    return f"; not counted: {', '.join(said)}{more}"
+
+
+def _on(nodes: Sequence[str]) -> str:
+    distinct = list(dict.fromkeys(nodes))
+    return f"node {short(distinct[0])}" if len(distinct) == 1 else f"{len(distinct)} nodes"

@@ -1,0 +1,583 @@
+"""Chooses who would have to leave so that a task can start. Looks, and changes nothing; evicting is the machine's job.
+
+A choice is sufficient and holds nobody who could be spared. Free capacity comes first, then idle slots, then victims:
+as few as possible where one bundle decides it, then those of the lowest priority (the highest of each set compared
+first), then those whose eviction loses the least work. Borrowers leave before others. Gangs are placed bundle by
+bundle, and whoever turns out not to be needed is taken back. Reserved slots of others are never touched.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trimtab.core.reasons import Code
+from trimtab.machines.pool.binpack import place, tightest
+from trimtab.machines.pool.capacity import Vector
+from trimtab.machines.pool.records import Group, Stand, Task
+from trimtab.machines.pool.state import Books
+from trimtab.model.pool import Strategy
+
+# Effort: nodes that are solved exactly after a solution is known, subsets that are tried on one node, and tasks of one
+# pool among which subsets are tried. Beyond them the choice is still sufficient and has nobody to spare in it.
+NODES_COMPARED = 16
+SUBSETS_TRIED = 500
+POOL_TRIED = 24
+
+Cost = tuple[int, tuple[tuple[int, float], ...], float, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Who would leave, and where the task would go then. Empty `nodes` and no `group`: nothing helps."""
+
+    nodes: tuple[str, ...] = ()  # of the group to be made
+    group: str | None = None  # the slot to be taken over
+    victims: tuple[tuple[str, Code], ...] = ()
+    reclaims: tuple[str, ...] = ()  # idle groups to be removed
+    awaits: tuple[str, ...] = ()  # groups that are going anyway
+    again_at: float | None = None  # when time alone might change the answer
+
+    @property
+    def found(self) -> bool:
+        """Whether the task could start this way."""
+        return bool(self.nodes) or self.group is not None
+
+
+@dataclass
+class _Way:
+    """One way to make room, by lines of the candidates."""
+
+    rows: tuple[int, ...]
+    group: str | None
+    lines: list[int]
+
+
+class Victims:
+    """Chooses, over the machine's books."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    def choose(
+        self,
+        task: Task,
+        now: float,
+        *,
+        may_evict: bool,
+        budget_left: int | None,
+        slots_left: int | None,
+        idle_slots: int,
+        everyone: bool = False,
+    ) -> Choice:
+        """The cheapest way for the task to start.
+
+        `everyone`: as if anybody could leave, which tells what would have to end. `slots_left`: dynamic bundles the
+        pool may still make; `idle_slots`: those it could remove at once.
+        """
+        books, policy = self._books, self._books.policy
+        candidates = books.candidates
+        search = _Search(books, task, now)
+        spec = task.spec
+        pool = books.pools[spec.pool]
+        owner = spec.priority >= pool.spec.reserved_priority
+        again_at: float | None = None
+        search.may_evict = may_evict
+        if may_evict:
+            search.may, again_at = candidates.allowed(task, now, policy)
+        if everyone:
+            search.may = np.array([name is not None for name in candidates.names], np.bool_)
+        search.slots_left = None if slots_left is None else slots_left + idle_slots
+        ways: list[_Way] = []
+        if len(spec.bundles) == 1:
+            slots = list(books.shelves[spec.pool].reserved.values())
+            ways += search.into_slots(slots, owner=owner, borrow=pool.spec.borrow and spec.evictable)
+        if pool.spec.dynamic:
+            strategy = spec.strategy or pool.spec.strategy
+            way = search.onto_nodes(strategy)
+            if way is not None:
+                ways.append(way)
+        if budget_left is not None:
+            ways = [way for way in ways if len(way.lines) <= budget_left]
+        if not ways:
+            return Choice(again_at=again_at)
+        best = min(ways, key=lambda way: (search.cost(way.lines), way.group is None))
+        tenants = books.groups[best.group].tenants if best.group else []
+
+        def why(line: int) -> Code:
+            # Whoever borrowed the very slot leaves because its owner is back, whatever the policy says.
+            here = candidates["borrowed"][line] and candidates.names[line] in tenants
+            return Code.owner_returned if here else candidates.reason(line, task, policy)
+
+        order = sorted(best.lines, key=search.price)
+        victims = tuple((str(candidates.names[line]), why(line)) for line in order)
+        nodes = tuple(str(books.ledger.nodes[row]) for row in best.rows)
+        reclaims = () if best.group else search.reclaims(best, slots_left)
+        return Choice(nodes, best.group, victims, reclaims)
+
+
+class _Search:
+    """One search, for one task."""
+
+    def __init__(self, books: Books, task: Task, now: float) -> None:
+        ledger, candidates = books.ledger, books.candidates
+        self.books, self.ledger, self.candidates = books, ledger, candidates
+        self.task = task
+        self.may: NDArray[np.bool_] = np.zeros(len(candidates.names), np.bool_)
+        self._prices: dict[int, tuple[int, float, float, int]] = {}
+        self.may_evict = False
+        self.slots_left: int | None = None
+        self.now = now
+        spec = task.spec
+        self.asks = [ledger.vector(bundle) for bundle in spec.size]
+        self.asks = [ledger.vector(bundle) for bundle in spec.size]  # again: all of one width now
+        self.quota_lack = np.maximum(0, ledger.sum_vector(spec.bundles) - ledger.quota_left(spec.pool))
+        candidates._fit()
+        self.mine = candidates.same_pool(spec.pool)
+
+    # ---- what it costs ----
+
+    def price(self, at: int) -> tuple[int, float, float, int]:
+        """What one costs: borrowers least, then by priority, work lost, and who came last."""
+        known = self._prices.get(at)
+        if known is None:
+            columns = self.candidates
+            known = self._prices[at] = (
+                0 if columns["borrowed"][at] else 1,
+                float(columns["priority"][at]),
+                self.candidates.lost_by(at, self.now),
+                -int(columns["seq"][at]),
+            )
+        return known
+
+    def cost(self, lines: Sequence[int]) -> Cost:
+        """What a set costs: how many, how high (the highest first), how much work, and then who came last."""
+        prices = [self.price(at) for at in lines]
+        levels = sorted([(one[0], one[1]) for one in prices], reverse=True)
+        return len(lines), tuple(levels), sum(one[2] for one in prices), tuple(sorted(one[3] for one in prices))
+
+    def _cheapest(self, lines: NDArray[np.int64]) -> int:
+        """By price; whoever is dearer in the first respect is not looked at in the next."""
+        columns = self.candidates
+        borrowers = lines[columns["borrowed"][lines]]
+        lines = borrowers if len(borrowers) else lines
+        priorities = columns["priority"][lines]
+        lines = lines[priorities == priorities.min()]
+        lost = columns.lost(lines, self.now)
+        lines = lines[lost == lost.min()]
+        return int(lines[np.argmax(columns["seq"][lines])])
+
+    # ---- slots that are there ----
+
+    def into_slots(self, reserved: Sequence[Group], *, owner: bool, borrow: bool) -> list[_Way]:
+        """Take over a reserved slot, or an idle dynamic one of just the right size."""
+        spec = self.task.spec
+        ways = []
+        for group in reserved:
+            if group.stand is not Stand.standing or not spec.bundles[0].within(group.bundles[0]):
+                continue
+            if not self.books.usable(group):
+                continue
+            if group.idle and (owner or borrow):
+                base: list[int] = []
+            elif owner and len(group.tenants) == 1 and self._may_leave_slot(group.tenants[0]):
+                base = [self.candidates.at[group.tenants[0]]]
+            else:
+                continue
+            lines = self._cover_pool(base, slots_needed=0)
+            if lines is not None:
+                ways.append(_Way((), group.id, lines))
+        return ways
+
+    def _may_leave_slot(self, task: str) -> bool:
+        """Whether the policy lets it leave a reserved slot, or the switch under which it borrowed it."""
+        at = self.candidates.at.get(task)
+        if at is None:
+            return False
+        borrower = self.candidates["borrowed"][at] and self.candidates["evictable"][at] and self.may_evict
+        return bool(self.may[at] or borrower)
+
+    # ---- nodes ----
+
+    def onto_nodes(self, strategy: Strategy) -> _Way | None:
+        """Make a new group, where others leave."""
+        ledger = self.ledger
+        available = ledger.free + ledger.idle
+        slots_needed = 0 if self.slots_left is None else max(0, len(self.asks) - self.slots_left)
+        none = any(ledger.too_large(ask, with_idle=True) for ask in self.asks[:1] + self.asks[-1:])
+        rows = None if none else place(available, ledger.usable, self.asks, strategy)
+        if rows is not None:
+            lines = self._cover_pool([], slots_needed)
+            return None if lines is None else _Way(rows, None, lines)
+        if not self.may.any():
+            return None
+        if len(self.asks) == 1 or strategy is Strategy.strict_pack:
+            ask: Vector = np.asarray(np.sum(self.asks, axis=0, dtype=np.int64))
+            found = self._one_node(available, ledger.usable, ask, slots_needed, [])
+            if found is None:
+                return None
+            row, lines = found
+            return _Way((row,) * len(self.asks), None, lines)
+        return self._many_nodes(available, strategy, slots_needed)
+
+    def _one_node(
+        self,
+        available: Vector,
+        usable: NDArray[np.bool_],
+        ask: Vector,
+        slots_needed: int,
+        base: list[int],
+    ) -> tuple[int, list[int]] | None:
+        """The node on which the fewest have to leave for the ask, and who they are."""
+        columns = self.candidates
+        may = self.may.copy()
+        may[base] = False
+        (lines,) = np.nonzero(may & (columns["row"] >= 0))
+        gangs = [at for at in columns.spread if may[at]]
+        wanted = np.nonzero(ask)[0]
+        rows = columns["row"][lines]
+        count = len(available)
+        release = columns["release"]
+        if not gangs:
+            alone = self._one_alone(available, usable, ask, slots_needed, base, lines)
+            if alone is not None:
+                return int(columns["row"][alone]), [alone]
+        lack = np.maximum(0, ask[wanted] - available[:, wanted])
+        gain = np.zeros((count, len(wanted)))
+        largest = np.zeros((count, len(wanted)), np.int64)
+        for place_at, column in enumerate(wanted):
+            amounts = release[lines, column]
+            gain[:, place_at] = np.bincount(rows, weights=amounts, minlength=count)
+            np.maximum.at(largest[:, place_at], rows, amounts)
+        lowest = np.full(count, np.inf)
+        np.minimum.at(lowest, rows, columns["priority"][lines])
+        for at in gangs:
+            for row, vector in columns.parts[at]:
+                gain[row] += vector[wanted]
+                largest[row] = np.maximum(largest[row], vector[wanted])
+                lowest[row] = min(lowest[row], columns["priority"][at])
+        # Sums in floating point decide only which nodes are looked at; whoever looks counts in whole numbers.
+        open_rows = usable[:count] & (gain * (1 + 1e-9) >= lack).all(axis=1)
+        (hopeful,) = np.nonzero(open_rows)
+        if not len(hopeful):
+            return None
+        least = np.ones(len(hopeful), np.int64)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            needed = np.where(lack[hopeful] > 0, np.ceil(lack[hopeful] / np.maximum(largest[hopeful], 1)), 0)
+        if needed.size:
+            least = np.maximum(least, needed.max(axis=1).astype(np.int64))
+        order = np.lexsort((hopeful, lowest[hopeful], least))
+        best: tuple[Cost, int, list[int]] | None = None
+        solved = 0
+        by_gang: dict[int, list[int]] = {row: [] for at in gangs for row, _ in columns.parts[at]}
+        for at in gangs:
+            for row, _ in columns.parts[at]:
+                by_gang[row].append(at)
+        for at in order:
+            row = int(hopeful[at])
+            if best is not None:
+                if least[at] > best[0][0]:
+                    break
+                if solved >= NODES_COMPARED and least[at] == best[0][0]:
+                    break
+                if (
+                    least[at] == best[0][0]
+                    and lowest[row] > best[0][1][0][1]
+                    and best[0][1][0][0] == 1
+                    and not _any(columns["borrowed"], columns.by_row.get(row, ()))
+                ):
+                    continue
+            here = [line for line in columns.by_row.get(row, ()) if may[line]] + by_gang.get(row, [])
+            chosen = self._cover_node(row, ask - available[row], here, slots_needed, base)
+            solved += 1
+            if chosen is None:
+                continue
+            cost = self.cost(chosen)
+            if best is None or cost < best[0]:
+                best = (cost, row, chosen)
+        return None if best is None else (best[1], best[2])
+
+    def _one_alone(
+        self,
+        available: Vector,
+        usable: NDArray[np.bool_],
+        ask: Vector,
+        slots_needed: int,
+        base: list[int],
+        lines: NDArray[np.int64],
+    ) -> int | None:
+        """The cheapest one that is enough all by itself."""
+        columns = self.candidates
+        rows = columns["row"][lines]
+        enough = usable[rows]
+        for column in np.nonzero(ask)[0]:
+            enough &= available[rows, column] + columns["release"][lines, column] >= ask[column]
+        if not self._pool_covered(base, slots_needed):
+            leaving = [at for at in base if self.mine[at]]
+            uses, slots = columns["uses"], columns["slots"]
+            quota = self.quota_lack - (uses[leaving].sum(axis=0) if leaving else 0)
+            needed = slots_needed - int(sum(slots[at] for at in leaving))
+            enough &= self.mine[lines] & (uses[lines] >= quota).all(axis=1) & (slots[lines] >= needed)
+        return self._cheapest(lines[enough]) if enough.any() else None
+
+    def _cover_node(
+        self, row: int, lack: Vector, here: list[int], slots_needed: int, base: list[int]
+    ) -> list[int] | None:
+        """The cheapest set on one node that frees what is lacking there; others may join it for the quota."""
+        node_columns = [int(column) for column in np.nonzero(lack > 0)[0]]
+        quota_columns = [int(column) for column in np.nonzero(self.quota_lack > 0)[0]]
+        mine = {at: bool(self.mine[at]) for at in here}
+        uses, slots = self.candidates["uses"], self.candidates["slots"]
+        quota_left = [
+            int(self.quota_lack[c]) - sum(int(uses[at][c]) for at in base if self.mine[at]) for c in quota_columns
+        ]
+        slots_left = slots_needed - sum(int(slots[at]) for at in base if self.mine[at])
+        node_lacks = [int(lack[c]) for c in node_columns]
+        lacks = [*node_lacks, *quota_left, slots_left]
+        gains = {}
+        for at in here:
+            part = next(vector for there, vector in self.candidates.parts[at] if there == row)
+            gains[at] = (
+                [int(part[c]) for c in node_columns]
+                + [int(uses[at][c]) if mine[at] else 0 for c in quota_columns]
+                + [int(slots[at]) if mine[at] else 0]
+            )
+        chosen = self._cover(lacks, gains)
+        if chosen is not None:
+            return chosen
+        chosen = self._cover(node_lacks, {at: gain[: len(node_columns)] for at, gain in gains.items()})
+        if chosen is None:
+            return None
+        lines = self._cover_pool(base + chosen, slots_needed)
+        if lines is None:
+            return None
+        lines = [at for at in lines if at not in base]
+
+        def enough(kept: list[int]) -> bool:
+            node = all(
+                sum(gains[at][place_at] for at in kept if at in gains) >= wanted
+                for place_at, wanted in enumerate(node_lacks)
+            )
+            return node and self._pool_covered(base + kept, slots_needed)
+
+        return self._taken_back(lines, enough)
+
+    def _cover(self, lacks: list[int], gains: dict[int, list[int]]) -> list[int] | None:
+        """The cheapest of the smallest sets whose gains cover all that is lacking."""
+        wanted = [at for at, lack in enumerate(lacks) if lack > 0]
+        if not wanted:
+            return []
+        lines = [at for at, gain in gains.items() if any(gain[place_at] > 0 for place_at in wanted)]
+        if any(sum(gains[at][place_at] for at in lines) < lacks[place_at] for place_at in wanted):
+            return None
+        least = 1
+        for place_at in wanted:
+            covered = 0
+            for number, gain in enumerate(sorted((gains[at][place_at] for at in lines), reverse=True), start=1):
+                covered += gain
+                if covered >= lacks[place_at]:
+                    least = max(least, number)
+                    break
+        lines.sort(key=self.price)
+
+        def enough(kept: Sequence[int]) -> bool:
+            return all(sum(gains[at][place_at] for at in kept) >= lacks[place_at] for place_at in wanted)
+
+        if len({tuple(gains[at][place_at] for place_at in wanted) for at in lines}) == 1:
+            return lines[:least]  # alike: the cheapest ones
+        for size in range(least, len(lines) + 1):
+            if math.comb(len(lines), size) > SUBSETS_TRIED:
+                break
+            found = [list(some) for some in itertools.combinations(lines, size) if enough(some)]
+            if found:
+                return min(found, key=self.cost)
+        # Too many to try: those that cover most of what is lacking first, and then nobody who could be spared.
+        kept: list[int] = []
+        left = {place_at: lacks[place_at] for place_at in wanted}
+        remaining = list(lines)
+        while any(value > 0 for value in left.values()):
+            best = max(
+                remaining,
+                key=lambda at: sum(
+                    min(gains[at][place_at], lack) / lacks[place_at] for place_at, lack in left.items() if lack > 0
+                ),
+            )
+            remaining.remove(best)
+            kept.append(best)
+            for place_at in wanted:
+                left[place_at] -= gains[best][place_at]
+        return self._taken_back(kept, enough)
+
+    def _taken_back(self, lines: Sequence[int], enough: Callable[[list[int]], bool]) -> list[int]:
+        """Without whoever could be spared, the dearest first."""
+        kept = list(lines)
+        for at in sorted(lines, key=self.price, reverse=True):
+            without = [one for one in kept if one != at]
+            if enough(without):
+                kept = without
+        return kept
+
+    # ---- the pool's quota and its limit of slots ----
+
+    def _pool_covered(self, lines: Sequence[int], slots_needed: int) -> bool:
+        uses, slots = self.candidates["uses"], self.candidates["slots"]
+        mine = [at for at in lines if self.mine[at]]
+        freed = uses[mine].sum(axis=0) if mine else 0
+        return bool((self.quota_lack <= freed).all()) and int(sum(slots[at] for at in mine)) >= slots_needed
+
+    def _cover_pool(self, base: list[int], slots_needed: int) -> list[int] | None:
+        """With those already leaving: who else of the pool has to, for the quota and the limit of slots."""
+        if self._pool_covered(base, slots_needed):
+            return base
+        columns = self.candidates
+        uses, slots = columns["uses"], columns["slots"]
+        may = self.may & self.mine
+        may[base] = False
+        leaving = [at for at in base if self.mine[at]]
+        quota = self.quota_lack - (uses[leaving].sum(axis=0) if leaving else 0)
+        needed = slots_needed - int(sum(slots[at] for at in leaving))
+        (lines,) = np.nonzero(may)
+        if not len(lines):
+            return None
+        alone = (uses[lines] >= quota).all(axis=1) & (slots[lines] >= needed)
+        if alone.any():
+            return [*base, self._cheapest(lines[alone])]
+        wanted = [int(column) for column in np.nonzero(quota > 0)[0]]
+        if len(lines) <= POOL_TRIED:
+            lacks = [int(quota[column]) for column in wanted] + [needed]
+            gains = {int(at): [int(uses[at][column]) for column in wanted] + [int(slots[at])] for at in lines}
+            chosen = self._cover(lacks, gains)
+            return None if chosen is None else base + chosen
+        gain = np.column_stack([uses[lines][:, wanted], slots[lines]])
+        lack = np.array([*(quota[column] for column in wanted), max(0, needed)], np.int64)
+        if (gain.sum(axis=0) < lack).any():
+            return None
+        lost = columns.lost(lines, self.now)
+        order = np.lexsort((-columns["seq"][lines], lost, columns["priority"][lines], ~columns["borrowed"][lines]))
+        lines, gain = lines[order], gain[order]
+        more: list[int] = []
+        while (lack > 0).any():
+            # Whoever covers most of what is lacking; of equals the cheapest, who stands first.
+            share = (np.minimum(gain, np.maximum(0, lack)) / np.maximum(1, lack)).sum(axis=1)
+            best = int(np.argmax(share))
+            more.append(int(lines[best]))
+            lack = lack - gain[best]
+            gain[best] = 0
+        return base + self._taken_back(more, lambda some: self._pool_covered(base + some, slots_needed))
+
+    # ---- gangs over several nodes ----
+
+    def _many_nodes(self, available: Vector, strategy: Strategy, slots_needed: int) -> _Way | None:
+        """Bundle by bundle, largest first; then whoever could be spared is taken back."""
+        columns = self.candidates
+        begun = available.copy()
+        available = available.copy()
+        usable = self.ledger.usable[: len(available)].copy()
+        order = sorted(range(len(self.asks)), key=lambda at: (-int(self.asks[at][1]), -int(self.asks[at][0]), at))
+        leaving: list[int] = []
+        taken = np.zeros(len(usable), np.bool_)
+        for at in order:
+            ask = self.asks[at]
+            open_rows = usable & ~taken if strategy is Strategy.strict_spread else usable
+            row = None
+            if strategy is Strategy.pack:
+                row = tightest(available, open_rows & taken, ask)
+            elif strategy is Strategy.spread:
+                row = tightest(available, open_rows & ~taken, ask)
+            if row is None:
+                row = tightest(available, open_rows, ask)
+            if row is None:
+                # Quota and limit are covered at the end, for all bundles together.
+                lack, self.quota_lack = self.quota_lack, np.zeros_like(self.quota_lack)
+                found = self._one_node(available, open_rows, ask, 0, leaving)
+                self.quota_lack = lack
+                if found is None:
+                    return None
+                row, more = found
+                for line in more:
+                    for there, vector in columns.parts[line]:
+                        available[there] += vector
+                leaving += more
+            taken[row] = True
+            available[row] -= ask
+        lines = self._cover_pool(leaving, slots_needed)
+        if lines is None:
+            return None
+
+        # Only nodes that could take a bundle at all, once everybody has left, matter from here on.
+        everybody = begun.copy()
+        for line in lines:
+            for there, vector in columns.parts[line]:
+                everybody[there] += vector
+        fit = np.zeros(len(begun), np.bool_)
+        for ask in self.asks:
+            fit |= (everybody >= ask).all(axis=1)
+        (few,) = np.nonzero(fit & usable)
+        place_of = {int(row): at for at, row in enumerate(few)}
+
+        def rows_without(kept: list[int]) -> tuple[int, ...] | None:
+            freed = begun[few]
+            for line in kept:
+                for there, vector in columns.parts[line]:
+                    if there in place_of:
+                        freed[place_of[there]] += vector
+            found = place(freed, usable[few], self.asks, strategy)
+            return None if found is None else tuple(int(few[at]) for at in found)
+
+        kept = self._taken_back(
+            lines, lambda some: self._pool_covered(some, slots_needed) and rows_without(some) is not None
+        )
+        rows = rows_without(kept)
+        return None if rows is None else _Way(rows, None, kept)
+
+    # ---- idle groups that have to go ----
+
+    def reclaims(self, way: _Way, slots_left: int | None) -> tuple[str, ...]:
+        """The idle groups whose room or number is needed, and none that is not."""
+        ledger, columns = self.ledger, self.candidates
+        lacks: dict[int, Vector] = {}
+        for row, ask in zip(way.rows, self.asks, strict=True):
+            lacks[row] = lacks.get(row, -ledger.free[row]) + ask
+        slots = 0 if slots_left is None else len(self.asks) - slots_left
+        for line in way.lines:
+            for row, vector in columns.parts[line]:
+                if row in lacks:
+                    lacks[row] = lacks[row] - vector
+            if self.mine[line]:
+                slots -= int(columns["slots"][line])
+        pool = self.task.spec.pool
+        chosen: list[Group] = []
+        if slots > 0 or any((lack > 0).any() for lack in lacks.values()):
+            shelves = self.books.shelves.values()
+            idle = [group for shelf in shelves for line in shelf.idle.values() for group in line]
+            # Those of its own pool first: they also make room under its limit.
+            idle.sort(key=lambda group: (group.pool != pool, group.seq))
+            for group in idle:
+                on_rows = any(ledger.row_of.get(node) in lacks for node in group.nodes)
+                if on_rows or (slots > 0 and group.pool == pool):
+                    chosen.append(group)
+
+        def enough(kept: list[Group]) -> bool:
+            left = {row: lack.copy() for row, lack in lacks.items()}
+            for group in kept:
+                for node, bundle in zip(group.nodes, group.bundles, strict=True):
+                    row = ledger.row_of.get(node)
+                    if row in left:
+                        left[row] -= ledger.vector(bundle)
+            room = all((lack <= 0).all() for lack in left.values())
+            return room and sum(len(group.bundles) for group in kept if group.pool == pool) >= slots
+
+        for group in reversed(list(chosen)):
+            without = [one for one in chosen if one is not group]
+            if enough(without):
+                chosen = without
+        return tuple(group.id for group in chosen)
+
+
+def _any(flags: NDArray[np.bool_], lines: Sequence[int]) -> bool:
+    return any(flags[at] for at in lines)

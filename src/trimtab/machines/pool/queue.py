@@ -1,0 +1,133 @@
+"""The order in which waiting tasks are looked at.
+
+Tasks age: a point of priority for every minute they wait. So the order of two tasks never changes while both wait, an
+old one passes any newcomer in the end, and nothing has to be sorted again. Ageing orders the queue and counts for
+nothing else. Tasks that ask alike in every respect are of one kind: where the first of a kind finds no room, none does.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from trimtab.core.resources import Resources
+from trimtab.machines.pool.records import Task
+from trimtab.model.pool import Labels, Strategy
+
+AGEING_S_PER_POINT = 60.0
+
+
+class Kind(NamedTuple):
+    """All that decides where a task could go and whom it could have leave."""
+
+    pool: str
+    bundles: tuple[Resources, ...]
+    room: tuple[Resources, ...]
+    strategy: Strategy | None
+    priority: float
+    labels: Labels
+    may_evict: bool
+    evictable: bool
+    over_quota_waits: bool
+    at_once: bool
+    came_back: bool
+    was_evicted: bool
+
+
+Entry = tuple[float, int, str]
+
+
+class Line:
+    """Those of one kind who wait, in their order. It stands for its kind as long as somebody waits in it."""
+
+    __slots__ = ("entries", "kind", "size", "uniform", "wanted")
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.entries: list[Entry] = []
+        self.size = kind.room or kind.bundles
+        self.uniform = all(bundle == self.size[0] for bundle in self.size)
+        self.wanted: list[tuple[int, int]] | None = None  # of a bundle, by column of the ledger; once it is asked for
+
+
+class Queue:
+    """Waiting tasks by kind."""
+
+    def __init__(self) -> None:
+        self._lines: dict[Kind, Line] = {}
+        self._line_of: dict[str, tuple[Line, Entry]] = {}
+
+    def __len__(self) -> int:
+        return len(self._line_of)
+
+    def lines(self) -> Iterable[Line]:
+        """All lines in which somebody waits."""
+        return self._lines.values()
+
+    def __contains__(self, task: str) -> bool:
+        return task in self._line_of
+
+    def add(self, task: Task, may_evict: bool) -> tuple[Line, bool]:
+        """The task waits; its line, and whether it is the first of it."""
+        spec = task.spec
+        kind = Kind(
+            spec.pool,
+            spec.bundles,
+            spec.room,
+            spec.strategy,
+            spec.priority,
+            spec.labels,
+            may_evict,
+            spec.evictable,
+            spec.over_quota_waits,
+            spec.wait_s == 0,
+            task.came_back,
+            task.evictions > 0,
+        )
+        entry = (age_key(task), task.seq, task.id)
+        line = self._lines.get(kind)
+        if line is None:
+            line = self._lines[kind] = Line(kind)
+        bisect.insort(line.entries, entry)
+        self._line_of[task.id] = (line, entry)
+        return line, line.entries[0] is entry
+
+    def line_of(self, task: str) -> Line:
+        """The line in which a task waits."""
+        return self._line_of[task][0]
+
+    def remove(self, task: str) -> None:
+        """The task waits no longer."""
+        found = self._line_of.pop(task, None)
+        if found is None:
+            return
+        line, entry = found
+        del line.entries[bisect.bisect_left(line.entries, entry)]
+        if not line.entries:
+            del self._lines[line.kind]
+
+    def heads(self) -> list[tuple[Entry, Line]]:
+        """The first of every line, as a heap."""
+        heap = [(line.entries[0], line) for line in self._lines.values()]
+        # Entries differ in their second part at the latest, so lines are never compared.
+        heapq.heapify(heap)
+        return heap
+
+    @staticmethod
+    def after(line: Line, entry: Entry) -> Entry | None:
+        """The next of the line behind the entry."""
+        at = bisect.bisect_right(line.entries, entry)
+        return line.entries[at] if at < len(line.entries) else None
+
+    def in_order(self, pool: str | None = None) -> Iterator[str]:
+        """All of them, or those of one pool, in the order they are looked at."""
+        lines = [line.entries for kind, line in self._lines.items() if pool is None or kind.pool == pool]
+        for _, _, task in heapq.merge(*lines):
+            yield task
+
+
+def age_key(task: Task) -> float:
+    """Lower is earlier."""
+    return task.submitted_at / AGEING_S_PER_POINT - task.spec.priority

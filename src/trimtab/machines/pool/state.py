@@ -1,0 +1,493 @@
+"""Everything the pool machine remembers, and the sums and indexes that follow from it.
+
+Keeps books and decides nothing: the machine decides, `room` looks for room, `telling` explains. What they write into a
+snapshot is the records alone; sums and indexes are worked out again from them, so the two can never disagree.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trimtab.core.codec import decode, encode
+from trimtab.core.reasons import STORY_KEPT, Chapter
+from trimtab.core.resources import Resources
+from trimtab.machines.pool import events as e
+from trimtab.machines.pool.capacity import Ledger, Vector
+from trimtab.machines.pool.preemption_candidates import Candidates
+from trimtab.machines.pool.queue import Queue
+from trimtab.machines.pool.queueing_hints import Log
+from trimtab.machines.pool.records import Claim, Eviction, Group, Kind, Pool, Stand, Task
+from trimtab.model.pool import ENDED, IN_QUEUE, Policy, State
+
+
+class IdleLine:
+    """Idle groups of one size, the oldest first whatever the order in which they fell idle."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, Group] = {}
+        self._order: list[int] = []  # a heap; may hold some that are not idle any more
+
+    def __contains__(self, group: Group) -> bool:
+        return group.seq in self._groups
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, group: Group) -> None:
+        """The group fell idle."""
+        self._groups[group.seq] = group
+        heapq.heappush(self._order, group.seq)
+
+    def remove(self, group: Group) -> None:
+        """The group is not idle any more."""
+        del self._groups[group.seq]
+
+    def __iter__(self) -> Iterator[Group]:
+        while self._order and self._order[0] not in self._groups:
+            heapq.heappop(self._order)
+        if self._order:
+            first = self._order[0]
+            yield self._groups[first]
+            for seq in sorted(self._groups):
+                if seq != first:
+                    yield self._groups[seq]
+
+
+@dataclass
+class Shelf:
+    """The placement groups of one pool."""
+
+    groups: dict[str, Group] = field(default_factory=dict)
+    reserved: dict[str, Group] = field(default_factory=dict)
+    idle: dict[tuple[Resources, ...], IdleLine] = field(default_factory=dict)  # dynamic ones, by size
+    dynamic_bundles: int = 0  # also of groups that are being made or removed
+    idle_bundles: int = 0
+    kept_bundles: int = 0  # that claims will make
+
+
+@dataclass
+class Need:
+    """What a claim still needs beyond what those who are leaving will give up; negative: they give up more."""
+
+    nodes: dict[str, Vector]
+    quota: Vector
+    slots: int
+
+
+@dataclass
+class Kept:
+    """What is kept for one who has waited too long, while others are looked at."""
+
+    task: str
+    pool: str
+    nodes: list[tuple[str, Vector]]
+    quota: Vector
+    slots: int
+    groups: list[str]  # idle ones
+
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> Kept:
+        """From plain data."""
+        nodes = [(node, np.array(part, np.int64)) for node, part in data["nodes"]]
+        return cls(data["task"], data["pool"], nodes, np.array(data["quota"], np.int64), data["slots"], data["groups"])
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data."""
+        nodes = [[node, part.tolist()] for node, part in self.nodes]
+        return {**vars(self), "nodes": nodes, "quota": self.quota.tolist()}
+
+    def covers(self, other: Kept) -> bool:
+        """Whether at least as much of everything is kept: a task that did not fit beside the other does not fit."""
+        if not self.slots >= other.slots or not set(other.groups) <= set(self.groups):
+            return False
+        mine, theirs = self._by_node(), other._by_node()
+        return _at_least(self.quota, other.quota) and all(
+            node in mine and _at_least(mine[node], part) for node, part in theirs.items()
+        )
+
+    def _by_node(self) -> dict[str, Vector]:
+        found: dict[str, Vector] = {}
+        for node, part in self.nodes:
+            found[node] = found[node] + part if node in found else part
+        return found
+
+
+def _at_least(one: Vector, other: Vector) -> bool:
+    return len(one) == len(other) and bool((one >= other).all())
+
+
+class Books:
+    """Records, and what follows from them."""
+
+    def __init__(self) -> None:
+        self.pools: dict[str, Pool] = {}
+        self.tasks: dict[str, Task] = {}  # all that are not forgotten; ended ones are forgotten in the order they ended
+        self.groups: dict[str, Group] = {}  # until they are gone
+        self.claims: dict[str, Claim] = {}  # by the task that room is made for; such a task is not in the queue
+        self.nodes: dict[str, e.NodeJoined] = {}
+        self.changed_nodes: set[str] = set()  # whose figures changed: what is held there may exceed them
+        self.policy: Policy | None = None  # until one is set nobody is evicted
+        self.evictions: list[Eviction] = []  # the latest
+        self.eviction_count = 0
+        self.now = 0.0
+        self.seq = 0
+        self.ended: list[str] = []
+        self.rechecks: set[float] = set()  # when the queue is to be looked at again
+        self.node_stories: dict[str, list[Chapter]] = {}
+        self.gains = Log()  # what was gained since the machine's verdicts; it dumps both
+        # What follows can be worked out from the above, and is not in a snapshot.
+        self.ledger = Ledger()
+        self.candidates = Candidates(self.ledger)
+        self.waiting = Queue()  # tasks in the queue that neither have a claim nor share slots
+        self.shelves: dict[str, Shelf] = {}
+        self.going: dict[str, Group] = {}  # groups that are removed, or will be: their room is free in a moment
+        self.needs: dict[str, Need] = {}  # of claims
+        self.node_epoch = 0  # changes whenever a node does
+        self.nevers: dict[tuple[object, ...], tuple[int, str | None]] = {}  # by epoch, what nodes can never hold
+        self.alone: dict[tuple[object, ...], tuple[int, bool]] = {}  # by shape, what would fit if all tasks ended
+        self.timers: list[tuple[float, str, str]] = []  # a heap; deadlines that have changed since are passed over
+
+    # ---- time ----
+
+    def timer(self, at: float | None, kind: str, name: str) -> None:
+        """The deadline of a "task" or a "group"."""
+        if at is not None:
+            heapq.heappush(self.timers, (at, kind, name))
+
+    def recheck(self, at: float) -> None:
+        """The queue is to be looked at again then, whatever happens until then."""
+        if at not in self.rechecks:
+            self.rechecks.add(at)
+            heapq.heappush(self.timers, (at, "recheck", ""))
+
+    def next_deadline(self) -> float | None:
+        """When a Tick is due at the latest."""
+        while self.timers:
+            at, kind, name = self.timers[0]
+            record: Task | Group | None = self.groups.get(name) if kind == "group" else self.tasks.get(name)
+            if kind == "recheck" or (record is not None and record.deadline == at):
+                return at
+            heapq.heappop(self.timers)
+        return None
+
+    # ---- tasks ----
+
+    def use(self, task: Task, uses: tuple[Resources, ...]) -> None:
+        """What the task uses of its quota changes."""
+        self.ledger.use(task.spec.pool, task.uses, -1)
+        self.ledger.use(task.spec.pool, uses, 1)
+        if task.uses:
+            self.gains.pool(task.spec.pool)
+        task.uses = uses
+
+    def candidate(self, task: Task) -> None:
+        """The task holds slots: it may have to leave them one day."""
+        group = self.groups[task.places[0].group]
+        before = self.candidates.may_leave(task.id)
+        self.candidates.drop(task.id)
+        if task.state in (State.starting, State.running):
+            self.candidates.add(task, group, len(group.tenants) == 1)
+            if not before and self.candidates.may_leave(task.id):
+                for row in self._rows(group):
+                    self.gains.leaver(row)
+
+    def may_evict(self, task: Task) -> bool:
+        """Whether others may have to leave for it: an evicted task that returns is content with what is free."""
+        returning = task.state is State.evicted and not self.pools[task.spec.pool].spec.return_preempts
+        return task.spec.may_evict and not returning
+
+    # ---- groups ----
+
+    def gained(self, group: Group) -> None:
+        """What the group holds is free or idle, or will be; also its pool's slots, where its nodes are lost."""
+        self.gains.pool(group.pool)
+        for row in self._rows(group):
+            self.gains.row(row)
+
+    def _rows(self, group: Group) -> Iterator[int]:
+        return (self.ledger.row_of[node] for node in set(group.nodes) if node in self.ledger.row_of)
+
+    def goes(self, group: Group) -> None:
+        """The group will be removed."""
+        self.going[group.id] = group
+        self.gained(group)
+
+    def add_pool(self, pool: Pool) -> None:
+        """A pool is there."""
+        self.pools[pool.spec.name] = pool
+        self.shelves[pool.spec.name] = Shelf()
+        self.ledger.set_pool(pool.spec.name, pool.spec.quota)
+
+    def add_group(self, group: Group) -> None:
+        """A group is being made: its room is held from now on."""
+        self.groups[group.id] = group
+        shelf = self.shelves[group.pool]
+        shelf.groups[group.id] = group
+        if group.kind is Kind.reserved:
+            shelf.reserved[group.id] = group
+            self.ledger.shape += 1
+        else:
+            shelf.dynamic_bundles += len(group.bundles)
+        self.ledger.hold(group.nodes, group.bundles)
+        if group.stand in (Stand.removing, Stand.broken):
+            self.going[group.id] = group
+
+    def drop_group(self, group: Group) -> None:
+        """Nothing of the group is left."""
+        del self.groups[group.id]
+        self.going.pop(group.id, None)
+        shelf = self.shelves[group.pool]
+        del shelf.groups[group.id]
+        if group.kind is Kind.reserved:
+            del shelf.reserved[group.id]
+            self.ledger.shape += 1
+        else:
+            shelf.dynamic_bundles -= len(group.bundles)
+        self.ledger.release(group.nodes, group.bundles)
+        self.gained(group)
+
+    def set_idle(self, group: Group, idle: bool) -> None:
+        """A dynamic group fell idle, or is about to become anything else. Saying it twice changes nothing."""
+        if group.kind is Kind.reserved:
+            return
+        shelf = self.shelves[group.pool]
+        line = shelf.idle.setdefault(group.bundles, IdleLine())
+        if idle != (group in line):
+            sign = 1 if idle else -1
+            shelf.idle_bundles += sign * len(group.bundles)
+            self.ledger.set_idle(group.nodes, group.bundles, idle)
+            if idle:
+                line.add(group)
+                self.gained(group)
+            else:
+                line.remove(group)
+        if not line:
+            del shelf.idle[group.bundles]
+
+    def usable(self, group: Group) -> bool:
+        """Whether every node of the group is there and takes something new."""
+        rows = [self.ledger.row_of.get(node) for node in group.nodes]
+        return all(row is not None and self.ledger.usable[row] for row in rows)
+
+    # ---- claims ----
+
+    def keep(self, claim: Claim) -> None:
+        """Keep for a claim what is free already of what it needs: all that does not come from those who are leaving."""
+        task, ledger = self.tasks[claim.task], self.ledger
+        need = self.needs[claim.task] = Need({}, ledger.sum_vector(task.spec.bundles).copy(), len(claim.nodes))
+        if claim.nodes:
+            for node, bundle in zip(claim.nodes, task.spec.size, strict=True):
+                vector = ledger.vector(bundle)
+                need.nodes[node] = need.nodes[node] + vector if node in need.nodes else vector.copy()
+        for name in claim.groups:
+            self._lean(need, self.groups[name], task.spec.pool, 1)
+        for name in claim.tasks:
+            if self.tasks[name].spec.pool == task.spec.pool:
+                need.quota = need.quota - ledger.sum_vector(self.tasks[name].uses)
+        self._keep_need(need, task.spec.pool, 1)
+
+    def keep_instead(self, claim: Claim, used: tuple[Resources, ...], group: Group | None) -> None:
+        """Somebody whom the claim leaned on is gone: what it was to give is free now, and kept."""
+        pool = self.tasks[claim.task].spec.pool
+        need = self.needs[claim.task]
+        self._keep_need(need, pool, -1)
+        if used:
+            need.quota = self.ledger.fitted(need.quota) + self.ledger.sum_vector(used)
+        if group is not None:
+            self._lean(need, group, pool, -1)
+        self._keep_need(need, pool, 1)
+
+    def unkeep(self, claim: Claim) -> None:
+        """Keep nothing for the claim any more."""
+        need = self.needs.pop(claim.task, None)
+        if need is not None:
+            self._keep_need(need, self.tasks[claim.task].spec.pool, -1)
+
+    def hold_back(self, kept: Kept) -> None:
+        """Reserve this for its task alone, until it is given back."""
+        for node, part in kept.nodes:
+            self.ledger.keep(node, part, 1)
+        self.ledger.quota_kept[kept.pool] += kept.quota
+        self.shelves[kept.pool].kept_bundles += kept.slots
+        for name in kept.groups:
+            self.set_idle(self.groups[name], False)
+
+    def give_back(self, kept: Kept) -> None:
+        """It is kept no longer."""
+        for node, part in kept.nodes:
+            self.ledger.keep(node, part, -1)
+        self.ledger.quota_kept[kept.pool] -= kept.quota
+        self.shelves[kept.pool].kept_bundles -= kept.slots
+        position = self.gains.position
+        for name in kept.groups:
+            self.set_idle(self.groups[name], True)
+        self.gains.take_back(position)  # they were idle all the time
+
+    def _lean(self, need: Need, group: Group, pool: str, sign: int) -> None:
+        """The need is less by what a group will give up; or, with -1, again as large."""
+        ledger = self.ledger
+        if group.kind is Kind.dynamic and group.pool == pool:
+            need.slots -= sign * len(group.bundles)
+        for node, bundle in zip(group.nodes, group.bundles, strict=True):
+            if node in need.nodes:
+                need.nodes[node] = ledger.fitted(need.nodes[node]) - sign * ledger.vector(bundle)
+
+    def _keep_need(self, need: Need, pool: str, sign: int) -> None:
+        for node, vector in need.nodes.items():
+            self.ledger.keep(node, np.maximum(0, vector), sign)
+        self.ledger.quota_kept[pool] += sign * np.maximum(0, self.ledger.fitted(need.quota))
+        self.shelves[pool].kept_bundles += sign * max(0, need.slots)
+
+    # ---- snapshots ----
+
+    def dump(self) -> dict[str, Any]:
+        """All that is remembered, as plain data."""
+        return {
+            "now": self.now,
+            "seq": self.seq,
+            "policy": encode(self.policy),
+            "pools": [encode(pool) for pool in self.pools.values()],
+            "tasks": [encode(task) for task in self.tasks.values()],
+            "groups": [encode(group) for group in self.groups.values()],
+            "claims": [encode(claim) for claim in self.claims.values()],
+            "nodes": [encode(node) for node in self.nodes.values()],
+            "changed_nodes": sorted(self.changed_nodes),
+            "rows": list(self.ledger.nodes),
+            "cordoned": sorted(self.ledger.cordoned),
+            "ended": list(self.ended),
+            "evictions": [encode(one) for one in self.evictions],
+            "eviction_count": self.eviction_count,
+            "node_stories": {name: [encode(one) for one in story] for name, story in self.node_stories.items()},
+            "rechecks": sorted(self.rechecks),
+        }
+
+    def read(self, data: dict[str, Any]) -> None:
+        """Fill empty books from a snapshot."""
+        self.now, self.seq = float(data["now"]), int(data["seq"])
+        self.policy = None if data["policy"] is None else decode(Policy, data["policy"])
+        ledger = self.ledger
+        for node in (decode(e.NodeJoined, one) for one in data["nodes"]):
+            self.nodes[node.node] = node
+        self.changed_nodes.update(data["changed_nodes"])
+        ledger.cordoned.update(data["cordoned"])
+        for row, name in enumerate(data["rows"]):
+            ledger.set_row(row, name)
+            if name is not None:
+                ledger.set_node(name, self.nodes[name].total, self.nodes[name].outside)
+        for pool in (decode(Pool, one) for one in data["pools"]):
+            self.add_pool(pool)
+        for task in (decode(Task, one) for one in data["tasks"]):
+            self.tasks[task.id] = task
+        for group in (decode(Group, one) for one in data["groups"]):
+            self.add_group(group)
+            if group.idle:
+                self.set_idle(group, True)
+            self.timer(group.deadline, "group", group.id)
+        for claim in (decode(Claim, one) for one in data["claims"]):
+            self.claims[claim.task] = claim
+        for task in self.tasks.values():
+            self.timer(task.deadline, "task", task.id)
+            if task.places:
+                ledger.use(task.spec.pool, task.uses, 1)
+                self.candidate(task)
+            elif task.state in IN_QUEUE and task.id not in self.claims and task.shares is None:
+                self.waiting.add(task, self.may_evict(task))
+        for claim in self.claims.values():
+            self.keep(claim)
+        self.ended = list(data["ended"])
+        self.evictions = [decode(Eviction, one) for one in data["evictions"]]
+        self.eviction_count = int(data["eviction_count"])
+        self.node_stories = {
+            name: [decode(Chapter, one) for one in story] for name, story in data["node_stories"].items()
+        }
+        for at in data["rechecks"]:
+            self.recheck(float(at))
+
+    # ---- invariants ----
+
+    def check(self) -> None:
+        """Verify every invariant against the records; raises AssertionError."""
+        ledger = self.ledger
+        held, idle = np.zeros_like(ledger.held), np.zeros_like(ledger.idle)
+        for group in self.groups.values():
+            assert group.pool in self.pools, f"{group.id} is of no pool"
+            for node, bundle in zip(group.nodes, group.bundles, strict=True):
+                assert node == "" or node in self.nodes, f"{group.id} lies on a node that is not there"
+                if node:
+                    held[ledger.row_of[node]] += ledger.vector(bundle)
+                    if group.idle and group.kind is Kind.dynamic:
+                        idle[ledger.row_of[node]] += ledger.vector(bundle)
+            lost = "" in group.nodes
+            assert not lost or group.stand in (Stand.broken, Stand.removing), f"{group.id} is trusted after a loss"
+            assert group.active is None or group.active in group.tenants, f"{group.id} has an active stranger"
+            for name in group.tenants:
+                self._check_tenant(group, name)
+            assert group.stand is not Stand.removing or not group.tenants, f"{group.id} is removed under a tenant"
+        going = {name for name, group in self.groups.items() if group.stand in (Stand.removing, Stand.broken)}
+        assert going == self.going.keys(), "groups that are going are miscounted"
+        assert (held == ledger.held).all(), "what groups hold is not what the books say"
+        assert (idle == ledger.idle).all(), "what is idle is not what the books say"
+        ours = ledger.held + ledger.kept
+        for node, row in ledger.row_of.items():
+            over = (ours[row] > ledger.total[row] - ledger.outside[row]).any()
+            assert not over or node in self.changed_nodes, f"more is held or kept than node {node} has"
+        for name, pool in self.pools.items():
+            used = np.zeros_like(ledger.used[name])
+            for task in self.tasks.values():
+                if task.spec.pool == name and task.uses:
+                    used = used + ledger.sum_vector(task.uses)
+            assert (used == ledger.used[name]).all(), f"what pool {name} uses is not what the books say"
+            assert pool.lowered or (ledger.quota_left(name) >= 0).all(), f"pool {name} is over its quota"
+            shelf = self.shelves[name]
+            there = sum(len(one.bundles) for one in shelf.groups.values() if one.kind is Kind.dynamic)
+            assert there == shelf.dynamic_bundles, f"dynamic slots of pool {name} are miscounted"
+            idle_names = {one.id for one in shelf.groups.values() if one.idle and one.kind is Kind.dynamic}
+            known = {one.id for line in shelf.idle.values() for one in line}
+            assert known == idle_names, f"idle slots of {name} differ"
+            limit = pool.spec.dynamic_limit
+            assert limit is None or there + shelf.kept_bundles <= limit, f"pool {name} is over its limit of slots"
+        for task in self.tasks.values():
+            self._check_task(task)
+        at_work = {name for name, task in self.tasks.items() if task.state in (State.starting, State.running)}
+        assert at_work == self.candidates.at.keys(), "who may have to leave is miscounted"
+        for claim in self.claims.values():
+            assert self.tasks[claim.task].state in IN_QUEUE, f"{claim.task} claims room and does not wait"
+            assert claim.tasks or claim.groups, f"the room of {claim.task} is there and not taken"
+            assert all(self.tasks[name].state is State.cancelling for name in claim.tasks), "a victim does not leave"
+
+    def _check_tenant(self, group: Group, name: str) -> None:
+        task = self.tasks[name]
+        if task.places:
+            assert task.places[0].group == group.id, f"{name} is in two groups"
+            for at, slot in enumerate(group.bundles):
+                uses = Resources()
+                for one in group.tenants:
+                    if self.tasks[one].uses:
+                        uses = uses.plus(self.tasks[one].uses[at])
+                assert uses.within(slot), f"slot {at} of {group.id} is overfull"
+        else:
+            assert name in self.claims or task.shares is not None, f"{name} sits in {group.id} without a right"
+
+    def _check_task(self, task: Task) -> None:
+        assert bool(task.places) == task.holds, f"{task.id} is {task.state.value} with places {task.places}"
+        assert task.holds or not task.uses, f"{task.id} uses quota without a slot"
+        assert task.reason.sentence, f"{task.id} has no reason"
+        assert len(task.story) <= STORY_KEPT, f"the story of {task.id} grows"
+        if task.places:
+            group = self.groups.get(task.places[0].group)
+            assert group is not None, f"{task.id} is in a group that is not there"
+            assert task.id in group.tenants, f"{task.id} is in a group that does not know it"
+            if task.state in (State.starting, State.running):
+                assert group.active == task.id, f"{task.id} runs out of turn"
+        if task.state in IN_QUEUE:
+            assert task.deadline is not None, f"{task.id} waits without a deadline"
+            places = (task.id in self.waiting, task.id in self.claims, task.shares is not None)
+            assert sum(places) == 1, f"{task.id} waits in {sum(places)} ways"
+        if task.state in (State.starting, State.cancelling):
+            assert task.deadline is not None, f"{task.id} is {task.state.value} without a deadline"
+        assert (task.state in ENDED) == (task.id in self.ended), f"{task.id} is {task.state.value}, ended or not"

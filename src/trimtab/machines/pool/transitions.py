@@ -1,0 +1,618 @@
+"""The lives of tasks and groups: every transition, named after its edge, with what follows from it.
+
+Keeps the books true through each change and says what is to be done; when a change is due is decided by the machine,
+which is the only one to call it. A task leaves its slots only when its processes are gone; room that is being made for
+a task is claimed until it has it; a group that is lost in part is given up whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trimtab.core.reasons import Chapter, Code, Reason, add_chapter
+from trimtab.core.resources import Resources
+from trimtab.machines.pool import events as e
+from trimtab.machines.pool import feasibility as room
+from trimtab.machines.pool.binpack import place
+from trimtab.machines.pool.feasibility import Spot
+from trimtab.machines.pool.preemption import Choice
+from trimtab.machines.pool.queue import Line
+from trimtab.machines.pool.queueing_hints import Verdict
+from trimtab.machines.pool.records import After, Claim, Eviction, Group, Kind, Stand, Task
+from trimtab.machines.pool.state import Books, Kept
+from trimtab.model.pool import ENDED, IN_QUEUE, Place, Policy, State, Strategy
+
+MAKE_GROUP_S = 60.0
+REMOVE_GROUP_S = 60.0
+START_GRACE_S = 30.0  # beyond its own deadline, until a start counts as lost
+STOP_GRACE_S = 60.0  # beyond telling and saving, until a stop is issued again
+TURN_S = 300.0
+START_TRIES = 3
+BACK_OFF_S = 0.25  # doubles with every loss
+BACK_OFF_MOST_S = 30.0
+ENDED_KEPT = 10_000
+EVICTIONS_KEPT = 1_000
+
+
+class Lives(Books):
+    """Transitions over the books."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Lines in which nobody found room or a way to make any; as long as nothing is gained that could help.
+        self._blocked: dict[Line, Verdict] = {}
+        self._kept: list[Kept] = []  # what was kept for the patient when that was found
+        self._timed = False  # whether time alone may change that the one looked at last finds no room
+        self._no_spot: dict[tuple[object, ...], Reason] = {}  # why sizes found none, while one event is handled
+        # By all that decides it but priority: the highest that found nobody to leave, since anything changed.
+        self._no_choice: dict[tuple[object, ...], float] = {}
+        self._dirty = False
+        self._out: list[e.Instruction] = []
+
+    # ---- the queue -------------------------------------------------------------------------------------------------
+
+    def _freed(self) -> None:
+        """Anybody may have room now who had none: everybody is looked at again."""
+        self.gains.anything()
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Something was gained: those whom it could help are looked at again."""
+        self._no_spot.clear()
+        self._no_choice.clear()
+        self._dirty = True
+
+    def _enqueue(self, task: Task) -> None:
+        line, first = self.waiting.add(task, self.may_evict(task))
+        if first:
+            self._blocked.pop(line, None)
+        elif line in self._blocked:
+            self._wait(task, Reason(Code.queued, "others that ask the same came first"), task.since)
+        self._dirty = True
+
+    def _wait(self, task: Task, reason: Reason, now: float) -> None:
+        if reason.code is not task.reason.code:
+            self._write(task, State.waiting.value, reason, now)
+        task.reason = reason
+
+    # ---- claims ----------------------------------------------------------------------------------------------------
+
+    def _claim(self, task: Task, choice: Choice, now: float) -> None:
+        """Have the victims leave, and keep what goes free for the task."""
+        self._no_choice.clear()
+        self.waiting.remove(task.id)
+        victims = [self.tasks[name] for name, _ in choice.victims]
+        group_id, nodes = choice.group, choice.nodes
+        if group_id is None and len(victims) == 1 and not choice.reclaims:
+            theirs = self.groups[victims[0].places[0].group]
+            size = task.spec.size
+            same = theirs.pool == task.spec.pool and theirs.bundles == size and theirs.nodes == nodes
+            if same and theirs.kind is Kind.dynamic and theirs.stand is Stand.standing:
+                group_id, nodes = theirs.id, ()
+        limited = self.pools[task.spec.pool].spec.dynamic_limit is not None
+        leaving = [
+            group.id
+            for group in (self.groups[victim.places[0].group] for victim in victims)
+            if group.kind is Kind.dynamic
+            and (set(group.nodes) & set(nodes) or (nodes and limited and group.pool == task.spec.pool))
+        ]
+        claim = Claim(
+            task.id,
+            nodes,
+            group_id,
+            [one.id for one in victims],
+            [*leaving, *choice.reclaims, *choice.awaits],
+            tuple(one.id for one in victims),
+        )
+        self.claims[task.id] = claim
+        if group_id is not None:
+            self.set_idle(self.groups[group_id], False)
+            self.groups[group_id].tenants.append(task.id)
+        names = ", ".join(victim.id for victim in victims) or "idle slots"
+        task.reason = Reason(Code.evicting, f"room is being made: {names} must leave first")
+        self._write(task, task.state.value, task.reason, now)
+        stop_s = max([self._stop_seconds(victim) for victim in victims], default=0.0)
+        task.deadline = max(task.deadline or 0.0, now + stop_s + STOP_GRACE_S + REMOVE_GROUP_S)
+        self.timer(task.deadline, "task", task.id)
+        self.keep(claim)
+        for group in choice.reclaims:
+            self._standing_to_removing(self.groups[group], now)
+        for victim, (_, code) in zip(victims, choice.victims, strict=True):
+            self._evict(victim, task, _eviction_reason(code, victim, task), now)
+        if self.claims.get(task.id) is claim:  # victims that had not begun are gone already
+            self._claim_if_ready(claim, now)
+
+    def _drop_claim(self, claim: Claim, now: float, *, requeue: bool) -> None:
+        """The room cannot be had, or is not wanted any more."""
+        self.unkeep(claim)
+        del self.claims[claim.task]
+        if claim.group is not None and claim.group in self.groups:
+            group = self.groups[claim.group]
+            group.tenants.remove(claim.task)
+            if not group.tenants and group.stand is Stand.standing:
+                self._idle_or_remove(group, now)
+        if requeue:
+            self._enqueue(self.tasks[claim.task])
+        self._freed()
+
+    def _claims_hear(
+        self, now: float, *, task: Task | None = None, used: tuple[Resources, ...] = (), group: Group | None = None
+    ) -> None:
+        """Somebody whom claims wait for is gone."""
+        for claim in list(self.claims.values()):
+            if task is not None and task.id in claim.tasks:
+                claim.tasks.remove(task.id)
+            elif group is not None and group.id in claim.groups:
+                claim.groups.remove(group.id)
+            else:
+                continue
+            same_pool = task is not None and task.spec.pool == self.tasks[claim.task].spec.pool
+            self.keep_instead(claim, used if same_pool else (), group)
+            self._claim_if_ready(claim, now)
+
+    def _claim_if_ready(self, claim: Claim, now: float) -> None:
+        if claim.tasks or claim.groups:
+            return
+        task = self.tasks[claim.task]
+        self.unkeep(claim)
+        del self.claims[claim.task]
+        if claim.group is not None:
+            self.groups[claim.group].tenants.remove(task.id)
+        if not room.still_there(self, claim):
+            # The node shrank or was cordoned meanwhile.
+            if claim.group is not None and not self.groups[claim.group].tenants:
+                self._idle_or_remove(self.groups[claim.group], now)
+            self._enqueue(task)
+            self._freed()
+            return
+        names = ", ".join(claim.victims)
+        made = f"{names} left for it" if names else "idle slots were removed for it"
+        code = Code.preempted if claim.victims else Code.placed
+        self._to_starting(task, Spot(claim.group, claim.nodes, Reason(code, made)), now)
+
+    # ---- evictions -------------------------------------------------------------------------------------------------
+
+    def _evict(self, task: Task, by: Task | None, reason: Reason, now: float) -> None:
+        task.evictions += 1
+        self.eviction_count += 1
+        self.evictions.append(Eviction(now, task.id, task.spec.pool, by.id if by else None, reason))
+        del self.evictions[:-EVICTIONS_KEPT]
+        counts = self.pools[task.spec.pool].evictions
+        counts[reason.code.value] = counts.get(reason.code.value, 0) + 1
+        self._to_cancelling(task, After.evicted, reason, now, tell=True, save=True)
+
+    def _stop_seconds(self, task: Task) -> float:
+        policy = self.policy or Policy()
+        tell = policy.cancel_timeout_s if task.spec.notice_s is None else task.spec.notice_s
+        return tell + policy.save_timeout_s
+
+    # ---- the life of a task ----------------------------------------------------------------------------------------
+
+    def _to_starting(self, task: Task, spot: Spot, now: float) -> None:
+        """From the queue, or from a claim."""
+        self._no_choice.clear()
+        spec = task.spec
+        pool = self.pools[spec.pool]
+        if spot.group is None:
+            strategy = room.strategy_of(self, spec)
+            group = self._make_group(spec.pool, Kind.dynamic, spec.size, spot.nodes, strategy, now)
+        else:
+            group = self.groups[spot.group]
+            self.set_idle(group, False)
+            if group.used:
+                pool.reuse_count += 1
+        task.attempt += 1
+        self._seat(task, group, now)
+        if task.state is State.evicted:
+            task.evicted_s += now - task.since
+        task.not_before = 0.0
+        self._to(task, State.starting, spot.reason, now, now + spec.start_timeout_s + START_GRACE_S)
+        self.candidate(task)
+        if group.stand is Stand.standing:
+            self._issue_start(task, now)
+        for other in [other for other in self.tasks.values() if other.shares == task.id] if spec.room else ():
+            if other.state in IN_QUEUE and self._group_shared_by(other) is None:
+                self._join_slots(other, now)
+        self._dirty = True  # here is one more who might have to leave for others
+
+    def _to_found(self, found: e.FoundTask, now: float) -> None:
+        """A task that nobody remembers runs: from now on it is remembered."""
+        spec = found.spec
+        pool = self.pools[spec.pool]
+        kind = Kind.dynamic if found.reserved is None else Kind.reserved
+        size = spec.size if found.reserved is None else (pool.spec.reserved[found.reserved],)
+        # New groups are numbered on from here, so that no name is used twice.
+        number = found.group.removeprefix("g")
+        self.seq = max(self.seq + 1, int(number) if number.isdecimal() else 0)
+        group = Group(
+            found.group,
+            spec.pool,
+            kind,
+            size,
+            found.nodes,
+            Stand.standing,
+            None,
+            spec_index=found.reserved,
+            seq=self.seq,
+        )
+        self.add_group(group)
+        reason = Reason(Code.found, "it was running when the journal was lost")
+        task = Task(replace(spec, shares=None), self.seq, now, State.running, reason, now, None, attempt=found.attempt)
+        self.tasks[spec.id] = task
+        self._seat(task, group, now)
+        task.started, task.started_at = True, now
+        self._write(task, task.state.value, reason, now)
+        self.candidate(task)
+
+    def _seat(self, task: Task, group: Group, now: float) -> None:
+        """The task is the active tenant of the group."""
+        if task.id not in group.tenants:
+            group.tenants.append(task.id)
+        group.active = task.id
+        group.used += 1
+        task.places = tuple(Place(group.id, at, node) for at, node in enumerate(group.nodes))
+        task.started, task.started_at, task.keep_slot = False, None, True
+        pool = self.pools[task.spec.pool].spec
+        owner = task.spec.priority >= pool.reserved_priority
+        task.borrowed = group.kind is Kind.reserved and not owner and pool.borrow
+        self.use(task, task.spec.bundles)
+
+    def _issue_start(self, task: Task, now: float) -> None:
+        task.started = True
+        deadline = now + task.spec.start_timeout_s
+        task.deadline = deadline + START_GRACE_S
+        self.timer(task.deadline, "task", task.id)
+        self._out.append(e.Start(task.id, task.attempt, task.places, task.saved, deadline))
+
+    def _end(
+        self, task: Task, after: After, reason: Reason, now: float, *, keep_slot: bool = True, tell: bool = True
+    ) -> None:
+        """The task is to end, whatever its state."""
+        if task.id in self.claims:
+            self._drop_claim(self.claims[task.id], now, requeue=False)
+        task.keep_slot = keep_slot
+        if task.state in IN_QUEUE:
+            self.waiting.remove(task.id)
+            if any(kept.task == task.id for kept in self._kept):
+                self.gains.anything()  # what was kept for it
+            self._leave_turns(task, now)
+            self._to_ended(task, State(after.value), reason, now)
+        elif task.state is State.cancelling:
+            self._set_after(task, after, reason)
+        else:
+            self._to_cancelling(task, after, reason, now, tell=tell)
+
+    def _set_after(self, task: Task, after: After, reason: Reason) -> None:
+        task.after, task.after_reason = after, reason
+
+    def _to_cancelling(
+        self, task: Task, after: After, reason: Reason, now: float, *, tell: bool, save: bool = False
+    ) -> None:
+        """From starting, running or parked."""
+        self.candidates.drop(task.id)
+        self._set_after(task, after, reason)
+        task.moving = None
+        if not task.started:
+            self._stopped(task, now)
+            return
+        policy = self.policy or Policy()
+        # What is not constructed yet has nothing to tell and nothing to save.
+        tell = tell and task.state is not State.starting
+        notice = tell and after is After.evicted and task.spec.notice_s is not None
+        task.notice = notice
+        task.tell_s = float(task.spec.notice_s or 0.0) if notice else policy.cancel_timeout_s if tell else 0.0
+        task.save_s = policy.save_timeout_s if save and tell else 0.0
+        self._to(task, State.cancelling, reason, now, None)
+        self._issue_stop(task, now)
+
+    def _issue_stop(self, task: Task, now: float) -> None:
+        task.deadline = now + task.tell_s + task.save_s + STOP_GRACE_S
+        self.timer(task.deadline, "task", task.id)
+        self._out.append(e.Stop(task.id, task.attempt, task.reason, task.tell_s, task.notice, task.save_s))
+
+    def _stopped(self, task: Task, now: float) -> None:
+        """Nothing of the task is left on its slots: it leaves them, and goes where it was to go."""
+        after, reason = task.after or After.again, task.after_reason or task.reason
+        task.after = task.after_reason = None
+        self.candidates.drop(task.id)
+        used = task.uses
+        self.use(task, ())
+        group = self.groups[task.places[0].group]
+        had_begun = task.started
+        if after in (After.done, After.failed) and task.started_at is not None:
+            self.pools[task.spec.pool].ran(now - task.started_at)
+        task.places = ()
+        task.borrowed = task.started = False
+        task.started_at = None
+        self._leave(task, group, now)
+        self._claims_hear(now, task=task, used=used)
+        self._look_again()
+        if after is After.again and not had_begun:
+            self._to_queue(task, State.waiting, reason, now)
+        elif after is After.again:
+            self._after_a_loss(task, reason, now)
+        elif after is After.evicted:
+            self._to_queue(task, State.evicted, reason, now)
+        else:
+            self._to_ended(task, State(after.value), reason, now)
+
+    def _after_a_loss(self, task: Task, reason: Reason, now: float) -> None:
+        task.losses += 1
+        # A start that failed by bad luck has done nothing yet: it is tried again in any case.
+        allowed = max(task.spec.restarts, START_TRIES if reason.code is Code.start_failed else 0)
+        if task.spec.restarts >= 0 and allowed < task.losses:
+            if allowed:
+                reason = Reason(Code.restarts_used, f"lost {task.losses} times, the last time: {reason.sentence}")
+            self._to_ended(task, State.failed, reason, now)
+            return
+        back_off = 0.0 if reason.code is Code.node_lost else BACK_OFF_S * 2 ** min(task.losses - 1, 10)
+        self._back_off(task, min(BACK_OFF_MOST_S, back_off), now)
+        self._to_queue(task, State.waiting, Reason(reason.code, f"will start again: {reason.sentence}"), now)
+
+    def _back_off(self, task: Task, seconds: float, now: float) -> None:
+        task.not_before = now + seconds
+        if seconds:
+            self.recheck(task.not_before)
+
+    def _to_queue(self, task: Task, state: State, reason: Reason, now: float) -> None:
+        pool = self.pools[task.spec.pool]
+        # A task that asked for "at once or not at all" has been accepted once; it waits like others to return.
+        wait_s = task.spec.wait_s or pool.spec.wait_s
+        task.shares = None
+        self._to(task, state, reason, now, now + wait_s)
+        self._enqueue(task)
+
+    def _to_ended(self, task: Task, state: State, reason: Reason, now: float) -> None:
+        self._to(task, state, reason, now, None)
+        self.ended.append(task.id)
+        for other in [one for one in self.tasks.values() if one.shares == task.id] if task.spec.room else ():
+            if other.state in IN_QUEUE and self._group_shared_by(other) is None:
+                other.shares = None
+                self._enqueue(other)
+        if len(self.ended) > ENDED_KEPT:
+            del self.tasks[self.ended.pop(0)]
+        if self.pools[task.spec.pool].dropped:
+            self._forget_pool(task.spec.pool)
+
+    def _to(self, task: Task, state: State, reason: Reason, now: float, deadline: float | None) -> None:
+        task.state, task.reason, task.since, task.deadline = state, reason, now, deadline
+        self.timer(deadline, "task", task.id)
+        self._write(task, state.value, reason, now)
+
+    def _write(self, task: Task, state: str, reason: Reason, now: float) -> None:
+        add_chapter(task.story, Chapter(now, state, reason))
+
+    # ---- turns -----------------------------------------------------------------------------------------------------
+
+    def _join_slots(self, task: Task, now: float) -> None:
+        """A task that shares slots waits at them for its turn."""
+        owner = self.tasks.get(task.shares or "")
+        group = self.groups.get(owner.places[0].group) if owner is not None and owner.places else None
+        if group is not None and any(claim.group == group.id for claim in self.claims.values()):
+            group = None  # somebody else takes it over
+        if group is not None and group.stand in (Stand.making, Stand.standing) and task.id not in group.tenants:
+            group.tenants.append(task.id)
+            for other in group.tenants:
+                if self.tasks[other].places:
+                    self.candidate(self.tasks[other])
+            self._next_turn(group, now)
+        if task.state in IN_QUEUE:
+            self._wait(task, Reason(Code.turn, f"waits for its turn in the slot of {task.shares}"), now)
+
+    def _group_shared_by(self, task: Task) -> Group | None:
+        """The group in which the task takes turns."""
+        if task.places:
+            return self.groups[task.places[0].group]
+        if task.shares is None:
+            return None
+        return next((group for group in self.shelves[task.spec.pool].groups.values() if task.id in group.tenants), None)
+
+    def _leave_turns(self, task: Task, now: float) -> None:
+        group = self._group_shared_by(task) if task.shares else None
+        if group is not None:
+            self._leave(task, group, now)
+
+    def _next_turn(self, group: Group, now: float) -> None:
+        """Give the group's devices to whoever asked first; or have its active tenant parked for them."""
+        if group.stand is not Stand.standing:
+            return
+        group.turns = [name for name in group.turns if name in group.tenants and name != group.active]
+        if group.active is not None:
+            active = self.tasks[group.active]
+            wanted = next((name for name in group.turns if self._turn_fits(self.tasks[name], active)), None)
+            if wanted is not None and active.state is State.running and active.moving is None:
+                active.moving = "parking"
+                active.deadline = now + TURN_S
+                self.timer(active.deadline, "task", active.id)
+                self._out.append(e.Park(active.id, active.attempt, active.deadline))
+            return
+        for name in [*group.turns, *group.tenants]:
+            task = self.tasks[name]
+            if name in self.claims or task.state not in (State.parked, *IN_QUEUE) or not self._turn_fits(task, None):
+                continue
+            if name in group.turns:
+                group.turns.remove(name)
+            self._give_turn(task, group, now)
+            return
+
+    def _turn_fits(self, task: Task, instead_of: Task | None) -> bool:
+        """Whether the quota allows it to be active."""
+        ledger = self.ledger
+        need = ledger.sum_vector(task.spec.bundles) - (ledger.sum_vector(task.uses) if task.uses else 0)
+        if instead_of is not None:
+            need = need - ledger.sum_vector(instead_of.uses)
+            if instead_of.spec.residual:
+                need = need + ledger.sum_vector(instead_of.spec.residual)
+        return bool((need <= ledger.quota_left(task.spec.pool)).all())
+
+    def _give_turn(self, task: Task, group: Group, now: float) -> None:
+        reason = Reason(Code.turn, "it has its turn")
+        if task.state is State.parked:
+            group.active = task.id
+            self.use(task, task.spec.bundles)
+            task.moving = "unparking"
+            task.deadline = now + TURN_S
+            self.timer(task.deadline, "task", task.id)
+            self._out.append(e.Unpark(task.id, task.attempt, task.deadline))
+            return
+        task.attempt += 1
+        self._seat(task, group, now)
+        self._to(task, State.starting, reason, now, now + task.spec.start_timeout_s + START_GRACE_S)
+        self.candidate(task)
+        self._issue_start(task, now)
+
+    # ---- the life of a group ---------------------------------------------------------------------------------------
+
+    def _make_reserved(self, now: float) -> None:
+        """Make the reserved slots that are not there, as far as there is room."""
+        for pool in self.pools.values():
+            missing = len(pool.spec.reserved) - len(pool.retired)
+            if not missing or pool.dropped or pool.not_before > now:
+                continue
+            there = {group.spec_index for group in self.shelves[pool.spec.name].reserved.values()}
+            for index, size in enumerate(pool.spec.reserved):
+                if index in there or index in pool.retired:
+                    continue
+                ledger = self.ledger
+                rows = place(ledger.free, ledger.usable, [ledger.vector(size)], pool.spec.strategy)
+                if rows is not None:
+                    nodes = (str(ledger.nodes[rows[0]]),)
+                    group = self._make_group(pool.spec.name, Kind.reserved, (size,), nodes, pool.spec.strategy, now)
+                    group.spec_index = index
+
+    def _make_group(
+        self,
+        pool: str,
+        kind: Kind,
+        bundles: tuple[Resources, ...],
+        nodes: tuple[str, ...],
+        strategy: Strategy,
+        now: float,
+    ) -> Group:
+        self.seq += 1
+        group = Group(f"g{self.seq}", pool, kind, bundles, nodes, Stand.making, now + MAKE_GROUP_S, seq=self.seq)
+        self.add_group(group)
+        self.timer(group.deadline, "group", group.id)
+        self._out.append(e.MakeGroup(group.id, pool, bundles, nodes, strategy, now + MAKE_GROUP_S))
+        return group
+
+    def _leave(self, task: Task, group: Group, now: float) -> None:
+        """The task is not in the group any more."""
+        if task.id in group.tenants:
+            group.tenants.remove(task.id)
+        if task.id in group.turns:
+            group.turns.remove(task.id)
+        if group.active == task.id:
+            group.active = None
+        others = [name for name in group.tenants if name not in self.claims]
+        if group.tenants:
+            for name in others:
+                if self.tasks[name].places:
+                    self.candidate(self.tasks[name])
+            if others:
+                self._next_turn(group, now)
+            return
+        if group.stand is Stand.broken:
+            self._standing_to_removing(group, now)
+        elif group.stand is Stand.standing:
+            self._idle_or_remove(group, now, keep=task.keep_slot)
+
+    def _idle_or_remove(self, group: Group, now: float, keep: bool = True) -> None:
+        """Nobody is in the group: keep it for the next, or remove it."""
+        pool = self.pools[group.pool]
+        wanted = any(group.id in claim.groups for claim in self.claims.values())
+        if group.kind is Kind.reserved:
+            if keep and not pool.dropped:
+                return
+            if group.spec_index is not None:
+                pool.retired.append(group.spec_index)
+            self._standing_to_removing(group, now)
+        elif keep and pool.spec.reuse and not pool.dropped and not wanted and self.usable(group):
+            self.set_idle(group, True)
+        else:
+            self._standing_to_removing(group, now)
+
+    def _standing_to_removing(self, group: Group, now: float) -> None:
+        self.set_idle(group, False)
+        group.stand = Stand.removing
+        self.goes(group)
+        self._issue_remove(group, now)
+
+    def _issue_remove(self, group: Group, now: float) -> None:
+        group.deadline = now + REMOVE_GROUP_S
+        self.timer(group.deadline, "group", group.id)
+        self._out.append(e.RemoveGroup(group.id))
+
+    def _gone(self, group: Group, now: float) -> None:
+        """Nothing of the group is left."""
+        self.drop_group(group)
+        self._claims_hear(now, group=group)
+        self._forget_pool(group.pool)
+        self._look_again()
+
+    def _break(self, group: Group, reason: Reason, now: float, *, evict: bool = False) -> None:
+        """Part of the group is lost, or will be (`evict`): whoever is in it stops, and then it is removed."""
+        if group.stand is Stand.removing:
+            return
+        group.stand, group.deadline = Stand.broken, None
+        self.goes(group)
+        for claim in [claim for claim in self.claims.values() if claim.group == group.id]:
+            self._drop_claim(claim, now, requeue=True)
+        for name in list(group.tenants):
+            task = self.tasks[name]
+            if task.state in (State.starting, State.running, State.parked):
+                if evict:
+                    self._evict(task, None, reason, now)
+                else:
+                    self._to_cancelling(task, After.again, reason, now, tell=False)
+            elif task.state in IN_QUEUE:
+                group.tenants.remove(name)
+                task.shares = None
+                self._enqueue(task)
+        if not group.tenants and group.stand is Stand.broken:
+            self._standing_to_removing(group, now)
+
+    def _send_back(self, group: Group, reason: Reason, now: float) -> None:
+        """The group will not stand: its tenants wait again."""
+        for name in list(group.tenants):
+            task = self.tasks[name]
+            group.tenants.remove(name)
+            if task.state is State.starting:
+                self.candidates.drop(name)
+                self.use(task, ())
+                task.places, task.borrowed = (), False
+                group.active = None
+                self._back_off(task, BACK_OFF_S, now)
+                self._to_queue(task, State.waiting, reason, now)
+            elif task.state in IN_QUEUE:
+                task.shares = None
+                self._enqueue(task)
+
+    def _forget_pool(self, name: str) -> None:
+        """A pool that was dropped is forgotten once nothing of it is left."""
+        pool = self.pools[name]
+        if not pool.dropped or self.shelves[name].groups:
+            return
+        if any(task.spec.pool == name and task.state not in ENDED for task in self.tasks.values()):
+            return
+        del self.pools[name], self.shelves[name]
+
+    def _making_to_standing(self, group: Group, now: float) -> None:
+        group.stand, group.deadline = Stand.standing, None
+        self.pools[group.pool].made_count += 1
+        if not group.tenants:
+            self._idle_or_remove(group, now)
+            self._freed()
+        elif group.active is not None:
+            self._issue_start(self.tasks[group.active], now)
+
+
+def _eviction_reason(code: Code, victim: Task, by: Task) -> Reason:
+    gap = f"priority {by.spec.priority:g} against {victim.spec.priority:g}"
+    why = {
+        Code.label_rule: f"a label rule allows it, {gap}",
+        Code.priority: f"{gap} in the same pool",
+        Code.cross_pool: f"pool {by.spec.pool} may take from pool {victim.spec.pool}, {gap}",
+        Code.owner_returned: "it had borrowed a reserved slot",
+    }[code]
+    return Reason(code, f"makes room for {by.id}: {why}")

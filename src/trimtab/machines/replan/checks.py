@@ -1,0 +1,75 @@
+"""What is refused at the door, and what must be true of a run after every event."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from trimtab.core.errors import InputError, nearest
+from trimtab.machines.replan.estimates import JUMP, Estimates
+from trimtab.machines.replan.events import ClusterChanged
+from trimtab.machines.replan.migration import Moves
+from trimtab.machines.replan.state import Run
+from trimtab.model.run import STAGES, Iteration, RunMode, RunRules
+from trimtab.model.workflow import Workflow
+
+
+def check_iteration(iteration: Iteration, workflow: Workflow) -> None:
+    """Raise InputError where an iteration names a component that the workflow has not, or more than it has."""
+    for one in iteration.components:
+        if one.component not in workflow.names:
+            near = nearest(one.component, workflow.names)
+            raise InputError(
+                f"there is no component named {one.component}",
+                where=f"iteration {iteration.number}",
+                hint=f"did you mean {near}?" if near else f"components are: {', '.join(workflow.names)}",
+            )
+        if one.batches is not None and one.batches > workflow.batches:
+            raise InputError(
+                f"{one.component} did {one.batches} batches of {workflow.batches}",
+                where=f"iteration {iteration.number}",
+            )
+
+
+def check_cluster(event: ClusterChanged) -> None:
+    """Raise InputError where two nodes have one name, or a node leaves that is not there."""
+    names = [node.name for node in event.cluster.nodes]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InputError(
+            f"two nodes are named {twice}", where="ClusterChanged", hint="a seat is a node and a GPU of it"
+        )
+    for name in event.leaving:
+        if name not in names:
+            raise InputError(f"node {name} will leave, but is not there", where="ClusterChanged")
+
+
+def check_machine(run: Run, moves: Moves, estimates: Estimates, rules: RunRules, due: float | None) -> None:
+    """Raise AssertionError where something is true that must not be."""
+    _check_plan(run)
+    moving = moves.moving
+    if moving is not None:
+        assert moving.move.id == moves.begun, "a move under way is not the newest"
+        assert tuple(stage for stage, _ in moving.took) == STAGES[: STAGES.index(moving.stage)], "a stage was skipped"
+        assert moving.failed is not None or moving.deadline <= moving.end, "a stage may end after its move"
+        assert run.stopped is None, "a stopped run moves"
+        assert run.promise is None, "a promise is judged during a move"
+    waits = moving is not None or run.retry_at is not None or run.wait_until is not None
+    assert not waits or run.stopped is not None or due is not None, "a wait without a deadline"
+    if run.lost and rules.mode is RunMode.auto and run.stopped is None:
+        assert waits, "the plan is gone and nothing is done about it"
+    assert run.done >= (run.moved_at or 0), "a move in the future"
+    assert all(level > 0 for level in run.reference.values()), "a plan made for no cost"
+    for track in estimates.tracks.values():
+        assert len(track.recent) <= rules.window
+        assert len(track.aside) < JUMP
+        assert all(a[0] < b[0] for a, b in pairwise(track.recent)), "an iteration counted twice"
+        assert all(number <= run.done for number, _ in [*track.recent, *track.aside]), "measured, and not counted"
+
+
+def _check_plan(run: Run) -> None:
+    groups = run.running.plan.groups
+    used = [rank for group in groups for rank in group.gpus]
+    assert len(set(used)) == len(used), "two groups on one GPU"
+    assert all(rank < run.running.cluster.gpus for rank in used), "a rank that is not there"
+    if not run.lost:
+        assert run.running.cluster == run.cluster, "the ranks of the plan count through another cluster"

@@ -1,0 +1,238 @@
+"""Whether another plan is worth moving to: the exact best plan for what is measured now, gain against cost.
+
+A look finds the other plans worth naming (the best one, and the best that keeps the groups as they are, which is
+cheaper to reach) and what each takes. Weighing it says stay or go, with the numbers. Neither carries anything out.
+
+A gain is counted twice: with the costs as they are estimated, and with costs that have drifted only as far as is told
+from noise. The second one has to pay for the move: when all that changed is noise, it is nothing. What must never
+happen: a move for a gain that noise alone explains, or that is not worth its cost in the iterations that are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.core.reasons import Code, Reason
+from trimtab.machines.replan.estimates import profiled_seconds
+from trimtab.machines.replan.placed_plan import Sited, near
+from trimtab.model.plan import Plan, Rules
+from trimtab.model.run import MoveCost, Numbers, RunRules
+from trimtab.model.workflow import Cluster, Job, Workflow
+from trimtab.plan.placement.boxes import Found
+from trimtab.plan.placement.infeasible import why_infeasible
+from trimtab.plan.placement.planner import check_cluster
+from trimtab.plan.placement.search import search
+from trimtab.plan.placement.simulate import Shape, Shapes, Simulator, cells_of, shape_of
+from trimtab.plan.placement.space import Grouping, Space
+from trimtab.plan.placement.timeline import to_plan
+
+Levels = Mapping[str, float]
+
+COSTS_KEPT = 5  # newest moves of a kind that tell what the next one costs
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that could run instead: seconds per iteration at the estimated levels, and at the sure ones."""
+
+    sited: Sited
+    seconds: float
+    sure_seconds: float
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the planner says of the moment: levels it was asked with, the plan that runs, and the others."""
+
+    levels: tuple[tuple[str, float], ...]
+    sure: tuple[tuple[str, float], ...]
+    seconds: float  # of the plan that runs, at the estimated levels
+    sure_seconds: float
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Stay (no `to`), or go there."""
+
+    to: Sited | None
+    reason: Reason
+    numbers: Numbers
+
+
+class Planner:
+    """The placement planner for one workflow whose costs move and whose cluster changes."""
+
+    def __init__(self, workflow: Workflow, allowed: Rules | None = None) -> None:
+        self.workflow = workflow
+        self.allowed = allowed
+        self._simulator = Simulator(workflow)
+        self._space: Space | None = None  # at the profile's levels, for the cluster asked for last
+
+    def seconds(self, plan: Plan, levels: Levels) -> float:
+        """What an iteration takes under a plan when each component costs so much more than its profile."""
+        return self.with_times(plan, self.times(plan, levels))
+
+    def with_times(self, plan: Plan, times: Mapping[str, float]) -> float:
+        """What an iteration takes under a plan when each component takes so long for all batches."""
+        order = self._simulator.order
+        row = np.array([times[component.name] for component in order])
+        return float(self._simulator.seconds(row[None, :], Shapes.stack([self._shape(plan)]))[0])
+
+    def _shape(self, plan: Plan) -> Shape:
+        position = {component.name: i for i, component in enumerate(self._simulator.order)}
+        groups = [(tuple(sorted(position[name] for name in one.components)), one.gpus) for one in plan.groups]
+        cells = cells_of(groups) if plan.overlaps else [members for members, _ in groups]
+        return shape_of(self._simulator.order, self.workflow, cells)
+
+    def times(self, plan: Plan, levels: Levels) -> dict[str, float]:
+        """What each component takes for all batches under a plan, so much more than its profile."""
+        kinds = kinds_of(plan)
+        times = {}
+        for placed in plan.components:
+            component = self.workflow.component(placed.name)
+            seconds = profiled_seconds(component, placed.variant, kinds.get(placed.name, ""), len(placed.gpus))
+            times[placed.name] = (placed.seconds if seconds is None else seconds) * levels.get(placed.name, 1.0)
+        return times
+
+    def best(self, cluster: Cluster, levels: Levels) -> Sited:
+        """The best plan there is. Raises InfeasibleError, or InputError where there is no GPU at all."""
+        space = self._at(cluster, levels)
+        found = search(space).best
+        if found is None:
+            raise why_infeasible(space)
+        return Sited(to_plan(space, found), cluster)
+
+    def look(self, running: Sited, cluster: Cluster, levels: Levels, sure: Levels) -> Look:
+        """What could run instead of a plan whose GPUs are all there."""
+        now, now_sure = self.seconds(running.plan, levels), self.seconds(running.plan, sure)
+        found: list[Found] = []
+        try:
+            space = self._at(cluster, levels)
+        except (InfeasibleError, InputError):
+            space = None
+        if space is not None:
+            best = search(space, beat=now).best
+            if best is not None:
+                found.append(best)
+                found.extend(self._like(space, running, best, now))
+        candidates = []
+        for one in found:
+            sited = near(Sited(to_plan(space, one), cluster), running) if space is not None else running
+            if not sited.same_as(running):
+                candidates.append(Candidate(sited, one.seconds, self.seconds(sited.plan, sure)))
+        return Look(tuple(levels.items()), tuple(sure.items()), now, now_sure, tuple(candidates))
+
+    def _like(self, space: Space, running: Sited, best: Found, beat: float) -> list[Found]:
+        """The best plan with the groups of the one that runs, where that is another than the best of all."""
+        names = {frozenset(group.components): group.kind for group in running.plan.groups}
+
+        def alike(grouping: Grouping) -> bool:
+            groups = {frozenset(space.order[i].name for i in table.members): table.kind for table in grouping.tables}
+            return groups == names and grouping.spans == running.plan.overlaps
+
+        if alike(best.grouping):
+            return []
+        same = [grouping for grouping in space.groupings() if alike(grouping)]
+        other = search(space, same, beat=beat).best if same else None
+        return [other] if other is not None else []
+
+    def prepare(self, cluster: Cluster) -> Space:
+        """All plans for a cluster, as profiled: what does not change with the costs is worked out once."""
+        if self._space is None or self._space.job.cluster != cluster:
+            job = Job(cluster, self.workflow)
+            check_cluster(job)
+            self._space = Space(job, self.allowed)
+            self._space.groupings()
+        return self._space
+
+    def _at(self, cluster: Cluster, levels: Levels) -> Space:
+        """All plans for a cluster, with costs at these levels."""
+        space = self.prepare(cluster)
+        for index, component in enumerate(space.order):
+            level = levels.get(component.name, 1.0)
+            if level != 1.0:
+                space = space.scaled(index, level)
+        return space
+
+    def fewest(self, plan: Plan, component: str, levels: Levels, slack: float) -> int:
+        """The fewest GPUs of a component that lengthen the iteration by no more than a share of it."""
+        times, kind = self.times(plan, levels), kinds_of(plan).get(component, "")
+        placed = plan.placed(component)
+        part = self.workflow.component(component)
+        variant = next(one for one in part.variants if one.name == placed.variant)
+        counts = [gpus for gpus in range(1, len(placed.gpus) + 1) if variant.allows(gpus)] or [len(placed.gpus)]
+        limit = self.with_times(plan, times) * (1 + slack)
+        low, high = 0, len(counts) - 1
+        while low < high:
+            middle = (low + high) // 2
+            seconds = profiled_seconds(part, placed.variant, kind, counts[middle]) or 0.0
+            there = {**times, component: seconds * levels.get(component, 1.0)}
+            if self.with_times(plan, there) <= limit:
+                high = middle
+            else:
+                low = middle + 1
+        return counts[low]
+
+
+def kinds_of(plan: Plan) -> dict[str, str]:
+    """The kind of GPU that each component is on."""
+    return {name: group.kind for group in plan.groups for name in group.components}
+
+
+def cost_of(
+    touched: Sequence[str], known: Sequence[MoveCost], rules: RunRules, switching_s: float
+) -> tuple[float, bool]:
+    """What a move of these components would cost, and whether that was measured.
+
+    Moves of the same components tell most; others tell at least that it is no cheaper than the dearest of them. Until
+    one was measured it is what the rules assume, with what the components need to leave their GPUs and come back.
+    """
+    same = [cost.seconds for cost in known if cost.touched == tuple(touched)][-COSTS_KEPT:]
+    if same:
+        return float(np.median(same)), True
+    if known:
+        return max(cost.seconds for cost in known[-COSTS_KEPT:]), True
+    return rules.assumed_move_s + switching_s, False
+
+
+def weigh(
+    look: Look,
+    costs: Sequence[tuple[float, bool]],
+    rules: RunRules,
+    horizon: int,
+    why: Reason,
+) -> Verdict:
+    """Stay or go, by a look; `costs` are those of moving to each candidate, `why` is the reason to go if it pays."""
+    numbers = Numbers(iteration_s=look.seconds, horizon=horizon, margin=rules.margin)
+    if not look.candidates:
+        return Verdict(None, Reason(Code.no_gain, f"no plan is faster than {_s(look.seconds)} an iteration"), numbers)
+    worth = [
+        min(look.sure_seconds - one.sure_seconds, look.seconds - one.seconds) * horizon - cost * (1 + rules.margin)
+        for one, (cost, _) in zip(look.candidates, costs, strict=True)
+    ]
+    chosen = max(range(len(worth)), key=lambda at: (worth[at], -at))
+    one, (cost, known) = look.candidates[chosen], costs[chosen]
+    gain, sure = look.seconds - one.seconds, look.sure_seconds - one.sure_seconds
+    numbers = replace(
+        numbers, new_iteration_s=one.seconds, gain_s=gain, sure_gain_s=sure, cost_s=cost, cost_measured=known
+    )
+    said = f"{one.sited.plan.describe()} would take {_s(one.seconds)} instead of {_s(look.seconds)}"
+    if gain < rules.least_gain * look.seconds:
+        return Verdict(None, Reason(Code.no_gain, f"{said}: less than {rules.least_gain:.0%}"), numbers)
+    if sure < rules.least_gain / 2 * look.sure_seconds:
+        said += f", but only {_s(max(sure, 0.0))} of that is more than noise"
+        return Verdict(None, Reason(Code.within_noise, said), numbers)
+    if worth[chosen] <= 0:
+        price = f"{_s(cost)} {'as measured' if known else 'assumed'}"
+        said += f": {_s(min(gain, sure))} x {horizon} iterations do not pay for a move of {price}"
+        return Verdict(None, Reason(Code.not_worth, said), numbers)
+    return Verdict(one.sited, Reason(why.code, f"{why.sentence}; {said}"), numbers)
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.3g} s"

@@ -1,0 +1,189 @@
+"""What is known of a run and what follows from it: costs now, what other plans would gain, what the last move gained.
+
+It asks the planner and keeps its last look, so that an iteration in which nothing drifts costs no search. It changes
+nothing but the figures of the run; whoever owns it acts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+
+from trimtab.core.reasons import Code, Reason
+from trimtab.machines.replan.decision import Look, Planner, Verdict, cost_of, kinds_of, weigh
+from trimtab.machines.replan.estimates import Estimates, profiled_seconds, sure_level
+from trimtab.machines.replan.events import SetRange
+from trimtab.machines.replan.explain import costs_text, drift_reason
+from trimtab.machines.replan.placed_plan import Seat, Sited, changes, seats, without
+from trimtab.machines.replan.state import Promise, Run
+from trimtab.model.plan import Rules
+from trimtab.model.run import How, Iteration, MoveCost, Numbers, RunRules
+from trimtab.model.workflow import Workflow
+
+AGAIN = 0.02  # levels that have moved by less since the last look need no new one
+SOME = 3  # predictions compared before they are distrusted
+MOST_SETBACKS = 5  # doublings of the dwell time
+
+
+class Watch:
+    """A run's figures."""
+
+    def __init__(self, run: Run, workflow: Workflow, rules: RunRules, allowed: Rules | None) -> None:
+        self.run = run
+        self.workflow = workflow
+        self.rules = rules
+        self.planner = Planner(workflow, allowed)
+        if run.cluster.gpus:
+            self.planner.prepare(run.cluster)
+        self.estimates = Estimates(workflow, rules)
+        self.costs: list[MoveCost] = []  # of moves that arrived, newest last
+        self._look: Look | None = None  # of `run.looked`; can be worked out again, so it is in no snapshot
+
+    # ---- iterations ------------------------------------------------------------------------------------------------
+
+    def take(self, one: Iteration, moving: bool) -> Reason | None:
+        """Count an iteration's figures; a reason where it shows that the last move fell short."""
+        run, plan = self.run, self.run.running.plan
+        kinds = kinds_of(plan)
+        self.estimates.take(one, {c.name: (c.variant, kinds.get(c.name, "")) for c in plan.components})
+        for part in one.components:
+            run.switching[part.component] = part.offload_s + part.onload_s
+        return None if moving or one.extra or one.wall_s <= 0 else self._compare(one)
+
+    def _compare(self, one: Iteration) -> Reason | None:
+        """The iteration's wall time beside what the model says of these very times."""
+        run = self.run
+        batches = self.workflow.batches
+        times = {part.component: part.busy_s * batches / (part.batches or batches) for part in one.components}
+        run.walls = [*run.walls, one.wall_s][-self.rules.window :]
+        if times.keys() >= set(self.workflow.names):
+            predicted = self.planner.with_times(run.running.plan, times)
+            if predicted > 0:
+                run.bias = [*run.bias, one.wall_s / predicted][-self.rules.window :]
+        promise = run.promise
+        if promise is None:
+            return None
+        promise.walls.append(one.wall_s)
+        if len(promise.walls) < self.rules.least_iterations:
+            return None
+        run.promise = None
+        return self._judge(promise)
+
+    def _judge(self, promise: Promise) -> Reason | None:
+        """Whether the last move gained what it promised: if not, the next one waits longer."""
+        old_s = self.planner.seconds(promise.before.plan, self.levels()) * promise.bias
+        gained = 1 - median(promise.walls) / old_s if old_s > 0 else 0.0
+        if gained >= promise.share / 2:
+            self.run.setbacks = 0
+            return None
+        self.run.setbacks += 1
+        said = f"the last move promised {promise.share:.0%} of an iteration and gained {gained:.0%}"
+        return Reason(Code.fell_short, f"{said}; the next one waits {self.dwell()} iterations")
+
+    # ---- other plans -----------------------------------------------------------------------------------------------
+
+    def verdict(self) -> Verdict:
+        """Stay or go, from what is known now, with a new look at the plans where the last one is out of date."""
+        estimates = self.estimates.all()
+        run = self.run
+        levels = {name: one.level for name, one in estimates.items()}
+        sure = {name: sure_level(one, run.reference[name]) for name, one in estimates.items()}
+        drifted = [name for name in sure if sure[name] != run.reference[name]]
+        why = drift_reason(drifted, levels, run, self.planner.times(run.running.plan, levels))
+        look, fresh = self._looked(levels, sure)
+        verdict = self._weighed(look, why)
+        if verdict.to is not None and not fresh:
+            # A move rests on what is known now, not on what was known when there was no reason to look again.
+            self.look_again()
+            verdict = self._weighed(self._looked(levels, sure)[0], why)
+        if verdict.reason.code is Code.no_gain and why.code is Code.better_plan:
+            steady = Reason(Code.costs_steady, costs_text(estimates, run.reference, drifted))
+            verdict = Verdict(None, steady, verdict.numbers)
+        return verdict
+
+    def look_again(self) -> None:
+        """The plan in place or the cluster is another one: what was seen of the plans says nothing any more."""
+        self._look, self.run.looked, self.run.looked_sure = None, {}, {}
+
+    def _looked(self, levels: dict[str, float], sure: dict[str, float]) -> tuple[Look, bool]:
+        """A look at the plans there are, and whether it is a new one."""
+        run = self.run
+        then = run.looked_sure
+        fresh = not then or any(abs(sure[name] / then[name] - 1) > AGAIN for name in sure)
+        if fresh:
+            self._look, run.looked, run.looked_sure = None, levels, sure
+        if self._look is None:
+            usable = without(run.cluster, run.leaving)
+            self._look = self.planner.look(run.running, usable, run.looked, run.looked_sure)
+        return self._look, fresh
+
+    def _weighed(self, look: Look, why: Reason) -> Verdict:
+        costs = [self.cost(one.sited) for one in look.candidates]
+        verdict = weigh(look, costs, self.rules, self.horizon(), why)
+        return Verdict(verdict.to, verdict.reason, self._with_dwell(verdict.numbers))
+
+    # ---- figures ---------------------------------------------------------------------------------------------------
+
+    def must_go(self) -> bool:
+        """Whether GPUs of the plan in place are gone or will go."""
+        return bool(self.run.lost) or self.run.running.uses(self.run.leaving)
+
+    def stands(self, sited: Sited) -> bool:
+        """Whether all GPUs of a plan are there to stay."""
+        return sited.on(self.run.cluster) is not None and not sited.uses(self.run.leaving)
+
+    def used_seats(self) -> set[Seat]:
+        """Where the plan in place is."""
+        here = seats(self.run.running.cluster)
+        return {here[rank] for group in self.run.running.plan.groups for rank in group.gpus}
+
+    def levels(self) -> dict[str, float]:
+        """What every component costs now, against its profile."""
+        return {name: one.level for name, one in self.estimates.all().items()}
+
+    def cost(self, to: Sited) -> tuple[float, bool]:
+        """What moving there would cost, and whether that was measured."""
+        touched = tuple(one.component for one in changes(self.run.running, to) if one.how is not How.stays)
+        switching_s = sum(self.run.switching.get(name, 0.0) for name in touched)
+        return cost_of(touched, self.costs, self.rules, switching_s)
+
+    def horizon(self) -> int:
+        """Iterations for which a gain counts."""
+        remaining = self.run.remaining
+        most = self.rules.horizon_iterations
+        return most if remaining is None else min(most, remaining)
+
+    def dwell(self) -> int:
+        """Iterations between two moves."""
+        return int(self.rules.dwell_iterations * 2 ** min(self.run.setbacks, MOST_SETBACKS))
+
+    def _with_dwell(self, numbers: Numbers) -> Numbers:
+        moved_at = self.run.moved_at
+        left = 0 if moved_at is None else max(0, moved_at + self.dwell() - self.run.done)
+        return replace(numbers, dwell_left=left)
+
+    @property
+    def bias(self) -> float | None:
+        """Measured over predicted time of an iteration, where enough were measured under this plan."""
+        return median(self.run.bias) if len(self.run.bias) >= SOME else None
+
+    def seconds_on(self, component: str, gpus: int) -> float | None:
+        """What a component would take now for all batches on so many GPUs, in the way it runs now."""
+        placed, kind = self.run.running.plan.placed(component), kinds_of(self.run.running.plan).get(component, "")
+        profiled = profiled_seconds(self.workflow.component(component), placed.variant, kind, gpus)
+        return None if profiled is None else profiled * self.estimates.estimate(component).level
+
+    def shares(self) -> dict[str, tuple[float, float]]:
+        """For each component, the shares of the newest iteration in which it computed, and waited for others."""
+        return {name: (track.busy_share, track.wait_share) for name, track in self.estimates.tracks.items()}
+
+    def ranges(self) -> tuple[SetRange, ...]:
+        """How far the fleet may change the size of elastic components under the plan."""
+        found = []
+        for name in self.rules.elastic:
+            most = len(self.run.running.plan.placed(name).gpus)
+            alone = any(group.components == (name,) for group in self.run.running.plan.groups)
+            slack = self.rules.range_slack
+            least = self.planner.fewest(self.run.running.plan, name, self.levels(), slack) if alone else most
+            found.append(SetRange(name, least, most))
+        return tuple(found)

@@ -1,0 +1,84 @@
+"""Stories and sentences of the loop: why a plan is kept, left or gone. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from trimtab.core.reasons import Chapter, Code, Reason, add_chapter
+from trimtab.machines.replan.state import Run
+from trimtab.model.run import Estimate
+from trimtab.model.workflow import Cluster
+
+NAMED = 3
+SMALL = 0.02  # a drift that makes less than this share of the longest component is not named
+RUN = "run"
+MOVES_KEPT = 20
+
+
+class Stories:
+    """What became of the run and of its newest moves."""
+
+    def __init__(self) -> None:
+        self.chapters: dict[str, list[Chapter]] = {RUN: []}
+
+    def write(self, subject: str, chapter: Chapter) -> None:
+        """Add a chapter, unless it says of the run what its last one said, only with other figures."""
+        story = self.chapters.setdefault(subject, [])
+        last = story[-1] if story and subject == RUN else None
+        if last is not None and (last.state, last.reason.code) == (chapter.state, chapter.reason.code):
+            return
+        add_chapter(story, chapter)
+        for old in [name for name in self.chapters if name != RUN][:-MOVES_KEPT]:
+            del self.chapters[old]
+
+    def of(self, subject: str) -> tuple[Chapter, ...]:
+        """One story, as long as it is remembered."""
+        return tuple(self.chapters.get(subject, ()))
+
+
+def drift_reason(drifted: Sequence[str], levels: Mapping[str, float], run: Run, seconds: Mapping[str, float]) -> Reason:
+    """Why another plan may be better than the one in place; `seconds` are those of each component in an iteration.
+
+    Of what has drifted, that is named which makes seconds, and nothing that is small beside an iteration.
+    """
+    away = {name: abs(1 - run.reference[name] / levels[name]) * seconds.get(name, 0.0) for name in drifted}
+    least = SMALL * max(seconds.values(), default=0.0)
+    far = sorted((name for name in drifted if away[name] >= least), key=lambda name: -away[name])
+    said = [run.room] if run.room else []
+    if far:
+        named = ", ".join(f"{name} takes {levels[name] / run.reference[name]:.2f} times" for name in far[:NAMED])
+        more = f" and {len(far) - NAMED} more" if len(far) > NAMED else ""
+        said.append(f"{named}{more} what the plan was made for")
+    if not said:
+        return Reason(Code.better_plan, "costs and nodes are as they were")
+    return Reason(Code.drifted if far else Code.room_changed, "; ".join(said))
+
+
+def costs_text(estimates: Mapping[str, Estimate], reference: Mapping[str, float], drifted: Sequence[str]) -> str:
+    """How near everything is to what the plan was made for; `drifted` is told from noise, and too small to matter."""
+    name = max(estimates, key=lambda one: abs(estimates[one].middle / reference[one] - 1))
+    one = estimates[name]
+    away, now = one.middle / reference[name] - 1, one.level / reference[name] - 1
+    said = f"{name} is furthest from what the plan was made for: {away:+.1%}"
+    if name in drifted:
+        return f"{said}, more than its noise of {one.width:.1%}, but it is too short a part of an iteration to matter"
+    if one.middle / (1 + one.width) <= reference[name] <= one.middle * (1 + one.width):
+        return f"{said}, within its noise of {one.width:.1%}"
+    return f"{said}, but {now:+.1%} by its trend: with a noise of {one.width:.1%} that is not told from no change"
+
+
+def gone_reason(run: Run) -> Reason:
+    """Why the plan in place cannot go on."""
+    if run.lost:
+        return Reason(Code.plan_gone, f"GPUs of the plan are gone with {_names(run.lost)}")
+    return Reason(Code.plan_gone, f"GPUs of the plan will go with {_names(run.leaving)}")
+
+
+def room_text(before: Cluster, after: Cluster, why: str) -> str:
+    """How a cluster has changed."""
+    return f"{why}: {after.gpus} GPUs, there were {before.gpus}"
+
+
+def _names(nodes: Sequence[str]) -> str:
+    more = f" and {len(nodes) - NAMED} more" if len(nodes) > NAMED else ""
+    return ", ".join(nodes[:NAMED]) + more

@@ -1,0 +1,474 @@
+"""Is the plan still right while it trains? One run: its iterations, its cluster, its plan, and moves to other plans.
+
+`handle(event, now)` is the one door: it looks at no clock and asks nobody, and the same events give the same
+instructions. It is called by whoever runs the job, live or in a replay.
+
+The transition that must not exist is from one plan to another without all stages of a move done: until the last one is,
+the old plan is the plan, and a move that fails at any stage ends there again. What must never happen besides: an
+iteration counted twice; two moves at once; a move for noise, for periodic work, within the dwell time or without a gain
+that pays for it (only a plan whose GPUs are gone or will go has to move whatever it costs); a wait without a deadline.
+
+The rooms: `estimates` tells what everything costs now, `deciding` weighs gain against cost, `moves` has the stages,
+`seats` knows plans on clusters that change, `records` remembers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from trimtab.core.codec import encode
+from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.core.reasons import Chapter, Code, Reason
+from trimtab.machines.replan import events as e
+from trimtab.machines.replan.checks import check_cluster, check_iteration, check_machine
+from trimtab.machines.replan.decision import Verdict
+from trimtab.machines.replan.drift import Watch
+from trimtab.machines.replan.explain import RUN, Stories, gone_reason, room_text
+from trimtab.machines.replan.migration import Moves, Moving
+from trimtab.machines.replan.placed_plan import Sited, changes, near, reseated, seats, without
+from trimtab.machines.replan.state import (
+    Promise,
+    Run,
+    dump_moving,
+    dump_run,
+    dump_tracks,
+    load_costs,
+    load_moving,
+    load_run,
+    load_stories,
+    load_tracks,
+)
+from trimtab.model.plan import Plan, Rules
+from trimtab.model.run import Estimate, Move, MoveCost, Numbers, RunMode, RunRules
+from trimtab.model.workflow import Cluster, Workflow, check_workflow
+
+
+class LoopMachine:
+    """One run under watch. Events in, instructions out."""
+
+    def __init__(
+        self,
+        workflow: Workflow,
+        cluster: Cluster,
+        plan: Plan,
+        rules: RunRules = RunRules(),  # noqa: B008 -- it is frozen
+        allowed: Rules | None = None,
+    ) -> None:
+        """`plan` has ranks of `cluster`; `allowed` is what the framework can run, where there is one."""
+        check_workflow(workflow)
+        self.rules = rules
+        self.workflow = workflow
+        self._run = Run(Sited(plan, cluster), cluster, dict.fromkeys(workflow.names, 1.0))
+        self._watch = Watch(self._run, workflow, rules, allowed)
+        self._stories = Stories()
+        self._out: list[e.LoopInstruction] = []
+        self._moves = moves = Moves(rules, self._watch.costs, self._say)
+        moves.on_arrived, moves.on_back, moves.on_stuck = self._moving_to_arrived, self._rolling_to_old, self._to_stuck
+        self._doors: dict[type, Callable[[Any, float], None]] = {
+            e.RunResumed: self._on_run_resumed,
+            e.IterationDone: self._on_iteration_done,
+            e.ClusterChanged: self._on_cluster_changed,
+            e.Asked: self._on_asked,
+            e.RemainingChanged: self._on_remaining_changed,
+            e.RangeUsed: self._on_range_used,
+            e.Seated: self._on_seated,
+            e.AdviceTaken: self._on_advice_taken,
+            e.MoveStageDone: moves.stage_done,
+            e.MoveStageFailed: moves.stage_failed,
+            e.RolledBack: moves.rolled_back,
+            e.RollBackFailed: moves.roll_back_failed,
+            e.Tick: self._on_tick,
+        }
+
+    # ---- the door --------------------------------------------------------------------------------------------------
+
+    def handle(self, event: e.LoopEvent, now: float) -> list[e.LoopInstruction]:
+        """What is to be done about the event. Raises InputError for a wrong one, with nothing changed."""
+        now = max(float(now), self._run.now)
+        before, self._run.now, self._out = self._run.now, now, []
+        try:
+            self._doors[type(event)](event, now)
+        except InputError:
+            self._run.now = before
+            raise
+        return self._out
+
+    def next_deadline(self) -> float | None:
+        """When a Tick is due at the latest."""
+        if self._run.stopped is not None:
+            return None
+        dues = (self._moves.due(), self._run.retry_at, self._run.wait_until)
+        return min((due for due in dues if due is not None), default=None)
+
+    # ---- what happens to the run -----------------------------------------------------------------------------------
+
+    def _on_run_resumed(self, event: e.RunResumed, now: float) -> None:
+        if event.iteration < 0 or (event.remaining is not None and event.remaining < 0):
+            raise InputError("a run goes on after 0 iterations or more", where="RunResumed")
+        run = self._run
+        run.done, run.remaining = event.iteration, event.remaining
+        run.moved_at = None if run.moved_at is None else min(run.moved_at, run.done)
+        run.stopped = run.retry_at = run.wait_until = None
+        run.failed_tries = 0
+        self._watch.estimates.forget_after(run.done)
+        moving = self._moves.moving
+        if moving is not None:
+            if moving.failed is None:
+                self._moves.give_up("the run was resumed in the midst of it", now)
+            else:
+                self._moves.back(now)
+            return
+        self._set_ranges()
+        if self._watch.must_go():
+            self._forced(now)
+
+    def _on_iteration_done(self, event: e.IterationDone, now: float) -> None:
+        one, run = event.iteration, self._run
+        check_iteration(one, self.workflow)
+        if one.number <= run.done:
+            return  # it was counted
+        if one.number > run.done + 1:
+            raise InputError(
+                f"iteration {one.number} is told, but the last one counted is {run.done}",
+                hint=f"tell iteration {run.done + 1} first, or that the run was resumed after {one.number - 1}",
+            )
+        run.done = one.number
+        if run.remaining is not None:
+            run.remaining = max(0, run.remaining - 1)
+        short = self._watch.take(one, moving=self._moves.moving is not None)
+        if short is not None:
+            self._tell(short)
+        if run.stopped is None:
+            self._decide(now)
+
+    def _on_cluster_changed(self, event: e.ClusterChanged, now: float) -> None:
+        check_cluster(event)
+        run = self._run
+        if (event.cluster, event.leaving, event.deadline) == (run.cluster, run.leaving, run.leave_by):
+            return
+        run.room = run.room if event.cluster == run.cluster else room_text(run.cluster, event.cluster, event.why.value)
+        there = set(seats(event.cluster))
+        gone = {node for node, gpu in self._watch.used_seats() if (node, gpu) not in there}
+        run.cluster, run.leaving, run.leave_by = event.cluster, event.leaving, event.deadline
+        if not run.lost and not gone:
+            standing = run.running.on(event.cluster)
+            if standing is None:  # a node of the same name has another kind of GPU: it is another one
+                gone = {node for node, _ in self._watch.used_seats()}
+            else:
+                run.running = standing
+        run.lost = tuple(sorted({*run.lost, *gone}))
+        self._watch.look_again()
+        run.failed_tries, run.retry_at = 0, None
+        run.advised = None
+        moving = self._moves.moving
+        if moving is not None:
+            if moving.failed is None and not self._watch.stands(moving.to):
+                self._moves.give_up("GPUs of the new plan are gone or will go", now)
+            return
+        if run.stopped is None:
+            self._decide(now)
+
+    def _on_asked(self, event: e.Asked, now: float) -> None:
+        if self._run.stopped is not None:
+            self._tell(self._run.stopped)
+            return
+        self._decide(now, asked=True)
+
+    def _on_remaining_changed(self, event: e.RemainingChanged, now: float) -> None:
+        if event.iterations is not None and event.iterations < 0:
+            raise InputError("fewer than no iterations cannot remain", where="RemainingChanged")
+        self._run.remaining = event.iterations
+
+    def _on_range_used(self, event: e.RangeUsed, now: float) -> None:
+        if event.component not in self.rules.elastic or event.component not in self.workflow.names:
+            raise InputError(f"{event.component} is not elastic", hint="name it in the rules of the run: elastic")
+        self._run.used[event.component] = event.gpus
+        for one in self._watch.ranges():
+            if one.component == event.component and not one.least <= event.gpus <= one.most:
+                self._say(one)
+
+    def _on_seated(self, event: e.Seated, now: float) -> None:
+        run = self._run
+        if run.lost or self._moves.moving is not None:
+            raise InputError("no plan is in place that could have been put anywhere", where="Seated")
+        try:
+            run.running = reseated(run.running, dict(event.where))
+        except ValueError as error:
+            raise InputError(str(error), where="Seated") from None
+        self._watch.look_again()
+
+    def _on_advice_taken(self, event: e.AdviceTaken, now: float) -> None:
+        run = self._run
+        if run.advised is None or self._moves.moving is not None:
+            raise InputError("nothing is advised that could have been taken", where="AdviceTaken")
+        self._settle(run.advised, run.advised_levels)
+        self._write(RUN, "moved", Reason(Code.arrived, f"the advice was taken: {run.running.plan.describe()}"))
+
+    def _on_tick(self, event: e.Tick, now: float) -> None:
+        run = self._run
+        if run.stopped is not None:
+            return
+        self._moves.late(now)
+        if run.wait_until is not None and run.wait_until <= now and run.stopped is None:
+            waited = f"nothing that fits came within {self.rules.wait_s:g} s"
+            self._to_stopped(Reason(Code.stuck, f"{gone_reason(run).sentence}; {waited}"))
+        elif run.retry_at is not None and run.retry_at <= now and self._moves.moving is None:
+            run.retry_at = None
+            self._decide(now)
+
+    # ---- deciding --------------------------------------------------------------------------------------------------
+
+    def _decide(self, now: float, asked: bool = False) -> None:
+        if self._moves.moving is not None:
+            self._stay(Reason(Code.moving, f"move {self._moves.begun} is under way"), Numbers())
+            return
+        if self._watch.must_go():
+            self._forced(now)
+            return
+        run, rules = self._run, self.rules
+        measured = self._watch.estimates.measured
+        if measured < rules.least_iterations and not asked and not run.room:
+            said = f"{measured} of {rules.least_iterations} iterations are measured that tell costs"
+            self._stay(Reason(Code.too_few, said), Numbers())
+            return
+        verdict = self._watch.verdict()
+        numbers = verdict.numbers
+        if verdict.to is None:
+            self._stay(verdict.reason, numbers)
+            return
+        bias = self._watch.bias
+        if bias is not None and not 1 / (1 + rules.trust) <= bias <= 1 + rules.trust:
+            said = f"an iteration takes {bias:.2f} times what the model says of it; {verdict.reason.sentence}"
+            self._stay(Reason(Code.model_off, said), numbers)
+            return
+        if rules.mode is RunMode.advise or (asked and numbers.dwell_left):
+            self._advise(verdict)
+        elif numbers.dwell_left:
+            said = f"{numbers.dwell_left} iterations too soon after the last move; {verdict.reason.sentence}"
+            self._stay(Reason(Code.dwell, said), numbers)
+        else:
+            self._begin(verdict, now)
+
+    def _forced(self, now: float) -> None:
+        """The plan cannot go on, or not for long: whatever is best of what is left, at whatever cost."""
+        run, rules = self._run, self.rules
+        why = gone_reason(run)
+        if run.failed_tries >= rules.tries or run.retry_at is not None:
+            said = f"{why.sentence}; {run.failed_tries} of {rules.tries} tries to move failed"
+            self._stay(Reason(Code.plan_gone, said), Numbers())
+            return
+        levels = self._watch.levels()
+        try:
+            to = near(self._watch.planner.best(without(run.cluster, run.leaving), levels), run.running)
+        except (InfeasibleError, InputError) as error:
+            self._nothing_fits(Reason(Code.no_plan, f"{why.sentence}; {error.what}"), now)
+            return
+        run.wait_until = None
+        cost, known = self._watch.cost(to)
+        numbers = Numbers(new_iteration_s=to.plan.iteration_seconds, cost_s=cost, cost_measured=known)
+        verdict = Verdict(to, Reason(why.code, f"{why.sentence}; {to.plan.describe()}"), numbers)
+        if rules.mode is RunMode.advise:
+            self._advise(verdict)
+        else:
+            self._begin(verdict, now, forced=True)
+
+    def _nothing_fits(self, reason: Reason, now: float) -> None:
+        run = self._run
+        if not run.lost:
+            self._stay(reason, Numbers())  # it goes on until the node goes
+            return
+        if run.wait_until is None and self.rules.mode is RunMode.auto:
+            run.wait_until = now + self.rules.wait_s
+        self._tell(reason)
+
+    def _advise(self, verdict: Verdict) -> None:
+        assert verdict.to is not None
+        self._run.advised, self._run.advised_levels = verdict.to, self._watch.levels()
+        self._write(RUN, "advised", verdict.reason)
+        self._say(e.Advise(verdict.to.plan, verdict.reason, verdict.numbers))
+
+    def _stay(self, reason: Reason, numbers: Numbers) -> None:
+        self._write(RUN, "stays", reason)
+        self._say(e.Stay(reason, numbers))
+
+    # ---- moves -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, verdict: Verdict, now: float, forced: bool = False) -> None:
+        run = self._run
+        assert verdict.to is not None
+        alive = None
+        if run.lost:
+            alive = frozenset(seat for seat in seats(run.cluster) if seat[0] not in run.lost)
+        move = Move(
+            self._moves.begun + 1,
+            run.running.plan,
+            verdict.to.plan,
+            changes(run.running, verdict.to, alive),
+            verdict.reason,
+            verdict.numbers,
+            forced,
+        )
+        run.promise = None
+        self._write(f"move {move.id}", "begun", verdict.reason)
+        self._write(RUN, "moving", verdict.reason)
+        longest_s = max([*run.walls, run.running.plan.iteration_seconds])
+        ends_s = (1 + self.workflow.staleness) * longest_s  # those ahead have begun, and end first
+        self._moves.begin(move, verdict.to, self._watch.levels(), ends_s, now)
+
+    def _moving_to_arrived(self, moving: Moving) -> None:
+        run, move = self._run, moving.move
+        numbers, before, bias = move.numbers, run.running, self._watch.bias
+        self._settle(moving.to, moving.levels)
+        if not move.forced and numbers.gain_s and numbers.iteration_s:
+            run.promise = Promise(before, numbers.gain_s / numbers.iteration_s, bias or 1.0)
+        reason = Reason(Code.arrived, f"move {move.id} is done: {run.running.plan.describe()}")
+        self._write(f"move {move.id}", "arrived", reason)
+        self._tell(reason)
+        self._set_ranges()
+
+    def _settle(self, to: Sited, levels: dict[str, float]) -> None:
+        """Another plan is in place."""
+        run = self._run
+        standing = to.on(run.cluster)
+        assert standing is not None, "a plan in place whose GPUs are not there"
+        run.running, run.reference = standing, dict(levels)
+        run.lost, run.room, run.moved_at = (), "", run.done
+        self._watch.look_again()
+        run.failed_tries, run.retry_at, run.wait_until = 0, None, None
+        run.bias, run.walls, run.promise, run.advised = [], [], None, None
+
+    def _rolling_to_old(self, moving: Moving) -> None:
+        run, move = self._run, moving.move
+        assert moving.failed is not None
+        run.moved_at = run.done
+        run.setbacks += 1
+        reason = Reason(
+            Code.rolled_back, f"move {move.id} failed and the old plan is the plan: {moving.failed.sentence}"
+        )
+        self._write(f"move {move.id}", "rolled back", reason)
+        self._tell(reason)
+        self._set_ranges()
+        if not self._watch.must_go():
+            return
+        run.failed_tries += 1
+        if run.failed_tries < self.rules.tries:
+            run.retry_at = run.now + self.rules.back_off_s * 2.0 ** (run.failed_tries - 1)
+        elif run.lost:
+            self._to_stopped(Reason(Code.stuck, f"{gone_reason(run).sentence}; {run.failed_tries} moves failed"))
+
+    def _to_stuck(self, moving: Moving, reason: Reason) -> None:
+        self._write(f"move {moving.move.id}", "stuck", reason)
+        self._to_stopped(reason)
+
+    def _to_stopped(self, reason: Reason) -> None:
+        run = self._run
+        run.stopped, run.wait_until, run.retry_at = reason, None, None
+        self._write(RUN, "stopped", reason)
+        self._say(e.StopRun(reason))
+
+    # ---- saying ----------------------------------------------------------------------------------------------------
+
+    def _say(self, instruction: e.LoopInstruction) -> None:
+        self._out.append(instruction)
+
+    def _tell(self, reason: Reason) -> None:
+        self._write(RUN, "told", reason)
+        self._say(e.Tell(reason))
+
+    def _set_ranges(self) -> None:
+        for one in self._watch.ranges():
+            self._say(one)
+
+    def _write(self, subject: str, state: str, reason: Reason) -> None:
+        self._stories.write(subject, Chapter(self._run.now, state, reason))
+
+    # ---- what can be asked -----------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in place."""
+        return self._run.running.plan
+
+    @property
+    def sited(self) -> Sited:
+        """The plan in place, and the cluster that its ranks count through."""
+        return self._run.running
+
+    @property
+    def moving_to(self) -> Sited | None:
+        """Where the move under way goes; ranks count through the nodes that stay."""
+        return None if self._moves.moving is None else self._moves.moving.to
+
+    @property
+    def cluster(self) -> Cluster:
+        """What there is."""
+        return self._run.cluster
+
+    @property
+    def iterations(self) -> int:
+        """Iterations counted."""
+        return self._run.done
+
+    @property
+    def moving(self) -> Move | None:
+        """The move under way."""
+        return None if self._moves.moving is None else self._moves.moving.move
+
+    @property
+    def stopped(self) -> Reason | None:
+        """Why the run was told to stop, if it was."""
+        return self._run.stopped
+
+    @property
+    def watch(self) -> Watch:
+        """The run's figures: estimates, ranges, what a component would take on other GPUs."""
+        return self._watch
+
+    def costs(self) -> tuple[MoveCost, ...]:
+        """What past moves cost."""
+        return tuple(self._moves.costs)
+
+    def estimates(self) -> dict[str, Estimate]:
+        """What every component costs now, against its profile."""
+        return self._watch.estimates.all()
+
+    def story(self, subject: str = RUN) -> tuple[Chapter, ...]:
+        """What became of the run, or of `move 3`, as long as it is remembered."""
+        return self._stories.of(subject)
+
+    # ---- snapshots -------------------------------------------------------------------------------------------------
+
+    def dump(self) -> dict[str, Any]:
+        """Everything that is remembered, as plain data."""
+        return {
+            "run": dump_run(self._run),
+            "tracks": dump_tracks(self._watch.estimates.tracks),
+            "moving": dump_moving(self._moves.moving),
+            "begun": self._moves.begun,
+            "costs": encode(self._moves.costs),
+            "stories": encode(self._stories.chapters),
+        }
+
+    @classmethod
+    def load(
+        cls,
+        data: dict[str, Any],
+        workflow: Workflow,
+        rules: RunRules = RunRules(),  # noqa: B008 -- it is frozen
+        allowed: Rules | None = None,
+    ) -> LoopMachine:
+        """A machine that goes on from a dump, with the settings that it had."""
+        run = load_run(data["run"])
+        machine = cls(workflow, run.cluster, run.running.plan, rules, allowed)
+        machine._run = machine._watch.run = run
+        machine._watch.estimates.tracks = load_tracks(data["tracks"])
+        machine._moves.moving = load_moving(data["moving"])
+        machine._moves.begun = data["begun"]
+        machine._moves.costs[:] = load_costs(data["costs"])
+        machine._stories.chapters = load_stories(data["stories"])
+        return machine
+
+    def check(self) -> None:
+        """Raise AssertionError where something is true of the run that must not be."""
+        check_machine(self._run, self._moves, self._watch.estimates, self.rules, self.next_deadline())

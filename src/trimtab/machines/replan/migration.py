@@ -1,0 +1,144 @@
+"""The life of a move: its stages one after another, each with a deadline, and the way back.
+
+There is one move at a time, and a stage is begun when the one before it is done. The transition that must not exist is
+from rolling back to anywhere but the old plan: whatever is heard of a stage after its move has failed is late and
+changes nothing. A move counts as done only when its last stage is; until then the old plan is the plan.
+
+Nobody is asked here whether the move is a good one, and what becomes of the run is told to whoever owns this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from trimtab.core.reasons import Code, Reason
+from trimtab.machines.replan import events as e
+from trimtab.machines.replan.placed_plan import Sited
+from trimtab.model.run import STAGES, Move, MoveCost, RunRules, Stage
+
+COSTS_KEPT = 50
+
+
+@dataclass
+class Moving:
+    """A move that is under way. `failed` is why it is being rolled back, if it is."""
+
+    move: Move
+    to: Sited
+    levels: dict[str, float]  # what the new plan was made for
+    stage: Stage
+    deadline: float  # of the stage, or of the way back
+    end: float  # of the whole move
+    took: list[tuple[Stage, float]] = field(default_factory=list)  # stages done, in order
+    failed: Reason | None = None
+
+
+class Moves:
+    """At most one move under way, and what past ones cost."""
+
+    def __init__(self, rules: RunRules, costs: list[MoveCost], say: Callable[[e.LoopInstruction], None]) -> None:
+        self._rules = rules
+        self._say = say
+        self.moving: Moving | None = None
+        self.begun = 0  # moves ever begun; the newest one's id
+        self.costs = costs  # of moves that arrived, newest last
+        self.on_arrived: Callable[[Moving], None] = lambda moving: None
+        self.on_back: Callable[[Moving], None] = lambda moving: None
+        self.on_stuck: Callable[[Moving, Reason], None] = lambda moving, reason: None
+
+    # ---- what happens ----------------------------------------------------------------------------------------------
+
+    def begin(self, move: Move, to: Sited, levels: dict[str, float], ends_s: float, now: float) -> None:
+        """Still to moving; what is under way ends first, in `ends_s` as a rule, and may take two times as long."""
+        assert self.moving is None, "two moves at once"
+        self.begun = move.id
+        drain_s = self._rules.stage_limit_s + 2 * ends_s
+        end = now + drain_s + (len(STAGES) - 1) * self._rules.stage_limit_s
+        self.moving = Moving(move, to, levels, STAGES[0], now + drain_s, end)
+        self._say(e.BeginMove(move, end))
+        self._say(e.DoStage(move, STAGES[0], self.moving.deadline))
+
+    def stage_done(self, event: e.MoveStageDone, now: float) -> None:
+        """To the next stage, or to arrived."""
+        moving = self._current(event.move, event.stage)
+        if moving is None:
+            return
+        moving.took.append((event.stage, max(0.0, event.took_s)))
+        if event.stage is STAGES[-1]:
+            self._moving_to_arrived(moving)
+            return
+        moving.stage = STAGES[STAGES.index(event.stage) + 1]
+        moving.deadline = min(moving.end, now + self._rules.stage_limit_s)
+        self._say(e.DoStage(moving.move, moving.stage, moving.deadline))
+
+    def stage_failed(self, event: e.MoveStageFailed, now: float) -> None:
+        """To rolling back."""
+        if self._current(event.move, event.stage) is not None:
+            self.give_up(event.why or "no cause was given", now)
+
+    def rolled_back(self, event: e.RolledBack, now: float) -> None:
+        """From rolling back to the old plan."""
+        moving = self.moving
+        if moving is not None and moving.failed is not None and moving.move.id == event.move:
+            self.moving = None
+            self.on_back(moving)
+
+    def roll_back_failed(self, event: e.RollBackFailed, now: float) -> None:
+        """From rolling back to nowhere: the run has to stop."""
+        moving = self.moving
+        if moving is not None and moving.failed is not None and moving.move.id == event.move:
+            self._rolling_to_stuck(moving, event.why)
+
+    def give_up(self, why: str, now: float) -> None:
+        """From any stage to rolling back."""
+        moving = self.moving
+        assert moving is not None
+        if moving.failed is not None:
+            return
+        moving.failed = Reason(Code.stage_failed, f"{moving.stage.value}: {why}")
+        self.back(now)
+
+    def back(self, now: float) -> None:
+        """Say that the old plan is to be put in place; said again where nobody is at it any more."""
+        moving = self.moving
+        assert moving is not None
+        assert moving.failed is not None
+        # Before anything is done the iteration under way ends first, as it would have for the move.
+        begins = now if moving.took else max(now, moving.deadline)
+        moving.deadline = begins + self._rules.rollback_limit_s
+        done = tuple(stage for stage, _ in moving.took)
+        self._say(e.RollBack(moving.move, done, moving.stage, moving.failed, moving.deadline))
+
+    def late(self, now: float) -> None:
+        """Whatever has not ended by its deadline has failed."""
+        moving = self.moving
+        if moving is None or now < moving.deadline:
+            return
+        if moving.failed is None:
+            self.give_up("it took longer than it may", now)
+        else:
+            self._rolling_to_stuck(moving, "the way back took longer than it may")
+
+    # ---- what else is asked ----------------------------------------------------------------------------------------
+
+    def due(self) -> float | None:
+        """When whatever is under way has failed."""
+        return None if self.moving is None else self.moving.deadline
+
+    def _current(self, move: int, stage: Stage) -> Moving | None:
+        moving = self.moving
+        if moving is None or moving.failed is not None or (moving.move.id, moving.stage) != (move, stage):
+            return None
+        return moving
+
+    def _moving_to_arrived(self, moving: Moving) -> None:
+        self.moving = None
+        self.costs.append(MoveCost(moving.move.id, moving.move.touched, tuple(moving.took)))
+        del self.costs[:-COSTS_KEPT]
+        self.on_arrived(moving)
+
+    def _rolling_to_stuck(self, moving: Moving, why: str) -> None:
+        self.moving = None
+        assert moving.failed is not None
+        self.on_stuck(moving, Reason(Code.stuck, f"move {moving.move.id} failed ({moving.failed.sentence}), and {why}"))

@@ -1,0 +1,163 @@
+"""What the loop remembers of a run, and how it becomes plain data and back.
+
+Settings (the workflow, the rules) are not in it: they come from where they are set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimtab.core.codec import decode, encode
+from trimtab.core.reasons import Chapter, Reason
+from trimtab.machines.replan.estimates import Track
+from trimtab.machines.replan.migration import Moving
+from trimtab.machines.replan.placed_plan import Sited
+from trimtab.model.plan import Bar, Group, Placed, Plan
+from trimtab.model.run import Change, Move, MoveCost, Numbers, Stage
+from trimtab.model.workflow import Cluster
+
+
+@dataclass
+class Promise:
+    """What the last move promised: the plan it left, the share of an iteration it was to gain, walls since."""
+
+    before: Sited
+    share: float
+    bias: float  # measured over predicted time, before it
+    walls: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Run:
+    """A run as the loop knows it."""
+
+    running: Sited  # the plan in place; its ranks count through `cluster` unless `lost` names some of its nodes
+    cluster: Cluster  # what is there, leaving nodes among it
+    reference: dict[str, float]  # the level of each component that the plan was made for
+    now: float = 0.0
+    done: int = 0  # iterations counted; each one once
+    remaining: int | None = None
+    leaving: tuple[str, ...] = ()
+    leave_by: float | None = None
+    lost: tuple[str, ...] = ()  # nodes of the plan that are gone, or were since it was put in place
+    room: str = ""  # how the cluster has changed since the plan was made; empty: not
+    moved_at: int | None = None  # iterations counted when the last move ended, well or not
+    setbacks: int = 0  # moves in a row that failed or fell short
+    bias: list[float] = field(default_factory=list)  # measured over predicted time under this plan, newest last
+    walls: list[float] = field(default_factory=list)  # newest last
+    switching: dict[str, float] = field(default_factory=dict)  # offload and onload of each component, as last measured
+    used: dict[str, int] = field(default_factory=dict)  # GPUs that the fleet has given elastic components
+    promise: Promise | None = None
+    advised: Sited | None = None  # what was said last, and not done
+    advised_levels: dict[str, float] = field(default_factory=dict)
+    looked: dict[str, float] = field(default_factory=dict)  # levels of the last look at the plans; empty: none
+    looked_sure: dict[str, float] = field(default_factory=dict)
+    failed_tries: int = 0  # of a move that has to be
+    retry_at: float | None = None
+    wait_until: float | None = None  # for nodes, where nothing fits
+    stopped: Reason | None = None
+
+
+def dump_run(run: Run) -> dict[str, Any]:
+    """The run as plain data."""
+    plain = ("now", "done", "remaining", "leave_by", "room", "moved_at", "setbacks", "bias", "walls", "switching",
+             "used", "reference", "advised_levels", "looked", "looked_sure", "failed_tries", "retry_at",
+             "wait_until")  # fmt: skip
+    return {
+        **{name: encode(getattr(run, name)) for name in plain},
+        "running": encode(run.running),
+        "cluster": encode(run.cluster),
+        "leaving": list(run.leaving),
+        "lost": list(run.lost),
+        "promise": encode(run.promise) if run.promise else None,
+        "advised": encode(run.advised) if run.advised else None,
+        "stopped": encode(run.stopped) if run.stopped else None,
+    }
+
+
+def load_run(data: dict[str, Any]) -> Run:
+    """A run from plain data."""
+    kept = dict(data)
+    promise, advised, stopped = kept.pop("promise"), kept.pop("advised"), kept.pop("stopped")
+    if promise is not None:
+        promise = Promise(_sited(promise["before"]), promise["share"], promise["bias"], list(promise.get("walls", [])))
+    return Run(
+        running=_sited(kept.pop("running")),
+        cluster=decode(Cluster, kept.pop("cluster")),
+        leaving=tuple(kept.pop("leaving")),
+        lost=tuple(kept.pop("lost")),
+        promise=promise,
+        advised=_sited(advised) if advised is not None else None,
+        stopped=decode(Reason, stopped) if stopped is not None else None,
+        **{name: _copied(value) for name, value in kept.items()},
+    )
+
+
+def dump_moving(moving: Moving | None) -> Any:
+    """A move under way as plain data."""
+    return None if moving is None else encode(moving)
+
+
+def load_moving(data: Any) -> Moving | None:
+    """A move under way from plain data."""
+    if data is None:
+        return None
+    move = data["move"]
+    return Moving(
+        move=Move(
+            id=move["id"],
+            before=_plan(move["before"]),
+            after=_plan(move["after"]),
+            changes=tuple(decode(Change, one) for one in move["changes"]),
+            reason=decode(Reason, move["reason"]),
+            numbers=decode(Numbers, move["numbers"]),
+            forced=move.get("forced", False),
+        ),
+        to=_sited(data["to"]),
+        levels=dict(data["levels"]),
+        stage=Stage(data["stage"]),
+        deadline=data["deadline"],
+        end=data["end"],
+        took=[(Stage(stage), float(took)) for stage, took in data.get("took", [])],
+        failed=decode(Reason, data["failed"]) if data.get("failed") is not None else None,
+    )
+
+
+def dump_tracks(tracks: dict[str, Track]) -> dict[str, Any]:
+    """The newest levels as plain data."""
+    return {name: encode(track) for name, track in tracks.items()}
+
+
+def load_tracks(data: dict[str, Any]) -> dict[str, Track]:
+    """The newest levels from plain data."""
+    return {name: decode(Track, one) for name, one in data.items()}
+
+
+def load_costs(data: list[Any]) -> list[MoveCost]:
+    """What past moves cost, from plain data."""
+    return [decode(MoveCost, one) for one in data]
+
+
+def load_stories(data: dict[str, Any]) -> dict[str, list[Chapter]]:
+    """Stories from plain data."""
+    return {name: [decode(Chapter, one) for one in chapters] for name, chapters in data.items()}
+
+
+def _copied(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else list(value) if isinstance(value, list) else value
+
+
+def _sited(data: dict[str, Any]) -> Sited:
+    return Sited(_plan(data["plan"]), decode(Cluster, data["cluster"]))
+
+
+def _plan(data: dict[str, Any]) -> Plan:
+    """By hand: the codec reads no literal types."""
+    kept = dict(data)
+    return Plan(
+        groups=tuple(decode(Group, one) for one in kept.pop("groups")),
+        components=tuple(decode(Placed, one) for one in kept.pop("components")),
+        timeline=tuple(Bar(**one) for one in kept.pop("timeline")),
+        **kept,
+    )

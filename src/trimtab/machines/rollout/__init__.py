@@ -1,0 +1,1 @@
+"""Rollout workers: which serves a request, how many serve, and which weights they have."""

@@ -1,0 +1,241 @@
+"""Workers in trouble: who is suspected, probed, given up and back, and what others do to engines behind trimtab's back.
+
+Called by the machine for news of health and of others, and by the rooms of requests and acts when something failed. A
+suspect keeps what it has and gets nothing new until it has really answered: a health check that passes proves nothing
+of a wedged engine. What must never happen: a worker lost by a Tick alone (how long it has been unwell is what its
+health check says; a probe it does not answer, or a cut it does not confirm, was asked of it), and what it may still be
+working on forgotten while its process may live.
+"""
+
+from __future__ import annotations
+
+from trimtab.core.reasons import Code, Reason
+from trimtab.machines.rollout import events as e
+from trimtab.machines.rollout.records import Worker
+from trimtab.machines.rollout.requests import Requests
+from trimtab.machines.rollout.state import Books
+from trimtab.machines.rollout.workers import Workers
+from trimtab.model.rollout import Verb, WorkerState
+
+S = WorkerState
+
+
+class Trouble:
+    """What goes wrong with workers."""
+
+    def __init__(self, books: Books, requests: Requests, workers: Workers) -> None:
+        self.books = books
+        self.requests = requests
+        self.workers = workers
+
+    # ---- trouble -----------------------------------------------------------------------------------------------------
+
+    def fault(self, worker: Worker, why: str) -> None:
+        """A request broke there."""
+        worker.faults += 1
+        if worker.faults >= self.books.rules.faults:
+            self.suspect(worker, Reason(Code.faulty, f"{worker.faults} requests in a row broke: {why}"))
+
+    def deaf(self, worker: Worker, why: str) -> None:
+        """It does not answer, though it may be healthy."""
+        orphans = sum(one.orphan for one in worker.held.values())
+        if orphans and worker.state in (S.draining, S.stale, S.empty):
+            self.lost(worker, Reason(Code.hung, f"{why}, and others wait for that"))
+        elif orphans >= self.books.rules.faults:
+            self.lost(worker, Reason(Code.hung, f"{why}, nor that of {orphans - 1} others"))
+        else:
+            self.suspect(worker, Reason(Code.hung, why))
+            self.workers.on_quieter(worker)
+
+    def unwell(self, event: e.WorkerUnwell) -> None:
+        """Its health check has failed for so long."""
+        worker = self.books.workers.get(event.worker)
+        if worker is None or worker.state not in (S.active, S.draining, S.stale, S.empty, S.suspect):
+            return
+        rules = self.books.rules
+        if event.for_s < rules.suspect_s:
+            return
+        worker.unwell = True
+        reason = Reason(Code.unhealthy, f"{event.why}, for {event.for_s:.3g} s")
+        if event.for_s >= rules.lost_s:
+            self.lost(worker, reason)
+        else:
+            self.suspect(worker, reason)
+
+    def well(self, event: e.WorkerWell) -> None:
+        """Its health check passes; whether it answers is another question."""
+        worker = self.books.workers.get(event.worker)
+        if worker is None or not worker.unwell:
+            return
+        worker.unwell = False
+        if worker.state is S.suspect and worker.doing is None:
+            worker.probes = 0
+            self.probe(worker, "its health check passes again")
+
+    def heard(self, worker: Worker) -> None:
+        """Tokens came from it: a suspect that answers is none."""
+        if worker.state is S.suspect and not worker.unwell and worker.faults < self.books.rules.faults:
+            self.back(worker, "it answers")
+
+    def suspect(self, worker: Worker, reason: Reason) -> None:
+        """Nothing new goes there until it has answered."""
+        if worker.state is not S.active:
+            return
+        self.workers.become(worker, S.suspect, reason)
+        worker.probes = 0
+        self.books.look_soon()
+        if worker.doing is None:
+            self.probe(worker, reason.sentence)
+
+    def probe(self, worker: Worker, why: str) -> None:
+        """See whether it answers."""
+        if worker.paused_elsewhere:
+            return  # a probe would hang; whoever resumes it is heard
+        self.workers.act(worker, Verb.probe, Reason(Code.faulty, why))
+
+    def probe_failed(self, worker: Worker, why: str) -> None:
+        """It did not: again, then it is lost."""
+        if worker.state is not S.suspect:
+            return
+        worker.probes += 1
+        if worker.probes >= self.books.rules.tries:
+            self.lost(worker, Reason(Code.hung, f"{why}, {worker.probes} times in a row"))
+        else:
+            worker.try_at = self.books.rest.now + self.books.rules.back_off_s
+            self.books.touch("w", worker.id)
+
+    def back(self, worker: Worker, why: str) -> None:
+        """It works again. Weights that became old in the meantime stay old."""
+        current = worker.version is not None and worker.version == self.books.rest.version
+        if worker.state is S.suspect and worker.unwell:
+            return
+        if worker.state is S.suspect and not current:
+            self.workers.become(
+                worker, S.stale, Reason(Code.outdated, f"{why}; its weights are older than the trainer's")
+            )
+            self.workers.wants_refit(worker)
+        elif worker.state is S.suspect:
+            self.workers.to_active(worker, Reason(Code.steady, why))
+        self.workers.on_quieter(worker)
+
+    def died(self, event: e.WorkerDied) -> None:
+        """Gone."""
+        worker = self.books.workers.get(event.worker)
+        if worker is None or worker.state is S.lost:
+            return
+        if not worker.started and worker.state is S.inactive:
+            return
+        worker.started = False
+        self.lost(worker, Reason(Code.process_died, event.why))
+
+    def lost(self, worker: Worker, reason: Reason, *, stop: bool = True) -> None:
+        """Whatever it was, it is not there any more, and neither is what it had."""
+        if worker.state is S.lost:
+            return
+        books = self.books
+        self.workers.become(worker, S.lost, reason)
+        worker.was_lost, worker.version = True, None
+        worker.incarnation += 1
+        # The same process may come back: as asleep and as paused as it was, or was about to be.
+        worker.asleep = worker.asleep or (worker.doing is not None and worker.doing.verb is Verb.sleep)
+        worker.unwell = False
+        worker.faults = worker.probes = 0
+        worker.doing, worker.load_until, worker.try_at = None, None, None
+        worker.load_asked = False
+        self.requests.lose_all(worker, f"{worker.id} was lost: {reason.sentence}", certain=not worker.started)
+        if not worker.started:
+            self.requests.lay_ghosts(worker)
+        books.look_soon()
+        self.workers.on_quieter(worker)
+        if stop and worker.spec.startable and worker.started:
+            self.workers.act(
+                worker, Verb.stop, Reason(reason.code, f"so that nothing of it is left: {reason.sentence}")
+            )
+        elif worker.leaving:
+            self.workers.forget(worker)
+
+    # ---- news of others ----------------------------------------------------------------------------------------------
+
+    def came_up(self, event: e.WorkerUp) -> None:
+        """Up without having been asked to."""
+        worker = self.books.workers.get(event.worker)
+        if worker is None or worker.state is S.starting:
+            return
+        if event.restarted:
+            worker.paused_elsewhere = False
+            self.books.lane(worker)
+        if worker.state is S.lost:
+            if worker.doing is None:
+                self.requests.wake_ghosts(worker)
+                self.workers.arrives(worker, event.version, "it is back", ours=False)
+        elif worker.state is S.inactive:
+            if not worker.started or event.restarted:
+                worker.was_lost = worker.was_lost or worker.started
+                self.workers.arrives(worker, event.version, "it came up by itself", ours=False)
+            elif worker.asleep:
+                self.workers.woken(worker, event.version, "others woke it")
+        elif event.restarted:
+            # Nobody knows when: what was sent last may be with the new process, so it is cut there, too.
+            self.lost(worker, Reason(Code.process_died, "it was restarted: what it had is gone"), stop=False)
+            if worker.id in self.books.workers:
+                self.requests.wake_ghosts(worker)
+                self.workers.arrives(worker, event.version, "it was restarted", ours=False)
+
+    def slept(self, event: e.WorkerSlept) -> None:
+        """Others put it to sleep. What ran there is theirs to have aborted, and is heard of."""
+        worker = self.books.workers.get(event.worker)
+        if worker is None or worker.state in (S.lost, S.starting, S.inactive):
+            return
+        worker.doing = None
+        if worker.state is S.draining and worker.held:
+            self.requests.cut_all(worker, Reason(Code.moved, f"{worker.id} was put to sleep"))
+        self.workers.put_to_sleep(worker, event.keeps_weights, "others put it to sleep")
+
+    def emptied(self, event: e.WorkerEmptied) -> None:
+        """Its weights are gone: what it makes from now on is worth nothing."""
+        worker = self.books.workers.get(event.worker)
+        if worker is None:
+            return
+        worker.version = None
+        if worker.state in (S.lost, S.starting, S.inactive, S.empty):
+            return
+        reason = Reason(Code.emptied, "its weights were discarded")
+        self.requests.cut_all(worker, Reason(Code.moved, f"{worker.id}: its weights were discarded"))
+        if worker.state is not S.draining:
+            self.workers.become(worker, S.empty, reason)
+            self.workers.wants_refit(worker)
+
+    def paused_elsewhere(self, event: e.PausedElsewhere) -> None:
+        """Others pause and resume it. Requests there wait; none is sent there."""
+        worker = self.books.workers.get(event.worker)
+        if worker is None or worker.paused_elsewhere == event.on or worker.state is S.lost:
+            return
+        worker.paused_elsewhere = event.on
+        self.books.lane(worker)
+        if not event.on:
+            self.requests.resumed(worker)
+            if worker.state is S.suspect and worker.doing is None:
+                self.probe(worker, "it was resumed")
+        sentence = "others paused it: nothing is sent there" if event.on else "others resumed it"
+        self.books.write_worker(worker, worker.state, Reason(Code.passed_on, sentence))
+
+    def load_seen(self, event: e.LoadSeen) -> None:
+        """Its own figures, while they are fresh."""
+        books = self.books
+        worker = books.workers.get(event.worker)
+        until = event.at + books.rules.load_fresh_s
+        if worker is None or until <= books.rest.now:
+            return
+        worker.outside = max(0, event.running + event.waiting - len(worker.held))
+        worker.kv_full = event.kv_used_share >= books.rules.kv_full
+        worker.load_until, worker.load_asked = until, True
+        books.touch("w", worker.id)
+        self.figures(worker)
+
+    def figures(self, worker: Worker) -> None:
+        """What it says of itself has come, or is not believed any more."""
+        lane = self.books.router.lanes.get(worker.id)
+        if lane is not None:
+            self.books.figures(worker, lane)
+            self.books.router.changed(lane)
+        self.workers.settle(worker)

@@ -1,0 +1,1 @@
+"""Scaling policies: how many rollout workers are wanted."""

@@ -1,0 +1,126 @@
+"""How many rollout workers should serve: policies, which are plain functions of a state and a sample of the load.
+
+`consult(state, sample)` is the door; whoever carries decisions out calls it at every look at the load. It knows no
+clock: time is in the sample. What it must never do: ask for a number outside the sample's limits, raise because of a
+user's policy, or let such a policy's nonsense move a worker.
+
+Policies are found by name in `policies`, where `register` puts them, or are given as a function in the settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from trimtab.core.codec import decode, encode
+from trimtab.core.errors import InputError, nearest
+from trimtab.core.reasons import Code, Reason
+from trimtab.machines.rollout.policies.load import (
+    Costs,
+    Decision,
+    LoadSample,
+    Memory,
+    Policy,
+    PolicyState,
+    Taker,
+    workers_text,
+)
+from trimtab.machines.rollout.policies.predictive import predictive
+from trimtab.machines.rollout.policies.threshold import threshold
+from trimtab.model.elastic_config import ElasticConfig
+
+__all__ = ["Costs", "Decision", "LoadSample", "Memory", "Policy", "PolicyState", "Taker", "begin", "consult", "dump",
+           "load", "policies", "policy_of", "predictive", "register", "static", "threshold"]  # fmt: skip
+
+policies: dict[str, Policy] = {}  # by the name that `ElasticConfig.policy` gives
+
+
+def register(name: str) -> Callable[[Policy], Policy]:
+    """Give a policy a name: `@register("mine")` above the function."""
+
+    def under(policy: Policy) -> Policy:
+        if policies.setdefault(name, policy) is not policy:
+            raise InputError(f"there is a policy {name} already", hint="choose another name")
+        return policy
+
+    return under
+
+
+def policy_of(config: ElasticConfig) -> Policy:
+    """The policy that the settings name or hold."""
+    if not isinstance(config.policy, str):
+        return config.policy
+    if config.policy not in policies:
+        near = nearest(config.policy, policies)
+        hint = f"did you mean {near}?" if near else f"policies: {', '.join(sorted(policies))}"
+        raise InputError(f"there is no policy {config.policy}", where="elastic_config.policy", hint=hint)
+    return policies[config.policy]
+
+
+def begin(config: ElasticConfig) -> PolicyState:
+    """The state before the first look. Raises InputError where the settings name a policy that does not exist."""
+    policy_of(config)
+    return PolicyState(config)
+
+
+def consult(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decision]:
+    """What the policy of the settings decides; always within the limits, whatever the policy says.
+
+    A policy that raises or answers nonsense changes nothing: the workers stay as they are, and the reason says so.
+    """
+    try:
+        after, decision = policy_of(state.config)(state, sample)
+        fault = _fault(after, decision)
+    except Exception as error:  # whatever a user's function may raise
+        fault = f"it raised {type(error).__name__}: {error}"
+    if fault:
+        reason = Reason(Code.policy_fault, f"{_name(state)}: {fault}; nothing is changed")
+        return state, Decision(sample.inside, reason, f"{workers_text(sample.inside)} serve")
+    allowed = sample.within(decision.workers)
+    if allowed != decision.workers:
+        decision = replace(decision, workers=allowed, reason=_limited(decision.reason, decision.workers, sample))
+    return after, decision
+
+
+def dump(state: PolicyState) -> Any:
+    """The memory as plain data. Settings are not in it: they come from where they are set."""
+    return encode(state.memory)
+
+
+def load(data: Any, config: ElasticConfig) -> PolicyState:
+    """A state that goes on from a dump."""
+    return PolicyState(config, decode(Memory, data))
+
+
+def _fault(after: object, decision: object) -> str:
+    if not isinstance(after, PolicyState) or not isinstance(decision, Decision):
+        return "it did not answer with a state and a decision"
+    if isinstance(decision.workers, bool) or not isinstance(decision.workers, int) or decision.workers < 0:
+        return f"{decision.workers!r} is no number of workers"
+    if not isinstance(decision.reason, Reason) or not decision.reason.sentence:
+        return "it gave no reason"
+    return ""
+
+
+def _name(state: PolicyState) -> str:
+    policy = state.config.policy
+    return f"policy {policy if isinstance(policy, str) else getattr(policy, '__name__', repr(policy))}"
+
+
+def _limited(reason: Reason, wanted: int, sample: LoadSample) -> Reason:
+    limit = f"at least {sample.least}" if wanted < sample.least else f"at most {sample.most}"
+    return Reason(Code.limits, f"{reason.sentence}; {workers_text(wanted)} were wanted, {limit} are allowed")
+
+
+@register("static")
+def static(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decision]:
+    """All workers that can be had, up to the most, whatever the load."""
+    workers = sample.most
+    code = Code.load_fits if workers == sample.serving else Code.limits
+    reason = Reason(code, f"the policy is static: all {workers_text(workers)}, whatever the load")
+    return state, Decision(workers, reason, f"{workers_text(workers)} serve")
+
+
+register("threshold")(threshold)
+register("predictive")(predictive)

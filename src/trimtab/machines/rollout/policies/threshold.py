@@ -1,0 +1,283 @@
+"""The policy `threshold`: as many workers as keep the load between two shares of capacity, moved as seldom as possible.
+
+What it must never do: give a worker up on a sample that is old or missing, or one whose load would not fit the others;
+move workers back and forth while the load stays the same.
+
+The step that must not exist is down to a number from which the same load would ask for a step up. So both directions
+aim at one number, the fewest workers whose load stays at the middle of the two thresholds: after a step of either kind
+the load is neither above the upper threshold nor does it fit one worker fewer.
+
+Down is judged by the greatest load of the last `min_stable_period`, seen without a gap. Up is judged by an overload
+that began so long ago and has not ended; a lull ends it only if the mean of that period is below the threshold too, so
+overload in bursts counts and a single spike does not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from trimtab.core.reasons import Code, Reason
+from trimtab.machines.rollout.policies.load import (
+    Decision,
+    Expected,
+    LoadSample,
+    Memory,
+    PolicyState,
+    Span,
+    workers_text,
+)
+from trimtab.model.elastic_config import ElasticConfig
+
+SPANS_KEPT = 32  # of load history: older ones are joined, so that frequent looks do not make it grow
+GAP_INTERVALS = 2.5  # looks further apart than so many intervals: what was between is not known
+SPIKE_CAP = 2.0  # in a mean, a load counts for at most so many times the threshold
+ASSUMED_SWITCH_S = 60.0  # sleep plus wake, until they have been measured
+ROUNDING = 1e-9
+
+
+def threshold(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decision]:
+    """As many workers as keep the load between the two thresholds of the settings, moved as seldom as possible."""
+    memory = _look(state, sample)
+    memory, checked, came_true = _check(memory, sample)
+    workers, reason = _decide(state.config, memory, sample)
+    step = workers - sample.serving
+    if step:
+        memory, checked, came_true, reason = _stepped(memory, sample, checked, came_true, reason)
+    # A step's expectation is not given up for that of a look at which nothing was done.
+    expected = memory.expected or _expectation(state.config, sample, workers)
+    memory = replace(memory, expected=expected)
+    return replace(state, memory=memory), Decision(workers, reason, _expects(expected), checked, came_true)
+
+
+def _decide(config: ElasticConfig, memory: Memory, sample: LoadSample) -> tuple[int, Reason]:
+    """How many workers, and why. Limits come first, then what is not known, then the load."""
+    serving, inside = sample.serving, sample.inside
+    if inside != serving:
+        limit = f"at least {sample.least}" if inside > serving else f"at most {sample.most}"
+        return inside, Reason(Code.limits, f"{workers_text(serving)} serve, {limit} are to: {inside}")
+    if not config.enable_elastic:
+        return serving, Reason(Code.switched_off, f"enable_elastic is off: {workers_text(serving)} stay")
+    if not sample.fresh:
+        return serving, Reason(
+            Code.load_unknown, f"the load is not known for certain: {workers_text(serving)} stay until it is"
+        )
+    if sample.ratio > config.scale_up_threshold:
+        return _up(config, memory, sample)
+    if sample.ratio < config.scale_down_threshold:
+        return _down(config, memory, sample)
+    return serving, Reason(
+        Code.load_fits,
+        f"{_load(sample)} is between {config.scale_down_threshold:g} and {config.scale_up_threshold:g}",
+    )
+
+
+def _up(config: ElasticConfig, memory: Memory, sample: LoadSample) -> tuple[int, Reason]:
+    serving, now = sample.serving, sample.now
+    window = _window(memory.spans, now - config.min_stable_period)
+    needed = _needed(config, sample, max(float(sample.load), _mean(window, math.inf)))
+    workers = max(sample.within(needed), serving)
+    above = f"{_load(sample)} is above {config.scale_up_threshold:g}"
+    if workers == serving:
+        return serving, Reason(
+            Code.limits, f"{above}, {workers_text(needed)} would be right, but at most {sample.most} are allowed"
+        )
+    if serving == 0:  # requests wait and nobody serves them: there is nothing to be careful about
+        return workers, Reason(Code.load_high, f"{_load(sample)}: 0 to {workers_text(workers)}")
+    since = now if memory.over_since is None else memory.over_since
+    if now - since < config.min_stable_period - ROUNDING:
+        return serving, Reason(
+            Code.not_yet, f"{above} for {now - since:.3g} s; it must be so for {config.min_stable_period:g} s"
+        )
+    left_s = _left_s(memory.last_up, config.scale_up_cooldown, now)
+    if left_s > 0:
+        return serving, Reason(
+            Code.not_yet, f"{above}; the last step up was too short a time ago, the next in {left_s:.3g} s"
+        )
+    short = "" if workers == needed else f" ({needed} would be right)"
+    back = min(sample.draining_workers, workers - serving)
+    called = f", {back} of them called back while they drain" if back else ""
+    return workers, Reason(Code.load_high, f"{above}: {serving} to {workers_text(workers)}{short}{called}")
+
+
+def _down(config: ElasticConfig, memory: Memory, sample: LoadSample) -> tuple[int, Reason]:
+    serving, now = sample.serving, sample.now
+    window = _window(memory.spans, now - config.min_stable_period)
+    peak = max([float(sample.load), *(span.peak for span in window)])
+    needed = sample.within(_needed(config, sample, peak))
+    below = f"{_load(sample)} is below {config.scale_down_threshold:g}"
+    if serving <= sample.least:
+        return serving, Reason(Code.limits, f"{below}, but at least {sample.least} are to serve")
+    if sample.within(_needed(config, sample, sample.load)) >= serving:
+        return serving, Reason(Code.load_fits, f"{below}, but would be above {config.fit_share:.3g} on one worker less")
+    known_s = 0.0 if memory.known_since is None else now - memory.known_since
+    if known_s < config.min_stable_period - ROUNDING or needed >= serving:
+        was = f"known for {known_s:.3g} s" if needed < serving else f"but was {peak:g} requests not long ago"
+        return serving, Reason(Code.not_yet, f"{below}, {was}; it must be so for {config.min_stable_period:g} s")
+    left_s = max(
+        _left_s(memory.last_down, config.scale_down_cooldown, now),
+        _left_s(memory.last_up, config.scale_down_cooldown, now),
+    )
+    if left_s > 0:
+        return serving, Reason(
+            Code.not_yet, f"{below}; the last step was too short a time ago, the next down in {left_s:.3g} s"
+        )
+    if config.scale_down_requires_demand:
+        return for_takers(sample, needed, below)
+    return needed, Reason(Code.load_low, f"{below}: {serving} to {workers_text(needed)}")
+
+
+def for_takers(sample: LoadSample, needed: int, below: str) -> tuple[int, Reason]:
+    """Give up no more than somebody can use for longer than it takes to give up and have back."""
+    sleep_s, wake_s = sample.costs.sleep_s, sample.costs.wake_s
+    measured = sleep_s is not None and wake_s is not None
+    switch_s = (sleep_s or 0.0) + (wake_s or 0.0) if measured else ASSUMED_SWITCH_S
+    takes = f"sleep and wake take {switch_s:.3g} s" + ("" if measured else " (assumed: not measured yet)")
+    wanting = [one for one in sample.takers if one.workers > 0 and one.use_s > switch_s]
+    if not wanting:
+        who = ", ".join(f"{one.name} only for {one.use_s:.3g} s" for one in sample.takers if one.workers > 0)
+        return sample.serving, Reason(Code.no_taker, f"{below}, but nobody needs a worker ({who or takes})")
+    spare = min(sample.serving - needed, sum(one.workers for one in wanting))
+    given = spare if measured else min(spare, 1)  # one is enough to measure what it takes
+    names = ", ".join(f"{one.name} ({one.use_s:.3g} s)" for one in sorted(wanting, key=lambda one: -one.use_s))
+    workers = sample.serving - given
+    return workers, Reason(Code.load_low, f"{below}: {sample.serving} to {workers_text(workers)}, for {names}; {takes}")
+
+
+def _needed(config: ElasticConfig, sample: LoadSample, load: float) -> int:
+    """The fewest workers on which a load is no greater a share of capacity than steps aim at."""
+    return math.ceil(load / (sample.capacity * config.fit_share) - ROUNDING)
+
+
+def _left_s(last: float | None, cooldown_s: float, now: float) -> float:
+    left = 0.0 if last is None else last + cooldown_s - now
+    return left if left > ROUNDING else 0.0
+
+
+# ---- what is remembered ----------------------------------------------------------------------------------------------
+
+
+def _look(state: PolicyState, sample: LoadSample) -> Memory:
+    """The memory with this sample in it."""
+    memory, config, now = state.memory, state.config, sample.now
+    if not sample.fresh:
+        # Evidence of little load starts anew; an overload may go on, if the next look is not too late.
+        return replace(memory, known_since=None)
+    gap_s = math.inf if memory.last_at is None else now - memory.last_at
+    late = not 0 <= gap_s <= GAP_INTERVALS * config.monitoring_interval
+    spans = _window(memory.spans, now - config.min_stable_period)
+    if memory.last_at is not None and memory.known_since is not None and not late:
+        span = Span(memory.last_at, now, memory.last_load, memory.last_load)
+        spans = _joined((*spans, span), config.min_stable_period)
+        known_since = memory.known_since
+    else:
+        known_since = now
+    over_since = None if late else memory.over_since
+    return replace(
+        memory,
+        spans=spans,
+        last_at=now,
+        last_load=float(sample.load),
+        known_since=known_since,
+        over_since=_over_since(config, over_since, spans, sample),
+    )
+
+
+def _over_since(
+    config: ElasticConfig, over_since: float | None, spans: tuple[Span, ...], sample: LoadSample
+) -> float | None:
+    """When the overload that goes on now began; None: there is none."""
+    if sample.ratio > config.scale_up_threshold:
+        return sample.now if over_since is None else over_since
+    limit = config.scale_up_threshold * sample.serving * sample.capacity
+    mean = _mean(_window(spans, sample.now - config.min_stable_period), SPIKE_CAP * limit)
+    return over_since if mean > limit else None
+
+
+def _window(spans: tuple[Span, ...], start: float) -> tuple[Span, ...]:
+    """The spans after a time; one that began before it is cut there."""
+    return tuple(replace(span, start=max(span.start, start)) for span in spans if span.end > start)
+
+
+def _joined(spans: tuple[Span, ...], period_s: float) -> tuple[Span, ...]:
+    """Spans so that there are few: the last is joined to the one before while both are short."""
+    if len(spans) < 2:
+        return spans
+    before, last = spans[-2], spans[-1]
+    if before.end != last.start or last.end - before.start > period_s / SPANS_KEPT:
+        return spans
+    whole = last.end - before.start
+    share = (last.end - last.start) / whole if whole > 0 else 0.0
+    mean = before.mean * (1 - share) + last.mean * share
+    return (*spans[:-2], Span(before.start, last.end, mean, max(before.peak, last.peak)))
+
+
+def _mean(spans: tuple[Span, ...], cap: float) -> float:
+    """The mean load over time, where no load counts for more than the cap."""
+    whole = sum(span.end - span.start for span in spans)
+    if whole <= 0:
+        return 0.0
+    return sum(min(span.mean, cap) * (span.end - span.start) for span in spans) / whole
+
+
+# ---- what is expected ------------------------------------------------------------------------------------------------
+
+
+def _stepped(
+    memory: Memory, sample: LoadSample, checked: str, came_true: bool | None, reason: Reason
+) -> tuple[Memory, str, bool | None, Reason]:
+    """The memory after a step, and the reason with what became of the step before."""
+    if memory.expected is not None and memory.expected.step:
+        came_true, checked = _verdict(memory.expected, sample)
+        memory = replace(memory, outcome=checked)
+    if memory.outcome:
+        reason = Reason(reason.code, f"{reason.sentence}; {memory.outcome}")
+    memory = replace(memory, expected=None, outcome="", over_since=None)
+    if reason.code is Code.load_high:  # a step for the limits' sake leaves the cooldowns alone
+        memory = replace(memory, last_up=sample.now)
+    elif reason.code is Code.load_low:
+        memory = replace(memory, last_down=sample.now)
+    return memory, checked, came_true, reason
+
+
+def _expectation(config: ElasticConfig, sample: LoadSample, workers: int) -> Expected:
+    most = max(_share(sample, workers), config.fit_share if workers != sample.serving else config.scale_up_threshold)
+    return Expected(sample.now, workers, most, workers - sample.serving)
+
+
+def _share(sample: LoadSample, workers: int) -> float:
+    """The load as a share of what so many workers take; where there are none, of what one takes."""
+    return sample.load / (max(workers, 1) * sample.capacity)
+
+
+def _expects(expected: Expected) -> str:
+    return f"{workers_text(expected.workers)} serve, load at most {expected.ratio:.2f} of capacity"
+
+
+def _check(memory: Memory, sample: LoadSample) -> tuple[Memory, str, bool | None]:
+    """What became of the last decision, if it can be said now: a step's workers take a while to come and go."""
+    expected = memory.expected
+    if expected is None or not sample.fresh:
+        return memory, "", None
+    if expected.step > 0 and sample.starting and sample.serving >= expected.workers:
+        return memory, "", None
+    if expected.step < 0 and sample.draining_workers and sample.serving <= expected.workers:
+        return memory, "", None
+    came_true, said = _verdict(expected, sample)
+    return replace(memory, expected=None, outcome=said if expected.step else memory.outcome), said, came_true
+
+
+def _verdict(expected: Expected, sample: LoadSample) -> tuple[bool, str]:
+    share = _share(sample, sample.serving)
+    true = sample.serving == expected.workers and share <= expected.ratio + ROUNDING
+    what = "the last step" if expected.step else "what was expected"
+    seen = f"{workers_text(sample.serving)}, load {share:.2f}"
+    if true:
+        return True, f"{what} came true ({seen})"
+    return False, f"{what} did not come true ({expected.workers} and at most {expected.ratio:.2f} expected; {seen})"
+
+
+def _load(sample: LoadSample) -> str:
+    counts = ((sample.queued, "queued"), (sample.running, "running"), (sample.draining, "draining"))
+    parts = [f"{count} {word}" for count, word in counts if count]
+    return f"load {sample.ratio:.2f} ({', '.join(parts) or 'no requests'})"

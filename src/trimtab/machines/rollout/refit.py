@@ -1,0 +1,253 @@
+"""Refits: who takes part, when the trainer may begin, who serves afterwards. The weights are the trainer's.
+
+Membership is frozen from begin to end: a collective whose set of engines changes under way hangs for ever. Whoever
+comes or goes meanwhile is offered at the next sync; a newcomer is STALE until then. From begin on only the new version
+is current. A refit that fails on some workers leaves these STALE with no version, and the others go on; one that fails
+on all leaves nobody to serve, which is said, and the trainer may begin it again. What must never happen: a refit
+without an end (it has a deadline), and a worker that serves because its refit was merely tried.
+
+Requests that run at the begin: those that may span versions stay paused in place (`keep`) or are cut and go on with
+what they have (`move`, or where the engine cannot pause); those that may not, or want one version, are cut and start
+anew.
+"""
+
+from __future__ import annotations
+
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Code, Reason
+from trimtab.machines.rollout import events as e
+from trimtab.machines.rollout.records import Refit, Worker, counted
+from trimtab.machines.rollout.requests import Requests
+from trimtab.machines.rollout.state import Books
+from trimtab.machines.rollout.workers import Workers
+from trimtab.model.rollout import InFlight, Member, Membership, Owner, RefitWay, Verb, WorkerState
+
+S = WorkerState
+TAKES_PART = (S.active, S.stale, S.empty)
+
+
+class Refits:
+    """The trainer's weights on their way."""
+
+    def __init__(self, books: Books, requests: Requests, workers: Workers) -> None:
+        self.books = books
+        self.requests = requests
+        self.workers = workers
+
+    # ---- membership ------------------------------------------------------------------------------------------------
+
+    def offered(self) -> Membership:
+        """Who takes part now: as frozen, or as it would be at the next begin."""
+        before = self.books.rest.membership
+        if self.books.refit is not None:
+            return before
+        members, offset = [], 0
+        for worker in self.books.of(*TAKES_PART):
+            if not (worker.leaving or worker.taken or worker.out):
+                members.append(Member(worker.id, worker.spec.size, offset, worker.incarnation))
+                offset += worker.spec.size
+        old = {(one.worker, one.incarnation) for one in before.members}
+        new = {(one.worker, one.incarnation) for one in members}
+        if old == new and tuple(members) == before.members:
+            return Membership(before.epoch, before.members)
+        joined = tuple(one.worker for one in members if (one.worker, one.incarnation) not in old)
+        left = tuple(one.worker for one in before.members if (one.worker, one.incarnation) not in new)
+        return Membership(before.epoch + 1, tuple(members), joined=joined, left=left)
+
+    def in_refit(self, worker: Worker) -> bool:
+        """Whether an open refit counts on it, as the process it is."""
+        if self.books.refit is None:
+            return False
+        return any(
+            one.worker == worker.id and one.incarnation == worker.incarnation
+            for one in self.books.rest.membership.members
+        )
+
+    # ---- begin -----------------------------------------------------------------------------------------------------
+
+    def begun(self, event: e.RefitBegun) -> None:
+        """Freeze, and make everybody quiet."""
+        books, rules = self.books, self.books.rules
+        if books.refit is not None:
+            if books.refit.version == event.version:
+                return
+            raise InputError(
+                f"a refit to version {books.refit.version} is open", hint="end it before another one begins"
+            )
+        offered = self.offered()
+        books.rest.membership = Membership(offered.epoch, offered.members, True, offered.joined, offered.left)
+        members = [books.workers[one.worker] for one in offered.members]
+        deadline = books.rest.now + rules.refit_s
+        books.refit = Refit(event.version, event.way, event.in_flight, deadline, [one.id for one in members])
+        books.rest.version = event.version
+        books.touch("", "")
+        for worker in members:
+            self._quieten(worker, event)
+        self.requests.version_changed()
+        for worker in members:
+            self.quieter(worker)
+        self._ready()
+
+    def _quieten(self, worker: Worker, event: e.RefitBegun) -> None:
+        reason = Reason(Code.refitting, f"version {event.version} is on its way")
+        worker.doing, worker.try_at = None, None  # whatever was done to it was for older weights
+        if worker.state is not S.empty:
+            self.workers.to_stale(worker, reason)
+        if not worker.held:
+            return
+        ownership = self.books.rules.ownership
+        keep = event.in_flight is InFlight.keep and (ownership.pause is Owner.trainer or worker.spec.can_pause)
+        if self.requests.may_cut():
+            self._cut(worker, keep, reason)
+        if keep and ownership.pause is Owner.trimtab:
+            self.workers.act(worker, Verb.pause, reason)  # also where a resume may be on its way
+
+    def _cut(self, worker: Worker, keep: bool, reason: Reason) -> None:
+        for sent in list(worker.held.values()):
+            request = self.books.requests.get(sent.request)
+            if request is None or request.attempt != sent.attempt:
+                continue
+            once = not request.spec.spans or request.spec.version is not None
+            if once or not keep:
+                self.requests.cut(request, reason, again=once)
+
+    def quieter(self, worker: Worker) -> None:
+        """Something at the worker ended, or it is gone; perhaps it was the last that had to."""
+        refit = self.books.refit
+        if refit is None:
+            return
+        if worker.id in refit.waiting and self._quiet(worker):
+            refit.waiting.remove(worker.id)
+            self._ready()
+        gone = worker.id not in (*refit.confirmed, *refit.failed) and not self.in_refit(worker)
+        if gone and any(one.worker == worker.id for one in self.books.rest.membership.members):
+            refit.failed.append(worker.id)
+            self._all_told()
+
+    def _quiet(self, worker: Worker) -> bool:
+        if not self.in_refit(worker):
+            return True
+        if worker.doing is not None and worker.doing.verb is Verb.pause:
+            return False
+        return not any(one.abort_by is not None and not one.orphan for one in worker.held.values())
+
+    def _ready(self) -> None:
+        """Once everybody is quiet, the trainer may send; where refits are trimtab's, it begins."""
+        books, refit = self.books, self.books.refit
+        if refit is None or refit.ready or refit.waiting:
+            return
+        refit.ready = True
+        membership = books.rest.membership
+        sentence = f"{counted(len(membership.members), 'worker')} wait for version {refit.version}"
+        books.out.append(e.RefitReady(refit.version, membership, Reason(Code.refitting, sentence)))
+        if books.rules.ownership.refit is Owner.trimtab:
+            for member in membership.members:
+                worker = books.workers.get(member.worker)
+                if worker is not None and self.in_refit(worker) and worker.state in (S.stale, S.empty):
+                    reason = Reason(Code.refitting, f"it needs version {refit.version}")
+                    self.workers.act(worker, Verb.refit, reason, refit.version)
+            self._all_told()
+
+    # ---- outcomes --------------------------------------------------------------------------------------------------
+
+    def confirmed(self, event: e.RefitConfirmed) -> None:
+        """The trainer vouches for a worker."""
+        books = self.books
+        worker = books.workers.get(event.worker)
+        if worker is None or event.version != books.rest.version:
+            return
+        if event.epoch is not None and not self._same_process(worker, event.epoch):
+            return  # it was said of a process that is not there any more
+        self.vouched(worker, event.version)
+
+    def _same_process(self, worker: Worker, epoch: int) -> bool:
+        membership = self.books.rest.membership
+        return membership.epoch == epoch and any(
+            one.worker == worker.id and one.incarnation == worker.incarnation for one in membership.members
+        )
+
+    def vouched(self, worker: Worker, version: int) -> None:
+        """It has these weights, for certain."""
+        books, refit = self.books, self.books.refit
+        if version != books.rest.version or worker.state in (S.lost, S.starting, S.inactive):
+            return
+        if refit is not None and not self.in_refit(worker):
+            return  # offered at the next sync
+        self.workers.confirmed(worker, version)
+        if refit is None:
+            self.workers.activate(worker)
+            return
+        if worker.id in refit.failed:
+            refit.failed.remove(worker.id)
+        if worker.id not in refit.confirmed:
+            refit.confirmed.append(worker.id)
+        # Engines that read for themselves need not wait for each other, unless the trainer holds them paused.
+        if refit.way is RefitWay.disk and books.rules.ownership.pause is Owner.trimtab and refit.ready:
+            self.workers.activate(worker)
+        self._all_told()
+
+    def failed(self, event: e.RefitFailed) -> None:
+        """The trainer says that a worker has not got them."""
+        worker = self.books.workers.get(event.worker)
+        if worker is not None and event.version == self.books.rest.version and worker.state is not S.lost:
+            self.not_got(worker, event.why)
+
+    def not_got(self, worker: Worker, why: str) -> None:
+        """One of them has failed; the others go on."""
+        refit = self.books.refit
+        if worker.state is S.active:
+            return  # it was confirmed, and serves
+        if refit is not None and self.in_refit(worker):
+            if worker.id in refit.confirmed:
+                refit.confirmed.remove(worker.id)
+            if worker.id not in refit.failed:
+                refit.failed.append(worker.id)
+        self.workers.refit_failed(worker, why)
+        self._all_told()
+
+    def _all_told(self) -> None:
+        """Where refits are trimtab's, the refit is over with its last worker."""
+        books, refit = self.books, self.books.refit
+        if refit is None or not refit.ready or books.rules.ownership.refit is not Owner.trimtab:
+            return
+        if len(refit.confirmed) + len(refit.failed) >= len(books.rest.membership.members):
+            self._end("all members are through")
+
+    def ended(self, event: e.RefitEnded) -> None:
+        """The trainer says that it is over."""
+        if self.books.refit is not None and self.books.refit.version == event.version:
+            self._end("the trainer ended it")
+
+    def late(self) -> None:
+        """It took too long."""
+        self._end(f"it took more than {self.books.rules.refit_s:g} s")
+
+    def _end(self, why: str) -> None:
+        books, refit = self.books, self.books.refit
+        assert refit is not None
+        books.refit = None
+        membership = books.rest.membership
+        books.rest.membership = Membership(
+            membership.epoch, membership.members, joined=membership.joined, left=membership.left
+        )
+        for member in membership.members:
+            worker = books.workers.get(member.worker)
+            if worker is None or worker.incarnation != member.incarnation:
+                continue
+            if member.worker in refit.confirmed:
+                self.workers.activate(worker)
+            elif member.worker not in refit.failed:
+                refit.failed.append(member.worker)
+                worker.doing = None if worker.doing and worker.doing.verb is Verb.refit else worker.doing
+                self.workers.refit_failed(worker, f"{why}, and nobody confirmed version {refit.version} here")
+        failed = tuple(one.worker for one in membership.members if one.worker not in refit.confirmed)
+        sentence = f"{why}: {len(refit.confirmed)} of {counted(len(membership.members), 'worker')} have it"
+        code = Code.refit_failed if failed else Code.current
+        books.out.append(e.RefitOver(refit.version, tuple(refit.confirmed), failed, Reason(code, sentence)))
+        if len(refit.confirmed) < books.rest.least and membership.members:
+            below = f"{sentence}, and at least {books.rest.least} are to serve"
+            books.out.append(e.Warn(Reason(Code.below_min, below)))
+        for worker in list(books.workers.values()):
+            self.workers.settle(worker)  # leaves that waited for the end
+            self.workers.wants_refit(worker)  # and newcomers
+        books.look_soon()

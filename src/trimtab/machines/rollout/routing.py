@@ -1,0 +1,307 @@
+"""Which worker serves which request next: the least outstanding tokens, prefixes kept together, classes by priority.
+
+Called by the rollout machine, which says who may serve, what was sent and what ended. It never sends: it chooses. What
+must never happen: a worker chosen that is closed or full; a request passed over for ever (whoever jumps the queue for
+its prefix comes from within a window behind the head); time that grows with the workers or with the queue: open
+workers are in a heap by load, queues are in order of arrival, and what is outdated in either is skipped when it is met.
+
+Outstanding tokens are predicted: what requests of that class and prompt length came to lately, never more than what is
+asked. Reading a prompt costs much less than making the same number of tokens, and counts accordingly.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from trimtab.machines.rollout.records import Mean, Request
+from trimtab.model.rollout import RequestClass, RequestSpec, RolloutRules
+
+PREFILL_SHARE = 8  # prompt tokens that cost as much as one that is made
+GROUPS_PER_WORKER = 8  # prefixes that a worker is believed to have in its cache
+GROUPS_KEPT = 65_536
+REFRESH_SHARE = 8  # a load that fell by this part is worth a new place in the heap
+WHOLE = ""
+BITS = [str(bits) for bits in range(64)]  # names of prompt lengths, made once
+OVERRUN = 2  # whoever is longer than predicted is predicted to become this many times as long as it is
+
+
+@dataclass(eq=False)
+class Lane:
+    """One worker that may serve."""
+
+    worker: str
+    number: int  # for ties
+    limit: int
+    token_limit: int | None
+    load: int = 0  # predicted tokens outstanding
+    count: int = 0  # requests there
+    outside: int = 0  # requests there that are not ours
+    closed: bool = False  # full by its own figures
+    stamp: int = 0  # of its one valid place in the heap; 0: it has none
+    placed: int = 0  # the load it had when it was put there
+    groups: dict[str, None] = field(default_factory=dict)  # prefixes it is believed to have, the latest last
+
+    @property
+    def room(self) -> bool:
+        """Whether it takes one more."""
+        return (
+            self.count + self.outside < self.limit
+            and not self.closed
+            and (self.token_limit is None or self.load < self.token_limit)
+        )
+
+
+@dataclass(eq=False)
+class Line:
+    """The queue of one class."""
+
+    spec: RequestClass
+    waiting: dict[str, Request] = field(default_factory=dict)  # exactly those that wait
+    # All that wait are in one of these, and some that do not any more:
+    fresh: deque[Request] = field(default_factory=deque)  # in order of arrival
+    back: list[tuple[int, str]] = field(default_factory=list)  # a heap: sent before, and back again
+    last: int = 0  # the highest number that `fresh` has seen
+    groups: dict[str, deque[Request]] = field(default_factory=dict)  # by group, in order: exactly those that wait
+
+
+class Choice(NamedTuple):
+    """Who is next, where it goes, and why there."""
+
+    request: Request
+    worker: str
+    near: bool  # its prefix is there already
+
+
+class Predictor:
+    """How many tokens an answer will have, by class and prompt length."""
+
+    def __init__(self) -> None:
+        # By class, then by the power of two of the prompt's length; all lengths together under WHOLE.
+        self.means: dict[str, dict[str, Mean]] = {}
+
+    def learn(self, spec: RequestSpec, tokens: int) -> None:
+        """An answer came to so many tokens."""
+        means = self.means.setdefault(spec.class_, {})
+        for name in (WHOLE, BITS[spec.prompt_tokens.bit_length()]):
+            mean = means.get(name)
+            if mean is None:
+                mean = means[name] = Mean()
+            mean.add(tokens)
+
+    def remaining(self, spec: RequestSpec, made: int) -> int:
+        """Tokens that it will make still."""
+        means = self.means.get(spec.class_)
+        whole = spec.max_tokens
+        if means is not None:
+            mean = means.get(BITS[spec.prompt_tokens.bit_length()]) or means[WHOLE]
+            if mean.value is not None:
+                whole = int(mean.value)
+        if whole <= made:
+            whole = made * OVERRUN
+        return max(1, min(whole, spec.max_tokens) - made)
+
+    def cost(self, spec: RequestSpec, made: int) -> int:
+        """Of sending it now: what it will make, and what has to be read first."""
+        return self.remaining(spec, made) + (spec.prompt_tokens + made) // PREFILL_SHARE
+
+
+class Router:
+    """Queues of requests and lanes of workers. All of it can be worked out anew from what the machine remembers."""
+
+    def __init__(self, rules: RolloutRules) -> None:
+        self.rules = rules
+        self.predictor = Predictor()
+        self.lanes: dict[str, Lane] = {}  # workers that may serve, with room or without
+        self.lines = {one.name: Line(one) for one in rules.classes}
+        self._by_priority = sorted(self.lines.values(), key=lambda line: (-line.spec.priority, line.spec.name))
+        self._heap: list[tuple[int, int, int, str]] = []  # load, number, stamp, worker
+        self._stamp = 0
+        self.homes: dict[str, str] = {}  # by group: the worker that served it last; oldest first
+        self.queued = 0
+
+    # ---- workers ---------------------------------------------------------------------------------------------------
+
+    def open(self, lane: Lane) -> None:
+        """The worker may serve."""
+        self.lanes[lane.worker] = lane
+        self._place(lane)
+
+    def close(self, worker: str) -> None:
+        """Nothing goes to the worker any more; what its cache had is forgotten."""
+        self.lanes.pop(worker, None)
+
+    def changed(self, lane: Lane) -> None:
+        """Its load or its room is another."""
+        if lane.stamp == 0 or lane.load != lane.placed or not lane.room:
+            self._place(lane)
+
+    def eased(self, lane: Lane) -> None:
+        """Its load fell a little: only worth a new place when it adds up."""
+        if lane.stamp == 0 or (lane.placed - lane.load) * REFRESH_SHARE > lane.placed:
+            self._place(lane)
+
+    def restore(self, lane: Lane, placed: int) -> None:
+        """As it was when a snapshot was taken, so that the next choice is the same."""
+        self._place(lane)
+        if lane.stamp:
+            lane.placed = placed
+            self._stamp += 1
+            lane.stamp = self._stamp
+            heapq.heappush(self._heap, (placed, lane.number, lane.stamp, lane.worker))
+
+    def _place(self, lane: Lane) -> None:
+        if not lane.room:
+            lane.stamp = lane.placed = 0
+            return
+        self._stamp += 1
+        lane.stamp, lane.placed = self._stamp, lane.load
+        heapq.heappush(self._heap, (lane.load, lane.number, lane.stamp, lane.worker))
+        if len(self._heap) > 64 + 4 * len(self.lanes):
+            self._heap = [
+                (one.placed, one.number, one.stamp, one.worker) for one in self.lanes.values() if one.stamp != 0
+            ]
+            heapq.heapify(self._heap)
+
+    def _valid(self, entry: tuple[int, int, int, str]) -> Lane | None:
+        lane = self.lanes.get(entry[3])
+        if lane is None or lane.stamp != entry[2]:
+            return None
+        return lane
+
+    def least(self, avoid: str = "") -> Lane | None:
+        """The open worker with room that has the fewest tokens outstanding; another than `avoid`, if there is one."""
+        heap, first = self._heap, None
+        while heap:
+            lane = self._valid(heap[0])
+            if lane is None:
+                heapq.heappop(heap)
+            elif first is None and lane.worker == avoid:
+                first = heapq.heappop(heap)
+            else:
+                break
+        else:
+            lane = None
+        if first is not None:
+            heapq.heappush(heap, first)
+            return lane or self.lanes[avoid]
+        return lane
+
+    # ---- queues ----------------------------------------------------------------------------------------------------
+
+    def push(self, request: Request) -> None:
+        """It waits. Whoever was here before keeps its place by its number."""
+        line = self.lines[request.spec.class_]
+        if request.id in line.waiting:
+            return
+        line.waiting[request.id] = request
+        self.queued += 1
+        if request.number > line.last:
+            line.last = request.number
+            line.fresh.append(request)
+        else:
+            heapq.heappush(line.back, (request.number, request.id))
+        if request.spec.group:
+            same = line.groups.setdefault(request.spec.group, deque())
+            at = len(same)
+            while at and same[at - 1].number > request.number:  # whoever was sent before and comes back
+                at -= 1
+            same.insert(at, request)
+
+    def drop(self, request: Request) -> None:
+        """It does not wait any more."""
+        line = self.lines[request.spec.class_]
+        if line.waiting.pop(request.id, None) is None:
+            return
+        self.queued -= 1
+        group = request.spec.group
+        if group:
+            same = line.groups[group]
+            if same[0] is request:
+                same.popleft()
+            else:
+                same.remove(request)
+            if not same:
+                del line.groups[group]
+        if len(line.fresh) + len(line.back) > 64 + 2 * len(line.waiting):
+            line.fresh.clear()
+            line.back = sorted((one.number, one.id) for one in line.waiting.values())
+
+    def _head(self) -> tuple[Line, Request] | None:
+        for line in self._by_priority:
+            waiting, fresh, back = line.waiting, line.fresh, line.back
+            if not waiting:
+                continue
+            while fresh and fresh[0].id not in waiting:
+                fresh.popleft()
+            while back and back[0][1] not in waiting:
+                heapq.heappop(back)
+            if not back or (fresh and fresh[0].number < back[0][0]):
+                return line, fresh[0]
+            return line, waiting[back[0][1]]
+        return None
+
+    # ---- the choice ------------------------------------------------------------------------------------------------
+
+    def choose(self) -> Choice | None:
+        """Who is sent where next; None: nobody waits, or nobody has room."""
+        if self.queued == 0:
+            return None
+        lane = self.least()
+        if lane is None:
+            return None
+        head = self._head()
+        if head is None:
+            return None
+        line, request = head
+        home = self._home(request, lane)
+        if home is not None:
+            return Choice(request, home.worker, True)
+        neighbour = self._neighbour(line, request, lane)
+        if neighbour is not None:
+            return Choice(neighbour, lane.worker, True)
+        if request.avoid == lane.worker:
+            lane = self.least(request.avoid) or lane
+        return Choice(request, lane.worker, False)
+
+    def _home(self, request: Request, least: Lane) -> Lane | None:
+        """The worker that has its prefix, while going there pays."""
+        group = request.spec.group
+        if not group:
+            return None
+        lane = self.lanes.get(self.homes.get(group, ""))
+        if lane is None or not lane.room or lane.worker == request.avoid or group not in lane.groups:
+            return None
+        worth = self.rules.affinity_requests * self.predictor.cost(request.spec, request.tokens)
+        return lane if lane.load - least.load <= worth else None
+
+    def _neighbour(self, line: Line, head: Request, lane: Lane) -> Request | None:
+        """Somebody near the head of the queue whose prefix this worker has."""
+        if not line.groups or head.spec.group in lane.groups:
+            return None
+        last = head.number + self.rules.affinity_window
+        for group in lane.groups:
+            same = line.groups.get(group)
+            if same is not None and same[0].number <= last and same[0].avoid != lane.worker:
+                return same[0]
+        return None
+
+    def sent(self, request: Request, worker: str, cost: int) -> None:
+        """The choice was carried out."""
+        self.drop(request)
+        lane = self.lanes[worker]
+        lane.load += cost
+        lane.count += 1
+        group = request.spec.group
+        if group:
+            lane.groups.pop(group, None)
+            lane.groups[group] = None
+            if len(lane.groups) > GROUPS_PER_WORKER:
+                del lane.groups[next(iter(lane.groups))]
+            self.homes.pop(group, None)
+            self.homes[group] = worker
+            if len(self.homes) > GROUPS_KEPT:
+                del self.homes[next(iter(self.homes))]
+        self._place(lane)

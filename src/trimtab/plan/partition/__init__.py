@@ -1,0 +1,1 @@
+"""The partition planner: which layers go on which device."""

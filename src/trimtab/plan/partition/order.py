@@ -1,0 +1,164 @@
+"""Good schedules where there are too many unlike hosts for the exact search: one order of the hosts at a time.
+
+For a fixed order of hosts, any of which may be left out, the best schedule is found exactly by dynamic programming. The
+order itself is improved by exchanges until none helps or the effort is spent. The result is a schedule, never a proof:
+what bounds it from below is `lower_bound`, which lets every stage take the best host and link there is.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from trimtab.model.pipeline import Host, Objective, PipelineJob
+from trimtab.plan.partition.paths import Paths
+from trimtab.plan.partition.reach import candidates
+from trimtab.plan.partition.space import TIE, UNLIMITED, Floats, Space
+
+EFFORT = 1.5e9
+"""Steps after which the order is left as it is: some five seconds."""
+
+ONE_HOST = 20_000
+"""Steps that looking at one host costs besides its sums."""
+
+LEAST_ORDERS = 40
+
+Placed = tuple[tuple[int, int, int], ...]
+"""For each stage its first cut, its last cut and the number of its class (here: of its host)."""
+
+Score = tuple[float, float, int]
+
+
+def lower_bound(space: Space, objective: Objective) -> float:
+    """What no schedule can be below: as many of each host as wanted, and no less than an equal share of the work."""
+    if objective == "latency":
+        return Paths(space, UNLIMITED).priced(np.zeros(space.classes)).whole
+    values = candidates(space)
+    low, high = 0, len(values)
+    while low < high:
+        middle = (low + high) // 2
+        whole = Paths(space, values[middle]).priced(np.zeros(space.classes)).whole
+        low, high = (low, middle) if np.isfinite(whole) else (middle + 1, high)
+    steps = np.arange(space.layers)
+    work = float(space.seconds[:, steps, steps + 1].min(axis=0).sum())
+    return max(float(values[high]) if high < len(values) else np.inf, work / space.most_devices)
+
+
+def improve(space: Space, order: list[int], objective: Objective) -> tuple[Placed, Score] | None:
+    """A good schedule of hosts that are each a class of their own, starting from an order of them."""
+    best = best_in_order(space, order, objective)
+    one = 2 * len(order) * (ONE_HOST + space.layers**2 + space.layers * len(order))
+    left = max(LEAST_ORDERS, int(EFFORT / one))
+    better = True
+    while better and left > 0:
+        better = False
+        for i in range(len(order)):
+            for j in range(i + 1, len(order)):
+                if left <= 0:
+                    break
+                for tried in (_exchanged(order, i, j), _moved(order, j, i)):
+                    left -= 1
+                    found = best_in_order(space, tried, objective)
+                    if found is not None and (best is None or _better(found[1], best[1])):
+                        best, order, better = found, tried, True
+                        break
+    return best
+
+
+def _exchanged(order: list[int], i: int, j: int) -> list[int]:
+    out = list(order)
+    out[i], out[j] = out[j], out[i]
+    return out
+
+
+def _moved(order: list[int], origin: int, to: int) -> list[int]:
+    out = list(order)
+    out.insert(to, out.pop(origin))
+    return out
+
+
+def _better(a: Score, b: Score) -> bool:
+    for x, y in zip(a, b, strict=True):
+        if abs(x - y) > TIE * max(abs(x), abs(y)):
+            return x < y
+    return False
+
+
+def best_in_order(space: Space, order: list[int], objective: Objective) -> tuple[Placed, Score] | None:
+    """The best schedule whose hosts come in this order, and its score: first what is minimised, then the rest."""
+    if objective == "latency":
+        found = _fold(space, order, UNLIMITED, add=True)
+    else:
+        first = _fold(space, order, UNLIMITED, add=False)
+        if first is None:
+            return None
+        found = _fold(space, order, _bottleneck(space, first) * (1 + TIE), add=True)
+    if found is None:
+        return None
+    latency, bottleneck = _latency(space, found), _bottleneck(space, found)
+    score = (latency, float(len(found)), 0) if objective == "latency" else (bottleneck, latency, len(found))
+    return found, score
+
+
+def _fold(space: Space, order: list[int], bottleneck: float, *, add: bool) -> Placed | None:
+    """Dynamic programming over cuts for hosts in order; costs are added, or the largest counts."""
+    layers, size = space.layers, len(order)
+    stages = space.most_devices
+
+    def within(values: Floats) -> Floats:
+        return np.where(values <= bottleneck, values, np.inf)
+
+    # cost[k][j]: layers up to cut j are placed and host k of the order holds the last of them.
+    cost = np.full((size, layers + 1), np.inf)
+    came = np.full((size, layers + 1, 2), -1, dtype=np.int64)
+    used = np.zeros((size, layers + 1), dtype=np.int64)
+    for k, t in enumerate(order):
+        before = np.full(layers + 1, np.inf)
+        origin = np.full(layers + 1, -1, dtype=np.int64)
+        before[0] = within(space.enter[t : t + 1])[0]
+        if k:
+            over = within(space.cut[:, order[:k], t].T)
+            reach = cost[:k] + over if add else np.maximum(cost[:k], over)
+            # Where the number of devices is limited, a path that has used them all goes no further.
+            reach = np.where(used[:k] < stages, reach, np.inf)
+            origin[1:] = reach[:, 1:].argmin(axis=0)
+            before[1:] = reach[:, 1:].min(axis=0)
+        own = within(np.where(space.fits[t], space.seconds[t], np.inf))
+        total = before[:, None] + own if add else np.maximum(before[:, None], own)
+        begin = total.argmin(axis=0)
+        cost[k] = total.min(axis=0)
+        came[k, :, 0], came[k, :, 1] = begin, np.where(begin > 0, origin[begin], -1)
+        used[k] = 1 + np.where(came[k, :, 1] >= 0, used[came[k, :, 1], begin], 0)
+    leave = within(space.leave[order])
+    final = cost[:, layers] + leave if add else np.maximum(cost[:, layers], leave)
+    k, b = int(final.argmin()), layers
+    if not np.isfinite(final[k]):
+        return None
+    out = []
+    while k >= 0:
+        a, previous = (int(value) for value in came[k, b])
+        out.append((a, b, order[k]))
+        k, b = previous, a
+    return tuple(reversed(out))
+
+
+def _bottleneck(space: Space, placed: Placed) -> float:
+    return max(_times(space, placed))
+
+
+def _latency(space: Space, placed: Placed) -> float:
+    return sum(_times(space, placed))
+
+
+def _times(space: Space, placed: Placed) -> list[float]:
+    out = [float(space.enter[placed[0][2]]), float(space.leave[placed[-1][2]])]
+    out += [float(space.seconds[t, a, b]) for a, b, t in placed]
+    out += [float(space.cut[b, t, after[2]]) for (_, b, t), after in pairwise(placed)]
+    return out
+
+
+def first_order(job: PipelineJob, hosts: list[Host]) -> list[int]:
+    """Hosts to start with: those of one type together, faster types first, so that few links are between types."""
+    kinds = {kind.name: kind for kind in job.types}
+    return sorted(range(len(hosts)), key=lambda i: (sum(kinds[hosts[i].type].time_s), hosts[i].type, i))

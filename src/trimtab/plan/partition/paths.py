@@ -1,0 +1,434 @@
+"""The schedule of least latency under a bottleneck; among equals the one with fewest devices.
+
+Without limits on devices this is a shortest path over cuts and classes. A price on every class (Lagrange multipliers)
+turns that path into a lower bound with the limits in force, and also bounds every half-finished schedule. Labels, one
+for each cut, class and vector of used devices, are then built cut by cut; those whose bound exceeds a threshold, or
+from which the rest cannot be placed, are dropped. The threshold starts at the lower bound and is raised until a
+schedule is found under it: every schedule below was kept, so the one found is the best. Where few labels can be
+finished at all, prices are not needed. They only decide how much work there is, never the answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.plan.partition.reach import Allowed, Vectors, completable, flags_of
+from trimtab.plan.partition.space import TIE, UNLIMITED, Bools, Floats, Ints, Space
+
+PRICE_ROUNDS = 48
+FIRST_PRICE, FASTER = 0.1, 1.6
+"""First step of a price, as a part of what a stage costs; and how steps grow."""
+
+GAPS = (1 / 16, 1 / 4, 1 / 2, 1.0)
+"""Thresholds to try, as parts of the gap between the lower bound and the best schedule known."""
+
+FEW_LABELS = 60_000
+"""So many labels are searched through without looking for prices first."""
+
+MOST_LABELS = 20_000_000
+"""Labels after which the search stops and gives what it has, without the proof: some 400 MB."""
+
+FEW_TO_COMPARE = 64
+"""So few labels are not compared with each other."""
+
+BEAM = 64
+"""Labels kept at each cut and class where only a good schedule is wanted, not the best."""
+
+Labels = tuple[Ints, Floats]
+"""Vectors of used devices, each with the least latency up to here."""
+
+Pieces = tuple[tuple[int, int, int], ...]
+"""A schedule: for each stage its first cut, its last cut and its class."""
+
+Known = tuple[float, Pieces]
+"""A schedule with its latency."""
+
+
+class TooManyLabels(Exception):  # noqa: N818 - not a fault: it ends one attempt
+    """A threshold lets more labels pass than memory should hold."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """A schedule with its latency, and whether it is proven the best."""
+
+    pieces: Pieces
+    latency: float
+    lower_bound: float
+    proven: bool
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Least costs when every device costs its class's price: `ready[class, cut]` before a stage on that class begins.
+
+    `whole` is the least of a complete path, `used` its devices by class and `pieces` its stages.
+    """
+
+    prices: Floats
+    ready: Floats
+    whole: float
+    used: Ints
+    pieces: Pieces
+
+
+class Paths:
+    """Shortest paths of a space in which only what `bottleneck` allows may be used."""
+
+    def __init__(self, space: Space, bottleneck: float) -> None:
+        self.space = space
+        may = space.fits & (space.seconds <= bottleneck)
+        cost = np.where(may, space.seconds, np.inf)
+        # Contiguous along what is minimised over: begins for the way forward, ends for the way back.
+        self.by_end = np.ascontiguousarray(cost.transpose(2, 0, 1))
+        self.by_begin = np.ascontiguousarray(cost.transpose(1, 0, 2))
+        any_class: Bools = np.logical_or.reduce(may, axis=0)
+        begins = np.where(any_class.any(axis=0), any_class.argmax(axis=0), np.arange(space.layers + 1))
+        self.first_begin: list[int] = begins.tolist()
+        reversed_ends = any_class[:, ::-1]
+        ends = np.where(any_class.any(axis=1), space.layers - reversed_ends.argmax(axis=1), 0)
+        self.last_end: list[int] = ends.tolist()
+        self.cut = np.where(space.cut <= bottleneck, space.cut, np.inf)
+        self.enter = np.where(space.enter <= bottleneck, space.enter, np.inf)
+        self.leave = np.where(space.leave <= bottleneck, space.leave, np.inf)
+
+    def priced(self, prices: Floats) -> Priced:
+        """Least priced costs up to every cut, and the path of least priced cost."""
+        layers, size = self.space.layers, self.space.classes
+        ready = np.full((size, layers + 1), np.inf)
+        ended = np.full((size, layers + 1), np.inf)
+        ready[:, 0] = self.enter
+        for b, a in enumerate(self.first_begin):
+            if a < b:
+                now = np.minimum.reduce(ready[:, a:b] + self.by_end[b, :, a:b], axis=1) + prices
+                ended[:, b] = now
+                if b < layers:
+                    ready[:, b] = np.minimum.reduce(now[:, None] + self.cut[b], axis=0)
+        whole = float((ended[:, layers] + self.leave).min())
+        pieces = self.trace(ready, ended) if np.isfinite(whole) else ()
+        used = np.bincount([t for _, _, t in pieces], minlength=size)
+        return Priced(prices, ready, whole, used, pieces)
+
+    def rests(self, prices: Floats) -> tuple[Floats, Floats]:
+        """Least priced costs from each cut to the end: after a stage, and before one begins."""
+        layers, size = self.space.layers, self.space.classes
+        after = np.full((size, layers + 1), np.inf)
+        before = np.full((size, layers + 1), np.inf)
+        after[:, layers] = self.leave
+        for a in range(layers - 1, -1, -1):
+            b = self.last_end[a]
+            if b > a:
+                ways = after[:, a + 1 : b + 1] + self.by_begin[a, :, a + 1 : b + 1]
+                before[:, a] = np.minimum.reduce(ways, axis=1) + prices
+                if a > 0:
+                    after[:, a] = np.minimum.reduce(before[None, :, a] + self.cut[a], axis=1)
+        return after, before
+
+    def trace(self, ready: Floats, ended: Floats) -> Pieces:
+        """The stages of the path with the least priced cost."""
+        out = []
+        b = self.space.layers
+        t = int((ended[:, b] + self.leave).argmin())
+        while True:
+            first = self.first_begin[b]
+            a = first + int((ready[t, first:b] + self.by_end[b, t, first:b]).argmin())
+            out.append((a, b, t))
+            if a == 0:
+                return tuple(reversed(out))
+            b, t = a, int((ended[:, a] + self.cut[a, :, t]).argmin())
+
+    def latency(self, pieces: Pieces) -> float:
+        """What a schedule takes from end to end."""
+        total = float(self.enter[pieces[0][2]] + self.leave[pieces[-1][2]])
+        for index, (a, b, t) in enumerate(pieces):
+            total += float(self.by_end[b, t, a])
+            if index + 1 < len(pieces):
+                total += float(self.cut[b, t, pieces[index + 1][2]])
+        return total
+
+
+def least_latency(space: Space, vectors: Vectors, bottleneck: float, may: Allowed) -> Path | None:
+    """The best schedule among those whose bottleneck is at most this; `None` where there is none."""
+    paths = Paths(space, bottleneck)
+    free = paths.priced(np.zeros(space.classes))
+    if not np.isfinite(free.whole):
+        return None
+    searches = _Searches(paths, vectors)
+    if (free.used <= np.array(space.counts)).all() and free.used.sum() <= space.most_devices:
+        # No limit binds: only ties are left to compare.
+        latency = paths.latency(free.pieces)
+        ties = searches.run(free, free.whole, latency * (1 + 2 * TIE), MOST_LABELS)
+        return Path((ties or (latency, free.pieces))[1], latency, latency, ties is not None)
+    searches.can_finish = completable(space, vectors, may)
+    if not any(searches.can_finish[0]):
+        return None
+    known = searches.run(free, free.whole, np.inf, FEW_LABELS)
+    if known is not None:
+        return Path(known[1], known[0], known[0], True)
+    best, bound, known = price(paths, free)
+    if known is None or known[0] > bound * (1 + TIE):
+        beam = searches.beam(best, bound, BEAM)
+        known = beam if known is None else min(known, beam)
+    for part in GAPS:
+        threshold = bound + part * (known[0] * (1 + 2 * TIE) - bound)
+        found = searches.run(best, bound, threshold, MOST_LABELS)
+        if searches.gave_up:
+            break
+        if found is not None and found[0] * (1 + TIE) <= threshold:
+            return Path(found[1], found[0], found[0], True)
+    return Path(known[1], known[0], bound, False)
+
+
+def price(paths: Paths, free: Priced) -> tuple[Priced, float, Known | None]:
+    """Good prices, the lower bound they prove, and the best schedule within the limits met on the way.
+
+    Every price has a step of its own: it grows while the class stays over (or under) its limit, and is halved where
+    that turns. On sums of many devices this settles faster than one step along the excess.
+    """
+    space = paths.space
+    limits = np.array([*space.counts, space.most_devices], dtype=np.float64)
+    best, bound, now = free, free.whole, free
+    # The last price is for all devices together.
+    prices = np.zeros(space.classes + 1)
+    steps = np.full(space.classes + 1, FIRST_PRICE * free.whole / len(free.pieces))
+    known: Known | None = None
+    before = np.zeros(space.classes + 1)
+    for _ in range(PRICE_ROUNDS):
+        over = np.append(now.used, now.used.sum()) - limits
+        value = now.whole - float(prices @ limits)
+        if value > bound:
+            best, bound = now, value
+        if (over <= 0).all():
+            met = (paths.latency(now.pieces), now.pieces)
+            known = met if known is None else min(known, met)
+        if (known is not None and known[0] <= bound * (1 + TIE)) or not over.any():
+            break
+        turned = np.sign(over) * before
+        steps *= np.where(turned > 0, FASTER, np.where(turned < 0, 0.5, 1.0))
+        before = np.sign(over)
+        prices = np.maximum(prices + before * steps, 0.0)
+        now = paths.priced(prices[:-1] + prices[-1])
+    return best, bound, known
+
+
+class _Searches:
+    """Passes over one space: what they share is made once."""
+
+    def __init__(self, paths: Paths, vectors: Vectors) -> None:
+        self.paths, self.vectors = paths, vectors
+        self.can_finish: list[list[int]] | None = None
+        self.gave_up = False
+        self.may_grow = [
+            np.unpackbits(flags_of(bits, vectors.size), count=vectors.size, bitorder="little").view(np.bool_)
+            for bits in vectors.growing
+        ]
+        # Which vectors have a device of each class.
+        shape = [count + 1 for count in reversed(paths.space.counts)]
+        self.has: list[Bools] = []
+        for t, count in enumerate(paths.space.counts):
+            along = [1] * len(shape)
+            along[-1 - t] = -1
+            digit = (np.arange(count + 1) > 0).reshape(along)
+            self.has.append(np.ascontiguousarray(np.broadcast_to(digit, shape)).reshape(-1))
+        # Empty between uses: all infinite, and all unmarked.
+        self.least = np.full(vectors.size, np.inf)
+        self.marked = np.zeros(vectors.size, dtype=np.bool_)
+
+    def run(self, priced: Priced, bound: float, threshold: float, most_labels: int) -> Known | None:
+        """The best schedule under a threshold, or `None`: there is none, or (then `gave_up`) too many labels pass."""
+        self.gave_up = False
+        try:
+            return LabelSearch(self, priced, bound, threshold, most_labels).run()
+        except TooManyLabels:
+            self.gave_up = True
+            return None
+
+    def beam(self, priced: Priced, bound: float, width: int) -> Known:
+        """A good schedule: at every cut and class only the most promising labels are kept."""
+        found = LabelSearch(self, priced, bound, np.inf, MOST_LABELS, width).run()
+        # What is kept can be finished, so something always is.
+        assert found is not None
+        return found
+
+
+class LabelSearch:
+    """One pass over the cuts that keeps every label whose bound is at most the threshold.
+
+    `ended[b][t]` holds the labels of schedules whose last stage ends at cut b on class t, `ready[a][t]` those about to
+    begin one. A label's bound is its cost, plus the prices of its devices and of the rest of the way, less what the
+    prices of all the devices there are come to.
+    """
+
+    def __init__(
+        self,
+        shared: _Searches,
+        priced: Priced,
+        bound: float,
+        threshold: float,
+        most_labels: int,
+        width: int | None = None,
+    ) -> None:
+        self.shared, self.paths, self.vectors = shared, shared.paths, shared.vectors
+        self.space = self.paths.space
+        self.from_here, self.most_labels, self.width = priced, most_labels, width
+        self.rest_after, self.rest_before = self.paths.rests(priced.prices)
+        self.limit = threshold + (priced.whole - bound)
+        # Rounding must not drop a label that lies on the threshold.
+        self.limit += 1e-12 * abs(self.limit) if np.isfinite(self.limit) else 0.0
+        self.prices_of = np.zeros([count + 1 for count in reversed(self.space.counts)])
+        for t, count in enumerate(self.space.counts):
+            shape = [1] * self.space.classes
+            shape[-1 - t] = -1
+            self.prices_of += (np.arange(count + 1) * priced.prices[t]).reshape(shape)
+        self.prices_of = self.prices_of.reshape(-1)
+        nothing: Labels = (np.zeros(0, dtype=np.int64), np.zeros(0))
+        self.ended = [[nothing] * self.space.classes for _ in range(self.space.layers + 1)]
+        self.ready = [[nothing] * self.space.classes for _ in range(self.space.layers + 1)]
+        self.held = 0
+
+    def run(self) -> Known | None:
+        """The least latency of a complete schedule that was kept, and the schedule."""
+        space, classes = self.space, range(self.space.classes)
+        starts = self.promising()
+        for t in classes:
+            if self.vectors.growing[t] & 1 and np.isfinite(self.paths.enter[t]):
+                self.ready[0][t] = (np.zeros(1, dtype=np.int64), np.array([self.paths.enter[t]]))
+        for b in range(1, space.layers + 1):
+            for t in classes:
+                stride = self.vectors.strides[t]
+                pieces = [
+                    (codes + stride, costs + self.paths.by_end[b, t, a])
+                    for a in starts[t][b]
+                    for codes, costs in (self.ready[a][t],)
+                    if len(codes)
+                ]
+                if pieces:
+                    self.ended[b][t] = self.kept(self.merged(pieces), self.rest_after[t, b], b, t)
+            if b < space.layers:
+                for t in classes:
+                    self.ready[b][t] = self.beginning(b, t)
+        return self.best()
+
+    def promising(self) -> list[list[list[int]]]:
+        """For each class and cut, where a stage that ends there may have begun without exceeding the threshold."""
+        out = []
+        found = self.from_here
+        for t in range(self.space.classes):
+            bound = self.paths.by_end[:, t, :] + found.ready[t][None, :] + self.rest_after[t][:, None]
+            ends, begins = np.nonzero(bound + found.prices[t] <= min(self.limit, UNLIMITED))
+            at = np.searchsorted(ends, np.arange(self.space.layers + 2)).tolist()
+            listed = begins.tolist()
+            out.append([listed[at[b] : at[b + 1]] for b in range(self.space.layers + 1)])
+        return out
+
+    def beginning(self, b: int, t: int) -> Labels:
+        """Labels at cut b to which a stage on class t may be added."""
+        pieces = []
+        rest = self.rest_before[t, b]
+        for u in range(self.space.classes):
+            codes, costs = self.ended[b][u]
+            over = self.paths.cut[b, u, t]
+            if not len(codes) or not np.isfinite(over + rest):
+                continue
+            keep = self.shared.may_grow[t][codes] & (costs + self.prices_of[codes] <= self.limit - over - rest)
+            if keep.any():
+                pieces.append((codes[keep], costs[keep] + over))
+        if not pieces:
+            return self.ready[b][t]
+        labels = self.merged(pieces)
+        self.count(len(labels[0]))
+        return labels
+
+    def kept(self, labels: Labels, rest: float, b: int, t: int) -> Labels:
+        """Those labels whose bound is within the threshold and from which the rest can be placed."""
+        codes, costs = labels
+        bound = costs + self.prices_of[codes]
+        keep = bound <= self.limit - rest
+        if self.shared.can_finish is not None:
+            flags = flags_of(self.shared.can_finish[b][t], self.vectors.size)
+            keep &= (flags[codes >> 3] >> (codes & 7) & 1) != 0
+        if self.width is not None and int(keep.sum()) > self.width:
+            at = np.flatnonzero(keep)
+            keep[np.delete(at, np.argpartition(bound[at], self.width)[: self.width])] = False
+        labels = self.undominated((codes[keep], costs[keep]))
+        self.count(len(labels[0]))
+        return labels
+
+    def undominated(self, labels: Labels) -> Labels:
+        """Without those that another beats or equals with one device less: whatever follows suits that one too."""
+        codes, costs = labels
+        if len(codes) < FEW_TO_COMPARE:
+            return labels
+        least = self.shared.least
+        least[codes] = costs
+        keep = np.ones(len(codes), dtype=np.bool_)
+        for stride, has in zip(self.vectors.strides, self.shared.has, strict=True):
+            # Without a device of the class, one less would be another vector altogether: it is compared with itself.
+            fewer = codes - stride * has[codes]
+            keep &= (least[fewer] > costs) | (fewer == codes)
+        least[codes] = np.inf
+        return codes[keep], costs[keep]
+
+    def count(self, more: int) -> None:
+        """Give up where memory would run out."""
+        self.held += more
+        if self.held > self.most_labels:
+            raise TooManyLabels
+
+    def merged(self, pieces: list[Labels]) -> Labels:
+        """The least cost of every vector, vectors in order."""
+        if len(pieces) == 1:
+            return pieces[0]
+        least, marked = self.shared.least, self.shared.marked
+        for codes, costs in pieces:
+            least[codes] = np.minimum(least[codes], costs)
+            marked[codes] = True
+        low = min(int(codes[0]) for codes, _ in pieces)
+        high = max(int(codes[-1]) for codes, _ in pieces) + 1
+        codes = marked[low:high].nonzero()[0] + low
+        costs = least[codes]
+        least[codes] = np.inf
+        marked[codes] = False
+        return codes, costs
+
+    def best(self) -> Known | None:
+        """The complete schedule of least latency; among equals the one with fewest devices."""
+        layers = self.space.layers
+        finals = [
+            (float(cost), int(self.vectors.totals[code]), t, int(code))
+            for t in range(self.space.classes)
+            for code, cost in zip(*self.ended[layers][t], strict=True)
+            for cost in (cost + self.paths.leave[t],)
+        ]
+        if not finals:
+            return None
+        least = min(cost for cost, *_ in finals)
+        latency, _, t, code = min(
+            (final for final in finals if final[0] <= least * (1 + TIE)), key=lambda final: (final[1], final[0])
+        )
+        return latency, self.trace(t, code)
+
+    def trace(self, t: int, code: int) -> Pieces:
+        """The stages that led to a label: at each step back the predecessor that costs least."""
+        out = []
+        b = self.space.layers
+        while True:
+            before = code - self.vectors.strides[t]
+            begins = range(self.paths.first_begin[b], b)
+            a = min(begins, key=lambda a: _cost_of(self.ready[a][t], before) + self.paths.by_end[b, t, a])
+            out.append((a, b, t))
+            if a == 0:
+                return tuple(reversed(out))
+            b, code = a, before
+            t = min(
+                range(self.space.classes),
+                key=lambda u: _cost_of(self.ended[b][u], code) + self.paths.cut[b, u, t],
+            )
+
+
+def _cost_of(labels: Labels, code: int) -> float:
+    codes, costs = labels
+    at = int(np.searchsorted(codes, code))
+    return float(costs[at]) if at < len(codes) and codes[at] == code else np.inf

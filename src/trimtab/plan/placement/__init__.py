@@ -1,0 +1,1 @@
+"""The placement planner: which GPUs each component gets."""

@@ -1,0 +1,87 @@
+"""Why something cannot be placed: which constraint ruled out what. It explains; it decides nothing."""
+
+from __future__ import annotations
+
+from trimtab.core.errors import InfeasibleError
+from trimtab.plan.placement.cost import fits
+from trimtab.plan.placement.space import Members, Space
+
+
+def why_infeasible(space: Space) -> InfeasibleError:
+    """Why no plan exists: the first component that can run nowhere, or what keeps them apart and together."""
+    for i in space.on_gpu:
+        if not any(space.ways[i, kind].options for kind in space.budgets):
+            return _why_nowhere(space, i)
+    framework = f" that {space.rules.framework} can run" if space.rules else ""
+    return InfeasibleError(
+        f"no placement{framework} fits on {space.job.cluster.gpus} GPUs",
+        where="workflow.components",
+        hint=f"apart: {why_not_apart(space)}; together: {why_not_together(space, tuple(sorted(space.on_gpu)))}",
+    )
+
+
+def why_not_apart(space: Space) -> str:
+    """The GPUs that the components need when each has its own."""
+    least = {space.order[i].name: min(space.ways[i, kind].least for kind in space.budgets) for i in space.on_gpu}
+    each = ", ".join(f"{name} {gpus}" for name, gpus in least.items())
+    return f"needs at least {sum(least.values())} GPUs ({each})"
+
+
+def why_not_together(space: Space, members: Members) -> str:
+    """Why components cannot share GPUs, for the largest group there can be."""
+    for kind, most in space.budgets.items():
+        gpu_limit, host_limit = space.limits[kind]
+        fronts = [space.ways[i, kind].front(most) for i in members]
+        if not all(fronts):
+            continue
+        lean = [min(front, key=lambda option: option.resident_gb) for front in fronts]
+        resident = sum(option.resident_gb for option in lean)
+        for i, front, option in zip(members, fronts, lean, strict=True):
+            need = min(other.active_gb for other in front) + resident - option.resident_gb
+            if gpu_limit is not None and not fits(need, gpu_limit):
+                return (
+                    f"memory: {space.order[i].name} beside the resident parts of the others needs {need:g} GB "
+                    f"a GPU, there are {gpu_limit:g}"
+                )
+        parked = sum(option.host_gb for option in lean) - min(option.host_gb for option in lean)
+        if host_limit is not None and not fits(parked, host_limit):
+            return f"host memory: the parked components need {parked:g} GB a GPU, its share is {host_limit:g}"
+    return "no count of GPUs suits all of them, or memory forbids it"
+
+
+def _why_nowhere(space: Space, i: int) -> InfeasibleError:
+    component = space.order[i]
+    where = f"workflow.components.{component.name}"
+    if not any(variant.points(kind) for variant in component.variants for kind in space.budgets):
+        kinds = sorted({kind for variant in component.variants for kind in variant.seconds})
+        return InfeasibleError(
+            f"{component.name} was measured on {', '.join(kinds)}, and the cluster has {', '.join(space.budgets)}",
+            where=f"{where}.seconds",
+            hint="measure it on a kind that the cluster has, or state seconds without a kind",
+        )
+    needs = [
+        (variant.memory.active.at(gpus), gpus)
+        for kind, most in space.budgets.items()
+        for variant in component.variants
+        if variant.points(kind)
+        for gpus in range(1, most + 1)
+        if variant.allows(gpus)
+    ]
+    if not needs:
+        asked = "; ".join(
+            f"one of {list(variant.gpus)}" if variant.gpus is not None else f"a multiple of {variant.multiple_of}"
+            for variant in component.variants
+        )
+        return InfeasibleError(
+            f"no GPU count is allowed for {component.name}: it asks for {asked}, the cluster has "
+            + ", ".join(f"{most} {kind}".strip() for kind, most in space.budgets.items()),
+            where=f"{where}.gpus",
+            hint="allow a smaller count, or plan for a larger cluster",
+        )
+    need, gpus = min(needs)
+    limit = max(space.limits[kind][0] or 0.0 for kind in space.budgets)
+    return InfeasibleError(
+        f"{component.name} fits nowhere: it needs {need:g} GB a GPU (on {gpus}), a GPU has {limit:g} GB",
+        where=f"{where}.memory_gb.active",
+        hint="use a larger parallel size, a larger cluster, or GPUs with more memory",
+    )

@@ -1,0 +1,134 @@
+"""The placement planner's one door: a job in, an explained answer out.
+
+It decides which GPUs each component gets. It never leaves the rules of a framework, and it says what those rules cost.
+"""
+
+from __future__ import annotations
+
+from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.model.plan import Alternative, Answer, CurrentPlacement, Plan, Rules
+from trimtab.model.workflow import Job, check_workflow
+from trimtab.plan.placement.compare import current_plan, near_ties, runners_up, sensitivity, why_it_loses
+from trimtab.plan.placement.infeasible import why_infeasible
+from trimtab.plan.placement.scaling import scaling_of, scaling_text
+from trimtab.plan.placement.search import Outcome, search
+from trimtab.plan.placement.space import Space
+from trimtab.plan.placement.timeline import to_plan
+
+NOISE = 0.05
+"""Plans closer than this are not told apart by real runs."""
+
+
+def best_plan(job: Job, rules: Rules | None = None) -> tuple[Space, Outcome]:
+    """The best plan and its proof, and nothing else: what the search itself costs."""
+    check_workflow(job.workflow)
+    check_cluster(job)
+    space = Space(job, rules)
+    outcome = search(space)
+    if outcome.best is None:
+        raise why_infeasible(space)
+    return space, outcome
+
+
+def explain(
+    space: Space,
+    outcome: Outcome,
+    *,
+    current: CurrentPlacement | None = None,
+    assumptions: tuple[str, ...] = (),
+    notes: tuple[str, ...] = (),
+    noise: float = NOISE,
+    with_sensitivity: bool = True,
+) -> Answer:
+    """The answer around a best plan: runners-up, near ties, sensitivity, what was assumed.
+
+    A plan that is slower than the placement in the file is never the answer: that placement is, then.
+    """
+    found = outcome.best
+    assert found is not None
+    best = to_plan(space, found)
+    alternatives: list[Alternative] = list(runners_up(space, found))
+    kept = False
+    if current is not None:
+        mine = current_plan(space, current, found)
+        kept = mine.plan is not None and mine.plan.iteration_seconds < best.iteration_seconds * (1 - 1e-9)
+        if kept and mine.plan is not None:
+            label = f"best that {space.rules.framework} can be told" if space.rules else "best other"
+            alternatives = [Alternative(label, best, why_it_loses(best, mine.plan))]
+            best = mine.plan
+        else:
+            alternatives.append(mine)
+    unrestricted = None
+    if space.rules is not None:
+        free = Space(space.job)
+        anything = search(free, beat=best.iteration_seconds * (1 - 1e-9)).best
+        unrestricted = to_plan(free, anything) if anything else None
+        if unrestricted is not None and unrestricted.describe() == best.describe():
+            unrestricted = None  # the same placement, on which some component leaves GPUs unused
+    scaling = scaling_of(space, best, current)
+    return Answer(
+        best=best,
+        lower_bound_seconds=min(outcome.lower_bound, best.iteration_seconds),
+        optimal=outcome.optimal and not kept and (scaling is None or scaling.plan is None),
+        plans_considered=outcome.considered,
+        alternatives=tuple(alternatives),
+        near_ties=() if kept else near_ties(space, found, noise),
+        sensitivity=sensitivity(space, found, noise) if with_sensitivity and not kept else (),
+        assumptions=(
+            *((scaling_text(scaling),) if scaling else ()),
+            *notes,
+            *assumptions,
+            # A dialect says itself what it assumes of streaming.
+            *_assumptions(space, best, with_streaming=not assumptions),
+        ),
+        unrestricted=unrestricted,
+        scaling=scaling,
+        kept=kept,
+        framework=space.rules.framework if space.rules else "",
+    )
+
+
+def plan_placement(job: Job, rules: Rules | None = None, *, current: CurrentPlacement | None = None) -> Answer:
+    """Where every component of a job should go, with everything that explains it."""
+    space, outcome = best_plan(job, rules)
+    return explain(space, outcome, current=current)
+
+
+def check_cluster(job: Job) -> None:
+    """Raise where the cluster has no GPUs at all, or too few CPUs for any plan."""
+    cluster = job.cluster
+    if cluster.gpus == 0:
+        raise InputError(
+            "the cluster has no GPUs", where="cluster", hint="state cluster.nodes and cluster.gpus_per_node"
+        )
+    need = sum(component.cpus for component in job.workflow.components if component.on_cpu)
+    if cluster.cpus is not None and need > cluster.cpus:
+        raise InfeasibleError(
+            f"the CPU components need {need:g} CPUs together, the cluster has {cluster.cpus:g}",
+            where="workflow.components",
+            hint="lower their `cpus`, or plan for nodes with more",
+        )
+
+
+def _assumptions(space: Space, plan: Plan, with_streaming: bool) -> tuple[str, ...]:
+    """What the prediction rests on beyond what was measured and stated."""
+    said = []
+    outside = [c.name for c in plan.components if c.extrapolated]
+    if outside:
+        said.append(f"extrapolated beyond what was measured: {', '.join(outside)}; measure there before you rely on it")
+    cluster, components = space.job.cluster, space.job.workflow.components
+    stated = any(v.memory.active.at(1) > 0 for c in components for v in c.variants)
+    if stated and any(cluster.gpu_memory_gb(kind) is None for kind in space.budgets):
+        said.append("GPU memory of the cluster is not stated (gpu_memory_gb): memory was not checked")
+    elif not stated:
+        said.append("no component states memory_gb: memory was not checked")
+    parked = any(v.host_memory_gb for c in components for v in c.variants)
+    if parked and any(cluster.host_memory_gb_per_gpu(kind) is None for kind in space.budgets):
+        said.append("host memory of the nodes is not stated (host_memory_gb): parked components were not checked")
+    streaming = [c.name for c in components if c.after and c.granularity is not None]
+    whole = [c.name for c in components if c.after and c.granularity is None]
+    if with_streaming and space.job.workflow.batches > 1 and streaming:
+        said.append(f"streaming (started before all inputs are there): {', '.join(streaming)}")
+    if with_streaming and whole and streaming:
+        said.append(f"not streaming (started with all inputs there): {', '.join(whole)}")
+    return tuple(said)

@@ -1,0 +1,289 @@
+"""The exact search for the best placement.
+
+Time never grows with a group's GPUs, so a box of group sizes is bounded from below by its upper corner. The search
+keeps boxes of every grouping in one queue, takes the most promising first, splits them, and ends when none can beat
+the best plan found: that is the proof. Two cheaper bounds keep the queue short: the work of a group on so many GPUs,
+with what must come before and after it, tells the least size it needs to beat the best plan; and groupings whose
+least sizes together exceed the cluster are never opened.
+
+Among equally fast plans the one with fewer groups is chosen, then fewer GPUs, then file order. Nothing here is random
+and nothing looks at a clock: the same job gives the same answer, also when `limit` stops the search early.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trimtab.plan.placement.boxes import ROWS, At, Box, Found, Ground, Indices
+from trimtab.plan.placement.simulate import Floats
+from trimtab.plan.placement.space import Grouping, Space
+from trimtab.plan.placement.ties import simplest
+
+TIE = 1e-9
+"""Plans whose times differ by less than this, relatively, are equally fast."""
+
+BEATS = 1 - 1e-11
+"""A bound above this share of the best time is not worth opening."""
+
+BATCH = 64
+"""Boxes opened at once: enough to keep the simulation vectorised, few enough to stay near best-first order."""
+
+EFFORT = 2_000_000_000
+"""(plan, component, batch) triples after which a search gives up the proof: some twenty seconds."""
+
+LEVELS = 48
+"""Steps of the scale on which groupings are first compared."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The best plan, a proven lower bound on every plan, and how many were simulated."""
+
+    best: Found | None
+    lower_bound: float
+    considered: int
+
+    @property
+    def optimal(self) -> bool:
+        """Whether nothing can be better."""
+        return self.best is not None and self.lower_bound >= self.best.seconds * (1 - TIE)
+
+
+def search(
+    space: Space,
+    groupings: Iterable[Grouping] | None = None,
+    *,
+    beat: float = np.inf,
+    limit: int = EFFORT,
+    settle_ties: bool = True,
+) -> Outcome:
+    """The best plan among the groupings (all of the space unless given), if any is faster than `beat` seconds.
+
+    `limit` is the effort after which the search gives up the proof and says how far it got.
+    """
+    asked = list(space.groupings() if groupings is None else groupings)
+    ground = Ground(space, [grouping for grouping in asked if not grouping.spans])
+    hunt = _Hunt(ground, beat, limit)
+    lower_bound = hunt.run()
+    best = hunt.best
+    if best is not None and settle_ties:
+        ceiling = best.seconds * (1 + TIE)
+        best = simplest(ground, [box for bound, box in hunt.tied if bound <= ceiling], ceiling, 2 * limit) or best
+    considered = ground.considered
+    if spanning := [grouping for grouping in asked if grouping.spans]:
+        over = Ground(space, spanning)
+        best = best_spanning(over, min(beat, best.seconds * (1 - TIE) if best else np.inf)) or best
+        considered += over.considered
+    return Outcome(best, min(lower_bound, best.seconds) if best else lower_bound, considered)
+
+
+def best_spanning(ground: Ground, beat: float) -> Found | None:
+    """The best plan with a group over the others, if any is faster: every split of the GPUs below it is tried.
+
+    More GPUs never make a plan worse, so the group above has as many as help it, and the last one below what is left.
+    """
+    plans: list[At] = []
+    for g, grouping in enumerate(ground.groupings):
+        *below, last, above = grouping.tables
+        for some in itertools.product(*(range(len(table.sizes)) for table in below)):
+            left = ground.space.budgets[last.kind] - sum(t.sizes[at] for t, at in zip(below, some, strict=True))
+            if left >= last.sizes[0]:
+                plans.append((g, (*some, bisect_right(last.sizes, left) - 1, len(above.sizes) - 1)))
+    best: Found | None = None
+    for (g, at), seconds in zip(plans, ground.simulate(plans), strict=True):
+        if seconds < (best.seconds if best else beat):
+            best = ground.settled(g, at, float(seconds)) or best
+    return best
+
+
+class _Hunt:
+    """One search: the queue of boxes, the best plan so far, and the least sizes that it implies."""
+
+    def __init__(self, ground: Ground, beat: float, limit: int) -> None:
+        self.ground = ground
+        self.limit = limit
+        self.best: Found | None = None
+        self.tied: list[tuple[float, Box]] = []
+        """Boxes with nothing better than the best, in which there may be plans as fast, and their bounds."""
+        self._beat = beat
+
+    @property
+    def ceiling(self) -> float:
+        """What a plan must stay below to be better than what is known."""
+        return min(self._beat, self.best.seconds if self.best else np.inf)
+
+    @property
+    def hopeless(self) -> float:
+        """The bound from which on a box holds nothing better, and nothing as fast either."""
+        return self.best.seconds * (1 + TIE) if self.best and self.best.seconds < self._beat else self.ceiling
+
+    def run(self) -> float:
+        """Find the best plan; the proven lower bound on every plan."""
+        ground = self.ground
+        alive = self._survey(list(range(len(ground.groupings))))
+        alive = self._survey(alive)
+        self._climb()
+        queue: list[tuple[float, int, Box]] = []
+        numbers = itertools.count()
+        boxes = self._raised([ground.whole(g) for g in alive])
+        floor = np.inf
+        while boxes or queue:
+            for box, bound in zip(boxes, ground.corners(boxes), strict=True):
+                if bound <= self.hopeless:
+                    heapq.heappush(queue, (float(bound), next(numbers), box))
+            if ground.effort > self.limit:
+                floor = queue[0][0] if queue else np.inf
+                break
+            opened: list[Box] = []
+            while queue and len(opened) < BATCH:
+                if queue[0][0] >= self.ceiling * BEATS:
+                    self.tied.extend((bound, box) for bound, _, box in queue)
+                    queue.clear()
+                    break
+                opened.append(heapq.heappop(queue)[2])
+            self._try([ground.inside(box) for box in opened])
+            boxes = self._finish_small(self._raised(self._branch(self._drop_settled(opened))))
+        if ground.space.truncated and self.best:
+            # Where configurations were left out only the bound of every group at its largest is sure.
+            floor = min(floor, float(min(ground.corners([ground.whole(g) for g in alive]), default=np.inf)))
+        return min(floor, self.ceiling)
+
+    def _raised(self, boxes: list[Box]) -> list[Box]:
+        """The boxes without sizes that are hopeless by themselves or leave too little for the others."""
+        least = self.ground.least_sizes(self.hopeless)
+        raised = []
+        for g, low, high in boxes:
+            at_least = tuple(max(a, least[t]) for a, t in zip(low, self.ground.members[g], strict=True))
+            box = self.ground.tightened(g, at_least, high)
+            if box:
+                raised.append(box)
+        return raised
+
+    def _survey(self, alive: list[int]) -> list[int]:
+        """Compare groupings on a scale of times: drop those that cannot beat the best, simulate the most promising."""
+        ground = self.ground
+        if not alive:
+            return []
+        used = sorted({t for g in alive for t in ground.members[g]})
+        top = min(self.ceiling, max(float(ground.bounds[t][0]) for t in used))
+        bottom = min(top, min(float(ground.bounds[t][-1]) for t in used))
+        levels = top * np.geomspace(max(bottom / top, 1e-6), 1.0, LEVELS) if top > 0 else np.zeros(LEVELS)
+        count = len(ground.tables)
+        index = np.full((count + 1, LEVELS), 0)
+        need = np.zeros((count + 1, LEVELS))
+        for t in used:
+            sizes, bound = ground.tables[t].sizes, ground.bounds[t]
+            # Bounds fall with size: the first size whose bound is at most the level.
+            index[t] = np.searchsorted(-bound, -levels, side="left")
+            need[t] = np.append(np.array(sizes, dtype=float), np.inf)[index[t]]
+        width = max(len(ground.members[g]) for g in alive)
+        possible = np.ones((len(alive), LEVELS), dtype=bool)
+        for kind, budget in ground.space.budgets.items():
+            rows = np.full((len(alive), width), count)
+            for row, g in enumerate(alive):
+                mine = [t for t in ground.members[g] if ground.tables[t].kind == kind]
+                rows[row, : len(mine)] = mine
+            possible &= need[rows].sum(axis=1) <= budget
+        level = np.where(possible.any(axis=1), possible.argmax(axis=1), LEVELS)
+        few = max(8, min(ROWS, self.limit // (40 * ground.effort_a_plan)))
+        promising = sorted((int(at), row) for row, at in enumerate(level) if at < LEVELS)[:few]
+        self._try([(alive[row], tuple(int(index[t, at]) for t in ground.members[alive[row]])) for at, row in promising])
+        # A grouping that is impossible one level lower takes longer than that level.
+        longer_than = np.append(levels, np.inf)[np.maximum(level - 1, 0)]
+        longer_than[level == 0] = 0.0
+        return [g for g, least in zip(alive, longer_than, strict=True) if least <= self.hopeless]
+
+    def _climb(self) -> None:
+        """Improve the best plan by moving GPUs between its groups, as long as that helps."""
+        while self.best is not None:
+            before = self.best
+            g = next(i for i, grouping in enumerate(self.ground.groupings) if grouping is before.grouping)
+            tables = before.grouping.tables
+            at = [table.sizes.index(size) for table, size in zip(tables, before.sizes, strict=True)]
+            moves: list[Indices] = []
+            for giver, taker in itertools.permutations(range(len(at)), 2):
+                if tables[giver].kind != tables[taker].kind:
+                    continue
+                for step in (1, 2, 4, 8, 16, 32, 64, 128):
+                    to = list(at)
+                    to[giver] -= step
+                    if to[giver] < 0:
+                        break
+                    room = (
+                        before.sizes[taker] + before.sizes[giver] - tables[giver].sizes[to[giver]] + self._idle(before)
+                    )
+                    to[taker] = bisect_right(tables[taker].sizes, room) - 1
+                    moves.append(tuple(to))
+            self._try([(g, move) for move in dict.fromkeys(moves)])
+            if self.best is before:
+                return
+
+    def _idle(self, found: Found) -> int:
+        """GPUs that a plan leaves unused, where there is one kind of them."""
+        budgets = self.ground.space.budgets
+        return sum(budgets.values()) - sum(found.sizes) if len(budgets) == 1 else 0
+
+    def _drop_settled(self, boxes: list[Box]) -> list[Box]:
+        """The boxes without those whose corner is a plan itself: nothing in them beats it, and it has been tried."""
+        if self.ground.space.even_nodes:
+            return boxes
+        left = []
+        for box, bound in zip(boxes, self.ground.corners(boxes), strict=True):
+            if not self.ground.affordable(box[0], box[2]):
+                left.append(box)
+            elif bound <= self.hopeless:
+                self.tied.append((float(bound), box))
+        return left
+
+    def _branch(self, boxes: list[Box]) -> list[Box]:
+        """Smaller boxes that hold every plan of these that can still beat the best.
+
+        The lower half of each side is bounded first. Sides whose lower half is hopeless are all cut at once; only
+        where none is, the box is split in two, across the side whose lower half promises least.
+        """
+        smaller: list[Box] = []
+        for box, sides in zip(boxes, self.ground.lower_halves(boxes), strict=True):
+            cut = [j for bound, j in sides if bound > self.hopeless]
+            for j in cut:
+                box, _ = self.ground.halved(box, j)
+            if cut:
+                smaller.append(box)
+            elif sides:
+                smaller.extend(self.ground.halved(box, max(sides)[1]))
+        return smaller
+
+    def _finish_small(self, boxes: list[Box]) -> list[Box]:
+        """Simulate every plan that matters of small boxes; the other boxes are returned."""
+        large: list[Box] = []
+        plans: list[At] = []
+        small: list[tuple[Box, slice]] = []
+        for box in boxes:
+            inside = self.ground.points(*box)
+            if inside is None:
+                large.append(box)
+            elif inside:
+                small.append((box, slice(len(plans), len(plans) + len(inside))))
+                plans.extend((box[0], at) for at in inside)
+        seconds = self._try(plans)
+        for box, mine in small:
+            least = float(seconds[mine].min())
+            if least <= self.hopeless:
+                self.tied.append((least, box))
+        return large
+
+    def _try(self, plans: Sequence[At]) -> Floats:
+        """Simulate plans and keep the best; their seconds (bounds where configurations are contested)."""
+        results = self.ground.simulate(plans)
+        for index in np.flatnonzero(results < self.ceiling).tolist():
+            if results[index] < self.ceiling:
+                g, at = plans[index]
+                found = self.ground.settled(g, at, float(results[index]))
+                if found is not None and found.seconds < self.ceiling:
+                    self.best = found
+        return results

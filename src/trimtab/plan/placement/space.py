@@ -1,0 +1,445 @@
+"""The space of plans: which components may share GPUs, on how many, and what each then costs.
+
+A grouping gives every GPU component a group and every group a kind of GPU; a plan adds a size to each group. For a
+group of components this module tabulates the sizes worth trying and the times of its members on each: time never
+grows with size, because a member may use fewer GPUs than its group has. Where memory lets the members not all run in
+their fastest way at once, a size has several configurations, none better than another in every member's time.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trimtab.model.plan import Rules
+from trimtab.model.workflow import Job
+from trimtab.plan.placement.cost import MEMORY_TOLERANCE_GB, Option, fits, ways_to_run
+from trimtab.plan.placement.simulate import Floats, Ints, Shape, Shapes, Simulator, shape_of
+from trimtab.plan.placement.spread import Lying, Split, even_splits, spread
+
+Members = tuple[int, ...]
+"""Positions in workflow order of the components of a group, ascending."""
+
+MAX_CONFIGURATIONS = 2_000
+
+
+@dataclass(frozen=True)
+class GroupTable:
+    """The sizes of a group that are worth trying, ascending, and its members' times on each.
+
+    `times[s, k]` is the least time of member k on `sizes[s]`. Where memory forbids that all have theirs at once, the
+    size stands in `contested`, with the configurations that they can have.
+    """
+
+    members: Members
+    kind: str
+    sizes: tuple[int, ...]
+    times: Floats
+    contested: Mapping[int, tuple[tuple[Option, ...], ...]]
+
+    def scaled(self, component: int, factor: float) -> GroupTable:
+        """The same table with one member's times multiplied."""
+        column = self.members.index(component)
+        times = self.times.copy()
+        times[:, column] *= factor
+        contested = {
+            size: tuple(
+                tuple(o if k != column else replace(o, seconds=o.seconds * factor) for k, o in enumerate(options))
+                for options in configurations
+            )
+            for size, configurations in self.contested.items()
+        }
+        return replace(self, times=times, contested=contested)
+
+    @cached_property
+    def columns(self) -> Ints:
+        """The members as an index into a row of times."""
+        return np.array(self.members, dtype=np.intp)
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """A partition of the GPU components into groups with a kind each; groups stand in file order of their first.
+
+    With `spans` the last group lies over the GPUs of all the others. `turns` says who takes turns on the same GPUs
+    where groups share some in another way.
+    """
+
+    tables: tuple[GroupTable, ...]
+    spans: bool = False
+    turns: tuple[Members, ...] | None = None
+
+    @property
+    def groups(self) -> tuple[Members, ...]:
+        """The members of each group."""
+        return tuple(table.members for table in self.tables)
+
+    @property
+    def cells(self) -> tuple[Members, ...]:
+        """Who takes turns on the same GPUs."""
+        if self.turns is not None:
+            return self.turns
+        if not self.spans:
+            return self.groups
+        *below, above = self.groups
+        return tuple(tuple(sorted((*members, *above))) for members in below)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of GPU of each group."""
+        return tuple(table.kind for table in self.tables)
+
+
+@dataclass
+class Space:
+    """All plans for a job, inside the rules of a framework where there are any."""
+
+    job: Job
+    rules: Rules | None = None
+    truncated: bool = field(default=False, init=False)
+    """Whether some configurations were left out because there were too many: then nothing is proven optimal."""
+
+    def __post_init__(self) -> None:
+        self.simulator = Simulator(self.job.workflow)
+        self.order = self.simulator.order
+        self.budgets = {kind: len(self.job.cluster.ranks(kind)) for kind in self.job.cluster.kinds}
+        position = {component.name: i for i, component in enumerate(self.order)}
+        # GPU components in file order: the order in which groups and ties are told apart.
+        self.on_gpu: Members = tuple(position[c.name] for c in self.job.workflow.components if not c.on_cpu)
+        self.cpu_times = {i: c.cpu_seconds for i, c in enumerate(self.order) if c.cpu_seconds is not None}
+        self.ways = {
+            (i, kind): Ways(ways_to_run(self.order[i], self.job.cluster, kind, most), most)
+            for i in self.on_gpu
+            for kind, most in self.budgets.items()
+        }
+        self.fastest = np.array(
+            [
+                self.cpu_times[i]
+                if i in self.cpu_times
+                else min(self.ways[i, kind].seconds[most] for kind, most in self.budgets.items())
+                for i in range(len(self.order))
+            ]
+        )
+        """The least time of each component in any plan at all."""
+        cluster = self.job.cluster
+        self.limits = {k: (cluster.gpu_memory_gb(k), cluster.host_memory_gb_per_gpu(k)) for k in self.budgets}
+        self._groupings: tuple[Grouping, ...] | None = None
+        self._tables: dict[tuple[Members, str, tuple[int, ...] | None], GroupTable | None] = {}
+        self.nodes = {
+            kind: tuple(n.gpus for n in self.job.cluster.nodes if n.gpus and n.gpu == kind) for kind in self.budgets
+        }
+        """The GPUs of each node of a kind."""
+        self._fits: dict[tuple[tuple[Members, ...], tuple[str, ...], tuple[int, ...]], bool] = {}
+
+    @property
+    def even_nodes(self) -> bool:
+        """Whether each group must have the same number of GPUs on each of its nodes."""
+        return self.rules is not None and self.rules.even_nodes
+
+    def groupings(self) -> tuple[Grouping, ...]:
+        """Every grouping that has at least one size for each of its groups within the cluster."""
+        if self._groupings is None:
+            self._groupings = tuple(
+                grouping
+                for groups, sizes in self._partitions()
+                for kinds in itertools.product(self.budgets, repeat=len(groups))
+                if (grouping := self.grouping(groups, kinds, sizes)) is not None
+            ) + tuple(self._spanning())
+        return self._groupings
+
+    def grouping(
+        self,
+        groups: tuple[Members, ...],
+        kinds: tuple[str, ...],
+        sizes: tuple[tuple[int, ...] | None, ...] | None = None,
+    ) -> Grouping | None:
+        """One grouping, or None where a group has no size or the least sizes together exceed the cluster."""
+        tables = []
+        need = dict.fromkeys(self.budgets, 0)
+        for index, (members, kind) in enumerate(zip(groups, kinds, strict=True)):
+            table = self.table(members, kind, sizes[index] if sizes else None)
+            if table is None:
+                return None
+            need[kind] += table.sizes[0]
+            tables.append(table)
+        if any(need[kind] > most for kind, most in self.budgets.items()):
+            return None
+        return Grouping(tuple(tables))
+
+    def _spanning(self) -> Iterator[Grouping]:
+        """Groupings with a group over the others. Whether they fit in memory is not judged: then there are none."""
+        if self.rules is None or any(limit is not None for limits in self.limits.values() for limit in limits):
+            return
+        position = {component.name: i for i, component in enumerate(self.order)}
+        for allowed in self.rules.spanning:
+            groups = tuple(tuple(sorted(position[name] for name in group.components)) for group in allowed)
+            sizes = tuple(group.sizes for group in allowed)
+            for kind in self.budgets:
+                below = self.grouping(groups[:-1], (kind,) * (len(groups) - 1), sizes[:-1])
+                above = self.table(groups[-1], kind, sizes[-1])
+                if below is not None and above is not None:
+                    yield Grouping((*below.tables, above), spans=True)
+
+    def shape(self, grouping: Grouping) -> Shape:
+        """What the simulation needs to know of a grouping."""
+        return shape_of(self.order, self.job.workflow, grouping.cells)
+
+    def _partitions(self) -> Iterator[tuple[tuple[Members, ...], tuple[tuple[int, ...] | None, ...] | None]]:
+        if self.rules is None:
+            for partition in set_partitions(self.on_gpu):
+                yield tuple(tuple(sorted(group)) for group in partition), None
+            return
+        position = {component.name: i for i, component in enumerate(self.order)}
+        for allowed in self.rules.groupings:
+            groups = [(tuple(sorted(position[name] for name in g.components)), g.sizes) for g in allowed]
+            groups.sort(key=lambda group: min(self.on_gpu.index(i) for i in group[0]))
+            yield tuple(members for members, _ in groups), tuple(sizes for _, sizes in groups)
+
+    def table(self, members: Members, kind: str, sizes: tuple[int, ...] | None = None) -> GroupTable | None:
+        """Sizes and times of a group on a kind of GPU, or None where it cannot run there at all."""
+        key = (members, kind, sizes)
+        if key not in self._tables:
+            self._tables[key] = self._make_table(members, kind, sizes)
+        return self._tables[key]
+
+    def _make_table(self, members: Members, kind: str, only: tuple[int, ...] | None) -> GroupTable | None:
+        ways = [self.ways[i, kind] for i in members]
+        if not all(way.options for way in ways):
+            return None
+        sizes = np.arange(max(way.least for way in ways), self.budgets[kind] + 1)
+        if only is not None or self.even_nodes:
+            sizes = sizes[[self._size_allowed(members, int(g), kind, only) for g in sizes]]
+        times = np.stack([way.seconds[sizes] for way in ways], axis=1)
+        fit = self._fastest_fit(ways, sizes, kind)
+        contested: dict[int, tuple[tuple[Option, ...], ...]] = {}
+        for row in np.flatnonzero(~fit):
+            found = self._configurations([way.front(int(sizes[row])) for way in ways], kind)
+            if found:
+                fit[row] = True
+                if not self.truncated:  # otherwise the fastest ways remain, as a bound that holds in any case
+                    times[row] = [min(c[k].seconds for c in found) for k in range(len(members))]
+                contested[int(sizes[row])] = found
+        sizes, times = sizes[fit], times[fit]
+        if not len(sizes):
+            return None
+        new = np.ones(len(sizes), dtype=bool)
+        # A larger size that gains nothing may still find nodes where a smaller one finds none.
+        if not self.even_nodes:
+            new[1:] = (times[1:] != times[:-1]).any(axis=1)
+        for at in range(1, len(sizes)):
+            if contested.get(int(sizes[at])) != contested.get(int(sizes[at - 1])):
+                new[at] = True
+        return GroupTable(members, kind, tuple(int(g) for g in sizes[new]), times[new], contested)
+
+    def _fastest_fit(self, ways: list[Ways], sizes: Ints, kind: str) -> NDArray[np.bool_]:
+        """For each size, whether all members fit in memory when each runs in its fastest way."""
+        fit = np.ones(len(sizes), dtype=bool)
+        gpu_limit, host_limit = self.limits[kind]
+        if gpu_limit is not None:
+            resident = np.sum([way.resident[sizes] for way in ways], axis=0)
+            for way in ways:
+                fit &= resident - way.resident[sizes] + way.active[sizes] <= gpu_limit + MEMORY_TOLERANCE_GB
+        if host_limit is not None and len(ways) > 1:
+            host = np.stack([way.host[sizes] for way in ways])
+            fit &= host.sum(axis=0) - host.min(axis=0) <= host_limit + MEMORY_TOLERANCE_GB
+        return fit
+
+    def best_of(self, grouping: Grouping, sizes: tuple[int, ...]) -> tuple[tuple[tuple[Option, ...], ...], float]:
+        """The fastest configurations of groups of these sizes, and the seconds of that plan."""
+        shape = self.shape(grouping)
+        ways = [self.configurations(table, size) for table, size in zip(grouping.tables, sizes, strict=True)]
+        best: tuple[tuple[tuple[Option, ...], ...], float] | None = None
+        combinations = itertools.product(*ways)
+        while some := list(itertools.islice(combinations, 512)):
+            times = np.tile(self.cpu_row, (len(some), 1))
+            for line, configurations in zip(times, some, strict=True):
+                for table, options in zip(grouping.tables, configurations, strict=True):
+                    line[table.columns] = [option.seconds for option in options]
+            seconds = self.simulator.seconds(times, Shapes.stack([shape] * len(some)))
+            winner = int(seconds.argmin())
+            if best is None or seconds[winner] < best[1]:
+                best = some[winner], float(seconds[winner])
+        assert best is not None
+        return best
+
+    @property
+    def cpu_row(self) -> Floats:
+        """A row of times with only the CPU components filled in."""
+        return np.array([self.cpu_times.get(i, 0.0) for i in range(len(self.order))])
+
+    def configurations(self, table: GroupTable, gpus: int) -> tuple[tuple[Option, ...], ...]:
+        """What the members of a group can run at once on so many GPUs, none better than another in every time."""
+        found = table.contested.get(gpus)
+        return found or (tuple(self.ways[i, table.kind].front(gpus)[0] for i in table.members),)
+
+    def _size_allowed(self, members: Members, gpus: int, kind: str, only: tuple[int, ...] | None) -> bool:
+        if only is not None and gpus not in only:
+            return False
+        return not self.even_nodes or bool(self.splits(members, gpus, kind))
+
+    def splits(self, members: Members, gpus: int, kind: str) -> tuple[Split, ...]:
+        """The ways in which a group of such a size can lie evenly on nodes."""
+        blocks = {variant.multiple_of for i in members for variant in self.order[i].variants}
+        return even_splits(gpus, self.nodes[kind], blocks)
+
+    def _configurations(self, fronts: list[list[Option]], kind: str) -> tuple[tuple[Option, ...], ...]:
+        """Option tuples that fit in memory together, none better than another in every time."""
+        limits = self.limits[kind]
+        if all(len(front) == 1 for front in fronts):
+            only = tuple(front[0] for front in fronts)
+            return (only,) if _fit_together(only, limits) else ()
+        partial: list[tuple[Option, ...]] = [()]
+        for front in fronts:
+            partial = [(*some, option) for some in partial for option in front]
+            partial = [some for some in partial if _fit_together(some, limits)]
+            if len(partial) > MAX_CONFIGURATIONS:
+                self.truncated = True
+                # The fastest, and the leanest, so that whatever is still to come finds room.
+                fast = sorted(partial, key=lambda some: sum(o.seconds for o in some))
+                lean = sorted(partial, key=_peak_gb)
+                partial = list(dict.fromkeys(fast[: MAX_CONFIGURATIONS // 2] + lean[: MAX_CONFIGURATIONS // 2]))
+        kept: list[tuple[Option, ...]] = []
+        for some in sorted(partial, key=lambda some: sum(option.seconds for option in some)):
+            if not any(all(a.seconds <= b.seconds for a, b in zip(k, some, strict=True)) for k in kept):
+                kept.append(some)
+        return tuple(kept)
+
+    def scaled(self, component: int, factor: float) -> Space:
+        """The same space with one component's times multiplied. Cheap: what does not change is shared."""
+        other = copy.copy(self)
+        name = self.order[component].name
+        workflow = self.job.workflow.scaled(name, factor)
+        other.job = replace(self.job, workflow=workflow)
+        other.simulator = Simulator(workflow)
+        other.order = other.simulator.order
+        other.fastest = self.fastest.copy()
+        other.fastest[component] *= factor
+        other.cpu_times = {i: s * factor if i == component else s for i, s in self.cpu_times.items()}
+        other.ways = {key: ways.scaled(factor) if key[0] == component else ways for key, ways in self.ways.items()}
+        other._tables = {
+            key: table and table.scaled(component, factor) if component in key[0] else table
+            for key, table in self._tables.items()
+        }
+        now = {id(table): other._tables[key] for key, table in self._tables.items()}
+        other._groupings = tuple(
+            replace(grouping, tables=tuple(table for old in grouping.tables if (table := now[id(old)]) is not None))
+            for grouping in self.groupings()
+        )
+        return other
+
+    def node_fit(self, grouping: Grouping, sizes: tuple[int, ...]) -> bool:
+        """Whether groups of these sizes can all lie evenly on nodes, where the rules ask for it."""
+        if not self.even_nodes:
+            return True
+        key = (grouping.groups, grouping.kinds, sizes)
+        if key not in self._fits:
+            self._fits[key] = all(self.lying(grouping, sizes, kind) is not None for kind in self.nodes)
+        return self._fits[key]
+
+    def lying(self, grouping: Grouping, sizes: tuple[int, ...], kind: str) -> tuple[Lying, ...] | None:
+        """Where the groups on a kind of GPU lie evenly on its nodes; None where they do not all fit."""
+        groups = [(t, size) for t, size in zip(grouping.tables, sizes, strict=True) if t.kind == kind]
+        return spread([self.splits(table.members, size, kind) for table, size in groups], self.nodes[kind])
+
+
+class Ways:
+    """All ways to run one component on a kind of GPU, by the size of its group.
+
+    Arrays are indexed by size: the fastest way within that size and what it costs (infinite where there is none).
+    """
+
+    def __init__(self, ways: tuple[Option, ...], most: int) -> None:
+        self._options = ways
+        self._of: tuple[Ways, float] | None = None  # those that these are a multiple of
+        self._made: dict[int, list[Option]] = {}  # fronts of such
+        self.least = ways[0].gpus if ways else most + 1
+        self._fronts: list[list[Option]] = [[]]
+        waiting = iter(ways)
+        option = next(waiting, None)
+        for gpus in range(1, most + 1):
+            front = self._fronts[-1]
+            while option is not None and option.gpus <= gpus:
+                # An earlier option wins a draw: fewer GPUs, then file order.
+                if not any(old.no_worse_than(option) for old in front):
+                    front = [old for old in front if not option.no_worse_than(old)] + [option]
+                    front.sort(key=lambda o: (o.seconds, o.gpus, o.variant))
+                option = next(waiting, None)
+            self._fronts.append(front)
+        fastest = [front[0] if front else None for front in self._fronts]
+        self.seconds = np.array([o.seconds if o else np.inf for o in fastest])
+        self.active = np.array([o.active_gb if o else np.inf for o in fastest])
+        self.resident = np.array([o.resident_gb if o else 0.0 for o in fastest])
+        self.host = np.array([o.host_gb if o else 0.0 for o in fastest])
+
+    def scaled(self, factor: float) -> Ways:
+        """The same ways, all of them slower or faster. Options are made when they are asked for: few ever are."""
+        other = copy.copy(self)
+        other.seconds = self.seconds * factor
+        other._of, other._made = (self, factor), {}
+        return other
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """All of them, in order of count, then variant."""
+        if self._of is None:
+            return self._options
+        before, factor = self._of
+        return tuple(_slower(option, factor) for option in before.options)
+
+    def front(self, gpus: int) -> list[Option]:
+        """The options within so many GPUs of which none is better than another in every respect, fastest first."""
+        if self._of is None:
+            return self._fronts[gpus]
+        if gpus not in self._made:
+            before, factor = self._of
+            self._made[gpus] = [_slower(option, factor) for option in before.front(gpus)]
+        return self._made[gpus]
+
+
+def _slower(option: Option, factor: float) -> Option:
+    return replace(option, seconds=option.seconds * factor)
+
+
+def _peak_gb(some: tuple[Option, ...]) -> float:
+    """The most that any member needs on a GPU beside the others' residents."""
+    return sum(o.resident_gb for o in some) + max(o.active_gb - o.resident_gb for o in some)
+
+
+def _fit_together(some: tuple[Option, ...], limits: tuple[float | None, float | None]) -> bool:
+    """Whether members of one group fit: each one's active part beside the others' residents, and parked on hosts."""
+    gpu_limit, host_limit = limits
+    if gpu_limit is not None:
+        resident = sum(option.resident_gb for option in some)
+        if not all(fits(resident - option.resident_gb + option.active_gb, gpu_limit) for option in some):
+            return False
+    if host_limit is not None and len(some) > 1:
+        parked = sum(option.host_gb for option in some) - min(option.host_gb for option in some)
+        return fits(parked, host_limit)
+    return True
+
+
+def set_partitions(items: Members) -> Iterator[list[list[int]]]:
+    """Every partition of the items; groups in order of their first item, fewest groups not first."""
+    if not items:
+        yield []
+        return
+
+    def place(index: int, groups: list[list[int]]) -> Iterator[list[list[int]]]:
+        if index == len(items):
+            yield [list(group) for group in groups]
+            return
+        for group in groups:
+            group.append(items[index])
+            yield from place(index + 1, groups)
+            group.pop()
+        groups.append([items[index]])
+        yield from place(index + 1, groups)
+        groups.pop()
+
+    yield from place(0, [])

@@ -1,0 +1,207 @@
+"""From what the search found to a plan that people can read: ranks, starts and ends, bars, idle shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from trimtab.model.plan import Bar, Group, Mode, Placed, Plan
+from trimtab.plan.placement.boxes import Found
+from trimtab.plan.placement.cost import Option, is_extrapolated
+from trimtab.plan.placement.ranks import Strip, lay_out
+from trimtab.plan.placement.simulate import Floats, Shape
+from trimtab.plan.placement.space import Space
+from trimtab.plan.placement.spread import positions_of
+
+SHOWN_PERIODS = 2
+"""With staleness a timeline shows so many periods of the steady state."""
+
+
+def to_plan(space: Space, found: Found, ranks: tuple[tuple[int, ...], ...] | None = None) -> Plan:
+    """The plan with its ranks (laid out unless given), predicted starts and ends, and timeline."""
+    grouping = found.grouping
+    ranks = ranks or _ranks(space, found)
+    order, workflow = space.order, space.job.workflow
+    shape = space.shape(grouping)
+    options: dict[int, Option] = {}
+    group_of: dict[int, int] = {}
+    for number, (table, chosen) in enumerate(zip(grouping.tables, found.options, strict=True)):
+        for i, option in zip(table.members, chosen, strict=True):
+            options[i], group_of[i] = option, number
+    times = np.array([options[i].seconds if i in options else space.cpu_times[i] for i in range(len(order))])
+    spans, bars, shown = _draw(space, shape, times, found.seconds)
+    syncing = set()
+    if workflow.weight_sync is not None:
+        syncing = {
+            i for i, c in enumerate(order) if c.name in (workflow.weight_sync.source, workflow.weight_sync.target)
+        }
+    occupied: dict[int, float] = {}  # seconds in which each GPU does something
+    for table, here in zip(grouping.tables, ranks, strict=True):
+        seconds = sum(float(times[m]) + shape.switch[m] for m in table.members)
+        for rank in here:
+            occupied[rank] = occupied.get(rank, 0.0) + seconds
+    in_sync = {r for t, here in zip(grouping.tables, ranks, strict=True) if syncing & set(t.members) for r in here}
+    for rank in in_sync:
+        occupied[rank] += shape.sync
+    placed = []
+    for i, component in enumerate(order):
+        extrapolated, variant = False, ""
+        gpus: tuple[int, ...] = ()
+        busy = float(times[i])
+        if i in options:
+            number, option = group_of[i], options[i]
+            table = grouping.tables[number]
+            gpus = ranks[number][: option.gpus]
+            chosen_variant = component.variants[option.variant]
+            variant = chosen_variant.name
+            extrapolated = is_extrapolated(chosen_variant.points(table.kind), option.gpus)
+            busy = _mean([occupied[rank] for rank in ranks[number]])
+        placed.append(
+            Placed(
+                name=component.name,
+                gpus=gpus,
+                variant=variant,
+                seconds=float(times[i]),
+                start=spans[i][0],
+                end=spans[i][1],
+                idle_share=_share(1 - busy / found.seconds) if found.seconds else 0.0,
+                extrapolated=extrapolated,
+                switch_seconds=shape.switch[i],
+            )
+        )
+    groups = tuple(
+        Group(tuple(order[i].name for i in table.members), gpus, table.kind)
+        for table, gpus in zip(grouping.tables, ranks, strict=True)
+    )
+    working = sum(len(p.gpus) * p.seconds for p in placed)
+    overhead = len(in_sync) * shape.sync + sum(
+        len(group.gpus) * shape.switch[m]
+        for group, table in zip(groups, grouping.tables, strict=True)
+        for m in table.members
+    )
+    total = space.job.cluster.gpus
+    return Plan(
+        groups=groups,
+        components=tuple(placed),
+        iteration_seconds=found.seconds,
+        sync_seconds=shape.sync,
+        mode="hybrid" if len(occupied) < sum(map(len, ranks)) else _mode(groups),
+        timeline=bars,
+        timeline_seconds=shown,
+        idle_share=_share(1 - (working + overhead) / (total * found.seconds)) if found.seconds else 0.0,
+        total_gpus=total,
+    )
+
+
+def _mode(groups: tuple[Group, ...]) -> Mode:
+    if len(groups) == 1:
+        return "collocated"
+    return "disaggregated" if all(len(group.components) == 1 for group in groups) else "hybrid"
+
+
+def _mean(values: list[float]) -> float:
+    return values[0] if values[0] == values[-1] else sum(values) / len(values)
+
+
+def _share(value: float) -> float:
+    return min(1.0, max(0.0, value))
+
+
+def _ranks(space: Space, found: Found) -> tuple[tuple[int, ...], ...]:
+    """Ranks of each group, kind by kind."""
+    result: list[tuple[int, ...]] = [()] * len(found.sizes)
+    side_by_side = range(len(found.sizes) - 1 if found.grouping.spans else len(found.sizes))
+    for kind in space.nodes:
+        line = space.job.cluster.ranks(kind)
+        mine = [i for i in side_by_side if found.grouping.tables[i].kind == kind]
+        for i, at in zip(mine, _positions(space, found, kind, mine) if mine else (), strict=True):
+            result[i] = tuple(line[position] for position in at)
+        if found.grouping.spans and found.grouping.tables[-1].kind == kind:
+            result[-1] = tuple(line[: found.sizes[-1]])
+    return tuple(result)
+
+
+def _positions(space: Space, found: Found, kind: str, mine: list[int]) -> list[Sequence[int]]:
+    """The GPUs of groups of one kind, counted through its nodes."""
+    nodes = space.nodes[kind]
+    if space.even_nodes:
+        lying = space.lying(found.grouping, found.sizes, kind)
+        assert lying is not None, "the search gives only sizes that lie evenly on nodes"
+        return positions_of(lying, nodes)
+    strips = []
+    for i in mine:
+        members = zip(found.grouping.tables[i].members, found.options[i], strict=True)
+        blocks = tuple((space.order[m].variants[option.variant].multiple_of, option.gpus) for m, option in members)
+        strips.append(Strip(found.sizes[i], blocks))
+    starts = lay_out(tuple(strips), nodes)
+    return [range(start, start + strip.size) for start, strip in zip(starts, strips, strict=True)]
+
+
+def _draw(
+    space: Space, shape: Shape, times: Floats, period: float
+) -> tuple[list[tuple[float, float]], tuple[Bar, ...], float]:
+    """Start and end of each component, the bars, and how many seconds they cover."""
+    workflow, simulator = space.job.workflow, space.simulator
+    units = [simulator.unit_seconds(i, float(t)) for i, t in enumerate(times)]
+    if not workflow.staleness:
+        (trace,) = simulator.trace(times, shape)
+        bars = _bars(space, shape, trace, units, None)
+        spans = [_span(ends, unit) for ends, unit in zip(trace, units, strict=True)]
+        if shape.sync:
+            last = max(end for _, end in spans)
+            bars += _sync_bars(space, last, shape.sync)
+        return spans, tuple(_in_order(bars)), period
+    # Long enough for the start-up to fade; what is shown is the middle of the steady state.
+    iterations = 12 * (workflow.staleness + 1) + 4 * len(times)
+    traces = simulator.trace(times, shape, iterations)
+    shown_from = iterations - SHOWN_PERIODS - workflow.staleness - 2
+    spans = [_span(ends, unit) for ends, unit in zip(traces[shown_from], units, strict=True)]
+    origin = min(start for start, _ in spans)
+    bars = []
+    for t, trace in enumerate(traces[1:], 1):
+        bars += _bars(space, shape, trace, units, traces[t - 1])
+        if shape.sync and workflow.weight_sync is not None:
+            source = next(i for i, c in enumerate(space.order) if c.name == workflow.weight_sync.source)
+            bars.append(Bar(space.order[source].name, "sync", trace[source][-1], trace[source][-1] + shape.sync))
+    width = SHOWN_PERIODS * period
+    clipped = [
+        Bar(bar.component, bar.doing, max(bar.start - origin, 0.0), min(bar.end - origin, width))
+        for bar in bars
+        if bar.end - origin > 1e-12 and bar.start - origin < width
+    ]
+    return [(start - origin, end - origin) for start, end in spans], tuple(_in_order(clipped)), width
+
+
+def _span(ends: Floats, unit: Floats) -> tuple[float, float]:
+    return float(ends[0] - unit[0]), float(ends[-1])
+
+
+def _bars(
+    space: Space, shape: Shape, trace: list[Floats], units: list[Floats], previous: list[Floats] | None
+) -> list[Bar]:
+    """The stretches of one iteration in which each component computes or switches without a break."""
+    bars: list[Bar] = []
+    for i, (ends, unit) in enumerate(zip(trace, units, strict=True)):
+        name = space.order[i].name
+        starts = ends - unit
+        breaks = np.flatnonzero(starts[1:] > ends[:-1] + 1e-9 * max(1.0, float(ends[-1])))
+        first = [0, *(int(at) + 1 for at in breaks)]
+        last = [*(int(at) for at in breaks), len(ends) - 1]
+        bars += [Bar(name, "run", float(starts[a]), float(ends[b])) for a, b in zip(first, last, strict=True)]
+        if shape.switch[i]:
+            since = max((float(trace[before][-1]) for before in shape.before[i]), default=0.0)
+            if previous is not None:
+                since = max(since, *(float(previous[last][-1]) for last in shape.after[i]), 0.0)
+            bars.append(Bar(name, "switch", since, since + shape.switch[i]))
+    return bars
+
+
+def _sync_bars(space: Space, at: float, seconds: float) -> list[Bar]:
+    sync = space.job.workflow.weight_sync
+    assert sync is not None
+    return [Bar(name, "sync", at, at + seconds) for name in (sync.source, sync.target)]
+
+
+def _in_order(bars: list[Bar]) -> list[Bar]:
+    return sorted(bars, key=lambda bar: (bar.start, bar.end, bar.component))
