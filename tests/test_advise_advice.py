@@ -25,9 +25,9 @@ from test_dialect_nemo_rl import accept as nemo_rl_accepts
 from test_dialect_openrlhf import accept as openrlhf_accepts
 from trimtab.core.errors import InputError
 from trimtab.core.reasons import Code
-from trimtab.formats import logs
-from trimtab.formats.follow import RunLog
-from trimtab.formats.follow_costs import RunConfig
+from trimtab.formats.logs import reader as logs
+from trimtab.formats.logs.follow import RunLog
+from trimtab.formats.logs.follow_costs import RunConfig
 from trimtab.model.profile import Profile
 from trimtab.model.run import RunRules
 from trimtab.plan.placement.planner import best_plan

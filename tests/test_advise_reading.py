@@ -24,10 +24,10 @@ from advise_world import (
     verl_jsonl,
 )
 from trimtab.core.errors import InputError
-from trimtab.formats import logs
-from trimtab.formats.follow import RunLog, Step
-from trimtab.formats.follow_costs import reading_of
-from trimtab.formats.logs_gpus import RunFacts
+from trimtab.formats.logs import reader as logs
+from trimtab.formats.logs.follow import RunLog, Step
+from trimtab.formats.logs.follow_costs import reading_of
+from trimtab.formats.logs.gpus import RunFacts
 from trimtab.runtime.advise.tail import Tail, first_ranks, following
 
 ROOT = Path(__file__).parent.parent

@@ -17,9 +17,9 @@ import pytest
 
 from advise_world import CASES, NEMO, RLINF, VERL, Case, Told, measured, nemo_blocks, profile, verl_console, verl_jsonl
 from trimtab.core.errors import InputError
-from trimtab.formats import logs
-from trimtab.formats.follow import RunLog
-from trimtab.formats.follow_costs import RunConfig
+from trimtab.formats.logs import reader as logs
+from trimtab.formats.logs.follow import RunLog
+from trimtab.formats.logs.follow_costs import RunConfig
 from trimtab.model.run import RunRules
 from trimtab.runtime.advise.advising import Advising, News
 from trimtab.runtime.advise.engines import Engines

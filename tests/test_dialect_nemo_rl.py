@@ -8,9 +8,9 @@ import pytest
 
 from dialect_plans import DATA, plan_of, profile_of
 from trimtab.core.errors import InputError
-from trimtab.formats import nemo_rl
-from trimtab.formats.dialect import Loaded
-from trimtab.formats.hydra_config import compose
+from trimtab.formats.frameworks.hydra_config import compose
+from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
+from trimtab.formats.loaded import Loaded
 from trimtab.formats.write_back import nested
 
 SECONDS = {"generation": {8: 60.0}, "logprobs": {8: 10.0}, "policy": {8: 40.0}}

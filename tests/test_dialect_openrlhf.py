@@ -9,9 +9,9 @@ import pytest
 
 from dialect_plans import composed, plan_of, profile_of
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.formats import openrlhf
-from trimtab.formats.dialect import Loaded
+from trimtab.formats.frameworks.openrlhf import config as openrlhf
 from trimtab.formats.load import load as load_any
+from trimtab.formats.loaded import Loaded
 from trimtab.formats.write_back import nested, overrides, shell_words
 
 SECONDS = {"rollout": {8: 60.0}, "inference": {8: 10.0}, "actor": {8: 40.0}}

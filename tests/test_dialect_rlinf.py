@@ -10,9 +10,10 @@ import pytest
 
 from dialect_plans import DATA, composed, plan_of, profile_of
 from trimtab.core.errors import InputError
-from trimtab.formats import rlinf, write_back
-from trimtab.formats.dialect import Loaded
-from trimtab.formats.hydra_config import compose
+from trimtab.formats import write_back
+from trimtab.formats.frameworks.hydra_config import compose
+from trimtab.formats.frameworks.rlinf import config as rlinf
+from trimtab.formats.loaded import Loaded
 from trimtab.plan.placement.planner import plan_placement
 
 ROOT = Path(__file__).parent.parent

@@ -8,10 +8,10 @@ import pytest
 
 from dialect_plans import DATA, plan_of, profile_of
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.formats import verl
-from trimtab.formats.dialect import Loaded
-from trimtab.formats.hydra_config import compose
+from trimtab.formats.frameworks.hydra_config import compose
+from trimtab.formats.frameworks.verl import config as verl
 from trimtab.formats.load import load as load_file
+from trimtab.formats.loaded import Loaded
 from trimtab.formats.write_back import overrides
 from trimtab.plan.placement.planner import plan_placement
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
 from trimtab.core.reasons import Code, Reason
-from trimtab.formats import elastic_config_file
+from trimtab.formats.rollout import elastic_config as elastic_config_file
 from trimtab.machines.rollout.policies.policy import Decision, LoadSample, PolicyState
 from trimtab.runtime import elastic_scheduler
 from trimtab.runtime.elastic_rollout import ElasticRolloutMixin

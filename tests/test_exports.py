@@ -18,9 +18,9 @@ import pytest
 from jobs import cluster
 from trimtab.core.errors import InputError
 from trimtab.formats import yaml_text
-from trimtab.formats.kuberay import PodOptions, drain_hook, manifest
+from trimtab.formats.export.kuberay import PodOptions, drain_hook, manifest
+from trimtab.formats.export.slurm import BatchOptions, script
 from trimtab.formats.load import load
-from trimtab.formats.slurm import BatchOptions, script
 from trimtab.model.workflow import Cluster, Node
 from trimtab.ui.cli import run
 from waiting import until

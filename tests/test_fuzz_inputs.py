@@ -17,25 +17,19 @@ from fuzzing import as_json, as_yaml, fault_of, flipped, in_time, mutated
 from run_report_samples import NAMES, eventful
 from trimtab.core import plain_data as plain
 from trimtab.core.errors import TrimtabError
-from trimtab.formats import (
-    elastic_config_file,
-    job,
-    layer_files,
-    load,
-    logs,
-    nemo_rl,
-    openrlhf,
-    pipeedge,
-    profile_file,
-    rlinf,
-    rollout_file,
-    rollout_lengths,
-    run_section,
-    verl,
-)
-from trimtab.formats.follow import RunLog
-from trimtab.formats.hydra_config import Composed, Reader
-from trimtab.formats.logs_gpus import RunFacts
+from trimtab.formats import job, load, profile_file, run_section
+from trimtab.formats.frameworks.hydra_config import Composed, Reader
+from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
+from trimtab.formats.frameworks.openrlhf import config as openrlhf
+from trimtab.formats.frameworks.rlinf import config as rlinf
+from trimtab.formats.frameworks.verl import config as verl
+from trimtab.formats.logs import lengths as rollout_lengths
+from trimtab.formats.logs import reader as logs
+from trimtab.formats.logs.follow import RunLog
+from trimtab.formats.logs.gpus import RunFacts
+from trimtab.formats.pipeline import layer_files, pipeedge
+from trimtab.formats.rollout import elastic_config as elastic_config_file
+from trimtab.formats.rollout import job_section as rollout_file
 from trimtab.profile import architecture
 from trimtab.replay import loop_noise, loop_past, loop_scenario, rollout_scenario, scenario, traces
 from trimtab.replay.journal_policies import read_others

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from dialect_plans import DATA, composed, profile_of
 from trimtab.core.errors import InputError, TrimtabError
-from trimtab.formats import nemo_rl, rlinf, verl
-from trimtab.formats.hydra_config import compose
+from trimtab.formats.frameworks.hydra_config import compose
+from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
+from trimtab.formats.frameworks.rlinf import config as rlinf
+from trimtab.formats.frameworks.verl import config as verl
 from trimtab.formats.load import load
 from trimtab.model.profile import ComponentProfile, Profile
 
@@ -174,9 +176,17 @@ def test_a_file_that_its_defaults_overrule_is_not_edited(tmp_path: Path) -> None
 
 def test_plain_job_files_never_import_hydra() -> None:
     code = (
-        "import sys, trimtab.formats.hydra_config, trimtab.formats.rlinf, trimtab.formats.verl, "
-        "trimtab.formats.nemo_rl, trimtab.formats.write_back; "
-        "sys.exit(any(name in sys.modules for name in ('hydra', 'omegaconf', 'yaml', 'torch', 'ray')))"
+        "import
+        sys,
+        trimtab.formats.frameworks.hydra_config, trimtab.formats.frameworks.rlinf.config,
+        trimtab.formats.frameworks.verl.config,
+        "
+        "trimtab.formats.frameworks.nemo_rl.config, trimtab.formats.write_back; "
+        "sys.exit(any(name
+        in sys.modules
+        for
+        name in ('hydra', 'omegaconf', 'yaml', 'torch',
+        'ray')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

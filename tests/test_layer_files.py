@@ -15,7 +15,8 @@ from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
 from trimtab.core.errors import InputError
-from trimtab.formats import layer_files, yaml_text
+from trimtab.formats import yaml_text
+from trimtab.formats.pipeline import layer_files
 from trimtab.ui.layer_commands import layers
 
 MODELS = """\

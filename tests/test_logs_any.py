@@ -9,7 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trimtab.core.errors import InputError, TrimtabError
-from trimtab.formats import log_records, logs, logs_gpus, measured, profile_file, rollout_lengths
+from trimtab.formats import profile_file
+from trimtab.formats.logs import gpus as logs_gpus
+from trimtab.formats.logs import lengths as rollout_lengths
+from trimtab.formats.logs import measured
+from trimtab.formats.logs import reader as logs
+from trimtab.formats.logs import records as log_records
 
 DATA = Path(__file__).parent / "data" / "logs"
 ROOT = Path(__file__).parent.parent

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from trimtab.core.errors import InputError
-from trimtab.formats import logs, logs_gpus, tensorboard_events
+from trimtab.formats.logs import gpus as logs_gpus
+from trimtab.formats.logs import reader as logs
+from trimtab.formats.logs import tensorboard as tensorboard_events
 from trimtab.model.profile import Profile
 
 DATA = Path(__file__).parent / "data" / "logs"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from advise_world import OPENRLHF, Told, event_file, openrlhf_beside, openrlhf_lines
-from trimtab.formats import logs
-from trimtab.formats.logs_gpus import RunFacts
+from trimtab.formats.logs import reader as logs
+from trimtab.formats.logs.gpus import RunFacts
 
 TOLD = Told(OPENRLHF.seconds, noisy=False, steps=12)
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from trimtab.core.errors import InputError
-from trimtab.formats import logs, logs_gpus
-from trimtab.formats.follow import RunLog, Step
+from trimtab.formats.logs import gpus as logs_gpus
+from trimtab.formats.logs import reader as logs
+from trimtab.formats.logs.follow import RunLog, Step
 from trimtab.model.profile import Profile
 
 DATA = Path(__file__).parent / "data" / "logs"

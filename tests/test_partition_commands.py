@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from trimtab.core.errors import TrimtabError
-from trimtab.formats.pipeline_split import Engine, layout, split_lines
+from trimtab.formats.pipeline.split import Engine, layout, split_lines
 from trimtab.model.pipeline import Schedule, Stage
 from trimtab.ui.partition_commands import partition, ray_hosts, sched_pipeline
 

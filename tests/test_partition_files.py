@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from trimtab.core.errors import InputError, TrimtabError
-from trimtab.formats import pipeedge, yaml_text
-from trimtab.formats.pipeedge import Request, devices_yaml, load, scalar, schedule_yaml
+from trimtab.formats import yaml_text
+from trimtab.formats.pipeline import pipeedge
+from trimtab.formats.pipeline.pipeedge import Request, devices_yaml, load, scalar, schedule_yaml
 from trimtab.model.pipeline import Schedule, Stage
 from trimtab.plan.partition.planner import plan_partition
 

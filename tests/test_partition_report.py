@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from pages import CONTRASTS, OUTSIDE, SCHEMES, WIDTHS
-from trimtab.formats.pipeedge import Request, load
+from trimtab.formats.pipeline.pipeedge import Request, load
 from trimtab.model.pipeline import DeviceType, Host, ModelChain, PartitionAnswer, PipelineJob
 from trimtab.plan.partition.planner import plan_partition
 from trimtab.ui.chart import gaps

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from trimtab.core.errors import InputError, UnreachableError
-from trimtab.formats import layer_files
+from trimtab.formats.pipeline import layer_files
 from trimtab.model.pipeline import ModelChain, PartitionAnswer, PipelineJob, Schedule, Stage
 from trimtab.profile import layers
 from trimtab.runtime.pipeline import PipelineRun, run_pipeline

@@ -8,11 +8,13 @@ import pytest
 
 from dialect_plans import composed, plan_of, profile_of
 from trimtab.core.errors import InputError
-from trimtab.formats import logs, rlinf, write_back
-from trimtab.formats.dialect import Loaded
-from trimtab.formats.follow import Step
-from trimtab.formats.follow_costs import RunConfig
-from trimtab.formats.hydra_config import compose
+from trimtab.formats import write_back
+from trimtab.formats.frameworks.hydra_config import compose
+from trimtab.formats.frameworks.rlinf import config as rlinf
+from trimtab.formats.loaded import Loaded
+from trimtab.formats.logs import reader as logs
+from trimtab.formats.logs.follow import Step
+from trimtab.formats.logs.follow_costs import RunConfig
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, Plan, Rules
 from trimtab.model.run import RunRules
 from trimtab.model.workflow import ANY_KIND, Cluster, Component, Job, Node, Variant, WeightSync, Workflow

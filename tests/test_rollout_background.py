@@ -20,7 +20,7 @@ from rollout_commands import python
 from rollout_scenes import PROMPT, Scene, play
 from trimtab.core.errors import UnreachableError
 from trimtab.core.reasons import Code, Reason
-from trimtab.formats.rollout_settings import AttachedEngine
+from trimtab.formats.rollout.settings import AttachedEngine
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.model.rollout import RolloutRules

@@ -9,9 +9,9 @@ from textwrap import dedent
 import pytest
 
 from trimtab.core.errors import InputError
-from trimtab.formats import rollout_file
 from trimtab.formats.load import load
-from trimtab.formats.rollout_settings import AttachedEngine, RolloutSettings, StartedEngines
+from trimtab.formats.rollout import job_section as rollout_file
+from trimtab.formats.rollout.settings import AttachedEngine, RolloutSettings, StartedEngines
 from trimtab.machines.rollout.policies import policy as scaling
 from trimtab.machines.rollout.policies.load import LoadSample
 from trimtab.machines.rollout.policies.policy import Costs

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from trimtab.core.errors import InputError
 from trimtab.core.reasons import Code, Reason
-from trimtab.formats import elastic_config_file
+from trimtab.formats.rollout import elastic_config as elastic_config_file
 from trimtab.machines.rollout.policies import policy as scaling
 from trimtab.machines.rollout.policies.policy import Costs, Decision, LoadSample, PolicyState, Taker, consult
 from trimtab.model.elastic_config import ElasticConfig

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from dialect_plans import DATA, composed
 from trimtab.core.errors import InputError
 from trimtab.formats import write_back
-from trimtab.formats.dialect import Settings
-from trimtab.formats.hydra_config import compose
+from trimtab.formats.frameworks.hydra_config import compose
+from trimtab.formats.loaded import Settings
 from trimtab.formats.yaml_text import parse
 
 FILE = """\

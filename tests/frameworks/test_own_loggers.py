@@ -12,10 +12,10 @@ from test_own_placement_code import VERL as VERL_FLAGS
 from test_own_placement_code import ask
 
 from advise_world import OPENRLHF, RLINF, VERL, Told, grows, measured, openrlhf_beside, verl_data
-from trimtab.formats import logs
-from trimtab.formats.follow import RunLog, Step
-from trimtab.formats.follow_costs import RunConfig
-from trimtab.formats.hydra_config import compose
+from trimtab.formats.frameworks.hydra_config import compose
+from trimtab.formats.logs import reader as logs
+from trimtab.formats.logs.follow import RunLog, Step
+from trimtab.formats.logs.follow_costs import RunConfig
 from trimtab.formats.write_back import shell_words
 from trimtab.model.run import RunRules
 from trimtab.runtime.advise.advising import Advising

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from dialect_plans import DATA, composed, plan_of, profile_of
-from trimtab.formats import openrlhf, rlinf, verl, write_back
-from trimtab.formats.hydra_config import compose
+from trimtab.formats import write_back
+from trimtab.formats.frameworks.hydra_config import compose
+from trimtab.formats.frameworks.openrlhf import config as openrlhf
+from trimtab.formats.frameworks.rlinf import config as rlinf
+from trimtab.formats.frameworks.verl import config as verl
 from trimtab.plan.placement.planner import plan_placement
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trimtab.formats.hydra_config import Composed, compose
+from trimtab.formats.frameworks.hydra_config import Composed, compose
 from trimtab.model.plan import Group, Placed, Plan
 from trimtab.model.profile import ComponentProfile, Profile
 

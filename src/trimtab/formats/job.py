@@ -25,7 +25,7 @@ from pydantic import (
 
 from trimtab.core.errors import InputError, nearest
 from trimtab.core.ranks import ranks_text
-from trimtab.formats.dialect import Loaded, Settings
+from trimtab.formats.loaded import Loaded, Settings
 from trimtab.formats.run_section import read_section
 from trimtab.formats.yaml_text import dump
 from trimtab.model.plan import CurrentPlacement, Plan

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import InputError
-from trimtab.formats import job, not_rl, yaml_text
-from trimtab.formats.dialect import Loaded
+from trimtab.formats import job, yaml_text
+from trimtab.formats.frameworks import not_rl
+from trimtab.formats.loaded import Loaded
 from trimtab.model.profile import Profile
 
 
@@ -34,8 +35,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
     if job.matches(data) and "${" not in text:
         return job.read(overridden(data, overrides), path, profile)
     # Frameworks' files need OmegaConf and Hydra, whose import costs more than planning does.
-    from trimtab.formats import nemo_rl, openrlhf, rlinf, verl
-    from trimtab.formats.hydra_config import compose
+    from trimtab.formats.frameworks.hydra_config import compose
+    from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
+    from trimtab.formats.frameworks.openrlhf import config as openrlhf
+    from trimtab.formats.frameworks.rlinf import config as rlinf
+    from trimtab.formats.frameworks.verl import config as verl
 
     try:
         composed = compose(path, overrides)

@@ -21,7 +21,7 @@ from ruamel.yaml.nodes import MappingNode, ScalarNode
 
 from trimtab.core.errors import InputError
 from trimtab.formats import files, yaml_text
-from trimtab.formats.dialect import Settings
+from trimtab.formats.loaded import Settings
 
 Standing = Literal["literal", "absent", "indirect"]
 

@@ -86,7 +86,7 @@ class Recorder:
     def profile(self, *, gpus: int | None = None, warmup: int = 2, kind: str = "") -> Profile:
         """What was measured so far. `gpus` counts for components whose blocks name no count."""
         from trimtab.core.errors import InputError
-        from trimtab.formats.measured import Sample, drift_note, summarise
+        from trimtab.formats.logs.measured import Sample, drift_note, summarise
         from trimtab.formats.profile_file import merge
         from trimtab.model.profile import Profile
 

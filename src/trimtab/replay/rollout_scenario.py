@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from trimtab.core.errors import InputError, nearest
 from trimtab.formats import yaml_text
-from trimtab.formats.elastic_config_file import check_ranges
+from trimtab.formats.rollout.elastic_config import check_ranges
 from trimtab.machines.rollout.policies import policy as scaling
 from trimtab.machines.rollout.policies.load import Decision, LoadSample, PolicyState
 from trimtab.machines.rollout.policies.predictive import cost_aware

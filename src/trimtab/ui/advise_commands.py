@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from trimtab.formats.follow_costs import RunConfig
-    from trimtab.formats.log_records import Framework
+    from trimtab.formats.logs.follow_costs import RunConfig
+    from trimtab.formats.logs.records import Framework
     from trimtab.runtime.advise.follower import Follower, Frame
     from trimtab.runtime.advise.record import Record
 
@@ -149,8 +149,8 @@ def _follower(
     engines: list[str],
     address: str | None,
 ) -> Iterator[Follower]:
-    from trimtab.formats.follow import RunLog
-    from trimtab.formats.follow_costs import RunConfig
+    from trimtab.formats.logs.follow import RunLog
+    from trimtab.formats.logs.follow_costs import RunConfig
     from trimtab.model.run import RunMode, RunRules
     from trimtab.runtime.advise.advising import Advising
     from trimtab.runtime.advise.cluster import ClusterWatch
@@ -180,7 +180,7 @@ def _follower(
 
 def _framework(config: RunConfig, files: list[Path], named: str | None) -> Framework:
     """Whose log it is: as named, as the configuration says, or as the log itself says. They must agree."""
-    from trimtab.formats import logs
+    from trimtab.formats.logs import reader as logs
 
     stated = config.framework()
     try:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trimtab import __version__
-from trimtab.formats.follow import Step
+from trimtab.formats.logs.follow import Step
 from trimtab.model.plan import Plan
 from trimtab.runtime.advise.adviser import Advice
 from trimtab.runtime.advise.advising import News, Part, Picture

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.core.ranks import ranks_text
-from trimtab.formats.follow import Step
+from trimtab.formats.logs.follow import Step
 from trimtab.formats.write_back import shell_words
 from trimtab.plan.placement.scaling import DOUBLING
 from trimtab.runtime.advise.adviser import Advice

@@ -16,7 +16,7 @@ from trimtab.core.errors import InputError
 from trimtab.ui.output import Format, answer, err, out, warn
 
 if TYPE_CHECKING:
-    from trimtab.formats.layer_files import Merged
+    from trimtab.formats.pipeline.layer_files import Merged
 
 
 def layers(
@@ -77,7 +77,7 @@ def layers(
 
         trimtab profile layers --from-json h200.json --type H200 --bw-mbps 200000
     """
-    from trimtab.formats import layer_files
+    from trimtab.formats.pipeline import layer_files
 
     if (factory is None) == (from_json is None):
         raise InputError(

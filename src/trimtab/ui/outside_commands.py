@@ -22,7 +22,7 @@ from trimtab.ui.output import Format, answer, err, share
 from trimtab.ui.pool_commands import AddressOption, FormatOption, NameOption
 
 if TYPE_CHECKING:
-    from trimtab.formats.dialect import Loaded
+    from trimtab.formats.loaded import Loaded
     from trimtab.machines.nodes.roles import Setting
     from trimtab.model.profile import Profile
     from trimtab.model.workflow import Cluster, Node
@@ -228,7 +228,7 @@ def kuberay(
 
         trimtab cluster export kuberay job.yaml --autoscale --min 1 --max 8 | kubectl apply -f -
     """
-    from trimtab.formats import kuberay as writer
+    from trimtab.formats.export import kuberay as writer
     from trimtab.formats.load import load
 
     loaded = load(file)
@@ -283,7 +283,7 @@ def slurm(
 
         trimtab cluster export slurm job.yaml --partition gpu --setup 'source venv/bin/activate' | sbatch
     """
-    from trimtab.formats import slurm as writer
+    from trimtab.formats.export import slurm as writer
     from trimtab.formats.load import load
 
     loaded = load(file)

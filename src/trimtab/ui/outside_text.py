@@ -9,7 +9,7 @@ from rich.markup import escape
 from trimtab.ui.output import out, plain_table
 
 if TYPE_CHECKING:
-    from trimtab.formats.dialect import Settings
+    from trimtab.formats.loaded import Settings
     from trimtab.machines.nodes.roles import Advice
     from trimtab.model.plan import Plan
     from trimtab.model.workflow import Cluster

@@ -22,11 +22,11 @@ from rich.markup import escape
 
 from trimtab.core.errors import InfeasibleError, TrimtabError
 from trimtab.formats.files import write_text
-from trimtab.formats.pipeline_split import Engine
+from trimtab.formats.pipeline.split import Engine
 from trimtab.ui.output import Format, answer, err, out, share, warn
 
 if TYPE_CHECKING:
-    from trimtab.formats.pipeedge import Request
+    from trimtab.formats.pipeline.pipeedge import Request
     from trimtab.model.pipeline import PartitionAnswer
 
 MODEL = "google/vit-base-patch16-224"
@@ -109,11 +109,11 @@ def partition(
         trimtab partition --emulate
     """
     if devices_from_ray is not None:
-        from trimtab.formats.pipeedge import devices_yaml
+        from trimtab.formats.pipeline.pipeedge import devices_yaml
 
         sys.stdout.write(devices_yaml(_ray_devices(devices_from_ray)))
         return
-    from trimtab.formats.pipeedge import Request
+    from trimtab.formats.pipeline.pipeedge import Request
 
     request = Request(
         model_name,
@@ -135,7 +135,7 @@ def partition(
         write_text(report, partition_report(found, command=command, search_seconds=searched))
         err.print(f"report written to {report}", markup=False)
     if emit is not None:
-        from trimtab.formats.pipeline_split import split_lines
+        from trimtab.formats.pipeline.split import split_lines
 
         if cut_every == 1:
             warn("the split counts profiled layers; where several make up a decoder block, give --cut-every")
@@ -174,7 +174,7 @@ def _plan(
     files: tuple[Path, Path, Path], request: Request, links: Path | None, objective: Goal, frontier: bool
 ) -> tuple[PartitionAnswer, float]:
     """Read, plan, and say what had to be said while reading."""
-    from trimtab.formats.pipeedge import load
+    from trimtab.formats.pipeline.pipeedge import load
     from trimtab.plan.partition.planner import plan_partition
 
     loaded = load(*files, request, links)
@@ -237,7 +237,7 @@ def sched_pipeline(arguments: Sequence[str] | None = None) -> int:
         given = parser.parse_args(arguments)
     except SystemExit as leaving:
         return int(leaving.code or 0)
-    from trimtab.formats.pipeedge import Request, schedule_yaml
+    from trimtab.formats.pipeline.pipeedge import Request, schedule_yaml
 
     request = Request(given.model_name, given.dtype, given.batch_size, given.buffers_in, given.buffers_out)
     files = (given.models_file, given.dev_types_file, given.dev_file)

@@ -7,7 +7,7 @@ drawn stands in tables too, and every number comes from the answer: nothing is d
 from __future__ import annotations
 
 from trimtab import __version__
-from trimtab.formats.pipeedge import schedule_yaml
+from trimtab.formats.pipeline.pipeedge import schedule_yaml
 from trimtab.model.pipeline import PartitionAnswer, Stage
 from trimtab.ui import timeline
 from trimtab.ui.lettering import duration, escape, escape_block, share

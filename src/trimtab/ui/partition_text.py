@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from trimtab.formats.pipeedge import schedule_yaml
+from trimtab.formats.pipeline.pipeedge import schedule_yaml
 from trimtab.model.pipeline import Limit, PartitionAnswer, Stage
 from trimtab.ui.lettering import duration, share
 

@@ -19,7 +19,7 @@ from trimtab.formats.files import write_text
 from trimtab.ui.output import Format, answer, err, out, share
 
 if TYPE_CHECKING:
-    from trimtab.formats.dialect import Loaded, Settings
+    from trimtab.formats.loaded import Loaded, Settings
     from trimtab.model.plan import Answer
 
 log = logging.getLogger("trimtab.plan")
@@ -152,7 +152,7 @@ def _read(
 
 def _settings(loaded: Loaded, result: Answer) -> Settings:
     """The plan in the file's own keys; nothing where the file has the better one."""
-    from trimtab.formats.dialect import Settings
+    from trimtab.formats.loaded import Settings
 
     if not result.kept:
         return loaded.settings(result.best)

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trimtab.core.ranks import ranks_text
-from trimtab.formats.dialect import Settings
+from trimtab.formats.loaded import Settings
 from trimtab.model.plan import Alternative, Answer, Plan, Scaling, Sensitivity
 from trimtab.plan.placement.compare import time_text
 from trimtab.ui.output import plain_table

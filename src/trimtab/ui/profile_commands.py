@@ -60,8 +60,8 @@ def logs(
 
         trimtab profile logs run.log --gpus rollout=8 --gpus trainer=8 --lengths rollouts/
     """
-    from trimtab.formats import logs as log_reader
-    from trimtab.formats import logs_gpus
+    from trimtab.formats.logs import gpus as logs_gpus
+    from trimtab.formats.logs import reader as log_reader
 
     profile = log_reader.read(
         files,

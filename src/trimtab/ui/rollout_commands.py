@@ -65,7 +65,7 @@ def serve(
     """
     import asyncio
 
-    from trimtab.formats import rollout_file
+    from trimtab.formats.rollout import job_section as rollout_file
 
     settings = rollout_file.read(job)
     for sentence in settings.warnings():
@@ -237,7 +237,7 @@ def _examined(client: GatewayClient) -> tuple[Finding, ...]:
 
 
 def _examined_file(path: Path) -> tuple[Finding, ...]:
-    from trimtab.formats import rollout_file
+    from trimtab.formats.rollout import job_section as rollout_file
     from trimtab.machines.diagnose.rollout import examine_settings
 
     settings = rollout_file.read(path)

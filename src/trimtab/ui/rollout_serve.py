@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.core.reasons import Code
-from trimtab.formats.rollout_settings import AttachedEngine, RolloutSettings, StartedEngines
+from trimtab.formats.rollout.settings import AttachedEngine, RolloutSettings, StartedEngines
 from trimtab.model.rollout import WorkerSpec
 from trimtab.runtime.engines.wire import addresses
 from trimtab.runtime.rollout.gateway.server import Gateway

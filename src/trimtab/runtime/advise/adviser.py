@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from trimtab.core.errors import InputError
 from trimtab.core.reasons import Code, Reason
-from trimtab.formats.dialect import Loaded, Settings
+from trimtab.formats.loaded import Loaded, Settings
 from trimtab.formats.write_back import overrides
 from trimtab.machines.replan import events as e
 from trimtab.machines.replan.estimates import sure_level

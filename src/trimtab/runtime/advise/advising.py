@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 from trimtab.core.errors import InputError
 from trimtab.core.reasons import Code, Reason
-from trimtab.formats import measured
-from trimtab.formats.follow import Step
-from trimtab.formats.follow_costs import REQUIRED, WEIGHT_SYNC, Reading, RunConfig, profile_of, reading_of
-from trimtab.formats.log_records import Framework
-from trimtab.formats.logs_gpus import RunFacts
+from trimtab.formats.logs import measured
+from trimtab.formats.logs.follow import Step
+from trimtab.formats.logs.follow_costs import REQUIRED, WEIGHT_SYNC, Reading, RunConfig, profile_of, reading_of
+from trimtab.formats.logs.gpus import RunFacts
+from trimtab.formats.logs.records import Framework
 from trimtab.model.plan import CurrentPlacement
 from trimtab.model.profile import Profile
 from trimtab.model.run import RunRules

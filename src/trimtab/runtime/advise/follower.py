@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from trimtab.core.errors import InputError
-from trimtab.formats.follow import RunLog, Step
+from trimtab.formats.logs.follow import RunLog, Step
 from trimtab.runtime.advise.adviser import Advice
 from trimtab.runtime.advise.advising import Advising, News, Picture
 from trimtab.runtime.advise.cluster import ClusterWatch, NodeSeen

@@ -23,11 +23,11 @@ from zlib import crc32
 
 from trimtab.core.errors import InputError
 from trimtab.core.ranks import ranks_text
-from trimtab.formats import logs
-from trimtab.formats.follow import Step
-from trimtab.formats.follow_costs import WEIGHT_SYNC
-from trimtab.formats.log_records import Framework
-from trimtab.formats.log_records import Record as LogRecord
+from trimtab.formats.logs import reader as logs
+from trimtab.formats.logs.follow import Step
+from trimtab.formats.logs.follow_costs import WEIGHT_SYNC
+from trimtab.formats.logs.records import Framework
+from trimtab.formats.logs.records import Record as LogRecord
 from trimtab.model.plan import Bar
 from trimtab.model.run import Iteration, Measured
 from trimtab.model.run_events import ODD, read_event

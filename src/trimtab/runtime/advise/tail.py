@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trimtab.core.errors import InputError
-from trimtab.formats import logs
+from trimtab.formats.logs import reader as logs
 
 CHUNK_BYTES = 1 << 20
 HEAD_BYTES = 256

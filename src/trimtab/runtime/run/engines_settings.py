@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from trimtab.core.errors import InputError, nearest
-from trimtab.formats.elastic_config_file import LONGEST_S, RANGES, check_ranges
+from trimtab.formats.rollout.elastic_config import LONGEST_S, RANGES, check_ranges
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.rollout import Owner, Ownership, RolloutRules
 from trimtab.runtime.rollout.launcher import EngineCommand

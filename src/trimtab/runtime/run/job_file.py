@@ -22,7 +22,7 @@ from typing import Any
 from trimtab.core.errors import InputError
 from trimtab.formats import job as job_form
 from trimtab.formats import yaml_text
-from trimtab.formats.dialect import Loaded
+from trimtab.formats.loaded import Loaded
 from trimtab.formats.run_section import mode_of, read_section, unknown_key, whole
 from trimtab.model.workflow import Workflow
 from trimtab.runtime.run.emulated import Disturbance

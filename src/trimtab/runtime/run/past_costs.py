@@ -17,10 +17,10 @@ from typing import Any
 
 from trimtab.core.errors import InputError
 from trimtab.formats import yaml_text
-from trimtab.formats.dialect import Loaded
 from trimtab.formats.job import matches, ranks_of
 from trimtab.formats.load import overridden
-from trimtab.formats.measured import spread
+from trimtab.formats.loaded import Loaded
+from trimtab.formats.logs.measured import spread
 from trimtab.model.plan import CurrentPlacement
 from trimtab.model.run import Iteration, Measured
 from trimtab.model.workflow import ANY_KIND, Component, Job, Variant, WeightSync, Workflow

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import InputError
-from trimtab.formats.log_records import Line, read_lines
+from trimtab.formats.logs.records import Line, read_lines
 
 TOKEN_KEYS = ("response_tokens", "response_length", "output_tokens", "completion_tokens", "num_tokens")
 TEXT_KEYS = ("output", "response", "completion")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.formats.files import unreadable
-from trimtab.formats.log_records import LARGEST_VALUE
+from trimtab.formats.logs.records import LARGEST_VALUE
 
 MAX_RECORD_BYTES = 64 << 20
 

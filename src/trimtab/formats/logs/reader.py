@@ -14,15 +14,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trimtab.core.errors import InputError, nearest
-from trimtab.formats import logs_gpus, measured, rollout_lengths, tensorboard_events
-from trimtab.formats.log_records import Framework, Record, raw_lines
-from trimtab.formats.log_wraps import unwrapped
-from trimtab.formats.logs_gpus import RunFacts
-from trimtab.formats.logs_nemo_rl import NEMO_RL
-from trimtab.formats.logs_openrlhf import OPENRLHF
-from trimtab.formats.logs_rlinf import RLINF
-from trimtab.formats.logs_verl import VERL
-from trimtab.formats.measured import Sample
+from trimtab.formats.frameworks.nemo_rl.log import NEMO_RL
+from trimtab.formats.frameworks.openrlhf.log import OPENRLHF
+from trimtab.formats.frameworks.rlinf.log import RLINF
+from trimtab.formats.frameworks.verl.log import VERL
+from trimtab.formats.logs import gpus as logs_gpus
+from trimtab.formats.logs import lengths as rollout_lengths
+from trimtab.formats.logs import measured
+from trimtab.formats.logs import tensorboard as tensorboard_events
+from trimtab.formats.logs.gpus import RunFacts
+from trimtab.formats.logs.measured import Sample
+from trimtab.formats.logs.records import Framework, Record, raw_lines
+from trimtab.formats.logs.wrapped_lines import unwrapped
 from trimtab.model.profile import ComponentProfile, Profile
 
 FRAMEWORKS: Mapping[str, Framework] = {framework.name: framework for framework in (VERL, RLINF, NEMO_RL, OPENRLHF)}

@@ -14,8 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from trimtab.core.errors import InputError
-from trimtab.formats.dialect import Loaded, Settings
-from trimtab.formats.framework import (
+from trimtab.formats.frameworks.common import (
     Sizes,
     check_expressible,
     component,
@@ -28,7 +27,8 @@ from trimtab.formats.framework import (
     product,
     weight_sync,
 )
-from trimtab.formats.hydra_config import Composed, Reader
+from trimtab.formats.frameworks.hydra_config import Composed, Reader
+from trimtab.formats.loaded import Loaded, Settings
 from trimtab.formats.write_back import block_text, nested
 from trimtab.model.plan import CurrentPlacement, Plan, Rules
 from trimtab.model.profile import Profile

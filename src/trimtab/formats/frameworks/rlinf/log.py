@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from trimtab.formats.log_records import Framework, Line, Record, number, tokens_of
+from trimtab.formats.logs.records import Framework, Line, Record, number, tokens_of
 
 _TABLE_STEP = re.compile(r"│\s*Global Step:\s*(\d{1,12})/\d+")
 _SECTION = re.compile(r"^\s*├─+ ([^─]+?) ─+┤\s*$")

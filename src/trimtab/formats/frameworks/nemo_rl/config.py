@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trimtab.core.errors import InputError
-from trimtab.formats.dialect import Loaded, Settings
-from trimtab.formats.framework import (
+from trimtab.formats.frameworks.common import (
     Sizes,
     check_expressible,
     component,
@@ -26,7 +25,8 @@ from trimtab.formats.framework import (
     product,
     weight_sync,
 )
-from trimtab.formats.hydra_config import Composed, Reader
+from trimtab.formats.frameworks.hydra_config import Composed, Reader
+from trimtab.formats.loaded import Loaded, Settings
 from trimtab.formats.write_back import block_text, nested
 from trimtab.model.plan import CurrentPlacement, Plan, Rules
 from trimtab.model.profile import Profile

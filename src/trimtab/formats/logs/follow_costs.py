@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.core.errors import InputError
-from trimtab.formats import logs, measured
-from trimtab.formats.dialect import Loaded
-from trimtab.formats.follow import Step
 from trimtab.formats.load import load
-from trimtab.formats.log_records import Framework, Record
-from trimtab.formats.logs_gpus import RunFacts
+from trimtab.formats.loaded import Loaded
+from trimtab.formats.logs import measured
+from trimtab.formats.logs import reader as logs
+from trimtab.formats.logs.follow import Step
+from trimtab.formats.logs.gpus import RunFacts
+from trimtab.formats.logs.records import Framework, Record
 from trimtab.model.plan import CurrentPlacement
 from trimtab.model.profile import ComponentProfile, Profile
 from trimtab.model.workflow import Cluster
@@ -60,8 +61,12 @@ class RunConfig:
 
     def framework(self) -> str | None:
         """Whose configuration it is, where it is a framework's."""
-        from trimtab.formats import job, nemo_rl, openrlhf, rlinf, verl
-        from trimtab.formats.hydra_config import compose
+        from trimtab.formats import job
+        from trimtab.formats.frameworks.hydra_config import compose
+        from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
+        from trimtab.formats.frameworks.openrlhf import config as openrlhf
+        from trimtab.formats.frameworks.rlinf import config as rlinf
+        from trimtab.formats.frameworks.verl import config as verl
 
         composed = compose(self.path, self.overrides)
         if job.matches(composed.config):
@@ -71,7 +76,7 @@ class RunConfig:
 
     def asynchronous(self) -> str | None:
         """The mode, where it is one in which generation runs beside training."""
-        from trimtab.formats.hydra_config import compose
+        from trimtab.formats.frameworks.hydra_config import compose
 
         reader = compose(self.path, self.overrides).reader
         if reader.has("async_training"):

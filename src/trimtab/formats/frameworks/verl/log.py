@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 
-from trimtab.formats.log_records import Framework, Line, Record, number, step_number, tokens_of
+from trimtab.formats.logs.records import Framework, Line, Record, number, step_number, tokens_of
 
 _STEP = re.compile(r"(?:^|[^\w:])step:(\d{1,12}) - ")
 _CONSOLE_OR_JSON = re.compile(r"step:\d{1,12} - .*\btiming(?:_s)?/|^\s*\{\s*\"step\":\s*\d+,\s*\"data\":\s*\{")

@@ -11,9 +11,9 @@ import re
 import struct
 from collections.abc import Callable, Iterator
 
-from trimtab.formats.log_records import MAX_LINE_BYTES, Line
-from trimtab.formats.log_wraps import Wraps
-from trimtab.formats.tensorboard_events import MAX_RECORD_BYTES, Scalar, scalars_of
+from trimtab.formats.logs.records import MAX_LINE_BYTES, Line
+from trimtab.formats.logs.tensorboard import MAX_RECORD_BYTES, Scalar, scalars_of
+from trimtab.formats.logs.wrapped_lines import Wraps
 
 HEAD_BYTES = 64
 _EVENT_FILE = b"brain.Event:"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from trimtab.formats.log_records import Framework, Line, Record, number, tokens_of
+from trimtab.formats.logs.records import Framework, Line, Record, number, tokens_of
 
 _STEP = re.compile(r"=+ Step (\d{1,12})/\d+ =+")
 _TIMING = re.compile(r"^\W*Timing:\s*$")

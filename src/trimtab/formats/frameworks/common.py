@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from trimtab.core.errors import InfeasibleError, InputError, nearest
-from trimtab.formats.hydra_config import MOST_COUNT, Reader
+from trimtab.formats.frameworks.hydra_config import MOST_COUNT, Reader
 from trimtab.model.plan import AllowedGroup, Plan, Rules
 from trimtab.model.profile import ComponentProfile, Profile
 from trimtab.model.workflow import ANY_KIND, Cluster, Component, Node, Variant, WeightSync

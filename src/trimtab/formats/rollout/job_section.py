@@ -19,15 +19,10 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ValidationError
 
 from trimtab.core.errors import InputError, nearest
-from trimtab.formats import elastic_config_file, yaml_text
-from trimtab.formats.rollout_sections import MOST_ENGINES, ClassSection, EngineSection, GatewaySection, RolloutSection
-from trimtab.formats.rollout_settings import (
-    AttachedEngine,
-    DoorSettings,
-    RolloutSettings,
-    StartedEngines,
-    place,
-)
+from trimtab.formats import yaml_text
+from trimtab.formats.rollout import elastic_config as elastic_config_file
+from trimtab.formats.rollout.schema import MOST_ENGINES, ClassSection, EngineSection, GatewaySection, RolloutSection
+from trimtab.formats.rollout.settings import AttachedEngine, DoorSettings, RolloutSettings, StartedEngines, place
 from trimtab.machines.rollout.machine import STATIC
 from trimtab.machines.rollout.policies import policy as scaling
 from trimtab.model.elastic_config import ElasticConfig

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from trimtab.formats.log_records import Framework, Line, Record, number, tokens_of
+from trimtab.formats.logs.records import Framework, Line, Record, number, tokens_of
 
 _STEP = re.compile(r"\bGlobal step (\d{1,12}): \{")
 _STEP_WITH_TIMES = re.compile(r"\bGlobal step \d{1,12}: \{.*'timing/step_total': ")

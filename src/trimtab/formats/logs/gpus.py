@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import InputError, nearest
-from trimtab.formats import nemo_rl, yaml_text
-from trimtab.formats.hydra_config import Reader, compose
+from trimtab.formats import yaml_text
+from trimtab.formats.frameworks.hydra_config import Reader, compose
+from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
 
 HOW_TO_SAY = "--gpus 16, or per component --gpus rollout=8 --gpus trainer=8, or --config with the run's configuration"
 

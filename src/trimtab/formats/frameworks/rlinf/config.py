@@ -10,9 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from trimtab.core.errors import InputError
-from trimtab.formats import rlinf_embodied, rlinf_placement
-from trimtab.formats.dialect import Loaded, Settings
-from trimtab.formats.framework import (
+from trimtab.formats.frameworks.common import (
     Sizes,
     check_expressible,
     component,
@@ -23,7 +21,10 @@ from trimtab.formats.framework import (
     runnable,
     weight_sync,
 )
-from trimtab.formats.hydra_config import Composed, Reader
+from trimtab.formats.frameworks.hydra_config import Composed, Reader
+from trimtab.formats.frameworks.rlinf import embodied as rlinf_embodied
+from trimtab.formats.frameworks.rlinf import placement as rlinf_placement
+from trimtab.formats.loaded import Loaded, Settings
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, Plan, Rules
 from trimtab.model.profile import ComponentProfile, Profile
 from trimtab.model.workflow import Component, Job, Workflow, check_workflow

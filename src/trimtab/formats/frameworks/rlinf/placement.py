@@ -12,7 +12,7 @@ from typing import Any
 
 from trimtab.core.errors import InputError
 from trimtab.core.ranks import ranks_text
-from trimtab.formats.hydra_config import Reader
+from trimtab.formats.frameworks.hydra_config import Reader
 
 KEY = "cluster.component_placement"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from trimtab.formats.log_records import Line, clean, number, process_of, uncoloured
+from trimtab.formats.logs.records import Line, clean, number, process_of, uncoloured
 
 NARROWEST, WIDEST = 40, 320
 """Columns of windows from which logs are copied; a line that is wider was not broken."""

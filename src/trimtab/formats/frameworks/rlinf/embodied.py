@@ -14,9 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trimtab.core.errors import InputError, nearest
-from trimtab.formats import rlinf_placement
-from trimtab.formats.dialect import Loaded, Settings
-from trimtab.formats.framework import (
+from trimtab.formats.frameworks.common import (
     Sizes,
     check_expressible,
     check_gpus,
@@ -25,7 +23,9 @@ from trimtab.formats.framework import (
     refuse_waits,
     weight_sync,
 )
-from trimtab.formats.hydra_config import Composed, Reader, as_number
+from trimtab.formats.frameworks.hydra_config import Composed, Reader, as_number
+from trimtab.formats.frameworks.rlinf import placement as rlinf_placement
+from trimtab.formats.loaded import Loaded, Settings
 from trimtab.formats.write_back import block_text, nested
 from trimtab.model.plan import AllowedGroup, CurrentPlacement, Plan, Rules
 from trimtab.model.profile import ComponentProfile, Profile

@@ -25,7 +25,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 from trimtab.core import plain_data as plain
 from trimtab.core.errors import InputError
 from trimtab.formats import files, yaml_text
-from trimtab.formats.pipeedge import MOST
+from trimtab.formats.pipeline.pipeedge import MOST
 
 KIND = "trimtab layer profile"
 # A device's memory also holds what no layer owns: the runtime, the allocator's slack, the operating system.

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from trimtab.formats.job import Name, Seconds
-from trimtab.formats.rollout_settings import USUAL_PORT, DoorSettings
+from trimtab.formats.rollout.settings import USUAL_PORT, DoorSettings
 
 MOST_ENGINES = 4_096
 LEAST_S = 0.001  # of a time that something has to be done in

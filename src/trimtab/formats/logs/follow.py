@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trimtab.formats.follow_bytes import EventBytes, LineBytes, is_event_head
-from trimtab.formats.log_records import Framework, Line, Parser, Record
-from trimtab.formats.logs import Joined, disagree, periodic_work
+from trimtab.formats.logs.follow_bytes import EventBytes, LineBytes, is_event_head
+from trimtab.formats.logs.reader import Joined, disagree, periodic_work
+from trimtab.formats.logs.records import Framework, Line, Parser, Record
 
 NEAR_LINES = 50
 """Two processes that log the same step without a mark of their own do so within so many lines; a restart takes more."""

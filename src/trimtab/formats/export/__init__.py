@@ -1,0 +1,1 @@
+"""A job's cluster for other tools: KubeRay and Slurm."""

@@ -1,0 +1,1 @@
+"""One folder for each framework: its configuration and its logs."""

@@ -1,0 +1,1 @@
+"""NeMo RL: configuration and logs."""

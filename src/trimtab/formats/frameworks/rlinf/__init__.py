@@ -1,0 +1,1 @@
+"""RLinf: configuration and logs."""

@@ -1,0 +1,1 @@
+"""Training logs and what is measured from them."""

@@ -1,0 +1,1 @@
+"""The rollout sections of a job file."""
