@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from trimtab.runtime.cluster import processes
+from trimtab.runtime.procs import processes
 
 ROUNDS = 3
 STARTS = 5
@@ -55,8 +55,8 @@ def measured() -> tuple[list[float], list[float], Bench]:
     import ray
     from ray.cluster_utils import Cluster
 
-    from trimtab.runtime.ray.client import connect
-    from trimtab.runtime.ray.elastic import ElasticGroup
+    from trimtab.runtime.client.session import connect
+    from trimtab.runtime.elastic.group import ElasticGroup
     from trimtab.ui.elastic_training import Trainer
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -286,8 +286,8 @@ async def until_it_answers(url: str) -> None:
 
 async def serve(engine: str) -> None:
     """The gateway, in a process of its own."""
-    from trimtab.runtime.rollout.gateway.server import Gateway
-    from trimtab.runtime.rollout.gateway.settings import GatewaySettings
+    from trimtab.runtime.gateway.server import Gateway
+    from trimtab.runtime.gateway.settings import GatewaySettings
 
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)

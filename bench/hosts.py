@@ -54,7 +54,7 @@ class Torch:
 def main() -> None:
     import ray
 
-    from trimtab.runtime.ray.client import connect
+    from trimtab.runtime.client.session import connect
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     logging.getLogger("trimtab").setLevel(logging.ERROR)
@@ -171,8 +171,8 @@ def p99(seconds: list[float]) -> float:
 
 def overhead(count: int = 10_000, history: int = 100_000) -> None:
     """Memory of many tasks, the rate of the journal, and how long a controller needs to come back."""
-    from trimtab.runtime.journal import Journal, read_journal
-    from trimtab.runtime.ray.driver import COMPACT_EVERY
+    from trimtab.runtime.controller.controller_loop import COMPACT_EVERY
+    from trimtab.runtime.store.journal import Journal, read_journal
 
     print("\nThe controller")
     gc.collect()

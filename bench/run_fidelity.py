@@ -262,7 +262,7 @@ class Row:
 
 def run(session: Any, folder: Path, job: Job, plan: Plan, iterations: int) -> tuple[list[float], list[float]]:
     """Seconds of every iteration of an emulated job, and seconds that the run itself took at the end of each."""
-    from trimtab.runtime.run.cluster import ClusterRun
+    from trimtab.runtime.run.ray_run import ClusterRun
 
     between: list[float] = []
 
@@ -403,7 +403,7 @@ def a_session() -> Iterator[tuple[Any, Any]]:
     """A local Ray with logical GPUs, and a session on it."""
     import ray
 
-    from trimtab.runtime.ray.client import connect
+    from trimtab.runtime.client.session import connect
 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     logging.getLogger("trimtab").setLevel(logging.ERROR)

@@ -191,7 +191,7 @@ def run_virtual(world: Truth, mode: RunMode, folder: Path) -> Ran:
     """In one process, on a clock that does not wait."""
     from trimtab.model.run import Stage
     from trimtab.runtime.run.clock import VirtualClock
-    from trimtab.runtime.run.local import LocalRun
+    from trimtab.runtime.run.local_run import LocalRun
 
     clock = VirtualClock()
     slow = dict.fromkeys((Stage.save, Stage.release, Stage.place, Stage.load), world.first_s / 12)
@@ -217,7 +217,7 @@ def run_virtual(world: Truth, mode: RunMode, folder: Path) -> Ran:
 
 def run_on_ray(world: Truth, mode: RunMode, folder: Path, session: Any, happens: dict[int, Any]) -> Ran:
     """On a real Ray; `happens` are deeds to be done when an iteration is over."""
-    from trimtab.runtime.run.cluster import ClusterRun
+    from trimtab.runtime.run.ray_run import ClusterRun
 
     watching, threads = Watching(), []
 
@@ -237,8 +237,8 @@ def run_on_ray(world: Truth, mode: RunMode, folder: Path, session: Any, happens:
 @contextmanager
 def a_cluster(nodes: Cluster) -> Iterator[tuple[Any, Any]]:
     """A Ray on this machine with these nodes, and a session on it."""
-    from trimtab.runtime.ray.client import connect
-    from trimtab.runtime.run.embedded import EmbeddedRay
+    from trimtab.runtime.client.session import connect
+    from trimtab.runtime.rayapi.embedded import EmbeddedRay
 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     logging.getLogger("trimtab").setLevel(logging.ERROR)

@@ -32,8 +32,8 @@ from trimtab.model.profile import Profile
 from trimtab.model.run import RunRules
 from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan
-from trimtab.runtime.advise.adviser import scaled
-from trimtab.runtime.advise.advising import Advising, News
+from trimtab.runtime.advise.analysis import Advising, News
+from trimtab.runtime.advise.replanner import scaled
 
 RULES = RunRules(assumed_move_s=120.0)
 ids = [case.framework for case in CASES]

@@ -13,8 +13,8 @@ from ray.cluster_utils import Cluster
 
 from trimtab.core.errors import UnreachableError
 from trimtab.runtime.advise.cluster import ClusterWatch, _look, busy_in
-from trimtab.runtime.advise.gpus import gpus_here
-from trimtab.runtime.ray.survey import find
+from trimtab.runtime.procs.gpu_utilization import gpus_here
+from trimtab.runtime.rayapi.gcs_snapshot import find
 from waiting import until
 
 WAIT_S = 240.0
@@ -108,7 +108,7 @@ class _Driver:
 
 
 def test_the_driver_is_asked_for_each_gpu_and_one_that_cannot_tell_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimtab.runtime.advise.gpus.driver", _Driver)
+    monkeypatch.setattr("trimtab.runtime.procs.gpu_utilization.driver", _Driver)
     assert gpus_here() == (0.4, 0.8)
-    monkeypatch.setattr("trimtab.runtime.advise.gpus.driver", lambda: _Driver(fails=1))
+    monkeypatch.setattr("trimtab.runtime.procs.gpu_utilization.driver", lambda: _Driver(fails=1))
     assert gpus_here() == ()

@@ -21,7 +21,7 @@ from trimtab.formats.logs import reader as logs
 from trimtab.formats.logs.follow import RunLog
 from trimtab.formats.logs.follow_costs import RunConfig
 from trimtab.model.run import RunRules
-from trimtab.runtime.advise.advising import Advising, News
+from trimtab.runtime.advise.analysis import Advising, News
 from trimtab.runtime.advise.engines import Engines
 from trimtab.runtime.advise.follower import Around, Follower, Frame
 from trimtab.runtime.advise.hook import RestartHook

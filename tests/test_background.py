@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from trimtab.runtime.background import NEVER_GIVE_UP, Background, RestartPolicy, describe
+from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background, RestartPolicy, describe
 
 QUICK = RestartPolicy(max_failures=3, backoff_s=0.001, max_backoff_s=0.002)
 

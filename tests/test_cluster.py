@@ -16,9 +16,11 @@ from contextlib import contextmanager
 import pytest
 
 from cluster_here import Place, worker_ports
-from trimtab.runtime.cluster import auth, books, gpus, ports
-from trimtab.runtime.cluster.ledger import ClusterRecord, Phase, Sizes
-from trimtab.runtime.cluster.processes import Process, send
+from trimtab.runtime.localcluster import allocation as books
+from trimtab.runtime.localcluster import auth, gpus
+from trimtab.runtime.localcluster.ledger import ClusterRecord, Phase, Sizes
+from trimtab.runtime.procs import ports
+from trimtab.runtime.procs.processes import Process, send
 from waiting import until
 
 TOKEN = "a-token-that-only-the-first-terminal-has-0123456789"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster_here import TRIMTAB, Place, Terminal
-from trimtab.runtime.cluster.processes import command, send, table
+from trimtab.runtime.procs.processes import command, send, table
 from waiting import until
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "auto_scaling"

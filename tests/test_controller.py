@@ -23,17 +23,17 @@ from trimtab.core.errors import InputError, UnreachableError
 from trimtab.core.reasons import Code
 from trimtab.machines.pool.events import Tick
 from trimtab.model.pool import State
-from trimtab.runtime.journal import Journal, read_journal
-from trimtab.runtime.ray.client import Pool, Session, Task, connect
-from trimtab.runtime.ray.cluster import connected
-from trimtab.runtime.ray.driver import COMPACT_EVERY
-from trimtab.runtime.ray.task_errors import (
+from trimtab.runtime.client.session import Pool, Session, Task, connect
+from trimtab.runtime.client.task_errors import (
     TaskCancelledError,
     TaskFailedError,
     TaskInterruptedError,
     TaskTimeoutError,
 )
-from trimtab.runtime.ray.warden import Warden, warden_name
+from trimtab.runtime.controller.controller_loop import COMPACT_EVERY
+from trimtab.runtime.rayapi.connect import connected
+from trimtab.runtime.store.journal import Journal, read_journal
+from trimtab.runtime.workers.node_agent import Warden, warden_name
 from trimtab.ui.cli import run
 from waiting import until
 
@@ -573,7 +573,7 @@ def test_two_controllers_do_not_share_a_journal(tmp_path: Path) -> None:
 
 CLIENT = """
 import sys, time
-from trimtab.runtime.ray.client import connect
+from trimtab.runtime.client.session import connect
 class Own:  # known to this process alone
     def square(self, number):
         return number * number
@@ -642,7 +642,7 @@ def test_a_session_that_closes_ends_what_was_to_end_with_it(pool: Pool) -> None:
 def test_without_any_ray_a_session_brings_its_own_and_leaves_nothing(tmp_path: Path) -> None:
     script = (
         "import os\n"
-        "from trimtab.runtime.ray.client import connect\n"
+        "from trimtab.runtime.client.session import connect\n"
         "class Own:\n"
         "    def pid(self): return os.getpid()\n"
         "with connect('local', cpus=2) as session:\n"
@@ -659,7 +659,7 @@ def test_without_any_ray_a_session_brings_its_own_and_leaves_nothing(tmp_path: P
 
 
 def test_nothing_is_where_nothing_answers() -> None:
-    script = "from trimtab.runtime.ray.client import connect\nconnect('127.0.0.1:1')"
+    script = "from trimtab.runtime.client.session import connect\nconnect('127.0.0.1:1')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert "UnreachableError: nothing answers at 127.0.0.1:1" in done.stderr
 

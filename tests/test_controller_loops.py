@@ -16,15 +16,15 @@ from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import Tick
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.nodes import GroupSpec, NodeFacts, NodeState, NodeView
-from trimtab.runtime.journal import Journal
-from trimtab.runtime.ray import controller as controller_module
-from trimtab.runtime.ray import driver as driver_module
-from trimtab.runtime.ray.controller import Controller
-from trimtab.runtime.ray.doors import News
-from trimtab.runtime.ray.driver import Clock, Driver
-from trimtab.runtime.ray.elastic_conductor import Conductor
-from trimtab.runtime.ray.elastic_crew import Crew
-from trimtab.runtime.ray.metrics import Meter
+from trimtab.runtime.controller import actor as controller_module
+from trimtab.runtime.controller import controller_loop as driver_module
+from trimtab.runtime.controller.actor import Controller
+from trimtab.runtime.controller.controller_loop import Clock, Driver
+from trimtab.runtime.controller.metrics import Meter
+from trimtab.runtime.controller.rpc import News
+from trimtab.runtime.elastic.group_controller import Conductor
+from trimtab.runtime.elastic.member_tasks import Crew
+from trimtab.runtime.store.journal import Journal
 
 
 def test_a_group_hears_of_nodes_after_news_that_made_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:

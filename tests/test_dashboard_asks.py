@@ -15,11 +15,11 @@ import run_report_samples as samples
 from dashboard_pages import Growing
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.rollout import EngineRollout
-from trimtab.runtime.run import asks
+from trimtab.runtime.run import control_files as asks
 from trimtab.runtime.run.component import Place
-from trimtab.runtime.run.engines_diary import diary_of, load_of, read_diary, read_load
+from trimtab.runtime.run.engines.event_log import diary_of, load_of, read_diary, read_load
 from trimtab.runtime.run.job_file import load_run
-from trimtab.runtime.run.local import LocalRun
+from trimtab.runtime.run.local_run import LocalRun
 from trimtab.ui.dashboard_source import DashboardSource
 from trimtab.ui.run_report_story import Story
 from waiting import until

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from dashboard_pages import TOKEN
+from trimtab.runtime.client.session import Session, connect
 from trimtab.runtime.dashboard.server import DashboardServer
-from trimtab.runtime.ray.client import Session, connect
-from trimtab.runtime.ray.cluster import connected
+from trimtab.runtime.rayapi.connect import connected
 from trimtab.ui.dashboard_source import DashboardSource
 from trimtab.ui.pool_commands import looking
 

@@ -20,8 +20,8 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from dashboard_pages import TOKEN
 from trimtab.model.workflow import Cluster, Node
-from trimtab.runtime.ray.client import connect
-from trimtab.runtime.run.embedded import EmbeddedRay
+from trimtab.runtime.client.session import connect
+from trimtab.runtime.rayapi.embedded import EmbeddedRay
 from trimtab.ui.run_demo import Evaluation
 from waiting import until
 

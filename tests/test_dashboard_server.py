@@ -17,7 +17,7 @@ from dashboard_pages import TOKEN, Growing, serving
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime.dashboard import feed
 from trimtab.runtime.dashboard.server import DashboardServer
-from trimtab.runtime.run import asks
+from trimtab.runtime.run import control_files as asks
 from trimtab.ui.dashboard_commands import beside
 from trimtab.ui.dashboard_source import DashboardSource
 

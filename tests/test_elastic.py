@@ -19,9 +19,9 @@ import pytest
 from storm import below, kill
 from trimtab.core.errors import InputError
 from trimtab.core.reasons import Code
-from trimtab.runtime.ray.client import Pool, Session, connect
-from trimtab.runtime.ray.elastic import ElasticGroup, GroupGaveUpError, Happening, StepFailedError, StepResult
-from trimtab.runtime.ray.elastic_member import MemberShell, MemberWorld, PartLostError, WorldMismatchError
+from trimtab.runtime.client.session import Pool, Session, connect
+from trimtab.runtime.elastic.group import ElasticGroup, GroupGaveUpError, Happening, StepFailedError, StepResult
+from trimtab.runtime.elastic.member import MemberShell, MemberWorld, PartLostError, WorldMismatchError
 from trimtab.ui.elastic_training import TOLERANCE, Trainer, fixed_run
 from waiting import until
 

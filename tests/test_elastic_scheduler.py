@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trimtab.compat.elastic_scheduler import scheduler as elastic_scheduler
+from trimtab.compat.elastic_scheduler.mixin import ElasticRolloutMixin
+from trimtab.compat.elastic_scheduler.scheduler import ElasticConfig, ElasticScheduler, Taker
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
 from trimtab.core.reasons import Code, Reason
 from trimtab.formats.rollout import elastic_config as elastic_config_file
 from trimtab.machines.rollout.policies.policy import Decision, LoadSample, PolicyState
-from trimtab.runtime import elastic_scheduler
-from trimtab.runtime.elastic_rollout import ElasticRolloutMixin
-from trimtab.runtime.elastic_scheduler import ElasticConfig, ElasticScheduler, Taker
 from waiting import until_async
 from worker_groups import Group, Movable, clock, run
 
@@ -779,7 +779,7 @@ def test_all_workers_serve_until_scheduling_is_resumed() -> None:
 # ---- the documented snippets, with only the import line changed ----------------------------------------------------
 
 CONFIGURATION = """
-from trimtab.runtime.elastic_scheduler import ElasticConfig, ElasticScheduler
+from trimtab.compat.elastic_scheduler.scheduler import ElasticConfig, ElasticScheduler
 
 config = ElasticConfig(
     # Scaling thresholds (load ratio)
@@ -820,7 +820,7 @@ elastic_config:
 
 SCRIPT = """
 # In your training script
-from trimtab.runtime.elastic_scheduler import ElasticConfig
+from trimtab.compat.elastic_scheduler.scheduler import ElasticConfig
 
 # Create elastic config
 elastic_config = ElasticConfig(

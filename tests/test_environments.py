@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from trimtab.model.pool import State
-from trimtab.runtime.ray.client import Session, connect
-from trimtab.runtime.ray.cluster import connected
-from trimtab.runtime.ray.task_errors import TaskFailedError
+from trimtab.runtime.client.session import Session, connect
+from trimtab.runtime.client.task_errors import TaskFailedError
+from trimtab.runtime.rayapi.connect import connected
 
 WAIT_S = 240.0
 
@@ -51,7 +51,7 @@ import json, logging, sys
 import ray
 ask = json.loads(sys.argv[1])
 ray.init(address=ask["address"], runtime_env=ask["runtime_env"], log_to_driver=False, logging_level=logging.ERROR)
-from trimtab.runtime.ray.client import connect
+from trimtab.runtime.client.session import connect
 session = connect(name=ask["controller"])
 from job_code import Job, Later
 pool = session.pool("shared", {"cpu": 6}, warm_hosts=2, preload=["job_code"])

@@ -36,9 +36,9 @@ from trimtab.replay.journal_policies import read_others
 from trimtab.replay.journal_record import read_record
 from trimtab.replay.journal_world import world_of
 from trimtab.runtime.advise.record import _read as read_advised
-from trimtab.runtime.journal import read_journal
 from trimtab.runtime.run import job_file
 from trimtab.runtime.run.folder import read_run
+from trimtab.runtime.store.journal import read_journal
 from trimtab.ui.replay_commands import read_found
 from trimtab.ui.run_report_story import read_story
 

@@ -13,8 +13,8 @@ from gateway_scenes import BEARER, PROMPT, TOKEN, Front, play
 from tiny_gguf import pieces
 from trimtab.core.errors import InputError
 from trimtab.model.rollout import WorkerState
-from trimtab.runtime.rollout.gateway.server import Gateway
-from trimtab.runtime.rollout.gateway.settings import GatewaySettings
+from trimtab.runtime.gateway.server import Gateway
+from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.rollout.pool import RolloutPool
 
 WRITTEN = pieces()

@@ -19,8 +19,8 @@ from gateway_scenes import PROMPT, Front, front, play, play_stubs
 from trimtab.model.rollout import WorkerState
 from trimtab.runtime.engines.llamacpp import LlamaCppEngine
 from trimtab.runtime.engines.wire import open_session
-from trimtab.runtime.rollout.gateway.calls import Call
-from trimtab.runtime.rollout.gateway.serving import chunks_of
+from trimtab.runtime.gateway.calls import Call
+from trimtab.runtime.gateway.serving import chunks_of
 from trimtab.runtime.rollout.sampling import SamplingParams
 from waiting import until_async
 

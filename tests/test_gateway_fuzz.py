@@ -11,7 +11,8 @@ import pytest
 
 from engine_stubs import SglangStub, VllmStub
 from gateway_scenes import TOKEN, Front, play_stubs
-from trimtab.runtime.rollout.gateway import extras, openai, sglang
+from trimtab.runtime.gateway import engine_fields as extras
+from trimtab.runtime.gateway import openai, sglang
 from waiting import until_async
 
 PATHS = (

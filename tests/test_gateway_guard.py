@@ -16,13 +16,14 @@ from engine_stubs import VllmStub
 from gateway_scenes import BEARER, PROMPT, QUICK, TOKEN, Answered, Front, play, play_stubs
 from trimtab.core.errors import InputError
 from trimtab.model.rollout import RequestClass, RolloutRules
-from trimtab.runtime.listening import host_name
-from trimtab.runtime.rollout.gateway import extras, openai, sglang
-from trimtab.runtime.rollout.gateway.faults import Refusal
-from trimtab.runtime.rollout.gateway.guard import Guard, Places
-from trimtab.runtime.rollout.gateway.settings import GatewaySettings
-from trimtab.runtime.rollout.gateway.terms import PLAIN
-from trimtab.runtime.rollout.gateway.texts import PoolTexts
+from trimtab.runtime.gateway import engine_fields as extras
+from trimtab.runtime.gateway import openai, sglang
+from trimtab.runtime.gateway.errors import Refusal
+from trimtab.runtime.gateway.guard import Guard, Places
+from trimtab.runtime.gateway.headers import PLAIN
+from trimtab.runtime.gateway.settings import GatewaySettings
+from trimtab.runtime.gateway.tokenizing import PoolTexts
+from trimtab.runtime.http.listening import host_name
 from waiting import until_async
 
 NOT_LOOPBACK = ("[::1].evil.example", "[::1]x", "localhost:x.evil.example", "127.0.0.1:80.evil.example")

@@ -10,8 +10,8 @@ import pytest
 
 from engine_stubs import VllmStub
 from gateway_scenes import PROMPT, Front, play, play_stubs
-from trimtab.runtime.rollout.gateway import bodies, fields
-from trimtab.runtime.rollout.gateway.faults import Refusal
+from trimtab.runtime.gateway import bodies, fields
+from trimtab.runtime.gateway.errors import Refusal
 from waiting import until_async
 
 # ---- heads ---------------------------------------------------------------------------------------------------------

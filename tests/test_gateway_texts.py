@@ -20,8 +20,8 @@ from trimtab.runtime.engines.detect import KINDS
 from trimtab.runtime.engines.engine import EngineGoneError, EngineNonsenseError, OrderRefusedError
 from trimtab.runtime.engines.texts import Texts, texts_of
 from trimtab.runtime.engines.wire import open_session
-from trimtab.runtime.rollout.gateway.faults import Refusal
-from trimtab.runtime.rollout.gateway.texts import PoolTexts, TextFlow
+from trimtab.runtime.gateway.errors import Refusal
+from trimtab.runtime.gateway.tokenizing import PoolTexts, TextFlow
 from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.rollout.sampling import Chunk, Sample
 

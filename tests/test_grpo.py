@@ -22,7 +22,7 @@ from examples.grpo.numpy_policy import NumpyPolicy  # noqa: E402
 from examples.grpo.task import BLANK, END, lengths, questions, rewards, right_answers  # noqa: E402
 
 from trimtab.runtime.run.job_file import load_run  # noqa: E402
-from trimtab.runtime.run.local import LocalRun, RunEnd  # noqa: E402
+from trimtab.runtime.run.local_run import LocalRun, RunEnd  # noqa: E402
 
 SMALL = {"questions": 4, "group": 4, "digits": 5, "size": {"hidden": 16}, "batches": 2}
 RISE = 0.25

@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 
 from trimtab.core.errors import InputError, UnreachableError
-from trimtab.runtime import hook, tokens
-from trimtab.runtime.hook import Hook, Wanted
-from trimtab.runtime.hook_doors import HookDoors
-from trimtab.runtime.listening import listening
-from trimtab.runtime.ray import draining
-from trimtab.runtime.ray.client import connect
-from trimtab.runtime.ray.draining import HeadNodeError, PastDeadlineError, UnknownNodeError
+from trimtab.runtime.client.session import connect
+from trimtab.runtime.hook import server as hook
+from trimtab.runtime.hook.calls import HookDoors
+from trimtab.runtime.hook.server import Hook, Wanted
+from trimtab.runtime.http import tokens
+from trimtab.runtime.http.listening import listening
+from trimtab.runtime.rayapi import draining
+from trimtab.runtime.rayapi.draining import HeadNodeError, PastDeadlineError, UnknownNodeError
 
 TOKEN = "a-token-of-the-tests"
 DEADLINE = 240.0

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from trimtab.runtime.ray import host
-from trimtab.runtime.ray.host import ControlDoor, Tenancy, frame, make_run_dir, read_frame
+from trimtab.runtime.workers import worker_process as host
+from trimtab.runtime.workers.worker_process import ControlDoor, Tenancy, frame, make_run_dir, read_frame
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_run_directory_that_others_may_write_to_is_closed_to_them(place: Path)
 
 
 def test_what_a_link_in_the_run_directory_points_to_is_not_tidied_away(place: Path, tmp_path: Path) -> None:
-    from trimtab.runtime.ray.warden import _tidy
+    from trimtab.runtime.workers.node_agent import _tidy
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

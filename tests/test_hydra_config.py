@@ -176,17 +176,10 @@ def test_a_file_that_its_defaults_overrule_is_not_edited(tmp_path: Path) -> None
 
 def test_plain_job_files_never_import_hydra() -> None:
     code = (
-        "import
-        sys,
-        trimtab.formats.frameworks.hydra_config, trimtab.formats.frameworks.rlinf.config,
-        trimtab.formats.frameworks.verl.config,
-        "
-        "trimtab.formats.frameworks.nemo_rl.config, trimtab.formats.write_back; "
-        "sys.exit(any(name
-        in sys.modules
-        for
-        name in ('hydra', 'omegaconf', 'yaml', 'torch',
-        'ray')))"
+        "import sys, trimtab.formats.frameworks.hydra_config, trimtab.formats.frameworks.rlinf.config, "
+        "trimtab.formats.frameworks.verl.config, trimtab.formats.frameworks.nemo_rl.config, "
+        "trimtab.formats.write_back; "
+        "sys.exit(any(name in sys.modules for name in ('hydra', 'omegaconf', 'yaml', 'torch', 'ray')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

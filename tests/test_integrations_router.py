@@ -20,8 +20,8 @@ from rollout_scenes import DEADLINES, PROMPT, QUICK
 from trimtab.integrations.following import following
 from trimtab.model.rollout import Owner, Ownership
 from trimtab.rollout import RolloutPool, RolloutRules
-from trimtab.runtime.rollout.gateway.server import Gateway
-from trimtab.runtime.rollout.gateway.settings import GatewaySettings
+from trimtab.runtime.gateway.server import Gateway
+from trimtab.runtime.gateway.settings import GatewaySettings
 
 TOKEN = "a-token-for-tests"
 THEIRS = Ownership(sleep=Owner.trainer, pause=Owner.trainer, refit=Owner.trainer, abort=Owner.trimtab)

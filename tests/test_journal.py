@@ -19,9 +19,9 @@ from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import CancelAsked, Event, NodeJoined, PoolEnsured, Started, Stopped, Submitted, Tick
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import Place, PoolSpec, TaskSpec
-from trimtab.runtime import locks
-from trimtab.runtime.journal import Journal, read_journal
-from trimtab.runtime.shelf import Shelf, file_name, header_of, pack, unpack
+from trimtab.runtime.procs import locks
+from trimtab.runtime.store.blobs import Shelf, file_name, header_of, pack, unpack
+from trimtab.runtime.store.journal import Journal, read_journal
 
 EVENTS: list[Event] = [
     NodeJoined("n0", Resources.of(cpu=8, memory=2**33), Resources.of(cpu=0.5), (("zone", "a"),)),
@@ -155,7 +155,7 @@ def test_compacting_gives_the_state_that_replaying_gives_and_the_writer_goes_on(
     last = CancelAsked("täsk 1")
     journal.append(200.0, last)
     live.handle(last, 200.0)
-    compact = [sys.executable, "-m", "trimtab.runtime.compact", str(tmp_path), str(before)]
+    compact = [sys.executable, "-m", "trimtab.runtime.store.compact", str(tmp_path), str(before)]
     subprocess.run(compact, check=True, timeout=60)
     journal.close()
     assert not segment(tmp_path).exists()
@@ -273,7 +273,7 @@ def test_a_snapshot_that_cannot_be_written_loses_nothing_of_what_waits_to_be(
         patched.setattr(os, "write", full)
         journal.append(1.0, Tick())
         with monkeypatch.context() as worse:
-            worse.setattr("trimtab.runtime.journal.write_file", lambda *_, **__: full(0, b""))
+            worse.setattr("trimtab.runtime.store.journal.write_file", lambda *_, **__: full(0, b""))
             journal.snapshot(2.0, {"tasks": []})
     journal.append(3.0, Tick())
     journal.close()
@@ -290,7 +290,7 @@ def until(true: Callable[[], bool]) -> None:
 
 def test_killed_in_the_middle_of_writing_every_appended_event_is_there(tmp_path: Path) -> None:
     script = (
-        "import sys; from trimtab.runtime.journal import Journal; from trimtab.machines.pool.events import Tick\n"
+        "import sys; from trimtab.runtime.store.journal import Journal; from trimtab.machines.pool.events import Tick\n"
         "journal = Journal(sys.argv[1])\n"
         "for number in range(10**9):\n"
         "    journal.append(float(number), Tick()); print(number, flush=True)\n"

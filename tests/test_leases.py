@@ -14,11 +14,11 @@ from typing import Any, cast
 import pytest
 
 from trimtab.core.errors import InputError
-from trimtab.runtime.ray.client import Session, connect
-from trimtab.runtime.ray.cluster import connected
-from trimtab.runtime.ray.host import born
-from trimtab.runtime.ray.leases import LEASE_S, ClientProcess, Leases, is_alive_here, this_process
-from trimtab.runtime.ray.link import ControllerLink, RayLink
+from trimtab.runtime.client.connection import ControllerLink, RayLink
+from trimtab.runtime.client.session import Session, connect
+from trimtab.runtime.controller.leases import LEASE_S, ClientProcess, Leases, is_alive_here, this_process
+from trimtab.runtime.rayapi.connect import connected
+from trimtab.runtime.workers.worker_process import born
 
 HERE = ClientProcess("node", "boot", 1, 10, 1.0)
 
@@ -134,7 +134,7 @@ def test_a_renewal_that_fails_in_an_unknown_way_is_tried_again() -> None:
 
 CLIENT = """
 import ctypes, sys
-from trimtab.runtime.ray.client import connect
+from trimtab.runtime.client.session import connect
 class Own:
     pass
 session = connect(sys.argv[1], name=sys.argv[2], lease_s=0.6)

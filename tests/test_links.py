@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 from trimtab.machines.nodes.events import LinkHeard, NodeEvent
-from trimtab.runtime.background import Background
-from trimtab.runtime.ray.board import Board
-from trimtab.runtime.ray.links import Links, Place, beat_forever
+from trimtab.runtime.controller.client_registry import Board
+from trimtab.runtime.controller.heartbeats import Links, Place, beat_forever
+from trimtab.runtime.procs.background import Background
 
 
 async def test_beats_are_heard_after_an_event_that_could_not_be_told() -> None:

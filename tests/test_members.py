@@ -30,20 +30,12 @@ from trimtab.core.errors import InputError
 from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import MakeGroup
 from trimtab.model.pool import Place, Strategy
-from trimtab.runtime.ray import members as door
-from trimtab.runtime.ray import warm
-from trimtab.runtime.ray.environments import HostKind
-from trimtab.runtime.ray.host import born, run_dir
-from trimtab.runtime.ray.members import (
-    DiedError,
-    GroupError,
-    Member,
-    Members,
-    ParkError,
-    Payload,
-    StartError,
-)
-from trimtab.runtime.ray.warden import Warden
+from trimtab.runtime.workers import task_workers as door
+from trimtab.runtime.workers import warm_pool as warm
+from trimtab.runtime.workers.environments import HostKind
+from trimtab.runtime.workers.node_agent import Warden
+from trimtab.runtime.workers.task_workers import DiedError, GroupError, Member, Members, ParkError, Payload, StartError
+from trimtab.runtime.workers.worker_process import born, run_dir
 from waiting import until_async
 
 CPU = Resources.of(cpu=1)

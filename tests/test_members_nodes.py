@@ -20,7 +20,7 @@ from ray.cluster_utils import Cluster
 from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import MakeGroup
 from trimtab.model.pool import Place, Strategy
-from trimtab.runtime.ray.members import GroupError, Member, Members, Payload, StartError
+from trimtab.runtime.workers.task_workers import GroupError, Member, Members, Payload, StartError
 from waiting import until_async
 
 CPU = Resources.of(cpu=1)

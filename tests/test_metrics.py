@@ -39,9 +39,9 @@ from trimtab.machines.pool.events import (
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.nodes import NodeFacts, NodeState, NodeView
 from trimtab.model.pool import Policy, PoolSpec, TaskSpec
-from trimtab.runtime.ray.fleet_metrics import METRICS as FLEET_METRICS
-from trimtab.runtime.ray.fleet_metrics import desired_workers
-from trimtab.runtime.ray.metrics import BUCKETS_MS, METRICS, Meter, Metric
+from trimtab.runtime.controller.metrics import BUCKETS_MS, METRICS, Meter, Metric
+from trimtab.runtime.controller.node_metrics import METRICS as FLEET_METRICS
+from trimtab.runtime.controller.node_metrics import desired_workers
 
 ROOT = Path(__file__).parents[1]
 DASHBOARD = ROOT / "ops" / "grafana" / "trimtab-pools.json"
@@ -278,7 +278,7 @@ def one(found: dict[str, dict[frozenset[tuple[str, str]], float]], name: str, **
 
 
 def test_ray_serves_the_metrics_of_pools_over_http(exporter: str) -> None:
-    from trimtab.runtime.ray.client import connect
+    from trimtab.runtime.client.session import connect
 
     session = connect(name="measured")
     try:

@@ -16,7 +16,7 @@ import ray
 from ray import cloudpickle
 
 from trimtab.core.errors import InputError
-from trimtab.runtime.ray.client import Pool, Session, Task, connect
+from trimtab.runtime.client.session import Pool, Session, Task, connect
 
 WAIT_S = 240.0
 

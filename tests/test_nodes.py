@@ -23,9 +23,9 @@ from trimtab.core.errors import InputError
 from trimtab.core.reasons import Code
 from trimtab.model.nodes import NodeState, NodeView
 from trimtab.model.pool import State
-from trimtab.runtime.ray import draining
-from trimtab.runtime.ray.client import Pool, Session, connect
-from trimtab.runtime.ray.doors import News
+from trimtab.runtime.client.session import Pool, Session, connect
+from trimtab.runtime.controller.rpc import News
+from trimtab.runtime.rayapi import draining
 from waiting import until
 
 WAIT_S = 240.0

@@ -18,9 +18,9 @@ from trimtab.core.errors import InputError, UnreachableError
 from trimtab.formats.pipeline import layer_files
 from trimtab.model.pipeline import ModelChain, PartitionAnswer, PipelineJob, Schedule, Stage
 from trimtab.profile import layers
-from trimtab.runtime.pipeline import PipelineRun, run_pipeline
-from trimtab.runtime.ray.cluster import answers, connected
-from trimtab.runtime.ray.stage import StageActor, StageError, StageSettings, _pass_time
+from trimtab.runtime.pipeline.runner import PipelineRun, run_pipeline
+from trimtab.runtime.pipeline.stage import StageActor, StageError, StageSettings, _pass_time
+from trimtab.runtime.rayapi.connect import answers, connected
 from trimtab.ui.pipeline_run import run_answer, run_data, run_text
 
 MODELS = "models_for_layers"
@@ -181,7 +181,7 @@ def test_the_command_says_what_was_measured(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_results_that_differ_in_the_last_bits_are_close() -> None:
-    from trimtab.runtime.pipeline import _compared
+    from trimtab.runtime.pipeline.runner import _compared
 
     one = torch.ones(4)
     assert _compared([one + 1e-6], [one])[0] == "close"
@@ -193,7 +193,7 @@ def test_results_that_differ_in_the_last_bits_are_close() -> None:
 
 def test_ctrl_c_leaves_no_process_behind() -> None:
     code = (
-        "from trimtab.model.pipeline import Schedule, Stage; from trimtab.runtime.pipeline import run_pipeline\n"
+        "from trimtab.model.pipeline import Schedule, Stage; from trimtab.runtime.pipeline.runner import run_pipeline\n"
         "stages = tuple(Stage(f'h{i}', 't', i, i, 0.2, 0, 0, 0) for i in (1, 2))\n"
         "run_pipeline(Schedule(stages), emulate=True, microbatches=500, progress=lambda s: print(s, flush=True))"
     )

@@ -16,10 +16,10 @@ import pytest
 from trimtab.core.reasons import Code
 from trimtab.formats import yaml_text
 from trimtab.model.pool import Aggressiveness, State
-from trimtab.runtime.ray.client import Pool, Session, connect
-from trimtab.runtime.ray.cluster import connected
-from trimtab.runtime.ray.fleet_metrics import METRICS as FLEET_METRICS
-from trimtab.runtime.ray.metrics import METRICS
+from trimtab.runtime.client.session import Pool, Session, connect
+from trimtab.runtime.controller.metrics import METRICS
+from trimtab.runtime.controller.node_metrics import METRICS as FLEET_METRICS
+from trimtab.runtime.rayapi.connect import connected
 from trimtab.ui import pool_text
 from trimtab.ui.cli import run
 

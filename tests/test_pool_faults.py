@@ -17,9 +17,9 @@ import pytest
 from trimtab.core.errors import UnreachableError
 from trimtab.core.reasons import Code
 from trimtab.model.pool import State
-from trimtab.runtime.ray.client import Session, Task, connect
-from trimtab.runtime.ray.cluster import connected
-from trimtab.runtime.ray.task_errors import TaskFailedError
+from trimtab.runtime.client.session import Session, Task, connect
+from trimtab.runtime.client.task_errors import TaskFailedError
+from trimtab.runtime.rayapi.connect import connected
 
 CPU = {"cpu": 1}
 LONG_S = 120.0  # for what takes a moment on a calm machine

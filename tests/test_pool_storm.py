@@ -15,7 +15,7 @@ import storm as storms
 from storm import HEALTH_CHECKS, Storm, Work, is_process, process_names, still_lives
 from trimtab.core.errors import TrimtabError
 from trimtab.model.pool import ENDED, State
-from trimtab.runtime.ray.client import Session, connect
+from trimtab.runtime.client.session import Session, connect
 from waiting import until
 
 CPUS = 2  # of a node

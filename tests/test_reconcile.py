@@ -24,10 +24,10 @@ from trimtab.machines.pool.events import (
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.machines.pool.reconcile import Reconciler, Watch, expected, key_of
 from trimtab.model.pool import PoolSpec, State, TaskSpec
-from trimtab.runtime.background import Background
-from trimtab.runtime.ray.deeds import Deeds, write_payload
-from trimtab.runtime.ray.members import Member, Members, Outcome, Payload, StopOutcome
-from trimtab.runtime.shelf import Shelf
+from trimtab.runtime.controller.executor import Deeds, write_payload
+from trimtab.runtime.procs.background import Background
+from trimtab.runtime.store.blobs import Shelf
+from trimtab.runtime.workers.task_workers import Member, Members, Outcome, Payload, StopOutcome
 
 CPU = Resources.of(cpu=1)
 

@@ -34,8 +34,8 @@ from trimtab.replay.pool_driver import Outcome, PoolReplay, Reality
 from trimtab.replay.pool_policies import KNOWN, PoolPolicy, scheduler
 from trimtab.replay.timing import Distribution
 from trimtab.replay.workload import TaskGenerator, works
-from trimtab.runtime.compact import compact
-from trimtab.runtime.journal import NODE_EVENTS, Journal, read_journal
+from trimtab.runtime.store.compact import compact
+from trimtab.runtime.store.journal import NODE_EVENTS, Journal, read_journal
 from trimtab.ui.cli import run
 
 BUSY = TaskGenerator(50, 40.0, Distribution(1_500.0, 1.0), ((1, 0.7), (2, 0.2), (8, 0.08), (16, 0.02)))

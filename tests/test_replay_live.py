@@ -22,7 +22,7 @@ from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.replay.journal_replay import UNCHANGED, agreement, recorded, run_other
 from trimtab.replay.journal_world import World, world_of
-from trimtab.runtime.journal import ROLLOUT_EVENTS
+from trimtab.runtime.store.journal import ROLLOUT_EVENTS
 from trimtab.ui.cli import run
 
 NEAR = 0.1  # that times may be off, relative

@@ -39,7 +39,7 @@ from trimtab.replay.truths import UntrueError
 from trimtab.runtime.run.clock import VirtualClock
 from trimtab.runtime.run.emulated import Disturbance
 from trimtab.runtime.run.job import Part, RunJob
-from trimtab.runtime.run.local import LocalRun
+from trimtab.runtime.run.local_run import LocalRun
 from trimtab.ui.cli import run
 from trimtab.ui.simulate_loop import rows
 

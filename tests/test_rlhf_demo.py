@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trimtab.core.errors import InfeasibleError
-from trimtab.runtime.ray.cluster import connected
+from trimtab.runtime.rayapi.connect import connected
 from trimtab.ui import rlhf_demo
 from trimtab.ui.rlhf_demo import fitting_shares, main, run_demo
 from trimtab.ui.rlhf_texts import TEXTS

@@ -19,8 +19,8 @@ from trimtab.model.plan import AllowedGroup, CurrentPlacement, Plan, Rules
 from trimtab.model.run import RunRules
 from trimtab.model.workflow import ANY_KIND, Cluster, Component, Job, Node, Variant, WeightSync, Workflow
 from trimtab.plan.placement.planner import plan_placement
-from trimtab.runtime.advise.adviser import Adviser, placement_now
-from trimtab.runtime.advise.advising import Advising
+from trimtab.runtime.advise.analysis import Advising
+from trimtab.runtime.advise.replanner import Adviser, placement_now
 
 HYBRID = """\
 cluster:

@@ -25,15 +25,15 @@ from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.model.rollout import RolloutRules
 from trimtab.rollout import RolloutPool, SamplingParams, WorkerState
-from trimtab.runtime import journal as journal_file
-from trimtab.runtime.background import RestartPolicy
 from trimtab.runtime.engines.engine import Deadlines
-from trimtab.runtime.journal import ROLLOUT_EVENTS, read_journal
-from trimtab.runtime.rollout import journaling
-from trimtab.runtime.rollout.core import Core
-from trimtab.runtime.rollout.launcher import Seen
-from trimtab.runtime.rollout.process_engine import EngineProcess
-from trimtab.runtime.rollout.processes import ProcessLauncher
+from trimtab.runtime.procs.background import RestartPolicy
+from trimtab.runtime.rollout import journal as journaling
+from trimtab.runtime.rollout.launch.launcher import Seen
+from trimtab.runtime.rollout.launch.process_engine import EngineProcess
+from trimtab.runtime.rollout.launch.processes import ProcessLauncher
+from trimtab.runtime.rollout.machine_loop import Core
+from trimtab.runtime.store import journal as journal_file
+from trimtab.runtime.store.journal import ROLLOUT_EVENTS, read_journal
 from trimtab.ui import rollout_serve, rollout_text
 
 WELL = Reason(Code.sent, "as asked")

@@ -24,7 +24,7 @@ from rich.console import Console
 
 import engine_servers
 from tiny_gguf import tiny_gguf
-from trimtab.runtime.cluster.processes import below
+from trimtab.runtime.procs.processes import below
 from trimtab.ui import rollout_live, rollout_text
 from trimtab.ui.cli import run
 from waiting import until

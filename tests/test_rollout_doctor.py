@@ -13,8 +13,8 @@ from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.rollout import Owner, Ownership, RolloutRules, WorkerSpec
-from trimtab.runtime.rollout.core import Core
-from trimtab.runtime.rollout.showing import status as status_of
+from trimtab.runtime.rollout.machine_loop import Core
+from trimtab.runtime.rollout.status import status as status_of
 
 
 def worker(name: str = "a", state: str = "active", code: str = "CURRENT", said: str = "as it is", **more: Any) -> dict:

@@ -16,7 +16,7 @@ from trimtab.machines.rollout.policies import policy as scaling
 from trimtab.machines.rollout.policies.load import LoadSample
 from trimtab.machines.rollout.policies.policy import Costs
 from trimtab.model.rollout import Owner
-from trimtab.runtime.rollout.gateway.settings import GatewaySettings
+from trimtab.runtime.gateway.settings import GatewaySettings
 
 ROOT = Path(__file__).parents[1]
 PLANNED = ROOT / "src" / "trimtab" / "examples" / "grpo.yaml"

@@ -27,9 +27,9 @@ from trimtab.rollout import (
 )
 from trimtab.runtime.engines.engine import EngineGoneError, Piece
 from trimtab.runtime.engines.llamacpp import LlamaCppEngine
-from trimtab.runtime.journal import ROLLOUT_EVENTS, read_journal
-from trimtab.runtime.rollout.across import AcrossCut, Stopped
-from trimtab.runtime.rollout.asked import Asked
+from trimtab.runtime.rollout.pending_request import Asked
+from trimtab.runtime.rollout.stop_strings import AcrossCut, Stopped
+from trimtab.runtime.store.journal import ROLLOUT_EVENTS, read_journal
 
 S = WorkerState
 

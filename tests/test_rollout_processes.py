@@ -20,11 +20,11 @@ from rollout_commands import HERE, llama, python
 from tiny_gguf import tiny_gguf
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
 from trimtab.rollout import RolloutPool, RolloutRules, SamplingParams, WorkerState
-from trimtab.runtime.cluster.processes import Process, below, gone, process
-from trimtab.runtime.rollout.launcher import EngineCommand, Launcher
-from trimtab.runtime.rollout.process_engine import EngineProcess
-from trimtab.runtime.rollout.processes import ProcessLauncher
-from trimtab.runtime.rollout.starting import engines_as_processes
+from trimtab.runtime.procs.processes import Process, below, gone, process
+from trimtab.runtime.rollout.launch.launcher import EngineCommand, Launcher
+from trimtab.runtime.rollout.launch.process_engine import EngineProcess
+from trimtab.runtime.rollout.launch.processes import ProcessLauncher
+from trimtab.runtime.rollout.launch.start import engines_as_processes
 from waiting import until_async
 
 PROMPT = (5, 6, 7, 8)
@@ -182,7 +182,7 @@ def test_a_start_that_is_cancelled_leaves_nothing_behind(tmp_path: Path) -> None
 def test_a_port_that_somebody_else_took_is_given_up_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trimtab.runtime.rollout import processes
+    from trimtab.runtime.rollout.launch import processes
 
     async def play(launcher: ProcessLauncher, heard: Heard) -> None:
         first = await launcher.start("w0", 0, None)
@@ -257,8 +257,8 @@ def test_engines_end_when_the_process_of_the_pool_is_killed(tmp_path: Path) -> N
 import asyncio, sys
 sys.path.insert(0, {str(Path(HERE).parent)!r})
 from rollout_commands import llama
-from trimtab.runtime.rollout.processes import ProcessLauncher
-from trimtab.runtime.rollout.starting import engines_as_processes
+from trimtab.runtime.rollout.launch.processes import ProcessLauncher
+from trimtab.runtime.rollout.launch.start import engines_as_processes
 async def main():
     launcher = ProcessLauncher(None, llama(), logs={str(tmp_path)!r})
     await launcher.start("w0", 0, None)

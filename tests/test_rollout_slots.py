@@ -32,13 +32,13 @@ from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.nodes import NodeFacts, NodeState, NodeView
 from trimtab.model.pool import State
 from trimtab.rollout import RolloutPool, RolloutRules, SamplingParams, WorkerSpec, WorkerState
-from trimtab.runtime.background import Background
-from trimtab.runtime.cluster.processes import table
-from trimtab.runtime.ray.client import Pool, Session, connect
-from trimtab.runtime.rollout.following import NodeFollower, places_on
-from trimtab.runtime.rollout.slot_takers import Takers
-from trimtab.runtime.rollout.slots import SlotLauncher
-from trimtab.runtime.rollout.starting import engines_as_processes, engines_on_slots
+from trimtab.runtime.client.session import Pool, Session, connect
+from trimtab.runtime.procs.background import Background
+from trimtab.runtime.procs.processes import table
+from trimtab.runtime.rollout.launch.demand import Takers
+from trimtab.runtime.rollout.launch.engines_per_node import NodeFollower, places_on
+from trimtab.runtime.rollout.launch.slots import SlotLauncher
+from trimtab.runtime.rollout.launch.start import engines_as_processes, engines_on_slots
 from waiting import until_async
 
 WAIT_S = 240.0

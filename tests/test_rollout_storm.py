@@ -24,8 +24,8 @@ from faults import Faults
 from trimtab.core.errors import TrimtabError
 from trimtab.machines.rollout import events as e
 from trimtab.rollout import RolloutPool, RolloutRules, Sample, SamplingParams, WorkerState
-from trimtab.runtime.rollout.gateway.server import Gateway
-from trimtab.runtime.rollout.gateway.settings import GatewaySettings
+from trimtab.runtime.gateway.server import Gateway
+from trimtab.runtime.gateway.settings import GatewaySettings
 
 SLOTS, TOKENS, ASKED = 6, 60, 2_000
 RULES = RolloutRules(

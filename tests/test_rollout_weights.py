@@ -15,7 +15,7 @@ from trimtab.core.reasons import Code
 from trimtab.model.rollout import Owner, Ownership, WorkerSpec
 from trimtab.rollout import ElasticConfig, RefitSession, SamplingParams, Span, Taker, WorkerState
 from trimtab.runtime.engines.detect import attach
-from trimtab.runtime.rollout.launcher import Started
+from trimtab.runtime.rollout.launch.launcher import Started
 from trimtab.runtime.rollout.pool import RolloutPool
 
 S = WorkerState

@@ -17,9 +17,9 @@ from trimtab.formats.load import load
 from trimtab.model.plan import Plan
 from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan
-from trimtab.runtime.ray.client import Session, connect
-from trimtab.runtime.run.cluster import ClusterRun
+from trimtab.runtime.client.session import Session, connect
 from trimtab.runtime.run.job import Part, RunJob
+from trimtab.runtime.run.ray_run import ClusterRun
 
 JOB = """
 cluster: {nodes: 1, gpus_per_node: 8}

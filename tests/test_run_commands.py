@@ -22,11 +22,11 @@ from cluster_here import PATIENCE_S, TRIMTAB, Terminal
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.core.reasons import Code
 from trimtab.model.workflow import Cluster, Node
-from trimtab.runtime.cluster.processes import MARK, family
+from trimtab.runtime.procs.processes import MARK, family
 from trimtab.runtime.run.clock import VirtualClock
 from trimtab.runtime.run.folder import RunFolder, new_folder, read_run
 from trimtab.runtime.run.job_file import load_run
-from trimtab.runtime.run.local import LocalRun
+from trimtab.runtime.run.local_run import LocalRun
 from trimtab.ui.cli import run
 from trimtab.ui.run_text import Story
 
@@ -448,7 +448,7 @@ def test_ctrl_c_twice_ends_the_run_at_once(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def ray_here() -> Iterator[None]:
     """A Ray that this process is connected to, with two logical GPUs."""
-    from trimtab.runtime.run.embedded import EmbeddedRay
+    from trimtab.runtime.rayapi.embedded import EmbeddedRay
 
     with EmbeddedRay(Cluster((Node("one", 2),))):
         yield

@@ -35,14 +35,14 @@ from tiny_gguf import tiny_gguf  # noqa: E402
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError  # noqa: E402
 from trimtab.model.pool import ENDED  # noqa: E402
 from trimtab.rollout import EngineRollout  # noqa: E402
-from trimtab.runtime.cluster.processes import table  # noqa: E402
-from trimtab.runtime.ray.client import Pool, Session, connect  # noqa: E402
-from trimtab.runtime.run.cluster import ClusterRun  # noqa: E402
+from trimtab.runtime.client.session import Pool, Session, connect  # noqa: E402
+from trimtab.runtime.procs.processes import table  # noqa: E402
 from trimtab.runtime.run.component import Batch, Place, Result  # noqa: E402
-from trimtab.runtime.run.engines_diary import diary_of, read_diary  # noqa: E402
+from trimtab.runtime.run.engines.event_log import diary_of, read_diary  # noqa: E402
 from trimtab.runtime.run.job import Part, RunJob  # noqa: E402
 from trimtab.runtime.run.job_file import load_run  # noqa: E402
-from trimtab.runtime.run.local import LocalRun, RunEnd  # noqa: E402
+from trimtab.runtime.run.local_run import LocalRun, RunEnd  # noqa: E402
+from trimtab.runtime.run.ray_run import ClusterRun  # noqa: E402
 from waiting import until  # noqa: E402
 
 WAIT_S = 240.0

@@ -21,12 +21,12 @@ from run_moves import AUTO, cluster, events, moves_of, on_ray, trained
 from trimtab.model.nodes import NodeState
 from trimtab.model.run import STAGES, RunMode, Stage
 from trimtab.model.workflow import Node
-from trimtab.runtime.ray.client import Session, connect
-from trimtab.runtime.run.cluster import ClusterRun
-from trimtab.runtime.run.embedded import EmbeddedRay
-from trimtab.runtime.run.local import RunEnd
-from trimtab.runtime.run.moving import Moving
-from trimtab.runtime.run.news import first_nodes
+from trimtab.runtime.client.session import Session, connect
+from trimtab.runtime.rayapi.embedded import EmbeddedRay
+from trimtab.runtime.run.cluster_events import first_nodes
+from trimtab.runtime.run.local_run import RunEnd
+from trimtab.runtime.run.migration import Moving
+from trimtab.runtime.run.ray_run import ClusterRun
 
 ITERATIONS = 16
 Disturb = Callable[[str, dict[str, Any]], None]
@@ -199,8 +199,8 @@ DRIVER = """
 import sys
 from pathlib import Path
 from run_moves import on_ray
-from trimtab.runtime.ray.client import connect
-from trimtab.runtime.run.cluster import ClusterRun
+from trimtab.runtime.client.session import connect
+from trimtab.runtime.run.ray_run import ClusterRun
 with connect(sys.argv[1], name="kills") as session:
     ClusterRun(on_ray(iterations=int(sys.argv[3])), Path(sys.argv[2]), session).run()
 """
@@ -250,7 +250,7 @@ def test_moves_that_fail_at_each_of_their_stages_are_undone_one_after_another(
     house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BreaksInTurn, "moves", [])
-    monkeypatch.setattr("trimtab.runtime.run.local.Moving", BreaksInTurn)
+    monkeypatch.setattr("trimtab.runtime.run.local_run.Moving", BreaksInTurn)
     rules = replace(AUTO, assumed_move_s=0.05, dwell_iterations=0, margin=0.0)
     job = on_ray(iterations=40, rules=rules)
     end = ClusterRun(job, tmp_path / "run", house.session).run()

@@ -26,17 +26,17 @@ from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.core.reasons import Code
 from trimtab.model.workflow import Job, WeightSync, Workflow
 from trimtab.plan.placement.order import Act, Step
-from trimtab.runtime.run import local
-from trimtab.runtime.run.acting import Acting
+from trimtab.runtime.run import local_run as local
+from trimtab.runtime.run.checkpoints import Saving
 from trimtab.runtime.run.clock import VirtualClock
-from trimtab.runtime.run.cluster import ClusterRun
-from trimtab.runtime.run.crew import Crew, CrewLike
+from trimtab.runtime.run.components import Crew, CrewLike
 from trimtab.runtime.run.emulated import Disturbance
 from trimtab.runtime.run.folder import RunFolder, read_run
+from trimtab.runtime.run.iteration import Acting
 from trimtab.runtime.run.job import Part, RunJob, shared_plan
 from trimtab.runtime.run.job_file import load_run
-from trimtab.runtime.run.local import LocalRun, RunEnd
-from trimtab.runtime.run.saving import Saving
+from trimtab.runtime.run.local_run import LocalRun, RunEnd
+from trimtab.runtime.run.ray_run import ClusterRun
 
 
 def chain(batches: int = 2, staleness: int = 0, gpus: int = 2, **trainer) -> Job:
@@ -295,7 +295,7 @@ import sys
 from pathlib import Path
 sys.path[:0] = {paths!r}
 from test_run_local import chain, noting
-from trimtab.runtime.run.local import LocalRun
+from trimtab.runtime.run.local_run import LocalRun
 job = noting(chain(), iterations={iterations}, save_every=2, pause_s=0.01)
 end = LocalRun(job, Path(sys.argv[1]), resume=len(sys.argv) > 2, told=lambda i, m: print(i.number, flush=True)).run()
 print(end.state, flush=True)

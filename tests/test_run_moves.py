@@ -10,9 +10,9 @@ import pytest
 from run_moves import drifting, events, moves_of, parts_that_move, trained
 from trimtab.model.run import STAGES, Stage
 from trimtab.runtime.run.clock import VirtualClock
-from trimtab.runtime.run.crew import Crew, CrewLike
-from trimtab.runtime.run.local import LocalRun
-from trimtab.runtime.run.moving import Moving
+from trimtab.runtime.run.components import Crew, CrewLike
+from trimtab.runtime.run.local_run import LocalRun
+from trimtab.runtime.run.migration import Moving
 
 
 def run(folder: Path, **more: Any) -> LocalRun:
@@ -76,7 +76,7 @@ def test_a_move_that_fails_at_any_stage_is_undone_and_the_run_goes_on(
 ) -> None:
     monkeypatch.setattr(Breaks, "at", stage)
     monkeypatch.setattr(Breaks, "times", 1)
-    monkeypatch.setattr("trimtab.runtime.run.local.Moving", Breaks)
+    monkeypatch.setattr("trimtab.runtime.run.local_run.Moving", Breaks)
     end = LocalRun(parts_that_move(), tmp_path / "run", clock=VirtualClock()).run()
     assert (end.state, [one.number for one in end.iterations]) == ("done", list(range(1, 61))), end.reason
     assert trained(end) == 60 * 4  # nothing lost, nothing twice

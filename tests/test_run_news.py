@@ -15,10 +15,10 @@ from trimtab.core.resources import Resources
 from trimtab.machines.replan.events import Why
 from trimtab.model.nodes import NodeFacts, NodeState, NodeView
 from trimtab.model.pool import PoolSpec, State
-from trimtab.runtime.ray.client import Session
-from trimtab.runtime.ray.doors import News, TaskSeen
-from trimtab.runtime.run import news
-from trimtab.runtime.run.news import Listening, Nodes, Seen
+from trimtab.runtime.client.session import Session
+from trimtab.runtime.controller.rpc import News, TaskSeen
+from trimtab.runtime.run import cluster_events as news
+from trimtab.runtime.run.cluster_events import Listening, Nodes, Seen
 
 
 def view(node: str, gpus: int = 2) -> NodeView:

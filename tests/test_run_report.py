@@ -18,7 +18,7 @@ from run_report_samples import NODES, SEPARATE, WIDER, Writing, plan_of
 from test_run_local import chain, emulated
 from trimtab.core.errors import InputError
 from trimtab.runtime.run.clock import VirtualClock
-from trimtab.runtime.run.local import LocalRun
+from trimtab.runtime.run.local_run import LocalRun
 from trimtab.ui.cli import run as command
 from trimtab.ui.report import page_head
 from trimtab.ui.run_pictures import RunChart, chart_data, run_chart, static_svg

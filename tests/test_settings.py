@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from trimtab.compat.elastic_scheduler.scheduler import ElasticScheduler
 from trimtab.core.errors import InputError
 from trimtab.core.resources import Resources
 from trimtab.machines.rollout.policies.load import Taker
@@ -17,7 +18,6 @@ from trimtab.model.nodes import GroupSpec, NodePolicy
 from trimtab.model.pool import Policy, PoolSpec, TaskSpec
 from trimtab.model.rollout import RequestClass, RolloutRules, WorkerSpec
 from trimtab.model.run import RunRules
-from trimtab.runtime.elastic_scheduler import ElasticScheduler
 
 GPU = Resources.of(gpu=1)
 NEEDED: dict[type, dict[str, Any]] = {

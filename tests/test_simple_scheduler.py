@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from trimtab import PreemptionAggressiveness, SimpleScheduler, SimpleTaskSpec
+from trimtab.compat.simple_scheduler.input import MB
+from trimtab.compat.simple_scheduler.preemption import PreemptionSettings
 from trimtab.core.errors import InputError
-from trimtab.runtime.ray.cluster import import_ray
-from trimtab.runtime.simple_input import MB
-from trimtab.runtime.simple_preemption import PreemptionSettings
+from trimtab.runtime.rayapi.connect import import_ray
 from waiting import until
 
 CPU = {"cpu": 1.0}

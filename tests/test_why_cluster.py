@@ -27,8 +27,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from trimtab.core.errors import InputError, UnreachableError
-from trimtab.runtime.ray.foreign import FILE_VARIABLE
-from trimtab.runtime.ray.survey import Lookout, find
+from trimtab.runtime.procs.non_ray_gpu_users import FILE_VARIABLE
+from trimtab.runtime.rayapi.gcs_snapshot import Lookout, find
 from trimtab.ui.output import Format
 from trimtab.ui.why_commands import why
 from waiting import until

@@ -10,7 +10,7 @@ from ray.core.generated import common_pb2, gcs_pb2
 
 from trimtab.core.resources import Resources
 from trimtab.machines.diagnose.snapshot import Kind, Selector, Stage
-from trimtab.runtime.ray import records
+from trimtab.runtime.rayapi import gcs_records as records
 
 NOW = 1_000.0
 GROUP = "ab" * 18

@@ -19,8 +19,8 @@ from examples.grpo.job import grpo
 from trimtab.core.errors import TrimtabError
 from trimtab.model.run import Iteration
 from trimtab.runtime.run.job import RunJob
-from trimtab.runtime.run.local import LocalRun, RunEnd
-from trimtab.runtime.run.measuring import Metrics, summary_facts
+from trimtab.runtime.run.local_run import LocalRun, RunEnd
+from trimtab.runtime.run.measurements import Metrics, summary_facts
 
 COMPARED = 5
 """So many iterations after a plan was made show whether its prediction holds."""

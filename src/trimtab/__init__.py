@@ -15,44 +15,44 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from trimtab import profile as profile
+    from trimtab.compat.elastic_scheduler.scheduler import ElasticScheduler as ElasticScheduler
+    from trimtab.compat.simple_scheduler.scheduler import PreemptionAggressiveness as PreemptionAggressiveness
+    from trimtab.compat.simple_scheduler.scheduler import SimpleScheduler as SimpleScheduler
+    from trimtab.compat.simple_scheduler.scheduler import SimpleTaskSpec as SimpleTaskSpec
     from trimtab.formats.load import load as load
     from trimtab.model.elastic_config import ElasticConfig as ElasticConfig
     from trimtab.plan.placement.planner import plan_placement as plan_placement
     from trimtab.running import Job as Job
-    from trimtab.runtime.elastic_scheduler import ElasticScheduler as ElasticScheduler
-    from trimtab.runtime.ray.client import Pool as Pool
-    from trimtab.runtime.ray.client import Session as Session
-    from trimtab.runtime.ray.client import connect as connect
-    from trimtab.runtime.ray.elastic import ElasticGroup as ElasticGroup
-    from trimtab.runtime.ray.elastic import GroupError as GroupError
-    from trimtab.runtime.ray.elastic import GroupGaveUpError as GroupGaveUpError
-    from trimtab.runtime.ray.elastic import MemberWorld as MemberWorld
-    from trimtab.runtime.ray.elastic import StepFailedError as StepFailedError
-    from trimtab.runtime.ray.elastic import StepResult as StepResult
-    from trimtab.runtime.ray.task import Task as Task
-    from trimtab.runtime.simple import PreemptionAggressiveness as PreemptionAggressiveness
-    from trimtab.runtime.simple import SimpleScheduler as SimpleScheduler
-    from trimtab.runtime.simple import SimpleTaskSpec as SimpleTaskSpec
+    from trimtab.runtime.client.session import Pool as Pool
+    from trimtab.runtime.client.session import Session as Session
+    from trimtab.runtime.client.session import connect as connect
+    from trimtab.runtime.client.task import Task as Task
+    from trimtab.runtime.elastic.group import ElasticGroup as ElasticGroup
+    from trimtab.runtime.elastic.group import GroupError as GroupError
+    from trimtab.runtime.elastic.group import GroupGaveUpError as GroupGaveUpError
+    from trimtab.runtime.elastic.group import MemberWorld as MemberWorld
+    from trimtab.runtime.elastic.group import StepFailedError as StepFailedError
+    from trimtab.runtime.elastic.group import StepResult as StepResult
     from trimtab.ui.notebook import report as report
 
 _HOMES = {
     "load": "trimtab.formats.load",
     "plan_placement": "trimtab.plan.placement.planner",
-    "connect": "trimtab.runtime.ray.client",
-    "Session": "trimtab.runtime.ray.client",
-    "Pool": "trimtab.runtime.ray.client",
-    "Task": "trimtab.runtime.ray.task",
+    "connect": "trimtab.runtime.client.session",
+    "Session": "trimtab.runtime.client.session",
+    "Pool": "trimtab.runtime.client.session",
+    "Task": "trimtab.runtime.client.task",
     "ElasticConfig": "trimtab.model.elastic_config",
-    "ElasticGroup": "trimtab.runtime.ray.elastic",
-    "ElasticScheduler": "trimtab.runtime.elastic_scheduler",
-    "GroupError": "trimtab.runtime.ray.elastic",
-    "GroupGaveUpError": "trimtab.runtime.ray.elastic",
-    "MemberWorld": "trimtab.runtime.ray.elastic",
-    "StepFailedError": "trimtab.runtime.ray.elastic",
-    "StepResult": "trimtab.runtime.ray.elastic",
-    "SimpleScheduler": "trimtab.runtime.simple",
-    "SimpleTaskSpec": "trimtab.runtime.simple",
-    "PreemptionAggressiveness": "trimtab.runtime.simple",
+    "ElasticGroup": "trimtab.runtime.elastic.group",
+    "ElasticScheduler": "trimtab.compat.elastic_scheduler.scheduler",
+    "GroupError": "trimtab.runtime.elastic.group",
+    "GroupGaveUpError": "trimtab.runtime.elastic.group",
+    "MemberWorld": "trimtab.runtime.elastic.group",
+    "StepFailedError": "trimtab.runtime.elastic.group",
+    "StepResult": "trimtab.runtime.elastic.group",
+    "SimpleScheduler": "trimtab.compat.simple_scheduler.scheduler",
+    "SimpleTaskSpec": "trimtab.compat.simple_scheduler.scheduler",
+    "PreemptionAggressiveness": "trimtab.compat.simple_scheduler.scheduler",
     "Job": "trimtab.running",
     "report": "trimtab.ui.notebook",
 }

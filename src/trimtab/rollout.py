@@ -24,19 +24,19 @@ from trimtab.model.rollout import (
     WorkerState,
 )
 from trimtab.runtime.engines.actor import ActorEngine
-from trimtab.runtime.rollout.launcher import EngineCommand, Launcher, NoRoomError, Started
+from trimtab.runtime.rollout.launch.launcher import EngineCommand, Launcher, NoRoomError, Started
+from trimtab.runtime.rollout.launch.processes import ProcessLauncher
 from trimtab.runtime.rollout.leases import Lease
 from trimtab.runtime.rollout.pool import RolloutPool
-from trimtab.runtime.rollout.processes import ProcessLauncher
 from trimtab.runtime.rollout.refits import RefitEngine, RefitSession
 from trimtab.runtime.rollout.sampling import Chunk, Completion, RefusedError, Sample, SamplingParams
 
 if TYPE_CHECKING:
-    from trimtab.runtime.rollout.gateway.server import Gateway as Gateway
-    from trimtab.runtime.rollout.gateway.settings import GatewaySettings as GatewaySettings
-    from trimtab.runtime.rollout.starting import engines_as_processes as engines_as_processes
-    from trimtab.runtime.rollout.starting import engines_on_slots as engines_on_slots
-    from trimtab.runtime.run.engines import EngineRollout as EngineRollout
+    from trimtab.runtime.gateway.server import Gateway as Gateway
+    from trimtab.runtime.gateway.settings import GatewaySettings as GatewaySettings
+    from trimtab.runtime.rollout.launch.start import engines_as_processes as engines_as_processes
+    from trimtab.runtime.rollout.launch.start import engines_on_slots as engines_on_slots
+    from trimtab.runtime.run.engines.component import EngineRollout as EngineRollout
 
 __all__ = [
     "ActorEngine",

@@ -32,10 +32,10 @@ from trimtab.runtime.run.component import check_class, find_class
 from trimtab.runtime.run.folder import JOB, check_free, discard_unused, new_folder, read_run
 from trimtab.runtime.run.job import RunJob
 from trimtab.runtime.run.job_file import check_same, load_run, plain_data, read_run_job
-from trimtab.runtime.run.local import LocalRun, RunEnd
+from trimtab.runtime.run.local_run import LocalRun, RunEnd
 
 if TYPE_CHECKING:
-    from trimtab.runtime.ray.client import Session
+    from trimtab.runtime.client.session import Session
 
 RUNS = Path("runs")
 """Where folders of runs go that are not named."""
@@ -228,8 +228,8 @@ class Job:
             with also(path, None):
                 yield LocalRun(self.run_job, path, plan=plan, resume=resume, on_event=tell)
             return
-        from trimtab.runtime.run.cluster import ClusterRun
-        from trimtab.runtime.run.embedded import session_for
+        from trimtab.runtime.rayapi.embedded import session_for
+        from trimtab.runtime.run.ray_run import ClusterRun
 
         with session_for(self.run_job.job.cluster, address) as (session, how):
             tell("starting", {"folder": str(path), "on": how})

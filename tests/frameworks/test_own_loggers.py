@@ -18,7 +18,7 @@ from trimtab.formats.logs.follow import RunLog, Step
 from trimtab.formats.logs.follow_costs import RunConfig
 from trimtab.formats.write_back import shell_words
 from trimtab.model.run import RunRules
-from trimtab.runtime.advise.advising import Advising
+from trimtab.runtime.advise.analysis import Advising
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.frameworks

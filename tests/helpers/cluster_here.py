@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trimtab.runtime.cluster.ledger import ClusterRecord, Ledger, NodeRecord, Phase
-from trimtab.runtime.cluster.ports import is_free
-from trimtab.runtime.cluster.processes import MARK, Process, environment, family, table
+from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodeRecord, Phase
+from trimtab.runtime.procs.ports import is_free
+from trimtab.runtime.procs.processes import MARK, Process, environment, family, table
 
 TRIMTAB = shutil.which("trimtab") or str(Path(sys.executable).with_name("trimtab"))
 PATIENCE_S = 600.0  # a guard, not an expectation: the machine may be very busy

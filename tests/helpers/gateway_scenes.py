@@ -14,8 +14,8 @@ import aiohttp
 from engine_answers import run
 from trimtab.model.rollout import RolloutRules, WorkerState
 from trimtab.runtime.engines.engine import Deadlines
-from trimtab.runtime.rollout.gateway.server import Gateway
-from trimtab.runtime.rollout.gateway.settings import GatewaySettings
+from trimtab.runtime.gateway.server import Gateway
+from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.rollout.pool import RolloutPool
 
 TOKEN = "a-token-of-the-tests"

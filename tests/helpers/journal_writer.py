@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from trimtab.machines.pool.events import Tick
-from trimtab.runtime.journal import Journal, read_journal
+from trimtab.runtime.store.journal import Journal, read_journal
 
 SAID = struct.Struct("=cQ")  # what happened, and the number of the event
 HAS, REFUSED = b"h", b"r"  # the journal has all events up to this one; the kernel refused a write

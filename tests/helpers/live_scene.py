@@ -38,8 +38,8 @@ from trimtab.replay.pool_driver import PoolReplay, Reality
 from trimtab.replay.pool_policies import PoolPolicy, scheduler
 from trimtab.replay.timing import Distribution, PoolTimes
 from trimtab.replay.workload import Work
-from trimtab.runtime.journal import read_journal
-from trimtab.runtime.ray.client import connect
+from trimtab.runtime.client.session import connect
+from trimtab.runtime.store.journal import read_journal
 from waiting import until
 
 APART_S = 0.3

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from tiny_gguf import tiny_gguf
-from trimtab.runtime.rollout.launcher import EngineCommand
+from trimtab.runtime.rollout.launch.launcher import EngineCommand
 
 HERE = str(Path(__file__).resolve())
 SLOTS = 4  # requests that a server computes at once

@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.model.rollout import RefitWay, WorkerState
 from trimtab.runtime.engines.engine import Verb
-from trimtab.runtime.rollout.flights import number_of
+from trimtab.runtime.rollout.dispatcher import number_of
 from trimtab.runtime.rollout.pool import RolloutPool
 
 log = logging.getLogger("trimtab.integrations.following")

@@ -152,7 +152,7 @@ def _follower(
     from trimtab.formats.logs.follow import RunLog
     from trimtab.formats.logs.follow_costs import RunConfig
     from trimtab.model.run import RunMode, RunRules
-    from trimtab.runtime.advise.advising import Advising
+    from trimtab.runtime.advise.analysis import Advising
     from trimtab.runtime.advise.cluster import ClusterWatch
     from trimtab.runtime.advise.engines import Engines
     from trimtab.runtime.advise.follower import Follower
@@ -171,7 +171,7 @@ def _follower(
         source = _framework(config, tail.files(), framework)
         cluster = None
         if address is not None:
-            from trimtab.runtime.ray.survey import find
+            from trimtab.runtime.rayapi.gcs_snapshot import find
 
             cluster = ClusterWatch(find(address), every_s=10.0)
             stack.callback(cluster.close)

@@ -12,9 +12,9 @@ from pathlib import Path
 from trimtab import __version__
 from trimtab.formats.logs.follow import Step
 from trimtab.model.plan import Plan
-from trimtab.runtime.advise.adviser import Advice
-from trimtab.runtime.advise.advising import News, Part, Picture
+from trimtab.runtime.advise.analysis import News, Part, Picture
 from trimtab.runtime.advise.follower import Follower, Frame
+from trimtab.runtime.advise.replanner import Advice
 from trimtab.ui import timeline
 from trimtab.ui.advise_text import gpus_text
 from trimtab.ui.chart import Chart, Row, Stretch

@@ -14,10 +14,10 @@ from trimtab.core.ranks import ranks_text
 from trimtab.formats.logs.follow import Step
 from trimtab.formats.write_back import shell_words
 from trimtab.plan.placement.scaling import DOUBLING
-from trimtab.runtime.advise.adviser import Advice
-from trimtab.runtime.advise.advising import News, Part, Picture
+from trimtab.runtime.advise.analysis import News, Part, Picture
 from trimtab.runtime.advise.engines import EngineSeen
 from trimtab.runtime.advise.follower import Around, Frame
+from trimtab.runtime.advise.replanner import Advice
 from trimtab.ui.output import out, plain_table
 
 ENGINES_SHOWN = 12

@@ -17,8 +17,8 @@ from trimtab.core.errors import InputError, UnreachableError, nearest
 from trimtab.ui.output import Format, answer, err, out, warn
 
 if TYPE_CHECKING:
-    from trimtab.runtime.cluster.ledger import ClusterRecord, Ledger, NodeRecord, Sizes
-    from trimtab.runtime.cluster.look import RayView
+    from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodeRecord, Sizes
+    from trimtab.runtime.localcluster.ray_status import RayView
 
 app = typer.Typer(help="A Ray cluster of one-GPU nodes that come and go.", no_args_is_help=True)
 
@@ -72,9 +72,12 @@ def start(
 
         trimtab cluster start 7 --detach --port 6400 --dashboard-port 8300
     """
-    from trimtab.runtime.cluster import auth, books, command, gpus, local, processes
-    from trimtab.runtime.cluster.ledger import ClusterRecord, Ledger, Sizes
-    from trimtab.runtime.ray.cluster import import_ray
+    from trimtab.runtime.localcluster import allocation as books
+    from trimtab.runtime.localcluster import auth, command, gpus
+    from trimtab.runtime.localcluster import nodes as local
+    from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, Sizes
+    from trimtab.runtime.procs import processes
+    from trimtab.runtime.rayapi.connect import import_ray
     from trimtab.ui import cluster_live, cluster_text
 
     ledger = Ledger()
@@ -141,8 +144,10 @@ def add(
 
         trimtab cluster add --address 10.0.0.1:6379
     """
-    from trimtab.runtime.cluster import books, command, gpus, local
-    from trimtab.runtime.cluster.ledger import Ledger
+    from trimtab.runtime.localcluster import allocation as books
+    from trimtab.runtime.localcluster import command, gpus
+    from trimtab.runtime.localcluster import nodes as local
+    from trimtab.runtime.localcluster.ledger import Ledger
     from trimtab.ui import cluster_live, cluster_text
 
     ledger = Ledger()
@@ -191,8 +196,8 @@ def drain(
 
         trimtab cluster drain 4f1c09 --deadline 5 --wait
     """
-    from trimtab.runtime.cluster import local
-    from trimtab.runtime.ray.draining import checked_deadline
+    from trimtab.runtime.localcluster import nodes as local
+    from trimtab.runtime.rayapi.draining import checked_deadline
     from trimtab.ui import cluster_text
 
     checked_deadline(deadline)
@@ -228,7 +233,7 @@ def remove(
 
         trimtab cluster remove gpu-2 --grace 60
     """
-    from trimtab.runtime.cluster import local
+    from trimtab.runtime.localcluster import nodes as local
 
     if grace < 0:
         raise InputError(f"{grace:g} s cannot be given", where="command line: --grace", hint="0 or more")
@@ -256,8 +261,8 @@ def status(address: AddressOption = None, form: FormatOption = Format.text) -> N
 
         trimtab cluster status --format json
     """
-    from trimtab.runtime.cluster import books
-    from trimtab.runtime.cluster.ledger import Ledger
+    from trimtab.runtime.localcluster import allocation as books
+    from trimtab.runtime.localcluster.ledger import Ledger
     from trimtab.ui import cluster_text
 
     ledger = Ledger()
@@ -279,8 +284,8 @@ def stop(address: AddressOption = None, form: FormatOption = Format.text) -> Non
 
         trimtab cluster stop
     """
-    from trimtab.runtime.cluster import books
-    from trimtab.runtime.cluster.ledger import Ledger
+    from trimtab.runtime.localcluster import allocation as books
+    from trimtab.runtime.localcluster.ledger import Ledger
 
     ledger = Ledger()
     _say(books.sweep(ledger))
@@ -295,7 +300,7 @@ def stop(address: AddressOption = None, form: FormatOption = Format.text) -> Non
 
 def _stay(ledger: Ledger, cluster: ClusterRecord, hints: list[str]) -> None:
     """Show the cluster until it ends or is interrupted, and clean up in either case."""
-    from trimtab.runtime.cluster import local
+    from trimtab.runtime.localcluster import nodes as local
     from trimtab.ui import cluster_live
 
     if not out.is_terminal:
@@ -332,9 +337,10 @@ def _looked(ledger: Ledger, cluster: ClusterRecord) -> dict[str, Any]:
 
 
 def _connected(address: str | None) -> tuple[Ledger, ClusterRecord, RayView]:
-    from trimtab.runtime.cluster import books, local
-    from trimtab.runtime.cluster.ledger import Ledger
-    from trimtab.runtime.cluster.look import RayView
+    from trimtab.runtime.localcluster import allocation as books
+    from trimtab.runtime.localcluster import nodes as local
+    from trimtab.runtime.localcluster.ledger import Ledger
+    from trimtab.runtime.localcluster.ray_status import RayView
 
     ledger = Ledger()
     _say(books.sweep(ledger))
@@ -345,8 +351,8 @@ def _connected(address: str | None) -> tuple[Ledger, ClusterRecord, RayView]:
 
 def _meant(cluster: ClusterRecord, view: RayView, word: str) -> tuple[NodeRecord | None, str, str]:
     """The node that a word stands for: ours or any other, its id and name; never the head."""
-    from trimtab.runtime.cluster import books
-    from trimtab.runtime.ray.draining import HeadNodeError, UnknownNodeError
+    from trimtab.runtime.localcluster import allocation as books
+    from trimtab.runtime.rayapi.draining import HeadNodeError, UnknownNodeError
 
     ours = books.node_of(cluster, word)
     if ours is not None and ours.head:
@@ -366,7 +372,7 @@ def _meant(cluster: ClusterRecord, view: RayView, word: str) -> tuple[NodeRecord
 
 
 def _ended(ledger: Ledger, cluster: ClusterRecord, nodes: Any, cause: str, form: Format) -> None:
-    from trimtab.runtime.cluster import local
+    from trimtab.runtime.localcluster import nodes as local
     from trimtab.ui import cluster_text
 
     left = local.end(ledger, cluster, nodes, cause)
@@ -383,7 +389,7 @@ def _ended(ledger: Ledger, cluster: ClusterRecord, nodes: Any, cause: str, form:
 
 def _head_cause(ledger: Ledger, cluster: ClusterRecord) -> str:
     """Why the head has ended or is ending; empty while it runs."""
-    from trimtab.runtime.cluster.ledger import Phase
+    from trimtab.runtime.localcluster.ledger import Phase
 
     head = ledger.read().get(cluster.address, cluster).head
     if head is None:
@@ -406,7 +412,7 @@ def _print_detached(data: dict[str, Any], hints: list[str]) -> None:
 
 
 def _tell_started(node: NodeRecord) -> None:
-    from trimtab.runtime.cluster.gpus import in_short
+    from trimtab.runtime.localcluster.gpus import in_short
 
     gpu = f" on GPU {in_short(node.gpus)}" if node.gpus else ""
     err.print(f"{node.name} runs{gpu}: {node.node_id[:12]}")

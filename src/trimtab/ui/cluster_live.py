@@ -15,9 +15,10 @@ from typing import Any
 from rich.live import Live
 
 from trimtab.core.errors import UnreachableError
-from trimtab.runtime.cluster import gpus, local
-from trimtab.runtime.cluster.ledger import ClusterRecord, Ledger
-from trimtab.runtime.cluster.look import FIRST_ANSWER_S, Watch
+from trimtab.runtime.localcluster import gpus
+from trimtab.runtime.localcluster import nodes as local
+from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger
+from trimtab.runtime.localcluster.ray_status import FIRST_ANSWER_S, Watch
 from trimtab.ui import cluster_text
 from trimtab.ui.output import out
 

@@ -15,9 +15,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from trimtab.runtime.cluster.gpus import Gpus, in_short
-from trimtab.runtime.cluster.ledger import ClusterRecord, NodeRecord, Phase
-from trimtab.runtime.cluster.look import Holder, RayNode
+from trimtab.runtime.localcluster.gpus import Gpus, in_short
+from trimtab.runtime.localcluster.ledger import ClusterRecord, NodeRecord, Phase
+from trimtab.runtime.localcluster.ray_status import Holder, RayNode
 from trimtab.ui.output import out, plain_table
 
 Data = Mapping[str, Any]

@@ -18,8 +18,8 @@ from trimtab.ui.output import err, out, warn
 
 if TYPE_CHECKING:
     from trimtab.running import Beside as RunBeside
+    from trimtab.runtime.client.session import Session
     from trimtab.runtime.dashboard.server import DashboardServer
-    from trimtab.runtime.ray.client import Session
     from trimtab.ui.dashboard_source import DashboardSource
 
 FolderArgument = Annotated[

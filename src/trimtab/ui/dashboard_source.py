@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.runtime.dashboard.tail import Tail
-from trimtab.runtime.run import asks
-from trimtab.runtime.run.engines_diary import load_of, read_load
+from trimtab.runtime.run import control_files as asks
+from trimtab.runtime.run.engines.event_log import load_of, read_load
 from trimtab.ui import dashboard
 from trimtab.ui.advise_panels import Advised
 from trimtab.ui.dashboard_board import Board
@@ -25,7 +25,7 @@ from trimtab.ui.dashboard_timeline import LiveTimeline
 from trimtab.ui.printing import clock, counts
 
 if TYPE_CHECKING:
-    from trimtab.runtime.ray.client import Session
+    from trimtab.runtime.client.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ class _Controller:
         return self._session
 
     def _asked(self) -> dict[str, Any]:
-        from trimtab.runtime.ray.cluster import import_ray
+        from trimtab.runtime.rayapi.connect import import_ray
         from trimtab.ui import pool_text
 
         session = self._open()

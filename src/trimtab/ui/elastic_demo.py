@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from trimtab.core.errors import UnreachableError
-from trimtab.runtime.cluster import processes
+from trimtab.runtime.procs import processes
 from trimtab.ui.elastic_loop import Say, Talk
 
 PACE_S = 0.3  # a step at least
@@ -71,8 +71,8 @@ class _Demo:
 
     def train(self) -> None:
         """Train while nodes come and go."""
-        from trimtab.runtime.ray.client import connect
-        from trimtab.runtime.ray.elastic import ElasticGroup
+        from trimtab.runtime.client.session import connect
+        from trimtab.runtime.elastic.group import ElasticGroup
         from trimtab.ui.elastic_training import Trainer
 
         session = connect(name=f"elastic-demo-{uuid.uuid4().hex[:6]}")
@@ -207,7 +207,7 @@ class _Nodes:
         self.workers: list[Any] = []
 
     def __enter__(self) -> _Nodes:
-        from trimtab.runtime.ray.cluster import import_ray
+        from trimtab.runtime.rayapi.connect import import_ray
 
         self._ray = import_ray()
         if self._ray.is_initialized():

@@ -19,8 +19,8 @@ from trimtab.core.errors import TrimtabError, UnreachableError
 from trimtab.core.resources import GRAIN
 
 if TYPE_CHECKING:
-    from trimtab.runtime.ray.client import Session
-    from trimtab.runtime.ray.elastic_view import Happening, StepResult
+    from trimtab.runtime.client.session import Session
+    from trimtab.runtime.elastic.view import Happening, StepResult
 
 WIDTH = 60
 PACE_S = 1.0  # a step, so that people can follow
@@ -144,8 +144,8 @@ def run_loop(
     say: Say = print,
 ) -> int:
     """Train for so many steps on the cluster that is there; the exit status."""
-    from trimtab.runtime.ray.elastic import ElasticGroup
-    from trimtab.runtime.ray.link import RayLink
+    from trimtab.runtime.client.connection import RayLink
+    from trimtab.runtime.elastic.group import ElasticGroup
     from trimtab.ui.elastic_training import Trainer
 
     try:

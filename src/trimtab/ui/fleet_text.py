@@ -15,7 +15,7 @@ from trimtab.ui.output import out, plain_table
 from trimtab.ui.printing import Data, amounts, counts, facts, print_story, reason_data, show, span, story_data, why
 
 if TYPE_CHECKING:
-    from trimtab.runtime.ray.doors import TaskSeen
+    from trimtab.runtime.controller.rpc import TaskSeen
 
 GONE = ("lost", "left")
 

@@ -168,8 +168,8 @@ def _costs(loaded: Loaded) -> list[Any]:
 def _living(address: str | None, planned: Cluster) -> tuple[Node, ...]:
     """The nodes of the cluster that runs, without those that will go."""
     from trimtab.model.workflow import Node
-    from trimtab.runtime.ray.draining import draining
-    from trimtab.runtime.ray.link import RayLink
+    from trimtab.runtime.client.connection import RayLink
+    from trimtab.runtime.rayapi.draining import draining
 
     link = RayLink(address, start=False)
     try:
@@ -367,9 +367,9 @@ def hook(
         curl -X POST -H "Authorization: Bearer $(cat TOKEN_FILE)" -d '{"deadline_s": 120, "cause": "spot"}' \\
             http://127.0.0.1:8267/nodes/10.0.0.7/drain
     """
-    from trimtab.runtime.listening import listening
-    from trimtab.runtime.ray.link import RayLink
-    from trimtab.runtime.tokens import HOOK, token
+    from trimtab.runtime.client.connection import RayLink
+    from trimtab.runtime.http.listening import listening
+    from trimtab.runtime.http.tokens import HOOK, token
 
     served, doors_of = _import_hook()
     link = RayLink(address, start=False)
@@ -390,8 +390,8 @@ def hook(
 
 def _import_hook() -> tuple[Any, Any]:
     try:
-        from trimtab.runtime import hook as served
-        from trimtab.runtime.hook_doors import HookDoors
+        from trimtab.runtime.hook import server as served
+        from trimtab.runtime.hook.calls import HookDoors
     except ImportError as fault:
         raise InputError(
             f"the hook needs {fault.name}, which is not installed here", hint="pip install 'trimtab[serve]'"

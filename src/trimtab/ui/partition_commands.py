@@ -193,7 +193,7 @@ def _plan(
 
 def _ray_devices(address: str) -> dict[str, list[str]]:
     """Hosts of a running Ray cluster by GPU kind; the driver leaves the cluster again."""
-    from trimtab.runtime.ray.cluster import connected
+    from trimtab.runtime.rayapi.connect import connected
 
     with connected(address=address) as ray:
         return ray_hosts(ray.nodes())

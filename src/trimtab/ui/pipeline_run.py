@@ -14,7 +14,7 @@ from trimtab.ui.output import err, out
 
 if TYPE_CHECKING:
     from trimtab.model.pipeline import PartitionAnswer
-    from trimtab.runtime.pipeline import PipelineRun
+    from trimtab.runtime.pipeline.runner import PipelineRun
 
 
 def run_answer(
@@ -35,7 +35,7 @@ def run_answer(
     """Run a planned schedule, with the model if one is named. Raises where the output is not the model's."""
     from rich.markup import escape
 
-    from trimtab.runtime.pipeline import run_pipeline
+    from trimtab.runtime.pipeline.runner import run_pipeline
 
     if factory is None and not emulate:
         raise InputError(

@@ -17,7 +17,7 @@ from trimtab.core.errors import InputError, UnreachableError, nearest
 from trimtab.ui.output import Format, answer
 
 if TYPE_CHECKING:
-    from trimtab.runtime.ray.client import Session
+    from trimtab.runtime.client.session import Session
 
 app = typer.Typer(help="Pools: their quota, slots and tasks.", no_args_is_help=True)
 
@@ -40,7 +40,7 @@ def status(address: AddressOption = None, name: NameOption = None, form: FormatO
 
         trimtab status --address 10.0.0.1:6379 --format json
     """
-    from trimtab.runtime.ray.cluster import import_ray
+    from trimtab.runtime.rayapi.connect import import_ray
     from trimtab.ui import pool_text
 
     with looking(address, name) as session:
@@ -145,8 +145,8 @@ def drain(
 @contextmanager
 def looking(address: str | None, name: str | None) -> Iterator[Session]:
     """A session with the controller that is there; raises UnreachableError where there is none."""
-    from trimtab.runtime.ray.client import Session
-    from trimtab.runtime.ray.link import ControllerLink, RayLink
+    from trimtab.runtime.client.connection import ControllerLink, RayLink
+    from trimtab.runtime.client.session import Session
 
     link = RayLink(address, start=False)
     try:
@@ -160,7 +160,7 @@ def looking(address: str | None, name: str | None) -> Iterator[Session]:
 
 def _wanted(ray: Any, name: str | None) -> str:
     """The controller of the name; without one the only one there is, or that of the usual name."""
-    from trimtab.runtime.ray.doors import controllers
+    from trimtab.runtime.controller.rpc import controllers
 
     there = controllers(ray)
     wanted = name or (there[0] if len(there) == 1 else USUAL_NAME)

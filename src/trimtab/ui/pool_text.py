@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trimtab.model.pool import IN_QUEUE, Explanation, PoolSpec
-from trimtab.runtime.background import sentence
+from trimtab.runtime.procs.background import sentence
 from trimtab.ui.fleet_text import groups_table, nodes_data, nodes_table
 from trimtab.ui.output import out, plain_table
 from trimtab.ui.printing import (
@@ -32,7 +32,7 @@ from trimtab.ui.printing import (
 )
 
 if TYPE_CHECKING:
-    from trimtab.runtime.ray.doors import TaskSeen
+    from trimtab.runtime.controller.rpc import TaskSeen
 
 EXPORTER_S = 2.0
 WAITING_SHOWN = 20

@@ -16,7 +16,7 @@ from trimtab.ui.output import warn
 from trimtab.ui.simulate_commands import Form
 
 if TYPE_CHECKING:
-    from trimtab.runtime.journal import Found
+    from trimtab.runtime.store.journal import Found
 
 FIRST = 20  # lines of a file that tell what it is
 HINT = "`trimtab status` names the directory of a controller's journal"
@@ -72,7 +72,7 @@ def replay(
 
 def read_found(path: Path) -> Found:
     """The journal in a directory or a file. InputError where it is none, or one of another machine."""
-    from trimtab.runtime.journal import read_journal, read_segment
+    from trimtab.runtime.store.journal import read_journal, read_segment
 
     try:
         if path.is_dir():
@@ -103,7 +103,7 @@ def _hint(path: Path) -> str:
 
 def _look(path: Path, *, torn_is_empty: bool = False) -> int:
     """Which part of a journal a file is. InputError where it is none of a pool controller's."""
-    from trimtab.runtime.journal import FORMAT, NODE_EVENTS, POOL_EVENTS, ROLLOUT_EVENTS
+    from trimtab.runtime.store.journal import FORMAT, NODE_EVENTS, POOL_EVENTS, ROLLOUT_EVENTS
 
     with path.open("rb") as file:
         lines = list(islice(file, FIRST))

@@ -19,7 +19,7 @@ from trimtab.core.errors import InfeasibleError, TrimtabError
 from trimtab.ui.rlhf_texts import TEXTS
 
 if TYPE_CHECKING:
-    from trimtab.runtime.simple import SimpleScheduler
+    from trimtab.compat.simple_scheduler.scheduler import SimpleScheduler
 
 MB = 2**20
 POOL = "rlhf-pg-pool"
@@ -96,8 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_demo(lang: str = "en", address: str | None = None, say: Callable[[str], None] = print) -> int:
     """Run everything, clean up, and give the exit status: 0 if all that was said did happen."""
-    from trimtab.runtime.ray.link import RayLink
-    from trimtab.runtime.simple import SimpleScheduler
+    from trimtab.compat.simple_scheduler.scheduler import SimpleScheduler
+    from trimtab.runtime.client.connection import RayLink
 
     name = f"rlhf-demo-{uuid.uuid4().hex[:6]}"
     voice = Voice(lang, say)
@@ -161,7 +161,7 @@ class _Demo:
 
     def prepare(self) -> None:
         """Sizes, policy, pool, warm processes."""
-        from trimtab.runtime.simple import PreemptionAggressiveness
+        from trimtab.compat.simple_scheduler.scheduler import PreemptionAggressiveness
 
         free = _free(self._scheduler)
         self._cpu_share, self._memory_share = fitting_shares(free)
@@ -220,7 +220,7 @@ class _Demo:
         self._statistics("after_reward", preemptions=0)
 
     def _train_arrives(self) -> None:
-        from trimtab.runtime.simple import SimpleTaskSpec
+        from trimtab.compat.simple_scheduler.scheduler import SimpleTaskSpec
 
         self._voice.line("scene_3")
         task = self._task("train-00", TRAIN, actor="train-worker-00")
@@ -240,7 +240,7 @@ class _Demo:
         self._statistics("after_train", preemptions=1)
 
     def _rollouts_grow(self) -> None:
-        from trimtab.runtime.simple import SimpleTaskSpec
+        from trimtab.compat.simple_scheduler.scheduler import SimpleTaskSpec
 
         self._voice.line("scene_4")
         answer = self._scheduler.submit_spec(SimpleTaskSpec(**self._task("rollout-extra-00", EXTRA)))

@@ -231,7 +231,7 @@ def doctor(
 
 def _examined(client: GatewayClient) -> tuple[Finding, ...]:
     from trimtab.machines.diagnose.rollout import examine
-    from trimtab.runtime.cluster import gpus
+    from trimtab.runtime.localcluster import gpus
 
     return examine(_status(client), gpus.users())
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from trimtab.core.errors import InputError, UnreachableError
-from trimtab.runtime.cluster.processes import Process, this
-from trimtab.runtime.tokens import own_folder, write_private
+from trimtab.runtime.http.tokens import own_folder, write_private
+from trimtab.runtime.procs.processes import Process, this
 
 TOKEN = "TRIMTAB_ROLLOUT_TOKEN"
 URL = "TRIMTAB_ROLLOUT_URL"

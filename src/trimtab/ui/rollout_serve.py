@@ -24,17 +24,17 @@ from trimtab.core.reasons import Code
 from trimtab.formats.rollout.settings import AttachedEngine, RolloutSettings, StartedEngines
 from trimtab.model.rollout import WorkerSpec
 from trimtab.runtime.engines.wire import addresses
-from trimtab.runtime.rollout.gateway.server import Gateway
-from trimtab.runtime.rollout.gateway.settings import GatewaySettings
-from trimtab.runtime.rollout.launcher import EngineCommand
+from trimtab.runtime.gateway.server import Gateway
+from trimtab.runtime.gateway.settings import GatewaySettings
+from trimtab.runtime.rollout.launch.launcher import EngineCommand
+from trimtab.runtime.rollout.launch.processes import ProcessLauncher
 from trimtab.runtime.rollout.pool import RolloutPool
-from trimtab.runtime.rollout.processes import ProcessLauncher
 from trimtab.ui import rollout_live, rollout_place, rollout_text
 from trimtab.ui.output import err, out
 from trimtab.ui.pool_commands import looking
 
 if TYPE_CHECKING:
-    from trimtab.runtime.ray.client import Session
+    from trimtab.runtime.client.session import Session
 
 TRY_AGAIN_S = 2.0
 HURRY_S = 2.0
@@ -253,7 +253,7 @@ class Crew:
 
     def _on_slots(self, group: StartedEngines, command: EngineCommand) -> None:
         """On slots of a pool of a Ray cluster; imported here, because others need no Ray."""
-        from trimtab.runtime.rollout.starting import engines_on_slots
+        from trimtab.runtime.rollout.launch.start import engines_on_slots
 
         assert self._session is not None
         assert group.pool is not None

@@ -16,7 +16,7 @@ from trimtab.ui.output import Format, answer, err, out
 if TYPE_CHECKING:
     from trimtab.model.plan import Plan
     from trimtab.running import Job
-    from trimtab.runtime.run.local import RunEnd
+    from trimtab.runtime.run.local_run import RunEnd
     from trimtab.ui.run_text import Story
 
 STOPPED = 130
@@ -97,7 +97,7 @@ def run(
             display.say(line)
 
     if not local:
-        from trimtab.runtime.run.embedded import hush
+        from trimtab.runtime.rayapi.embedded import hush
 
         hush()
     with Display(asked.name, story, quiet=quiet) as display:
@@ -189,7 +189,7 @@ def _asked_words(job: Job) -> str:
 def _end_data(end: RunEnd, story: Story, folder: str, job: Job, again: str) -> dict[str, Any]:
     """What a run came to, as plain data: what `--format json` and `yaml` print."""
     from trimtab.runtime.run.folder import read_saved
-    from trimtab.runtime.run.measuring import summary_facts
+    from trimtab.runtime.run.measurements import summary_facts
 
     facts = summary_facts(end.state, end.reason, end.plan, end.iterations, dict(end.metrics), end.since)
     saved, fault = read_saved(Path(folder))

@@ -20,9 +20,9 @@ from trimtab.ui.run_live import Display, signals_told
 from trimtab.ui.run_text import Story
 
 if TYPE_CHECKING:
-    from trimtab.runtime.ray.client import Session
-    from trimtab.runtime.run.cluster import ClusterRun
-    from trimtab.runtime.run.embedded import EmbeddedRay
+    from trimtab.runtime.client.session import Session
+    from trimtab.runtime.rayapi.embedded import EmbeddedRay
+    from trimtab.runtime.run.ray_run import ClusterRun
 
 JOB = Path("examples/grpo/demo.yaml")
 JOINS_AT, EVALUATED_AT = 10, 30  # iterations after which it happens
@@ -95,11 +95,11 @@ class Happenings:
 
 def run_demo(folder: Path) -> int:
     """Run it; gives the exit status."""
-    from trimtab.runtime.ray.client import connect
-    from trimtab.runtime.run.cluster import ClusterRun
-    from trimtab.runtime.run.embedded import EmbeddedRay
+    from trimtab.runtime.client.session import connect
+    from trimtab.runtime.rayapi.embedded import EmbeddedRay
     from trimtab.runtime.run.folder import new_folder
     from trimtab.runtime.run.job_file import load_run
+    from trimtab.runtime.run.ray_run import ClusterRun
     from trimtab.ui.run_pictures import run_chart
     from trimtab.ui.run_report import run_report
     from trimtab.ui.run_report_figures import costs, idle_shares, metric_names

@@ -21,7 +21,7 @@ from trimtab.ui.output import Format, answer, out
 if TYPE_CHECKING:
     from trimtab.machines.diagnose.findings import Diagnosis
     from trimtab.machines.diagnose.snapshot import Survey
-    from trimtab.runtime.ray.survey import Lookout
+    from trimtab.runtime.rayapi.gcs_snapshot import Lookout
 
 SHORTEST_S = 0.2  # between two looks
 
@@ -100,7 +100,7 @@ def _why(address: str | None, watch: float | None, at_most: float, form: Format)
 
 
 def _lookout(address: str | None) -> Lookout:
-    from trimtab.runtime.ray.survey import Lookout, find
+    from trimtab.runtime.rayapi.gcs_snapshot import Lookout, find
 
     return Lookout(find(address))
 

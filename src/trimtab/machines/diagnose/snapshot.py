@@ -1,8 +1,8 @@
 """What one look at a Ray cluster gives: nodes, who holds what, who waits, and what is about to change.
 
-Plain frozen facts, taken by `runtime/ray/survey.py` and judged by `why.py`. Nothing here decides anything, and nothing
-here is specific to trimtab's own pools: any program's actors, tasks and placement groups look like this. Times are
-seconds since 1970 by the cluster's clocks; where Ray does not say when something began to wait, it is None.
+Plain frozen facts, taken by `runtime/rayapi/gcs_snapshot.py` and judged by `why.py`. Nothing here decides anything,
+and nothing here is specific to trimtab's own pools: any program's actors, tasks and placement groups look like this.
+Times are seconds since 1970 by the cluster's clocks; where Ray does not say when something began to wait, it is None.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core.errors import TrimtabError
-from trimtab.runtime.background import Background, RestartPolicy
-from trimtab.runtime.cluster import auth
-from trimtab.runtime.cluster.look import RayView
+from trimtab.runtime.localcluster import auth
+from trimtab.runtime.localcluster.ray_status import RayView
+from trimtab.runtime.procs.background import Background, RestartPolicy
 
 METRICS_S = 2.0
 STALE_S = 60.0  # a look that is older than this is not shown

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 from trimtab.core.errors import InputError
 from trimtab.formats.logs.follow import RunLog, Step
-from trimtab.runtime.advise.adviser import Advice
-from trimtab.runtime.advise.advising import Advising, News, Picture
+from trimtab.runtime.advise.analysis import Advising, News, Picture
 from trimtab.runtime.advise.cluster import ClusterWatch, NodeSeen
 from trimtab.runtime.advise.engines import Engines, EngineSeen
-from trimtab.runtime.advise.gpus import gpus_here
 from trimtab.runtime.advise.hook import HookEnd, RestartHook
 from trimtab.runtime.advise.record import Past, Record, mark_of
+from trimtab.runtime.advise.replanner import Advice
 from trimtab.runtime.advise.tail import Tail
+from trimtab.runtime.procs.gpu_utilization import gpus_here
 
 
 @dataclass(frozen=True)

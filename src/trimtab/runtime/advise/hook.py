@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from trimtab.formats.write_back import shell_words
-from trimtab.runtime.advise.adviser import Advice
+from trimtab.runtime.advise.replanner import Advice
 
 STANDARD_ERROR = 2
 END_S = 5.0  # between asking it to end and ending it

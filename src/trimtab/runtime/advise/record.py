@@ -31,11 +31,11 @@ from trimtab.formats.logs.records import Record as LogRecord
 from trimtab.model.plan import Bar
 from trimtab.model.run import Iteration, Measured
 from trimtab.model.run_events import ODD, read_event
-from trimtab.runtime.advise.adviser import Advice
-from trimtab.runtime.advise.advising import Advising, News
+from trimtab.runtime.advise.analysis import Advising, News
+from trimtab.runtime.advise.replanner import Advice
 from trimtab.runtime.run.folder import EVENTS, RunFolder, discard_unused, iteration_facts
-from trimtab.runtime.run.looping import nodes_facts
-from trimtab.runtime.run.measuring import bars_facts, plan_facts
+from trimtab.runtime.run.measurements import bars_facts, plan_facts
+from trimtab.runtime.run.replanner import nodes_facts
 
 if TYPE_CHECKING:
     from trimtab.runtime.advise.cluster import NodeSeen

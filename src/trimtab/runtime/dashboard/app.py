@@ -21,12 +21,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from trimtab.core.errors import InputError, TrimtabError, printable
-from trimtab.runtime.background import describe
 from trimtab.runtime.dashboard.feed import Client, Feed
 from trimtab.runtime.dashboard.source import Source
-from trimtab.runtime.rollout.gateway.faults import Refusal
-from trimtab.runtime.rollout.gateway.guard import Guard
-from trimtab.runtime.rollout.gateway.settings import GatewaySettings
+from trimtab.runtime.gateway.errors import Refusal
+from trimtab.runtime.gateway.guard import Guard
+from trimtab.runtime.gateway.settings import GatewaySettings
+from trimtab.runtime.procs.background import describe
 
 log = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ from pathlib import Path
 import uvicorn
 
 from trimtab.core.errors import InputError, UnreachableError
-from trimtab.runtime.background import NEVER_GIVE_UP, Background
 from trimtab.runtime.dashboard.app import EVERY_S, DashboardApp
 from trimtab.runtime.dashboard.source import Source
-from trimtab.runtime.listening import allow_files, listening, quiet_server
-from trimtab.runtime.tokens import DASHBOARD
-from trimtab.runtime.tokens import token as token_of
+from trimtab.runtime.http.listening import allow_files, listening, quiet_server
+from trimtab.runtime.http.tokens import DASHBOARD
+from trimtab.runtime.http.tokens import token as token_of
+from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background
 
 log = logging.getLogger("trimtab.dashboard")
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from trimtab.core.errors import UnreachableError
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import RequestSpec
-from trimtab.runtime.rollout.core import Core
+from trimtab.runtime.rollout.machine_loop import Core
 from trimtab.runtime.rollout.sampling import RefusedError
 
 

@@ -35,22 +35,22 @@ from trimtab.model.rollout import (
     WorkerState,
     WorkerView,
 )
-from trimtab.runtime.background import Background
 from trimtab.runtime.engines.detect import attach as attach_engine
 from trimtab.runtime.engines.engine import Deadlines, Engine
 from trimtab.runtime.engines.engine import Verb as Offers
 from trimtab.runtime.engines.wire import addresses, open_session
-from trimtab.runtime.rollout.asking import Asking
-from trimtab.runtime.rollout.core import Core, Hand, Listener
-from trimtab.runtime.rollout.deeds import Deeds
-from trimtab.runtime.rollout.flights import Flights, number_of
-from trimtab.runtime.rollout.journaling import PoolJournal
-from trimtab.runtime.rollout.launcher import Launcher
+from trimtab.runtime.procs.background import Background
+from trimtab.runtime.rollout.dispatcher import Flights, number_of
+from trimtab.runtime.rollout.health import Watch
+from trimtab.runtime.rollout.journal import PoolJournal
+from trimtab.runtime.rollout.launch.launcher import Launcher
 from trimtab.runtime.rollout.leases import Leases
+from trimtab.runtime.rollout.machine_loop import Core, Hand, Listener
 from trimtab.runtime.rollout.reconcile import Reconciler
 from trimtab.runtime.rollout.refits import Refits, RefitSession
-from trimtab.runtime.rollout.showing import status
-from trimtab.runtime.rollout.watch import Watch
+from trimtab.runtime.rollout.request_api import Asking
+from trimtab.runtime.rollout.status import status
+from trimtab.runtime.rollout.worker_actions import Deeds
 
 
 class RolloutPool(Asking):

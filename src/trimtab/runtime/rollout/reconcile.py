@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import ANSWERED, RequestState
-from trimtab.runtime.rollout.core import Core
+from trimtab.runtime.rollout.machine_loop import Core
 
 WHY = "it was asked for, and nothing carries it out"
 

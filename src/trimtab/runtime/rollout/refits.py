@@ -20,8 +20,8 @@ from trimtab.core.errors import InfeasibleError, InputError, TrimtabError, Unrea
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import InFlight, Membership, Owner, RefitWay
 from trimtab.runtime.engines.engine import Engine
-from trimtab.runtime.rollout.core import Core
-from trimtab.runtime.rollout.deeds import Deeds, resumed
+from trimtab.runtime.rollout.machine_loop import Core
+from trimtab.runtime.rollout.worker_actions import Deeds, resumed
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from trimtab.core.errors import InputError
 from trimtab.formats.files import replace
 from trimtab.model.run import Iteration
 from trimtab.model.run_events import ODD, check_plan, read_event
-from trimtab.runtime.locks import DirectoryLock
+from trimtab.runtime.procs.locks import DirectoryLock
 
 FORMAT = "trimtab-run"
 VERSION = 1

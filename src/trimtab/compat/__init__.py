@@ -1,0 +1,1 @@
+"""Interfaces of other public tools, on top of the runtime."""

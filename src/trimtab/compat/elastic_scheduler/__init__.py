@@ -1,0 +1,1 @@
+"""ElasticScheduler: a trainer's own worker group behind the rollout machine."""

@@ -1,0 +1,55 @@
+"""What the elastic scheduler answers when a request is added or completed: known at once where it can be, awaitable.
+
+So one call serves a plain loop and an asynchronous one; nothing is lost where nobody awaits it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from typing import Any
+
+from trimtab.compat.elastic_scheduler.worker_group import WorkerId
+from trimtab.core.errors import TrimtabError
+
+
+class Placement:
+    """Where a request goes: await it for the worker, or look at `worker`, which is None while it waits."""
+
+    def __init__(self, request: str) -> None:
+        self.request = request
+        self.worker: WorkerId | None = None
+        self.error: TrimtabError | None = None
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def __await__(self) -> Generator[Any, None, WorkerId]:
+        while self.worker is None and self.error is None:
+            future = asyncio.get_running_loop().create_future()
+            self._waiting.append(future)
+            yield from future
+        if self.error is not None:
+            raise self.error
+        assert self.worker is not None
+        return self.worker
+
+    def settle(self, worker: WorkerId | None, error: TrimtabError | None = None) -> None:
+        """It goes there, or nowhere."""
+        self.worker, self.error = worker, error
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+
+class Completion:
+    """Whether the request was open. Known at once; may be awaited all the same."""
+
+    def __init__(self, was_open: bool) -> None:
+        self.was_open = was_open
+
+    def __bool__(self) -> bool:
+        return self.was_open
+
+    def __await__(self) -> Generator[Any, None, bool]:
+        yield from ()
+        return self.was_open

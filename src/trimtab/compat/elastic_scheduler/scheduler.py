@@ -1,0 +1,539 @@
+"""`ElasticScheduler`: a trainer's own worker group behind the rollout machine, one object with a handful of verbs.
+
+Everything is decided by `trimtab.machines.rollout.machine`; here its instructions are carried out on the group and
+what comes of them goes back as events. Requests are ids: who sends them to a worker asks here which one, and says when
+they are done.
+
+What must never happen: a worker flushed while it has a request, by these books or by its own status; a drain, a flush
+or a wake that goes on after `stop`; a status that could not be had taken for an idle worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import replace
+from typing import Any
+
+from trimtab.compat.elastic_scheduler.answers import Completion, Placement
+from trimtab.compat.elastic_scheduler.worker_group import (
+    GroupCalls,
+    NotIdleError,
+    TooLongError,
+    WorkerId,
+    WorkerStatus,
+    in_time,
+)
+from trimtab.core.errors import InfeasibleError, InputError, UnreachableError, nearest
+from trimtab.core.numbers import SHORTEST_S, check_number
+from trimtab.machines.rollout import events as e
+from trimtab.machines.rollout.machine import RolloutMachine
+from trimtab.machines.rollout.policies.policy import Decision, LoadSample, Policy, PolicyState, Taker, policy_of
+from trimtab.model.elastic_config import ElasticConfig
+from trimtab.model.rollout import (
+    End,
+    Owner,
+    Ownership,
+    RequestClass,
+    RequestSpec,
+    RequestState,
+    RolloutRules,
+    ScaleStep,
+    Verb,
+    WorkerSpec,
+    WorkerState,
+    WorkerView,
+)
+from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background, describe
+
+__all__ = ["ElasticConfig", "ElasticScheduler", "Placement", "Taker"]
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 60.0
+MOST_CALL_S = 1e6
+MOST_QUEUED = 1_000_000
+NEVER_S = 1e9  # a request's tokens are not seen here, so nothing is made of their absence
+LEAST_WAIT_S = 0.005
+FRESH_INTERVALS = 2.5  # a status is believed for so many intervals, unless the next one fails
+FAULTS_KEPT = 100
+COMPLETED_KEPT = 1_000
+HOLD = "wake_up_all_workers"
+STOPPED = "stop"
+VERSION = 0  # weights are between trainer and group; to the machine they never change
+
+
+class ElasticScheduler:
+    """Routes requests to the workers of a group, and has as many of them serve as the load asks for."""
+
+    def __init__(
+        self,
+        config: ElasticConfig | Mapping[str, Any],
+        worker_group: Any,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+    ) -> None:
+        self.config = config if isinstance(config, ElasticConfig) else ElasticConfig.from_mapping(config)
+        check_number("call_timeout_s", call_timeout_s, "ElasticScheduler", SHORTEST_S, MOST_CALL_S)
+        self.worker_group = worker_group
+        self.background = Background(prefix="elastic-scheduler")
+        self.faults: list[str] = []  # what went wrong, the last ones, oldest first
+        self._clock = clock
+        self._calls = GroupCalls(worker_group, call_timeout_s)
+        self._load_known = True  # False: the last status failed, or left a worker out
+        self._machine = RolloutMachine(_rules(self.config, self._calls), replace(self.config, policy=self._policy()))
+        self._ids: dict[str, WorkerId] = {}  # by the machine's name
+        self._added = 0
+        self._open: dict[str, str] = {}  # by id: the machine's name of a request that is not answered
+        self._placements: dict[str, Placement] = {}  # by that name
+        self._completed: dict[str, None] = {}  # ids answered not long ago, oldest first
+        self._deeds: dict[asyncio.Task[None], str] = {}
+        self._postponed: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = []  # no loop ran yet
+        self._loops: list[asyncio.Task[None]] = []
+        self._news: list[asyncio.Future[None]] = []  # of those who wait for something to change
+        self._unflushed: set[str] = set()  # workers that are off, or are to be, and have their memory still
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._late: set[str] = set()  # workers whose drain was said to take too long
+        self._wake = asyncio.Event()  # something is due sooner than ...
+        self._sleeps_until: float | None = None
+        for worker in self._calls.workers or ():
+            self._join(worker)
+
+    def _policy(self) -> Policy:
+        """The policy of the settings, told what only is known here.
+
+        When the last status failed, the figures before it are old; and takers have the workers that are off already.
+        """
+        policy = policy_of(self.config)
+
+        def decide(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decision]:
+            takers = _unmet(sample.takers, sample.ready_to_wake + sample.draining_workers)
+            return policy(state, replace(sample, takers=takers, fresh=sample.fresh and self._load_known))
+
+        decide.__name__ = getattr(policy, "__name__", "policy")
+        return decide
+
+    # ---- start and stop ------------------------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the load is looked at."""
+        return bool(self._loops)
+
+    async def start(self) -> None:
+        """Look at the load from now on. Raises UnreachableError where the group does not say which workers it has."""
+        if self._loops:
+            return
+        for warning in self.config.warnings():
+            log.warning("elastic_config: %s", warning)
+        if self._calls.has_status:
+            await self._first_status()
+        if self._loops:  # somebody else started it meanwhile
+            return
+        self._wake = asyncio.Event()  # of this loop
+        loops = {"time": self._keep_time, "load": self._watch} if self._calls.has_status else {"time": self._keep_time}
+        self._loops = [
+            self.background.start(name, functools.partial(self._said, name, loop), policy=NEVER_GIVE_UP)
+            for name, loop in loops.items()
+        ]
+        postponed, self._postponed = self._postponed, []
+        for name, deed in postponed:
+            self._spawn(name, deed)
+
+    async def stop(self) -> None:
+        """Look no more. Workers that drain serve again; what is being done to others is waited for, with a deadline."""
+        loops, self._loops = self._loops, []
+        for loop in loops:
+            loop.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+        end = self._clock() + self._calls.timeout_s + 1.0
+        self._call_back()
+        while self._deeds and self._clock() < end:
+            await asyncio.wait(list(self._deeds), timeout=end - self._clock())
+            self._call_back()
+        left = list(self._deeds)
+        for deed in left:
+            deed.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    def _call_back(self) -> None:
+        """Have draining workers serve again, and wake nobody: what is being flushed already is left to end."""
+        draining = [one for one in self._workers(WorkerState.draining) if one.doing is None]
+        if draining:
+            self._handle(e.Held(STOPPED, self._machine.sample().serving + len(draining)))
+            self._handle(e.Unheld(STOPPED))
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def add_request(self, request_id: str) -> Placement:
+        """A request more. The answer may be awaited: it is the worker that the request goes to, once there is room."""
+        if request_id in self._open:
+            raise InputError(f"there is a request {request_id} already", hint="complete it first, or use another id")
+        self._added += 1
+        name = f"{request_id}@{self._added}"  # an id may come again, a name never does
+        placement = self._placements[name] = Placement(request_id)
+        self._open[request_id] = name
+        self._handle(e.Arrived(RequestSpec(name, prompt_tokens=0, max_tokens=1)))
+        if placement.error is not None:
+            raise placement.error
+        return placement
+
+    def complete_request(self, request_id: str) -> Completion:
+        """The request is answered, or was given up; its place is free. False where that was known already."""
+        name = self._open.get(request_id)
+        if name is None:
+            if request_id in self._completed:
+                return Completion(False)
+            near = nearest(request_id, self._open)
+            raise InputError(f"there is no request {request_id}", hint=f"did you mean {near}?" if near else None)
+        view = self._machine.request(name)
+        assert view is not None
+        if view.state is RequestState.queued:
+            self._handle(e.Cancelled(name, "it was completed while it waited"))
+        else:
+            self._handle(e.Finished(name, view.attempt, 1, End.stop))
+        return Completion(True)
+
+    def worker_of(self, request_id: str) -> WorkerId | None:
+        """The worker that has the request now; None: it waits, or is answered."""
+        name = self._open.get(request_id)
+        return None if name is None else self._placements[name].worker
+
+    # ---- how many ------------------------------------------------------------------------------------------------
+
+    async def wake_up_all_workers(self) -> None:
+        """Have all workers serve, as far as `max_workers` allows, until `resume_elastic_scheduling`.
+
+        Raises UnreachableError where one does not come in time; those that came serve.
+        """
+        wanted = min(len(self._machine.workers()), self.config.max_workers)
+        self._handle(e.Held(HOLD, wanted))
+        if not await self._until(lambda: len(self._workers(WorkerState.active)) >= wanted):
+            others = [one for one in self._machine.workers() if one.state is not WorkerState.active]
+            told = "; ".join(f"{one.worker} is {one.state.value} ({one.reason.sentence})" for one in others[:3])
+            raise UnreachableError(f"{len(others)} workers do not serve: {told}", where="worker_group")
+
+    async def resume_elastic_scheduling(self) -> None:
+        """Let the policy decide again."""
+        self._handle(e.Unheld(HOLD))
+
+    def set_takers(self, *takers: Taker) -> None:
+        """Say who could use workers that are given up, how many in all and for how long, from now on."""
+        self._handle(e.TakersSeen(takers))
+
+    # ---- what is going on ----------------------------------------------------------------------------------------
+
+    def get_metrics(self) -> dict[str, Any]:
+        """Workers, requests and load, as they are now. Load is what waits and what runs, on draining workers too."""
+        return dict(self._machine.metrics())
+
+    @property
+    def steps(self) -> tuple[ScaleStep, ...]:
+        """The last steps, oldest first: why, what they expected, and whether it came true."""
+        return self._machine.steps
+
+    def _workers(self, *states: WorkerState) -> list[WorkerView]:
+        return [one for one in self._machine.workers() if one.state in states]
+
+    # ---- events in, deeds out ------------------------------------------------------------------------------------
+
+    def _handle(self, event: e.RolloutEvent) -> None:
+        for instruction in self._machine.handle(event, self._clock()):
+            self._carry_out(instruction)
+        due = self._machine.next_deadline()
+        if due is not None and (self._sleeps_until is None or due < self._sleeps_until):
+            self._wake.set()
+        news, self._news = self._news, []
+        for future in news:
+            if not future.done():
+                future.set_result(None)
+
+    def _carry_out(self, instruction: e.RolloutInstruction) -> None:
+        match instruction:
+            case e.Send():
+                self._send(instruction)
+            case e.AbortSent():
+                self._spawn(f"abort {instruction.request}", lambda: self._abort(instruction))
+            case e.Act():
+                self._spawn(f"{instruction.verb.value} {instruction.worker}", lambda: self._act(instruction))
+            case e.Answer():
+                self._answered(instruction)
+            case e.Refuse():
+                placement = self._ended(instruction.request)
+                placement.settle(None, InfeasibleError(f"request {placement.request}: {instruction.reason.sentence}"))
+            case e.TellStep():
+                log.info("workers: %s", instruction.step.reason)
+            case e.Warn():
+                self._say(f"worker {instruction.worker}: {instruction.reason}")
+            case _:
+                pass  # refits are between the trainer and the group
+
+    def _send(self, send: e.Send) -> None:
+        worker = self._ids[send.worker]
+        placement = self._placements[send.request]
+        if placement.worker is not None:
+            log.info("request %s moves from worker %s to %s", placement.request, placement.worker, worker)
+        if self._calls.is_told:
+            self._spawn(f"assign {send.request}", lambda: self._assign(send))
+        else:
+            placement.settle(worker)
+
+    async def _assign(self, send: e.Send) -> None:
+        worker = self._ids[send.worker]
+        async with self._lock(f"request {send.request}"):
+            if not self._is_current(send):
+                return  # completed or moved before anybody was told
+            try:
+                await self._calls.assign(_asked(send.request), worker)
+            except UnreachableError as error:
+                self._handle(e.Broke(send.request, send.attempt, 0, error.what))
+                return
+            if self._is_current(send):
+                self._placements[send.request].settle(worker)
+            elif self._calls.can_abort:
+                with contextlib.suppress(UnreachableError):
+                    await self._calls.abort(_asked(send.request), worker)
+
+    def _is_current(self, send: e.Send) -> bool:
+        view = self._machine.request(send.request)
+        return view is not None and (view.attempt, view.worker) == (send.attempt, send.worker)
+
+    async def _abort(self, abort: e.AbortSent) -> None:
+        if not self._calls.can_abort:
+            return
+        try:
+            async with self._lock(f"request {abort.request}"):  # not before it is told of it
+                await self._calls.abort(_asked(abort.request), self._ids[abort.worker])
+        except UnreachableError as error:
+            self._say(error.what)  # and the machine's own deadline says what follows
+            return
+        self._handle(e.AbortDone(abort.request, abort.attempt, 0))
+
+    def _answered(self, answer: e.Answer) -> None:
+        placement = self._ended(answer.request)
+        if answer.end is End.failed:
+            error = UnreachableError(f"request {placement.request}: {answer.reason.sentence}")
+            placement.settle(None, error)
+            self._say(error.what)
+        elif placement.worker is None:
+            placement.settle(None, InputError(f"request {placement.request} was completed before it was sent"))
+
+    def _ended(self, name: str) -> Placement:
+        """The request is not open any more."""
+        placement = self._placements.pop(name)
+        del self._open[placement.request]
+        self._locks.pop(f"request {name}", None)
+        self._completed.pop(placement.request, None)
+        self._completed[placement.request] = None
+        if len(self._completed) > COMPLETED_KEPT:
+            del self._completed[next(iter(self._completed))]
+        return placement
+
+    async def _act(self, act: e.Act) -> None:
+        worker = self._ids[act.worker]
+        try:
+            async with self._lock(act.worker):
+                if act.verb is Verb.sleep:
+                    await self._flush_when_idle(act.worker, act.deadline)
+                elif act.verb in (Verb.wake, Verb.start):
+                    if act.worker not in self._unflushed:  # who was not flushed has its memory still
+                        await self._calls.resume(worker)
+                    self._unflushed.discard(act.worker)
+                elif act.verb is Verb.probe:
+                    await self._calls.status()
+                else:
+                    raise UnreachableError(f"a worker group has no {act.verb.value}")
+        except UnreachableError as error:
+            self._say(error.what)
+            self._handle(e.ActFailed(act.worker, act.attempt, error.what))
+            return
+        self._handle(e.ActDone(act.worker, act.attempt, VERSION))
+        self._vouch(act.worker)
+
+    async def _flush_when_idle(self, name: str, deadline: float) -> None:
+        """Flush a worker once it says that it is idle; in time for the deadline, or `_look` does it some day."""
+        self._unflushed.add(name)
+        while True:
+            try:
+                await self._calls.flush(self._ids[name])
+            except NotIdleError:
+                left_s = deadline - self._clock() - 2 * self._calls.timeout_s
+                if left_s <= 0 or not self._loops:
+                    raise
+                await asyncio.sleep(min(self.config.monitoring_interval, left_s))
+                continue
+            except UnreachableError:
+                self._unflushed.discard(name)  # nobody knows: it is asked to have its memory back before it serves
+                raise
+            self._unflushed.discard(name)
+            return
+
+    async def _flush_late(self, name: str) -> None:
+        async with self._lock(name):
+            off = [one.worker for one in self._workers(WorkerState.inactive)]
+            if name in self._unflushed and name in off:
+                with contextlib.suppress(UnreachableError):
+                    await self._calls.flush(self._ids[name])
+                    self._unflushed.discard(name)
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        """So that one thing at a time is done to a worker, or to a request."""
+        return self._locks.setdefault(name, asyncio.Lock())
+
+    def _vouch(self, name: str) -> None:
+        """Weights are between the trainer and the group: what a worker of it has is what it should have."""
+        if any(one.worker == name for one in self._workers(WorkerState.stale, WorkerState.empty)):
+            self._handle(e.RefitConfirmed(name, VERSION))
+
+    # ---- time and status -----------------------------------------------------------------------------------------
+
+    async def _keep_time(self) -> None:
+        while True:
+            self._handle(e.Tick())
+            self._say_late()
+            self._sleeps_until = due = self._machine.next_deadline()
+            self._wake.clear()
+            wait_s = None if due is None else max(due - self._clock(), LEAST_WAIT_S)
+            with contextlib.suppress(TooLongError):
+                await in_time(self._wake.wait(), wait_s)
+
+    def _say_late(self) -> None:
+        """Where nothing can be cut, a drain goes on past its timeout; once each, that is said."""
+        draining = {one.worker: one for one in self._workers(WorkerState.draining)}
+        self._late &= draining.keys()
+        if self._calls.can_abort:
+            return
+        for name, one in draining.items():
+            is_late = one.running and one.doing is None and one.deadline is not None and one.deadline <= self._clock()
+            if is_late and name not in self._late:
+                self._late.add(name)
+                self._say(
+                    f"worker {name} drains for longer than {self.config.drain_timeout:g} s: it has {one.running} "
+                    "requests, and the group has no abort_request"
+                )
+
+    async def _watch(self) -> None:
+        while True:
+            began = self._clock()
+            await self._look()
+            await asyncio.sleep(max(self.config.monitoring_interval - (self._clock() - began), LEAST_WAIT_S))
+
+    async def _first_status(self) -> None:
+        """Find the workers, where the group has not said how many; which of them sleep; what they have."""
+        if self._ids:
+            said = await self._look()
+        else:
+            said = await self._calls.status()
+            if not said:
+                raise UnreachableError("get_worker_status names no worker", where="worker_group")
+            for worker in said:
+                self._join(worker)
+        for worker, status in (said or {}).items():
+            if status.status == "inactive" and str(worker) in self._ids:
+                self._handle(e.WorkerSlept(str(worker)))
+                for view in self._machine.requests():
+                    if view.worker == str(worker):
+                        self._handle(e.Broke(view.request, view.attempt, 0, f"worker {worker} was off"))
+
+    async def _look(self) -> dict[WorkerId, WorkerStatus] | None:
+        """Ask the group once. What fails is said, and changes nothing."""
+        try:
+            said = await self._calls.status()
+        except UnreachableError as error:
+            self._load_known = False
+            self._say(f"{error.what}; the load is not known, nothing is done about it")
+            return None
+        missing = [str(worker) for worker in self._ids.values() if worker not in said]
+        self._load_known = not missing
+        if missing:
+            self._say(f"get_worker_status says nothing of worker {', '.join(missing[:8])}")
+        for worker, status in said.items():
+            if str(worker) in self._ids:
+                self._handle(e.LoadSeen(str(worker), status.active_requests, 0, 0.0, self._clock()))
+        for name in self._unflushed & {str(worker) for worker, one in said.items() if not one.active_requests}:
+            if not self._lock(name).locked():
+                self._spawn(f"late flush of {name}", functools.partial(self._flush_late, name))
+        return said
+
+    def _join(self, worker: WorkerId) -> None:
+        name = str(worker)
+        self._ids[name] = worker
+        spec = WorkerSpec(name, limit=self.config.requests_per_worker_capacity, can_pause=False)
+        self._handle(e.WorkerAdded(spec, up=True, version=VERSION))
+
+    def _say(self, sentence: str) -> None:
+        if self.faults and self.faults[-1] == sentence:  # again: once is enough
+            log.debug("%s", sentence)
+            return
+        log.warning("%s", sentence)
+        self.faults = [*self.faults[1 - FAULTS_KEPT :], sentence]
+
+    def _spawn(self, name: str, deed: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            self._postponed.append((name, deed))
+            return
+        task = self.background.once(name, deed())
+        self._deeds[task] = name
+        task.add_done_callback(self._deeds.pop)
+
+    async def _said(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await loop()
+        except Exception as fault:
+            self._say(f"looking at the {name} failed, and is begun again: {describe(fault)}")
+            raise
+
+    async def _until(self, true: Callable[[], bool]) -> bool:
+        """Wait until it is so, as long as one call may take, three times over."""
+        end = self._clock() + 3 * self._calls.timeout_s
+        while not true():
+            left_s = end - self._clock()
+            if left_s <= 0:
+                return False
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._news.append(future)
+            await asyncio.wait({future}, timeout=left_s)
+        return True
+
+
+def _unmet(takers: tuple[Taker, ...], given: int) -> tuple[Taker, ...]:
+    """What takers still want after so many workers; those who can use them longest had theirs first."""
+    unmet = []
+    for taker in sorted(takers, key=lambda one: -one.use_s):
+        has = min(taker.workers, given)
+        given -= has
+        unmet.append(replace(taker, workers=taker.workers - has))
+    return tuple(unmet)
+
+
+def _asked(name: str) -> str:
+    """The id of a request, from the machine's name of it."""
+    return name.rpartition("@")[0]
+
+
+def _rules(config: ElasticConfig, calls: GroupCalls) -> RolloutRules:
+    """The machine's rules that these settings mean."""
+    call_s = calls.timeout_s + 1.0  # the machine's deadline comes after the call's own
+    return RolloutRules(
+        least=config.min_workers,
+        most=config.max_workers,
+        capacity=config.requests_per_worker_capacity,
+        version=VERSION,
+        classes=(RequestClass(queue_limit=MOST_QUEUED),),
+        ownership=Ownership(abort=Owner.trimtab if calls.can_abort else Owner.trainer),
+        monitor_s=config.monitoring_interval,
+        drain_s=config.drain_timeout,
+        abort_s=call_s,
+        stall_s=NEVER_S,
+        wake_s=call_s,
+        sleep_s=config.drain_timeout + 3 * call_s,
+        probe_s=call_s,
+        load_fresh_s=FRESH_INTERVALS * config.monitoring_interval,
+    )

@@ -1,0 +1,1 @@
+"""SimpleScheduler: pools, priorities and preemption, with dictionaries for answers."""

@@ -1,0 +1,450 @@
+"""`SimpleScheduler`: pools, priorities and preemption in one object, whose answers are dictionaries.
+
+Everything is asked of the native API (`trimtab.runtime.client.session`); nothing is decided here. A submission either
+runs when it returns, by evicting others where the policy allows that, or it is refused with a reason and has touched
+nobody. Memory is in MB (2**20 bytes) in everything that goes in or comes out. What is wrong with a pool or a task is
+an answer with `success: False`; settings that do not exist are errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trimtab.compat.simple_scheduler.answers import (
+    AGENT_LABEL,
+    Answer,
+    eviction_of,
+    handle_of,
+    name_of,
+    refused,
+    slot_stats,
+)
+from trimtab.compat.simple_scheduler.input import (
+    Amounts,
+    SimpleTaskSpec,
+    arguments_of,
+    in_bytes,
+    in_mb,
+    mapping_of,
+    slots_of,
+    whole_of,
+    word_of,
+)
+from trimtab.compat.simple_scheduler.preemption import PreemptionAggressiveness, PreemptionSettings
+from trimtab.core.errors import InputError, TrimtabError, nearest
+from trimtab.core.reasons import Code
+from trimtab.model.pool import ENDED, State
+from trimtab.runtime.client.session import Session, connect
+from trimtab.runtime.client.task import Task
+from trimtab.runtime.client.task_errors import TaskError
+from trimtab.runtime.controller.rpc import TaskSeen
+
+__all__ = ["PreemptionAggressiveness", "PreemptionSettings", "SimpleScheduler", "SimpleTaskSpec"]
+
+log = logging.getLogger("trimtab")
+
+ROOM_S = 120.0  # beyond what telling, saving and starting may take, until a submission is given up
+SLOTS_S = 10.0  # for reserved slots to stand before `ensure_pool` returns
+NEWS_S = 5.0  # for the controller to say which process a task runs in
+POLL_S = 0.01
+
+
+class SimpleScheduler:
+    """One scheduler: a controller of this name, found or made on the Ray that `how` names.
+
+    Until `configure_preemption` is called nobody is evicted. `session` is the native API beneath.
+    """
+
+    def __init__(
+        self,
+        name: str = "simple-scheduler",
+        *,
+        address: str | None = None,
+        journal_dir: str | None = None,
+        state_dir: str | None = None,
+        cpus: int | None = None,
+        metrics_port: int | None = None,
+        start_timeout: float = 600.0,
+    ) -> None:
+        self.session = connect(address, name, journal_dir, state_dir, cpus=cpus, metrics_port=metrics_port)
+        self.name = name
+        self.how = self.session.how
+        self._start_timeout_s = start_timeout
+        self._preemption = PreemptionSettings()
+        self._is_shut = False
+
+    def __enter__(self) -> SimpleScheduler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    # ---- settings ------------------------------------------------------------------------------------------------
+
+    def configure_preemption(self, **settings: Any) -> Answer:
+        """Say who may evict whom; the settings are those of `PreemptionSettings`, and those not given stay as they are.
+
+        Raises InputError for a setting that does not exist or is wrong. What may be a slip (a rule for a label that
+        nobody has, a protected pool that does not exist) is among the answer's `warnings`.
+        """
+        known = [field.name for field in dataclasses.fields(PreemptionSettings)]
+        for word in settings:
+            if word not in known:
+                near = nearest(word, known)
+                raise InputError(
+                    f"configure_preemption has no setting {word}",
+                    hint=f"did you mean {near}?" if near else f"settings: {', '.join(known)}",
+                )
+        wanted = dataclasses.replace(self._preemption, **settings)
+        policy = wanted.policy()
+        session = self._open()
+        status = session.status()
+        warnings = list(session.ask("set_policy", policy))
+        strangers = [pool for pool in policy.protected_pools if pool not in status["pools"]]
+        warnings += [f"there is no pool {pool} yet, which protected_pools names" for pool in strangers]
+        self._preemption = wanted
+        # Rules come before tasks in most programs: only among tasks is a label that nobody has a surprise.
+        level = logging.WARNING if status["tasks"] else logging.INFO
+        for warning in warnings:
+            log.log(level, "%s", warning)
+        return {"success": True, "policy": dataclasses.asdict(wanted), "warnings": warnings}
+
+    def ensure_pool(
+        self,
+        name: str,
+        *,
+        labels: Mapping[str, str] | None = None,
+        resources: Amounts | None = None,
+        target_agents: int = 0,
+        placement_strategy: str = "STRICT_PACK",
+        pg_pool_config: Mapping[str, Any] | None = None,
+    ) -> Answer:
+        """Have a pool with a quota of `resources` (without: all that the cluster has).
+
+        `target_agents` processes are kept warm. `pg_pool_config` may say: enable, high_priority_pg_specs (slots kept
+        for priorities of 8 and above), enable_dynamic_pgs, max_dynamic_pgs, enable_pg_reuse; without it slots are made
+        as tasks need them. A pool that exists must be asked for as it is, else `success` is False with what differs.
+        """
+        facts: Answer = {"pool": name}
+        try:
+            word_of("the name of a pool", name)
+            mapping_of("labels", labels)
+            session = self._open()
+            known = session.status()["pools"].get(name)
+            wanted = in_bytes(resources, f"pool {name}") if resources else self._all_of_it(name)
+            pool = session.pool(
+                name,
+                wanted,
+                labels=labels,
+                warm_hosts=whole_of("target_agents", target_agents),
+                strategy=word_of("placement_strategy", placement_strategy),
+                **slots_of(pg_pool_config or {}, f"pool {name}: pg_pool_config"),
+            )
+            slots = self._slots_that_stand(name)
+        except TrimtabError as fault:
+            return refused(fault, facts)
+        reason = "it was there, with the same configuration" if known else "it was made"
+        if slots["wanted"]:
+            reason += f"; {slots['wanted']} of {len(pool.spec.reserved)} reserved slots wait for room in the cluster"
+        return {"success": True, **facts, "created": known is None, "reason": reason, "error": None}
+
+    def register_state_handlers(
+        self, pool_name: str, preserver: Callable[[Any], Any], restorer: Callable[[Any, Any], None]
+    ) -> Answer:
+        """Save and restore tasks of a pool that have no `save()`: preserver(actor) -> state, restorer(actor, state)."""
+        try:
+            self._open().pool(pool_name).state_handlers(preserver, restorer)
+        except TrimtabError as fault:
+            return refused(fault, {"pool": pool_name})
+        return {"success": True, "pool": pool_name, "reason": "counts from the next start of a task", "error": None}
+
+    # ---- tasks ---------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        *,
+        task_id: str,
+        pool: str,
+        actor_class: Any,
+        resources: Amounts,
+        priority: float = 5.0,
+        labels: Mapping[str, str] | None = None,
+        actor_args: Sequence[Any] | None = None,
+        actor_kwargs: Mapping[str, Any] | None = None,
+        agent_name: str | None = None,
+        estimated_duration: float = 0.0,
+        auto_register: bool = True,
+        ray_options: Mapping[str, Any] | None = None,
+    ) -> Answer:
+        """Have an actor run now, evicting others where the policy allows it, or be told why not.
+
+        The answer's `agent` has its `handle`: `handle.method.remote(...)`, as with a Ray actor. `name` and `labels` of
+        the constructor are filled in where it has them and they are not given. A task that is not registered
+        (`auto_register` false) is never evicted.
+        """
+        spec = SimpleTaskSpec(
+            task_id=task_id,
+            pool=pool,
+            actor_class=actor_class,
+            resources=resources,
+            priority=priority,
+            labels=labels,
+            actor_args=actor_args,
+            actor_kwargs=actor_kwargs,
+            agent_name=agent_name,
+            estimated_duration=estimated_duration,
+            auto_register=auto_register,
+            ray_options=ray_options,
+        )
+        return self._submit(spec, over_quota=True)
+
+    def submit_with_pg_preemption(
+        self,
+        *,
+        task_id: str,
+        pool: str,
+        actor_class: Any,
+        resources: Amounts,
+        priority: float = 5.0,
+        labels: Mapping[str, str] | None = None,
+        actor_args: Sequence[Any] | None = None,
+        actor_kwargs: Mapping[str, Any] | None = None,
+        estimated_duration: float = 0.0,
+        auto_register: bool = True,
+        ray_options: Mapping[str, Any] | None = None,
+    ) -> Answer:
+        """As `submit`, but only within the pool's quota: where that is short it is refused, and nobody is evicted."""
+        spec = SimpleTaskSpec(
+            task_id=task_id,
+            pool=pool,
+            actor_class=actor_class,
+            resources=resources,
+            priority=priority,
+            labels=labels,
+            actor_args=actor_args,
+            actor_kwargs=actor_kwargs,
+            estimated_duration=estimated_duration,
+            auto_register=auto_register,
+            ray_options=ray_options,
+        )
+        return self._submit(spec, over_quota=False)
+
+    def submit_spec(self, spec: SimpleTaskSpec) -> Answer:
+        """As `submit`, with everything in one object."""
+        if not isinstance(spec, SimpleTaskSpec):
+            return refused(InputError(f"submit_spec takes a SimpleTaskSpec, not {spec!r}"), {})
+        return self._submit(spec, over_quota=True)
+
+    def complete(self, task_id: str) -> Answer:
+        """Say that a task's work is done: its process ends, and what it held is free when this returns."""
+        return self._end(task_id, lambda task: task.complete(), to_complete=True)
+
+    def delete_agent(self, name: str, *, force: bool = False, destroy_pg: bool = True) -> Answer:
+        """End the task of this name (its agent's or its own), and with `destroy_pg` its slot, also a reserved one.
+
+        Its `cancel()` is called first, unless `force`. Without `destroy_pg` the slot is kept for the next.
+        """
+        return self._end(name, lambda task: (task.complete if force else task.cancel)(keep_slot=not destroy_pg))
+
+    # ---- looking -------------------------------------------------------------------------------------------------
+
+    def list_agents(self, pool: str | None = None, *, include_handle: bool = False) -> list[Answer]:
+        """Tasks that have not ended, of all pools or of one: where they are, and why."""
+        seen = self._open().tasks(pool)
+        return [self._agent(one, include_handle) for one in seen if one.state not in ENDED]
+
+    def list_pools(self) -> list[Answer]:
+        """All pools, with what they may use and what they use."""
+        session = self._open()
+        pools = []
+        for name, view in session.status()["pools"].items():
+            try:
+                spec = session.pool(name).spec
+            except InputError:  # removed since
+                continue
+            pools.append(
+                {
+                    "name": name,
+                    "labels": dict(spec.labels),
+                    "resources": in_mb(view["quota"]),
+                    "used": in_mb(view["used"]),
+                    "target_agents": spec.target_hosts,
+                    "placement_strategy": spec.strategy.value,
+                    "tasks": view["tasks"],
+                    "queue": list(view["queue"]),
+                    "pg_pool": slot_stats(view),
+                }
+            )
+        return pools
+
+    def stats(self) -> Answer:
+        """Preemptions so far, the last ten of them, and how many tasks run."""
+        totals = self._open().status()["totals"]
+        by_state = dict(totals.get("by_state", {}))
+        return {
+            "total_preemptions": totals["evictions"],
+            "same_pool_preemptions": totals["same_pool"],
+            "cross_pool_preemptions": totals["cross_pool"],
+            "running_tasks": by_state.get(State.running.value, 0),
+            "tasks": by_state,
+            "recent_preemptions": [eviction_of(one) for one in totals.get("latest", ())],
+        }
+
+    def pg_pool_stats(self, pool: str) -> Answer:
+        """The slots of a pool, which are placement groups: how many of which kind, taken, free, reused, destroyed."""
+        session = self._open()
+        session.pool(pool)  # an error that names those that exist
+        return {"pool": pool, **slot_stats(session.status()["pools"][pool])}
+
+    def shutdown(self) -> None:
+        """End everything of this scheduler: tasks, processes, placement groups, the controller. Twice is once."""
+        if not self._is_shut:
+            self._is_shut = True
+            self.session.shutdown()
+
+    # ---- how it is done ------------------------------------------------------------------------------------------
+
+    def _open(self) -> Session:
+        if self._is_shut:
+            raise InputError(f"the scheduler {self.name} was shut down", hint="make a new SimpleScheduler")
+        return self.session
+
+    def _submit(self, spec: SimpleTaskSpec, *, over_quota: bool) -> Answer:
+        facts: Answer = {"task_id": spec.task_id, "pool": spec.pool}
+        try:
+            session = self._open()
+            where = f"task {word_of('task_id', spec.task_id)}"
+            pool = session.pool(word_of("the name of a pool", spec.pool))
+            agent = self._agent_name(spec, session)
+            labels = dict(mapping_of("labels", spec.labels))
+            args, kwargs = arguments_of(spec, agent, labels)
+            task = pool.submit(
+                spec.actor_class,
+                args,
+                kwargs,
+                id=spec.task_id,
+                resources=in_bytes(spec.resources, where),
+                priority=spec.priority,
+                labels=labels if agent == spec.task_id else {**labels, AGENT_LABEL: agent},
+                ray_options=mapping_of("ray_options", spec.ray_options),
+                estimate_s=spec.estimated_duration,
+                preemptible=None if spec.auto_register else False,
+                wait_s=0.0,
+                over_quota_waits=over_quota,
+                start_timeout_s=self._start_timeout_s,
+            )
+            seen = self._started(task)
+        except TrimtabError as fault:
+            return refused(fault, facts)
+        preempted: list[Answer] = []
+        if seen.reason.code is Code.preempted:
+            with contextlib.suppress(TrimtabError):  # it runs, whatever else can be told
+                preempted = [one for one in self.stats()["recent_preemptions"] if one["by"] == spec.task_id]
+        return {
+            "success": True,
+            **facts,
+            "agent": {**self._agent(seen, True), "resources": dict(spec.resources)},
+            "reason": seen.reason.sentence,
+            "code": seen.reason.code.value,
+            "error": None,
+            "preempted": preempted,
+        }
+
+    def _started(self, task: Task) -> TaskSeen:
+        """The task, as it runs; TaskError where it cannot, and then nothing of it is left."""
+        settings = self._preemption
+        patience_s = self._start_timeout_s + settings.cancel_timeout + settings.save_timeout + ROOM_S
+        try:
+            task.wait("running", timeout=patience_s)
+        except TaskError:
+            with contextlib.suppress(TrimtabError):
+                task.cancel()
+            raise
+        until = time.monotonic() + NEWS_S
+        seen = task.seen
+        while seen.state is State.running and not seen.members and time.monotonic() < until:
+            time.sleep(POLL_S)
+            seen = task.seen
+        return seen
+
+    def _end(self, name: str, ask: Callable[[Task], None], *, to_complete: bool = False) -> Answer:
+        facts: Answer = {"task_id": name}
+        try:
+            seen = self._named(word_of("a task", name), agents=not to_complete)
+            facts["task_id"] = seen.id
+            if seen.state in ENDED:
+                if to_complete and seen.state is not State.done:
+                    raise InputError(f"task {seen.id} is {seen.state.value}: {seen.reason}")
+                return {"success": True, **facts, "state": seen.state.value, "reason": str(seen.reason), "error": None}
+            task = self._open().task(seen.id)
+            ask(task)
+            settings = self._preemption
+            task.wait("ended", timeout=settings.cancel_timeout + settings.save_timeout + ROOM_S)
+            seen = task.seen
+        except TrimtabError as fault:
+            return refused(fault, facts)
+        return {"success": True, **facts, "state": seen.state.value, "reason": seen.reason.sentence, "error": None}
+
+    def _named(self, name: str, agents: bool) -> TaskSeen:
+        """The task of this id, or with `agents` the living one whose agent is called so."""
+        session = self._open()
+        if agents:
+            for one in session.tasks():
+                if one.state not in ENDED and name_of(one) == name:
+                    return one
+        return session.task(name).seen
+
+    def _agent_name(self, spec: SimpleTaskSpec, session: Session) -> str:
+        """What the agent is called; no two that live are called alike."""
+        if spec.agent_name is None:
+            return spec.task_id
+        name = word_of("agent_name", spec.agent_name)
+        for one in session.tasks():
+            if one.state not in ENDED and name in (one.id, name_of(one)) and one.id != spec.task_id:
+                raise InputError(f"the agent {name} exists: it is that of task {one.id}", where=f"task {spec.task_id}")
+        return name
+
+    def _agent(self, seen: TaskSeen, with_handle: bool) -> Answer:
+        member = seen.members[0] if seen.members else None
+        agent: Answer = {
+            "name": name_of(seen),
+            "task_id": seen.id,
+            "pool": seen.pool,
+            "priority": seen.priority,
+            "labels": {key: value for key, value in seen.labels if key != AGENT_LABEL},
+            "state": seen.state.value,
+            "reason": str(seen.reason),
+            "how": seen.how,
+            "kind": member.kind if member else None,
+            "node": member.node if member else None,
+            "pid": member.pid if member else None,
+            "evictions": seen.evictions,
+        }
+        if with_handle:
+            agent["handle"] = handle_of(self.session._ray, seen)
+        return agent
+
+    def _all_of_it(self, name: str) -> dict[str, float]:
+        """The quota that a pool has, or else what all nodes together have."""
+        session = self._open()
+        with contextlib.suppress(InputError):
+            return dict(session.pool(name).spec.quota.floats())
+        whole: dict[str, float] = {}
+        for node in session.status()["nodes"]:
+            for resource, amount in node["total"].items():
+                whole[resource] = whole.get(resource, 0.0) + amount
+        return whole
+
+    def _slots_that_stand(self, pool: str) -> dict[str, int]:
+        """The pool's slots, once none is being made any more, or as they are after a while."""
+        until = time.monotonic() + SLOTS_S
+        while True:
+            slots: dict[str, int] = self._open().status()["pools"][pool]["slots"]
+            if not slots["making"] or time.monotonic() > until:
+                return slots
+            time.sleep(POLL_S)

@@ -1,0 +1,403 @@
+"""A followed run from its first step on: when its costs are known, what is shown of it, and when the advice changes.
+
+Steps come in as the log tells them. The first ones after every start are warm-up; the next few settle what the timers
+mean and, beside a profile, what everything costs; from then on every step is weighed. Pure: no clock, no file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from trimtab.core.errors import InputError
+from trimtab.core.reasons import Code, Reason
+from trimtab.formats.logs import measured
+from trimtab.formats.logs.follow import Step
+from trimtab.formats.logs.follow_costs import REQUIRED, WEIGHT_SYNC, Reading, RunConfig, profile_of, reading_of
+from trimtab.formats.logs.gpus import RunFacts
+from trimtab.formats.logs.records import Framework
+from trimtab.model.plan import CurrentPlacement
+from trimtab.model.profile import Profile
+from trimtab.model.run import RunRules
+from trimtab.model.workflow import Cluster
+from trimtab.runtime.advise.replanner import Advice, Adviser
+
+KEPT_STEPS = 2000  # of which drift is told; older ones are let go
+
+
+@dataclass(frozen=True)
+class News:
+    """Something that happened: a restart, or advice that is new, another than before, void, or as it was before.
+
+    With a restart stands the advice that the run has been started with, where it has.
+    """
+
+    what: str  # restarted, advised, changed, withdrawn, stands again
+    step: int
+    sentence: str
+    advice: Advice | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One component as the newest steps show it. `wait` says why its time is no cost, where it is none."""
+
+    name: str
+    gpus: int | None  # 0: on CPUs; None: not known yet
+    seconds: float
+    share: float | None  # of the step
+    spread: float | None
+    drift: float | None  # from the first to the last third of the steps
+    wait: str | None = None
+    drifted: bool = False  # told from noise
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Components on the same GPUs. `busy` is the share of a step in which they compute; None: the log does not tell."""
+
+    components: tuple[str, ...]
+    gpus: int
+    busy: float | None
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What is known of the run."""
+
+    framework: str
+    steps: int
+    counted: int
+    newest: int | None
+    step_s: float | None
+    parts: tuple[Part, ...]
+    other_s: float | None
+    length: float | None
+    length_drift: float | None
+    sharing: tuple[Sharing, ...]
+    idle: float | None
+    reason: Reason
+    advice: Advice | None
+    notes: tuple[str, ...]
+
+
+class Advising:
+    """One run."""
+
+    def __init__(
+        self, framework: Framework, config: RunConfig, profile: Profile | None, rules: RunRules, warmup: int
+    ) -> None:
+        self.framework = framework
+        self.config = config
+        self.rules = rules
+        self.adviser: Adviser | None = None
+        self._profile = profile
+        self.warmup = warmup
+        self._since_start = 0
+        self._steps = 0
+        self._newest: int | None = None
+        self._counted: list[Step] = []  # the newest of them
+        self._counted_ever = 0
+        self._reading: Reading | None = None
+        self._times: list[dict[str, float]] = []  # what each component took in each of them, as it is read
+        self._placed: CurrentPlacement | None = None
+        self.cluster: Cluster | None = None  # that the configuration states
+        self._asynchronous: tuple[str | None] | None = None  # the mode; None: the configuration was not asked yet
+        self._glanced: tuple[str, ...] = ()  # the components of which it was asked where they are
+        self._missing: tuple[str, ...] = ()  # components without which nothing can be weighed yet
+        self._unplanned: str | None = None  # why no plan can be weighed
+        self._carried_out: Advice | None = None  # by the user's command; the next start of the run has it
+        self.given: dict[tuple[str, ...], int] = {}  # overrides that were advised ever, and the step
+        self._first: list[Step] | None = None  # of a new placement: what its timers mean is not settled yet
+
+    # ---- steps -----------------------------------------------------------------------------------------------------
+
+    def take(self, step: Step) -> list[News]:
+        """Count a step."""
+        news: list[News] = []
+        if step.restart:
+            news.append(self._restarted(step))
+        self._steps += 1
+        self._since_start += 1
+        self._newest = step.number
+        if self._since_start <= self.warmup:
+            return news
+        self._counted.append(step)
+        del self._counted[:-KEPT_STEPS]
+        self._counted_ever += 1
+        if self._reading is not None and (self.adviser is not None or self._unplanned is not None):
+            self._times.append(self._reading.seconds(step))
+            del self._times[:-KEPT_STEPS]
+            return news + (self._weigh(step) if self._first is None else self._settle(step))
+        base = self._counted[-self.rules.least_iterations :]
+        self._read_so(self._glance(base))  # for the eye, until there are enough of them
+        return news + (self._begin(base) if len(base) == self.rules.least_iterations else [])
+
+    def end(self) -> list[News]:
+        """No more steps will come: what there is has to do."""
+        if self._steps and not self._counted:
+            raise InputError(
+                f"all {self._steps} steps are warm-up (the first {self.warmup} after every start)",
+                hint="let the run go on for 10 steps or so, or give --warmup 0",
+            )
+        if not self._counted or self.adviser is not None or self._unplanned is not None:
+            return []
+        base = self._counted[-self.rules.least_iterations :]
+        self._missing = self._lacking(base)
+        if self._missing:
+            self._unplanned = f"{', '.join(self._missing)} is not in the log, and {self.framework.name} trains with it"
+            return []
+        return self._begin(base)
+
+    def carried_out(self, advice: Advice) -> None:
+        """The user's command has put advice in place: the next start of the run has it."""
+        self._carried_out = advice
+
+    def _restarted(self, step: Step) -> News:
+        self._since_start = 0
+        taken = self._carried_out if self.adviser is not None else None
+        if taken is not None and self.adviser is not None:
+            self.adviser.taken(taken)
+            self._first = []
+            said = f"the run was started anew, with the plan that was advised: {self.adviser.plan.describe()}"
+        else:
+            said = "the run was started anew; if with another placement, start this command anew with it"
+        self._carried_out = None
+        return News("restarted", step.number, said, taken)
+
+    def _settle(self, step: Step) -> list[News]:
+        """A step under a placement that was advised: there, times may be waits that were none before."""
+        assert self._first is not None
+        assert self.adviser is not None
+        self._first.append(step)
+        if len(self._first) < self.rules.least_iterations:
+            return []
+        base, self._first = self._first, None
+        shared = len(self.adviser.plan.groups) == 1
+        facts = RunFacts(asynchronous=self._mode(), shared=shared)
+        self._read_so(reading_of(self.framework, base, facts))
+        return [news for one in base for news in self._weigh(one)]
+
+    def _read_so(self, reading: Reading) -> None:
+        self._reading = reading
+        self._times = [reading.seconds(step) for step in self._counted]
+
+    def _lacking(self, base: Sequence[Step]) -> tuple[str, ...]:
+        """What a run of this framework cannot train without, and is neither in most of these steps nor profiled."""
+        assert self._reading is not None
+        told = [set(self._reading.seconds(step)) for step in base]
+        known = {one.name for one in self._profile.components} if self._profile else set()
+        needed = (name for name in REQUIRED[self.framework.name] if name not in known)
+        return tuple(name for name in needed if 2 * sum(name in one for one in told) < len(told))
+
+    def _glance(self, base: Sequence[Step]) -> Reading:
+        """What the timers mean, as far as the first steps and the configuration tell."""
+        facts = RunFacts(asynchronous=self._mode())
+        names = tuple(reading_of(self.framework, base, facts).seconds(_union(base)))
+        if names != self._glanced:
+            self._glanced = names
+            # What it does not say is an error once there are enough steps: more components may have come by then.
+            with contextlib.suppress(InputError):
+                self._placed, self.cluster = self.config.placement(names)
+        shared = self._placed is not None and len(set(self._placed.ranks.values())) == 1
+        return reading_of(self.framework, base, replace(facts, shared=shared))
+
+    def _mode(self) -> str | None:
+        if self._asynchronous is None:
+            self._asynchronous = (self.config.asynchronous(),)
+        return self._asynchronous[0]
+
+    def _begin(self, base: Sequence[Step]) -> list[News]:
+        """Enough steps count: what do the timers mean, what does everything cost, where is it?"""
+        self._missing = self._lacking(base)
+        if self._missing:
+            return []
+        facts = RunFacts(asynchronous=self._mode())
+        names = reading_of(self.framework, base, facts).seconds(_union(base))
+        known = {one.name for one in self._profile.components} if self._profile else set()
+        self._placed, self.cluster = placed, _ = self.config.placement(dict.fromkeys([*names, *known]))
+        gpus = {name: len(ranks) for name, ranks in placed.ranks.items()}
+        shared = len({placed.ranks[name] for name in gpus}) == 1
+        reading = reading_of(self.framework, base, replace(facts, shared=shared))
+        self._read_so(reading)
+        costs = profile_of(reading, base, gpus)
+        profile = _joined(self._profile, costs)
+        missing = [name for name in gpus if profile.component(name) is None]
+        if missing:
+            why = reading.waits.get(missing[0], "it is not in the log")
+            hint = "give --profile with the costs of a synchronous run"
+            self._unplanned = f"what {', '.join(missing)} costs is not known ({why}); {hint}"
+            return []
+        self.adviser = Adviser(self.config.load(profile), self.rules)
+        return [news for step in base for news in self._weigh(step)]
+
+    def _weigh(self, step: Step) -> list[News]:
+        adviser, reading = self.adviser, self._reading
+        if adviser is None or reading is None:
+            return []
+        before = adviser.advice
+        adviser.take(step.number, reading.costs(step), reading.total(step))
+        after = adviser.advice
+        if after is not None and (before is None or before.overrides != after.overrides):
+            first = self.given.setdefault(after.overrides, step.number)
+            if first != step.number:
+                return [News("stands again", step.number, f"that of step {first}: {after.reason.sentence}", after)]
+            what = "advised" if before is None else "changed"
+            return [News(what, step.number, after.reason.sentence, after)]
+        if before is not None and after is None:
+            return [News("withdrawn", step.number, adviser.reason.sentence)]
+        return []
+
+    def anew(self, overrides: Sequence[str]) -> Advising:
+        """The same run, of which nothing was read yet and which was started with these overrides besides."""
+        config = replace(self.config, overrides=(*self.config.overrides, *overrides))
+        again = Advising(self.framework, config, self._profile, self.rules, self.warmup)
+        again.given.update(self.given)
+        return again
+
+    @property
+    def reading(self) -> Reading | None:
+        """What the timers mean, once a step counts."""
+        return self._reading
+
+    @property
+    def groups(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
+        """Components that are on the same GPUs, and those GPUs; empty where that is not known yet."""
+        known = self._placed.ranks if self._placed else {}
+        ranks = {name: tuple(known[name]) for name in [*self.framework.parts, *known] if name in known}
+        if self.adviser is not None:
+            ranks = {name: tuple(group.gpus) for group in self.adviser.plan.groups for name in group.components}
+        on: dict[int, list[str]] = {}
+        for name, gpus in ranks.items():
+            for gpu in gpus:
+                on.setdefault(gpu, []).append(name)
+        found: dict[tuple[str, ...], list[int]] = {}
+        for gpu in sorted(on):
+            found.setdefault(tuple(on[gpu]), []).append(gpu)
+        first = {name: position for position, name in enumerate(ranks)}
+        return tuple((names, tuple(found[names])) for names in sorted(found, key=lambda names: first[names[0]]))
+
+    @property
+    def counted(self) -> Sequence[Step]:
+        """The newest steps that count."""
+        return self._counted
+
+    def seconds(self, step: Step) -> dict[str, float]:
+        """What each component took in a step, waits among it."""
+        return self._reading.seconds(step) if self._reading is not None else {}
+
+    # ---- what is shown ---------------------------------------------------------------------------------------------
+
+    def picture(self, notes: Sequence[str] = ()) -> Picture:
+        """What is known now."""
+        reading = self._reading
+        counted = self._counted if reading is not None else []
+        newest = counted[-self.rules.window :]
+        totals = [total for step in newest if reading and (total := reading.total(step)) is not None]
+        step_s = statistics.median(totals) if totals else None
+        parts = self._parts(step_s)
+        sharing = self._sharing(parts, step_s)
+        lengths = [one for step in counted if reading and (one := reading.length(step))]
+        told = sum(part.seconds for part in parts)
+        if step_s is not None and told > step_s:  # waits that overlap with what they wait for
+            told = sum(part.seconds for part in parts if part.wait is None)
+        return Picture(
+            framework=self.framework.name,
+            steps=self._steps,
+            counted=self._counted_ever,
+            newest=self._newest,
+            step_s=step_s,
+            parts=parts,
+            other_s=None if step_s is None or told > step_s else step_s - told,
+            length=statistics.median(lengths[-self.rules.window :]) if lengths else None,
+            length_drift=measured.drift(lengths) if lengths else None,
+            sharing=sharing,
+            idle=_idle(sharing),
+            reason=self._reason(),
+            advice=self.adviser.advice if self.adviser else None,
+            notes=(*(self.adviser.loaded.assumptions if self.adviser else ()), *notes),
+        )
+
+    def _reason(self) -> Reason:
+        if self._unplanned is not None:
+            return Reason(Code.load_unknown, self._unplanned)
+        if self.adviser is not None:
+            return self.adviser.reason
+        if self._missing:
+            return Reason(Code.too_few, f"{', '.join(self._missing)} is not in the log yet")
+        needed = self.rules.least_iterations
+        return Reason(Code.too_few, f"{self._counted_ever} of {needed} steps are measured that tell costs")
+
+    def _parts(self, step_s: float | None) -> tuple[Part, ...]:
+        reading = self._reading
+        if reading is None:
+            return ()
+        series: dict[str, list[float]] = {}
+        for times in self._times:
+            for name, seconds in times.items():
+                series.setdefault(name, []).append(seconds)
+        drifted = self.adviser.drifted() if self.adviser else ()
+        parts = []
+        for name, values in series.items():
+            some = values[-self.rules.window :]
+            middle = statistics.median(some)
+            if middle <= 0:
+                continue
+            parts.append(
+                Part(
+                    name=name,
+                    gpus=self.gpus(name),
+                    seconds=middle,
+                    share=middle / step_s if step_s else None,
+                    spread=measured.spread(some),
+                    drift=measured.drift(values),
+                    wait=reading.waits.get(name),
+                    drifted=name in drifted,
+                )
+            )
+        return tuple(parts)
+
+    def gpus(self, name: str) -> int | None:
+        """How many GPUs a component has; 0: it is on CPUs; None: not known yet."""
+        if self._placed is None:
+            return None
+        ranks = dict(self._placed.ranks)
+        if self.adviser is not None:
+            ranks = {one.name: one.gpus for one in self.adviser.plan.components}
+        if name == WEIGHT_SYNC:
+            return len({rank for gpus in ranks.values() for rank in gpus})
+        return len(ranks.get(name, ()))
+
+    def _sharing(self, parts: Sequence[Part], step_s: float | None) -> tuple[Sharing, ...]:
+        """Who is on the same GPUs, and how long they compute."""
+        told = {part.name: part for part in parts}
+        found = []
+        for names, gpus in self.groups:
+            mine = [told[name] for name in names if name in told]
+            known = step_s is not None and len(mine) == len(names) and not any(part.wait for part in mine)
+            busy = min(1.0, sum(part.seconds for part in mine) / step_s) if known and step_s else None
+            found.append(Sharing(names, len(gpus), busy))
+        return tuple(found)
+
+
+def _union(steps: Sequence[Step]) -> Step:
+    """A step with everything that any of them logs."""
+    return Step(0, {name: value for step in steps for name, value in step.values.items()})
+
+
+def _joined(profile: Profile | None, costs: Profile) -> Profile:
+    """The profile's curves, and the log's own costs of what it does not hold."""
+    if profile is None:
+        return costs
+    known = {one.name for one in profile.components}
+    return replace(profile, components=(*profile.components, *(c for c in costs.components if c.name not in known)))
+
+
+def _idle(sharing: Sequence[Sharing]) -> float | None:
+    """The share of all GPU time in which GPUs of the run do nothing, where the log tells."""
+    gpus = sum(one.gpus for one in sharing)
+    if not gpus or any(one.busy is None for one in sharing):
+        return None
+    return 1 - sum(one.gpus * (one.busy or 0.0) for one in sharing) / gpus

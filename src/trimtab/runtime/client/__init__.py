@@ -1,0 +1,1 @@
+"""A client's session with the controller, and its tasks."""

@@ -1,0 +1,150 @@
+"""What a client wants to run, packed: a class, its arguments, and whether a warm host can serve it.
+
+Everything that can be known before anything is sent is checked here: that the class and its arguments can be pickled,
+that the entry method exists, that Ray's options are ones a pool leaves to the user.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trimtab.core.errors import InputError, nearest
+from trimtab.runtime.workers import environments, slot_view
+from trimtab.runtime.workers.task_workers import Payload
+
+_DECIDED_BY_RESOURCES = ("memory", "resources")
+_DECIDED_BY_POOLS = ("scheduling_strategy", "placement_group", "placement_group_bundle_index", "get_if_exists")
+_SERVED_ANYWAY = (  # detached is what everything is
+    "namespace", "lifetime", "runtime_env", "placement_group_capture_child_tasks",
+)  # fmt: skip
+
+
+def packed(
+    kind: Any,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    run: str | None = None,
+    run_args: Sequence[Any] = (),
+    run_kwargs: Mapping[str, Any] | None = None,
+    ray_options: Mapping[str, Any] | None = None,
+    plain: bool = False,
+    namespace: str = "",
+    runtime_env: str = "",
+    where: str = "the task",
+) -> Payload:
+    """The payload of a task; InputError where it could never run. `runtime_env` is the client's own, as JSON."""
+    options = _checked_options(dict(ray_options or {}), where)
+    user_class = class_of(kind, where)
+    if run is not None and not callable(getattr(user_class, run, None)):
+        near = nearest(run, [name for name in dir(user_class) if not name.startswith("_")])
+        raise InputError(
+            f"{user_class.__name__} has no method {run}", where=where, hint=f"did you mean {near}?" if near else None
+        )
+    why = why_plain(kind, user_class, options, plain)
+    asked = options.pop("runtime_env", None) or getattr(kind, "_default_options", {}).get("runtime_env")
+    environment = environments.overridden(runtime_env, asked)
+    if why is not None:
+        environment = _with_own_paths(environment)
+    return Payload(
+        actor=_pickled((kind, tuple(args), dict(kwargs or {})), f"{user_class.__name__} with its arguments", where),
+        entry=run,
+        entry_args=_pickled((tuple(run_args), dict(run_kwargs or {})), f"the arguments of {run}", where)
+        if run
+        else None,
+        ray_options=options,
+        plain=why,
+        namespace=str(options.get("namespace") or namespace),
+        sys_path=own_paths(),
+        runtime_env=environments.text_of(environment),
+    )
+
+
+def class_of(kind: Any, where: str = "the task") -> type:
+    """The user's own class, also of one that Ray has decorated."""
+    if inspect.isclass(kind):
+        return kind
+    decorated = getattr(getattr(kind, "__ray_metadata__", None), "modified_class", None)
+    if inspect.isclass(decorated):
+        return decorated
+    raise InputError(f"a task runs a class, not {kind!r}", where=where)
+
+
+def why_plain(kind: Any, user_class: type, options: Mapping[str, Any], asked: bool) -> str | None:
+    """Why a warm host cannot serve it, as a sentence; None where it can."""
+    if asked:
+        return "a plain actor was asked for"
+    if not inspect.isclass(kind):
+        return "its class is decorated with ray.remote"
+    beyond = sorted(name for name in options if name not in _SERVED_ANYWAY)
+    if beyond:
+        return f"a warm host cannot honour these Ray options: {', '.join(beyond)}"
+    if not slot_view.supported():
+        return "this version of Ray does not let a warm host show its slot"
+    waits = sorted(name for name, member in inspect.getmembers(user_class) if _is_async(member))
+    if waits:
+        return f"it has async methods: {', '.join(waits[:3])}"
+    return None
+
+
+def pickled_handlers(preserver: Any, restorer: Any, where: str) -> bytes:
+    """State handlers of a pool, pickled."""
+    if not callable(preserver) or not callable(restorer):
+        raise InputError("state handlers are two functions: preserver(actor), restorer(actor, state)", where=where)
+    return _pickled((preserver, restorer), "the state handlers", where)
+
+
+def own_paths() -> tuple[str, ...]:
+    """Where this process finds modules besides what Python and its packages bring."""
+    brought = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    brought += [*site.getsitepackages(), site.getusersitepackages()]
+    found = [os.path.abspath(path) for path in sys.path]
+    return tuple(dict.fromkeys(path for path in found if os.path.isdir(path) and not path.startswith(tuple(brought))))
+
+
+def _with_own_paths(environment: dict[str, Any]) -> dict[str, Any]:
+    """The runtime environment of a plain actor, which unpacks its class before anybody could tell it where to look."""
+    paths = os.pathsep.join(own_paths())
+    if not paths:
+        return environment
+    variables = dict(environment.get("env_vars") or {})
+    variables["PYTHONPATH"] = os.pathsep.join((variables.get("PYTHONPATH", "${PYTHONPATH}"), paths))
+    return {**environment, "env_vars": variables}
+
+
+def _is_async(member: Any) -> bool:
+    return inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member)
+
+
+def _checked_options(options: dict[str, Any], where: str) -> dict[str, Any]:
+    for name, value in options.items():
+        if name in _DECIDED_BY_RESOURCES:
+            raise InputError(f"ray_options: {name} is not to be given", where=where, hint="`resources` says it")
+        if name in _DECIDED_BY_POOLS:
+            raise InputError(f"ray_options: {name} is not to be given", where=where, hint="the pool decides it")
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            raise InputError(f"ray_options: {name} must be plain data, not {value!r}", where=where) from None
+    return options
+
+
+def _pickled(value: Any, what: str, where: str) -> bytes:
+    from ray import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception as fault:
+        said = str(fault).strip().splitlines()
+        raise InputError(
+            f"{what} cannot be pickled: {said[0] if said else type(fault).__name__}",
+            where=where,
+            hint="open files, sockets, locks and the like are to be made in the constructor",
+        ) from None

@@ -1,0 +1,441 @@
+"""The native way to use pools from Python: connect, have a pool, submit, call, wait, look.
+
+    with trimtab.connect() as session:
+        pool = session.pool("train", quota={"cpu": 6, "gpu": 8})
+        task = pool.submit(Trainer, resources={"cpu": 1, "gpu": 1}, priority=9.0)
+        task.call("step", 3)
+
+A session is one client of a controller, which lives on in the cluster when the session closes. Every wait has a
+deadline; what waits too long says why it waits. Errors are those of `trimtab.core.errors` and `task_errors`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from trimtab.core.errors import InputError, TrimtabError, UnreachableError, nearest
+from trimtab.core.resources import Resources
+from trimtab.machines.pool.events import PoolDrained, PoolDropped, QuotaSet
+from trimtab.model.nodes import NodeView
+from trimtab.model.pool import (
+    Aggressiveness,
+    Explanation,
+    Policy,
+    PoolSpec,
+    TaskSpec,
+    labels_of,
+    rules_of,
+    strategy_of,
+)
+from trimtab.runtime.client.connection import ControllerLink, RayLink
+from trimtab.runtime.client.packing import class_of, own_paths, packed, pickled_handlers
+from trimtab.runtime.client.task import Task
+from trimtab.runtime.controller.executor import write_payload
+from trimtab.runtime.controller.leases import LEASE_S, this_process
+from trimtab.runtime.controller.rpc import TaskSeen
+from trimtab.runtime.procs.background import Background, RestartPolicy
+from trimtab.runtime.workers import environments
+
+log = logging.getLogger("trimtab")
+
+RENEW_EVERY_S = 2.0
+SUBMIT_S = 300.0  # what is sent may be large
+
+Amounts = Mapping[str, float]
+
+
+def connect(
+    address: str | None = None,
+    name: str = "trimtab",
+    journal_dir: str | None = None,
+    state_dir: str | None = None,
+    *,
+    cpus: int | None = None,
+    metrics_port: int | None = None,
+    timeout: float = 120.0,
+    lease_s: float = LEASE_S,
+    reconcile_s: float | None = None,
+) -> Session:
+    """Connect to the controller `name` of a Ray cluster, and make it where there is none.
+
+    The cluster is the one this process is connected to, else `address`, else RAY_ADDRESS, else one that runs on this
+    machine, else a local Ray of `cpus` logical CPUs that ends with the session ("local" asks for that one);
+    `session.how` says which it is and why. `journal_dir` is where the controller keeps its journal (on the head node;
+    without it, among the cluster's own files, so that it lives as long as the cluster). With `state_dir`, a directory
+    that every node sees, tasks save their state there themselves. `metrics_port` is for the exporter of a local Ray.
+    `lease_s`: what was submitted with `ends_with_me` ends when nothing was heard of this process for so long, unless
+    its node sees that it is alive; at once where its node sees that it is dead. `reconcile_s` is how often a controller
+    that is made looks for instructions that were lost (30).
+    """
+    if reconcile_s is not None and not reconcile_s > 0:
+        raise InputError(f"reconcile_s must be more than 0, not {reconcile_s:g}")
+    if not lease_s > 0:
+        raise InputError(f"lease_s must be more than 0, not {lease_s:g}", hint=f"the default is {LEASE_S:g} seconds")
+    link = RayLink(address, cpus=cpus, metrics_port=metrics_port)
+    try:
+        found = ControllerLink(link.ray, name, journal_dir, state_dir, timeout, reconcile_s=reconcile_s)
+        return Session(link, found, lease_s)
+    except BaseException:
+        link.close()
+        raise
+
+
+class Session:
+    """One client of a controller. `how` says which Ray it is on and why."""
+
+    def __init__(self, link: RayLink, controller: ControllerLink, lease_s: float = LEASE_S) -> None:
+        self._link = link
+        self._controller = controller
+        self._ray = link.ray
+        self.how = link.how
+        self.name = controller.name
+        self.client = f"{uuid.uuid4().hex[:12]}"
+        self.ask = controller.ask
+        self._closed = threading.Event()
+        self._lease_s = lease_s
+        self._renew_every_s = min(RENEW_EVERY_S, lease_s / 12)
+        self._renewer: threading.Thread | None = None
+        self._renewed = threading.Event()  # once
+        self._lease_fault = ""  # why the lease was not renewed the last time
+        self._background = Background()
+        for note in controller.facts["notes"]:
+            log.warning("%s", note)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def preemption(
+        self,
+        *,
+        same_pool: bool = True,
+        label_rules: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
+        aggressiveness: str | Aggressiveness = Aggressiveness.medium,
+        same_pool_gap: float | None = None,
+        label_gap: float | None = None,
+        cross_pool: bool = False,
+        cross_pool_gap: float = 5.0,
+        protected_pools: Sequence[str] = (),
+        cancel_timeout_s: float = 5.0,
+        save_timeout_s: float = 60.0,
+        min_runtime_s: float = 0.0,
+        budget: int | None = None,
+        budget_window_s: float = 60.0,
+    ) -> Policy:
+        """From now on, this decides who may evict whom. `aggressiveness` sets the gaps that are not given."""
+        try:
+            level = Aggressiveness(aggressiveness)
+        except ValueError:
+            words = ", ".join(one.value for one in Aggressiveness)
+            raise InputError(f"{aggressiveness!r} is no aggressiveness", hint=f"one of {words}") from None
+        policy = Policy(
+            same_pool=same_pool,
+            same_pool_gap=level.same_pool_gap if same_pool_gap is None else same_pool_gap,
+            label_rules=rules_of(label_rules),
+            label_gap=level.label_gap if label_gap is None else label_gap,
+            cross_pool=cross_pool,
+            cross_pool_gap=cross_pool_gap,
+            protected_pools=tuple(protected_pools),
+            cancel_timeout_s=cancel_timeout_s,
+            save_timeout_s=save_timeout_s,
+            min_runtime_s=min_runtime_s,
+            budget=budget,
+            budget_window_s=budget_window_s,
+        )
+        for warning in self.ask("set_policy", policy):
+            log.warning("%s", warning)
+        return policy
+
+    def pool(
+        self,
+        name: str,
+        quota: Amounts | None = None,
+        *,
+        reserved: Sequence[Amounts] = (),
+        reserved_priority: float = 8.0,
+        dynamic: bool = True,
+        dynamic_limit: int | None = None,
+        reuse: bool = True,
+        borrow: bool = False,
+        return_preempts: bool = False,
+        warm_hosts: int = 0,
+        warm_each: int = 0,
+        preload: Sequence[str] = (),
+        labels: Mapping[str, str] | None = None,
+        strategy: str = "STRICT_PACK",
+        wait_s: float = 3600.0,
+        patience_s: float = 60.0,
+        patience_runs: float = 20.0,
+        ends_with_me: bool = False,
+    ) -> Pool:
+        """The pool of this name: with a quota it is made (or is there with the same settings), without one it must be.
+
+        Memory is in bytes. `reserved` slots are for tasks of `reserved_priority` and above; `borrow` lets others use
+        them while they are idle. `warm_hosts` processes are kept ready on all nodes together, and `warm_each` on every
+        one, which have imported `preload` and have the runtime environment of the client that asked last.
+        `ends_with_me` drops the pool, and what is in it, when this client goes.
+        """
+        if quota is None:
+            return Pool(self, self.ask("pool", name))
+        where = f"pool {name}"
+        spec = PoolSpec(
+            name=name,
+            quota=Resources.of(quota, where=where),
+            labels=labels_of(labels, where),
+            strategy=strategy_of(strategy, where),
+            reserved=tuple(Resources.of(one, where=where) for one in reserved),
+            reserved_priority=reserved_priority,
+            dynamic=dynamic,
+            dynamic_limit=dynamic_limit,
+            reuse=reuse,
+            borrow=borrow,
+            return_preempts=return_preempts,
+            target_hosts=warm_hosts,
+            hosts_each=warm_each,
+            preload=tuple(preload),
+            wait_s=wait_s,
+            patience_s=patience_s,
+            patience_runs=patience_runs,
+            client=self.client if ends_with_me else None,
+        )
+        self.ask("ensure_pool", spec, environments.of_this_process(self._ray), own_paths())
+        if ends_with_me:
+            self._live_with()
+        return Pool(self, spec)
+
+    def task(self, id: str) -> Task:
+        """The task of this id, whoever submitted it."""
+        self.ask("see", id)
+        return Task(self, id)
+
+    def tasks(self, pool: str | None = None) -> list[TaskSeen]:
+        """What the controller remembers of all tasks, or of those of one pool."""
+        seen: list[TaskSeen] = self.ask("tasks", pool)
+        return seen
+
+    def status(self) -> dict[str, Any]:
+        """How everything stands, as plain data: nodes, pools, tasks by state, warm hosts, the journal, faults."""
+        status: dict[str, Any] = self.ask("status")
+        return {**status, "how": self.how}
+
+    def explain(self, id: str) -> Explanation:
+        """Why a task is where it is."""
+        explanation: Explanation = self.ask("explain", id)
+        return explanation
+
+    def would_evict(
+        self, pool: str, resources: Amounts | Sequence[Amounts], *, priority: float = 5.0, **settings: Any
+    ) -> Any:
+        """Who would be evicted if this were submitted now, and why; a dry run. Settings are those of `Pool.submit`."""
+        return self.ask("would_evict", _task_spec(None, pool, resources, priority=priority, **settings))
+
+    def drain_node(self, node: str, deadline_s: float | None = None, cause: str = "asked by hand") -> NodeView:
+        """Have a node emptied by a deadline (None: when it can): its id, the beginning of it, its name or address.
+
+        What is there is told, saved and started elsewhere in time; Ray is told, too, and there is no way back.
+        """
+        view: NodeView = self.ask("drain_node", node, deadline_s, cause)
+        return view
+
+    def close(self) -> None:
+        """Leave. The controller and its tasks stay, but for tasks that were to end with this client.
+
+        A local Ray that was started for this session ends, and with it everything that ran there.
+        """
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._background.stop()
+        if self._renewer is not None:
+            self._renewer.join(timeout=5)
+            with contextlib.suppress(TrimtabError):
+                self.ask("leave", self.client)
+        if self._link.embedded:
+            self._end_controller()
+        self._link.close()
+
+    def shutdown(self, timeout: float = 60.0) -> None:
+        """End the controller with everything it holds: tasks, slots, processes. Nothing is left behind."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._background.stop()
+            self._end_controller(timeout)
+            self._link.close()
+
+    def _end_controller(self, timeout: float = 60.0) -> None:
+        try:
+            self.ask("shutdown", True, timeout / 2, timeout_s=timeout)
+        except TrimtabError as fault:
+            log.warning("the controller did not end in order: %s", fault.what)
+        self._controller.end()
+
+    def _live_with(self) -> None:
+        """Tell the controller now, and again and again, that this client is alive."""
+        if self._renewer is None:
+            self._process = this_process(self._ray)
+            policy = RestartPolicy(None, backoff_s=self._renew_every_s, max_backoff_s=self._renew_every_s)
+            self._renewer = self._background.start_thread("lease", self._renew_often, policy=policy)
+            self._renewed.wait(RENEW_EVERY_S)  # so that what the caller does next, however long, finds it known
+
+    def _renew_often(self) -> None:
+        while True:
+            self._renew()
+            self._renewed.set()
+            if self._closed.wait(self._renew_every_s):
+                return
+
+    def _renew(self) -> None:
+        fault = ""
+        try:
+            timeout_s = max(2 * RENEW_EVERY_S, self._lease_s / 6)
+            if not self.ask("renew", self.client, self._lease_s, self._process, timeout_s=timeout_s):
+                fault = "the controller has given this client up, and ended what was to end with it"
+        except UnreachableError as error:
+            fault = error.what
+        if fault and fault != self._lease_fault:
+            log.warning("the lease of this client was not renewed: %s", fault)
+        self._lease_fault = fault
+
+
+class Pool:
+    """A pool as a client sees it. `spec` says what it is."""
+
+    def __init__(self, session: Session, spec: PoolSpec) -> None:
+        self._session = session
+        self.spec = spec
+        self.name = spec.name
+
+    def submit(
+        self,
+        kind: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        resources: Amounts | Sequence[Amounts],
+        id: str | None = None,
+        priority: float = 5.0,
+        labels: Mapping[str, str] | None = None,
+        run: str | None = None,
+        run_args: Sequence[Any] = (),
+        run_kwargs: Mapping[str, Any] | None = None,
+        ray_options: Mapping[str, Any] | None = None,
+        plain: bool = False,
+        ends_with_me: bool = False,
+        **settings: Any,
+    ) -> Task:
+        """Have an object of class `kind` made in this pool; a list of `resources` makes a gang, one object each.
+
+        With `run`, that method is called once it is made, and what it returns is the task's result; without, the task
+        is there to be called until it is completed or cancelled. A warm host serves it unless it is decorated by Ray,
+        has async methods, brings `ray_options` that only an actor can honour, or `plain` asks for an actor.
+        Actors that it makes itself without saying where are in its slot, and end with it. `ends_with_me` cancels it
+        when this client goes. Further settings are fields of `TaskSpec`: estimate_s, preemptible, strategy, wait_s,
+        restarts, saves, notice_s, awaits_node, may_evict, over_quota_waits, shares, residual, room, start_timeout_s,
+        one_process (a list of resources is for one object and the actors that it makes).
+        """
+        session = self._session
+        user_class = class_of(kind)
+        id = id or f"{user_class.__name__.lower()}-{uuid.uuid4().hex[:8]}"
+        options = dict(ray_options or {})
+        settings.setdefault("restarts", int(options.get("max_restarts") or 0))
+        settings.setdefault("saves", callable(getattr(user_class, "save", None)))
+        if ends_with_me:
+            settings["client"] = session.client
+        spec = _task_spec(id, self.name, resources, priority=priority, labels=labels, **settings)
+        for option, name in (("num_cpus", "cpu"), ("num_gpus", "gpu")):
+            has = min(bundle.floats().get(name, 0.0) for bundle in spec.bundles[: spec.processes])
+            if options.get(option, 0) > has:
+                raise InputError(
+                    f"ray_options: {option} is {options[option]}, but its resources have {has:g} {name}",
+                    where=f"task {id}",
+                    hint="it is what the actor itself takes of its slot; the rest is for actors that it makes",
+                )
+        payload = packed(
+            kind,
+            args,
+            kwargs,
+            run=run,
+            run_args=run_args,
+            run_kwargs=run_kwargs,
+            ray_options=options,
+            plain=plain,
+            namespace=session._ray.get_runtime_context().namespace,
+            runtime_env=environments.of_this_process(session._ray),
+            where=f"task {id}",
+        )
+        session.ask("submit", spec, write_payload(payload, uuid.uuid4().hex), timeout_s=SUBMIT_S)
+        if ends_with_me:
+            session._live_with()
+        return Task(session, id)
+
+    def state_handlers(self, preserver: Callable[[Any], Any], restorer: Callable[[Any, Any], None]) -> None:
+        """For tasks that do not save: `preserver(actor)` gives their state, `restorer(actor, state)` takes it back."""
+        handlers = pickled_handlers(preserver, restorer, f"pool {self.name}")
+        self._session.ask("set_state_handlers", self.name, handlers)
+
+    def tasks(self) -> list[TaskSeen]:
+        """What the controller remembers of its tasks."""
+        return self._session.tasks(self.name)
+
+    def set_quota(self, quota: Amounts) -> None:
+        """Let it use so much from now on. What runs over a smaller quota goes on; nothing new starts until it fits."""
+        resources = Resources.of(quota, where=f"pool {self.name}")
+        self._session.ask("ask", QuotaSet(self.name, resources))
+        self.spec = replace(self.spec, quota=resources)
+
+    def drain(self, on: bool = True) -> None:
+        """Take nothing new, or with `on` false take again."""
+        self._session.ask("ask", PoolDrained(self.name, on))
+
+    def drop(self) -> None:
+        """End the pool: its tasks are cancelled and its slots removed."""
+        self._session.ask("ask", PoolDropped(self.name))
+
+    def __repr__(self) -> str:
+        return f"Pool({self.name!r}, quota={self.spec.quota})"
+
+
+def _task_spec(
+    id: str | None,
+    pool: str,
+    resources: Amounts | Sequence[Amounts],
+    *,
+    priority: float = 5.0,
+    labels: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> TaskSpec:
+    where = f"task {id}"
+    for name in settings:
+        if name not in TaskSpec.__dataclass_fields__:
+            near = nearest(name, TaskSpec.__dataclass_fields__)
+            raise InputError(
+                f"{name} is no setting of a task", where=where, hint=f"did you mean {near}?" if near else None
+            )
+    for name in ("residual", "room"):
+        if name in settings:
+            settings[name] = _bundles(settings[name], where)
+    if isinstance(settings.get("strategy"), str):
+        settings["strategy"] = strategy_of(settings["strategy"], where)
+    return TaskSpec(
+        id=id or f"asked-{uuid.uuid4().hex[:8]}",
+        pool=pool,
+        bundles=_bundles(resources, where),
+        priority=priority,
+        labels=labels_of(labels, where),
+        **settings,
+    )
+
+
+def _bundles(resources: Any, where: str) -> tuple[Resources, ...]:
+    several = [resources] if isinstance(resources, Mapping) else list(resources)
+    if not all(isinstance(one, Mapping) for one in several):
+        raise InputError("resources are {name: amount}, or a list of those for a gang", where=where)
+    return tuple(Resources.of(one, where=where) for one in several)

@@ -1,0 +1,269 @@
+"""A task in a client's hands: look at it, wait for it, call it, end it.
+
+Calls go straight to the task's processes; everything else is asked of the controller. Every wait has a deadline, and
+what takes too long says why. Any number of clients may hold the same task.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from trimtab.core.errors import InputError, TrimtabError, nearest
+from trimtab.machines.pool.events import CancelAsked, CompleteAsked, EvictAsked, TurnAsked
+from trimtab.model.pool import ENDED, Explanation, State
+from trimtab.runtime.client.task_errors import (
+    TaskCancelledError,
+    TaskError,
+    TaskFailedError,
+    TaskInterruptedError,
+    TaskTimeoutError,
+)
+from trimtab.runtime.controller.rpc import TaskSeen
+from trimtab.runtime.store.blobs import unpack
+from trimtab.runtime.workers.task_workers import Member
+
+if TYPE_CHECKING:
+    from trimtab.runtime.client.session import Session
+
+WAIT_AT_ONCE_S = 60.0  # one call waits so long at most, so that a controller that hangs is noticed
+NEWS_S = 5.0  # for the controller to hear of a death that a caller has seen
+DEFAULT_TIMEOUT_S = 3600.0
+
+
+class Task:
+    """A task as a client sees it; any number of clients may look at the same one."""
+
+    def __init__(self, session: Session, id: str) -> None:
+        self._session = session
+        self._handles: dict[Member, Any] = {}
+        self._seen: TaskSeen | None = None  # as `begin` saw it
+        self._methods: dict[tuple[Member, str, int], Any] = {}  # of members, with their options: made once
+        self.id = id
+
+    # ---- looking
+
+    @property
+    def seen(self) -> TaskSeen:
+        """What the controller says of it now."""
+        seen: TaskSeen = self._session.ask("see", self.id)
+        return seen
+
+    @property
+    def state(self) -> State:
+        """Where it is now."""
+        return self.seen.state
+
+    @property
+    def how(self) -> str:
+        """What it runs in (a warm host, a plain actor), and why."""
+        return self.seen.how
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Its processes, in order of rank; none while it does not run."""
+        return self.seen.members
+
+    def explain(self) -> Explanation:
+        """Why it is where it is."""
+        return self._session.explain(self.id)
+
+    # ---- waiting
+
+    def wait(self, until: str | Collection[str] = "running", timeout: float = DEFAULT_TIMEOUT_S) -> State:
+        """Wait until it is in a state (or one of several; "ended": any end), and give that state.
+
+        Raises TaskTimeoutError with the reason it still waits, and TaskFailedError or TaskCancelledError where it ended
+        in another way. A task that is done counts as one that was running.
+        """
+        wanted = _states(until)
+        seen = self._wait(wanted, timeout)
+        if seen.state in wanted or (seen.state is State.done and State.running in wanted):
+            return seen.state
+        if seen.state in ENDED:
+            raise self._ended_error(seen)
+        words = " or ".join(state.value for state in wanted)
+        raise self._late(f"task {self.id} is not {words} after {timeout:.3g} s, but {seen.state.value}")
+
+    def result(self, timeout: float = DEFAULT_TIMEOUT_S) -> Any:
+        """What the entry method returned (of a gang: a list, by rank), or the error that stands for it."""
+        from ray import cloudpickle
+
+        seen = self._wait(ENDED, timeout)
+        if seen.state not in ENDED:
+            raise self._late(f"task {self.id} has no result after {timeout:.3g} s, for it is {seen.state.value}")
+        if seen.state is not State.done:
+            raise self._ended_error(seen)
+        data = self._session.ask("result", self.id)
+        if data is None:
+            return None
+        values = [cloudpickle.loads(part) for part in unpack(data)[1] if part is not None]
+        return values[0] if len(values) == 1 else values
+
+    def call(
+        self, method: str, *args: Any, rank: int | None = None, timeout: float = DEFAULT_TIMEOUT_S, **kwargs: Any
+    ) -> Any:
+        """Call a method of the object, once it runs; of a gang, that of every member (a list), or of one `rank`.
+
+        What the method raises is raised. TaskInterruptedError: the process ended under the call.
+        """
+        from ray import exceptions
+
+        deadline = time.monotonic() + timeout
+        seen = self._running(deadline, timeout)
+        members = seen.members
+        if rank is not None:
+            if not 0 <= rank < len(members):
+                raise InputError(f"task {self.id} has members 0 to {len(members) - 1}, not {rank}")
+            members = (members[rank],)
+        try:
+            for member, handle in zip(seen.members, seen.handles, strict=False):
+                if handle is not None:
+                    self._handles.setdefault(member, handle)
+            refs = [self._call(member, method, args, kwargs) for member in members]
+            values = self._session._ray.get(refs, timeout=max(0.01, deadline - time.monotonic()))
+        except exceptions.GetTimeoutError:
+            raise self._late(f"{method} of task {self.id} has not returned after {timeout:.3g} s") from None
+        except exceptions.RayActorError as fault:
+            raise self._interrupted(method, seen) from fault
+        return values[0] if len(seen.members) == 1 or rank is not None else values
+
+    def begin(
+        self, method: str, *args: Any, timeout: float = DEFAULT_TIMEOUT_S, returns: int = 1, **kwargs: Any
+    ) -> list[Any]:
+        """Call a method of every member, once it runs, and give Ray's references instead of what they return.
+
+        With several `returns` the method gives a tuple of so many, and there is a list of references for each member.
+        Where the members are is asked once, and again after `interrupted` has looked at a call that broke.
+        """
+        if self._seen is None:
+            self._seen = self._running(time.monotonic() + timeout, timeout)
+            for member, handle in zip(self._seen.members, self._seen.handles, strict=False):
+                if handle is not None:
+                    self._handles.setdefault(member, handle)
+        return [self._call(member, method, args, kwargs, returns) for member in self._seen.members]
+
+    def interrupted(self, method: str) -> TaskInterruptedError:
+        """What became of a call begun by `begin` whose process ended under it."""
+        seen, self._seen = self._seen, None
+        return self._interrupted(method, seen if seen is not None else self.seen)
+
+    # ---- asking
+
+    def cancel(self, keep_slot: bool = True) -> None:
+        """Have it end; it counts as cancelled. Returns at once: `wait("ended")` waits."""
+        self._session.ask("ask", CancelAsked(self.id, keep_slot))
+
+    def complete(self, keep_slot: bool = True) -> None:
+        """Say that its work is done: it is stopped and counts as done. Returns at once."""
+        self._session.ask("ask", CompleteAsked(self.id, keep_slot))
+
+    def evict(self) -> None:
+        """Have it stop now and return later. Returns at once."""
+        self._session.ask("ask", EvictAsked(self.id))
+
+    def take_turn(self) -> None:
+        """Ask for its turn in the slot it shares. Returns at once: `wait("running")` waits."""
+        self._session.ask("ask", TurnAsked(self.id))
+
+    def __repr__(self) -> str:
+        return f"Task({self.id!r})"
+
+    # ---- how it is done
+
+    def _wait(self, states: Collection[State], timeout: float) -> TaskSeen:
+        deadline = time.monotonic() + timeout
+        while True:
+            left_s = deadline - time.monotonic()
+            at_once_s = max(0.0, min(left_s, WAIT_AT_ONCE_S))
+            seen: TaskSeen = self._session.ask("wait", self.id, tuple(states), at_once_s, timeout_s=at_once_s + 30.0)
+            if seen.state in states or seen.state in ENDED or left_s <= at_once_s:
+                return seen
+
+    def _running(self, deadline: float, timeout: float) -> TaskSeen:
+        while True:
+            seen = self._wait((State.running,), max(0.0, deadline - time.monotonic()))
+            if seen.state is State.running and seen.members:
+                return seen
+            if seen.state in ENDED:
+                raise self._ended_error(seen)
+            if time.monotonic() >= deadline:
+                raise self._late(f"task {self.id} does not run after {timeout:.3g} s, but is {seen.state.value}")
+            time.sleep(0.01)
+
+    def _call(
+        self, member: Member, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], returns: int = 1
+    ) -> Any:
+        """Begin a call of one member."""
+        is_host = member.kind == "host"
+        known = self._methods.get((member, method, returns))
+        if known is None:
+            handle = self._handle(member)
+            named = handle.call if is_host else getattr(handle, method)
+            # The name is what Ray's dashboard and task list show.
+            known = named.options(name=f"{self.id}.{method}", num_returns=returns)
+            self._methods = {key: one for key, one in self._methods.items() if key[0].attempt == member.attempt}
+            self._methods[member, method, returns] = known
+        return known.remote(method, *args, **kwargs) if is_host else known.remote(*args, **kwargs)
+
+    def _handle(self, member: Member) -> Any:
+        from ray import exceptions
+
+        handle = self._handles.get(member)
+        if handle is None:
+            try:
+                handle = self._session._ray.get_actor(member.actor, namespace=member.namespace)
+            except ValueError:
+                raise exceptions.RayActorError() from None
+            self._handles = {known: one for known, one in self._handles.items() if known.attempt == member.attempt}
+            self._handles[member] = handle
+        return handle
+
+    def _interrupted(self, method: str, seen: TaskSeen) -> TaskInterruptedError:
+        """The error for a process that ended under a call, once the controller knows of it."""
+        until = time.monotonic() + NEWS_S
+        explanation = self._explained()
+        while explanation is not None and explanation.attempts == seen.attempt and time.monotonic() < until:
+            if explanation.state not in (State.running, State.parked):
+                break
+            time.sleep(0.02)
+            explanation = self._explained()
+        why = f" ({explanation.state.value}; {explanation.reason})" if explanation is not None else ""
+        return TaskInterruptedError(f"task {self.id} was interrupted during {method}{why}", explanation)
+
+    def _ended_error(self, seen: TaskSeen) -> TaskError:
+        what = f"task {self.id} is {seen.state.value}: {seen.reason}"
+        if seen.state is State.cancelled:
+            return TaskCancelledError(what, self._explained())
+        if seen.state is State.done:
+            return TaskError(what, self._explained())
+        error = TaskFailedError(what, self._explained())
+        with contextlib.suppress(TrimtabError):
+            data = self._session.ask("result", self.id)
+            error.trace = "\n".join(one for one in unpack(data)[0]["traces"] if one) if data is not None else ""
+        return error
+
+    def _late(self, what: str) -> TaskTimeoutError:
+        explanation = self._explained()
+        why = f": {explanation.reason}" if explanation is not None else ""
+        return TaskTimeoutError(what + why, explanation, hint=f"`trimtab explain {self.id}` says more")
+
+    def _explained(self) -> Explanation | None:
+        try:
+            return self.explain()
+        except TrimtabError:
+            return None
+
+
+def _states(until: str | Collection[str]) -> tuple[State, ...]:
+    words = [until] if isinstance(until, str) else list(until)
+    known = [one.value for one in State]
+    for word in words:
+        if word not in known and word != "ended":
+            near = nearest(str(word), [*known, "ended"])
+            hint = f"did you mean {near}?" if near else f"one of {', '.join(known)}, ended"
+            raise InputError(f"{word!r} is no state of a task", hint=hint)
+    found = [ENDED if word == "ended" else (State(word),) for word in words]
+    return tuple(state for states in found for state in states)

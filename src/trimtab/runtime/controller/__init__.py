@@ -1,0 +1,1 @@
+"""The controller: an actor that drives the machines of pools, nodes and groups."""

@@ -1,0 +1,433 @@
+"""Drives the pool machine: events through the machine, then into the journal, and only then is anything done.
+
+Comes up by replaying the journal and bringing it together with what is alive; wakes the machine at its deadlines; keeps
+house (leases of clients, snapshots, groups that vanish). It decides nothing (the machine does), and no fault of a deed
+or an event stops it. The controller's doors call it, on the controller's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from trimtab.core.errors import InputError, TrimtabError, UnreachableError
+from trimtab.core.reasons import Code
+from trimtab.machines.pool import events
+from trimtab.machines.pool import instructions as orders
+from trimtab.machines.pool.events import Event, PoolDropped, PoolEnsured, Submitted, Tick
+from trimtab.machines.pool.machine import PoolMachine
+from trimtab.machines.pool.reconcile import Reconciler, expected
+from trimtab.machines.pool.records import Stand
+from trimtab.model.pool import ENDED, State
+from trimtab.runtime.controller import nodes, recovery
+from trimtab.runtime.controller.client_registry import Board
+from trimtab.runtime.controller.executor import Deeds
+from trimtab.runtime.controller.leases import Leases
+from trimtab.runtime.controller.metrics import Meter
+from trimtab.runtime.controller.node_metrics import FleetMeter, desired_workers
+from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background
+from trimtab.runtime.store.blobs import Shelf, Staged
+from trimtab.runtime.store.journal import Journal
+from trimtab.runtime.workers.environments import Environments, HostKind
+from trimtab.runtime.workers.task_workers import Member, Members
+
+log = logging.getLogger("trimtab.controller")
+
+COMPACT_EVERY = 20_000  # events
+KEEP_HOUSE_S = 1.0
+LOOK_AT_GROUPS_S = 5.0
+RECONCILE_S = 30.0  # between two looks for what was instructed and is not being done
+LOCK_WAIT_S = 5.0  # for a controller that has just died to let go of its journal
+LEAST_TICK_S = 0.01
+AGAIN_S = 1.0  # after an event on which the machine failed
+ASKS = (
+    events.QuotaSet,
+    events.PoolDrained,
+    events.PoolDropped,
+    events.CompleteAsked,
+    events.CancelAsked,
+    events.EvictAsked,
+    events.TurnAsked,
+    events.NodeCordoned,
+)
+
+
+class Clock:
+    """Wall-clock seconds that never go back: neither when the clock is set back nor across restarts."""
+
+    def __init__(self, not_before: float) -> None:
+        self._base = max(time.time(), not_before) - time.monotonic()
+
+    def now(self) -> float:
+        """The time."""
+        return self._base + time.monotonic()
+
+
+class Driver:
+    """The machine, its journal, and everything that is carried out for it."""
+
+    def __init__(
+        self, name: str, directory: Path, state_dir: str | None, ray: Any, reconcile_s: float = RECONCILE_S
+    ) -> None:
+        self._name = name
+        self._reconcile_s = reconcile_s
+        self.redone = 0  # instructions that were lost
+        self._ray = ray
+        self._state_dir = state_dir
+        self.directory = directory
+        self.faults: list[str] = []  # of our own, for status
+        self.leases = Leases()
+        self.background = Background()
+        self.board = Board(self.background)
+        self._waiters: dict[str, set[tuple[frozenset[State], asyncio.Future[None]]]] = {}
+        self._loops: list[asyncio.Task[None]] = []
+        self._woken = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._warm: dict[str, Counter[HostKind]] = {}
+        self._said: str | None = None  # the fault of the journal that was logged last
+        self._compactor: subprocess.Popen[bytes] | None = None
+        self.closing = False
+
+    # ---- coming up ------------------------------------------------------------------------------------------
+
+    async def come_up(self) -> None:
+        """Replay the journal and take hold of what is there."""
+        began = time.monotonic()
+        with _nothing_collected():
+            self.journal = await asyncio.to_thread(
+                Journal, self.directory, owner=self._name, lock_wait_s=LOCK_WAIT_S, background=self.background
+            )
+            try:
+                self.shelf = Shelf(self.directory, self._state_dir)
+                self.machine, is_fresh = self._replay()
+            except BaseException:
+                self.journal.close()
+                raise
+        self.environments = Environments(self._ray, self.shelf)
+        try:
+            self.shelf.keep_only(self.machine.tasks)
+            self.environments.recover(self._unended())
+            await self._take_hold(is_fresh)
+        except BaseException:
+            self.background.stop()
+            self.journal.close()
+            raise
+        took_s = time.monotonic() - began
+        log.info("controller %s is up after %.2f s, journal in %s", self._name, took_s, self.directory)
+
+    def _replay(self) -> tuple[PoolMachine, bool]:
+        """The machine as the journal says, and whether that said nothing."""
+        found = self.journal.take_found()
+        if found.torn:
+            log.warning(found.torn)
+        self._clock = Clock(found.last_time)
+        machine = PoolMachine.load(found.snapshot) if found.snapshot is not None else PoolMachine()
+        for now, event in found.events:
+            machine.handle(event, now)
+        return machine, found.empty
+
+    async def _take_hold(self, is_fresh: bool) -> None:
+        self.meter = Meter(self._name, self.machine)
+        self.fleet_meter = FleetMeter(self._name)
+        self.members = Members(self._name, self._state_dir, self._on_death, self.background)
+        self.deeds = Deeds(self, self.members, self.shelf, hosts_save=self._state_dir is not None)
+        self.watch = nodes.NodeWatch(
+            self, self.members, self._ray, self.directory / "nodes", self.deeds.node_lost, self.board.tell
+        )
+        if self.watch.set_aside:
+            self.faults.append(self.watch.set_aside)
+        there = await asyncio.to_thread(nodes.look, self._ray)
+        await asyncio.gather(*(self._warden(one.node) for one in there.nodes))
+        self.watch.adopt(self.machine.nodes)
+        if is_fresh:
+            await self.watch.step(wait=True)
+            if lost := await recovery.take_up_unknown(self, self.members):
+                log.error(lost)
+                self.journal.note(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {lost}")
+                self.journal.snapshot(self.now(), self.machine.dump())
+        owners = [task.spec.client for task in self.machine.tasks.values()]
+        owners += [pool.spec.client for pool in self.machine.pools.values()]
+        for client in filter(None, owners):
+            self.leases.heard(client)
+        await recovery.reconcile(self, self.members, self.deeds, self.watch)
+        for name, forever in (
+            ("look at nodes", self.watch.watch),
+            ("keep house", self._keep_house),
+            ("leases of clients", self._watch_leases),
+            ("look at placement groups", self._look_at_groups),
+            ("reconcile", self._reconcile),
+        ):
+            self._loops.append(self.background.start(name, forever, policy=NEVER_GIVE_UP))
+        self._wake_soon()
+
+    def _on_death(self, member: Member, why: str) -> None:
+        self.deeds.on_death(member, why)
+
+    async def _warden(self, node: str) -> None:
+        try:
+            await self.members.node_joined(node)
+        except Exception as fault:
+            log.warning("no warden on node %s yet: %s", node[:12], fault)
+
+    # ---- the one door of the machine ------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """The machine's time."""
+        return self._clock.now()
+
+    def feed(self, event: Event) -> None:
+        """News: tell the machine and do what it says. A fault is kept for `status`; the controller goes on."""
+        try:
+            self.handle(event)
+        except InputError as fault:  # news of something that is not known any more
+            log.info("%s was not taken: %s", type(event).__name__, fault.what)
+        except Exception as fault:
+            log.exception("the machine failed on %s", event)
+            self.faults.append(f"{type(event).__name__}: {type(fault).__name__}: {fault}")
+            asyncio.get_running_loop().call_later(AGAIN_S, self._wake_soon)  # its timer is set, whatever failed
+
+    def handle(self, event: Event, staged: Staged | None = None) -> None:
+        """An event, with the file that it speaks of. Raises InputError where the machine refuses, nothing touched."""
+        if self.closing and isinstance(event, (*ASKS, Submitted, PoolEnsured)):
+            raise UnreachableError(f"the controller {self._name} is shutting down")
+        now = self.now()
+        second_life = isinstance(event, Submitted) and event.spec.id in self.machine.tasks
+        instructions = self.machine.handle(event, now)
+        if isinstance(event, Submitted) and staged is not None:
+            if second_life:
+                self.shelf.forget_life(event.spec.id)
+            staged.commit()
+            self.journal.beside(staged.path)
+        self.journal.append(now, event, orders.lines(instructions))
+        for one in instructions:
+            self.deeds.begin(one)
+        self.meter.heard(event)
+        self._wake_soon()
+
+    def alive(self, node: str) -> bool:
+        """Whether Ray has the node."""
+        return node in self.watch.known
+
+    async def look_again(self, nodes: Collection[str], without: str) -> None:
+        """A group could not be made there: have a fresh look at what others hold."""
+        await self.watch.look_again(nodes, without)
+
+    # ---- waiting --------------------------------------------------------------------------------------------
+
+    async def wait(self, task: str, states: frozenset[State], timeout_s: float) -> None:
+        """Return when the task is in one of the states or forgotten, or after so long."""
+        record = self.machine.tasks.get(task)
+        if record is None or record.state in states or timeout_s <= 0:
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = self._waiters.setdefault(task, set())
+        waiting.add((states, future))
+        try:
+            await asyncio.wait([future], timeout=timeout_s)
+        finally:
+            waiting.discard((states, future))
+            if not waiting:
+                self._waiters.pop(task, None)
+
+    def _wake_soon(self) -> None:
+        """After everything that happens in this turn of the loop: waiters, timer, warm hosts, snapshot."""
+        if not self._woken:
+            self._woken = True
+            asyncio.get_running_loop().call_soon(self._wake)
+
+    def _wake(self) -> None:
+        self._woken = False
+        for task, waiting in self._waiters.items():
+            record = self.machine.tasks.get(task)
+            for states, future in waiting:
+                if not future.done() and (record is None or record.state in states or self.closing):
+                    future.set_result(None)
+        self.board.tell()
+        if self.closing:
+            return
+        self._set_timer()
+        self.warm_hosts()
+        if self.journal.since_snapshot >= COMPACT_EVERY:
+            self._compact()
+
+    def warm_hosts(self) -> None:
+        """Have the warm hosts that pools want now."""
+        targets: dict[str, Counter[HostKind]] = {}
+        for node, by_pool in self.machine.warm_targets().items():
+            targets[node] = Counter()
+            for pool, count in by_pool.items():
+                targets[node][self.environments.kind(self.machine.pools[pool].spec)] += count
+        if targets != self._warm:
+            self._warm = targets
+            self.background.once("aim at warm hosts", self.members.warm(targets), on_failed=self._aim_again)
+
+    def _unended(self) -> list[str]:
+        return [task.id for task in self.machine.tasks.values() if task.state not in ENDED]
+
+    def _aim_again(self, *_: object) -> None:
+        self._warm = {}
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self.machine.next_deadline()
+        if deadline is not None:
+            delay_s = max(LEAST_TICK_S, deadline - self.now())
+            self._timer = asyncio.get_running_loop().call_later(min(delay_s, 3600.0), self.feed, Tick())
+
+    def _compact(self) -> None:
+        """Have the journal made shorter by a process of its own, and files of forgotten tasks deleted."""
+        if self._compactor is not None:
+            return  # the next event asks again
+        segment = self.journal.rotate()
+        command = [sys.executable, "-m", "trimtab.runtime.store.compact", str(self.directory), str(segment)]
+        self._compactor = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        self.deeds.forget(self.machine.tasks)
+        asyncio.get_running_loop().run_in_executor(
+            None, self.shelf.keep_only, set(self.machine.tasks), time.time()
+        ).add_done_callback(say_fault)
+
+    def _look_at_compactor(self) -> None:
+        if self._compactor is not None and (status := self._compactor.poll()) is not None:
+            self._compactor = None
+            if status:
+                self.faults.append(f"the journal in {self.directory} could not be compacted; it is kept as it is")
+
+    # ---- loops ----------------------------------------------------------------------------------------------
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(KEEP_HOUSE_S)
+            self._look_at_compactor()
+            self.journal.catch_up()
+            await self.deeds.store_again()
+            await self.meter.sample(self.members.warm_counts())
+            views = self.watch.views(gone=True)
+            self.fleet_meter.sample(views, self.desired_workers(), self.board)
+            self._say_journal_fault()
+            pools = [one.spec for one in self.machine.pools.values() if not one.dropped]
+            await self.environments.renew(self._unended(), pools)
+            if self.journal.vanished:
+                log.error("the journal in %s was deleted; it is written anew", self.directory)
+                self.journal.snapshot(self.now(), self.machine.dump())
+                self.shelf.make_folders()
+
+    def desired_workers(self) -> int:
+        """How many nodes would be of use now."""
+        busy = {node for group in self.machine.groups.values() for node in group.nodes}
+        return desired_workers(self.watch.views(), busy, self.board.wanted)
+
+    def _say_journal_fault(self) -> None:
+        if self.journal.fault != self._said:
+            self._said = self.journal.fault
+            log.error(self._said or "the journal can be written again")
+
+    async def _watch_leases(self) -> None:
+        """End what belongs to clients that are dead."""
+        while True:
+            await asyncio.sleep(KEEP_HOUSE_S)
+            silent = self.leases.silent()
+            alive = await asyncio.gather(*(self.members.process_alive(process) for process in silent.values()))
+            for client, found in zip(silent, alive, strict=True):
+                if self.leases.looked(client, found):
+                    log.warning("client %s is gone", client)
+                    self.end_tasks_of(client)
+
+    def end_tasks_of(self, client: str) -> None:
+        """End what was to end with a client: its tasks and pools."""
+        self.leases.end(client)
+        self.board.forget(client)
+        for record in list(self.machine.tasks.values()):
+            if record.spec.client == client and record.state not in ENDED:
+                self.feed(events.CancelAsked(record.id, code=Code.client_died))
+        for pool in [one for one in self.machine.pools.values() if one.spec.client == client and not one.dropped]:
+            self.feed(PoolDropped(pool.spec.name))
+
+    async def _reconcile(self) -> None:
+        """Now and then: have done again what the machine waits for and nothing does."""
+        reconciler = Reconciler()
+        while True:
+            await asyncio.sleep(self._reconcile_s)
+            for one in reconciler.lost(expected(self.machine), self.deeds.doing()):
+                self.redone += 1
+                log.error("nothing carries out %s: it is done again", one)
+                self.deeds.redo(one)
+
+    async def _look_at_groups(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_AT_GROUPS_S)
+            # Only what stood before Ray was asked can be missed in its answer.
+            standing = [one for one in self.machine.groups.values() if one.stand is Stand.standing]
+            try:
+                seen = await asyncio.wait_for(self.members.groups(), nodes.ANSWER_S)
+            except Exception as fault:
+                log.warning("Ray does not say which placement groups there are: %s", fault)
+                continue
+            for group in standing:
+                if group.id not in self.machine.groups or group.stand is not Stand.standing:
+                    continue
+                if group.id not in seen:
+                    self.feed(events.GroupLost(group.id, "somebody removed the placement group"))
+                elif not seen[group.id].intact and all(self.alive(node) for node in group.nodes):
+                    self.feed(events.GroupLost(group.id, "Ray has not all of its bundles placed"))
+
+    # ---- the end --------------------------------------------------------------------------------------------
+
+    async def close(self, destroy: bool, timeout_s: float) -> None:
+        """Let go of the journal; with `destroy` first end every task, slot and process."""
+        if destroy:
+            for pool in list(self.machine.pools):
+                self.feed(PoolDropped(pool))
+            await self._all_ended(timeout_s)
+        self.closing = True
+        for one in self._loops:
+            one.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        self.watch.close()
+        await self.board.close()
+        await self.deeds.close()
+        if destroy:
+            await asyncio.wait_for(self.members.close(), timeout_s)
+        if self._compactor is not None:
+            self._compactor.kill()  # what it has not finished stays as it was
+            self._compactor.wait()
+        self.journal.close()
+        self._wake()
+        self.background.stop()
+
+    async def _all_ended(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if all(one.state in ENDED for one in self.machine.tasks.values()):
+                return
+            await asyncio.sleep(0.02)
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Without the garbage collector, which would look again and again at what is being read, all of which stays."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def say_fault(task: asyncio.Task[Any] | asyncio.Future[Any]) -> None:
+    """Log what went wrong in a task that nobody waits for."""
+    if not task.cancelled() and (fault := task.exception()) is not None:
+        if isinstance(fault, TrimtabError):
+            log.warning("%s", fault)
+        else:
+            log.error("%s", fault, exc_info=fault)

@@ -1,0 +1,609 @@
+"""Carries out what the pool machine instructs, and tells it how that went.
+
+Every instruction ends in the event that `trimtab.machines.pool.events` names beside it, also when it fails, takes too
+long, or something here is wrong. Decides nothing about who runs where. The controller calls it, on its loop; processes
+and placement groups are made and ended by `members`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from trimtab.core.codec import encode
+from trimtab.core.errors import UnreachableError
+from trimtab.machines.pool.events import (
+    Died,
+    Ended,
+    Event,
+    GroupFailed,
+    GroupGone,
+    GroupMade,
+    Instruction,
+    MakeGroup,
+    Park,
+    Parked,
+    RemoveGroup,
+    Start,
+    Started,
+    StartFailed,
+    Stop,
+    Stopped,
+    Unpark,
+    Unparked,
+)
+from trimtab.machines.pool.machine import PoolMachine
+from trimtab.machines.pool.reconcile import Key, Watch, key_of
+from trimtab.machines.pool.records import Task
+from trimtab.model.pool import ENDED, PoolSpec
+from trimtab.runtime.store.blobs import Shelf, file_name, pack, read_state_name, unpack
+from trimtab.runtime.workers.task_workers import (
+    DiedError,
+    GroupError,
+    Member,
+    Members,
+    Outcome,
+    ParkError,
+    Payload,
+    StartError,
+    StopOutcome,
+    kept_name,
+)
+
+log = logging.getLogger("trimtab.controller")
+
+SLACK_S = 10.0  # beyond its own deadline, until a deed that should have ended by itself is given up
+STOP_SLACK_S = 60.0
+RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+_WORST = ("timed out", "raised", "returned", "not called")
+_LARGE = 2**20  # bytes that are read and written beside the loop
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The state that a member saved, and where it is kept until it is on the disk."""
+
+    node: str
+    kept_as: str
+    state: bytes
+
+
+class World(Protocol):
+    """What deeds need of the controller."""
+
+    machine: PoolMachine
+
+    def feed(self, event: Event) -> None:
+        """Tell the machine; never raises."""
+
+    def now(self) -> float:
+        """The machine's time."""
+
+    def alive(self, node: str) -> bool:
+        """Whether Ray has the node."""
+
+    async def look_again(self, nodes: Collection[str], without: str) -> None:
+        """A group could not be made there: have a fresh look at what others hold."""
+
+
+class Deeds:
+    """What is being carried out, and the processes of tasks that run."""
+
+    def __init__(self, world: World, members: Members, shelf: Shelf, *, hosts_save: bool) -> None:
+        self._world = world
+        self._members = members
+        self._shelf = shelf
+        self._hosts_save = hosts_save  # into a directory that every node has
+        self.running: dict[str, list[Member]] = {}  # by task: members that were started and not stopped
+        self._starting: dict[str, asyncio.Task[None]] = {}
+        self._stopping: set[str] = set()
+        self._outcomes: dict[str, asyncio.Task[None]] = {}
+        self._dead: dict[tuple[str, int], str] = {}  # died while its start was under way
+        self._making: dict[str, asyncio.Task[None]] = {}
+        self._removing: set[str] = set()
+        self._pools: dict[str, str] = {}  # of groups
+        self._unstored: dict[str, tuple[int, dict[int, Sent]]] = {}  # by task: attempt and states without room on disk
+        self._fresh: dict[str, Payload] = {}  # submitted a moment ago; saves reading the file
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._doing: dict[Key, asyncio.Task[None]] = {}
+        self._followed: set[tuple[str, int]] = set()  # task and attempt: those that run and have an outcome
+        self._closed = False
+
+    # ---- the door -------------------------------------------------------------------------------------------
+
+    def begin(self, instruction: Instruction) -> None:
+        """Carry out one instruction, beside everything else."""
+        key = key_of(instruction)
+        if isinstance(instruction, MakeGroup):
+            self._pools[instruction.group] = instruction.pool
+            self._making[instruction.group] = self._spawn(key, self._make_group(instruction))
+        elif isinstance(instruction, RemoveGroup):
+            if instruction.group not in self._removing:  # what is tried until it succeeds needs no second asking
+                self._removing.add(instruction.group)
+                self._spawn(key, self._remove_group(instruction))
+        elif isinstance(instruction, Start):
+            self._starting[instruction.task] = self._spawn(key, self._start(instruction))
+        elif isinstance(instruction, Stop):
+            if instruction.task not in self._stopping:
+                self._stopping.add(instruction.task)
+                self._spawn(key, self._stop(instruction))
+        elif isinstance(instruction, Park):
+            parked = Parked(instruction.task, instruction.attempt)
+            self._spawn(key, self._turn(instruction, self._members.park, parked))
+        else:
+            unparked = Unparked(instruction.task, instruction.attempt)
+            self._spawn(key, self._turn(instruction, self._members.unpark, unparked))
+
+    def doing(self) -> set[Key]:
+        """What is being carried out, and which tasks are being watched."""
+        watched = {
+            ("Watch", task, members[0].attempt)
+            for task, members in self.running.items()
+            if members and self._is_watched(task, members)
+        }
+        return watched.union(self._doing)
+
+    def redo(self, one: Instruction | Watch) -> None:
+        """Do again what was lost; a start of which too little is left has failed, and a task that runs has died."""
+        if isinstance(one, (Watch, Start)):
+            members = [member for member in self.running.get(one.task, ()) if member.attempt == one.attempt]
+            if self._is_whole(one.task, members):
+                if isinstance(one, Start):
+                    self.resume(one, members)
+                else:
+                    self.follow(one.task, one.attempt)
+            elif isinstance(one, Start):
+                self._start_failed(one, StartError("its start was lost", fatal=False))
+            else:
+                self._world.feed(Died(one.task, one.attempt, "its process is not known any more"))
+            return
+        if isinstance(one, Stop):
+            self._stopping.discard(one.task)
+        elif isinstance(one, RemoveGroup):
+            self._removing.discard(one.group)
+        self.begin(one)
+
+    def _is_watched(self, task: str, members: Sequence[Member]) -> bool:
+        outcome = self._outcomes.get(task)
+        has_none = (task, members[0].attempt) not in self._followed
+        return self._is_whole(task, members) and (has_none or (outcome is not None and not outcome.done()))
+
+    def _is_whole(self, task: str, members: Sequence[Member]) -> bool:
+        record = self._world.machine.tasks.get(task)
+        return record is not None and len(members) == record.spec.processes
+
+    def submitted(self, task: str, payload: Payload) -> None:
+        """Keep a payload at hand for the first start."""
+        self._fresh[task] = payload
+
+    def attach(self, task: str, members: Sequence[Member]) -> None:
+        """These run already: from before the controller came back."""
+        self.running[task] = sorted(members, key=lambda member: member.rank)
+
+    def follow(self, task: str, attempt: int) -> None:
+        """Wait for the outcome of a task that runs, where it has one."""
+        header = self._shelf.header("payloads", task)
+        if header is not None and header["entry"] is not None and task not in self._stopping:
+            self._followed.add((task, attempt))
+            self._outcomes[task] = self._spawn(
+                ("Outcome", task, attempt), self._await_outcomes(task, attempt, list(self.running[task]))
+            )
+
+    def resume(self, instruction: Start, members: Sequence[Member]) -> None:
+        """A start that was under way when the controller went: every member is there, constructed or nearly."""
+        self._starting[instruction.task] = self._spawn(key_of(instruction), self._resume(instruction, members))
+
+    def on_death(self, member: Member, why: str) -> None:
+        """A process is gone, unasked."""
+        key = (member.task, member.attempt)
+        if member.task in self._stopping:
+            return
+        if member.task in self._starting:
+            self._dead[key] = why
+        elif any(one.attempt == member.attempt for one in self.running.get(member.task, ())):
+            self._world.feed(Died(*key, why))
+
+    def node_lost(self, node: str) -> None:
+        """Forget the members of a lost node; the machine knows about the node."""
+        for task, members in self.running.items():
+            self.running[task] = [member for member in members if member.node != node]
+
+    def forget(self, tasks: Collection[str]) -> None:
+        """Keep nothing of tasks that the machine has forgotten."""
+        for by_task in (self._fresh, self._unstored):
+            for task in [one for one in by_task if one not in tasks]:
+                del by_task[task]
+        self._followed = {one for one in self._followed if one[0] in self.running}
+
+    async def close(self) -> None:
+        """Stop carrying things out. What runs goes on."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, key: Key, deed: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._members.background.once(f"{key[0]} {key[1]}", deed)
+        self._tasks.add(task)
+        self._doing[key] = task
+
+        def done(_: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if self._doing.get(key) is task:
+                del self._doing[key]
+
+        task.add_done_callback(done)
+        return task
+
+    # ---- groups ---------------------------------------------------------------------------------------------
+
+    async def _make_group(self, one: MakeGroup) -> None:
+        why = None
+        try:
+            limit_s = max(0.0, one.deadline - self._world.now()) + SLACK_S
+            await asyncio.wait_for(self._members.make_group(one, self._world.now), limit_s)
+        except GroupError as fault:
+            why = str(fault)
+        except asyncio.TimeoutError:
+            why = "Ray did not answer in time"
+        except Exception as fault:
+            log.exception("group %s could not be made", one.group)
+            why = _said(fault)
+        self._making.pop(one.group, None)
+        if why is None:
+            self._world.feed(GroupMade(one.group))
+            return
+        try:
+            await asyncio.wait_for(self._world.look_again(set(one.nodes), one.group), SLACK_S)
+        except Exception:
+            log.exception("no fresh look at nodes")
+        self._world.feed(GroupFailed(one.group, why))
+
+    async def _remove_group(self, one: RemoveGroup) -> None:
+        making = self._making.pop(one.group, None)
+        if making is not None:  # it took too long
+            making.cancel()
+            await asyncio.wait([making], timeout=STOP_SLACK_S)
+        group = self._world.machine.groups.get(one.group)
+        pool = self._pools.get(one.group) or (group.pool if group else "")
+        await self._until_done(
+            lambda: self._members.remove_group(one.group, pool), f"group {one.group} could not be removed"
+        )
+        self._pools.pop(one.group, None)
+        self._removing.discard(one.group)
+        self._world.feed(GroupGone(one.group))
+
+    async def _until_done(self, deed: Callable[[], Awaitable[Any]], failure: str) -> Any:
+        """Try until it succeeds: what Ray still holds must not be called free."""
+        tries = 0
+        while True:
+            try:
+                return await asyncio.wait_for(deed(), STOP_SLACK_S)
+            except Exception as fault:
+                log.warning("%s: %s; trying again", failure, _said(fault))
+            await asyncio.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
+            tries += 1
+
+    # ---- starting -------------------------------------------------------------------------------------------
+
+    async def _start(self, one: Start) -> None:
+        key = (one.task, one.attempt)
+        try:
+            members, how = await self._started(one)
+        except asyncio.CancelledError:  # somebody stops it, or everything
+            self._dead.pop(key, None)
+            raise
+        except StartError as fault:
+            if fault.trace:
+                await self._keep_result(one.task, {0: Outcome(error=fault.why, trace=fault.trace)})
+            self._start_failed(one, fault)
+        except asyncio.TimeoutError:
+            self._start_failed(one, StartError("it was not constructed in time", fatal=False, timed_out=True))
+        except Exception as fault:
+            log.exception("task %s could not be started", one.task)
+            self._start_failed(one, StartError(_said(fault), fatal=False))
+        else:
+            self._is_started(one, members, how)
+
+    async def _resume(self, one: Start, members: Sequence[Member]) -> None:
+        limit_s = max(1.0, one.deadline - self._world.now())
+        self.attach(one.task, members)  # for whoever stops it meanwhile
+        try:
+            ready = await asyncio.gather(*(self._members.ready(member, limit_s) for member in members))
+        except Exception:
+            log.exception("a half-made start of %s", one.task)
+            ready = [False]
+        if all(ready):
+            self._is_started(one, members, "found running after the controller came back")
+            return
+        stop = Stop(one.task, one.attempt, self._world.machine.tasks[one.task].reason, tell_s=0.0)
+        await asyncio.gather(*(self._stop_member(member, stop) for member in members))
+        self.running.pop(one.task, None)
+        self._dead.pop((one.task, one.attempt), None)
+        await self._start(one)
+
+    def _is_started(self, one: Start, members: Sequence[Member], how: str) -> None:
+        key = (one.task, one.attempt)
+        self._starting.pop(one.task, None)
+        self.attach(one.task, members)
+        self._world.feed(Started(*key, how))
+        self.follow(*key)
+        self._fresh.pop(one.task, None)
+        if key in self._dead:
+            self._world.feed(Died(*key, self._dead.pop(key)))
+
+    def _start_failed(self, one: Start, fault: StartError) -> None:
+        self._starting.pop(one.task, None)
+        self._dead.pop((one.task, one.attempt), None)
+        why, record = fault.why, self._world.machine.tasks.get(one.task)
+        if fault.timed_out and record is not None:  # as it was set, not what was left of it here
+            why = f"it was not constructed within {record.spec.start_timeout_s:g} s"
+        self._world.feed(StartFailed(one.task, one.attempt, why, fault.fatal, fault.timed_out))
+
+    async def _started(self, one: Start) -> tuple[list[Member], str]:
+        record = self._world.machine.tasks[one.task]
+        pool = self._world.machine.pools[record.spec.pool].spec
+        payload = self._fresh.get(one.task) or await asyncio.to_thread(self._payload, one.task)
+        if payload is None:
+            raise StartError("the file with its class is gone from the journal's directory", fatal=True)
+        processes = record.spec.processes
+        state = await self._state(one, processes) if one.restore else None
+        limit_s = max(0.0, one.deadline - self._world.now())
+        start = self._members.start(
+            one.task,
+            one.attempt,
+            pool.name,
+            one.places[:processes],
+            record.spec.bundles[:processes],
+            payload,
+            state,
+            limit_s,
+            preload=pool.preload,
+            wide=len(one.places) > 1,
+            facts=self._facts(record, pool),
+        )
+        return await asyncio.wait_for(start, limit_s + SLACK_S)
+
+    def _facts(self, record: Task, pool: PoolSpec) -> str:
+        """What the processes of a task carry with them, for the day on which the journal is lost."""
+        group = self._world.machine.groups[record.places[0].group]
+        facts = {"spec": encode(record.spec), "pool": encode(pool), "reserved": group.spec_index}
+        return json.dumps(facts)
+
+    def _payload(self, task: str) -> Payload | None:
+        data = self._shelf.get("payloads", task)
+        if data is None:
+            return None
+        record = self._world.machine.tasks.get(task)
+        handlers = self._shelf.get("handlers", record.spec.pool) if record else None
+        return read_payload(data, handlers)
+
+    async def _state(self, one: Start, processes: int) -> dict[int, bytes | str]:
+        await self.store_again()
+        if one.task in self._unstored:
+            attempt, states = self._unstored[one.task]
+            ranks = {rank: self._shelf.state_path(one.task, attempt, rank) for rank in range(processes)}
+            return {rank: states[rank].state if rank in states else path.read_bytes() for rank, path in ranks.items()}
+        paths = await asyncio.to_thread(self._shelf.latest_state, one.task, processes)
+        if paths is None:
+            raise StartError("the state it saved is gone", fatal=True)
+        if self._hosts_save:
+            return {rank: str(path) for rank, path in enumerate(paths)}
+        return dict(enumerate(await asyncio.gather(*(asyncio.to_thread(path.read_bytes) for path in paths))))
+
+    # ---- outcomes -------------------------------------------------------------------------------------------
+
+    async def _await_outcomes(self, task: str, attempt: int, members: Sequence[Member]) -> None:
+        """Wait for the entry of every member; the first that raises ends the waiting, for others may wait for it."""
+        waits = {asyncio.ensure_future(self._outcome(member)): member for member in members}
+        outcomes: dict[int, Outcome] = {}
+        try:
+            pending = set(waits)
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for one in done:
+                    outcome = one.result()
+                    if outcome is None:
+                        return  # the machine was told that it died
+                    outcomes[waits[one].rank] = outcome
+                    if outcome.error is not None:
+                        pending = set()
+        finally:
+            for one in waits:
+                one.cancel()
+        if self._closed or task in self._stopping:
+            return
+        not_kept = await self._keep_result(task, outcomes)
+        error = next((one.error for _, one in sorted(outcomes.items()) if one.error is not None), not_kept)
+        self._world.feed(Ended(task, attempt, error))
+
+    async def _keep_result(self, task: str, outcomes: dict[int, Outcome]) -> str | None:
+        """Store what came out; why not, where that cannot be done."""
+        ranks = sorted(outcomes)
+        header = {
+            "errors": [outcomes[rank].error for rank in ranks],
+            "traces": [outcomes[rank].trace for rank in ranks],
+        }
+        data = pack(header, [outcomes[rank].value for rank in ranks])
+        try:
+            if len(data) < _LARGE:
+                self._shelf.put("results", task, data)
+            else:
+                await asyncio.to_thread(self._shelf.put, "results", task, data)
+        except UnreachableError as fault:
+            log.error("task %s: its result is lost: %s", task, fault.what)
+            return f"it returned, but its result is lost: {fault.what}; {fault.hint}"
+        return None
+
+    async def _outcome(self, member: Member) -> Outcome | None:
+        """What the entry came to; None where the process is gone, of which the machine is told."""
+        try:
+            return await self._members.outcome(member)
+        except DiedError as fault:
+            why = str(fault)
+        except Exception as fault:
+            log.exception("the outcome of %s could not be had", member.task)
+            why = _said(fault)
+        if member in self.running.get(member.task, ()):
+            self.on_death(member, why)
+        return None
+
+    # ---- stopping -------------------------------------------------------------------------------------------
+
+    async def _stop(self, one: Stop) -> None:
+        starting = self._starting.pop(one.task, None)
+        if starting is not None:
+            starting.cancel()
+            await asyncio.wait([starting], timeout=STOP_SLACK_S)
+        members = [member for member in self.running.get(one.task, ()) if member.attempt == one.attempt]
+        outcomes = await asyncio.gather(*(self._stop_member(member, one) for member in members))
+        waiting = self._outcomes.pop(one.task, None)
+        if waiting is not None:
+            waiting.cancel()
+        saved, notes = await self._keep_state(one, members, outcomes)
+        cancel = next((word for word in _WORST if any(one.cancel == word for one in outcomes)), "not called")
+        self.running.pop(one.task, None)
+        self._stopping.discard(one.task)
+        notes += [outcome.note for outcome in outcomes if outcome.note]
+        self._world.feed(Stopped(one.task, one.attempt, cancel, saved, "; ".join(dict.fromkeys(notes))))
+
+    async def _stop_member(self, member: Member, one: Stop) -> StopOutcome:
+        path = str(self._state_path(member)) if self._hosts_save and one.save_s else None
+        limit_s = one.tell_s + one.save_s + STOP_SLACK_S
+        tell_s, save_s, tries = one.tell_s, one.save_s, 0
+        while True:
+            try:
+                return await asyncio.wait_for(self._members.stop(member, tell_s, one.notice, save_s, path), limit_s)
+            except Exception as fault:
+                if not self._world.alive(member.node):
+                    return StopOutcome("not called", note="its node is gone")
+                log.warning("a process of %s could not be stopped: %s; trying again", member.task, _said(fault))
+            # Its slot is not given on before it is gone for certain.
+            tell_s = save_s = 0.0
+            await asyncio.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
+            tries += 1
+
+    def _state_path(self, member: Member) -> Path:
+        return self._shelf.state_path(member.task, member.attempt, member.rank)
+
+    async def _keep_state(
+        self, one: Stop, members: Sequence[Member], outcomes: Sequence[StopOutcome]
+    ) -> tuple[bool, list[str]]:
+        record = self._world.machine.tasks.get(one.task)
+        if not one.save_s or record is None:
+            return False, []
+        states = {
+            member.rank: Sent(member.node, kept_name(member), outcome.state)
+            for member, outcome in zip(members, outcomes, strict=True)
+            if outcome.saved and outcome.state is not None
+        }
+        why = await self._store(one.task, one.attempt, states)
+        # Files decide, not answers: those of a stop that a crash of the controller cut short count as well.
+        unstored = self._unstored.get(one.task, (0, {}))[1]
+        paths = [self._shelf.state_path(one.task, one.attempt, rank) for rank in range(record.spec.processes)]
+        saved = all(rank in unstored or path.exists() for rank, path in enumerate(paths))
+        if saved and why is None:
+            await asyncio.to_thread(self._shelf.drop_old_states, one.task, one.attempt)
+        return saved, [why] if why else []
+
+    async def _store(self, task: str, attempt: int, states: dict[int, Sent]) -> str | None:
+        """Write states to the disk, and then have their nodes drop them; where there is no room, why, and keep them."""
+        try:
+            for rank, sent in states.items():
+                await asyncio.to_thread(self._shelf.put_state, task, attempt, rank, sent.state)
+        except OSError as fault:
+            self._unstored[task] = (attempt, states)
+            folder = self._shelf.state_path(task, attempt, 0).parent
+            why = f"its state is kept in memory and not in {folder} ({fault.strerror}): make room there"
+            log.error("task %s: %s", task, why)
+            return why
+        if task in self._unstored and self._unstored[task][0] <= attempt:
+            del self._unstored[task]
+        for sent in states.values():
+            self._spawn(("drop state", sent.kept_as, attempt), self._members.drop_state(sent.node, sent.kept_as))
+        return None
+
+    async def store_again(self) -> None:
+        """Try to write what the disk had no room for."""
+        for task, (attempt, states) in list(self._unstored.items()):
+            record = self._world.machine.tasks.get(task)
+            if record is None or record.state in ENDED:
+                del self._unstored[task]
+                for sent in states.values():
+                    await self._members.drop_state(sent.node, sent.kept_as)
+            elif await self._store(task, attempt, states) is None:
+                log.info("the state of task %s is on the disk now", task)
+
+    async def collect_states(self) -> None:
+        """After a restart: take the states that were saved for the controller that died."""
+        tasks = {file_name(one.id): one for one in self._world.machine.tasks.values() if one.state not in ENDED}
+        for name, node in (await self._members.kept_states()).items():
+            found = read_state_name(name.partition("~")[2])
+            record = tasks.get(found[0]) if found else None
+            if found is None or record is None:
+                await self._members.drop_state(node, name)
+                continue
+            state = None
+            with contextlib.suppress(UnreachableError):  # lost with its node
+                state = await self._members.kept_state(node, name, STOP_SLACK_S)
+            if state is not None:
+                _, attempt, rank = found
+                others = self._unstored.get(record.id, (0, {}))[1]
+                await self._store(record.id, attempt, {**others, rank: Sent(node, name, state)})
+
+    # ---- taking turns ---------------------------------------------------------------------------------------
+
+    async def _turn(
+        self, one: Park | Unpark, deed: Callable[[Member, float], Awaitable[None]], done: Parked | Unparked
+    ) -> None:
+        limit_s = max(0.0, one.deadline - self._world.now())
+        members = list(self.running.get(one.task, ()))
+        try:
+            await asyncio.wait_for(asyncio.gather(*(deed(member, limit_s) for member in members)), limit_s + SLACK_S)
+        except ParkError as fault:
+            self._world.feed(Died(one.task, one.attempt, str(fault)))
+        except Exception as fault:
+            self._world.feed(Died(one.task, one.attempt, _said(fault)))
+        else:
+            self._world.feed(done)
+
+
+def write_payload(payload: Payload, token: str) -> bytes:
+    """A payload as a file: what is plain as JSON, what is pickled as bytes that nobody here unpacks."""
+    header = {
+        "token": token,
+        "entry": payload.entry,
+        "ray_options": payload.ray_options,
+        "plain": payload.plain,
+        "namespace": payload.namespace,
+        "sys_path": list(payload.sys_path),
+        "runtime_env": payload.runtime_env,
+    }
+    return pack(header, [payload.actor, payload.entry_args, payload.handlers])
+
+
+def read_payload(data: bytes, handlers: bytes | None = None) -> Payload:
+    """The payload of a file; `handlers` of its pool where it has none of its own."""
+    header, (actor, entry_args, own) = unpack(data)
+    return Payload(
+        actor=actor or b"",
+        entry=header["entry"],
+        entry_args=entry_args,
+        ray_options=header["ray_options"],
+        plain=header["plain"],
+        namespace=header["namespace"],
+        handlers=own or handlers,
+        sys_path=tuple(header["sys_path"]),
+        runtime_env=header.get("runtime_env", ""),
+    )
+
+
+def _said(fault: BaseException) -> str:
+    lines = str(fault).strip().splitlines()
+    return f"{type(fault).__name__}: {lines[0]}" if lines else type(fault).__name__

@@ -1,0 +1,1 @@
+"""Elastic groups on Ray."""

@@ -1,0 +1,246 @@
+"""Elastic groups: as many members as there is room for, in step, while nodes come and go.
+
+    with trimtab.ElasticGroup(Trainer, per_node={"gpu": 1}, min=1, max=8) as group:
+        for batch in batches:
+            result = group.step(batch)
+
+One member per unit of resources, each a task of a pool, so priorities and quotas hold. The group grows at the step
+boundary after a join, shrinks before a drain's deadline, replaces what is lost; an interrupted step is done again,
+whole. This module is the door that users open; the machine decides (`trimtab.machines.elastic.machine`), the conductor
+drives it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trimtab.core.errors import InputError, TrimtabError
+from trimtab.core.resources import Resources
+from trimtab.model.nodes import GroupSpec, World
+from trimtab.runtime.client.connection import RayLink
+from trimtab.runtime.client.packing import class_of
+from trimtab.runtime.client.session import Pool, Session, connect
+from trimtab.runtime.controller.rpc import NAMESPACE, controller_name
+from trimtab.runtime.elastic.group_controller import Conductor, GroupError, GroupGaveUpError, StepFailedError
+from trimtab.runtime.elastic.member import MemberWorld, talents_of
+from trimtab.runtime.elastic.member_tasks import Crew, MemberPlan
+from trimtab.runtime.elastic.view import Happening, StepResult
+from trimtab.runtime.rayapi.connect import heeded_interrupts
+
+__all__ = [
+    "ElasticGroup", "GroupError", "GroupGaveUpError", "Happening", "MemberWorld", "StepFailedError", "StepResult",
+]  # fmt: skip
+
+LOOK_S = 0.2  # between looks at Ctrl-C
+MANY = 10_000  # members that the quota of a pool allows where no most is stated
+
+
+class ElasticGroup:
+    """A group of actors that grows and shrinks with the cluster, and works in steps.
+
+    A member's class has `compute(step, batch)`, which returns a part and changes nothing that is kept, and
+    `commit(step, parts)`, which applies the parts of all members, by rank. It may have `enter(world)` (rank, size,
+    epoch, step), `save()` and `load(state)` (newcomers get the state of those that are there), `health()` (raises or
+    says False when it is not well), `merge(states)` (what leavers without a successor hand over) and `cancel()`. A
+    class with only `compute` or `step` has no second half: what it returns is the step's value, and an interrupted step
+    runs again.
+
+    `min` is the least number of members (fewer: the group waits, says why, and gives up after `wait_s`), `max` the
+    most. Without a `session` it connects by itself, and ends what it started when it closes; without a `pool` it has
+    one of its own. `keep_state` keeps a copy of the state in this process after every step, for when all members are
+    lost at once. `tell` hears of everything that happens, on a thread of the group's own.
+    """
+
+    def __init__(
+        self,
+        actor_class: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        per_node: Mapping[str, float] | None = None,
+        min: int = 1,
+        max: int | None = None,
+        session: Session | None = None,
+        pool: Pool | str | None = None,
+        name: str | None = None,
+        address: str | None = None,
+        priority: float = 5.0,
+        labels: Mapping[str, str] | None = None,
+        wait_s: float = 600.0,
+        step_timeout_s: float = 600.0,
+        start_timeout_s: float = 600.0,
+        health_every_s: float = 5.0,
+        health_timeout_s: float = 5.0,
+        restarts: int = 10,
+        restart_window_s: float = 600.0,
+        back_off_s: float = 0.5,
+        handover_s: float = 5.0,
+        notice_s: float = 15.0,
+        preload: Sequence[str] = (),
+        keep_state: bool = False,
+        tell: Callable[[Happening], None] | None = None,
+    ) -> None:
+        kind = class_of(actor_class, "an elastic group")
+        name = name or f"{kind.__name__.lower()}-{uuid.uuid4().hex[:6]}"
+        where = f"group {name}"
+        if notice_s <= handover_s:
+            raise InputError(f"notice_s {notice_s:g} leaves no time beyond handover_s {handover_s:g}", where=where)
+        self.spec = GroupSpec(
+            name=name,
+            unit=Resources.of(per_node if per_node is not None else {"gpu": 1}, where=where),
+            least=min,
+            most=max,
+            wait_s=wait_s,
+            step_timeout_s=step_timeout_s,
+            health_every_s=health_every_s,
+            health_timeout_s=health_timeout_s,
+            restarts=restarts,
+            restart_window_s=restart_window_s,
+            back_off_s=back_off_s,
+            handover_s=handover_s,
+        )
+        plan = MemberPlan(
+            kind=kind,
+            args=tuple(args),
+            kwargs=dict(kwargs or {}),
+            unit=self.spec.unit,
+            talents=talents_of(kind),
+            priority=priority,
+            labels=dict(labels or {}),
+            notice_s=notice_s,
+            start_timeout_s=start_timeout_s,
+            step_timeout_s=step_timeout_s,
+            keeps=keep_state,
+        )
+        self._closing = contextlib.ExitStack()
+        try:
+            self._session = session or self._connected(address)
+            if any(one["id"] == name for one in self._session.status()["groups"]):
+                hint = "give it another name; one whose driver died is forgotten after some seconds"
+                raise InputError("there is a group of this name already", where=where, hint=hint)
+            crew = Crew(self._session, self._pool_of(pool, preload), plan)
+            self._conductor = Conductor(self.spec, crew, tell or _nobody)
+            self._closing.callback(self._conductor.close)
+            self._conductor.start()
+        except BaseException:
+            self._closing.close()
+            raise
+
+    def __enter__(self) -> ElasticGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def name(self) -> str:
+        """What `trimtab status` and `trimtab explain` call it."""
+        return self.spec.name
+
+    @property
+    def session(self) -> Session:
+        """The session that it runs in."""
+        return self._session
+
+    @property
+    def steps(self) -> int:
+        """How many steps are complete."""
+        return self._conductor.steps
+
+    @property
+    def world(self) -> World | None:
+        """Who works together now; None while that changes, or before the first step."""
+        return self._conductor.world
+
+    def view(self) -> dict[str, Any]:
+        """The group and its members, as plain data."""
+        return self._conductor.view()
+
+    def step(self, batch: Any = None, timeout: float | None = None) -> StepResult:
+        """Run the next step on all members, and give what came of it.
+
+        Waits for members where there are too few, does it again where one is lost meanwhile. Raises GroupGaveUpError
+        where the group cannot go on, StepFailedError where a member's own code raised, TimeoutError after `timeout`
+        seconds, if that is given; the step then goes on, and the group is good for closing only.
+        """
+        if batch is not None:
+            batch = self._session._ray.put(batch)  # once, for all members and every attempt
+        return self._waited(self._conductor.ask_step(batch), timeout)
+
+    def resize(self, size: int | None) -> None:
+        """Have so many members from the next step boundary on; None: as many as there is room for."""
+        self._conductor.ask_size(size)
+
+    def close(self) -> None:
+        """End the members, and whatever else was started for this group. Nothing is left behind."""
+        self._closing.close()
+
+    # ---- how it is done
+
+    @property
+    def _own_pool(self) -> str:
+        return f"group-{self.name}"
+
+    def _waited(self, result: concurrent.futures.Future[StepResult], timeout: float | None) -> StepResult:
+        """The result; Ctrl-C gets through at any time."""
+        left_s = timeout
+        with heeded_interrupts() as heed:
+            while True:
+                heed()
+                wait_s = LOOK_S if left_s is None or left_s > LOOK_S else left_s
+                try:
+                    return result.result(wait_s)
+                except concurrent.futures.TimeoutError:
+                    left_s = None if left_s is None else left_s - wait_s
+                    if left_s is not None and left_s <= 0:
+                        raise TimeoutError(f"the step is not complete after {timeout:.3g} s") from None
+
+    def _connected(self, address: str | None) -> Session:
+        """A session of our own. A controller that was made for it ends with it, unless others use it by then."""
+        link = RayLink(address)
+        self._closing.callback(link.close)
+        there_before = _has_controller(link.ray)
+        session = connect()  # to the Ray that this process is connected to by now
+
+        def leave() -> None:
+            with contextlib.suppress(TrimtabError):
+                status = session.status()
+                others = status["clients"] > 1 or set(status["pools"]) - {self._own_pool}
+                if not there_before and not others:
+                    session.shutdown()
+            session.close()
+
+        self._closing.callback(leave)
+        return session
+
+    def _pool_of(self, pool: Pool | str | None, preload: Sequence[str]) -> Pool:
+        if isinstance(pool, Pool):
+            return pool
+        if isinstance(pool, str):
+            return self._session.pool(pool)
+        most = self.spec.most or MANY
+        quota = {name: amount * most for name, amount in self.spec.unit.floats().items()}
+        own = self._session.pool(self._own_pool, quota, reuse=False, warm_each=1, preload=preload, ends_with_me=True)
+
+        def drop() -> None:
+            with contextlib.suppress(TrimtabError):
+                own.drop()
+
+        self._closing.callback(drop)
+        return own
+
+
+def _nobody(_: Happening) -> None:
+    """Nobody listens."""
+
+
+def _has_controller(ray: Any) -> bool:
+    try:
+        ray.get_actor(controller_name("trimtab"), namespace=NAMESPACE)
+    except ValueError:
+        return False
+    return True

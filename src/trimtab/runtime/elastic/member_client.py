@@ -1,0 +1,96 @@
+"""A line to one member of an elastic group: calls with deadlines that notice at once when the member is gone.
+
+Ray takes a quarter of a minute to say that a call to a killed node will never return. So every call waits for its
+answer and for the controller's news of the member's task, whichever comes first. Lines live on the loop of the group's
+conductor; they decide nothing and end nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from trimtab.model.pool import State
+from trimtab.runtime.client.task import Task
+from trimtab.runtime.elastic.member import PartLostError
+
+
+class MemberGoneError(Exception):
+    """The member's process is gone, or was never there."""
+
+
+class MemberHungError(Exception):
+    """The member did not answer in time."""
+
+
+class MemberRaisedError(Exception):
+    """The user's code raised; the cause is what it raised."""
+
+    def __init__(self, member: str, method: str, fault: BaseException) -> None:
+        lines = str(getattr(fault, "cause", None) or fault).strip().splitlines()
+        kind = type(getattr(fault, "cause", None) or fault).__name__
+        super().__init__(f"{method} of {member} raised {kind}{': ' + lines[-1] if lines else ''}")
+        self.fault = fault
+
+
+class Line:
+    """One member, as its group reaches it."""
+
+    def __init__(self, member: str, task: Task) -> None:
+        self.member = member
+        self.task = task
+        self.seen: tuple[State, int] = (State.waiting, 0)  # state and attempt, as last heard
+        self.attempt = 0  # the one that runs, or ran last
+        self.node = ""
+        self.committed = 0  # the last step that its state is known to include
+        self.ending = False  # it was asked to end
+        self.lost = False  # it is gone, unasked, and that was said
+        self._handle: Any = None
+        self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def there(self) -> bool:
+        """Whether it can be called."""
+        return self._handle is not None and not self._gone.done()
+
+    def up(self, handle: Any, node: str, attempt: int) -> None:
+        """It runs: constructed, on this node."""
+        self._handle, self.node, self.attempt, self.committed = handle, node, attempt, 0
+        if self._gone.done():
+            self._gone = asyncio.get_running_loop().create_future()
+
+    def down(self, why: str) -> None:
+        """It does not run any more: whoever waits for an answer hears of it now."""
+        if not self._gone.done():
+            self._gone.set_result(why)
+
+    async def call(self, method: str, *args: Any, within_s: float) -> Any:
+        """What a method of its shell returns."""
+        return (await self.call_apart(method, *args, within_s=within_s, returns=1))[0]
+
+    async def call_apart(self, method: str, *args: Any, within_s: float, returns: int) -> tuple[Any, ...]:
+        """The first thing that a method returns, and references to the others, which stay where they are."""
+        from ray import exceptions
+
+        if not self.there:
+            raise MemberGoneError(self._gone.result() if self._gone.done() else f"{self.member} does not run yet")
+        options = self._handle.call.options(name=f"{self.task.id}.{method}", num_returns=returns)
+        refs = options.remote(method, *args)
+        first, *others = refs if returns > 1 else [refs]
+        answer = asyncio.wrap_future(first.future())
+        try:
+            await asyncio.wait({answer, self._gone}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return (answer.result(), *others)
+            if self._gone.done():
+                raise MemberGoneError(self._gone.result())
+            raise MemberHungError(f"{method} of {self.member} did not return within {within_s:.3g} s")
+        except exceptions.RayActorError as fault:
+            self.down(f"{self.member}: {type(fault).__name__}")
+            raise MemberGoneError(self._gone.result()) from None
+        except (MemberGoneError, MemberHungError, PartLostError, asyncio.CancelledError):
+            raise
+        except Exception as fault:
+            raise MemberRaisedError(self.member, method, fault) from fault
+        finally:
+            answer.cancel()  # nothing, where it is done; else nobody waits for it any more

@@ -1,0 +1,1 @@
+"""The HTTP front of a rollout pool: completions, chat and /generate."""

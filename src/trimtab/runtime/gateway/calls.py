@@ -1,0 +1,91 @@
+"""A call as it was understood, whatever dialect it came in."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from trimtab.model.rollout import End, Span
+from trimtab.runtime.gateway.headers import PLAIN, Terms
+from trimtab.runtime.rollout.sampling import Completion, Sample, SamplingParams
+
+FINISHES = {End.stop: "stop", End.length: "length", End.abort: "abort", End.cancelled: "abort", End.failed: "error"}
+
+
+_BOOT = uuid.uuid4().hex[:16]
+_NUMBERS = itertools.count(1)
+
+
+def new_id() -> str:
+    """For a call that has none: no other process and no other call has it."""
+    return f"{_BOOT}{next(_NUMBERS):08x}"
+
+
+@dataclass
+class Call:
+    """Prompts to be answered. The answers are counted over all prompts: `number` of the k-th of prompt p."""
+
+    prompts: list[tuple[int, ...]]
+    params: list[SamplingParams]  # one for each prompt
+    terms: Terms = PLAIN
+    stream: bool = False
+    id: str = field(default_factory=new_id)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def number(self, prompt: int, index: int) -> int:
+        """The place of an answer among all."""
+        return prompt * self.params[0].n + index if prompt else index
+
+    @property
+    def alike(self) -> bool:
+        """All prompts have the same parameters."""
+        first = self.params[0]
+        return all(one is first for one in self.params)
+
+
+def samples_of(completions: Sequence[Completion]) -> list[Sample]:
+    """All answers, in order."""
+    return [sample for completion in completions for sample in completion.samples]
+
+
+def answers(sample: Sample) -> bool:
+    """Whether it is one: whole, or what was left of it when it was aborted. What failed is none, tokens or not."""
+    return sample.ok or sample.end is End.abort or (sample.end is End.cancelled and bool(sample.token_ids))
+
+
+def details(sample: Sample) -> dict[str, object]:
+    """What trimtab knows of an answer."""
+    return {
+        "request": sample.request,
+        "workers": list(sample.workers),
+        "moves": sample.moves,
+        "restarts": sample.restarts,
+        "versions": [{"version": span.version, "tokens": span.tokens} for span in sample.spans],
+        "missing_tokens": sample.missing,
+        "reason": {"code": sample.reason.code.value, "sentence": sample.reason.sentence},
+    }
+
+
+def heads_of(call: Call, samples: Sequence[Sample]) -> list[tuple[bytes, bytes]]:
+    """Headers of an answer: who made it, how often it moved, and which weights made how many of its tokens."""
+    if len(samples) == 1:
+        workers: Sequence[str] = samples[0].workers
+        moves, versions = samples[0].moves + samples[0].restarts, versions_text(samples[0].spans)
+    else:
+        workers = sorted({worker for sample in samples for worker in sample.workers})
+        moves = sum(sample.moves + sample.restarts for sample in samples)
+        versions = ",".join(sorted({str(span.version) for sample in samples for span in sample.spans}))
+    return [
+        (b"x-trimtab-id", call.id.encode("ascii", "replace")),
+        (b"x-trimtab-workers", ",".join(workers[:16]).encode("ascii", "replace")),
+        (b"x-trimtab-moves", str(moves).encode()),
+        (b"x-trimtab-versions", versions.encode()),
+    ]
+
+
+def versions_text(spans: Sequence[Span]) -> str:
+    """`3:120,4:7`: version 3 made 120 tokens, then version 4 made 7."""
+    return ",".join(f"{span.version}:{span.tokens}" for span in spans)

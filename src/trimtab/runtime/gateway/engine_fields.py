@@ -1,0 +1,128 @@
+"""Fields that only the engines understand: passed on where every kind of engine that is up has them, else refused.
+
+A field that no engine has would be dropped without a word by some and change the answer of others, so it is refused
+with its name. A field whose value says only what holds anyway is dropped: what is passed on makes a request start over
+when it is cut, unless it concerns every token by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from trimtab.core.errors import nearest
+from trimtab.runtime.gateway.answer_forms import to_json
+from trimtab.runtime.gateway.errors import Refusal
+
+_ALL = frozenset({"frequency_penalty", "presence_penalty", "min_p", "logit_bias", "ignore_eos"})
+KNOWN: dict[str, frozenset[str]] = {
+    "vllm": _ALL
+    | {
+        "repetition_penalty", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+        "allowed_token_ids", "bad_words", "structured_outputs", "response_format", "guided_json", "guided_regex",
+        "guided_choice", "guided_grammar", "repetition_detection", "vllm_xargs",
+    },
+    "sglang": _ALL
+    | {
+        "repetition_penalty", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "json_schema",
+        "regex", "ebnf", "structural_tag", "stop_regex", "custom_params",
+    },
+    "llamacpp": _ALL
+    | {
+        "repeat_penalty", "repeat_last_n", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "mirostat",
+        "mirostat_tau", "mirostat_eta", "dynatemp_range", "dynatemp_exponent", "dry_multiplier", "dry_base",
+        "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "grammar", "json_schema", "samplers",
+        "cache_prompt",
+    },
+}  # fmt: skip
+"""What each kind of engine takes beyond what every request has."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "repeat_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "ignore_eos": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "no_stop_trim": (False,),
+    "use_beam_search": (False,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "priority": (0,),
+    "response_format": ({"type": "text"},),
+    "bad_words": ([],),
+    "custom_params": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "log_metrics": (True, False),
+    "stream_interval": (1,),
+}
+"""Values that change nothing."""
+
+EACH_BY_ITSELF = frozenset(
+    {
+        "min_p", "logit_bias", "ignore_eos", "allowed_token_ids", "skip_special_tokens", "include_stop_str_in_output",
+        "spaces_between_special_tokens", "no_stop_trim", "cache_prompt",
+    }
+)  # fmt: skip
+"""They look at one token at a time, so a cut changes nothing for them."""
+
+
+MOST = 2**20
+"""Of any number of an engine's own fields. Some engines allocate as many places as it says."""
+
+LARGEST = 2**18
+"""Bytes of one of them, as JSON."""
+
+
+def passed_on(
+    rest: Mapping[str, Any], kinds: Collection[str], known: Collection[str], prefix: str = ""
+) -> dict[str, Any]:
+    """What is left of a body, if every kind of engine that is up takes it; else a refusal that names the field."""
+    for name in rest:
+        for kind in sorted(kinds):
+            if kind in KNOWN and name not in KNOWN[kind]:
+                near = nearest(name, [*known, *KNOWN[kind]])
+                more = f"; did you mean {near}?" if near else ""
+                raise Refusal(
+                    400, f"{prefix}{name}: neither this gateway nor its engines ({kind}) know that field{more}",
+                    param=prefix + name, code="unknown_field",
+                )  # fmt: skip
+        if not kinds:
+            raise Refusal(
+                503, f"{prefix}{name} is a field of engines, and none is up that could be asked whether it knows it",
+                param=prefix + name, code="no_worker", headers={"retry-after": "1"},
+            )  # fmt: skip
+        _require_bounded(name, rest[name], prefix)
+    return dict(rest)
+
+
+def _require_bounded(name: str, value: Any, prefix: str) -> None:
+    said = ""
+    if type(value) in (int, float) and not -MOST <= value <= MOST:  # no NaN is
+        said = f"a number within {MOST}"
+    elif type(value) in (str, list, dict):
+        try:
+            said = f"at most {LARGEST} bytes" if len(to_json(value)) > LARGEST else ""
+        except RecursionError:
+            said = "lists and objects are nested too deeply"
+    if said:
+        raise Refusal(400, f"{prefix}{name}: {said}", param=prefix + name, code="invalid_value")
+
+
+def may_resume(
+    extra: Mapping[str, Any], seed: int | None, stop: Collection[str], kinds: Collection[str]
+) -> bool | None:
+    """Whether a cut answer goes on; None leaves that to the pool.
+
+    A stop string may lie across the cut, which only those find who can read: the engines that are known here.
+    """
+    readable = not stop or KNOWN.keys() >= set(kinds)
+    return True if extra and seed is None and readable and EACH_BY_ITSELF.issuperset(extra) else None

@@ -1,0 +1,108 @@
+"""One request and its answer on the wire, and a watch over the client's end of it.
+
+A client that goes away is noticed, whether its answer streams or not, and whoever works for it is cancelled. Most
+answers are quicker than anybody can leave, so the watch begins a moment later and costs them nothing. A client that
+stays and reads nothing counts as gone after a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+from trimtab.runtime.gateway.answer_forms import to_json
+from trimtab.runtime.gateway.guard import Heads, Receive, Scope
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+WATCH_AFTER_S = 0.25
+_JSON = (b"content-type", b"application/json")
+_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+           (b"x-accel-buffering", b"no")]  # fmt: skip
+
+
+class Exchange:
+    """One request; `left` is set once its client is gone, `cut` where it has to end early."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, write_s: float) -> None:
+        self.heads: Heads = dict(scope["headers"])
+        self.receive = receive
+        self.status = 0  # of the answer, once it has begun
+        self.left = False
+        self.cut = ""  # why
+        self.closing = False  # the connection ends with this answer
+        self._send, self._write_s = send, write_s
+        self._task = asyncio.current_task()
+        self._timer: asyncio.TimerHandle | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._writing_since: float | None = None
+
+    # ---- the client's end ------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Cancels the task that answers when the client goes. The body has been read."""
+        self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._begin)
+
+    def _begin(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._watcher = loop.create_task(self._watched())
+        self._timer = loop.call_later(self._write_s, self._look)
+
+    async def _watched(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        self._gone()
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._writing_since is not None and loop.time() - self._writing_since > self._write_s:
+            self._gone()
+        else:
+            self._timer = loop.call_later(self._write_s, self._look)
+
+    def _gone(self) -> None:
+        self.left = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def cut_short(self, why: str) -> None:
+        """Its answer has to end now, with what there is."""
+        if not self.cut and self._task is not None:
+            self.cut = why
+            self._task.cancel()
+
+    def unwatch(self) -> None:
+        """The answer is complete."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
+        self._task = None
+
+    # ---- answers ---------------------------------------------------------------------------------------------------
+
+    async def json(self, answer: Any, status: int = 200, heads: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        """An answer in one piece."""
+        body = to_json(answer).encode()
+        await self.raw(body, status, [_JSON, *heads])
+
+    async def raw(self, body: bytes, status: int, heads: Iterable[tuple[bytes, bytes]]) -> None:
+        """An answer in one piece, of any type."""
+        await self._start(status, [*heads, (b"content-length", str(len(body)).encode())])
+        await self.write(body, more=False)
+
+    async def events(self, heads: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        """Begins a stream of events."""
+        await self._start(200, [*_EVENTS, *heads])
+
+    async def _start(self, status: int, heads: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        if self.closing:
+            heads.append((b"connection", b"close"))
+        await self._send({"type": "http.response.start", "status": status, "headers": heads})
+
+    async def write(self, body: bytes, *, more: bool = True) -> None:
+        """A part of the answer."""
+        self._writing_since = asyncio.get_running_loop().time()
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        self._writing_since = None

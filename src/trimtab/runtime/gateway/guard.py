@@ -1,0 +1,177 @@
+"""Who may ask, and how much: Host and Origin, the token, hosts of new workers, bodies.
+
+Nothing that changes anything is done without the token, wherever the caller sits. A Host header that names another
+machine is refused, and so is an Origin: a page in somebody's browser can reach loopback, by a name that it made point
+there, and must not be able to ask. The token is compared in constant time and is in no log and no answer. A worker is a
+place that prompts are sent to, so it is taken only from hosts that were named when the gateway was started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+import ipaddress
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from trimtab.core.errors import InputError
+from trimtab.runtime.gateway.errors import Refusal
+from trimtab.runtime.gateway.settings import LOOPBACK, GatewaySettings
+from trimtab.runtime.http.listening import host_name
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Heads = dict[bytes, bytes]
+
+ANY = frozenset({"0.0.0.0", "::", ""})
+
+
+class Guard:
+    """The checks of one gateway."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._token = settings.token.encode()
+        own = set() if settings.host in ANY else {settings.host.lower()}
+        self._names = LOOPBACK | own | {name.lower() for name in settings.allowed_hosts}
+        # A name can be made to point here by whoever owns it; an address in numbers is what the caller typed.
+        self._takes_numbers = not settings.on_loopback
+        self._places = Places(settings.worker_hosts)
+        self._largest, self._body_s = settings.max_body_bytes, settings.body_s
+        self._right: set[bytes] = set()  # Host headers that were checked; bounded, clients use few
+
+    def check_host(self, heads: Heads) -> None:
+        """That the caller meant this machine, and is no page of another one."""
+        host = heads.get(b"host", b"")
+        if host not in self._right:
+            if not self._is_ours(host_name(host.decode("latin-1"))):
+                raise Refusal(421, "this Host is not served here; allowed_hosts adds one", code="wrong_host")
+            if len(self._right) < 64:
+                self._right.add(host)
+        origin = heads.get(b"origin")
+        if origin is not None:
+            self._check_origin(origin.decode("latin-1"))
+
+    def _check_origin(self, origin: str) -> None:
+        try:
+            place = urlsplit(origin).netloc
+        except ValueError:
+            raise Refusal(400, "Origin: no address of a page", param="origin", code="invalid_header") from None
+        if host_name(place) not in self._names:
+            raise Refusal(403, "pages of other origins may not ask here", code="wrong_origin")
+
+    def _is_ours(self, name: str) -> bool:
+        if name in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return self._takes_numbers
+
+    def check_token(self, heads: Heads) -> None:
+        """That the caller has the token: as bearer, or as the password of basic authentication (for .netrc)."""
+        scheme, _, given = heads.get(b"authorization", b"").partition(b" ")
+        given = given.strip()
+        if scheme.lower() == b"basic":
+            try:
+                given = base64.b64decode(given, validate=True).partition(b":")[2]
+            except binascii.Error:
+                given = b""
+        elif scheme.lower() != b"bearer":
+            given = b""
+        if not hmac.compare_digest(given, self._token):
+            raise Refusal(
+                401, "a token is needed: Authorization: Bearer TOKEN", code="wrong_token",
+                headers={"www-authenticate": "Bearer"},
+            )  # fmt: skip
+
+    def check_worker(self, url: object) -> str:
+        """The address of a new worker, where it may be."""
+        if not isinstance(url, str) or not url:
+            raise Refusal(400, "the address of the worker is missing", param="url", code="invalid_value")
+        try:
+            parts = urlsplit(url)
+            host, scheme, _ = parts.hostname, parts.scheme, parts.port
+        except ValueError:
+            host, scheme = None, ""
+        if scheme not in ("http", "https") or not host or parts.username or parts.query or parts.fragment:
+            raise Refusal(400, f"{url!r} is no address: write http://HOST:PORT", param="url", code="invalid_value")
+        if host not in self._places:
+            raise Refusal(
+                403, f"workers on {host} are not allowed here; worker_hosts adds one", param="url", code="wrong_host"
+            )
+        return url.rstrip("/")
+
+    async def body(self, heads: Heads, receive: Receive) -> bytes:
+        """All of a body, if it is not too large and comes in time."""
+        said = heads.get(b"content-length")
+        if said is not None and said.isdigit() and (len(said) > 18 or int(said) > self._largest):
+            raise self._too_large()
+        try:
+            return await asyncio.wait_for(self._whole(receive), self._body_s)
+        except asyncio.TimeoutError:
+            # What is left of the body may still come, so the connection cannot be used again.
+            raise Refusal(
+                408, f"the body was not there within {self._body_s:g} s", code="timeout",
+                headers={"connection": "close"},
+            ) from None  # fmt: skip
+
+    async def _whole(self, receive: Receive) -> bytes:
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Left
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._largest:
+                raise self._too_large()
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+    def _too_large(self) -> Refusal:
+        # What is still under way of the body is not read, so the connection cannot be used again.
+        return Refusal(
+            413, f"a body has at most {self._largest} bytes", code="too_large", headers={"connection": "close"}
+        )
+
+
+class Left(Exception):  # noqa: N818 - not a fault
+    """The client went away."""
+
+
+class Places:
+    """Hosts that workers may be on: names, `*.suffix`, addresses and networks; `*` is any."""
+
+    def __init__(self, allowed: Iterable[str]) -> None:
+        self._names: set[str] = set()
+        self._suffixes: list[str] = []
+        self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
+        for one in allowed:
+            text = one.strip().lower()
+            if "/" in text:
+                try:
+                    self._networks.append(ipaddress.ip_network(text))
+                except ValueError as fault:
+                    raise InputError(
+                        f"worker_hosts: {fault}", hint="a name, *.suffix, an address, or 10.0.0.0/8"
+                    ) from None
+            elif text.startswith("*"):
+                self._suffixes.append(text[1:])
+            elif text:
+                self._names.add(text)
+            else:
+                raise InputError("worker_hosts has an empty entry")
+
+    def __contains__(self, host: str) -> bool:
+        host = host.lower()
+        if host in self._names or any(host.endswith(suffix) for suffix in self._suffixes):
+            return True
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        return any(address in network for network in self._networks)

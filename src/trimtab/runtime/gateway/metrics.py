@@ -1,0 +1,117 @@
+"""Figures of a gateway and its pool for Prometheus; they begin at nothing with every process, as it expects.
+
+What the pool knows is read when somebody asks; what passes through the gateway is counted as it passes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import prometheus_client
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from trimtab.model.rollout import WorkerState
+from trimtab.runtime.gateway.exchange import Exchange
+from trimtab.runtime.rollout.pool import RolloutPool
+from trimtab.runtime.rollout.sampling import Sample
+
+CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
+BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+PREFIX = "trimtab_rollout_"
+LEFT = 499  # a client that did not wait for its answer
+
+
+class Meters:
+    """Counts, and shows."""
+
+    def __init__(self, pool: RolloutPool) -> None:
+        self._pool = pool
+        self._registry = prometheus_client.CollectorRegistry()
+        self._answers = prometheus_client.Counter(
+            f"{PREFIX}http_answers", "Requests to generate, by door and status.", ("door", "status"),
+            registry=self._registry,
+        )  # fmt: skip
+        self._seconds = prometheus_client.Histogram(
+            f"{PREFIX}http_answer_seconds", "From the head of a request to the last byte of its answer.", ("door",),
+            buckets=BUCKETS_S, registry=self._registry,
+        )  # fmt: skip
+        self._tokens = prometheus_client.Counter(
+            f"{PREFIX}tokens", "Tokens that were given out.", registry=self._registry
+        )
+        self._moves = prometheus_client.Counter(
+            f"{PREFIX}moves", "Times that an answer went on elsewhere with what it had.", registry=self._registry
+        )
+        self._restarts = prometheus_client.Counter(
+            f"{PREFIX}restarts", "Times that an answer began again.", registry=self._registry
+        )
+        self._registry.register(_PoolFigures(pool))
+        self._children: dict[tuple[str, int], prometheus_client.Counter] = {}
+        self._doors: dict[str, prometheus_client.Histogram] = {}
+
+    def answered(self, door: str, exchange: Exchange, seconds: float) -> None:
+        """A call is over."""
+        status = LEFT if exchange.left else exchange.status
+        child = self._children.get((door, status))
+        if child is None:
+            child = self._children[door, status] = self._answers.labels(door, str(status))
+            self._doors.setdefault(door, self._seconds.labels(door))
+        child.inc()
+        self._doors[door].observe(seconds)
+
+    def made(self, samples: Sequence[Sample]) -> None:
+        """Answers were given out."""
+        self._tokens.inc(sum(len(one.token_ids) for one in samples))
+        for sample in samples:
+            if sample.moves:
+                self._moves.inc(sample.moves)
+            if sample.restarts:
+                self._restarts.inc(sample.restarts)
+
+    def text(self) -> bytes:
+        """What Prometheus reads."""
+        return bytes(prometheus_client.generate_latest(self._registry))
+
+
+class _PoolFigures:
+    """What the pool says of itself when it is asked."""
+
+    def __init__(self, pool: RolloutPool) -> None:
+        self._pool = pool
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing ahead of time: the pool may not run yet."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Workers by state and one by one, requests, counters of the pool, and the figures of its policy."""
+        views = self._pool.workers()
+        states = Counter(view.state for view in views)
+        family = GaugeMetricFamily(f"{PREFIX}workers", "Workers by state.", labels=("state",))
+        for state in WorkerState:
+            family.add_metric((state.value,), states[state])
+        yield family
+        running = GaugeMetricFamily(f"{PREFIX}worker_requests", "Requests on a worker.", labels=("worker",))
+        tokens = GaugeMetricFamily(
+            f"{PREFIX}worker_outstanding_tokens", "Tokens that a worker is expected to make yet.", labels=("worker",)
+        )
+        served = CounterMetricFamily(f"{PREFIX}worker_served", "Requests that a worker finished.", labels=("worker",))
+        version = GaugeMetricFamily(f"{PREFIX}worker_version", "Weights of a worker, where known.", labels=("worker",))
+        for view in views:
+            running.add_metric((view.worker,), view.running)
+            tokens.add_metric((view.worker,), view.outstanding_tokens)
+            served.add_metric((view.worker,), view.served)
+            if view.version is not None:
+                version.add_metric((view.worker,), view.version)
+        yield from (running, tokens, served, version)
+        yield GaugeMetricFamily(f"{PREFIX}version", "Of the trainer's weights.", value=self._pool.version)
+        counted = CounterMetricFamily(f"{PREFIX}requests", "What became of requests in the pool.", labels=("what",))
+        for name, count in sorted(self._pool.counters.items()):
+            counted.add_metric((name,), count)
+        yield counted
+        for name, value in sorted(self._pool.metrics().items()):
+            yield GaugeMetricFamily(f"{PREFIX}{_legal(name)}", "A figure of the pool; see the docs.", value=value)
+
+
+def _legal(name: str) -> str:
+    return "".join(sign if sign.isalnum() else "_" for sign in name).lower()

@@ -1,0 +1,207 @@
+"""OpenAI's dialect, as vLLM speaks it: completions and chat, whole or as a stream.
+
+A field is understood here, passed on to the engines, or refused with its name; see `extras`. Token ids go in as they
+are; text and conversations are read by the engines' own tokenizer and template. With `return_token_ids` an answer has
+its ids, as vLLM has them. An answer that others aborted ends with `abort`, one that failed beside others with `error`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.runtime.engines.texts import RENDER_OPTIONS
+from trimtab.runtime.gateway import engine_fields as extras
+from trimtab.runtime.gateway.calls import Call
+from trimtab.runtime.gateway.errors import Refusal
+from trimtab.runtime.gateway.fields import Fields
+from trimtab.runtime.gateway.headers import Terms
+from trimtab.runtime.gateway.tokenizing import PoolTexts
+from trimtab.runtime.rollout.sampling import SamplingParams
+
+COMMON = (
+    "model", "n", "stream", "stream_options", "logprobs", "stop", "stop_token_ids", "seed", "max_tokens", "min_tokens",
+    "temperature", "top_p", "top_k", "user", "return_token_ids", "return_tokens_as_token_ids",
+)  # fmt: skip
+COMPLETIONS = (*COMMON, "prompt")
+CHAT = (*COMMON, "messages", "top_logprobs", "max_completion_tokens", "add_generation_prompt",
+        "continue_final_message", "chat_template", "chat_template_kwargs")  # fmt: skip
+
+Kinds = Callable[[], Collection[str]]
+"""Which kinds of engines are up; asked only where it matters."""
+
+MOST_LOGPROBS = 20
+MOST_SAMPLES = 1_024
+MOST_PROMPTS = 4_096
+MOST_ANSWERS = 8_192  # prompts times samples
+_NO_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id")
+_BY_TRIMTAB = {"priority": "x-trimtab-class chooses a class, which has a priority"}
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What an answer is to have in it."""
+
+    chat: bool
+    model: str
+    logprobs: int | None = None  # None: none; else how many of the best at each place
+    token_ids: bool = False
+    names_as_ids: bool = False  # tokens are written `token_id:17`
+    usage: bool = False  # at the end of a stream
+    running_usage: bool = False  # with every event of a stream
+
+
+class Reader:
+    """Reads bodies of one gateway."""
+
+    def __init__(self, texts: PoolTexts, model_name: str, default_max_tokens: int) -> None:
+        self._texts, self._model_name, self._default_max_tokens = texts, model_name, default_max_tokens
+
+    async def model(self) -> str:
+        """As clients call it."""
+        return self._model_name or await self._texts.model()
+
+    async def completions(self, body: Any, terms: Terms, kinds: Kinds) -> tuple[Call, Wishes]:
+        """A body of `/v1/completions`."""
+        fields = Fields(body)
+        prompts = await self._prompts(fields)
+        logprobs = fields.integer("logprobs", None, 0, MOST_LOGPROBS)
+        most = fields.integer("max_tokens", 16, 1)
+        return await self._read(fields, terms, kinds, prompts, logprobs, most, COMPLETIONS)
+
+    async def chat(self, body: Any, terms: Terms, kinds: Kinds) -> tuple[Call, Wishes]:
+        """A body of `/v1/chat/completions`."""
+        fields = Fields(body)
+        messages = _messages(fields)
+        options = {
+            name: value
+            for name in ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
+            if (value := fields.take(name)) is not None
+        }
+        for kind in kinds() if options else ():
+            for name in options.keys() - RENDER_OPTIONS.get(kind, options.keys()):
+                raise fields.wrong(name, f"{kind} engines have no such option for their templates")
+        best = fields.integer("top_logprobs", None, 0, MOST_LOGPROBS)
+        wanted = fields.boolean("logprobs")
+        if best is not None and not wanted:
+            raise fields.wrong("top_logprobs", "needs logprobs: true")
+        most = fields.integer("max_completion_tokens", None, 1)
+        older = fields.integer("max_tokens", None, 1)
+        most = most or older or self._default_max_tokens
+        # All else is looked at before an engine is asked to read anything.
+        call, wishes = await self._read(fields, terms, kinds, [(0,)], (best or 0) if wanted else None, most, CHAT)
+        call.prompts = [await self._texts.render(messages, options)]
+        return call, wishes
+
+    async def _read(
+        self,
+        fields: Fields,
+        terms: Terms,
+        kinds: Kinds,
+        prompts: list[tuple[int, ...] | str],
+        logprobs: int | None,
+        max_tokens: int,
+        known: tuple[str, ...],
+    ) -> tuple[Call, Wishes]:
+        stream = fields.boolean("stream")
+        options = Fields(fields.take("stream_options") or {}, within="stream_options")
+        usage, running = options.boolean("include_usage"), options.boolean("continuous_usage_stats")
+        for name in options.rest:
+            raise options.wrong(name, "there is no such option")
+        model = await self._model(fields)
+        wishes = Wishes(
+            known is CHAT,
+            model,
+            logprobs,
+            fields.boolean("return_token_ids"),
+            fields.boolean("return_tokens_as_token_ids"),
+            usage,
+            running,
+        )
+        params = _params(fields, kinds, logprobs, max_tokens, known)
+        require_few_answers(fields, "n", len(prompts) * params.n)
+        given = [one for one in prompts if not isinstance(one, str)]
+        if given and known is COMPLETIONS:
+            await self._texts.check_known(given, fields, "prompt")
+        ids = [await self._texts.tokenize(one) if isinstance(one, str) else one for one in prompts]
+        return Call(ids, [params] * len(ids), terms, stream), wishes
+
+    async def _model(self, fields: Fields) -> str:
+        asked = fields.text("model")
+        if not asked and self._model_name:
+            return self._model_name
+        model = await self.model()
+        if asked and asked != model:
+            raise Refusal(404, f"there is no model {asked!r} here; {model!r} is", param="model", code="model_not_found")
+        return model
+
+    async def _prompts(self, fields: Fields) -> list[tuple[int, ...] | str]:
+        """Text, texts, ids or lists of ids; texts are read later."""
+        prompt = fields.take("prompt")
+        if prompt is None:
+            raise fields.wrong("prompt", "is missing")
+        if isinstance(prompt, str):
+            found: list[tuple[int, ...] | str] = [prompt]
+        elif not isinstance(prompt, list) or not prompt:
+            raise fields.wrong("prompt", "a text, texts, token ids, or lists of token ids; not empty")
+        elif all(isinstance(one, str) for one in prompt):
+            found = list(prompt)
+        else:
+            found = list(fields.prompts("prompt", prompt))
+        if len(found) > MOST_PROMPTS:
+            raise fields.wrong("prompt", f"{len(found)} prompts in one call; {MOST_PROMPTS} are the most")
+        if "" in found or () in found:
+            raise fields.wrong("prompt", "an empty prompt")
+        return found
+
+
+def _params(
+    fields: Fields, kinds: Kinds, logprobs: int | None, max_tokens: int, known: tuple[str, ...]
+) -> SamplingParams:
+    n = fields.integer("n", 1, 1, MOST_SAMPLES)
+    if fields.rest.get("best_of") == n:
+        fields.take("best_of")
+    seed = fields.integer("seed", None, -(2**63), 2**63 - 1)
+    stop, stop_ids = fields.strings("stop"), fields.ids("stop_token_ids")
+    least = fields.integer("min_tokens", 0, 0)
+    if least > max_tokens:
+        raise fields.wrong("min_tokens", f"{least} is more than max_tokens, which is {max_tokens}")
+    temperature, top_p = fields.number("temperature", 1.0, 0.0), fields.number("top_p", 1.0, 0.0, 1.0)
+    if top_p == 0:
+        raise fields.wrong("top_p", "0 leaves no token to choose from")
+    top_k = max(0, fields.integer("top_k", 0, -1))
+    for name in _NO_EFFECT:
+        fields.take(name)
+    extra = left_over(fields, kinds, known)
+    return SamplingParams(
+        max_tokens, least, temperature, top_p, top_k, n, stop, stop_ids, seed, logprobs, extra,
+        extras.may_resume(extra, seed, stop, kinds()) if extra else None,
+    )  # fmt: skip
+
+
+def require_few_answers(fields: Fields, name: str, answers: int) -> None:
+    """That a call asks not for more than it may."""
+    if answers > MOST_ANSWERS:
+        raise fields.wrong(name, f"{answers} answers in one call; {MOST_ANSWERS} are the most")
+
+
+def left_over(fields: Fields, kinds: Kinds, known: tuple[str, ...], prefix: str = "") -> dict[str, Any]:
+    """What the engines are to see of a body."""
+    fields.neutral(extras.NEUTRAL)
+    for name in fields.rest.keys() & _BY_TRIMTAB.keys():
+        raise fields.wrong(name, _BY_TRIMTAB[name])
+    return extras.passed_on(fields.rest, kinds(), known, prefix) if fields.rest else {}
+
+
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    messages = fields.take("messages")
+    if not isinstance(messages, list) or not messages:
+        raise fields.wrong("messages", "a list of messages, at least one")
+    for place, one in enumerate(messages):
+        if not isinstance(one, dict) or not isinstance(one.get("role"), str):
+            raise fields.wrong(f"messages[{place}]", "an object with a role and a content")
+        content = one.get("content")
+        if content is not None and not isinstance(content, (str, list)):
+            raise fields.wrong(f"messages[{place}].content", "a text, or a list of parts")
+    return messages

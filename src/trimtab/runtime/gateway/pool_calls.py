@@ -1,0 +1,124 @@
+"""The one door from the gateway into the pool for whole answers: nothing but futures, so that a call costs little.
+
+A call has a share of the pool: so many of its requests are in the pool at a time, and the next is asked when one has
+ended. What one client asks for in one call is thus never queued as a whole before what others ask for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+from trimtab.core.errors import TrimtabError
+from trimtab.runtime.gateway.calls import Call
+from trimtab.runtime.gateway.errors import Refusal
+from trimtab.runtime.rollout.pending_request import Asked
+from trimtab.runtime.rollout.pool import RolloutPool
+from trimtab.runtime.rollout.sampling import Completion, RefusedError, Sample
+
+
+class Waiting:
+    """The requests of one call; awaited together, cancelled together. Raises where the first cannot be asked."""
+
+    def __init__(self, pool: RolloutPool, call: Call, share: int) -> None:
+        self._pool, self._call, self._share = pool, call, share
+        self._asked: list[list[Asked]] = [[] for _ in call.prompts]
+        self._left: deque[tuple[int, int]] = deque()  # prompt and sample that were not asked yet
+        self._open = 0
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._all_asked: asyncio.Future[None] | None = None
+        try:
+            if sum(params.n for params in call.params) <= share:
+                for place in range(len(call.prompts)):
+                    self._ask(place, None)
+            else:
+                self._left.extend((place, index) for place, one in enumerate(call.params) for index in range(one.n))
+                self._fill()
+                self._all_asked = self._loop.create_future()
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _ask(self, place: int, samples: Sequence[int] | None) -> list[Asked]:
+        call = self._call
+        terms, params = call.terms, call.params[place]
+        asked = self._pool.ask(
+            call.prompts[place],
+            params,
+            class_=terms.class_,
+            group=terms.group or (f"{call.id}.{place}" if params.n > 1 else ""),
+            version=terms.version,
+            at_least=terms.at_least,
+            spans=terms.spans,
+            key=terms.key_of(place, len(call.prompts)),
+            deadline_s=None if terms.deadline_s is None else max(0.0, terms.deadline_s - self._late_s()),
+            samples=samples,
+        )
+        self._asked[place] += asked
+        return asked
+
+    def _late_s(self) -> float:
+        return self._loop.time() - self._began
+
+    def _fill(self) -> None:
+        while self._left and self._open < self._share:
+            place, index = self._left[0]
+            [one] = self._ask(place, (index,))
+            self._left.popleft()
+            self._open += 1
+            one.answered.add_done_callback(self._ended)
+
+    def _ended(self, answered: asyncio.Future[Sample]) -> None:
+        self._open -= 1
+        if self._left and self._timer is None:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Ask for more. There was room for the first of it, so a full queue is waited for until the deadline."""
+        assert self._all_asked is not None
+        self._timer = None
+        if self._all_asked.done():
+            return
+        try:
+            self._fill()
+        except RefusedError as refused:
+            allowed_s = self._call.terms.deadline_s
+            if allowed_s is not None and self._late_s() >= allowed_s:
+                self._all_asked.set_exception(refused)
+            else:
+                self._timer = self._loop.call_later(refused.retry_after_s, self._go_on)
+            return
+        except TrimtabError as error:
+            self._all_asked.set_exception(error)
+            return
+        if not self._left:
+            self._all_asked.set_result(None)
+
+    async def answers(self) -> list[Completion]:
+        """All of them, once the last is there. Whoever stops waiting cancels them."""
+        try:
+            if self._all_asked is not None:
+                await self._all_asked
+                if self._left:
+                    raise Refusal(503, f"ended with {len(self._left)} answers not begun", code="stopping")
+            return [Completion(tuple([await one.answered for one in row])) for row in self._asked]
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """Ends what is not answered yet; the answers are what there was."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._all_asked is not None and not self._all_asked.done():
+            self._all_asked.set_result(None)
+        for request in self.requests:
+            self._pool.cancel(request)
+
+    @property
+    def requests(self) -> Sequence[str]:
+        """Their ids in the pool."""
+        return [one.spec.id for row in self._asked for one in row]

@@ -1,0 +1,289 @@
+"""Answering generations: a call in, its answer out, and nothing left running behind it.
+
+What must never happen: a request that goes on in the pool after its client has gone; a stream that ends without saying
+so; two answers to one call. A call counts from the moment its head was read until its last byte was written, so that a
+stop knows what is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from trimtab.core.errors import TrimtabError
+from trimtab.model.rollout import UP
+from trimtab.runtime.gateway.answer_forms import Form
+from trimtab.runtime.gateway.bodies import Bodies
+from trimtab.runtime.gateway.calls import Call, answers, heads_of, samples_of
+from trimtab.runtime.gateway.errors import Refusal, failed, told
+from trimtab.runtime.gateway.exchange import Exchange, Send
+from trimtab.runtime.gateway.guard import Guard, Left, Receive, Scope
+from trimtab.runtime.gateway.headers import Terms, read_terms
+from trimtab.runtime.gateway.metrics import Meters
+from trimtab.runtime.gateway.openai import Kinds
+from trimtab.runtime.gateway.pool_calls import Waiting
+from trimtab.runtime.gateway.settings import GatewaySettings
+from trimtab.runtime.rollout.pool import RolloutPool
+from trimtab.runtime.rollout.sampling import Chunk, RefusedError
+
+Read = Callable[[Any, Terms, Kinds], Awaitable[Form]]
+"""Understands a body, with the kinds of engines that are up, and says how it is answered."""
+
+Refused = Callable[[Refusal], dict[str, object]]
+"""How a dialect says that it will not."""
+
+STOPPING = "the gateway stops"
+LOOKED_EVERY_S = 0.5
+LEAST_SHARE = 16
+
+
+class Serving:
+    """What is being answered now."""
+
+    def __init__(self, pool: RolloutPool, settings: GatewaySettings, guard: Guard, meters: Meters) -> None:
+        self.pool, self.settings, self.guard, self.meters = pool, settings, guard, meters
+        self.bodies = Bodies()
+        self.stopping = False
+        self._open: set[Exchange] = set()
+        self.waiting: dict[Exchange, Waiting] = {}  # those whose answers come in one piece
+        self._empty = asyncio.Event()
+        self._kinds: frozenset[str] = frozenset()
+        self._capacity = 0
+        self._looked_until = 0.0
+
+    @property
+    def open(self) -> int:
+        """How many are being answered."""
+        return len(self._open)
+
+    def kinds(self) -> frozenset[str]:
+        """Of the engines that are up, as seen a moment ago."""
+        self._look()
+        return self._kinds
+
+    def share(self) -> int:
+        """How many requests of one call may be in the pool at a time: enough to keep all engines busy."""
+        self._look()
+        return max(LEAST_SHARE, 2 * self._capacity)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now > self._looked_until or not self._kinds:
+            views = [view for view in self.pool.workers() if view.state in UP]
+            engines = (self.pool.engine(view.worker) for view in views)
+            self._kinds = frozenset(engine.kind for engine in engines if engine is not None)
+            self._capacity = sum(view.spec.limit for view in views)
+            self._looked_until = now + LOOKED_EVERY_S
+
+    def enter(self, exchange: Exchange) -> None:
+        """Counts it among those under way; refuses it where there are too many."""
+        if self.stopping:
+            exchange.closing = True
+            raise Refusal(503, STOPPING, code="stopping", headers={"retry-after": "5"})
+        if len(self._open) >= self.settings.max_concurrent:
+            raise Refusal(
+                503, f"{len(self._open)} requests are being answered already, and that is the limit",
+                code="too_many", headers={"retry-after": "1"},
+            )  # fmt: skip
+        self._open.add(exchange)
+        self._empty.clear()
+
+    def leave(self, exchange: Exchange) -> None:
+        """It is over."""
+        exchange.unwatch()
+        self.waiting.pop(exchange, None)
+        self._open.discard(exchange)
+        if not self._open:
+            self._empty.set()
+
+    async def until_empty(self, within_s: float) -> bool:
+        """Whether all that was under way has ended by then."""
+        if self._open and within_s > 0:
+            try:
+                await asyncio.wait_for(self._empty.wait(), within_s)
+            except asyncio.TimeoutError:
+                return False
+        return not self._open
+
+    def cut(self) -> None:
+        """What is under way is answered now, with what there is."""
+        for exchange in list(self._open):
+            waiting = self.waiting.get(exchange)
+            if waiting is not None:
+                exchange.closing = True
+                waiting.cancel()  # its answers come at once, as they are
+            else:
+                exchange.cut_short(STOPPING)
+
+
+class Generation:
+    """One endpoint: ASGI, because every token goes through it."""
+
+    def __init__(self, serving: Serving, name: str, read: Read, refused: Refused) -> None:
+        self._serving, self._name, self._read, self._refused = serving, name, read, refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        serving = self._serving
+        exchange = Exchange(scope, receive, send, serving.settings.write_s)
+        began = asyncio.get_running_loop().time()
+        try:
+            if not serving.settings.answers_openly:
+                serving.guard.check_token(exchange.heads)
+            serving.enter(exchange)
+            try:
+                await self._answer(exchange)
+            finally:
+                serving.leave(exchange)
+        except Refusal as refusal:
+            await self._refuse(exchange, refusal)
+        except TrimtabError as error:
+            await self._refuse(exchange, told(error))
+        except Left:
+            exchange.left = True
+        except asyncio.CancelledError:
+            if not (exchange.left or exchange.cut):
+                raise  # the server itself is ended
+            if exchange.cut:
+                await self._refuse(exchange, Refusal(503, exchange.cut, code="stopping"))
+        serving.meters.answered(self._name, exchange, asyncio.get_running_loop().time() - began)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        serving = self._serving
+        terms = read_terms(exchange.heads, serving.settings.deadline_s)
+        body = await serving.bodies.parsed(await serving.guard.body(exchange.heads, exchange.receive))
+        exchange.watch()
+        form = await self._read(body, terms, serving.kinds)
+        if form.call.stream:
+            await self._stream(exchange, form)
+        else:
+            await self._whole(exchange, form)
+
+    async def _whole(self, exchange: Exchange, form: Form) -> None:
+        serving = self._serving
+        waiting = serving.waiting[exchange] = Waiting(serving.pool, form.call, serving.share())
+        completions = await waiting.answers()
+        del serving.waiting[exchange]
+        samples = samples_of(completions)
+        serving.meters.made(samples)
+        if not any(map(answers, samples)):
+            raise failed(samples[0])
+        answer = await form.whole(completions)
+        await exchange.json(answer, heads=heads_of(form.call, samples))
+
+    async def _stream(self, exchange: Exchange, form: Form) -> None:
+        serving, begun, tail = self._serving, False, b""
+        left = sum(params.n for params in form.call.params)
+        try:
+            async with aclosing(chunks_of(serving.pool, form.call, serving.share())) as chunks:
+                async for place, chunk in chunks:
+                    sample = chunk.sample
+                    if not begun:
+                        if sample is not None and left == 1 and not answers(sample):
+                            raise failed(sample)
+                        await exchange.events([(b"x-trimtab-id", form.call.id.encode("ascii", "replace"))])
+                        begun = True
+                    if sample is not None:
+                        serving.meters.made((sample,))
+                        left -= 1
+                    event = await form.event(place, chunk)
+                    if not left:
+                        tail = event  # goes out together with the end
+                    elif event:
+                        await exchange.write(event)
+        except asyncio.CancelledError:
+            if not exchange.cut or not begun:
+                raise
+            await exchange.write(form.cut(exchange.cut))
+        except (TrimtabError, Refusal) as fault:
+            if not begun:
+                raise
+            await exchange.write(form.fault(fault if isinstance(fault, Refusal) else told(fault)))
+        await exchange.write(tail + form.end(), more=False)
+
+    async def _refuse(self, exchange: Exchange, refusal: Refusal) -> None:
+        exchange.unwatch()
+        if exchange.status:
+            return  # it has begun; the broken connection is what is left to say
+        heads = [(name.encode(), value.encode()) for name, value in refusal.headers.items()]
+        await exchange.json(self._refused(refusal), refusal.status, heads)
+
+
+async def chunks_of(pool: RolloutPool, call: Call, share: int) -> AsyncGenerator[tuple[int, Chunk], None]:
+    """What comes of all prompts of a call, with the place of the prompt; ending it cancels what still runs.
+
+    As many prompts stream at a time as the call's share has samples for, at least one.
+    """
+    if len(call.prompts) == 1:
+        async with aclosing(_stream_of(pool, call, 0)) as only:
+            async for chunk in only:
+                yield 0, chunk
+        return
+    queue: asyncio.Queue[tuple[int, Chunk | BaseException | None]] = asyncio.Queue()
+    beside = max(1, share // call.params[0].n)
+    turns = asyncio.Semaphore(beside)
+    tasks = [
+        asyncio.create_task(_pump(pool, call, place, queue, turns, patient=place >= beside))
+        for place in range(len(call.prompts))
+    ]
+    try:
+        left = len(tasks)
+        while left:
+            place, came = await queue.get()
+            if came is None:
+                left -= 1
+            elif isinstance(came, BaseException):
+                raise came
+            else:
+                yield place, came
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    pool: RolloutPool,
+    call: Call,
+    place: int,
+    queue: asyncio.Queue[tuple[int, Chunk | BaseException | None]],
+    turns: asyncio.Semaphore,
+    *,
+    patient: bool,
+) -> None:
+    """One prompt's chunks; a full queue refuses the call, or is waited for once the call has begun."""
+    try:
+        async with turns:
+            while True:
+                try:
+                    async with aclosing(_stream_of(pool, call, place)) as stream:
+                        async for chunk in stream:
+                            queue.put_nowait((place, chunk))
+                    break
+                except RefusedError as refused:  # before the first chunk
+                    if not patient:
+                        raise
+                    await asyncio.sleep(refused.retry_after_s)
+    except Exception as fault:
+        queue.put_nowait((place, fault))
+    else:
+        queue.put_nowait((place, None))
+
+
+def _stream_of(pool: RolloutPool, call: Call, place: int) -> AsyncGenerator[Chunk, None]:
+    terms = call.terms
+    return pool.stream(
+        call.prompts[place],
+        call.params[place],
+        class_=terms.class_,
+        group=terms.group,
+        version=terms.version,
+        at_least=terms.at_least,
+        spans=terms.spans,
+        key=terms.key_of(place, len(call.prompts)),
+        deadline_s=terms.deadline_s,
+        restarts="hold",
+    )

@@ -1,0 +1,328 @@
+"""SGLang's dialect: `/generate`, with its `meta_info`.
+
+One prompt or a batch, as text or token ids, with one set of parameters or one for each. Events of a stream tell the
+whole answer so far, as SGLang's do. `weight_version` is the version that made the last token and `weight_versions` says
+which made which. How many tokens of a prompt were cached is not known here, so that is not said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trimtab.core.reasons import Code, Reason
+from trimtab.model.rollout import End
+from trimtab.runtime.gateway import engine_fields as extras
+from trimtab.runtime.gateway.answer_forms import flag, sse, to_json
+from trimtab.runtime.gateway.calls import Call, details, new_id
+from trimtab.runtime.gateway.errors import Refusal, failed
+from trimtab.runtime.gateway.fields import Fields
+from trimtab.runtime.gateway.headers import Terms
+from trimtab.runtime.gateway.openai import (
+    MOST_LOGPROBS,
+    MOST_PROMPTS,
+    MOST_SAMPLES,
+    Kinds,
+    left_over,
+    require_few_answers,
+)
+from trimtab.runtime.gateway.tokenizing import PoolTexts, TextFlow
+from trimtab.runtime.rollout.sampling import Chunk, Completion, Sample, SamplingParams
+
+KNOWN = (
+    "text", "input_ids", "sampling_params", "rid", "stream", "return_logprob", "logprob_start_len", "top_logprobs_num",
+    "return_text_in_logprobs",
+)  # fmt: skip
+SAMPLING = (
+    "max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "n", "stop", "stop_token_ids", "sampling_seed",
+)  # fmt: skip
+DONE = b"data: [DONE]\n\n"
+_ALL_TOKENS = 1 << 30  # its own way to say that top_k has no limit
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What an answer is to have in it."""
+
+    single: bool  # one prompt, not in a list
+    names: tuple[str, ...]  # what the client calls each prompt's request
+    logprobs: bool = False
+    texts: bool = False  # of the tokens that have log-probabilities
+
+
+class Reader:
+    """Reads bodies of one gateway."""
+
+    def __init__(self, texts: PoolTexts) -> None:
+        self._texts = texts
+
+    async def generate(self, body: Any, terms: Terms, kinds: Kinds) -> tuple[Call, Wishes]:
+        """A body of `/generate`."""
+        fields = Fields(body)
+        single, prompts = _prompts(fields)
+        call_id = new_id()
+        names = _names(fields, call_id, single, len(prompts))
+        logprobs = fields.boolean("return_logprob")
+        start = fields.integer("logprob_start_len", -1)
+        if logprobs and start != -1:
+            raise fields.wrong("logprob_start_len", "log-probabilities of prompts are not told here; only -1")
+        best = fields.integer("top_logprobs_num", 0, 0, MOST_LOGPROBS)
+        with_text = fields.boolean("return_text_in_logprobs")
+        stream = fields.boolean("stream")
+        params = _all_params(fields, kinds, best if logprobs else None, len(prompts))
+        require_few_answers(fields, "sampling_params.n", len(prompts) * params[0].n)
+        fields.neutral(extras.NEUTRAL | _NEUTRAL)
+        for name in fields.rest:
+            raise fields.wrong(name, "this gateway knows no such field, and cannot pass it on")
+        given = [one for one in prompts if not isinstance(one, str)]
+        if given:
+            await self._texts.check_known(given, fields, "input_ids")
+        ids = [await self._texts.tokenize(one) if isinstance(one, str) else one for one in prompts]
+        return Call(ids, params, terms, stream, call_id), Wishes(single, names, logprobs, with_text)
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "return_sampling_mask": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_entropy": (False,),
+    "return_bytes": (False,),
+    "background": (False,),
+    "no_logs": (True, False),
+    "session_params": ({},),
+    "image_data": ([],),
+    "token_ids_logprob": ([],),
+}
+
+
+def _prompts(fields: Fields) -> tuple[bool, list[tuple[int, ...] | str]]:
+    text, ids = fields.take("text"), fields.take("input_ids")
+    if (text is None) == (ids is None):
+        raise Refusal(400, "one of text and input_ids, and not both", param="text", code="invalid_value")
+    name, given = ("text", text) if ids is None else ("input_ids", ids)
+    found: list[tuple[int, ...] | str]
+    if isinstance(given, str) and name == "text":
+        single, found = True, [given]
+    elif not isinstance(given, list) or not given:
+        raise fields.wrong(name, "is empty" if given == [] else "is neither a prompt nor a list of them")
+    elif name == "text":
+        if not all(isinstance(one, str) for one in given):
+            raise fields.wrong(name, "a text, or a list of texts")
+        single, found = False, list(given)
+    else:
+        single, found = not isinstance(given[0], list), list(fields.prompts(name, given))
+    if len(found) > MOST_PROMPTS:
+        raise fields.wrong(name, f"{len(found)} prompts in one call; {MOST_PROMPTS} are the most")
+    if "" in found or () in found:
+        raise fields.wrong(name, "an empty prompt")
+    return single, found
+
+
+def _names(fields: Fields, call_id: str, single: bool, prompts: int) -> tuple[str, ...]:
+    rid = fields.take("rid")
+    if rid is None:
+        return (call_id,) if single else tuple(f"{call_id}-{place}" for place in range(prompts))
+    found = [rid] if isinstance(rid, str) else rid
+    if not isinstance(found, list) or len(found) != prompts or not all(isinstance(one, str) for one in found):
+        raise fields.wrong("rid", "a string for each prompt")
+    return tuple(found)
+
+
+def _all_params(fields: Fields, kinds: Kinds, logprobs: int | None, prompts: int) -> list[SamplingParams]:
+    given = fields.take("sampling_params")
+    if not isinstance(given, list):
+        return [_params(given or {}, kinds, logprobs, "sampling_params")] * prompts
+    if len(given) != prompts:
+        raise fields.wrong("sampling_params", f"{len(given)} sets of parameters for {prompts} prompts")
+    found = [_params(one, kinds, logprobs, f"sampling_params[{place}]") for place, one in enumerate(given)]
+    if len({one.n for one in found}) > 1:
+        raise fields.wrong("sampling_params", "n is the same for all prompts of one call")
+    return found
+
+
+def _params(given: Any, kinds: Kinds, logprobs: int | None, within: str) -> SamplingParams:
+    fields = Fields(given, within=within)
+    most = fields.integer("max_new_tokens", 128, 1)
+    least = fields.integer("min_new_tokens", 0, 0)
+    if least > most:
+        raise fields.wrong("min_new_tokens", f"{least} is more than max_new_tokens, which is {most}")
+    temperature, top_p = fields.number("temperature", 1.0, 0.0), fields.number("top_p", 1.0, 0.0, 1.0)
+    if top_p == 0:
+        raise fields.wrong("top_p", "0 leaves no token to choose from")
+    top_k = fields.integer("top_k", -1, -1)
+    n = fields.integer("n", 1, 1, MOST_SAMPLES)
+    stop, stop_ids = fields.strings("stop"), fields.ids("stop_token_ids")
+    seed = fields.integer("sampling_seed", None, -(2**63), 2**63 - 1)
+    extra = left_over(fields, kinds, SAMPLING, f"{within}.")
+    return SamplingParams(
+        most, least, temperature, top_p, 0 if top_k in (-1, _ALL_TOKENS) else top_k, n, stop, stop_ids, seed, logprobs,
+        extra, extras.may_resume(extra, seed, stop, kinds()) if extra else None,
+    )  # fmt: skip
+
+
+class SglangForm:
+    """How one call is answered."""
+
+    def __init__(self, call: Call, wishes: Wishes, texts: PoolTexts) -> None:
+        self.call, self._wishes, self._texts = call, wishes, texts
+        self._began = time.monotonic()
+        extra = call.params[0].extra
+        self._special = not flag(extra, "skip_special_tokens", True)
+        self._keep_stop = flag(extra, "no_stop_trim", False)
+        self._flows: dict[int, _Flow] = {}
+        self._many = not wishes.single or call.params[0].n > 1
+
+    async def whole(self, completions: Sequence[Completion]) -> Any:
+        """The answer, or a list of them."""
+        found = []
+        for place, completion in enumerate(completions):
+            for index, sample in enumerate(completion.samples):
+                text = await self._texts.written(sample, special=self._special, keep_stop=self._keep_stop)
+                meta = await self._meta(place, index, sample)
+                found.append({"text": text, "output_ids": list(sample.token_ids), "meta_info": meta})
+        return found if self._many else found[0]
+
+    async def event(self, prompt: int, chunk: Chunk) -> bytes:
+        """The whole answer so far."""
+        number = self.call.number(prompt, chunk.index)
+        flow = self._flows.get(number)
+        if flow is None:
+            text = TextFlow(self._texts, special=self._special, keep_stop=self._keep_stop)
+            flow = self._flows[number] = _Flow(prompt, chunk.index, text)
+        flow.take(chunk, await flow.text.more(chunk))
+        if chunk.sample is None and not self._wishes.logprobs:
+            return self._goes_on(number, flow)
+        return await self._said(number, flow, chunk.sample)
+
+    def _goes_on(self, number: int, flow: _Flow) -> bytes:
+        """An event in the middle. It tells all tokens so far, so what was told before is not written anew each time."""
+        where = f',"index":{number}' if self._many else ""
+        return (
+            f'data: {{"text":"{flow.text_json}","output_ids":[{flow.ids_json[1:]}],"meta_info":{{'
+            f'"id":{to_json(self._name(flow.prompt, flow.index))},"finish_reason":null,'
+            f'"prompt_tokens":{len(self.call.prompts[flow.prompt])},"completion_tokens":{len(flow.ids)},'
+            f'"e2e_latency":{time.monotonic() - self._began}}}{where}}}\n\n'
+        ).encode()
+
+    async def _said(self, number: int, flow: _Flow, sample: Sample | None) -> bytes:
+        meta = await self._meta(flow.prompt, flow.index, sample or flow.so_far())
+        if sample is None:
+            meta["finish_reason"] = None
+        ids = flow.ids if sample is None else list(sample.token_ids)
+        answer: dict[str, Any] = {"text": flow.text.text, "output_ids": ids, "meta_info": meta}
+        if self._many:
+            answer["index"] = number
+        return sse(to_json(answer))
+
+    def cut(self, why: str) -> bytes:
+        """Ends the answers that have not ended."""
+        said = []
+        for place, params in enumerate(self.call.params):
+            for index in range(params.n):
+                number = self.call.number(place, index)
+                flow = self._flows.get(number)
+                if flow is not None and flow.ended:
+                    continue
+                meta: dict[str, Any] = {
+                    "id": self._name(place, index),
+                    "finish_reason": {"type": "abort", "message": why},
+                    "prompt_tokens": len(self.call.prompts[place]),
+                    "completion_tokens": 0 if flow is None else len(flow.ids),
+                }
+                text, ids = ("", []) if flow is None else (flow.text.text, flow.ids)
+                answer: dict[str, Any] = {"text": text, "output_ids": ids, "meta_info": meta}
+                said.append(sse(to_json(answer | ({"index": number} if self._many else {}))))
+        return b"".join(said)
+
+    def fault(self, refusal: Refusal) -> bytes:
+        """An error within the stream."""
+        return sse(to_json(refusal.plain()))
+
+    def end(self) -> bytes:
+        """The end."""
+        return DONE
+
+    def _name(self, place: int, index: int) -> str:
+        name = self._wishes.names[place]
+        return name if self.call.params[place].n == 1 else f"{name}-{index}"
+
+    async def _meta(self, place: int, index: int, sample: Sample) -> dict[str, Any]:
+        meta: dict[str, Any] = {
+            "id": self._name(place, index),
+            "finish_reason": _finish(sample),
+            "prompt_tokens": len(self.call.prompts[place]),
+            "completion_tokens": len(sample.token_ids) + sample.missing,
+            "e2e_latency": time.monotonic() - self._began,
+        }
+        if sample.spans:
+            meta["weight_version"] = str(sample.spans[-1].version)
+            meta["weight_versions"], start = [], 0
+            for span in sample.spans:
+                meta["weight_versions"].append(
+                    {"version": str(span.version), "start": start, "end": start + span.tokens}
+                )
+                start += span.tokens
+        if self._wishes.logprobs:
+            await self._measure(meta, sample)
+        if sample.request and (self.call.terms.details or not sample.ok):
+            meta["trimtab"] = details(sample)
+        return meta
+
+    async def _measure(self, meta: dict[str, Any], sample: Sample) -> None:
+        ids, logprobs = sample.token_ids, sample.logprobs or (None,) * len(sample.token_ids)
+        best = sample.best or ()
+        every = [*ids, *(one for ranking in best for one, _ in ranking)]
+        names: dict[int, str] = {}
+        if self._wishes.texts:
+            names = dict(zip(every, await self._texts.names(every), strict=True))
+        meta["input_token_logprobs"] = []
+        meta["output_token_logprobs"] = [[value, one, names.get(one)] for one, value in zip(ids, logprobs, strict=True)]
+        if self.call.params[0].logprobs:
+            meta["output_top_logprobs"] = [[[value, one, names.get(one)] for one, value in places] for places in best]
+
+
+class _Flow:
+    """One answer while it streams."""
+
+    def __init__(self, prompt: int, index: int, text: TextFlow) -> None:
+        self.prompt, self.index, self.text = prompt, index, text
+        self.ids: list[int] = []
+        self._logprobs: list[float | None] = []
+        self._best: list[Any] = []
+        self.text_json = ""  # what was said so far, as JSON has it between the quotes
+        self.ids_json = ""  # each with a comma before it
+        self.ended = False
+
+    def take(self, chunk: Chunk, text: str) -> None:
+        """More of it, with the text that it adds."""
+        self.text_json += to_json(text)[1:-1]
+        self.ids_json += "".join([f",{one}" for one in chunk.token_ids])
+        self.ids += chunk.token_ids
+        self._logprobs += chunk.logprobs or ()
+        self._best += chunk.best or ()
+        self.ended = chunk.sample is not None
+
+    def so_far(self) -> Sample:
+        """As an answer that goes on."""
+        return replace(_GOES_ON, token_ids=tuple(self.ids), logprobs=tuple(self._logprobs), best=tuple(self._best))
+
+
+_GOES_ON = Sample("", (), End.length, Reason(Code.sent, ""))
+
+
+def _finish(sample: Sample) -> dict[str, Any]:
+    if sample.end is End.length:
+        return {"type": "length", "length": len(sample.token_ids) + sample.missing}
+    if sample.end is End.stop:
+        matched = sample.stopped_by
+        if matched is None and sample.token_ids:
+            matched = sample.token_ids[-1]  # the end token
+        return {"type": "stop", "matched": matched}
+    told: dict[str, Any] = {"type": "abort", "message": sample.reason.sentence}
+    if sample.end is End.failed:
+        # Its own way to say that nobody aborted anything.
+        told |= {"status_code": failed(sample).status, "err_type": sample.reason.code.value}
+    return told

@@ -1,0 +1,193 @@
+"""The workers' doors: who serves, joins, leaves, as sglang-router has them; with drain, resume and scale besides.
+
+Whatever changes something has been let in by the guard before it comes here. A removed worker leaves at once for new
+requests, and what it has goes on until its deadline; that is done behind the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+from weakref import WeakValueDictionary
+
+from trimtab.core.codec import encode
+from trimtab.core.errors import TrimtabError
+from trimtab.model.rollout import WorkerState, WorkerView
+from trimtab.runtime.engines.wire import addresses
+from trimtab.runtime.gateway.errors import Refusal
+from trimtab.runtime.gateway.fields import Fields
+from trimtab.runtime.gateway.guard import Guard
+from trimtab.runtime.gateway.settings import GatewaySettings
+from trimtab.runtime.rollout.pool import RolloutPool
+
+HEALTHY = (WorkerState.active, WorkerState.draining)
+LONGEST_WHY = 200
+LONGEST_NAME = 100
+
+
+class WorkerDoors:
+    """What can be asked of the workers of one pool."""
+
+    def __init__(self, pool: RolloutPool, settings: GatewaySettings, guard: Guard) -> None:
+        self._pool, self._settings, self._guard = pool, settings, guard
+        self._leaving: set[asyncio.Task[None]] = set()
+        # A lock for each address that joins: one that does not answer holds up no other.
+        self._joining: WeakValueDictionary[tuple[str, int], asyncio.Lock] = WeakValueDictionary()
+        self.faults: list[str] = []  # what went wrong behind answers, the last few
+
+    # ---- questions -------------------------------------------------------------------------------------------------
+
+    def listed(self) -> dict[str, Any]:
+        """All workers, as sglang-router lists them."""
+        workers = [self._shown(view) for view in self._pool.workers()]
+        counts = {"prefill_count": 0, "decode_count": 0, "regular_count": len(workers)}
+        return {"workers": workers, "total": len(workers), "stats": counts}
+
+    def urls(self) -> dict[str, Any]:
+        """As older routers list them."""
+        return {"urls": [url for view in self._pool.workers() if (url := self._pool.url(view.worker))]}
+
+    def one(self, name: str) -> dict[str, Any]:
+        """One worker."""
+        return self._shown(self._view(name))
+
+    def _shown(self, view: WorkerView) -> dict[str, Any]:
+        engine = self._pool.engine(view.worker)
+        return {
+            "id": view.worker,
+            "url": self._pool.url(view.worker),
+            "model_id": self._settings.model_name or None,
+            "worker_type": "regular",
+            "connection_mode": "http",
+            "priority": 50,
+            "cost": 1.0,
+            "is_healthy": view.state in HEALTHY,
+            "load": view.running,
+            "runtime_type": engine.kind if engine is not None else None,
+            "state": view.state.value,
+            "reason": {"code": view.reason.code.value, "sentence": view.reason.sentence},
+            "weight_version": view.version,
+            "outstanding_tokens": view.outstanding_tokens,
+            "limit": view.spec.limit,
+            "served": view.served,
+        }
+
+    def _view(self, name: str) -> WorkerView:
+        for view in self._pool.workers():
+            if name in (view.worker, self._pool.url(view.worker)):
+                return view
+        raise Refusal(404, f"there is no worker {name!r}", code="unknown_worker")
+
+    def story(self, name: str) -> list[dict[str, Any]]:
+        """What became of a worker or a request."""
+        chapters = self._pool.story(name)
+        if not chapters:
+            raise Refusal(404, f"there is no story of {name!r}", code="unknown_name")
+        return [encode(chapter) for chapter in chapters]
+
+    # ---- joins and leaves ------------------------------------------------------------------------------------------
+
+    async def add(self, body: Any) -> dict[str, Any]:
+        """A worker that somebody else runs joins; one that is there already is told so."""
+        fields = Fields(body)
+        url = self._guard.check_worker(fields.take("url"))
+        kind = fields.text("worker_type", "regular")
+        if kind != "regular":
+            raise fields.wrong("worker_type", f"{kind!r} workers are not served here; only regular ones")
+        name, limit = fields.text("name"), fields.integer("limit", 64, 1)
+        version, size = fields.integer("version", None, 0), fields.integer("size", 1, 1)
+        if len(name) > LONGEST_NAME or not name.isascii() or not name.isprintable() or "," in name:
+            raise fields.wrong("name", f"at most {LONGEST_NAME} printable characters of ASCII, without commas")
+        model = fields.text("model_id")
+        if model and self._settings.model_name and model != self._settings.model_name:
+            raise fields.wrong("model_id", f"this gateway serves {self._settings.model_name!r}")
+        known(fields, "url", "name", "limit", "version", "size", "worker_type")
+        place = await addresses(url)
+        joining = self._joining.setdefault(min(place), asyncio.Lock())
+        async with joining:  # two calls for one address become one worker
+            there = self._pool.worker_at(place)
+            if there is None:
+                there = await self._attach(url, name or None, limit, version, size)
+        return {
+            "status": "accepted", "worker_id": there, "url": url, "location": f"/workers/{there}",
+            "state": self._view(there).state.value,
+        }  # fmt: skip
+
+    async def _attach(self, url: str, name: str | None, limit: int, version: int | None, size: int) -> str:
+        try:
+            attaching = self._pool.attach(url, name=name, limit=limit, version=version, size=size)
+            return await asyncio.wait_for(attaching, self._settings.change_s)
+        except asyncio.TimeoutError:
+            raise Refusal(504, f"{url} did not answer within {self._settings.change_s:g} s", code="timeout") from None
+
+    async def remove(self, name: str, deadline_s: float | None) -> dict[str, Any]:
+        """It leaves; what it has goes on until the deadline."""
+        worker = self._view(name).worker
+        task = self._pool.background.once(f"remove {worker}", self._removed(worker, deadline_s))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+        await asyncio.sleep(0)  # its first step: from here on nothing new goes there
+        return {"status": "accepted", "worker_id": worker}
+
+    async def _removed(self, worker: str, deadline_s: float | None) -> None:
+        try:
+            await self._pool.remove(worker, deadline_s, "asked at the gateway")
+        except TrimtabError as fault:
+            self.faults = [*self.faults[-9:], fault.what]
+
+    async def drain(self, name: str, body: Any) -> dict[str, Any]:
+        """It serves nothing new until it is resumed."""
+        worker = self._view(name).worker
+        fields = Fields(body)
+        deadline_s, why = seconds(fields, "deadline_s"), _why(fields)
+        known(fields, "deadline_s", "why")
+        self._pool.drain(worker, deadline_s, why or "asked at the gateway")
+        return self.one(worker)
+
+    async def resume(self, name: str) -> dict[str, Any]:
+        """It may serve again."""
+        worker = self._view(name).worker
+        self._pool.resume(worker)
+        return self.one(worker)
+
+    async def scale(self, body: Any) -> dict[str, Any]:
+        """So many are wanted."""
+        fields = Fields(body)
+        workers = fields.integer("workers", None, 0)
+        if workers is None:
+            raise fields.wrong("workers", "is missing: how many")
+        for_s, why = seconds(fields, "for_s"), _why(fields)
+        known(fields, "workers", "for_s", "why")
+        self._pool.scale(workers, for_s, why or "asked at the gateway")
+        return {"workers": workers, "for_s": for_s, "status": self._pool.status().get("scaling")}
+
+    async def release_scale(self) -> dict[str, Any]:
+        """The policy decides again."""
+        self._pool.release_scale()
+        return {"status": self._pool.status().get("scaling")}
+
+    async def close(self) -> None:
+        """What is still leaving leaves with the pool."""
+        for task in list(self._leaving):
+            task.cancel()
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+
+
+def seconds(fields: Fields, name: str) -> float | None:
+    """A number of seconds of 0 or more, where it is given."""
+    value = fields.number(name, math.nan, 0.0)
+    return None if math.isnan(value) else value
+
+
+def _why(fields: Fields) -> str:
+    why = fields.text("why")
+    if len(why) > LONGEST_WHY or not why.isprintable():
+        raise fields.wrong("why", f"at most {LONGEST_WHY} printable characters")
+    return why
+
+
+def known(fields: Fields, *names: str) -> None:
+    """That nothing else was given."""
+    for left in fields.rest:
+        raise fields.wrong(left, f"there is no such field; known: {', '.join(names)}")

@@ -1,0 +1,1 @@
+"""The HTTP hook: node maintenance and wanted workers, for callers outside."""

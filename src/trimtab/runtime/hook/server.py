@@ -1,0 +1,251 @@
+"""The HTTP hook: outside callers say that a node will go, and read how many workers are wanted.
+
+`POST /nodes/NODE/drain` is for whoever hears of a termination first (a spot notice, a cloud's webhook, a batch system);
+`GET /desired` and `GET /metrics` are for autoscalers. It decides nothing: it checks who asks and what, and calls the
+functions it was given. Whatever changes something needs the token, on loopback too; reading needs it elsewhere. A Host
+header that names another machine is refused, so that a page in somebody's browser cannot ask. No log has the token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import math
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from trimtab.core.errors import InfeasibleError, InputError, TrimtabError, UnreachableError
+from trimtab.runtime.http.head_limits import limited
+from trimtab.runtime.http.listening import host_name
+from trimtab.runtime.http.tokens import checked
+from trimtab.runtime.rayapi.draining import HeadNodeError, PastDeadlineError, UnknownNodeError
+
+log = logging.getLogger("trimtab.hook")
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+LARGEST_BODY = 4096
+LARGEST_HEAD = 16 * 1024
+LONGEST_CAUSE = 200
+BODY_S = 10.0
+ANSWER_S = 30.0
+STOP_S = 5.0
+
+Drain = Callable[[str, float | None, str], Mapping[str, Any]]
+"""Drains (node, seconds from now or None, cause) and says what was done; raises a TrimtabError."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How many worker nodes are wanted, and how many there are by state. `desired` None: nobody says."""
+
+    desired: int | None
+    nodes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class DrainAsked:
+    """A body that was understood."""
+
+    deadline_s: float | None
+    cause: str
+
+
+class Hook:
+    """A server on a socket that listens already; `serve` blocks until `stop`, Ctrl-C or SIGTERM."""
+
+    def __init__(
+        self,
+        drain: Drain,
+        look: Callable[[], Wanted],
+        *,
+        token: str,
+        listening: socket.socket,
+        names: tuple[str, ...] = (),
+    ) -> None:
+        self._drain = drain
+        self._look = look
+        self._token = checked(token, "the hook's token", "TRIMTAB_HOOK_TOKEN; without it one is made").encode()
+        self._socket = listening
+        self.host, self.port = listening.getsockname()[:2]
+        self._open_reads = self.host in LOOPBACK
+        self._names = LOOPBACK | {self.host, *(name.lower() for name in names)}
+        self._asked: Counter[str] = Counter()  # drains by status of their answer
+        settings = uvicorn.Config(
+            self._application(),
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=int(STOP_S),
+            limit_concurrency=64,
+            http=limited(BODY_S, LARGEST_HEAD),
+            ws="none",
+        )
+        self._server = uvicorn.Server(settings)
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    def serve(self) -> None:
+        """Answer until stopped; requests under way are finished first."""
+        self._server.run(sockets=[self._socket])
+
+    def stop(self) -> None:
+        """Have `serve` return. From any thread."""
+        self._server.should_exit = True
+
+    # ---- doors ----------------------------------------------------------------------------------------------
+
+    def _application(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/nodes/{node}/drain", self._guarded(self._drained, changes=True), methods=["POST"]),
+                Route("/desired", self._guarded(self._desired), methods=["GET"]),
+                Route("/metrics", self._guarded(self._metrics), methods=["GET"]),
+            ],
+            exception_handlers={HTTPException: _refused, TrimtabError: _failed, Exception: _broken},
+        )
+
+    def _guarded(
+        self, answer: Callable[[Request], Awaitable[Response]], *, changes: bool = False
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def door(request: Request) -> Response:
+            self._check_host(request)
+            if changes or not self._open_reads:
+                self._check_token(request)
+            return await answer(request)
+
+        return door
+
+    def _check_host(self, request: Request) -> None:
+        if host_name(request.headers.get("host", "")) not in self._names:
+            raise HTTPException(421, "this Host is not served here; --allow-host adds one")
+
+    def _check_token(self, request: Request) -> None:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(given.strip().encode(), self._token)
+        if scheme.lower() != "bearer" or not right:
+            raise HTTPException(401, "a token is needed: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
+
+    async def _drained(self, request: Request) -> Response:
+        node = request.path_params["node"]
+        response: Response
+        try:
+            asked = read_body(await _body(request, BODY_S))
+            done = await _within(lambda: self._drain(node, asked.deadline_s, asked.cause))
+            response = JSONResponse({"node": node, "deadline_s": asked.deadline_s, "cause": asked.cause, **done})
+        except HTTPException as fault:
+            response = await _refused(request, fault)
+        except TrimtabError as fault:
+            response = await _failed(request, fault)
+        self._asked[str(response.status_code)] += 1
+        log.info("drain of %r: %s", node, response.status_code)
+        return response
+
+    async def _desired(self, request: Request) -> Response:
+        wanted = await _within(self._look)
+        return JSONResponse({"desired_workers": wanted.desired, "nodes": dict(wanted.nodes)})
+
+    async def _metrics(self, request: Request) -> Response:
+        wanted = await _within(self._look)
+        return PlainTextResponse(metrics_text(wanted, self._asked), media_type="text/plain; version=0.0.4")
+
+
+def read_body(body: bytes) -> DrainAsked:
+    """A drain's JSON, `{"deadline_s": 120, "cause": "spot"}`; both may be left out. Raises HTTPException 422."""
+    try:
+        data = json.loads(body or b"{}")
+    except (ValueError, RecursionError):
+        raise HTTPException(422, "the body is not JSON") from None
+    if not isinstance(data, dict) or not set(data) <= {"deadline_s", "cause"}:
+        raise HTTPException(422, 'the body is {"deadline_s": seconds, "cause": "why"}')
+    deadline_s, cause = data.get("deadline_s"), data.get("cause", "asked over HTTP")
+    if deadline_s is not None:
+        if isinstance(deadline_s, bool) or not isinstance(deadline_s, (int, float)) or not math.isfinite(deadline_s):
+            raise HTTPException(422, "deadline_s is a number of seconds from now, or null")
+        if deadline_s <= 0:
+            raise HTTPException(422, f"a deadline {deadline_s:g} s from now has passed already")
+    if not isinstance(cause, str) or not cause.isprintable() or not 0 < len(cause) <= LONGEST_CAUSE:
+        raise HTTPException(422, f"cause is a line of at most {LONGEST_CAUSE} characters")
+    return DrainAsked(None if deadline_s is None else float(deadline_s), cause)
+
+
+def metrics_text(wanted: Wanted, asked: Mapping[str, int]) -> str:
+    """What Prometheus reads."""
+    lines = []
+    if wanted.desired is not None:
+        lines += _metric("trimtab_desired_workers", "gauge", "Worker nodes that the run could use.")
+        lines.append(f"trimtab_desired_workers {wanted.desired}")
+    lines += _metric("trimtab_nodes", "gauge", "Nodes by state.")
+    lines += [f'trimtab_nodes{{state="{state}"}} {count}' for state, count in sorted(wanted.nodes.items())]
+    lines += _metric("trimtab_hook_drains_total", "counter", "Drains asked of the hook, by status of the answer.")
+    lines += [f'trimtab_hook_drains_total{{status="{status}"}} {count}' for status, count in sorted(asked.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _metric(name: str, kind: str, means: str) -> list[str]:
+    return [f"# HELP {name} {means}", f"# TYPE {name} {kind}"]
+
+
+async def _within(call: Callable[[], Any]) -> Any:
+    """A call that blocks, in a thread, with a deadline."""
+    try:
+        return await asyncio.wait_for(run_in_threadpool(call), ANSWER_S)
+    except asyncio.TimeoutError:
+        raise UnreachableError(f"no answer within {ANSWER_S:g} s") from None
+
+
+async def _body(request: Request, within_s: float) -> bytes:
+    async def read() -> bytes:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > LARGEST_BODY:
+                raise HTTPException(413, f"a body has at most {LARGEST_BODY} bytes")
+        return body
+
+    try:
+        return await asyncio.wait_for(read(), within_s)
+    except asyncio.TimeoutError:
+        raise HTTPException(408, f"the body was not there within {within_s:g} s") from None
+
+
+async def _refused(request: Request, fault: Exception) -> Response:
+    assert isinstance(fault, HTTPException)
+    return JSONResponse({"error": fault.detail}, fault.status_code, headers=fault.headers)
+
+
+async def _failed(request: Request, fault: Exception) -> Response:
+    assert isinstance(fault, TrimtabError)
+    return JSONResponse({"error": fault.what, "hint": fault.hint}, status_of(fault))
+
+
+async def _broken(request: Request, fault: Exception) -> Response:
+    return JSONResponse({"error": f"this is a fault in trimtab: {type(fault).__name__}"}, 500)
+
+
+def status_of(fault: TrimtabError) -> int:
+    """The HTTP status of an error."""
+    if isinstance(fault, UnknownNodeError):
+        return 404
+    if isinstance(fault, (HeadNodeError, InfeasibleError)):
+        return 409
+    if isinstance(fault, (PastDeadlineError, InputError)):
+        return 422
+    return 503 if isinstance(fault, UnreachableError) else 500

@@ -1,0 +1,1 @@
+"""What every HTTP server here shares: listening, tokens, limits of heads."""

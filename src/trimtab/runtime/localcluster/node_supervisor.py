@@ -1,0 +1,228 @@
+"""The one process behind each node: starts its Ray, watches it, and ends all of it, once.
+
+It ends the node when it is told to (SIGTERM), when a drain's deadline passes, when the node's Ray has ended by itself
+(drained empty, `ray stop`, a crash), when the head is gone, and when the command that owns the cluster is gone; and it
+writes into the ledger which of these it was. Whatever the node's processes start descends from it. If it is itself
+killed, the kernel kills `ray start` and that ends the rest. Run as a module, with the ledger's place and a mark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from trimtab.runtime.localcluster.command import ray_start, temp_dir
+from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodeRecord, Phase
+from trimtab.runtime.localcluster.start_limit import Turn
+from trimtab.runtime.procs.processes import Process, command, kill_family, process, send, table, this
+
+LOOK_EVERY_S = 0.2
+ATTEMPTS = 3  # Ray gives its own parts fifteen seconds to come up, which a busy machine may exceed
+POLITE_S = 5.0  # for Ray to end in order
+CRASH_S = 3.0  # within so long `ray start` ends by itself when one of its processes has crashed
+IP = "TRIMTAB_NODE_IP"
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class Keeper:
+    """Keeps one node."""
+
+    def __init__(self, ledger: Ledger, mark: str) -> None:
+        self._ledger = ledger
+        self._mark = mark
+        self._told = False
+        self._seen = -1  # the ledger's state when it was last read
+        self._ray: Process | None = None
+        self._status: int | None = None  # of `ray start`, once it has ended
+        self._vital: dict[str, Process] = {}  # Ray's own processes without which there is no node, by name
+        self._vital_gone: float | None = None  # since when one of them is gone
+        self._attempt = 0
+        self._turn = Turn(ledger.place)
+        self.cluster: ClusterRecord
+        self.node: NodeRecord
+
+    def run(self) -> None:
+        """Until the node has ended."""
+        signal.signal(signal.SIGTERM, self._tell)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        given = self._ledger.update(self._mark, keeper=this())
+        if given is None or given.phase is not Phase.starting or not self._reread():
+            return  # given up before it began
+        cause = self._watch()
+        self._end(cause)
+
+    def _tell(self, *_: object) -> None:
+        self._told = True
+
+    def _start(self) -> None:
+        self._attempt += 1
+        self._status = self._vital_gone = None
+        self._vital = {}
+        log = os.open(self.node.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        arguments = ray_start(self.cluster, self.node, os.environ.get(IP) or None)
+        pid = os.fork()
+        if pid == 0:  # nothing here but what leads to the other program
+            try:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                os.dup2(log, 1)
+                os.dup2(log, 2)
+                os.execv(arguments[0], arguments)
+            finally:
+                os._exit(127)
+        os.close(log)
+        with contextlib.suppress(ProcessLookupError):
+            self._ray = process(pid)
+        if self._ray is None:
+            self._ray = Process(pid, -1.0)
+
+    def _watch(self) -> str:
+        """Wait for something to end the node; what it was."""
+        while True:
+            time.sleep(LOOK_EVERY_S)
+            self._reap()
+            if not self._reread():
+                return "it was struck from the ledger"
+            if self._told:
+                return self.node.cause or "its keeper was told to end"
+            if self.node.phase is not Phase.starting:
+                self._turn.give_back()
+            elif self._attempt == 0 and self._turn.take():
+                self._start()
+            cause = self._ended_by_itself() or self._ended_from_outside()
+            if cause:
+                return cause
+
+    def _ended_by_itself(self) -> str:
+        if self._status is not None:
+            if self.node.phase is Phase.starting and self._attempt < ATTEMPTS:
+                kill_family(this(), self._mark)
+                self._start()
+                return ""
+            if self.node.phase is Phase.starting:
+                return f"its Ray did not start: {last_words(self.node.log, temp_dir(self.cluster, self.node))}"
+            if self._status == 0 or self.node.deadline is not None:
+                return "drained"
+            return f"its Ray died (status {self._status})"
+        if len(self._vital) < (2 if self.node.head else 1):
+            self._find_vital()
+        if not all(one.lives for one in self._vital.values()):
+            self._vital_gone = self._vital_gone or time.monotonic()
+            if self.node.phase is Phase.starting and self._ray is not None:
+                send(self._ray, signal.SIGKILL)  # it would wait half a minute for what is not there any more
+            elif _was_drained(temp_dir(self.cluster, self.node)):
+                return "drained"
+            if time.monotonic() - self._vital_gone > CRASH_S:  # `ray start` would have ended with it after a crash
+                return "its Ray was stopped from outside, as `ray stop` does"
+        return ""
+
+    def _ended_from_outside(self) -> str:
+        if self.node.deadline is not None and time.time() >= self.node.deadline:
+            return "drained: its deadline has passed"
+        if self.node.head:
+            owner = self.cluster.owner
+            return "the command that started the cluster is gone" if owner is not None and not owner.lives else ""
+        if self.cluster.head_here and (self.cluster.head is None or not self.cluster.head.stands):
+            return "the head has ended"
+        return ""
+
+    def _find_vital(self) -> None:
+        """The raylet, whose command line has the node's id, and on a head the control store."""
+        for pid, row in table().items():
+            if self._ray is None or row.parent != self._ray.pid:
+                continue
+            words = command(pid)
+            name = Path(words[0]).name if words else ""
+            if name in ("raylet", "gcs_server") and name not in self._vital:
+                self._vital[name] = Process(pid, row.born)
+                if name == "raylet":
+                    node_id = next((word.partition("=")[2] for word in words if word.startswith("--node_id=")), "")
+                    self._ledger.update(self._mark, raylet=self._vital[name], node_id=node_id)
+
+    def _end(self, cause: str) -> None:
+        """End every process of the node, then say so."""
+        self._turn.give_back()
+        self._ledger.update(self._mark, phase=Phase.ending, since=time.time(), cause=cause)
+        if self._ray is not None and self._status is None:
+            send(self._ray, signal.SIGTERM)
+            deadline = time.monotonic() + POLITE_S
+            while self._status is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+                self._reap()
+        kill_family(this(), self._mark)
+        self._reap()
+        self._ledger.update(self._mark, phase=Phase.ended, since=time.time(), cause=cause)
+
+    def _reread(self) -> bool:
+        """Look into the ledger where it has changed; whether the node is still in it."""
+        now = self._ledger.changed()
+        if now == self._seen:
+            return True
+        self._seen = now
+        for cluster in self._ledger.read().values():
+            for node in cluster.nodes:
+                if node.mark == self._mark:
+                    self.cluster, self.node = cluster, node
+                    return True
+        return False
+
+    def _reap(self) -> None:
+        """Take note of children that ended, our own and those that came to us."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if self._ray is not None and pid == self._ray.pid:
+                    self._status = os.waitstatus_to_exitcode(status)
+
+
+def last_words(log: str, where: str) -> str:
+    """The line that says most of why Ray did not start: of its raylet below `where`, or of `ray start` itself."""
+    for path in Path(where).glob("session_2*/logs/raylet*.out"):
+        with contextlib.suppress(OSError):
+            text = path.read_text(errors="replace")
+            if "Timed out waiting for file" in text:
+                return "Ray's agent did not come up in the 15 s that Ray gives it: this machine is too busy"
+            if "Address already in use" in text:
+                return "a port or socket that it needs is taken"
+    try:
+        lines = [line.strip() for line in Path(log).read_text(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        return "it left no log"
+    for line in reversed(lines):
+        head, colon, rest = line.partition(": ")
+        if colon and head.rpartition(".")[2].endswith(("Error", "Exception")) and rest:
+            return rest[:300]
+    return lines[-1][:300] if lines else "it said nothing"
+
+
+def _was_drained(where: str) -> bool:
+    """Whether the node's raylet ended because it was drained, by its own log."""
+    for path in Path(where).glob("session_2*/logs/raylet*.out"):
+        with contextlib.suppress(OSError):
+            if "death info: reason: AUTOSCALER_DRAIN" in path.read_text(errors="replace"):
+                return True
+    return False
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def main() -> None:
+    """Keep the node whose mark is given."""
+    place, mark = sys.argv[1:]
+    Keeper(Ledger(Path(place)), mark).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A pipeline schedule, run as Ray actors."""

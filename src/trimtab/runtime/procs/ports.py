@@ -1,0 +1,158 @@
+"""Which ports a node gets, which are taken, and by whom.
+
+Every node has a block of its own, counted up from the first (6380): node manager, object manager, agents, metrics; and
+a range of its own for workers. A block of which any port is taken is passed over; a port that was asked for and is
+taken is an error that names it and, where that can be read, the process. Nothing is bound for longer than the look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.runtime.procs.processes import command
+
+PORTS_PER_NODE = 8
+WORKER_PORTS_PER_NODE = 600
+LAST_WORKER_PORT = 32_767  # above, the kernel hands ports out to whoever connects
+LAST_PORT = 65_535
+MOST_NODES = 32
+
+
+@dataclass(frozen=True)
+class NodePorts:
+    """What one node listens on."""
+
+    node_manager: int
+    object_manager: int
+    agent_http: int
+    agent_grpc: int
+    runtime_env: int
+    metrics: int
+    spare: int  # the head's client server, where the usual port is taken
+    first_worker: int
+    last_worker: int
+
+    @property
+    def fixed(self) -> tuple[int, ...]:
+        """All but the workers'."""
+        agents = (self.agent_http, self.agent_grpc, self.runtime_env)
+        return (self.node_manager, self.object_manager, *agents, self.metrics, self.spare)
+
+
+def block(slot: int, first: int, first_worker: int) -> NodePorts:
+    """The ports of the node in a slot: 0, 1, 2 ..."""
+    start = first + slot * PORTS_PER_NODE
+    workers = first_worker + slot * WORKER_PORTS_PER_NODE
+    return NodePorts(
+        node_manager=start,
+        object_manager=start + 1,
+        agent_http=start + 2,
+        agent_grpc=start + 3,
+        runtime_env=start + 4,
+        metrics=start + 5,
+        spare=start + 6,
+        first_worker=workers,
+        last_worker=workers + WORKER_PORTS_PER_NODE - 1,
+    )
+
+
+def free_block(first: int, first_worker: int, held: Collection[int], avoid: Collection[int]) -> tuple[int, NodePorts]:
+    """The first slot that no node holds and all of whose ports are free. `avoid`: ports that are meant for others."""
+    for value, option in ((first, "--ports-from"), (first_worker, "--worker-ports-from")):
+        if not 1024 <= value <= LAST_PORT:
+            raise InputError(f"{value} cannot be a port", where=f"command line: {option}", hint=f"1024 to {LAST_PORT}")
+    for slot in range(MOST_NODES):
+        ports = block(slot, first, first_worker)
+        if ports.last_worker > LAST_WORKER_PORT or ports.spare > LAST_PORT:
+            break
+        if slot not in held and not set(ports.fixed) & set(avoid) and all(is_free(port) for port in ports.fixed):
+            return slot, ports
+    raise InfeasibleError(
+        f"no {PORTS_PER_NODE} free ports in a row from {first} up for another node",
+        hint="--ports-from and --worker-ports-from name other ranges",
+    )
+
+
+def is_free(port: int) -> bool:
+    """Whether one could listen there, on all addresses."""
+    return _binds(socket.AF_INET, "0.0.0.0", port) and (not socket.has_ipv6 or _binds(socket.AF_INET6, "::", port))
+
+
+def _binds(kind: socket.AddressFamily, address: str, port: int) -> bool:
+    try:
+        with socket.socket(kind, socket.SOCK_STREAM) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if kind == socket.AF_INET6:
+                trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            trial.bind((address, port))
+    except OSError as fault:
+        # Where there is no IPv6, nothing can be taken there.
+        return kind == socket.AF_INET6 and fault.errno != errno.EADDRINUSE
+    return True
+
+
+def need(port: int, what: str, option: str) -> None:
+    """Raise unless the port is free: which port, what for, who has it."""
+    if not 1024 <= port <= LAST_PORT:
+        raise InputError(f"{port} cannot be the port of {what}", where=f"command line: {option}", hint="1024 to 65535")
+    if is_free(port):
+        return
+    who = holder(port)
+    raise InputError(
+        f"port {port}, for {what}, is taken" + (f" by {who}" if who else ""),
+        where=f"command line: {option}",
+        hint=f"end that process, or give another port: {option} {another(port)}",
+    )
+
+
+def another(port: int) -> int:
+    """A free port near this one."""
+    return next((one for one in range(port + 1000, 65_000, 1000) if is_free(one)), port + 1)
+
+
+def holder(port: int) -> str | None:
+    """Who listens there, for people; None where that cannot be read."""
+    sockets = set(_listening(port))
+    if not sockets:
+        return None
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal() and sockets & set(_sockets(entry)):
+            words = command(int(entry))
+            name = _name(words) or Path(f"/proc/{entry}/comm").read_text().strip()
+            return f"process {entry} ({name})"
+    return "a process of another user"
+
+
+def _name(words: list[str]) -> str:
+    """What a command line runs: Ray's parts by name, scripts by theirs."""
+    if not words:
+        return ""
+    if Path(words[0]).name == "gcs_server":
+        return "gcs_server: the head of a Ray cluster"
+    shown = [Path(words[0]).name, *words[1:3]]
+    return " ".join(shown)[:80]
+
+
+def _listening(port: int) -> Iterable[str]:
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:  # 0A: listens
+                    yield f"socket:[{fields[9]}]"
+
+
+def _sockets(pid: str) -> Iterable[str]:
+    try:
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                yield os.readlink(f"/proc/{pid}/fd/{number}")
+    except OSError:
+        return

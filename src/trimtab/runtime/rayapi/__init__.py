@@ -1,0 +1,1 @@
+"""Starting and finding Ray, and every use of its private parts."""

@@ -1,0 +1,146 @@
+"""Engines as processes of this machine.
+
+The pool asks for an engine and gets one that serves; a process that ends by itself is told at once. What must never
+happen: a process that outlives the pool or the process that the pool is in, two engines of one worker at the same
+time, two engines on the same devices where devices were named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+
+from trimtab.core.errors import InfeasibleError, UnreachableError
+from trimtab.runtime.engines.engine import Deadlines
+from trimtab.runtime.engines.wire import open_session
+from trimtab.runtime.procs.background import Background, describe
+from trimtab.runtime.rollout.launch.launcher import EngineCommand, Seen, Started, Told, address, plain
+from trimtab.runtime.rollout.launch.process_engine import EngineProcess, free_port
+from trimtab.runtime.rollout.launch.readiness import PORT_TRIES, PortTakenError, serving
+
+log = logging.getLogger("trimtab.rollout")
+
+
+class ProcessLauncher:
+    """Starts and ends engines as processes here.
+
+    `devices` are values of CUDA_VISIBLE_DEVICES, one for each engine that runs at the same time ("0", "1", or "0,1" for
+    one that needs two); without them every engine sees what this process sees. Logs lie in `logs`, one for each worker.
+    """
+
+    def __init__(
+        self,
+        pool: Told,
+        command: EngineCommand,
+        *,
+        devices: Sequence[str] = (),
+        logs: Path | str | None = None,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        self.command = command
+        self.logs = Path(logs) if logs is not None else Path(tempfile.mkdtemp(prefix="trimtab-engines-"))
+        self._pool = pool
+        self._devices = tuple(devices)
+        self._deadlines = deadlines
+        self._session: aiohttp.ClientSession | None = None
+        self._running: dict[str, EngineProcess] = {}
+        self._device_of: dict[str, str] = {}
+        self._watching: dict[str, asyncio.Task[None]] = {}
+        self.background = Background(prefix="engines")
+
+    # ---- what the pool asks
+
+    async def start(self, worker: str, version: int, path: str | None) -> Started:
+        """An engine that serves."""
+        for _ in range(PORT_TRIES - 1):
+            with contextlib.suppress(PortTakenError):
+                return await self._begin(worker, version, path)
+        return await self._begin(worker, version, path)
+
+    async def stop(self, worker: str) -> None:
+        """SIGTERM, then SIGKILL; gone afterwards."""
+        watching = self._watching.pop(worker, None)
+        if watching is not None:
+            watching.cancel()
+        process = self._running.get(worker)
+        if process is not None and not await process.end_beside():
+            raise UnreachableError(f"process {process.pid} of {worker} was killed, and is still there")
+        self._running.pop(worker, None)
+        self._device_of.pop(worker, None)
+
+    async def restart(self, worker: str, version: int, path: str | None) -> Started:
+        """Another engine in the place of this one, with other weights."""
+        return await self.start(worker, version, path)
+
+    async def close(self) -> None:
+        """Ends all."""
+        ends = await asyncio.gather(*(self.stop(worker) for worker in list(self._running)), return_exceptions=True)
+        for fault in ends:
+            if isinstance(fault, BaseException):
+                log.warning("%s", fault)
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def devices_of(self, worker: str) -> str:
+        """The devices that its engine has to itself; empty where none were named, or it has none now."""
+        return self._device_of.get(worker, "")
+
+    def log_of(self, worker: str) -> Path:
+        """Where what its engines print is kept."""
+        return self.logs / f"{plain(worker)}.log"
+
+    # ---- how it is done
+
+    async def _begin(self, worker: str, version: int, path: str | None) -> Started:
+        await self.stop(worker)  # whatever is left of the one before
+        command, port = self.command, free_port(self.command.host)
+        line = command.line(name=worker, host=command.host, port=port, version=version, path=path)
+        settings = {**command.settings, **self._device(worker)}
+        process = EngineProcess(line, settings, self.log_of(worker), stop_s=command.stop_s, folder=command.folder)
+        self._running[worker] = process
+        self._session = self._session or open_session()
+        url = address(command.host, port)
+
+        async def look() -> Seen:
+            return await asyncio.to_thread(process.seen, port)  # reads all of /proc
+
+        try:
+            engine, note = await serving(worker, url, command, self._session, look, self._deadlines)
+        except BaseException:
+            process.kill()  # `stop` sees it gone
+            raise
+        self._watching[worker] = self.background.start(
+            f"process of {worker}",
+            functools.partial(self._watch, worker, process),
+            on_failed=lambda _, error: self._pool.died(worker, f"its process cannot be watched: {describe(error)}"),
+        )
+        return Started(engine, command.starts_with(version, path), url, note=note)
+
+    async def _watch(self, worker: str, process: EngineProcess) -> None:
+        """Tell the pool when it ends unasked."""
+        await process.ended()
+        why = process.how_it_ended()
+        log.warning("the engine of %s is gone: %s", worker, why)
+        self._pool.died(worker, why)
+        self._watching.pop(worker, None)
+
+    def _device(self, worker: str) -> dict[str, str]:
+        """Devices that no other engine has."""
+        if not self._devices:
+            return {}
+        free = [one for one in self._devices if one not in self._device_of.values()]
+        if not free:
+            raise InfeasibleError(
+                f"all {len(self._devices)} sets of devices have an engine", where=f"worker {worker}",
+                hint="name more devices, or add fewer workers",
+            )  # fmt: skip
+        self._device_of[worker] = free[0]
+        return {"CUDA_VISIBLE_DEVICES": free[0]}

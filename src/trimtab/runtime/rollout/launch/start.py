@@ -1,0 +1,79 @@
+"""Two short ways to have engines started: as processes of this machine, or on slots of a pool of a Ray cluster.
+
+Both add startable workers to a rollout pool, which starts and stops them as they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trimtab.core.errors import InputError
+from trimtab.model.rollout import WorkerSpec
+from trimtab.runtime.client.session import Pool, Session
+from trimtab.runtime.rollout.launch.demand import Takers
+from trimtab.runtime.rollout.launch.engines_per_node import NodeFollower, on_slots
+from trimtab.runtime.rollout.launch.launcher import EngineCommand, Told
+from trimtab.runtime.rollout.launch.processes import ProcessLauncher
+from trimtab.runtime.rollout.launch.slots import SlotLauncher
+
+
+def engines_as_processes(
+    pool: Told, command: EngineCommand, workers: int, *, name: str = "engine", limit: int = 64, **settings: Any
+) -> ProcessLauncher:
+    """So many workers, each a process here when it runs. Further settings are those of `ProcessLauncher`."""
+    _checked(workers)
+    launcher = ProcessLauncher(pool, command, **settings)
+    # Started here, it can be started again: an engine that cannot sleep is stopped when it is not needed.
+    sleeps = command.kind in ("vllm", "sglang")
+    for number in range(1, workers + 1):
+        spec = WorkerSpec(f"{name}-{number}", limit=limit, startable=True, can_sleep=sleeps, can_pause=sleeps)
+        pool.add_startable(spec, launcher)
+    return launcher
+
+
+def engines_on_slots(
+    pool: Told,
+    session: Session,
+    slots: Pool | str,
+    command: EngineCommand,
+    *,
+    resources: Mapping[str, float],
+    workers: int | None = None,
+    least: int = 0,
+    most: int = 64,
+    per_node: int | None = None,
+    name: str = "engine",
+    limit: int = 64,
+    size: int = 1,
+    lends: bool = True,
+    use_s: float = 600.0,
+    **settings: Any,
+) -> SlotLauncher:
+    """Workers on slots of the pool `slots`: `workers` of them, or as many as the nodes have places for.
+
+    `lends`: who waits for room that engines hold is told to the rollout pool's scaling, with `use_s` for those who do
+    not say how long they will need it. Further settings are those of `SlotLauncher`.
+    """
+    launcher = SlotLauncher(pool, session, slots, command, resources=resources, **settings)
+
+    def spec(worker: str) -> WorkerSpec:
+        pauses = command.kind in ("vllm", "sglang")
+        return on_slots(worker, limit=limit, size=size, can_pause=pauses)
+
+    if workers is None:
+        follower = NodeFollower(launcher, least=least, most=most, per_node=per_node, name=name, spec=spec)
+        launcher.on_nodes.append(follower.hear)
+    else:
+        _checked(workers)
+        for number in range(1, workers + 1):
+            pool.add_startable(spec(f"{name}-{number}"), launcher)
+    launcher.listen()
+    if lends:
+        launcher.also(Takers(launcher, use_s).look_again_and_again)
+    return launcher
+
+
+def _checked(workers: int) -> None:
+    if workers < 1:
+        raise InputError(f"{workers} workers", where="engines to start", hint="at least 1")

@@ -1,0 +1,299 @@
+"""The machine with its clock: events go in here one after another, instructions come out to whoever carries them out.
+
+One event loop, one core. `tell` is the only way to the machine; it never waits and is never entered twice, because
+whoever carries an instruction out begins a task or calls back later. An instruction that raises drops neither those
+after it nor the timer: it is logged and counted, and ends in the event that says so. News of tokens is many times more
+frequent than anything else, so it is gathered: the machine hears of an attempt's tokens at once when they are the
+first, and at most every `TOLD_EVERY_S` after that; before any other event it is brought up to date, so that nothing is
+decided on old counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from trimtab.core.errors import InputError, nearest
+from trimtab.core.reasons import Code, Reason
+from trimtab.machines.rollout import events as e
+from trimtab.machines.rollout.machine import RolloutMachine
+from trimtab.model.rollout import End, WorkerSpec
+from trimtab.runtime.engines.engine import Engine, EngineLoad, EngineState
+from trimtab.runtime.procs.background import Background, describe
+from trimtab.runtime.rollout.launch.launcher import Launcher
+from trimtab.runtime.rollout.pending_request import Asked
+
+log = logging.getLogger("trimtab.rollout")
+
+TOLD_EVERY_S = 0.25
+LEAST_WAIT_S = 0.001
+WARNINGS_KEPT = 100
+FAILED_KEPT = 20
+TICK_AGAIN_S, TICK_AGAIN_MAX_S = 0.1, 30.0  # after a tick that failed
+
+T = TypeVar("T")
+Listener = Callable[[Any, float], None]
+
+
+@dataclass
+class Hand:
+    """What is known of a worker here, beside what the machine knows: how it is reached."""
+
+    spec: WorkerSpec
+    engine: Engine | None = None  # None: not started
+    url: str = ""
+    addresses: frozenset[tuple[str, int]] = frozenset()  # what `url` leads to, where it was attached
+    launcher: Launcher | None = None
+    node: str = ""
+    note: str = ""  # what is odd about it
+    state: EngineState | None = None  # as last seen
+    load: EngineLoad | None = None
+    slept: Reason | None = None  # what became of its memory when it was last put to sleep
+    boots: int = 0
+    unwell_since: float | None = None
+    resume_after_refit: bool = False  # it woke without weights, and its gate is shut until it has them
+    watch: asyncio.Task[None] | None = None
+
+
+@dataclass
+class Attempt:
+    """One attempt that runs."""
+
+    asked: Asked
+    number: int
+    worker: str
+    order: str  # its id at the engine
+    told: int = 0
+    told_at: float = 0.0
+    version: int | None = None
+    cut: bool = False  # an end was asked for
+    silent: bool = False  # nothing is told before it has ended
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass
+class Core:
+    """The machine, and everything that its instructions are about."""
+
+    machine: RolloutMachine
+    clock: Callable[[], float] = time.monotonic
+    hands: dict[str, Hand] = field(default_factory=dict)
+    asked: dict[str, Asked] = field(default_factory=dict)
+    kept: dict[str, Asked] = field(default_factory=dict)  # answers of requests that had a key
+    attempts: dict[tuple[str, int], Attempt] = field(default_factory=dict)
+    weights: dict[int, str] = field(default_factory=dict)
+    counters: Counter[str] = field(default_factory=Counter)
+    warnings: deque[tuple[float, str, str, Code | None]] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
+    failed: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=FAILED_KEPT))
+    listeners: list[Listener] = field(default_factory=list)
+    handlers: dict[type, Callable[[Any], None]] = field(default_factory=dict)
+    background: Background = field(default_factory=lambda: Background(prefix="rollout"))
+    a_token: int = 1  # one that the engines know, for probes
+    closing: bool = False
+
+    def __post_init__(self) -> None:
+        self._untold: dict[tuple[str, int], Attempt] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at: float | None = None
+        self._news: list[asyncio.Future[None]] = []
+        self._telling = False
+        self._ticks_failed = 0  # one after another
+
+    # ---- events and instructions -----------------------------------------------------------------------------------
+
+    def tell(self, event: e.RolloutEvent) -> None:
+        """The machine hears of it, and what it says is carried out. Raises as the machine does, nothing changed."""
+        if self._untold and type(event) is not e.Streamed:
+            self._tell_tokens()
+        self._handle(event)
+
+    def _handle(self, event: e.RolloutEvent) -> None:
+        assert not self._telling, "the machine is told one thing after another"
+        self._telling = True
+        try:
+            now = self.clock()
+            instructions = self.machine.handle(event, now)
+            self._listened(event, now)
+            for instruction in instructions:
+                self._listened(instruction, now)
+                try:
+                    self.handlers[type(instruction)](instruction)
+                except Exception as error:
+                    self._not_done(instruction, error)
+        finally:
+            self._telling = False
+            self._arm()
+        if self._news:
+            self.stir()
+
+    def _listened(self, what: Any, now: float) -> None:
+        for listener in self.listeners:
+            try:
+                listener(what, now)
+            except Exception as error:  # noqa: PERF203 - the machine goes on whatever its listeners do
+                if not self.counters["listeners_failed"]:
+                    log.exception("a listener of the rollout pool failed")
+                    self.warn("", f"a listener failed: {describe(error)}")
+                self.counters["listeners_failed"] += 1
+
+    def _not_done(self, instruction: Any, error: Exception) -> None:
+        """An instruction raised: what waits for its outcome gets one. A cut has a deadline in the machine."""
+        why = f"{type(instruction).__name__} could not be carried out: {describe(error)}"
+        log.error("%s", why, exc_info=error)
+        self.counters["instructions_failed"] += 1
+        self.warn(getattr(instruction, "worker", ""), why)
+        if isinstance(instruction, e.Act):
+            self.soon(e.ActFailed(instruction.worker, instruction.attempt, why))
+        elif isinstance(instruction, e.Send):
+            self.attempts.pop((instruction.request, instruction.attempt), None)
+            self.soon(e.Broke(instruction.request, instruction.attempt, 0, why))
+        elif isinstance(instruction, (e.Answer, e.Refuse)):
+            self.fail_client(instruction.request, why)
+
+    def fail_client(self, request: str, why: str) -> None:
+        """Answer a client with a failure, where it still waits."""
+        asked = self.asked.pop(request, None)
+        if asked is not None:
+            asked.answer(End.failed, (), Reason(Code.faulty, why))
+
+    def stir(self) -> None:
+        """Whoever waits for something looks again."""
+        news, self._news = self._news, []
+        for one in news:
+            if not one.done():
+                one.set_result(None)
+
+    def soon(self, event: e.RolloutEvent) -> None:
+        """Tell it once the current event is through."""
+        asyncio.get_running_loop().call_soon(self._told_later, event)
+
+    def _told_later(self, event: e.RolloutEvent) -> None:
+        if not self.closing:
+            self.tell(event)
+
+    def tokens_came(self, attempt: Attempt) -> None:
+        """An attempt made tokens; told at once or soon."""
+        if attempt.silent:
+            return
+        now = self.clock()
+        if attempt.told and now - attempt.told_at < TOLD_EVERY_S:
+            self._untold[attempt.asked.spec.id, attempt.number] = attempt
+            return
+        self._untold.pop((attempt.asked.spec.id, attempt.number), None)
+        self._tell_of(attempt, now)
+
+    def _tell_of(self, attempt: Attempt, now: float) -> None:
+        made = attempt.asked.made
+        if made > attempt.told:
+            attempt.told, attempt.told_at = made, now
+            self._handle(e.Streamed(attempt.asked.spec.id, attempt.number, made, attempt.version))
+
+    def _tell_tokens(self) -> None:
+        untold, self._untold = self._untold, {}
+        now = self.clock()
+        for attempt in untold.values():
+            if attempt.asked.attempt == attempt.number:
+                self._tell_of(attempt, now)
+
+    # ---- time ------------------------------------------------------------------------------------------------------
+
+    def _arm(self) -> None:
+        due = self.machine.next_deadline()
+        if due == self._timer_at and self._timer is not None:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._timer_at = due
+        if due is not None and not self.closing:
+            wait_s = max(due - self.clock(), LEAST_WAIT_S)
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer, self._timer_at = None, None
+        if self.closing:
+            return
+        try:
+            self.tell(e.Tick())
+        except Exception:
+            log.exception("a tick of the rollout pool failed")
+            self.counters["ticks_failed"] += 1
+            again_s = min(TICK_AGAIN_MAX_S, TICK_AGAIN_S * 2.0 ** min(self._ticks_failed, 20))
+            self._ticks_failed += 1
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_later(again_s, self._tick)
+        else:
+            self._ticks_failed = 0
+
+    async def until(self, true: Callable[[], bool], within_s: float | None) -> bool:
+        """Wait until it is so, looking whenever something happened. Whether it came to be."""
+        end = None if within_s is None else self.clock() + within_s
+        while not true():
+            left_s = None if end is None else end - self.clock()
+            if left_s is not None and left_s <= 0:
+                return False
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._news.append(future)
+            await asyncio.wait({future}, timeout=left_s)
+        return True
+
+    # ---- tasks -----------------------------------------------------------------------------------------------------
+
+    def spawn_for(self, deed: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Do something beside for somebody who waits for what comes of it."""
+        task = asyncio.get_running_loop().create_task(deed, name=f"rollout-{name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def spawn(self, deed: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Do something beside; what it raises is an error of ours, and said."""
+        task = asyncio.get_running_loop().create_task(deed, name=f"rollout-{name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed", task.get_name(), exc_info=error)
+            self.counters["tasks_failed"] += 1
+            self.warn("", f"{task.get_name()} failed: {error!r}")
+
+    async def end_tasks(self) -> None:
+        """Cancel what is still being done, and see it end."""
+        self.closing = True
+        if self._timer is not None:
+            self._timer.cancel()
+        current = asyncio.current_task()
+        tasks = [one for one in self._tasks if one is not current]
+        for one in tasks:
+            one.cancel()
+        await self.background.close()
+        if tasks:
+            await asyncio.wait(tasks, timeout=10.0)
+
+    # ---- words -----------------------------------------------------------------------------------------------------
+
+    def warn(self, worker: str, sentence: str, code: Code | None = None) -> None:
+        """Somebody should know."""
+        self.warnings.append((self.clock(), worker, sentence, code))
+        log.warning("%s%s", f"{worker}: " if worker else "", sentence)
+
+    def hand(self, worker: str) -> Hand:
+        """What is known of a worker; an error where there is none."""
+        found = self.hands.get(worker)
+        if found is None:
+            near = nearest(worker, self.hands)
+            known = ", ".join(list(self.hands)[:8]) or "none"
+            raise InputError(
+                f"there is no worker {worker}", hint=f"did you mean {near}?" if near else f"workers: {known}"
+            )
+        return found

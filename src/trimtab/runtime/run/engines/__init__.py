@@ -1,0 +1,1 @@
+"""Rollout engines as a component of a run."""

@@ -1,0 +1,264 @@
+"""The rollout component of a run as a pool of engines: `use: trimtab.rollout:EngineRollout`.
+
+    settings:
+      ask: package.module:Asking      # requests(batch) -> prompts and SamplingParams; answers(batch, completions)
+      engine: package.module:Engine   # a class with generate(order) ...; or command: "vllm serve ... --port {port}"
+      gpus_each: 1
+
+A step asks all that its batch asks for and gives back what came of it. Every answer is whole, whatever became of the
+engines meanwhile: killed, evicted, removed. Weights reach every engine before the next step, and those that join or
+come back later before they serve. What is drawn is drawn from (seed, iteration, batch, prompt), where the engine draws
+from its seed: so an answer that was made twice, or in a run that was resumed, is the same answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from trimtab.core.errors import InputError, UnreachableError, nearest
+from trimtab.model.rollout import End, WorkerState
+from trimtab.runtime.rollout.sampling import Completion, Sample, SamplingParams
+from trimtab.runtime.run.component import Batch, Place, Result, find_class
+from trimtab.runtime.run.engines.engine_pool import EngineFleet
+from trimtab.runtime.run.engines.object_engine import cannot_refit
+from trimtab.runtime.run.engines.settings import EngineSettings
+
+LOOK_S = 1.0  # between looks at whether there is any hope for a step
+STATE = "weights.pickle"
+SEEDS = 2**31  # what every engine takes
+
+
+class EngineRollout:
+    """Rollout on engines behind a pool. Settings are those of `EngineSettings`."""
+
+    brings_workers: ClassVar[bool] = True
+
+    def __init__(self, *, place: Place, ask: str, **settings: Any) -> None:
+        self.place = place
+        self.settings = _settings(ask, settings)
+        near = place.near or Path.cwd()
+        self._ask = _asking(self.settings, place, near)
+        self._version = 0  # the run's number of the weights
+        self._number = 0  # the pool's: it only ever grows, also where a run goes back
+        self._weights: Any = None
+        self._at: dict[str, Any] = {}  # by the path that stands for them: the last two
+        self._fleet = EngineFleet(self.settings, place, near, self._at.__getitem__)
+        try:
+            self._fleet.wait(self._fleet.served(), None)
+        except BaseException:
+            self._fleet.close()
+            raise
+
+    # ---- what a run calls ------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch) -> Result:
+        """All requests of a batch, answered."""
+        prompts, params = _requests(self._ask.requests(batch), self.place.component)
+        each = [self._seeded(one, batch, index) for index, one in enumerate(params)]
+        completions, workers = self._fleet.wait(self._asked(prompts, each), None)
+        samples = [sample for one in completions for sample in one.samples]
+        for sample in samples:
+            if sample.end in (End.failed, End.cancelled):
+                raise UnreachableError(f"a request was not answered: {sample.reason.sentence}")
+        made = self._ask.answers(batch, completions)
+        result = made if isinstance(made, Result) else Result(made)
+        return Result(result.data, {**self._metrics(samples, workers), **result.metrics})
+
+    def sync(self, weights: Any, version: int) -> None:
+        """Every engine has these weights before it serves again."""
+        if not self._fleet.takes_weights:
+            raise cannot_refit(self.place.component)
+        self._number += 1
+        path = self._stored(weights)
+        self._weights, self._version = weights, version
+        rules = self.settings.rollout_rules(0, 1)
+        self._fleet.wait(self._refitted(self._number, path), rules.refit_s + rules.pause_s)
+
+    def offload(self) -> None:
+        """Leave the GPUs to others."""
+        self._fleet.offload()
+
+    def onload(self) -> None:
+        """Come back to them."""
+        self._fleet.onload()
+
+    def save(self, path: Path) -> None:
+        """The weights, and their number."""
+        (path / STATE).write_bytes(pickle.dumps((self._version, self._weights), protocol=5))
+
+    def load(self, path: Path) -> None:
+        """Go on with weights that were saved."""
+        version, weights = pickle.loads((path / STATE).read_bytes())
+        if weights is not None:
+            self.sync(weights, version)
+
+    def resize(self, gpus: int) -> None:
+        """Go on with so many GPUs: engines come, or hand over what they have and go."""
+        self._fleet.resize(gpus)
+
+    def span(self, least: int, most: int) -> None:
+        """Between so many GPUs and so many are its own to use."""
+        self._fleet.span(least, most)
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Each engine: name, state, running, reason."""
+        return [
+            {
+                "name": one.worker,
+                "state": one.state.value,
+                "running": one.running,
+                "code": one.reason.code.value,
+                "reason": one.reason.sentence,
+            }
+            for one in self._fleet.views()
+        ]
+
+    def health(self) -> bool | str:
+        """True, unless no engine will ever serve."""
+
+        async def look() -> str:
+            return self._fleet.hopeless()
+
+        return self._fleet.wait(look(), None) or True
+
+    def close(self) -> None:
+        """End all engines."""
+        self._fleet.close()
+
+    @property
+    def gateway_url(self) -> str:
+        """Where agents outside ask the same engines; empty where there is no gateway."""
+        return self._fleet.gateway_url
+
+    @property
+    def fleet(self) -> EngineFleet:
+        """The engines and the pool before them."""
+        return self._fleet
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    async def _asked(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> tuple[list[Completion], int]:
+        """The answers, and how many engines serve when the last one is there."""
+        pool = self._fleet.pool
+        asking = asyncio.gather(*(pool.generate([prompt], one) for prompt, one in zip(prompts, params, strict=True)))
+        try:
+            while not asking.done():
+                await asyncio.wait({asking}, timeout=LOOK_S)
+                if not asking.done():
+                    self._fleet.require_hope()
+        finally:
+            asking.cancel()
+        active = sum(one.state is WorkerState.active for one in pool.workers())
+        return [one for row in asking.result() for one in row], active
+
+    async def _refitted(self, number: int, path: str) -> None:
+        async with self._fleet.pool.refit(number) as refit:
+            await refit.load(path)
+        known = self._fleet.pool.weights
+        for old in [one for one in known if one < number - 1]:
+            del known[old]
+
+    def _stored(self, weights: Any) -> str:
+        """The path that stands for these weights: their own, or one that engines here are given the weights for."""
+        if self.settings.command is not None:
+            if not isinstance(weights, str | Path):
+                raise InputError(
+                    f"the weights are a {type(weights).__name__}, and engines that are commands read them from disk",
+                    where=self.place.component,
+                    hint="let the trainer's weights() write a checkpoint and give its path",
+                )
+            return str(weights)
+        path = f"weights-{self._number}"
+        self._at[path] = self._shared(weights)
+        for old in list(self._at)[:-2]:
+            del self._at[old]
+        return path
+
+    def _shared(self, weights: Any) -> Any:
+        if not self.place.on_slots:
+            return weights
+        import ray
+
+        return [ray.put(weights)]
+
+    def _seeded(self, params: SamplingParams, batch: Batch, index: int) -> SamplingParams:
+        if params.seed is not None or not self.settings.seeds:
+            return params
+        numbers = (self.place.seed, batch.iteration, batch.index, index)
+        digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+        return replace(params, seed=int.from_bytes(digest, "little") % (SEEDS - params.n))
+
+    def _metrics(self, samples: Sequence[Sample], workers: int) -> dict[str, float]:
+        tokens = sum(len(one.token_ids) for one in samples)
+        figures = {
+            "tokens": tokens,
+            "length": tokens / max(1, len(samples)),
+            "resumed": sum(len(one.workers) > 1 or one.moves + one.restarts > 0 for one in samples),
+            "workers": workers,
+        }
+        if self.gateway_url:
+            figures["gateway_port"] = int(self.gateway_url.rpartition(":")[2])
+        return {name: float(value) for name, value in figures.items()}
+
+
+def _settings(ask: str, given: Mapping[str, Any]) -> EngineSettings:
+    known = EngineSettings.__dataclass_fields__
+    for name in given:
+        if name not in known:
+            near = nearest(name, known)
+            hint = f"did you mean {near}?" if near else f"it takes {', '.join(known)}"
+            raise InputError(f"unknown setting {name}", where=f"settings.{name}", hint=hint)
+    return EngineSettings(ask=ask, **given)
+
+
+def _signature() -> inspect.Signature:
+    """What a job file may set: so a setting that there is not is refused before anything is made."""
+    own = inspect.signature(EngineSettings).parameters.values()
+    named = [one.replace(kind=one.KEYWORD_ONLY) for one in own]
+    return inspect.Signature([*named, inspect.Parameter("place", inspect.Parameter.KEYWORD_ONLY)])
+
+
+EngineRollout.__signature__ = _signature()  # type: ignore[attr-defined]
+
+
+def _asking(settings: EngineSettings, place: Place, near: Path) -> Any:
+    """The object that makes requests of a batch, and of answers what the step gives."""
+    where = "settings.ask"
+    kind = find_class(settings.ask, near, where)
+    for method in ("requests", "answers"):
+        if not callable(getattr(kind, method, None)):
+            raise InputError(
+                f"{settings.ask} has no {method}",
+                where=where,
+                hint="it has requests(batch) and answers(batch, completions)",
+            )
+    given = dict(settings.ask_settings)
+    parameters = inspect.signature(kind).parameters.values()
+    if any(one.name == "place" or one.kind is one.VAR_KEYWORD for one in parameters):
+        given["place"] = place
+    try:
+        inspect.signature(kind).bind(**given)
+    except TypeError as error:
+        raise InputError(f"{settings.ask} cannot be made with ask_settings: {error}", where=where) from None
+    return kind(**given)
+
+
+def _requests(asked: Any, component: str) -> tuple[list[Sequence[int]], list[SamplingParams]]:
+    """Prompts, and for each how to answer it."""
+    hint = "requests(batch) gives (prompts, SamplingParams), or (prompts, one SamplingParams for each)"
+    if not isinstance(asked, tuple) or len(asked) != 2:
+        raise InputError(f"{component} was not told what to ask", where="settings.ask", hint=hint)
+    prompts, params = list(asked[0]), asked[1]
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(each) != len(prompts) or not all(isinstance(one, SamplingParams) for one in each):
+        raise InputError(f"{len(prompts)} prompts and {len(each)} SamplingParams", where="settings.ask", hint=hint)
+    return prompts, each

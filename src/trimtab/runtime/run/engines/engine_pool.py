@@ -1,0 +1,386 @@
+"""The engines of a run's rollout component: a rollout pool on a thread of its own, and workers for it to start.
+
+Where the component has slots to itself, each engine is a task of the run's pool that others may evict by priority, with
+notice: it is drained, what it had goes on elsewhere, and it is back when a slot is free. Elsewhere engines live in the
+component's process, or as its children. What must never happen: a task, process or thread that is left after `close`, a
+worker that is removed while what it had has nowhere to go on.
+
+Doors may be used from any thread; each waits for the pool's loop, with a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from trimtab.core.errors import TrimtabError, UnreachableError
+from trimtab.core.reasons import Code
+from trimtab.machines.rollout.machine import STATIC
+from trimtab.model.rollout import WorkerSpec, WorkerState, WorkerView
+from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background
+from trimtab.runtime.rollout.launch.launcher import Launcher
+from trimtab.runtime.rollout.launch.processes import ProcessLauncher
+from trimtab.runtime.rollout.pool import RolloutPool
+from trimtab.runtime.run import control_files as asks
+from trimtab.runtime.run.component import Place
+from trimtab.runtime.run.engines.engine_thread import engine_class, methods_of
+from trimtab.runtime.run.engines.event_log import Diary
+from trimtab.runtime.run.engines.object_engine import ObjectLauncher, WeightsAt
+from trimtab.runtime.run.engines.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from trimtab.runtime.client.session import Session
+
+log = logging.getLogger("trimtab.rollout")
+
+T = TypeVar("T")
+
+ANSWER_S = 30.0
+CLOSE_S = 60.0
+LOOK_S = 0.5
+DIARY_S = 0.25
+MOST_THREADS = 256  # each engine here has one while it is spoken to
+S = WorkerState
+
+
+class EngineFleet:
+    """Engines for `gpus` GPUs, and the pool before them."""
+
+    def __init__(self, settings: EngineSettings, place: Place, near: Path | None, weights_at: WeightsAt) -> None:
+        self.settings = settings
+        self.place = place
+        self.gateway_url = ""
+        self._near = near
+        self._weights_at = weights_at
+        self._command = settings.engine_command()
+        self._kind: Callable[..., Any] | None = None
+        if settings.engine is not None:
+            self._kind = engine_class(settings.engine, settings.engine_settings, near, "settings.engine")
+        self._methods = methods_of(self._kind)
+        self._count, self._least, self._most = 0, 0, 0
+        self._workers: list[str] = []
+        self._session: Session | None = None
+        self._launcher: Launcher | None = None
+        self._gateway: Any = None
+        self._off = False  # others have the GPUs
+        self._closed = False
+        self._diary: Diary | None = None
+        self._writing: asyncio.Task[None] | None = None
+        self._beside = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix=f"trimtab-{place.component}-beside")
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(self._beside)
+        self._thread = threading.Thread(target=self._run, name=f"trimtab-{place.component}-pool", daemon=True)
+        self._thread.start()
+        try:
+            if place.on_slots:
+                from trimtab.runtime.client.session import connect
+
+                self._session = connect(name=place.session or "trimtab")
+            self.wait(self._begin(), ANSWER_S)
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- from any thread -------------------------------------------------------------------------------------------
+
+    def wait(self, work: Coroutine[Any, Any, T], within_s: float | None) -> T:
+        """Have something done on the pool's loop; what it gives, or raises."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(within_s)
+        except concurrent.futures.TimeoutError:
+            if future.done():
+                raise
+            future.cancel()
+            raise UnreachableError(f"the rollout pool did not answer within {within_s:g} s") from None
+
+    def close(self) -> None:
+        """End all of it: engines, tasks, the pool, its thread."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(TrimtabError):
+            self.wait(self._end(), CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(ANSWER_S)
+        if self._session is not None:
+            self._session.close()
+
+    def resize(self, gpus: int) -> None:
+        """So many GPUs from now on. Engines that go hand over what they have first."""
+        self._count = max(1, gpus // self.settings.gpus_each)
+        self._least, self._most = min(self._least, self._count), max(self._most, self._count)
+        self.wait(self._arrange(), self._leave_s())
+
+    def span(self, least: int, most: int) -> None:
+        """Between so many GPUs and so many: without `elastic`, as many of them as the plan gave."""
+        each = self.settings.gpus_each
+        self._least, self._most = least // each, max(1, most // each)
+        self.wait(self._arrange(), self._leave_s())
+
+    def offload(self) -> None:
+        """Engines that can sleep do, or, where they are processes that cannot, end."""
+        if self._leaves_gpus and not self._off:
+            self._off = True
+            self.wait(self._switch(), self._leave_s())
+
+    def onload(self) -> None:
+        """They are back."""
+        if self._off:
+            self._off = False
+            self.wait(self._switch(), self.settings.start_s)
+
+    def views(self) -> tuple[WorkerView, ...]:
+        """All workers, as the pool sees them."""
+
+        async def look() -> tuple[WorkerView, ...]:
+            return self.pool.workers()
+
+        return self.wait(look(), ANSWER_S)
+
+    def pids(self) -> dict[str, int]:
+        """Processes of engines on slots, by worker."""
+        return dict(getattr(self._launcher, "pids", {}))
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether engines can be given weights."""
+        return self._command is not None or {"refit", "version"} <= self._methods
+
+    # ---- on the loop -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._beside.shutdown(wait=False, cancel_futures=True)
+            self._loop.close()
+
+    async def _begin(self) -> None:
+        settings, each = self.settings, self.settings.gpus_each
+        self._count = max(1, self.place.gpus // each)
+        self._least, self._most = 0, self._count
+        rules = settings.rollout_rules(min(1, self._count), self._count)
+        self.pool = RolloutPool(rules, settings.elastic_config() or STATIC, look_s=1.0)
+        await self.pool.start()
+        self._diary = Diary(self.pool, self.place.folder, self.place.component)
+        self._writing = Background().start("rollout-diary", self._write_down, policy=NEVER_GIVE_UP)
+        self._launcher = self._make_launcher()
+        await self._arrange()
+        given = settings.gateway_settings()
+        if given is not None:
+            await self._open_gateway(given)
+
+    async def _open_gateway(self, given: dict[str, Any]) -> None:
+        from trimtab.runtime.gateway.server import Gateway
+        from trimtab.runtime.gateway.settings import GatewaySettings
+
+        self._gateway = Gateway(self.pool, GatewaySettings(**{"token": secrets.token_hex(16), **given}))
+        await self._gateway.start()
+        self.gateway_url = self._gateway.url
+        log.info("the gateway of %s listens on %s", self.place.component, self.gateway_url)
+
+    async def _end(self) -> None:
+        if self._gateway is not None:
+            await self._gateway.stop(0.0)
+        if hasattr(self, "pool"):
+            if self._writing is not None:
+                self._writing.cancel()
+            self._look_around()
+            await self.pool.stop()
+            self._look_around("the component ends")
+        if self._launcher is not None:
+            await self._launcher.close()
+        left = [one for one in asyncio.all_tasks() if one is not asyncio.current_task()]
+        for one in left:
+            one.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    async def _write_down(self) -> None:
+        while True:
+            self._take_asks()
+            self._look_around()
+            await asyncio.sleep(DIARY_S)
+
+    def _take_asks(self) -> None:
+        """What people ask of a worker; what is not done is written down with the reason."""
+        folder, component = self.place.folder, self.place.component
+        for one in asks.taken(folder, asks.of_workers(component)) if folder is not None else ():
+            worker, given = str(one.get("worker")), one.get("deadline_s")
+            try:
+                deadline_s = None if given is None else float(given)
+                if deadline_s is not None and not 0 <= deadline_s < float("inf"):
+                    raise ValueError(f"a deadline of {given} s")
+                if one.get("ask") == "drain":
+                    self.pool.drain(worker, deadline_s, str(one.get("why", "")))
+                elif one.get("ask") == "resume":
+                    self.pool.resume(worker)
+            except (TrimtabError, ValueError, TypeError) as refused:
+                assert self._diary is not None
+                self._diary.note(worker, f"it is not done: {getattr(refused, 'what', refused)}")
+
+    def _look_around(self, last: str = "") -> None:
+        if self._diary is not None:
+            self._diary.look(last)
+
+    # ---- workers ---------------------------------------------------------------------------------------------------
+
+    def _make_launcher(self) -> Launcher:
+        settings, place = self.settings, self.place
+        if self._session is not None:
+            return self._on_slots()
+        if self._command is not None:
+            each = settings.gpus_each
+            rows = [place.devices[at : at + each] for at in range(0, len(place.devices) - each + 1, each)]
+            devices = [",".join(map(str, row)) for row in rows]
+            logs = None if place.folder is None else place.folder / f"{place.component}-engines"
+            return ProcessLauncher(self.pool, self._command, devices=devices, logs=logs)
+        assert self._kind is not None
+        methods, start_s = self._methods, float(settings.start_s)
+        return ObjectLauncher(self._kind, settings.engine_settings, methods, self._place_of, self._weights_at, start_s)
+
+    def _on_slots(self) -> Launcher:
+        from trimtab.runtime.rollout.launch.demand import Takers
+        from trimtab.runtime.rollout.launch.slots import SlotLauncher
+        from trimtab.runtime.run.engines.slot_engines import ActorLauncher, EngineActor
+
+        settings, place = self.settings, self.place
+        assert self._session is not None
+        assert place.pool is not None
+        how: dict[str, Any] = {
+            "resources": {"gpu": float(settings.gpus_each)},
+            "priority": settings.priority,
+            "labels": {"component": place.component, "role": "engine"},
+            "notice_s": float(settings.notice_s),
+            "room_s": float(settings.room_s),
+        }
+        launcher: SlotLauncher
+        if self._command is not None:
+            launcher = SlotLauncher(self.pool, self._session, place.pool, self._command, **how)
+        else:
+            assert settings.engine is not None
+            actor = EngineActor(
+                settings.engine, self._place_of(""), settings.engine_settings, self._near, float(settings.start_s)
+            )
+            launcher = ActorLauncher(
+                self.pool, self._session, place.pool, actor, self._methods, self._weights_at, **how
+            )
+        launcher.listen()
+        if settings.elastic is not None:
+            launcher.also(Takers(launcher).look_again_and_again)
+        return launcher
+
+    def _place_of(self, worker: str) -> Place:
+        """Where an engine is: like its component, with GPUs of its own where they are known."""
+        each, devices = self.settings.gpus_each, self.place.devices
+        own = devices
+        if worker in self._workers and len(devices) >= each:
+            at = (_number(worker) - 1) * each % (len(devices) - each + 1)
+            own = devices[at : at + each]
+        return Place(worker or self.place.component, devices=own, gpus=each, seed=self.place.seed)
+
+    def _spec(self, worker: str) -> WorkerSpec:
+        kind = None if self._command is None else self._command.kind
+        sleeps = kind in ("vllm", "sglang") if self._command is not None else {"sleep", "wake"} <= self._methods
+        pauses = kind in ("vllm", "sglang") if self._command is not None else {"pause", "resume"} <= self._methods
+        return WorkerSpec(
+            worker,
+            limit=self.settings.capacity,
+            size=self.settings.gpus_each,
+            startable=True,
+            can_sleep=sleeps and self._session is None,  # asleep on a slot it would keep that slot
+            can_pause=pauses,
+        )
+
+    async def _arrange(self) -> None:
+        """As many workers as the plan says; whoever goes does so in order."""
+        elastic = self.settings.elastic is not None
+        wanted = self._most if elastic else max(self._least, min(self._count, self._most))
+        assert self._launcher is not None
+        self._look_around()
+        leaving = self._leavers(len(self._workers) - wanted)
+        for worker in leaving:
+            self._workers.remove(worker)
+        while len(self._workers) < wanted:
+            taken = {_number(one) for one in (*self._workers, *leaving)}
+            number = next(n for n in range(1, wanted + len(leaving) + 1) if n not in taken)
+            worker = f"{self.place.component}-{number}"
+            self._workers.append(worker)
+            self.pool.add_startable(self._spec(worker), self._launcher)
+        least = min(max(self._least, 1), wanted) if not self._off else 0
+        self.pool.set_range(least, wanted)
+        await asyncio.gather(*(self.pool.remove(worker, why="the plan gives fewer GPUs") for worker in leaving))
+
+    def _leavers(self, count: int) -> list[str]:
+        """Those that do not serve first, then those with the least to do, then the latest."""
+        if count <= 0:
+            return []
+        views = {one.worker: one for one in self.pool.workers()}
+        worth = {w: (views[w].state is S.active, views[w].running, -_number(w)) for w in self._workers}
+        return sorted(self._workers, key=lambda one: worth[one])[:count]
+
+    @property
+    def _leaves_gpus(self) -> bool:
+        """Whether engines here can give their memory back: by sleeping, or because they are processes that end."""
+        return self._session is None and (self._command is not None or {"sleep", "wake"} <= self._methods)
+
+    async def _switch(self) -> None:
+        pool, wanted = self.pool, len(self._workers)
+        if self._off:
+            pool.set_range(0, wanted)
+            pool.scale(0, why="others have the GPUs")
+            busy = (S.active, S.draining, S.starting)
+            await pool.until(lambda: not any(one.state in busy for one in pool.workers()), self._leave_s())
+            return
+        pool.release_scale()
+        await self._arrange()
+        await self.served()
+
+    async def served(self) -> None:
+        """Wait until all engines serve that are not in others' hands; no longer than `ready_s`.
+
+        UnreachableError where none ever will.
+        """
+        end = time.monotonic() + self.settings.ready_s
+        while not self._all_there() and (left_s := end - time.monotonic()) > 0:
+            self.require_hope()
+            await self.pool.until(self._all_there, min(left_s, LOOK_S))
+
+    def _all_there(self) -> bool:
+        views = self.pool.workers()
+        waits = [one for one in views if one.state is not S.active and not one.taken]
+        return any(one.state is S.active for one in views) and not waits
+
+    def _leave_s(self) -> float:
+        rules = self.settings.rollout_rules(0, 1)
+        return rules.drain_s + rules.abort_s + rules.sleep_s + rules.stop_s + ANSWER_S
+
+    def hopeless(self) -> str:
+        """Why no engine will ever serve; empty while one might. Asked on the loop."""
+        why = ""
+        for one in self.pool.workers():
+            last = self.pool.story(one.worker)[-1].reason
+            if one.state is not S.lost or one.taken or last.code is not Code.restarts_used:
+                return ""
+            why = last.sentence
+        return why
+
+    def require_hope(self) -> None:
+        """Raise where no engine will ever serve."""
+        why = self.hopeless()
+        if why:
+            raise UnreachableError(f"no engine of {self.place.component} serves: {why}")
+
+
+def _number(worker: str) -> int:
+    return int(worker.rpartition("-")[2])

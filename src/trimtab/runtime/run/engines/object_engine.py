@@ -1,0 +1,301 @@
+"""The rollout pool's side of engines that are objects: an adapter that speaks in exchanges, and a launcher for here.
+
+The adapter is the one for actors, only that its calls and streams share one conversation: whatever is said in one turn
+of the loop goes out together, and while something is awaited one exchange follows the other. An idle engine is not
+asked for anything. An exchange that fails ends everything that is awaited, each with its own error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+from trimtab.core.errors import InfeasibleError, TrimtabError, UnreachableError
+from trimtab.runtime.engines.actor import ActorEngine
+from trimtab.runtime.engines.engine import (
+    Deadlines,
+    EngineError,
+    EngineFailedError,
+    EngineGoneError,
+    EngineNonsenseError,
+    EngineWedgedError,
+    Refit,
+    Verb,
+)
+from trimtab.runtime.engines.gated import Events, Flight
+from trimtab.runtime.rollout.launch.launcher import Started
+from trimtab.runtime.run.component import Place
+from trimtab.runtime.run.engines.engine_thread import EngineDesk, Said, Told
+
+log = logging.getLogger("trimtab.rollout")
+
+WAIT_S = 0.05  # of one exchange: what is said meanwhile waits for its end
+HERE_GATHER_S = 0.002  # between threads an exchange costs next to nothing
+
+Exchange = Callable[[list[Said], float], Awaitable[list[Told]]]
+WeightsAt = Callable[[str], Any]
+"""What the trainer gave, by the path that stands for it."""
+
+
+class DeskEngine(ActorEngine):
+    """An engine object at a desk, here or in another process."""
+
+    def __init__(
+        self,
+        name: str,
+        methods: frozenset[str],
+        exchange: Exchange,
+        weights_at: WeightsAt,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        super().__init__(name, _Methods(methods), deadlines)
+        self._exchange = exchange
+        self._weights_at = weights_at
+        self._keys = itertools.count(1)
+        self._saying: list[Said] = []
+        self._calls: dict[str, asyncio.Future[Any]] = {}
+        self._streams: dict[str, _Stream] = {}
+        self._talking: asyncio.Task[None] | None = None
+
+    # ---- calls and streams -----------------------------------------------------------------------------------------
+
+    async def _call(self, method: str, *given: Any, within_s: float | None = None) -> Any:
+        seconds = self.deadlines.change_s if within_s is None else within_s
+        key = f"c{next(self._keys)}"
+        answer = self._calls[key] = asyncio.get_running_loop().create_future()
+        self.say(("call", key, (method, given)))
+        try:
+            value = await asyncio.wait_for(answer, seconds)
+        except asyncio.TimeoutError:
+            self.say(("end", key, None))
+            raise EngineWedgedError(f"{method}() had no answer in {seconds:g} s", engine=self.name) from None
+        finally:
+            self._calls.pop(key, None)
+        if isinstance(value, dict) and value.get("success") is False:
+            raise EngineFailedError(f"{method}() said success: false: {value}", engine=self.name)
+        return value
+
+    async def _refit(self, refit: Refit) -> None:
+        told = {**dataclasses.asdict(refit), "weights": self._weights_at(refit.path)}
+        await self._call("refit", told, within_s=self.deadlines.refit_s)
+
+    def _events(self, flight: Flight) -> Events:
+        order = {**vars(flight.order), "id": flight.key, "token_ids": list(flight.order.token_ids)}
+        return _Stream(self, flight.key, order)
+
+    def open(self, key: str, order: dict[str, Any], stream: _Stream) -> None:
+        """Begin an order; what comes of it is put there."""
+        self._streams[key] = stream
+        self.say(("order", key, order))
+
+    def shut(self, key: str) -> None:
+        """It is over, or not wanted any more."""
+        if self._streams.pop(key, None) is not None:
+            self.say(("end", key, None))
+
+    async def close(self) -> None:
+        """Ends what is open, and the conversation."""
+        await super().close()
+        if self._talking is not None:
+            self._talking.cancel()
+            await asyncio.wait({self._talking}, timeout=self.deadlines.call_s)
+
+    # ---- the conversation ------------------------------------------------------------------------------------------
+
+    def say(self, what: Said) -> None:
+        """With the next exchange."""
+        self._saying.append(what)
+        if self._talking is None or self._talking.done():
+            self._talking = asyncio.get_running_loop().create_task(self._talk(), name=f"rollout-talk-{self.name}")
+
+    async def _talk(self) -> None:
+        try:
+            await asyncio.sleep(0)  # what else is said in this turn of the loop goes along
+            while self._saying or self._calls or self._streams:
+                what, self._saying = self._saying, []
+                for told in await self._exchange(what, WAIT_S if self._calls or self._streams else 0.0):
+                    self._heard(*told)
+        except asyncio.CancelledError:
+            self._broke(EngineGoneError("its adapter was closed", engine=self.name))
+            raise
+        except Exception as error:
+            what_happened = error.what if isinstance(error, TrimtabError) else f"{type(error).__name__}: {error}"
+            self._broke(EngineGoneError(what_happened, engine=self.name))
+
+    def _heard(self, verb: str, key: str, content: Any) -> None:
+        # Whoever is answered is awaited no longer: else the next exchange would wait for what cannot come.
+        stream, call = self._streams.get(key), self._calls.pop(key, None)
+        if stream is not None:
+            if verb == "raised":
+                content = EngineFailedError(f"generate() raised {content}", engine=self.name)
+            stream.put(_OVER if verb == "over" else content)
+            if verb != "piece":
+                del self._streams[key]
+        elif call is not None and not call.done():
+            if verb == "raised":
+                call.set_exception(EngineFailedError(f"it raised {content}", engine=self.name))
+            else:
+                call.set_result(content)
+
+    def _broke(self, error: EngineError) -> None:
+        self._saying = []
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(error)
+        for stream in self._streams.values():
+            stream.put(error)
+        self._streams.clear()
+
+
+class _Methods:
+    """Stands for the handle of an actor, of which only the names of its methods are asked."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        for name in names:
+            setattr(self, name, name)
+
+
+class _Stream:
+    """One order's pieces, as a stream of events. There are many of them, so each costs a future and a timer at most."""
+
+    def __init__(self, engine: DeskEngine, key: str, order: dict[str, Any]) -> None:
+        self._engine, self._key, self._order = engine, key, order
+        self._come: deque[Any] = deque()
+        self._waiting: asyncio.Future[None] | None = None
+        self._seconds = engine.deadlines.first_bytes_s
+        self._begun = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def put(self, told: Any) -> None:
+        """A piece, the end, or an error."""
+        self._come.append(told)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def close(self, *, on_purpose: bool = False) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._engine.shut(self._key)
+        self.put(EngineGoneError("its stream was closed", engine=self._engine.name))  # to whoever still waits for it
+
+    def close_within(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, lambda: self.close(on_purpose=True))
+
+    async def rest(self) -> None:
+        """Nothing comes after the last piece."""
+
+    def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
+        return self
+
+    async def __anext__(self) -> dict[str, Any]:
+        name = self._engine.name
+        if not self._begun:
+            self._begun = True
+            self._engine.open(self._key, self._order, self)
+        if not self._come:
+            await self._wait()
+        if not self._come:
+            raise EngineWedgedError(f"generate() gave nothing for {self._seconds:g} s", engine=name)
+        told = self._come.popleft()
+        if told is _OVER:
+            raise StopAsyncIteration
+        if isinstance(told, EngineError):
+            raise told
+        if not isinstance(told, dict):
+            raise EngineNonsenseError(f"it gave a {type(told).__name__} and no dictionary", engine=name)
+        self._seconds = self._engine.deadlines.silence_s
+        return told
+
+    async def _wait(self) -> None:
+        """Until something comes, or its time is up."""
+        loop = asyncio.get_running_loop()
+        waiting = self._waiting = loop.create_future()
+        late = loop.call_later(self._seconds, lambda: None if waiting.done() else waiting.set_result(None))
+        try:
+            await waiting
+        finally:
+            late.cancel()
+
+
+_OVER = object()
+
+
+def started(engine: DeskEngine, path: str | None, node: str = "") -> Started:
+    """An engine that was just made: with weights of its own, which count only where the trainer has given none yet.
+
+    The pool sees that it is behind, and has it refitted before it serves.
+    """
+    if path is not None and Verb.refit not in engine.verbs:
+        raise cannot_refit(engine.name)
+    return Started(engine, 0 if path is None else None, "", node)
+
+
+def cannot_refit(worker: str) -> InfeasibleError:
+    """For an engine that takes no weights."""
+    return InfeasibleError(
+        "the engine takes no weights, and the job has some for it", where=f"worker {worker}",
+        hint="give its class refit(refit), with refit['weights'] and refit['version'], and version()",
+    )  # fmt: skip
+
+
+class ObjectLauncher:
+    """Engine objects in this process, each at a desk of its own: no Ray, no other process."""
+
+    def __init__(
+        self,
+        kind: Callable[..., Any],
+        settings: Mapping[str, Any],
+        methods: frozenset[str],
+        place_of: Callable[[str], Place],
+        weights_at: WeightsAt,
+        start_s: float,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        self._start_s = start_s
+        self._kind, self._settings, self._methods = kind, settings, methods
+        self._place_of, self._weights_at = place_of, weights_at
+        self._deadlines = deadlines
+        self._desks: dict[str, EngineDesk] = {}
+        self._making = asyncio.Lock()  # one at a time: seeds and devices of a process are everybody's
+
+    async def start(self, worker: str, version: int, path: str | None) -> Started:
+        """An engine that would serve."""
+        await self.stop(worker)
+        try:
+            async with self._making:
+                desk = await asyncio.to_thread(self._desk, worker)
+        except Exception as error:
+            raise UnreachableError(f"the engine of {worker} could not be made: {error}") from error
+        self._desks[worker] = desk
+
+        async def exchange(what: list[Said], wait_s: float) -> list[Told]:
+            return await asyncio.to_thread(desk.exchange, what, wait_s)
+
+        engine = DeskEngine(worker, self._methods, exchange, self._weights_at, self._deadlines)
+        state = await engine.ready()
+        if not state.up:
+            raise UnreachableError(f"the engine of {worker} is not ready: {state.why}")
+        return started(engine, path)
+
+    def _desk(self, worker: str) -> EngineDesk:
+        place = self._place_of(worker)
+        return EngineDesk(self._kind, self._settings, place, within_s=self._start_s, gather_s=HERE_GATHER_S)
+
+    async def restart(self, worker: str, version: int, path: str | None) -> Started:
+        """Only for engines that take no weights, and this one would not either."""
+        raise cannot_refit(worker)
+
+    async def stop(self, worker: str) -> None:
+        """It is gone afterwards."""
+        desk = self._desks.pop(worker, None)
+        if desk is not None:
+            await asyncio.to_thread(desk.close)
+
+    async def close(self) -> None:
+        """Ends all."""
+        await asyncio.gather(*(self.stop(worker) for worker in list(self._desks)))

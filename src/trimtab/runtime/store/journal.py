@@ -1,0 +1,499 @@
+"""The journal of a machine: every event on disk, so that a controller killed at any moment finds its way back.
+
+An append-only file of JSON lines `[now, "EventType", {fields}]` after a header with the format's version; a fourth part
+says what the machine had done about it, for people and for `trimtab replay`; nothing else depends on it. Each event is
+handed to the operating system before anything is done about it, and forced to the disk at most every 100 ms. From time
+to time the machine's whole state is written beside it (temp file, fsync, rename), and older segments go. Reading runs
+nobody's code: it knows the types of events and nothing else. One controller writes a journal; a lock holds others off.
+
+    journal-00000000.jsonl     events from the beginning
+    snapshot-00000001.json     the state at the end of segment 0
+    journal-00000001.jsonl     events after that snapshot
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.core import plain_data as plain
+from trimtab.core.codec import decode, encode
+from trimtab.core.errors import InputError
+from trimtab.machines.nodes import events as node_events
+from trimtab.machines.pool import events as pool_events
+from trimtab.machines.rollout import events as rollout_events
+from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background
+from trimtab.runtime.procs.locks import DirectoryLock
+
+FORMAT = "trimtab-journal"
+VERSION = 1
+SYNC_EVERY_S = 0.1
+LATEST = 1e12  # seconds, of any clock
+SYNC_AGAIN_S = 5.0  # at most, between two tries at a disk that refuses
+Kinds = dict[str, type[Any]]
+POOL_EVENTS: Kinds = {kind.__name__: kind for kind in typing.get_args(pool_events.Event)}
+NODE_EVENTS: Kinds = {kind.__name__: kind for kind in typing.get_args(node_events.NodeEvent)}
+ROLLOUT_EVENTS: Kinds = {kind.__name__: kind for kind in typing.get_args(rollout_events.RolloutEvent)}
+_NAMES = re.compile(r"(journal|snapshot)-(\d{8})\.jsonl?")
+
+
+class DamagedError(InputError):
+    """A journal that cannot be read: lines, a segment or a snapshot of it are not what was written."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a journal holds: a state, if one was written, and what happened after it."""
+
+    snapshot: dict[str, Any] | None
+    events: tuple[tuple[float, Any], ...]
+    last_time: float  # of the last event or the snapshot; 0 where there is none
+    notes: tuple[str, ...] = ()  # sentences about this journal as a whole, kept from segment to segment
+    torn: str | None = None  # says which half-written last line was left out
+    segment: int = 0  # the one to go on with
+    length: int = 0  # bytes of it that are whole lines
+    told: tuple[tuple[str, ...] | None, ...] = ()  # by event: what it led to; None: that was not written down
+    began: float = 0.0  # when the snapshot was taken; 0 where there is none
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was ever written here."""
+        return self.snapshot is None and not self.events
+
+
+def read_journal(directory: str | Path, *, before: int | None = None, kinds: Kinds = POOL_EVENTS) -> Found:
+    """What stands in the journal of a directory, or before one of its segments; changes nothing, takes no lock."""
+    try:
+        return _read_journal(directory, before, kinds)
+    except FileNotFoundError:  # a snapshot came to stand meanwhile, and what it stands for went
+        return _read_journal(directory, before, kinds)
+
+
+def _read_journal(directory: str | Path, before: int | None, kinds: Kinds) -> Found:
+    segments, snapshots = _files(Path(directory))
+    if before is not None:
+        segments = {number: path for number, path in segments.items() if number < before}
+        snapshots = {number: path for number, path in snapshots.items() if number < before}
+    snapshot, last_time, first = None, 0.0, 0
+    if snapshots:
+        first = max(snapshots)
+        snapshot, last_time = _read_snapshot(snapshots[first])
+    wanted = [number for number in sorted(segments) if number >= first]
+    if wanted and wanted != list(range(first, wanted[-1] + 1)):
+        missing = next(number for number in range(first, wanted[-1] + 1) if number not in segments)
+        raise DamagedError(
+            f"a part of the journal is missing: {_segment_name(missing)}",
+            where=str(directory),
+            hint="put it back, or start with another journal_dir",
+        )
+    found: list[tuple[float, Any]] = []
+    told: list[tuple[str, ...] | None] = []
+    notes: tuple[str, ...] = ()
+    torn, length = None, 0
+    for number in wanted:
+        read = _read_segment(segments[number], kinds, last=number == wanted[-1])
+        found += read.events
+        told += read.told
+        notes = read.notes or notes
+        torn, length = read.torn, read.length
+    began = last_time
+    if found:
+        last_time = max(last_time, found[-1][0])
+    segment = wanted[-1] if wanted else first
+    return Found(snapshot, tuple(found), last_time, notes, torn, segment, length, tuple(told), began)
+
+
+def read_segment(path: Path, *, kinds: Kinds = POOL_EVENTS) -> Found:
+    """What stands in one file of events, wherever it lies."""
+    read = _read_segment(path, kinds, last=True)
+    return Found(
+        None,
+        tuple(read.events),
+        read.events[-1][0] if read.events else 0.0,
+        read.notes,
+        read.torn,
+        told=tuple(read.told),
+    )
+
+
+class Journal:
+    """A journal that is being written: opened with its lock, read once, then appended to.
+
+    `append`, `rotate` and `snapshot` belong to one thread. A disk that refuses (full, gone) does not stop the machine:
+    what could not be written is kept and tried again with the next event, and `fault` says so. What could not be forced
+    to the disk is kept, too, and written again before it is forced again: a kernel forgets what it failed to write.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        kinds: Kinds = POOL_EVENTS,
+        owner: str = "",
+        lock_wait_s: float = 15.0,
+        background: Background | None = None,
+    ) -> None:
+        self.directory = Path(directory)
+        self._kinds = kinds
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._lock = DirectoryLock(self.directory, owner, wait_s=lock_wait_s)
+        try:
+            found = read_journal(self.directory, kinds=kinds)
+            self._write_fault: str | None = None
+            self._sync_fault: str | None = None
+            self.notes = found.notes
+            self.since_snapshot = len(found.events)
+            self._found: Found | None = found
+            self._unwritten = bytearray()  # what the operating system does not have
+            self._segment = found.segment
+            self._fd, self._unsynced = self._open_segment(self._segment, found.length)
+            self._synced = found.length  # bytes of the segment that are on the disk; `_unsynced` are those after them
+        except BaseException:
+            self._lock.release()
+            raise
+        self._dirty = threading.Event()
+        self._writing = threading.Lock()  # held to change the descriptor, and what is said of what was written
+        self._syncing = threading.Lock()  # held while something is forced to the disk
+        self._closed = threading.Event()
+        self._beside: list[Path] = []  # files that are to reach the disk before the events that speak of them
+        self._syncer = (background or Background()).start_thread(
+            f"sync journal {owner}".rstrip(), self._sync_forever, policy=NEVER_GIVE_UP
+        )
+
+    @property
+    def fault(self) -> str | None:
+        """Why the disk does not have everything; None where it has, or will have within 100 ms."""
+        return self._write_fault or self._sync_fault
+
+    @property
+    def synced(self) -> bool:
+        """Whether all that was appended is on the disk."""
+        return not self._unwritten and not self._unsynced and self.fault is None
+
+    def take_found(self) -> Found:
+        """What stood in it when it was opened; once, for it is large."""
+        found, self._found = self._found, None
+        return found if found is not None else read_journal(self.directory, kinds=self._kinds)
+
+    def append(self, now: float, event: Any, told: list[str] | None = None) -> None:
+        """Write one event, and what it leads to; on return the operating system has it, or `fault` says why not."""
+        line = [now, type(event).__name__, encode(event)]
+        self._write(_line(line if told is None else [*line, told]))
+        self.since_snapshot += 1
+
+    def catch_up(self) -> bool:
+        """Try again to write what the disk refused; whether it has everything now."""
+        with self._writing:
+            if self._unwritten:
+                self._flush()
+            return not self._unwritten
+
+    def note(self, sentence: str) -> None:
+        """Keep a sentence about the journal as a whole; it is written with the next snapshot."""
+        self.notes = (*self.notes, sentence)
+
+    def beside(self, path: Path) -> None:
+        """A file that the next event speaks of; it is forced to the disk before that event."""
+        with self._writing:
+            self._beside.append(path)
+
+    def rotate(self) -> int:
+        """Go on in a fresh segment, whose number is given: what was before it can be compacted now."""
+        with self._writing:
+            self._flush()
+        self._sync()
+        with self._writing:
+            self.since_snapshot = 0
+            if self.fault is None:  # what the disk does not have cannot be left behind
+                try:
+                    self._next_segment()
+                except OSError as fault:
+                    self._write_fault = f"no new segment in {self.directory}: {fault.strerror}"
+        return self._segment
+
+    def snapshot(self, now: float, state: dict[str, Any]) -> None:
+        """Go on in a fresh segment after this state, whatever became of what was written before."""
+        with self._writing:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                write_snapshot(self.directory, self._segment + 1, now, state)
+                self._unwritten.clear()  # part of the state
+                self._next_segment()
+                self._write_fault = self._sync_fault = None
+            except OSError as fault:
+                self._write_fault = f"no snapshot in {self.directory}: {fault.strerror}"
+
+    def _next_segment(self) -> None:
+        fresh, header = self._open_segment(self._segment + 1, 0)
+        os.close(self._fd)
+        self._fd, self._unsynced, self._synced = fresh, header, 0
+        self._segment += 1
+        self.since_snapshot = 0
+        self._dirty.set()
+
+    @property
+    def vanished(self) -> bool:
+        """Whether somebody deleted the file that is being written; a snapshot makes the journal whole again."""
+        try:
+            return os.fstat(self._fd).st_nlink == 0
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Force everything to the disk and let others at the journal."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._dirty.set()
+        self._syncer.join(timeout=10)
+        with self._writing:
+            self._flush()
+        self._sync()
+        with self._writing:
+            os.close(self._fd)
+        self._lock.release()
+
+    def _open_segment(self, number: int, length: int) -> tuple[int, bytearray]:
+        """A descriptor at the end of a segment, and what was written into it: the header of a fresh one."""
+        path = self.directory / _segment_name(number)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        written = bytearray()
+        try:
+            os.ftruncate(descriptor, length)
+            os.lseek(descriptor, length, os.SEEK_SET)
+            if length == 0:
+                header = {"format": FORMAT, "version": VERSION, "segment": number, "notes": list(self.notes)}
+                written += _line(header)
+                os.write(descriptor, written)
+                _sync_directory(self.directory)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor, written
+
+    def _write(self, line: bytes) -> None:
+        with self._writing:
+            self._unwritten += line
+            self._flush()
+        self._dirty.set()
+
+    def _flush(self) -> None:
+        try:
+            while self._unwritten:
+                written = os.write(self._fd, self._unwritten)
+                self._unsynced += self._unwritten[:written]
+                del self._unwritten[:written]
+            self._write_fault = None
+        except OSError as fault:
+            self._write_fault = f"the journal in {self.directory} cannot be written: {fault.strerror}"
+
+    def _sync(self) -> bool:
+        """Force to the disk what the operating system has, and the files beside it; whether it is there."""
+        files: list[Path] = []
+        with self._syncing:
+            again = self._sync_fault is not None
+            try:
+                with self._writing:
+                    segment, end = self._segment, self._synced + len(self._unsynced)
+                    if again:
+                        _write_at(self._fd, self._unsynced, self._synced)
+                    copy = os.dup(self._fd)
+                    files, self._beside = self._beside, []
+                try:  # on a copy: appending goes on meanwhile, and a snapshot may close the original
+                    for path in files:
+                        _sync_file(path, again)
+                    os.fsync(copy)
+                finally:
+                    os.close(copy)
+            except OSError as fault:
+                with self._writing:
+                    self._beside = files + self._beside
+                    self._sync_fault = f"the journal in {self.directory} cannot be forced to disk: {fault.strerror}"
+                return False
+            with self._writing:
+                if segment == self._segment:  # else a snapshot stands for all that was in it
+                    del self._unsynced[: end - self._synced]
+                    self._synced = end
+                self._sync_fault = None
+            return True
+
+    def _sync_forever(self) -> None:
+        failures = 0
+        while not self._closed.is_set():
+            if not self._dirty.wait(timeout=self._lock.renew_s):
+                self._lock.renew()
+                continue
+            self._dirty.clear()
+            failures = 0 if self._sync() else failures + 1
+            if failures:
+                self._dirty.set()
+            self._lock.renew()
+            self._closed.wait(min(SYNC_AGAIN_S, SYNC_EVERY_S * 2.0 ** min(failures, 10)))
+
+
+def write_snapshot(directory: Path, number: int, now: float, state: dict[str, Any]) -> None:
+    """Write the state at the beginning of a segment; once it stands, what it stands for is deleted."""
+    text = _line({"format": FORMAT, "version": VERSION, "time": now, "machine": state})
+    write_file(directory / f"snapshot-{number:08d}.json", text, sync=True)
+    segments, snapshots = _files(directory)
+    for older, path in (*segments.items(), *snapshots.items()):
+        if older < number:
+            path.unlink(missing_ok=True)
+
+
+def write_file(path: Path, data: bytes, *, sync: bool = False) -> None:
+    """Write a file so that it is there whole or not at all: a temp file beside it, then a rename."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if sync:
+        _sync_directory(path.parent)
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Segment:
+    events: list[tuple[float, Any]]
+    told: list[tuple[str, ...] | None]
+    notes: tuple[str, ...]
+    torn: str | None
+    length: int
+
+
+def _files(directory: Path) -> tuple[dict[int, Path], dict[int, Path]]:
+    segments: dict[int, Path] = {}
+    snapshots: dict[int, Path] = {}
+    if directory.is_dir():
+        for path in directory.iterdir():
+            if matched := _NAMES.fullmatch(path.name):
+                (segments if matched[1] == "journal" else snapshots)[int(matched[2])] = path
+    return segments, snapshots
+
+
+def _read_snapshot(path: Path) -> tuple[dict[str, Any], float]:
+    try:
+        data = plain.loads(path.read_bytes())
+        _same_format(data, path)
+        return decode(dict[str, Any], data["machine"]), _time(data["time"])
+    except (ValueError, KeyError, TypeError) as fault:
+        raise DamagedError(
+            f"the snapshot is damaged: {_why(fault)}",
+            where=str(path),
+            hint="put it back from a copy, or start with another journal_dir",
+        ) from None
+
+
+def _read_segment(path: Path, kinds: Kinds, *, last: bool) -> _Segment:
+    read = _Segment([], [], (), None, 0)
+    lines = list(_lines(path))
+    for number, line in enumerate(lines, 1):
+        try:
+            if not line.endswith(b"\n"):
+                raise ValueError("the line is cut short")
+            if number == 1:
+                data = plain.loads(line)
+                _same_format(data, path)
+                read.notes = decode(tuple[str, ...], data.get("notes", []))
+            else:
+                now, event, told = _event(plain.loads(line), kinds)
+                read.events.append((now, event))
+                read.told.append(told)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as fault:
+            if last and number == len(lines):
+                read.torn = f"line {number} of {path} was half written and is left out"
+                return read
+            raise DamagedError(
+                f"the journal is damaged: {_why(fault)}",
+                where=f"{path}, line {number}",
+                hint="put the file back from a copy, or start with another journal_dir",
+            ) from None
+        read.length += len(line)
+    return read
+
+
+def _event(data: Any, kinds: Kinds) -> tuple[float, Any, tuple[str, ...] | None]:
+    """When, what, and what it led to; every value is of its type, and every number finite."""
+    if not isinstance(data, list) or len(data) not in (3, 4):
+        raise ValueError("an event is a time, a kind and its fields")
+    told = decode(tuple[str, ...], data[3]) if len(data) > 3 else None
+    return _time(data[0]), decode(kinds[data[1]], data[2]), told
+
+
+def _time(data: Any) -> float:
+    at = decode(float, data)
+    if not abs(at) <= LATEST:
+        raise ValueError(f"the time {at:g} is beyond {LATEST:g} s")
+    return at
+
+
+def _why(fault: Exception) -> str:
+    return f"{fault} is not known" if isinstance(fault, KeyError) else str(fault)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        yield from file
+
+
+def _same_format(data: Any, path: Path) -> None:
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ValueError("no header")
+    if decode(int, data.get("version", 0)) > VERSION:
+        raise InputError(
+            f"the journal has format {data['version']}, newer than {VERSION}, the newest that is known here",
+            where=str(path),
+            hint="use the version of trimtab that wrote it, or start with another journal_dir",
+        )
+
+
+def _segment_name(number: int) -> str:
+    return f"journal-{number:08d}.jsonl"
+
+
+def _line(data: Any) -> bytes:
+    # Half a character (a lone surrogate) in a name becomes a question mark: the line can be read again.
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+
+
+def _write_at(descriptor: int, data: bytes | bytearray, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)
+
+
+def _sync_file(path: Path, again: bool) -> None:
+    """Force a file to the disk; after a failure it is written anew, for it counts as written though it is not."""
+    with contextlib.suppress(FileNotFoundError):  # its task may be forgotten by now
+        if again:
+            write_file(path, path.read_bytes(), sync=True)
+        else:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # some shared file systems cannot; their renames are in order anyway
+        pass
+    finally:
+        os.close(descriptor)

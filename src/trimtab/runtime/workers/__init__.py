@@ -1,0 +1,1 @@
+"""Tasks on nodes: placement groups, worker processes, the agent of each node."""

@@ -1,0 +1,224 @@
+"""Placement groups, every bundle pinned to its node: what holds a task's resources in Ray's own accounts.
+
+A group is made whole, on the nodes it was meant for, or not at all. One whose bundles are not where they were put is
+never trusted. Which GPUs a bundle has is read once, when the group is made. Members use it; where slots go is
+decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.core.resources import Resources
+from trimtab.machines.pool.events import MakeGroup
+from trimtab.model.pool import Place
+from trimtab.runtime.procs.background import describe
+from trimtab.runtime.workers.slot_view import Slot
+
+_RAY_NAMES = {"cpu": "CPU", "gpu": "GPU"}
+_REMOVE_WAIT_S = 30.0
+_READ_WAIT_S = 60.0  # for a process that reads a bundle's GPU ids after a recovery
+
+
+@dataclass(frozen=True)
+class GroupSeen:
+    """A placement group that exists; `intact`: every bundle is on a living node."""
+
+    group: str
+    pool: str
+    bundles: tuple[Resources, ...]
+    nodes: tuple[str | None, ...]  # None: not placed now
+    intact: bool
+
+
+class GroupError(Exception):
+    """A placement group could not be made; nothing of it is left."""
+
+
+class Slots:
+    """The placement groups of one controller."""
+
+    def __init__(self, controller: str, all_gpus: Callable[[str], tuple[str, ...]] = lambda node: ()) -> None:
+        self._all_gpus = all_gpus  # of a node; none where that is not known
+        self._prefix = f"trimtab:{controller}:"
+        self._groups: dict[str, Any] = {}  # group -> Ray's handle
+        self._devices: dict[tuple[str, int], tuple[str, ...]] = {}
+
+    async def make(self, wanted: MakeGroup, timeout_s: float) -> None:
+        """The group, standing, each bundle on its node; else GroupError, and nothing is left."""
+        try:
+            await asyncio.wait_for(self._make(wanted), max(timeout_s, 0.001))
+        except asyncio.TimeoutError:
+            await self.remove(wanted.group, wanted.pool)
+            raise GroupError(f"its resources were not free on its nodes within {timeout_s:.3g} s") from None
+        except BaseException:
+            await asyncio.shield(self.remove(wanted.group, wanted.pool))
+            raise
+
+    async def remove(self, group: str, pool: str) -> None:
+        """The group does not exist any more, nor what ran in it; also when it never did."""
+        import ray
+        from ray.util.placement_group import placement_group_table, remove_placement_group
+
+        for key in [key for key in self._devices if key[0] == group]:
+            del self._devices[key]
+        handle = self._groups.pop(group, None) or await asyncio.to_thread(self._find, group, pool)
+        if handle is None:
+            return
+        await asyncio.to_thread(remove_placement_group, handle)
+        deadline = time.monotonic() + _REMOVE_WAIT_S
+        while time.monotonic() < deadline and ray.is_initialized():
+            table = await asyncio.to_thread(placement_group_table, handle)
+            if table.get("state", "REMOVED") == "REMOVED":
+                return
+            await asyncio.sleep(0.005)
+
+    async def seen(self) -> dict[str, GroupSeen]:
+        """The groups of this controller that exist now."""
+        return await asyncio.to_thread(self._seen)
+
+    async def strategy(self, place: Place, pool: str, capture: bool) -> Any:
+        """Ray's words for "in this bundle"."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return PlacementGroupSchedulingStrategy(
+            placement_group=await self._handle(place.group, pool),
+            placement_group_bundle_index=place.bundle,
+            placement_group_capture_child_tasks=capture,
+        )
+
+    async def view(self, place: Place, pool: str, held: Resources, world: int, capture: bool) -> Slot | None:
+        """A bundle as user code in a host is to see it; None where there is no such group."""
+        try:
+            handle = await self._handle(place.group, pool)
+        except GroupError:
+            return None
+        return Slot(handle.id.hex(), place.bundle if world > 1 else -1, ray_resources(held), capture)
+
+    async def devices(self, place: Place, pool: str, held: Resources) -> tuple[str, ...]:
+        """GPU ids of a bundle that holds so much; none where it has no GPU."""
+        if not held.get("gpu"):
+            return ()
+        key = (place.group, place.bundle)
+        if key not in self._devices:  # after a recovery
+            handle = await self._handle(place.group, pool)
+            whole = handle.bundle_specs[place.bundle].get("GPU", 0)
+            reading = self._read_devices(handle, place.bundle, whole, place.node)
+            self._devices[key] = await asyncio.wait_for(reading, _READ_WAIT_S)
+        return self._devices[key]
+
+    async def _make(self, wanted: MakeGroup) -> None:
+        from ray.util.placement_group import placement_group, placement_group_table
+
+        making = asyncio.ensure_future(
+            asyncio.to_thread(
+                placement_group,
+                [ray_resources(bundle) for bundle in wanted.bundles],
+                strategy=wanted.strategy.value,
+                name=self._name(wanted.group, wanted.pool),
+                lifetime="detached",
+                bundle_label_selector=[{"ray.io/node-id": node} for node in wanted.nodes],
+            )
+        )
+        try:
+            handle = self._groups[wanted.group] = await asyncio.shield(making)
+            await handle.ready()
+            table = await asyncio.to_thread(placement_group_table, handle)
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):  # what is being made will be there in a moment, to be removed
+                self._groups[wanted.group] = await making
+            raise
+        except Exception as fault:
+            raise GroupError(f"Ray refused it: {describe(fault)}") from fault
+        nodes = tuple(table["bundles_to_node_id"].get(index) for index in range(len(wanted.nodes)))
+        if nodes != wanted.nodes:
+            raise GroupError(f"Ray put it on {_short(nodes)} instead of {_short(wanted.nodes)}")
+        counts = {index: bundle.floats()["gpu"] for index, bundle in enumerate(wanted.bundles) if bundle.get("gpu")}
+        reading = (self._read_devices(handle, index, gpus, wanted.nodes[index]) for index, gpus in counts.items())
+        for index, devices in zip(counts, await asyncio.gather(*reading), strict=True):
+            self._devices[wanted.group, index] = devices
+
+    async def _read_devices(self, handle: Any, bundle: int, gpus: float, node: str) -> tuple[str, ...]:
+        """GPU ids of a bundle. Whoever has all of a node needs no process to read them, which would take a second."""
+        everything = self._all_gpus(node)
+        if everything and gpus == len(everything):
+            return everything
+        return await _read_devices(handle, bundle, gpus)
+
+    async def _handle(self, group: str, pool: str) -> Any:
+        if group not in self._groups:
+            handle = await asyncio.to_thread(self._find, group, pool)
+            if handle is None:
+                raise GroupError(f"placement group {self._name(group, pool)} does not exist")
+            self._groups[group] = handle
+        return self._groups[group]
+
+    def _find(self, group: str, pool: str) -> Any:
+        from ray.util.placement_group import get_placement_group
+
+        with contextlib.suppress(ValueError):
+            return get_placement_group(self._name(group, pool))
+        return None
+
+    def _seen(self) -> dict[str, GroupSeen]:
+        import ray
+        from ray.util.placement_group import placement_group_table
+
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        found = {}
+        for table in placement_group_table().values():
+            name = table["name"]
+            if not name.startswith(self._prefix) or table["state"] == "REMOVED":
+                continue
+            pool, _, group = name.removeprefix(self._prefix).rpartition(":")
+            placed = table["bundles_to_node_id"] if table["state"] == "CREATED" else {}
+            nodes = tuple(
+                node if (node := placed.get(index)) in alive else None for index in range(len(table["bundles"]))
+            )
+            bundles = tuple(own_resources(table["bundles"][index]) for index in range(len(nodes)))
+            found[group] = GroupSeen(group, pool, bundles, nodes, None not in nodes)
+        return found
+
+    def _name(self, group: str, pool: str) -> str:
+        return f"{self._prefix}{pool}:{group}"
+
+
+def ray_resources(resources: Resources) -> dict[str, float]:
+    """Amounts by Ray's names."""
+    return {_RAY_NAMES.get(name, name): amount for name, amount in resources.floats().items()}
+
+
+def own_resources(amounts: dict[str, float]) -> Resources:
+    """Amounts by our names."""
+    own = {theirs: ours for ours, theirs in _RAY_NAMES.items()}
+    return Resources.of({own.get(name, name): amount for name, amount in amounts.items()})
+
+
+async def _read_devices(handle: Any, bundle: int, gpus: float) -> tuple[str, ...]:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    reader = ray.remote(_own_devices).options(
+        num_cpus=0,
+        num_gpus=gpus,
+        name="trimtab.devices",
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            placement_group=handle, placement_group_bundle_index=bundle
+        ),
+    )
+    return tuple(await reader.remote())
+
+
+def _own_devices() -> list[str]:
+    import ray
+
+    return [str(one) for one in ray.get_gpu_ids()]
+
+
+def _short(nodes: Sequence[str | None]) -> str:
+    return ", ".join(node[:12] if node else "no node" for node in nodes)

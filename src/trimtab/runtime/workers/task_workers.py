@@ -1,0 +1,653 @@
+"""The processes of tasks: starts them in their slots, hears of their ends, stops them for certain.
+
+Carries out what the controller is told to and knows nothing of why. A start or a group that fails leaves nothing
+behind; when a stop returns, the process does not exist; a death is reported once. User code is never loaded here. All
+coroutines run on the controller's loop, and no call of Ray that could take long blocks it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trimtab.core.errors import InputError, UnreachableError
+from trimtab.core.resources import Resources
+from trimtab.machines.pool.events import MakeGroup
+from trimtab.model.pool import Place
+from trimtab.runtime.controller.leases import ClientProcess
+from trimtab.runtime.procs.background import Background
+from trimtab.runtime.store.blobs import state_name
+from trimtab.runtime.workers import actor_worker as plain
+from trimtab.runtime.workers.environments import HostKind, host_kind
+from trimtab.runtime.workers.node_agent import EXIT_WAIT_S, NAMESPACE, Wardens
+from trimtab.runtime.workers.placement_groups import GroupError, GroupSeen, Slots, ray_resources
+from trimtab.runtime.workers.warm_pool import HostSetupError, WarmHost, WarmHosts
+from trimtab.runtime.workers.worker_process import Order, Seat
+
+__all__ = [
+    "DiedError", "GroupError", "GroupSeen", "Member", "Members", "Outcome", "ParkError", "Payload", "StartError",
+    "StopOutcome",
+]  # fmt: skip
+
+_ANSWER_S = 15.0  # what a warden's answer may take beyond what it waits for itself
+_END_S = EXIT_WAIT_S + _ANSWER_S
+_CAPTURE = "placement_group_capture_child_tasks"
+
+Key = tuple[str, int, float]  # node, pid, born: one process
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What runs: made by the client, kept as a file beside the journal, unpickled only where it runs."""
+
+    actor: bytes  # cloudpickle of (class, args, kwargs)
+    entry: str | None = None  # method run after construction; its return value is the task's result
+    entry_args: bytes | None = None  # cloudpickle of (args, kwargs)
+    ray_options: dict[str, Any] = field(default_factory=dict)  # what the user asked of Ray
+    plain: str | None = None  # None: a host may serve it; else why a plain Ray actor is needed (sentence)
+    namespace: str = ""  # Ray namespace of the submitting client
+    handlers: bytes | None = None  # cloudpickle of (preserver, restorer) of the pool
+    sys_path: tuple[str, ...] = ()  # where the client's own modules lie; appended before anything is unpickled
+    runtime_env: str = ""  # of the client and the task together, as JSON
+
+
+@dataclass(frozen=True)
+class Member:
+    """One running process of a task: facts only, so JSON can hold it."""
+
+    task: str
+    attempt: int
+    rank: int
+    world: int
+    kind: str  # "host" or "actor"
+    actor: str  # name of the Ray actor
+    namespace: str  # of that name
+    node: str
+    pid: int
+    born: float  # start of the process in seconds since boot, so that a reused pid is never killed
+    mark: str = ""  # in the environment of all that it starts
+    wide: bool = False  # what it starts may be on other nodes
+
+    @property
+    def key(self) -> Key:
+        """The process."""
+        return self.node, self.pid, self.born
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the entry method came to: a value, or an error."""
+
+    value: bytes | None = None  # cloudpickle of what it returned
+    error: str | None = None  # type and first line of what it raised
+    trace: str = ""  # the traceback, for people
+
+
+@dataclass(frozen=True)
+class StopOutcome:
+    """How a member ended; its process does not exist any more."""
+
+    cancel: str  # "returned", "raised", "timed out" or "not called"
+    saved: bool = False
+    state: bytes | None = None  # where it is not in a file of the controller's; kept by the warden until dropped
+    note: str = ""
+
+
+class StartError(Exception):
+    """A start failed, and nothing of it is left. `fatal`: trying again would fail the same way."""
+
+    def __init__(self, why: str, *, fatal: bool, timed_out: bool = False, trace: str = "") -> None:
+        super().__init__(why)
+        self.why = why
+        self.fatal = fatal
+        self.timed_out = timed_out
+        self.trace = trace  # of the user's code, where that raised
+
+
+class DiedError(Exception):
+    """The process is gone."""
+
+
+class ParkError(Exception):
+    """The task could not be parked or unparked: it has no such method, it raised, or it took too long."""
+
+
+class Members:
+    """All processes of one controller, on all nodes."""
+
+    def __init__(
+        self,
+        controller: str,
+        state_dir: str | None,
+        on_death: Callable[[Member, str], None],
+        background: Background | None = None,
+    ) -> None:
+        if not controller or any(character in controller for character in ":/\\\n\0"):
+            raise InputError(f"{controller!r} cannot be the name of a controller", hint="letters, digits, - . and _")
+        self.state_dir = state_dir
+        self._controller = controller
+        self._on_death = on_death
+        self.background = background or Background()
+        self._wardens = Wardens(controller, self._died, self.background)
+        self._hosts = WarmHosts(controller, self._wardens, self.background)
+        self._slots = Slots(controller, self._wardens.all_gpus)
+        self._lost: set[str] = set()  # nodes that are gone, though Ray may still list them
+        self._live: dict[Key, Member] = {}  # taken for a task and not known to be dead, nor being stopped
+        self._settled: set[Key] = set()  # of those: started whole, so that a death is the controller's business
+        self._handles: dict[Key, Any] = {}  # of hosts
+        self._entries: dict[Key, Any] = {}  # references to what the entry of a host comes to
+
+    # ---- nodes and warm hosts
+
+    async def node_joined(self, node: str, expected: Mapping[HostKind, int] | None = None) -> None:
+        """Have a warden there, and take over what warm hosts an earlier controller left. UnreachableError if not.
+
+        `expected` hosts are warmed meanwhile, by their kind.
+        """
+        self._lost.discard(node)
+        joining = asyncio.ensure_future(self._wardens.join(node))
+        await asyncio.sleep(0)  # it is known there from now on
+        self._hosts.expect(node, expected or {})
+        if await joining:
+            await self._hosts.adopt(node, await self._wardens.ask(node, "records", timeout_s=_ANSWER_S))
+
+    async def node_returned(self, node: str) -> None:
+        """Have a warden there again, and end whatever is left of what was given up with the node."""
+        self._lost.discard(node)
+        await self._wardens.join(node)
+        await self._clear(node)
+
+    async def node_left(self, node: str) -> None:
+        """End all that this controller keeps on a node where no task is any more, so that the node can go."""
+        self._hosts.lost(node)
+        await self._clear(node)
+        await self._wardens.leave(node)
+        self._lost.add(node)
+
+    async def link_place(self, node: str) -> tuple[str, int] | None:
+        """Where the node's beats come from."""
+        return await self._wardens.link_place(node)
+
+    async def process_alive(self, process: ClientProcess | None) -> bool | None:
+        """Whether a client's process is alive; None where that is not known."""
+        return await self._wardens.process_alive(process)
+
+    async def node_lost(self, node: str) -> None:
+        """Forget the node and all that was there; no death is reported for it."""
+        self._lost.add(node)
+        self._wardens.lost(node)
+        self._hosts.lost(node)
+        for key in [key for key in self._live if key[0] == node]:
+            self._forget(key)
+
+    async def warm(self, targets: Mapping[str, Mapping[HostKind, int]]) -> None:
+        """Keep so many hosts warm, by node and kind; works behind."""
+        self._hosts.aim(targets)
+
+    def warm_counts(self) -> dict[str, dict[str, int]]:
+        """How many hosts are ready and starting, by node."""
+        return self._hosts.counts()
+
+    # ---- slots
+
+    async def make_group(self, instruction: MakeGroup, now: Callable[[], float]) -> None:
+        """The placement group, standing on its nodes; else GroupError."""
+        await self._slots.make(instruction, instruction.deadline - now())
+
+    async def remove_group(self, group: str, pool: str) -> None:
+        """The placement group does not exist any more."""
+        await self._slots.remove(group, pool)
+
+    async def groups(self) -> dict[str, GroupSeen]:
+        """The placement groups of this controller that exist now."""
+        return await self._slots.seen()
+
+    # ---- members
+
+    async def start(
+        self,
+        task: str,
+        attempt: int,
+        pool: str,
+        places: Sequence[Place],
+        bundles: Sequence[Resources],
+        payload: Payload,
+        state: Mapping[int, bytes | str] | None,
+        timeout_s: float,
+        *,
+        preload: tuple[str, ...] = (),
+        facts: str = "",
+        wide: bool = False,
+    ) -> tuple[list[Member], str]:
+        """A member in each place, all constructed, their entry begun; and how. Else StartError.
+
+        `wide`: the group has several bundles, in any of which there may be actors that members make.
+        """
+        deadline = time.monotonic() + timeout_s
+        taken: list[Member] = []
+        orders = [
+            Order(
+                Seat(task, attempt, rank, len(places), pool, places[rank].group, facts, wide),
+                (),
+                payload.actor,
+                payload.entry,
+                payload.entry_args,
+                payload.handlers,
+                (state or {}).get(rank),
+                payload.sys_path,
+                uuid.uuid4().hex,
+            )
+            for rank in range(len(places))
+        ]
+        try:
+            if payload.plain is None:
+                kind = host_kind(preload, payload.runtime_env, payload.sys_path)
+                capture = bool(payload.ray_options.get(_CAPTURE, True))
+                works = [
+                    self._bind_host(order, place, bundle, kind, capture, taken)
+                    for order, place, bundle in zip(orders, places, bundles, strict=True)
+                ]
+            else:
+                works = [
+                    self._make_actor(order, place, bundle, payload, deadline, taken)
+                    for order, place, bundle in zip(orders, places, bundles, strict=True)
+                ]
+            hows = await asyncio.wait_for(_together(works), timeout_s)
+            members = sorted(taken, key=lambda member: member.rank)
+            await self._begin(members, payload)
+            for member in members:
+                if member.key not in self._live:
+                    raise StartError(f"process {member.pid} died while the others were starting", fatal=False)
+        except asyncio.TimeoutError:
+            await self._end(taken)
+            raise StartError(f"it was not constructed within {timeout_s:.3g} s", fatal=False, timed_out=True) from None
+        except (UnreachableError, GroupError) as fault:
+            await self._end(taken)
+            raise StartError(str(fault), fatal=False) from None
+        except HostSetupError as fault:
+            await self._end(taken)
+            raise StartError(str(fault), fatal=True) from None
+        except BaseException:
+            await asyncio.shield(self._end(taken))
+            raise
+        self._settled.update(member.key for member in members)
+        return members, "; ".join(sorted(set(hows)))
+
+    async def ready(self, member: Member, timeout_s: float) -> bool:
+        """Wait until a member that was found is constructed; False: that failed, it is gone, or the time is over."""
+        with contextlib.suppress(UnreachableError):
+            asked = self._wardens.ask(
+                member.node, "ready", member.pid, member.born, timeout_s, timeout_s=timeout_s + _ANSWER_S
+            )
+            return bool(await asked)
+        return False
+
+    async def outcome(self, member: Member) -> Outcome:
+        """What the entry came to, as long as it takes; DiedError where the process is gone."""
+        from ray.exceptions import RayError
+
+        try:
+            if member.kind == "host":
+                entry = self._entries.get(member.key)
+                if entry is None:  # after a recovery
+                    handle = await asyncio.to_thread(self.handle, member)
+                    entry = self._entries[member.key] = handle.run_entry.options(name=f"{member.task}.entry").remote()
+                return Outcome(*await entry)
+            await self._let_begin(member)
+            found = await self._wardens.ask(member.node, "outcome", member.pid, member.born, timeout_s=float("inf"))
+        except (RayError, UnreachableError, ValueError) as fault:
+            raise DiedError(f"process {member.pid} of {member.task} is gone: {_line(fault)}") from None
+        if found is None:
+            raise DiedError(f"process {member.pid} of {member.task} is gone")
+        return Outcome(*found)
+
+    async def stop(
+        self, member: Member, tell_s: float, notice: bool, save_s: float, state_path: str | None
+    ) -> StopOutcome:
+        """Tell it, save it, end it. On return the process does not exist, whatever it did.
+
+        UnreachableError only where its node is there, but nobody on it can be asked.
+        """
+        self._forget(member.key)
+        keep_as = kept_name(member)
+        try:
+            answer = await self._wardens.ask(
+                member.node, "stop", member.pid, member.born, tell_s, notice, save_s, state_path, keep_as,
+                timeout_s=max(0.0, tell_s) + max(0.0, save_s) + _END_S,
+            )  # fmt: skip
+        except UnreachableError as fault:
+            if member.node not in self._wardens.nodes:
+                return StopOutcome("not called", note=fault.what)
+            await self._wardens.renew(member.node)  # it hangs
+            answer = await self._wardens.ask(
+                member.node, "stop", member.pid, member.born, 0.0, False, 0.0, None, keep_as, timeout_s=2 * _END_S
+            )
+            return replace(StopOutcome(*answer), note=fault.what)
+        await self._end_elsewhere([member])
+        return StopOutcome(*answer)
+
+    async def kept_states(self) -> dict[str, str]:
+        """States that were saved for a controller which did not acknowledge them: by name, the node that keeps it."""
+        kept: dict[str, str] = {}
+        for node in self._wardens.nodes:
+            with contextlib.suppress(UnreachableError):
+                kept |= dict.fromkeys(await self._wardens.ask(node, "kept", timeout_s=_ANSWER_S), node)
+        return kept
+
+    async def kept_state(self, node: str, name: str, timeout_s: float) -> bytes | None:
+        """One of them; UnreachableError where its node cannot be asked."""
+        state: bytes | None = await self._wardens.ask(node, "kept_state", name, timeout_s=timeout_s)
+        return state
+
+    async def drop_state(self, node: str, name: str) -> None:
+        """The controller has it: the node needs not keep it any more."""
+        with contextlib.suppress(UnreachableError):
+            await self._wardens.ask(node, "drop", name, timeout_s=_ANSWER_S)
+
+    async def park(self, member: Member, timeout_s: float) -> None:
+        """Have it give its devices up."""
+        await self._turn(member, "park", timeout_s)
+
+    async def unpark(self, member: Member, timeout_s: float) -> None:
+        """Have it take its devices again."""
+        await self._turn(member, "unpark", timeout_s)
+
+    async def beside(self, member: Member, method: str, timeout_s: float) -> tuple[str, str]:
+        """Call a method of the object beside its work: returned, raised, timed out or not called, and a note."""
+        try:
+            word, note = await self._wardens.ask(
+                member.node, "turn", member.pid, member.born, method, timeout_s, timeout_s=timeout_s + _ANSWER_S
+            )
+        except UnreachableError as fault:
+            return "timed out", fault.what
+        return str(word), str(note)
+
+    def handle(self, member: Member) -> Any:
+        """Ray's handle of a host: `handle.call.remote(method, ...)`. Plain actors are found by their name."""
+        import ray
+
+        if member.key not in self._handles:
+            self._handles[member.key] = ray.get_actor(member.actor, member.namespace)
+        return self._handles[member.key]
+
+    def known_handle(self, member: Member) -> Any:
+        """Ray's handle of a host, where it is at hand."""
+        return self._handles.get(member.key)
+
+    # ---- recovery and the end
+
+    async def seen(self) -> list[Member]:
+        """Every member that is alive now, on any node."""
+        return list(await self.seats())
+
+    async def seats(self) -> dict[Member, Seat]:
+        """Every member that is alive now, with what its process knows of itself."""
+        await self._join_all()
+        found = {}
+        for node in self._wardens.nodes:
+            for record in await self._records(node):
+                if record["kind"] != "making" and record["seat"]:
+                    found[_member(record)] = Seat(**record["seat"])
+        return found
+
+    async def sweep(self, keep: Collection[Member]) -> int:
+        """End every member that is not to be kept, and watch those that are; a kept one that is gone is reported."""
+        await self._join_all()
+        keys = {member.key for member in keep} | set(self._live)
+        ends = []
+        for node in self._wardens.nodes:
+            for record in await self._records(node):
+                if record["kind"] == "making":
+                    ends.append(self._end_made(node, record))
+                elif record["seat"] and _member(record).key not in keys:
+                    ends.append(self._end([_member(record)]))
+        await asyncio.gather(*ends)
+        for member in keep:
+            if member.key not in self._live:
+                self._live[member.key] = member
+                self._settled.add(member.key)
+                with contextlib.suppress(UnreachableError):
+                    await self._wardens.watch(member.node, member.pid, member.born)
+        return len(ends)
+
+    async def close(self) -> None:
+        """End all of this controller: hosts, plain actors, wardens, placement groups."""
+        await self._join_all()
+        await self._hosts.close()
+        self._live.clear()
+        self._settled.clear()
+        await asyncio.gather(*(self._clear(node) for node in self._wardens.nodes))
+        groups = await self.groups()
+        await asyncio.gather(*(self.remove_group(one.group, one.pool) for one in groups.values()))
+        await self._wardens.close()
+        await asyncio.to_thread(_end_by_prefix, f"trimtab:{self._controller}:host:")
+
+    # ---- the steps of a start
+
+    async def _bind_host(
+        self, order: Order, place: Place, bundle: Resources, kind: HostKind, capture: bool, taken: list[Member]
+    ) -> str:
+        from ray.exceptions import RayError
+
+        seat = order.seat
+        host, ahead = await self._hosts.take(place.node, kind)
+        member = Member(
+            seat.task,
+            seat.attempt,
+            seat.rank,
+            seat.world,
+            "host",
+            host.actor,
+            NAMESPACE,
+            host.node,
+            host.pid,
+            host.born,
+            order.mark,
+            seat.wide,
+        )
+        taken.append(member)
+        self._live[member.key] = member
+        self._handles[member.key] = host.handle
+        devices = await self._slots.devices(place, seat.pool, bundle)
+        slot = await self._slots.view(place, seat.pool, bundle, seat.world, capture)
+        try:
+            bind = host.handle.bind.options(name=f"{seat.task}.start")
+            fault = await bind.remote(replace(order, devices=devices, slot=slot))
+        except RayError as died:
+            raise StartError(f"its process died while it was constructed: {_line(died)}", fatal=False) from None
+        if fault is not None:
+            why, trace = fault
+            raise StartError(why, fatal=True, trace=trace)
+        return "a warm host" if ahead else "a host started for it: none was warm"
+
+    async def _make_actor(
+        self, order: Order, place: Place, bundle: Resources, payload: Payload, deadline: float, taken: list[Member]
+    ) -> str:
+        from ray.exceptions import RayError
+
+        seat, asked = order.seat, payload.ray_options
+        name, namespace = asked.get("name"), payload.namespace
+        if name is None:
+            name, namespace = f"trimtab:{self._controller}:actor:{uuid.uuid4().hex[:8]}", NAMESPACE
+        elif seat.world > 1:
+            name = f"{name}.{seat.rank}"
+        amounts = ray_resources(bundle)
+        cpus, gpus = amounts.pop("CPU", 0), amounts.pop("GPU", 0)
+        leaves_room = "num_cpus" in asked or "num_gpus" in asked
+        options = {
+            **plain.actor_options(asked, seat, payload.runtime_env, order.mark),
+            "num_cpus": min(asked.get("num_cpus", cpus), cpus),
+            "num_gpus": min(asked.get("num_gpus", gpus), gpus),
+            "memory": amounts.pop("memory", None),
+            "resources": amounts,
+            "lifetime": "detached",
+            "max_restarts": 0,
+            "scheduling_strategy": await self._slots.strategy(place, seat.pool, bool(asked.get(_CAPTURE, leaves_room))),
+        }
+        maker, _ = await self._hosts.take(place.node, HostKind((), payload.runtime_env))
+        left = deadline - time.monotonic()
+        make = maker.handle.make.options(name=f"{seat.task}.make")
+        facts = None
+        try:
+            facts, why, fatal, trace = await make.remote(
+                self._controller, place.node, order, name, namespace or NAMESPACE, options, left
+            )
+        except RayError as died:
+            raise StartError(f"its process died while it was made: {_line(died)}", fatal=False) from None
+        finally:
+            await asyncio.shield(self._end_maker(maker, None if facts else seat))
+        if facts is None:
+            timed_out = not fatal and time.monotonic() >= deadline
+            raise StartError(why, fatal=fatal, timed_out=timed_out, trace=trace)
+        member = _member({**facts, "seat": vars(seat)})
+        taken.append(member)
+        self._live[member.key] = member
+        await self._wardens.watch(member.node, member.pid, member.born)
+        return f"a plain Ray actor: {payload.plain}"
+
+    async def _begin(self, members: Sequence[Member], payload: Payload) -> None:
+        """All are constructed: the entry may run."""
+        if payload.entry is None:
+            return
+        for member in members:
+            if member.kind == "host":
+                name = f"{member.task}.{payload.entry}"
+                self._entries[member.key] = self._handles[member.key].run_entry.options(name=name).remote()
+            else:
+                await self._let_begin(member)
+
+    async def _let_begin(self, member: Member) -> None:
+        await self._wardens.ask(member.node, "begin", member.pid, member.born, _ANSWER_S, timeout_s=2 * _ANSWER_S)
+
+    # ---- ends
+
+    def _died(self, node: str, pid: int, born: float) -> None:
+        key = (node, pid, born)
+        member, settled = self._live.get(key), key in self._settled
+        self._forget(key)
+        if member is None:
+            self._hosts.died(node, pid, born)
+        elif settled:
+            self._on_death(member, f"process {pid} on node {node[:12]} died")
+
+    def _forget(self, key: Key) -> None:
+        self._wardens.unwatch(*key)
+        self._live.pop(key, None)
+        self._settled.discard(key)
+        self._handles.pop(key, None)
+        self._entries.pop(key, None)
+
+    async def _end(self, members: Sequence[Member]) -> None:
+        for member in members:
+            self._forget(member.key)
+        await asyncio.gather(*(self._end_process(*member.key) for member in members))
+        await self._end_elsewhere(members)
+
+    async def _end_elsewhere(self, members: Sequence[Member]) -> None:
+        """End what members started in bundles on other nodes."""
+
+        async def end(node: str, mark: str) -> None:
+            with contextlib.suppress(UnreachableError):
+                await self._wardens.ask(node, "end_marked", mark, timeout_s=_END_S)
+
+        wide = [member for member in members if member.wide]
+        others = [(node, one.mark) for one in wide for node in self._wardens.nodes if node != one.node]
+        await asyncio.gather(*(end(*other) for other in others))
+
+    async def _end_process(self, node: str, pid: int, born: float) -> None:
+        with contextlib.suppress(UnreachableError):
+            await self._wardens.ask(node, "end", pid, born, timeout_s=_END_S)
+
+    async def _clear(self, node: str) -> None:
+        """End every process of this controller on a node."""
+        for record in await self._records(node):
+            if record["kind"] == "making":
+                await self._end_made(node, record)
+        left = [one for one in await self._records(node) if one["kind"] != "making"]
+        await asyncio.gather(*(self._end_process(node, one["pid"], one["born"]) for one in left))
+
+    async def _end_made(self, node: str, record: dict[str, Any]) -> None:
+        """An actor that was being made when its controller was lost."""
+        import ray
+
+        await self._end_process(node, *record["maker"])
+        ender = ray.remote(max_calls=1)(plain.end_named).options(num_cpus=0)
+        await ender.remote(record["actor"], record["namespace"])
+        with contextlib.suppress(UnreachableError):
+            await self._wardens.ask(node, "drop", record["file"], timeout_s=_ANSWER_S)
+
+    async def _end_maker(self, maker: WarmHost, failed: Seat | None) -> None:
+        """Throw a maker away; and what it was making, where that failed or was called off."""
+        self._wardens.unwatch(maker.node, maker.pid, maker.born)
+        await self._end_process(maker.node, maker.pid, maker.born)
+        for record in await self._records(maker.node) if failed else ():
+            if record["seat"] == vars(failed):
+                made = record["kind"] != "making"
+                await (self._end([_member(record)]) if made else self._end_made(maker.node, record))
+
+    async def _turn(self, member: Member, do: str, timeout_s: float) -> None:
+        word, note = await self.beside(member, do, timeout_s)
+        if word != "returned":
+            raise ParkError(f"{do}() {word}: {note}" if note else f"{do}() {word}")
+
+    async def _join_all(self) -> None:
+        import ray
+
+        nodes = await asyncio.to_thread(ray.nodes)
+        alive = [node["NodeID"] for node in nodes if node["Alive"] and node["NodeID"] not in self._lost]
+        joins = [self._wardens.join(node) for node in alive]
+        for joined in await asyncio.gather(*joins, return_exceptions=True):
+            if isinstance(joined, BaseException) and not isinstance(joined, UnreachableError):
+                raise joined  # a node that cannot be reached is lost, or will be
+
+    async def _records(self, node: str) -> list[dict[str, Any]]:
+        try:
+            found: list[dict[str, Any]] = await self._wardens.ask(node, "records", timeout_s=_ANSWER_S)
+        except UnreachableError:
+            return []
+        return found
+
+
+async def _together(works: list[Coroutine[Any, Any, str]]) -> list[str]:
+    """All of them; when one fails, the others are called off before that is said."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def kept_name(member: Member) -> str:
+    """The name under which a node keeps the state of this very process: an id may begin a new life."""
+    return f"{member.pid}-{member.born:g}~{state_name(member.task, member.attempt, member.rank)}"
+
+
+def _member(record: dict[str, Any]) -> Member:
+    seat = record["seat"]
+    return Member(
+        seat["task"], seat["attempt"], seat["rank"], seat["world"],
+        record["kind"], record["actor"], record["namespace"], record["node"], record["pid"], record["born"],
+        record["mark"], seat["wide"],
+    )  # fmt: skip
+
+
+def _end_by_prefix(prefix: str) -> None:
+    """Hosts that were still starting, so that no warden knew them."""
+    import ray
+
+    for known in ray.util.list_named_actors(all_namespaces=True):
+        if known["namespace"] == NAMESPACE and known["name"].startswith(prefix):
+            with contextlib.suppress(ValueError):
+                ray.kill(ray.get_actor(known["name"], NAMESPACE))
+
+
+def _line(fault: BaseException) -> str:
+    lines = str(fault).strip().splitlines()
+    return lines[0] if lines else type(fault).__name__

@@ -1,0 +1,311 @@
+"""Warm hosts, kept ready on each node and handed out in milliseconds.
+
+Starting a process costs a core for half a second, so few are started at once, more where somebody waits for one, and
+what was handed out is replaced a moment later, behind the work. Never hands out a host that is known to be dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.core.errors import UnreachableError
+from trimtab.runtime.procs.background import Background, describe
+from trimtab.runtime.workers.environments import HostKind
+from trimtab.runtime.workers.node_agent import EXIT_WAIT_S, NAMESPACE, Wardens
+from trimtab.runtime.workers.worker_process import Host
+
+_START_WAIT_S = 300.0  # modules to import ahead can take minutes on slow disks
+_REFILL_AFTER_S = 0.2  # the task that took a host goes first
+_MOST_BACK_OFF_S = 30.0
+
+log = logging.getLogger(__name__)
+
+
+class HostSetupError(Exception):
+    """Ray cannot set a task's runtime environment up; trying again would not help."""
+
+
+@dataclass(frozen=True)
+class WarmHost:
+    """A process that is ready to be bound."""
+
+    node: str
+    actor: str
+    handle: Any
+    pid: int
+    born: float
+    kind: HostKind
+
+
+class WarmHosts:
+    """The warm hosts of one controller."""
+
+    def __init__(self, controller: str, wardens: Wardens, background: Background) -> None:
+        self._controller = controller
+        self._wardens = wardens
+        self._background = background
+        self._targets: dict[str, dict[HostKind, int]] = {}
+        self._ready: dict[str, list[WarmHost]] = {}
+        self._starting: dict[str, dict[str, HostKind]] = {}  # node -> host's name -> its kind
+        self._waiting: dict[str, list[tuple[HostKind, asyncio.Future[WarmHost]]]] = {}
+        self._failures: Counter[tuple[str, str]] = Counter()  # in a row, by node and runtime environment
+        self._resting: set[tuple[str, str]] = set()  # where the last start failed a moment ago
+        self._own: set[str] = set()  # names of hosts that this object started or adopted
+        self._behind: set[asyncio.Task[None]] = set()
+        self._said: set[str] = set()
+        self._closed = False
+
+    def aim(self, targets: Mapping[str, Mapping[HostKind, int]]) -> None:
+        """Keep so many ready; what is too many is ended."""
+        self._targets = {node: dict(wanted) for node, wanted in targets.items()}
+        for node, ready in self._ready.items():
+            kept: Counter[HostKind] = Counter()
+            for host in list(ready):
+                kept[host.kind] += 1
+                if kept[host.kind] > self._targets.get(node, {}).get(host.kind, 0):
+                    ready.remove(host)
+                    self._do("end a warm host", self._end(host))
+        for node in self._targets:
+            self._pump(node)
+
+    def expect(self, node: str, wanted: Mapping[HostKind, int]) -> None:
+        """A node is about to be used: warm these beside its warden, not after it. The next `aim` counts."""
+        if wanted:
+            self._targets[node] = dict(wanted)
+            self._pump(node)
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """How many are ready and starting, by node."""
+        return {
+            node: {"ready": len(self._ready.get(node, ())), "starting": len(self._starting.get(node, ()))}
+            for node in self._wardens.nodes
+        }
+
+    async def take(self, node: str, kind: HostKind) -> tuple[WarmHost, bool]:
+        """A host of the node and runtime environment, the likest that is ready; else the next to become so.
+
+        And whether it was ready. HostSetupError where the environment cannot be set up there.
+        """
+        ready = self._ready.get(node, [])
+        for likeness in (kind.preload, (), None):
+            for host in ready:
+                if host.kind.runtime_env == kind.runtime_env and likeness in (None, host.kind.preload):
+                    ready.remove(host)
+                    self._own.discard(host.actor)
+                    asyncio.get_running_loop().call_later(_REFILL_AFTER_S, self._pump, node)
+                    return host, True
+        if self._closed or node not in self._wardens.nodes:
+            raise UnreachableError(f"node {node[:12]} is gone")
+        place: asyncio.Future[WarmHost] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(node, [])
+        waiting.append((kind, place))
+        self._pump(node)
+        try:
+            return await asyncio.shield(place), False
+        except asyncio.CancelledError:
+            if (kind, place) in waiting:
+                waiting.remove((kind, place))
+            elif place.done() and not place.exception():
+                self._keep(place.result())
+            raise
+
+    async def adopt(self, node: str, records: list[dict[str, Any]]) -> None:
+        """Take over warm hosts that an earlier controller left; what does not answer is ended."""
+        for record in records:
+            if record.get("kind") == "host" and record["seat"] is None and record["actor"] not in self._own:
+                self._own.add(record["actor"])
+                self._starting.setdefault(node, {})[record["actor"]] = HostKind()
+                self._do("adopt a warm host", self._adopt(node, record))
+
+    def died(self, node: str, pid: int, born: float) -> None:
+        """A process is gone; if it was a warm host, another is started."""
+        ready = self._ready.get(node, [])
+        ready[:] = [host for host in ready if (host.pid, host.born) != (pid, born)]
+        self._pump(node)
+
+    def lost(self, node: str) -> None:
+        """The node is gone."""
+        self._targets.pop(node, None)
+        self._ready.pop(node, None)
+        self._starting.pop(node, None)
+        for key in [key for key in self._failures if key[0] == node]:
+            del self._failures[key]
+        for _, place in self._waiting.pop(node, []):
+            place.set_exception(UnreachableError(f"node {node[:12]} is gone"))
+
+    async def close(self) -> None:
+        """Start nothing more."""
+        self._closed = True
+        self._targets, self._ready = {}, {}
+        for task in list(self._behind):
+            task.cancel()
+        await asyncio.gather(*self._behind, return_exceptions=True)
+
+    def _pump(self, node: str) -> None:
+        """Start what is lacking, as many at once as the node can take."""
+        if self._closed or node not in self._wardens.nodes:
+            return
+        cores = self._wardens.facts.get(node, {}).get("cores", 1)
+        starting = self._starting.setdefault(node, {})
+        waiting = self._waiting.get(node, [])
+        coming = Counter(kind.runtime_env for kind in starting.values())
+        for kind, _ in list(waiting):  # each has one that starts already, or one started for it
+            if coming[kind.runtime_env] > 0:
+                coming[kind.runtime_env] -= 1
+            elif len(starting) < max(2, cores):
+                self._launch(node, kind)
+        while len(starting) - len(waiting) < max(1, cores // 2) and len(starting) < max(2, cores):
+            held = Counter(host.kind for host in self._ready.get(node, ())) + Counter(starting.values())
+            owed = Counter(kind.runtime_env for kind, _ in waiting)  # those that start now go to those who wait
+            lacking = [
+                kind
+                for kind, most in self._targets.get(node, {}).items()
+                if held[kind] - owed[kind.runtime_env] < most and (node, kind.runtime_env) not in self._resting
+            ]
+            if not lacking:
+                return
+            self._launch(node, lacking[0])
+
+    def _launch(self, node: str, kind: HostKind) -> None:
+        name = f"trimtab:{self._controller}:host:{uuid.uuid4().hex[:8]}"
+        self._own.add(name)
+        self._starting[node][name] = kind
+        self._do("start a warm host", self._start(node, name, kind))
+
+    async def _start(self, node: str, name: str, kind: HostKind) -> None:
+        """Start a host. Whatever comes of it, it does not count as starting any more afterwards."""
+        try:
+            host = await self._started(node, name, kind)
+        except BaseException as fault:
+            self._own.discard(name)
+            try:
+                if isinstance(fault, Exception):
+                    await self._failed(node, kind, fault)
+                else:
+                    raise
+            finally:
+                self._not_starting(node, name)
+            return
+        self._failures.pop((node, kind.runtime_env), None)
+        self._arrived(host)
+
+    async def _started(self, node: str, name: str, kind: HostKind) -> WarmHost:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        host = ray.remote(Host).options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=0,
+            runtime_env=json.loads(kind.runtime_env) if kind.runtime_env else None,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        making = asyncio.ensure_future(asyncio.to_thread(host.remote, self._controller, node, name, NAMESPACE, kind))
+        try:
+            handle = await asyncio.shield(making)
+            facts = await asyncio.wait_for(_answer(handle.ready.remote()), _START_WAIT_S)
+            await self._wardens.watch(node, facts["pid"], facts["born"])
+        except BaseException:
+            with contextlib.suppress(Exception):
+                ray.kill(await making)
+            raise
+        self._say(facts["missing"])
+        return WarmHost(node, name, handle, facts["pid"], facts["born"], kind)
+
+    async def _adopt(self, node: str, record: dict[str, Any]) -> None:
+        import ray
+
+        try:
+            handle = await asyncio.to_thread(ray.get_actor, record["actor"], NAMESPACE)
+            facts = await asyncio.wait_for(_answer(handle.ready.remote()), 10.0)
+            await self._wardens.watch(node, facts["pid"], facts["born"])
+        except Exception:
+            with contextlib.suppress(UnreachableError):
+                await self._wardens.ask(node, "end", record["pid"], record["born"], timeout_s=EXIT_WAIT_S + 5.0)
+            self._not_starting(node, record["actor"])
+            return
+        if facts["phase"] != "warm":  # the earlier controller bound it after all: a sweep finds it
+            self._wardens.unwatch(node, facts["pid"], facts["born"])
+            self._not_starting(node, record["actor"])
+            return
+        kind = HostKind(*facts["kind"])
+        self._arrived(WarmHost(node, record["actor"], handle, facts["pid"], facts["born"], kind))
+
+    def _arrived(self, host: WarmHost) -> None:
+        if self._starting.get(host.node, {}).pop(host.actor, None) is not None:
+            self._keep(host)
+        else:  # the node was lost meanwhile
+            self._do("end a warm host", self._end(host))
+
+    def _not_starting(self, node: str, name: str) -> None:
+        if self._starting.get(node, {}).pop(name, None) is not None:
+            self._pump(node)
+
+    def _keep(self, host: WarmHost) -> None:
+        """To the first that waits for one of its environment, else to the ready ones."""
+        waiting = self._waiting.get(host.node, [])
+        first = next((one for one in waiting if one[0].runtime_env == host.kind.runtime_env), None)
+        if first is not None:
+            waiting.remove(first)
+            first[1].set_result(host)
+        else:
+            self._ready.setdefault(host.node, []).append(host)
+        self._pump(host.node)
+
+    async def _failed(self, node: str, kind: HostKind, fault: Exception) -> None:
+        """Rest a while before the next; requests that wait for such a host fail where waiting would not help."""
+        from ray.exceptions import RuntimeEnvSetupError
+
+        if node not in self._starting:
+            return
+        key = (node, kind.runtime_env)
+        self._failures[key] += 1
+        if isinstance(fault, RuntimeEnvSetupError):
+            fault = HostSetupError(f"its runtime environment cannot be set up: {_reason(fault)}")
+        if self._failures[key] >= 3 or isinstance(fault, HostSetupError):
+            waiting = self._waiting.get(node, [])
+            for one in [one for one in waiting if one[0].runtime_env == kind.runtime_env]:
+                waiting.remove(one)
+                one[1].set_exception(fault)
+        log.warning("a warm host on node %s did not start: %s", node[:12], describe(fault))
+        self._resting.add(key)
+        try:
+            await asyncio.sleep(min(_MOST_BACK_OFF_S, 0.25 * 2 ** min(self._failures[key], 10)))
+        finally:
+            self._resting.discard(key)
+
+    async def _end(self, host: WarmHost) -> None:
+        self._wardens.unwatch(host.node, host.pid, host.born)
+        with contextlib.suppress(UnreachableError):
+            await self._wardens.ask(host.node, "end", host.pid, host.born, timeout_s=EXIT_WAIT_S + 5.0)
+
+    def _do(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        task = self._background.once(name, work)
+        self._behind.add(task)
+        task.add_done_callback(self._behind.discard)
+
+    def _say(self, missing: list[str]) -> None:
+        for one in missing:
+            if one not in self._said:
+                self._said.add(one)
+                log.warning("hosts cannot preload %s", one)
+
+
+async def _answer(ref: Any) -> Any:
+    return await ref
+
+
+def _reason(fault: Exception) -> str:
+    """What Ray says of an environment, without what it says of itself."""
+    lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
+    return lines[-1] if lines else type(fault).__name__
