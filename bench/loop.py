@@ -23,10 +23,10 @@ from trimtab.machines.replan.decision import Planner
 from trimtab.machines.replan.machine import LoopMachine
 from trimtab.model.run import Iteration, Measured, RunMode, RunRules
 from trimtab.model.workflow import Cluster, Component, Job, Node, Variant, WeightSync, Workflow
-from trimtab.replay.loop_noise import Factors, MadeUpNoise, TraceNoise
-from trimtab.replay.loop_reality import Drift, Happening, LoopReality, MoveTimes, Periodic, Plans, Truth
-from trimtab.replay.loop_running import run_policy
-from trimtab.replay.timing import Distribution
+from trimtab.replay.common.timing import Distribution
+from trimtab.replay.replan.noise import Factors, MadeUpNoise, TraceNoise
+from trimtab.replay.replan.reality import Drift, Happening, LoopReality, MoveTimes, Periodic, Plans, Truth
+from trimtab.replay.replan.runner import run_policy
 
 TRACES = Path(os.environ.get("TRIMTAB_TRACES") or Path(__file__).parents[2] / "shared" / "data")
 MOVE_S = 20.0  # what a move really costs; the loop assumes 60 until it has seen one

@@ -21,13 +21,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.replay.pool_driver import PoolReplay, Reality
-from trimtab.replay.pool_policies import PoolPolicy, scheduler
-from trimtab.replay.rollout_driver import Fleet, RolloutReplay
-from trimtab.replay.rollout_work import PROFILES
-from trimtab.replay.timing import Distribution
-from trimtab.replay.traces import JobRow, jobs
-from trimtab.replay.workload import TaskGenerator, Work, works
+from trimtab.replay.common.timing import Distribution
+from trimtab.replay.common.traces import JobRow, jobs
+from trimtab.replay.pool.driver import PoolReplay, Reality
+from trimtab.replay.pool.policies import PoolPolicy, scheduler
+from trimtab.replay.pool.workload import TaskGenerator, Work, works
+from trimtab.replay.rollout.driver import Fleet, RolloutReplay
+from trimtab.replay.rollout.workload import PROFILES
 
 TRACES = Path(os.environ.get("TRIMTAB_TRACES") or Path(__file__).parents[2] / "shared" / "data")
 JOBS, NODES, PER_NODE = 82_247, 313, 8

@@ -31,10 +31,15 @@ from trimtab.formats.pipeline import layer_files, pipeedge
 from trimtab.formats.rollout import elastic_config as elastic_config_file
 from trimtab.formats.rollout import job_section as rollout_file
 from trimtab.profile import architecture
-from trimtab.replay import loop_noise, loop_past, loop_scenario, rollout_scenario, scenario, traces
-from trimtab.replay.journal_policies import read_others
-from trimtab.replay.journal_record import read_record
-from trimtab.replay.journal_world import world_of
+from trimtab.replay.common import traces
+from trimtab.replay.journal.policies import read_others
+from trimtab.replay.journal.record import read_record
+from trimtab.replay.journal.world import world_of
+from trimtab.replay.pool import scenario
+from trimtab.replay.replan import noise as loop_noise
+from trimtab.replay.replan import past_run as loop_past
+from trimtab.replay.replan import scenario as loop_scenario
+from trimtab.replay.rollout import scenario as rollout_scenario
 from trimtab.runtime.advise.record import _read as read_advised
 from trimtab.runtime.run import job_file
 from trimtab.runtime.run.folder import read_run

@@ -24,16 +24,16 @@ from trimtab.machines.pool import events as e
 from trimtab.machines.pool import instructions as orders
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import Policy, PoolSpec, TaskSpec
-from trimtab.replay.churn import Churn
-from trimtab.replay.figures import figures
-from trimtab.replay.journal_policies import fitted, read_others
-from trimtab.replay.journal_record import Record, read_record
-from trimtab.replay.journal_replay import UNCHANGED, Other, agreement, recorded, run_other
-from trimtab.replay.journal_world import length_s, world_of
-from trimtab.replay.pool_driver import Outcome, PoolReplay, Reality
-from trimtab.replay.pool_policies import KNOWN, PoolPolicy, scheduler
-from trimtab.replay.timing import Distribution
-from trimtab.replay.workload import TaskGenerator, works
+from trimtab.replay.common.churn import Churn
+from trimtab.replay.common.timing import Distribution
+from trimtab.replay.journal.policies import fitted, read_others
+from trimtab.replay.journal.record import Record, read_record
+from trimtab.replay.journal.replay import UNCHANGED, Other, agreement, recorded, run_other
+from trimtab.replay.journal.world import length_s, world_of
+from trimtab.replay.pool.driver import Outcome, PoolReplay, Reality
+from trimtab.replay.pool.figures import figures
+from trimtab.replay.pool.policies import KNOWN, PoolPolicy, scheduler
+from trimtab.replay.pool.workload import TaskGenerator, works
 from trimtab.runtime.store.compact import compact
 from trimtab.runtime.store.journal import NODE_EVENTS, Journal, read_journal
 from trimtab.ui.cli import run

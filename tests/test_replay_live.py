@@ -20,8 +20,8 @@ from trimtab.machines.pool import events as e
 from trimtab.machines.rollout import events as rollout_events
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.replay.journal_replay import UNCHANGED, agreement, recorded, run_other
-from trimtab.replay.journal_world import World, world_of
+from trimtab.replay.journal.replay import UNCHANGED, agreement, recorded, run_other
+from trimtab.replay.journal.world import World, world_of
 from trimtab.runtime.store.journal import ROLLOUT_EVENTS
 from trimtab.ui.cli import run
 

@@ -24,18 +24,18 @@ from trimtab.machines.replan.machine import LoopMachine
 from trimtab.machines.replan.placed_plan import Sited
 from trimtab.model.run import Iteration, Numbers, RunRules, Stage
 from trimtab.model.workflow import Cluster, Job, Node
-from trimtab.replay import loop_scenario
-from trimtab.replay.churn import Churn
-from trimtab.replay.loop_baselines import Kept
-from trimtab.replay.loop_driver import LoopOutcome, LoopReplay
-from trimtab.replay.loop_noise import DrawnNoise, Factors, MadeUpNoise, TraceNoise, minibatches
-from trimtab.replay.loop_reality import Drift, Happening, LoopReality, MoveTimes, Periodic, Truth
-from trimtab.replay.loop_running import loop_run, run_policy
-from trimtab.replay.loop_scenario import LoopScenario, read
-from trimtab.replay.loop_truths import LoopTruths
-from trimtab.replay.recommending import recommend
-from trimtab.replay.timing import Distribution
-from trimtab.replay.truths import UntrueError
+from trimtab.replay.common.churn import Churn
+from trimtab.replay.common.recommend import recommend
+from trimtab.replay.common.timing import Distribution
+from trimtab.replay.pool.invariants import UntrueError
+from trimtab.replay.replan import scenario as loop_scenario
+from trimtab.replay.replan.baselines import Kept
+from trimtab.replay.replan.driver import LoopOutcome, LoopReplay
+from trimtab.replay.replan.invariants import LoopTruths
+from trimtab.replay.replan.noise import DrawnNoise, Factors, MadeUpNoise, TraceNoise, minibatches
+from trimtab.replay.replan.reality import Drift, Happening, LoopReality, MoveTimes, Periodic, Truth
+from trimtab.replay.replan.runner import loop_run, run_policy
+from trimtab.replay.replan.scenario import LoopScenario, read
 from trimtab.runtime.run.clock import VirtualClock
 from trimtab.runtime.run.emulated import Disturbance
 from trimtab.runtime.run.job import Part, RunJob

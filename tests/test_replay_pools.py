@@ -20,17 +20,17 @@ from trimtab.machines.pool.queueing_hints import Log
 from trimtab.machines.pool.records import Pool, Task
 from trimtab.machines.pool.state import Books
 from trimtab.model.pool import Place, PoolSpec, Strategy
-from trimtab.replay.baselines import Ordered
-from trimtab.replay.churn import Churn, NodeEvent
-from trimtab.replay.clairvoyant import Clairvoyant
-from trimtab.replay.figures import figures, percentile
-from trimtab.replay.las import LeastAttained
-from trimtab.replay.pool_driver import Outcome, PoolReplay, Reality
-from trimtab.replay.pool_policies import KNOWN, PoolPolicy, scheduler
-from trimtab.replay.timing import Distribution, PoolTimes
-from trimtab.replay.traces import JobRow
-from trimtab.replay.truths import Truths, UntrueError
-from trimtab.replay.workload import CLASSES, TaskGenerator, Work, works
+from trimtab.replay.common.churn import Churn, NodeEvent
+from trimtab.replay.common.timing import Distribution, PoolTimes
+from trimtab.replay.common.traces import JobRow
+from trimtab.replay.pool.baselines import Ordered
+from trimtab.replay.pool.clairvoyant import Clairvoyant
+from trimtab.replay.pool.driver import Outcome, PoolReplay, Reality
+from trimtab.replay.pool.figures import figures, percentile
+from trimtab.replay.pool.invariants import Truths, UntrueError
+from trimtab.replay.pool.las import LeastAttained
+from trimtab.replay.pool.policies import KNOWN, PoolPolicy, scheduler
+from trimtab.replay.pool.workload import CLASSES, TaskGenerator, Work, works
 
 AT_ONCE = PoolTimes(*[Distribution()] * 5)
 CLOCKWORK = PoolTimes(Distribution(1.0), Distribution(2.0), Distribution(1.0), Distribution(4.0), Distribution(3.0))

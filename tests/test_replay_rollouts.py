@@ -17,14 +17,14 @@ from trimtab.machines.rollout.policies.load import Costs, LoadSample, PolicyStat
 from trimtab.machines.rollout.policies.policy import begin, consult
 from trimtab.machines.rollout.policies.predictive import cost_aware
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.replay import rollout_scenario
-from trimtab.replay.engine_model import Engine, EngineSpeed, least_engine_s
-from trimtab.replay.rollout_driver import Fleet, RolloutOutcome, RolloutReplay
-from trimtab.replay.rollout_policies import as_documented, ray_serve
-from trimtab.replay.rollout_running import clairvoyant_engine_s, run_rollout
-from trimtab.replay.rollout_work import PROFILES, Profile
-from trimtab.replay.traces import RequestRow
-from trimtab.replay.truths import UntrueError
+from trimtab.replay.common.traces import RequestRow
+from trimtab.replay.pool.invariants import UntrueError
+from trimtab.replay.rollout import scenario as rollout_scenario
+from trimtab.replay.rollout.driver import Fleet, RolloutOutcome, RolloutReplay
+from trimtab.replay.rollout.engine_model import Engine, EngineSpeed, least_engine_s
+from trimtab.replay.rollout.policies import as_documented, ray_serve
+from trimtab.replay.rollout.runner import clairvoyant_engine_s, run_rollout
+from trimtab.replay.rollout.workload import PROFILES, Profile
 from trimtab.ui.cli import run as command
 
 QUICK: dict[str, Any] = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.replay import scenario
+from trimtab.replay.pool import scenario
 from trimtab.ui.cli import run
 from trimtab.ui.simulate_pool import swept
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from trimtab.core.errors import InputError
-from trimtab.replay import scenario, traces
-from trimtab.replay.timing import Distribution, PoolTimes
+from trimtab.replay.common import traces
+from trimtab.replay.common.timing import Distribution, PoolTimes
+from trimtab.replay.pool import scenario
 
 PHILLY = "submit_s,duration_s,gpus,virtual_cluster\n0,100,8,a\n5,60.5,1,b\n5,30,2,a\n"
 AZURE = "arrival_s,input_tokens,output_tokens\n0.0,374,44\n4.315,396,109\n"

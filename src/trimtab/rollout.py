@@ -76,15 +76,15 @@ __all__ = [
 
 
 _HOMES = {  # what needs Ray, or the libraries of the extra `serve`, is imported when first used
-    "EngineRollout": "run.engines",
-    "Gateway": "rollout.gateway.server",
-    "GatewaySettings": "rollout.gateway.settings",
-    "engines_as_processes": "rollout.starting",
-    "engines_on_slots": "rollout.starting",
+    "EngineRollout": "trimtab.runtime.run.engines.component",
+    "Gateway": "trimtab.runtime.gateway.server",
+    "GatewaySettings": "trimtab.runtime.gateway.settings",
+    "engines_as_processes": "trimtab.runtime.rollout.launch.start",
+    "engines_on_slots": "trimtab.runtime.rollout.launch.start",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(importlib.import_module(f"trimtab.runtime.{_HOMES[name]}"), name)
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'trimtab.rollout' has no attribute {name!r}")

@@ -30,14 +30,14 @@ from storm import below, kill
 from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e
 from trimtab.model.pool import Strategy, TaskSpec
-from trimtab.replay.churn import NodeEvent
-from trimtab.replay.journal_record import Record, read_record
-from trimtab.replay.journal_replay import UNCHANGED, Agreement, Run, agreement, recorded, run_other
-from trimtab.replay.journal_world import World
-from trimtab.replay.pool_driver import PoolReplay, Reality
-from trimtab.replay.pool_policies import PoolPolicy, scheduler
-from trimtab.replay.timing import Distribution, PoolTimes
-from trimtab.replay.workload import Work
+from trimtab.replay.common.churn import NodeEvent
+from trimtab.replay.common.timing import Distribution, PoolTimes
+from trimtab.replay.journal.record import Record, read_record
+from trimtab.replay.journal.replay import UNCHANGED, Agreement, Run, agreement, recorded, run_other
+from trimtab.replay.journal.world import World
+from trimtab.replay.pool.driver import PoolReplay, Reality
+from trimtab.replay.pool.policies import PoolPolicy, scheduler
+from trimtab.replay.pool.workload import Work
 from trimtab.runtime.client.session import connect
 from trimtab.runtime.store.journal import read_journal
 from waiting import until

@@ -39,8 +39,8 @@ def replay(
 
         trimtab replay journal --with fifo --with patient.yaml --html report.html
     """
-    from trimtab.replay.journal_policies import read_others
-    from trimtab.replay.journal_record import read_record
+    from trimtab.replay.journal.policies import read_others
+    from trimtab.replay.journal.record import read_record
     from trimtab.ui import replay_text
 
     asked = read_others(others or [])

@@ -15,10 +15,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.replay.figures import PoolFigures
-from trimtab.replay.journal_policies import fitted
-from trimtab.replay.journal_record import Record
-from trimtab.replay.journal_replay import (
+from trimtab.replay.journal.policies import fitted
+from trimtab.replay.journal.record import Record
+from trimtab.replay.journal.replay import (
     RECORDED,
     SEED,
     UNCHANGED,
@@ -29,7 +28,8 @@ from trimtab.replay.journal_replay import (
     recorded,
     run_other,
 )
-from trimtab.replay.journal_world import World, world_of
+from trimtab.replay.journal.world import World, world_of
+from trimtab.replay.pool.figures import PoolFigures
 from trimtab.ui import simulate_report, simulate_text
 from trimtab.ui.output import err, out
 from trimtab.ui.printing import show

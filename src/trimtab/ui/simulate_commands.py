@@ -15,7 +15,7 @@ import typer
 from trimtab.core.errors import InputError, nearest
 
 if TYPE_CHECKING:
-    from trimtab.replay.recommending import Recommendation
+    from trimtab.replay.common.recommend import Recommendation
 
 POINTS = 5  # of a range that is swept
 SWEEP = "command line: --sweep"
@@ -84,7 +84,7 @@ class Kind:
 
 
 def _pools() -> Kind:
-    from trimtab.replay.scenario import read
+    from trimtab.replay.pool.scenario import read
     from trimtab.ui import simulate_pool, simulate_report, simulate_text
     from trimtab.ui.simulate_runs import pool_runs
 
@@ -101,7 +101,7 @@ def _pools() -> Kind:
 
 
 def _rollouts() -> Kind:
-    from trimtab.replay.rollout_scenario import read
+    from trimtab.replay.rollout.scenario import read
     from trimtab.ui import simulate_recommend, simulate_rollout
     from trimtab.ui.simulate_runs import rollout_runs
 
@@ -118,7 +118,7 @@ def _rollouts() -> Kind:
 
 
 def _loops() -> Kind:
-    from trimtab.replay.loop_scenario import read
+    from trimtab.replay.replan.scenario import read
     from trimtab.ui import simulate_loop
     from trimtab.ui.simulate_runs import loop_runs
 

@@ -15,10 +15,10 @@ from typing import Any
 from rich.markup import escape
 
 from trimtab.core.errors import InputError
-from trimtab.replay.figures import spread
-from trimtab.replay.loop_running import LoopFigures
-from trimtab.replay.loop_scenario import LoopPolicy, LoopScenario, with_rule
-from trimtab.replay.recommending import Recommendation, best, recommend
+from trimtab.replay.common.recommend import Recommendation, best, recommend
+from trimtab.replay.pool.figures import spread
+from trimtab.replay.replan.runner import LoopFigures
+from trimtab.replay.replan.scenario import LoopPolicy, LoopScenario, with_rule
 from trimtab.ui import lettering
 from trimtab.ui.output import out, plain_table
 from trimtab.ui.printing import show

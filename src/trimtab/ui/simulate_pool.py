@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from trimtab.core.errors import InputError, nearest
-from trimtab.replay.figures import ALL, PoolFigures, spread
-from trimtab.replay.pool_policies import POOL_KEYS, PREEMPTION_KEYS, SWITCHES, PoolPolicy
-from trimtab.replay.recommending import Recommendation, best, recommend
-from trimtab.replay.scenario import Scenario
+from trimtab.replay.common.recommend import Recommendation, best, recommend
+from trimtab.replay.pool.figures import ALL, PoolFigures, spread
+from trimtab.replay.pool.policies import POOL_KEYS, PREEMPTION_KEYS, SWITCHES, PoolPolicy
+from trimtab.replay.pool.scenario import Scenario
 from trimtab.ui.simulate_runs import pool_runs
 
 APART = 1_000  # seeds that judge are so much higher

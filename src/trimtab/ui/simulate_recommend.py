@@ -12,10 +12,10 @@ from typing import Any
 
 from trimtab.core.errors import InputError, nearest
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.replay.figures import spread
-from trimtab.replay.recommending import Recommendation, best, recommend
-from trimtab.replay.rollout_running import NO_WAIT_S, RolloutFigures
-from trimtab.replay.rollout_scenario import RolloutPolicy, RolloutScenario
+from trimtab.replay.common.recommend import Recommendation, best, recommend
+from trimtab.replay.pool.figures import spread
+from trimtab.replay.rollout.runner import NO_WAIT_S, RolloutFigures
+from trimtab.replay.rollout.scenario import RolloutPolicy, RolloutScenario
 from trimtab.ui.simulate_rollout import SAME_PACE
 from trimtab.ui.simulate_runs import rollout_runs
 

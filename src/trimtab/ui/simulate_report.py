@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from trimtab import __version__
-from trimtab.replay.figures import ALL, PoolFigures
-from trimtab.replay.recommending import Recommendation
-from trimtab.replay.summary import Row, summary
+from trimtab.replay.common.recommend import Recommendation
+from trimtab.replay.common.summary import Row, summary
+from trimtab.replay.pool.figures import ALL, PoolFigures
 from trimtab.ui.lettering import escape
 from trimtab.ui.report import COPY_SCRIPT, NARROW_PX, WIDE_PX, page_head
 from trimtab.ui.simulate_pictures import Bar, Curve, bars_svg, curves_svg

@@ -17,10 +17,10 @@ from typing import Any
 from rich.markup import escape
 
 from trimtab import __version__
-from trimtab.replay.figures import spread
-from trimtab.replay.recommending import Recommendation
-from trimtab.replay.rollout_running import FIGURES, NO_WAIT_S, RolloutFigures, clairvoyant_engine_s
-from trimtab.replay.rollout_scenario import RolloutScenario
+from trimtab.replay.common.recommend import Recommendation
+from trimtab.replay.pool.figures import spread
+from trimtab.replay.rollout.runner import FIGURES, NO_WAIT_S, RolloutFigures, clairvoyant_engine_s
+from trimtab.replay.rollout.scenario import RolloutScenario
 from trimtab.ui import lettering
 from trimtab.ui.output import out, plain_table
 from trimtab.ui.printing import show

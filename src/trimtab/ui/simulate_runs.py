@@ -14,13 +14,13 @@ from typing import Generic, TypeVar
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from trimtab.replay.figures import PoolFigures
-from trimtab.replay.loop_running import LoopFigures
-from trimtab.replay.loop_scenario import LoopScenario
-from trimtab.replay.rollout_running import RolloutFigures, run_rollout
-from trimtab.replay.rollout_scenario import RolloutScenario
-from trimtab.replay.running import run_pool
-from trimtab.replay.scenario import Scenario
+from trimtab.replay.pool.figures import PoolFigures
+from trimtab.replay.pool.runner import run_pool
+from trimtab.replay.pool.scenario import Scenario
+from trimtab.replay.replan.runner import LoopFigures
+from trimtab.replay.replan.scenario import LoopScenario
+from trimtab.replay.rollout.runner import RolloutFigures, run_rollout
+from trimtab.replay.rollout.scenario import RolloutScenario
 from trimtab.ui.output import err
 
 Asked = tuple[int, int]  # which policy, which seed

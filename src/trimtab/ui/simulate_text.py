@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from rich.markup import escape
 from rich.table import Table
 
-from trimtab.replay.figures import PoolFigures
-from trimtab.replay.recommending import Recommendation
-from trimtab.replay.summary import Row, data, summary
+from trimtab.replay.common.recommend import Recommendation
+from trimtab.replay.common.summary import Row, data, summary
+from trimtab.replay.pool.figures import PoolFigures
 from trimtab.ui.output import out, plain_table
 from trimtab.ui.printing import show
 

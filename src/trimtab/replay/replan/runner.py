@@ -8,9 +8,9 @@ from statistics import median
 
 from trimtab.machines.replan.machine import LoopMachine
 from trimtab.model.run import RunMode, RunRules
-from trimtab.replay.loop_baselines import best_static, kept
-from trimtab.replay.loop_driver import AGAIN, MOVES, WAITS, LoopOutcome, LoopReplay, Moved, Told, free_oracle
-from trimtab.replay.loop_reality import Truth
+from trimtab.replay.replan.baselines import best_static, kept
+from trimtab.replay.replan.driver import AGAIN, MOVES, WAITS, LoopOutcome, LoopReplay, Moved, Told, free_oracle
+from trimtab.replay.replan.reality import Truth
 
 USES = {
     "trimtab": "the loop machine: re-plans when costs or nodes have really changed, and moves when that pays",

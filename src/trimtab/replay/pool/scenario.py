@@ -16,11 +16,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from trimtab.core.errors import InputError, nearest
 from trimtab.formats import yaml_text
-from trimtab.replay.churn import AN_HOUR, Churn, NodeEvent
-from trimtab.replay.pool_policies import PoolPolicy
-from trimtab.replay.timing import Distribution, PoolTimes
-from trimtab.replay.traces import JobRow, jobs
-from trimtab.replay.workload import CLASSES, PriorityClass, TaskGenerator, classes_of
+from trimtab.replay.common.churn import AN_HOUR, Churn, NodeEvent
+from trimtab.replay.common.timing import Distribution, PoolTimes
+from trimtab.replay.common.traces import JobRow, jobs
+from trimtab.replay.pool.policies import PoolPolicy
+from trimtab.replay.pool.workload import CLASSES, PriorityClass, TaskGenerator, classes_of
 
 SEEDS = (1, 2, 3, 4, 5)
 POLICIES = ("trimtab", "fifo", "priority", "las", "clairvoyant")

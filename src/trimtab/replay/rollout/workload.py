@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trimtab.core.errors import InputError, nearest
-from trimtab.replay.timing import P99
+from trimtab.replay.common.timing import P99
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from trimtab.replay.agenda import Agenda
-from trimtab.replay.churn import NodeEvent
-from trimtab.replay.pool_driver import BINS, Curves, Life, Outcome, Reality
-from trimtab.replay.truths import UntrueError
-from trimtab.replay.workload import Work
+from trimtab.replay.common.agenda import Agenda
+from trimtab.replay.common.churn import NodeEvent
+from trimtab.replay.pool.driver import BINS, Curves, Life, Outcome, Reality
+from trimtab.replay.pool.invariants import UntrueError
+from trimtab.replay.pool.workload import Work
 
 
 class Clairvoyant:

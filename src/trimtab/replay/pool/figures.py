@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from trimtab.replay.pool_driver import Curves, Life, Outcome
+from trimtab.replay.pool.driver import Curves, Life, Outcome
 
 ALL = "all"
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from trimtab.core.errors import InputError
 from trimtab.plan.placement.simulate import Floats
-from trimtab.replay.timing import Distribution
-from trimtab.replay.traces import Kind, rows
+from trimtab.replay.common.timing import Distribution
+from trimtab.replay.common.traces import Kind, rows
 
 MINIBATCHES = Kind("table of mini-batches", ("worker", "iteration", "batch_time_norm"), ("gpu_percent",))
 Factors = dict[str, Floats]  # by component; of iteration 1 at 1, so that 0 is nobody's

@@ -21,12 +21,12 @@ from trimtab.machines.rollout.policies import policy as scaling
 from trimtab.machines.rollout.policies.load import Decision, LoadSample, PolicyState
 from trimtab.machines.rollout.policies.predictive import cost_aware
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.replay.engine_model import EngineSpeed
-from trimtab.replay.rollout_driver import Fleet
-from trimtab.replay.rollout_policies import as_documented, ray_serve
-from trimtab.replay.rollout_work import Profile, profile_of
-from trimtab.replay.scenario import SEEDS, Amount, More, Sections, Whole, explained
-from trimtab.replay.traces import RequestRow, requests
+from trimtab.replay.common.traces import RequestRow, requests
+from trimtab.replay.pool.scenario import SEEDS, Amount, More, Sections, Whole, explained
+from trimtab.replay.rollout.driver import Fleet
+from trimtab.replay.rollout.engine_model import EngineSpeed
+from trimtab.replay.rollout.policies import as_documented, ray_serve
+from trimtab.replay.rollout.workload import Profile, profile_of
 
 KNOWN: dict[str, tuple[str | Callable[[PolicyState, LoadSample], tuple[PolicyState, Decision]], str]] = {
     "threshold": ("threshold", "between two shares of capacity, moved as seldom as possible: the default"),

@@ -11,10 +11,10 @@ from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import Policy, PoolSpec
-from trimtab.replay.baselines import Ordered
-from trimtab.replay.las import THRESHOLD_GPU_S, LeastAttained
-from trimtab.replay.pool_driver import Scheduler
-from trimtab.replay.workload import POOL
+from trimtab.replay.pool.baselines import Ordered
+from trimtab.replay.pool.driver import Scheduler
+from trimtab.replay.pool.las import THRESHOLD_GPU_S, LeastAttained
+from trimtab.replay.pool.workload import POOL
 
 FOR_EVER_S = 1e9
 PREEMPTION_KEYS = tuple(

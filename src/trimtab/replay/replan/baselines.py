@@ -17,8 +17,8 @@ from trimtab.machines.replan.migration import Moves, Moving
 from trimtab.machines.replan.placed_plan import Sited, changes, near, seats, without
 from trimtab.model.run import Move, Numbers, RunRules
 from trimtab.model.workflow import Cluster
-from trimtab.replay.loop_driver import LoopOutcome, LoopReplay
-from trimtab.replay.loop_reality import Plans, Truth
+from trimtab.replay.replan.driver import LoopOutcome, LoopReplay
+from trimtab.replay.replan.reality import Plans, Truth
 
 
 class Kept:

@@ -19,9 +19,9 @@ from trimtab.machines.replan.placed_plan import Sited
 from trimtab.model.plan import Plan, Rules
 from trimtab.model.run import Iteration, Measured, Stage
 from trimtab.model.workflow import Cluster, Job, Node
-from trimtab.replay.churn import What
-from trimtab.replay.loop_noise import Factors, MadeUpNoise, Noise
-from trimtab.replay.timing import P99, Distribution
+from trimtab.replay.common.churn import What
+from trimtab.replay.common.timing import P99, Distribution
+from trimtab.replay.replan.noise import Factors, MadeUpNoise, Noise
 
 Shape = Literal["steady", "exponential", "early", "wave", "jump"]
 

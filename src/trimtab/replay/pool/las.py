@@ -12,7 +12,7 @@ import heapq
 from dataclasses import dataclass, field
 
 from trimtab.core.reasons import Code, Reason
-from trimtab.replay.baselines import SAVE_S, Baseline, Job
+from trimtab.replay.pool.baselines import SAVE_S, Baseline, Job
 
 THRESHOLD_GPU_S = 3_600.0
 

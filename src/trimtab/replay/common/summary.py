@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from trimtab.replay.figures import ClassFigures, PoolFigures, spread
+from trimtab.replay.pool.figures import ClassFigures, PoolFigures, spread
 
 OF_CLASS = tuple(one.name for one in fields(ClassFigures) if one.name != "tasks")
 OF_RUN = ("evictions", "losses", "redone_gpu_h", "utilisation", "held", "makespan_s")

@@ -21,9 +21,9 @@ from trimtab.machines.replan.estimates import profiled_seconds
 from trimtab.model.run import Iteration, Stage
 from trimtab.model.run_events import ODD, check_plan, read_event
 from trimtab.model.workflow import Cluster, Node, Workflow
-from trimtab.replay.loop_noise import PastNoise
-from trimtab.replay.loop_reality import Drift, Happening, MoveTimes
-from trimtab.replay.timing import Distribution
+from trimtab.replay.common.timing import Distribution
+from trimtab.replay.replan.noise import PastNoise
+from trimtab.replay.replan.reality import Drift, Happening, MoveTimes
 
 EVENTS, JOB = "events.jsonl", "job.yaml"
 NEIGHBOURS = 2  # on each side

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trimtab.core.errors import InputError
-from trimtab.replay.clairvoyant import Clairvoyant
-from trimtab.replay.figures import PoolFigures, figures
-from trimtab.replay.pool_driver import PoolReplay, Reality
-from trimtab.replay.pool_policies import PoolPolicy, scheduler
-from trimtab.replay.scenario import Scenario
-from trimtab.replay.workload import Work, works
+from trimtab.replay.pool.clairvoyant import Clairvoyant
+from trimtab.replay.pool.driver import PoolReplay, Reality
+from trimtab.replay.pool.figures import PoolFigures, figures
+from trimtab.replay.pool.policies import PoolPolicy, scheduler
+from trimtab.replay.pool.scenario import Scenario
+from trimtab.replay.pool.workload import Work, works
 
 
 def reality(scenario: Scenario, seed: int, until_s: float) -> Reality:

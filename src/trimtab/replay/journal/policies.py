@@ -18,10 +18,10 @@ from trimtab.core.resources import Resources
 from trimtab.formats import yaml_text
 from trimtab.machines.pool import events as e
 from trimtab.model.pool import Policy, PoolSpec, rules_of
-from trimtab.replay.journal_replay import AS_IT_WAS, RECORDED, Other
-from trimtab.replay.journal_world import World, base_name
-from trimtab.replay.pool_policies import KNOWN, POOL_KEYS, PREEMPTION_KEYS, PoolPolicy
-from trimtab.replay.scenario import PolicySection, explained
+from trimtab.replay.journal.replay import AS_IT_WAS, RECORDED, Other
+from trimtab.replay.journal.world import World, base_name
+from trimtab.replay.pool.policies import KNOWN, POOL_KEYS, PREEMPTION_KEYS, PoolPolicy
+from trimtab.replay.pool.scenario import PolicySection, explained
 
 RULE_KEYS = ("label_rules", "cross_pool", "protected_pools")  # of preemption, beyond what a scenario knows
 ONE_POOL_KEYS = (*POOL_KEYS, "quota", "borrow", "reserved_priority", "dynamic_limit")

@@ -18,7 +18,7 @@ from trimtab.machines.replan import events as e
 from trimtab.machines.replan.placed_plan import Seat, Sited
 from trimtab.model.run import STAGES, Move, Numbers, RunRules
 from trimtab.model.workflow import Cluster
-from trimtab.replay.truths import UntrueError
+from trimtab.replay.pool.invariants import UntrueError
 
 WEIGHED = (Code.no_gain, Code.costs_steady, Code.within_noise, Code.not_worth, Code.dwell, Code.model_off)
 DECISIONS = (e.Stay, e.Advise, e.BeginMove, e.StopRun)

@@ -15,7 +15,7 @@ from trimtab.core.reasons import Code, Reason
 from trimtab.core.resources import GRAIN
 from trimtab.machines.pool import events as e
 from trimtab.model.pool import Place, Strategy, TaskSpec
-from trimtab.replay.racks import Racks
+from trimtab.replay.pool.racks import Racks
 
 ENDS = Reason(Code.completed, "its work is done")
 LOST = Reason(Code.node_lost, "its node was lost")

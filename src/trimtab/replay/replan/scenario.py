@@ -29,13 +29,13 @@ from trimtab.formats.run_section import LOOP_KEYS, RunSection, read_rules, read_
 from trimtab.model.plan import Rules
 from trimtab.model.run import RunMode, RunRules
 from trimtab.model.workflow import Cluster, Job, Node
-from trimtab.replay.churn import Churn
-from trimtab.replay.loop_noise import DrawnNoise, MadeUpNoise, Noise, TraceNoise, minibatches
-from trimtab.replay.loop_past import JOB, PastLoop, past_loop
-from trimtab.replay.loop_reality import Drift, Happening, LoopReality, MoveTimes, Periodic, Plans, Shape, Truth
-from trimtab.replay.loop_running import USES, LoopFigures, figures, run_policy
-from trimtab.replay.scenario import SEEDS, Amount, ChurnSection, More, Sections, Whole, churn_of, explained
-from trimtab.replay.timing import Distribution
+from trimtab.replay.common.churn import Churn
+from trimtab.replay.common.timing import Distribution
+from trimtab.replay.pool.scenario import SEEDS, Amount, ChurnSection, More, Sections, Whole, churn_of, explained
+from trimtab.replay.replan.noise import DrawnNoise, MadeUpNoise, Noise, TraceNoise, minibatches
+from trimtab.replay.replan.past_run import JOB, PastLoop, past_loop
+from trimtab.replay.replan.reality import Drift, Happening, LoopReality, MoveTimes, Periodic, Plans, Shape, Truth
+from trimtab.replay.replan.runner import USES, LoopFigures, figures, run_policy
 
 POLICIES = ("trimtab", "kept", "static", "oracle")
 RULE_KEYS = tuple(key for key in LOOP_KEYS if key not in ("mode", "elastic", "range_slack"))  # no fleet is simulated

@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-from trimtab.replay.timing import Distribution
+from trimtab.replay.common.timing import Distribution
 
 AN_HOUR = Distribution(3600.0)
 What = Literal["lost", "joined", "draining"]

@@ -15,11 +15,11 @@ from typing import Protocol
 
 from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e
-from trimtab.replay.agenda import Agenda
-from trimtab.replay.churn import NodeEvent
-from trimtab.replay.timing import MEASURED, Distribution, PoolTimes
-from trimtab.replay.truths import Truths, UntrueError
-from trimtab.replay.workload import Work
+from trimtab.replay.common.agenda import Agenda
+from trimtab.replay.common.churn import NodeEvent
+from trimtab.replay.common.timing import MEASURED, Distribution, PoolTimes
+from trimtab.replay.pool.invariants import Truths, UntrueError
+from trimtab.replay.pool.workload import Work
 
 CHECK_EVERY = 100_000  # events between two full checks
 BINS = 240  # points of the curves over time

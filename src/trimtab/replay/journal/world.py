@@ -21,10 +21,10 @@ from trimtab.core.errors import InputError
 from trimtab.core.resources import GRAIN, Resources
 from trimtab.machines.pool import events as e
 from trimtab.model.pool import Policy, PoolSpec, TaskSpec
-from trimtab.replay.journal_record import Attempt, Record, Setting, TaskStory
-from trimtab.replay.pool_policies import FOR_EVER_S
-from trimtab.replay.timing import MEASURED, Distribution, PoolTimes
-from trimtab.replay.workload import Work
+from trimtab.replay.common.timing import MEASURED, Distribution, PoolTimes
+from trimtab.replay.journal.record import Attempt, Record, Setting, TaskStory
+from trimtab.replay.pool.policies import FOR_EVER_S
+from trimtab.replay.pool.workload import Work
 
 COUNTED = "gpu"  # what the counted resource is called in a replay, whatever it was
 MOST_CLASSES = 6  # more of them are told apart by pool alone

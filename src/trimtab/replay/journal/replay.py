@@ -18,14 +18,14 @@ from trimtab.core.resources import GRAIN
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import Policy
-from trimtab.replay.churn import NodeEvent
-from trimtab.replay.clairvoyant import Clairvoyant
-from trimtab.replay.figures import PoolFigures, figures
-from trimtab.replay.journal_record import Given, Setting
-from trimtab.replay.journal_world import COUNTED, World, base_name
-from trimtab.replay.pool_driver import BINS, Curves, Life, Outcome, PoolReplay, Reality, Scheduler
-from trimtab.replay.pool_policies import PoolPolicy, scheduler
-from trimtab.replay.truths import UntrueError
+from trimtab.replay.common.churn import NodeEvent
+from trimtab.replay.journal.record import Given, Setting
+from trimtab.replay.journal.world import COUNTED, World, base_name
+from trimtab.replay.pool.clairvoyant import Clairvoyant
+from trimtab.replay.pool.driver import BINS, Curves, Life, Outcome, PoolReplay, Reality, Scheduler
+from trimtab.replay.pool.figures import PoolFigures, figures
+from trimtab.replay.pool.invariants import UntrueError
+from trimtab.replay.pool.policies import PoolPolicy, scheduler
 
 RECORDED = "recorded"
 AS_IT_WAS = "as it was"

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from trimtab.machines.rollout.policies.stream import on
-from trimtab.replay.engine_model import least_engine_s
-from trimtab.replay.figures import percentile
-from trimtab.replay.rollout_driver import RolloutOutcome, RolloutReplay
-from trimtab.replay.rollout_scenario import RolloutPolicy, RolloutScenario
+from trimtab.replay.pool.figures import percentile
+from trimtab.replay.rollout.driver import RolloutOutcome, RolloutReplay
+from trimtab.replay.rollout.engine_model import least_engine_s
+from trimtab.replay.rollout.scenario import RolloutPolicy, RolloutScenario
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from trimtab.core.errors import InputError
 from trimtab.core.resources import Resources
 from trimtab.model.pool import Strategy, TaskSpec
-from trimtab.replay.timing import Distribution
-from trimtab.replay.traces import JobRow
+from trimtab.replay.common.timing import Distribution
+from trimtab.replay.common.traces import JobRow
 
 POOL = "pool"
 

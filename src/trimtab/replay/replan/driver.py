@@ -16,10 +16,10 @@ from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.machines.replan import events as e
 from trimtab.machines.replan.placed_plan import Sited
 from trimtab.model.run import RunRules, Stage
-from trimtab.replay.agenda import Agenda
-from trimtab.replay.loop_reality import Happening, LoopReality, Nodes, Truth
-from trimtab.replay.loop_truths import Decider, LoopTruths
-from trimtab.replay.truths import UntrueError
+from trimtab.replay.common.agenda import Agenda
+from trimtab.replay.pool.invariants import UntrueError
+from trimtab.replay.replan.invariants import Decider, LoopTruths
+from trimtab.replay.replan.reality import Happening, LoopReality, Nodes, Truth
 
 TRAINS, MOVES, AGAIN, WAITS = "iterations", "moves", "void", "waiting"
 Told = Callable[[e.LoopEvent, float, "list[e.LoopInstruction]"], None]

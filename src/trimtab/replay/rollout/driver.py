@@ -27,12 +27,12 @@ from trimtab.model.rollout import (
     WorkerSpec,
     WorkerState,
 )
-from trimtab.replay.agenda import Agenda
-from trimtab.replay.engine_model import H200_8B, Engine, EngineSpeed, Key
-from trimtab.replay.rollout_work import Profile
-from trimtab.replay.timing import Distribution
-from trimtab.replay.traces import RequestRow
-from trimtab.replay.truths import UntrueError
+from trimtab.replay.common.agenda import Agenda
+from trimtab.replay.common.timing import Distribution
+from trimtab.replay.common.traces import RequestRow
+from trimtab.replay.pool.invariants import UntrueError
+from trimtab.replay.rollout.engine_model import H200_8B, Engine, EngineSpeed, Key
+from trimtab.replay.rollout.workload import Profile
 
 CHECK_EVERY = 20_000
 USABLE_S = 20.0  # an engine that is free for less is of no use to anybody else

@@ -1,0 +1,1 @@
+"""The virtual clock, traces, churn, and summaries over seeds."""

@@ -1,0 +1,1 @@
+"""A controller's journal, replayed, and other policies in its world."""

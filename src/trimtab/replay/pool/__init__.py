@@ -1,0 +1,1 @@
+"""Simulated pools: policies and baselines on job traces."""

@@ -1,0 +1,1 @@
+"""Simulated RL runs: the replan machine against baselines."""

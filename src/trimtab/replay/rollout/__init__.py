@@ -1,0 +1,1 @@
+"""Simulated rollouts: engines as arithmetic, scaling policies."""
