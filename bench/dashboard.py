@@ -55,9 +55,9 @@ def _measured(count: int) -> None:
 
     import run_report_samples as samples
     from pages import ARGUMENTS
+    from trimtab.render.html.dashboard import page as dashboard
+    from trimtab.render.html.dashboard.source import DashboardSource
     from trimtab.runtime.dashboard.server import DashboardServer
-    from trimtab.ui import dashboard
-    from trimtab.ui.dashboard_source import DashboardSource
 
     chromium = shutil.which("chromium")
     if chromium is None:

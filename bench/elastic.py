@@ -55,9 +55,9 @@ def measured() -> tuple[list[float], list[float], Bench]:
     import ray
     from ray.cluster_utils import Cluster
 
+    from trimtab.demos.elastic_training import Trainer
     from trimtab.runtime.client.session import connect
     from trimtab.runtime.elastic.group import ElasticGroup
-    from trimtab.ui.elastic_training import Trainer
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("trimtab").setLevel(logging.ERROR)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from trimtab.ui.rlhf_demo import main
+from trimtab.demos.rlhf import main
 
 if __name__ == "__main__":
     sys.exit(main())

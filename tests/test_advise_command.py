@@ -21,7 +21,7 @@ from advise_world import CASES, NEMO, RLINF, VERL, Case, Told, profile, verl_dat
 from cluster_here import Terminal
 from engine_servers import again as start_again
 from engine_servers import servers, wait_up
-from trimtab.ui.cli import run
+from trimtab.cli.app import run
 from waiting import until
 
 PATIENCE_S = 240.0

@@ -16,21 +16,21 @@ from typing import Any
 import pytest
 
 from advise_world import CASES, NEMO, RLINF, VERL, Case, Told, measured, nemo_blocks, profile, verl_console, verl_jsonl
+from trimtab.cli.app import run
 from trimtab.core.errors import InputError
 from trimtab.formats.logs import reader as logs
 from trimtab.formats.logs.follow import RunLog
 from trimtab.formats.logs.follow_costs import RunConfig
 from trimtab.model.run import RunRules
+from trimtab.render.html.dashboard.source import DashboardSource
+from trimtab.render.html.run.story import read_story
+from trimtab.render.text.advise import as_data
 from trimtab.runtime.advise.analysis import Advising, News
 from trimtab.runtime.advise.engines import Engines
 from trimtab.runtime.advise.follower import Around, Follower, Frame
 from trimtab.runtime.advise.hook import RestartHook
 from trimtab.runtime.advise.record import Record, default_folder
 from trimtab.runtime.advise.tail import following
-from trimtab.ui.advise_text import as_data
-from trimtab.ui.cli import run
-from trimtab.ui.dashboard_source import DashboardSource
-from trimtab.ui.run_report_story import read_story
 
 PATIENCE_S = 240.0
 RULES = RunRules(assumed_move_s=120.0)

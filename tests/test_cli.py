@@ -15,9 +15,9 @@ import pytest
 from typer.main import get_command
 
 from trimtab import __version__
+from trimtab.cli.app import app, run
 from trimtab.formats import yaml_text
 from trimtab.formats.load import load
-from trimtab.ui.cli import app, run
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "src" / "trimtab" / "examples" / "grpo.yaml"
@@ -48,7 +48,7 @@ def test_the_version_is_told_without_importing_anything_large() -> None:
 
 
 def test_planning_an_own_job_file_imports_no_ray_no_torch_and_no_hydra() -> None:
-    code = f"import sys; from trimtab.ui.cli import run; run(['plan', {str(EXAMPLE)!r}, '--no-sensitivity']); "
+    code = f"import sys; from trimtab.cli.app import run; run(['plan', {str(EXAMPLE)!r}, '--no-sensitivity']); "
     code += "print([n for n in ('ray', 'torch', 'hydra', 'omegaconf') if n in sys.modules], file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]"

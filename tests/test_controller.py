@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from trimtab.cli.app import run
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.core.reasons import Code
 from trimtab.machines.pool.events import Tick
@@ -34,7 +35,6 @@ from trimtab.runtime.controller.controller_loop import COMPACT_EVERY
 from trimtab.runtime.rayapi.connect import connected
 from trimtab.runtime.store.journal import Journal, read_journal
 from trimtab.runtime.workers.node_agent import Warden, warden_name
-from trimtab.ui.cli import run
 from waiting import until
 
 CPU = {"cpu": 1}

@@ -17,12 +17,13 @@ from rich.console import Console
 
 import run_report_samples as samples
 from dashboard_pages import Growing
+from trimtab.cli import app as cli
 from trimtab.core.errors import InputError
+from trimtab.render.html.dashboard import page as dashboard
+from trimtab.render.html.dashboard.board import Board
+from trimtab.render.html.dashboard.source import DashboardSource
+from trimtab.render.text.top import picture
 from trimtab.runtime.dashboard.tail import Tail
-from trimtab.ui import cli, dashboard
-from trimtab.ui.dashboard_board import Board
-from trimtab.ui.dashboard_source import DashboardSource
-from trimtab.ui.top_text import picture
 
 
 def applied(before: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:

@@ -14,14 +14,14 @@ import pytest
 import run_report_samples as samples
 from dashboard_pages import Growing
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
+from trimtab.render.html.dashboard.source import DashboardSource
+from trimtab.render.html.run.story import Story
 from trimtab.rollout import EngineRollout
 from trimtab.runtime.run import control_files as asks
 from trimtab.runtime.run.component import Place
 from trimtab.runtime.run.engines.event_log import diary_of, load_of, read_diary, read_load
 from trimtab.runtime.run.job_file import load_run
 from trimtab.runtime.run.local_run import LocalRun
-from trimtab.ui.dashboard_source import DashboardSource
-from trimtab.ui.run_report_story import Story
 from waiting import until
 
 WAIT_S = 240.0

@@ -14,8 +14,8 @@ from playwright.sync_api import Browser, Page, expect
 import run_report_samples as samples
 from dashboard_pages import TOKEN, Growing, serving
 from pages import CONTRASTS, OUTSIDE, SCHEMES, WIDTHS
+from trimtab.render.notebook import report
 from trimtab.runtime.run import control_files as asks
-from trimtab.ui.notebook import report
 
 NAMELESS = """() => [...document.querySelectorAll("button, input, a, [role], section, dialog, table")].filter((one) => {
   const label = one.getAttribute("aria-label") || one.textContent.trim();

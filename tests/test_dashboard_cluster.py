@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from dashboard_pages import TOKEN
+from trimtab.cli.pool import looking
+from trimtab.render.html.dashboard.source import DashboardSource
 from trimtab.runtime.client.session import Session, connect
 from trimtab.runtime.dashboard.server import DashboardServer
 from trimtab.runtime.rayapi.connect import connected
-from trimtab.ui.dashboard_source import DashboardSource
-from trimtab.ui.pool_commands import looking
 
 
 class Actor:

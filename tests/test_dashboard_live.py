@@ -19,10 +19,10 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from dashboard_pages import TOKEN
+from trimtab.demos.run import Evaluation
 from trimtab.model.workflow import Cluster, Node
 from trimtab.runtime.client.session import connect
 from trimtab.runtime.rayapi.embedded import EmbeddedRay
-from trimtab.ui.run_demo import Evaluation
 from waiting import until
 
 WAIT_MS = 240_000

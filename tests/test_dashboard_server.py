@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from dashboard_pages import TOKEN, Growing, serving
+from trimtab.cli.dashboard import beside
 from trimtab.core.errors import InputError, UnreachableError
+from trimtab.render.html.dashboard.source import DashboardSource
 from trimtab.runtime.dashboard import feed
 from trimtab.runtime.dashboard.server import DashboardServer
 from trimtab.runtime.run import control_files as asks
-from trimtab.ui.dashboard_commands import beside
-from trimtab.ui.dashboard_source import DashboardSource
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ import pytest
 from storm import below, kill
 from trimtab.core.errors import InputError
 from trimtab.core.reasons import Code
+from trimtab.demos.elastic_training import TOLERANCE, Trainer, fixed_run
 from trimtab.runtime.client.session import Pool, Session, connect
 from trimtab.runtime.elastic.group import ElasticGroup, GroupGaveUpError, Happening, StepFailedError, StepResult
 from trimtab.runtime.elastic.member import MemberShell, MemberWorld, PartLostError, WorldMismatchError
-from trimtab.ui.elastic_training import TOLERANCE, Trainer, fixed_run
 from waiting import until
 
 WAIT_S = 240.0

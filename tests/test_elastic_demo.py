@@ -12,7 +12,7 @@ import pytest
 
 from storm import below, lives
 
-RUN = "import sys; from trimtab.ui.elastic_demo import run_demo; sys.exit(run_demo('numpy'))"
+RUN = "import sys; from trimtab.demos.elastic import run_demo; sys.exit(run_demo('numpy'))"
 WAIT_S = 240.0
 
 pytestmark = pytest.mark.long

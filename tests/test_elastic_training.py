@@ -9,10 +9,10 @@ import pytest
 
 from trimtab.core.errors import InputError
 from trimtab.core.reasons import Code, Reason
+from trimtab.demos.elastic_training import TOLERANCE, Trainer, batch_of, fixed_run, model_of, share_of
 from trimtab.model.nodes import World
 from trimtab.runtime.elastic.member import MemberWorld
 from trimtab.runtime.elastic.view import StepResult
-from trimtab.ui.elastic_training import TOLERANCE, Trainer, batch_of, fixed_run, model_of, share_of
 
 ROWS = 30  # few, so that shares of seven members differ in size
 

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from jobs import cluster
+from trimtab.cli.app import run
 from trimtab.core.errors import InputError
 from trimtab.formats import yaml_text
 from trimtab.formats.export.kuberay import PodOptions, drain_hook, manifest
 from trimtab.formats.export.slurm import BatchOptions, script
 from trimtab.formats.load import load
 from trimtab.model.workflow import Cluster, Node
-from trimtab.ui.cli import run
 from waiting import until
 
 ROOT = Path(__file__).parents[1]

@@ -15,6 +15,7 @@ from ruamel.yaml import YAML
 
 from fuzzing import as_json, as_yaml, fault_of, flipped, in_time, mutated
 from run_report_samples import NAMES, eventful
+from trimtab.cli.replay import read_found
 from trimtab.core import plain_data as plain
 from trimtab.core.errors import TrimtabError
 from trimtab.formats import job, load, profile_file, run_section
@@ -31,6 +32,7 @@ from trimtab.formats.pipeline import layer_files, pipeedge
 from trimtab.formats.rollout import elastic_config as elastic_config_file
 from trimtab.formats.rollout import job_section as rollout_file
 from trimtab.profile import architecture
+from trimtab.render.html.run.story import read_story
 from trimtab.replay.common import traces
 from trimtab.replay.journal.policies import read_others
 from trimtab.replay.journal.record import read_record
@@ -44,8 +46,6 @@ from trimtab.runtime.advise.record import _read as read_advised
 from trimtab.runtime.run import job_file
 from trimtab.runtime.run.folder import read_run
 from trimtab.runtime.store.journal import read_journal
-from trimtab.ui.replay_commands import read_found
-from trimtab.ui.run_report_story import read_story
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES, DATA = ROOT / "examples", Path(__file__).parent / "data"
@@ -389,8 +389,8 @@ def _events(read: Callable[[Path], Any]) -> Callable[[Path], tuple[list[Any], Ca
 
 def _shown(folder: Path) -> Any:
     """As the dashboard and `trimtab top` show it."""
-    from trimtab.ui.dashboard_source import DashboardSource
-    from trimtab.ui.top_text import picture
+    from trimtab.render.html.dashboard.source import DashboardSource
+    from trimtab.render.text.top import picture
 
     source = DashboardSource(folder)
     source.look()
@@ -408,7 +408,7 @@ def _shown(folder: Path) -> Any:
 
 
 def _reported(folder: Path) -> Any:
-    from trimtab.ui.run_report import run_report
+    from trimtab.render.html.run.report import run_report
 
     return run_report(read_story(folder), title="x", command=None).encode()
 

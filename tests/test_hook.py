@@ -355,7 +355,7 @@ def test_a_post_drains_a_real_node_through_the_controller(cluster: Any, tmp_path
     busy = Busy.remote()
     session = connect(name="hooked")
     token_file = tmp_path / "token"
-    code = "import sys; from trimtab.ui.cli import run; sys.exit(run(sys.argv[1:]))"
+    code = "import sys; from trimtab.cli.app import run; sys.exit(run(sys.argv[1:]))"
     command = ["cluster", "hook", "--port", "0", "--address", cluster.address, "--token-file", str(token_file)]
     environment = {name: value for name, value in os.environ.items() if name != tokens.HOOK}
     process = subprocess.Popen(

@@ -14,10 +14,10 @@ import typer
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
+from trimtab.cli.layers import layers
 from trimtab.core.errors import InputError
 from trimtab.formats import yaml_text
 from trimtab.formats.pipeline import layer_files
-from trimtab.ui.layer_commands import layers
 
 MODELS = """\
 # measured in spring
@@ -348,7 +348,7 @@ def test_the_command_needs_a_model_or_a_file(tmp_path: Path) -> None:
 
 def test_importing_the_command_loads_neither_torch_nor_ray() -> None:
     code = (
-        "import sys, trimtab.ui.layer_commands, trimtab.ui.pipeline_run, trimtab.runtime.pipeline.runner; "
+        "import sys, trimtab.cli.layers, trimtab.cli.pipeline_run, trimtab.runtime.pipeline.runner; "
         "assert not {'torch', 'ray', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

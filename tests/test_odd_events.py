@@ -12,12 +12,12 @@ import pytest
 
 from dashboard_pages import serving
 from run_report_samples import eventful
+from trimtab.cli.app import run as command
 from trimtab.model.run_events import read_event
+from trimtab.render.html.run.story import read_story
 from trimtab.runtime.advise.record import Record
 from trimtab.runtime.run.engines.event_log import diary_of, read_diary
 from trimtab.runtime.run.folder import read_run
-from trimtab.ui.cli import run as command
-from trimtab.ui.run_report_story import read_story
 
 BIG = 999_999_999_999_999
 ODD: dict[str, dict[str, Any]] = {

@@ -12,10 +12,10 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from trimtab.cli.partition import partition, ray_hosts, sched_pipeline
 from trimtab.core.errors import TrimtabError
 from trimtab.formats.pipeline.split import Engine, layout, split_lines
 from trimtab.model.pipeline import Schedule, Stage
-from trimtab.ui.partition_commands import partition, ray_hosts, sched_pipeline
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "pipeline"
 LARGE = "google/vit-large-patch16-224"

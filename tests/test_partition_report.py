@@ -13,9 +13,9 @@ from pages import CONTRASTS, OUTSIDE, SCHEMES, WIDTHS
 from trimtab.formats.pipeline.pipeedge import Request, load
 from trimtab.model.pipeline import DeviceType, Host, ModelChain, PartitionAnswer, PipelineJob
 from trimtab.plan.partition.planner import plan_partition
-from trimtab.ui.chart import gaps
-from trimtab.ui.partition_pictures import PERIODS, stages_svg, steady_chart
-from trimtab.ui.partition_report import partition_report
+from trimtab.render.html.kit.chart import gaps
+from trimtab.render.html.partition.pictures import PERIODS, stages_svg, steady_chart
+from trimtab.render.html.partition.report import partition_report
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "pipeline"
 

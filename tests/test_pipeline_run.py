@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from trimtab.cli.pipeline_run import run_answer, run_data, run_text
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.formats.pipeline import layer_files
 from trimtab.model.pipeline import ModelChain, PartitionAnswer, PipelineJob, Schedule, Stage
@@ -21,7 +22,6 @@ from trimtab.profile import layers
 from trimtab.runtime.pipeline.runner import PipelineRun, run_pipeline
 from trimtab.runtime.pipeline.stage import StageActor, StageError, StageSettings, _pass_time
 from trimtab.runtime.rayapi.connect import answers, connected
-from trimtab.ui.pipeline_run import run_answer, run_data, run_text
 
 MODELS = "models_for_layers"
 HERE = Path(__file__).parent / "helpers"

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
+from trimtab.cli.app import run
 from trimtab.core.reasons import Code
 from trimtab.formats import yaml_text
 from trimtab.model.pool import Aggressiveness, State
+from trimtab.render.text import pool as pool_text
 from trimtab.runtime.client.session import Pool, Session, connect
 from trimtab.runtime.controller.metrics import METRICS
 from trimtab.runtime.controller.node_metrics import METRICS as FLEET_METRICS
 from trimtab.runtime.rayapi.connect import connected
-from trimtab.ui import pool_text
-from trimtab.ui.cli import run
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "pools.md").read_text(encoding="utf-8")
@@ -307,7 +307,7 @@ def test_looking_starts_no_cluster() -> None:
 import sys
 from ray._private import services
 services.find_gcs_addresses = set
-from trimtab.ui.cli import run
+from trimtab.cli.app import run
 import ray
 status = run(sys.argv[1:])
 print(status, ray.is_initialized())

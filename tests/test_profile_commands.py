@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from trimtab.cli.profile import app
 from trimtab.core.errors import InputError
 from trimtab.formats import profile_file, yaml_text
-from trimtab.ui.profile_commands import app
 
 ROOT = Path(__file__).parent.parent
 VERL = str(ROOT / "examples/logs/verl.jsonl")

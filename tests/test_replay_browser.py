@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from pages import CONTRASTS, OUTSIDE, SCHEMES, WIDTHS
-from trimtab.ui.cli import run
+from trimtab.cli.app import run
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "simulate"
 LONG = "a policy with a name that is far too long for any column of any table <b>&"

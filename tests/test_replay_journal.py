@@ -17,6 +17,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from pool_world import KINDS
 from test_pool_invariants import Fate
+from trimtab.cli.app import run
 from trimtab.core.codec import decode
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.core.resources import Resources
@@ -36,7 +37,6 @@ from trimtab.replay.pool.policies import KNOWN, PoolPolicy, scheduler
 from trimtab.replay.pool.workload import TaskGenerator, works
 from trimtab.runtime.store.compact import compact
 from trimtab.runtime.store.journal import NODE_EVENTS, Journal, read_journal
-from trimtab.ui.cli import run
 
 BUSY = TaskGenerator(50, 40.0, Distribution(1_500.0, 1.0), ((1, 0.7), (2, 0.2), (8, 0.08), (16, 0.02)))
 NODES = ("n0", "n1", "n2")

@@ -15,6 +15,7 @@ import pytest
 import live_scene
 import rollout_scenes
 from live_scene import LONG, SHORT, Joining, Scene
+from trimtab.cli.app import run
 from trimtab.core.codec import decode, encode
 from trimtab.machines.pool import events as e
 from trimtab.machines.rollout import events as rollout_events
@@ -23,7 +24,6 @@ from trimtab.model.elastic_config import ElasticConfig
 from trimtab.replay.journal.replay import UNCHANGED, agreement, recorded, run_other
 from trimtab.replay.journal.world import World, world_of
 from trimtab.runtime.store.journal import ROLLOUT_EVENTS
-from trimtab.ui.cli import run
 
 NEAR = 0.1  # that times may be off, relative
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from run_moves import AUTO, cluster, events, workflow
+from trimtab.cli.app import run
 from trimtab.core.codec import decode
 from trimtab.core.errors import InputError
 from trimtab.core.reasons import Code, Reason
@@ -24,6 +25,7 @@ from trimtab.machines.replan.machine import LoopMachine
 from trimtab.machines.replan.placed_plan import Sited
 from trimtab.model.run import Iteration, Numbers, RunRules, Stage
 from trimtab.model.workflow import Cluster, Job, Node
+from trimtab.render.html.simulate.replan import rows
 from trimtab.replay.common.churn import Churn
 from trimtab.replay.common.recommend import recommend
 from trimtab.replay.common.timing import Distribution
@@ -40,8 +42,6 @@ from trimtab.runtime.run.clock import VirtualClock
 from trimtab.runtime.run.emulated import Disturbance
 from trimtab.runtime.run.job import Part, RunJob
 from trimtab.runtime.run.local_run import LocalRun
-from trimtab.ui.cli import run
-from trimtab.ui.simulate_loop import rows
 
 ROOT = Path(__file__).parents[1]
 NOTHING = Distribution(0.0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from trimtab.cli.app import run as command
 from trimtab.core.errors import InputError
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
@@ -25,7 +26,6 @@ from trimtab.replay.rollout.engine_model import Engine, EngineSpeed, least_engin
 from trimtab.replay.rollout.policies import as_documented, ray_serve
 from trimtab.replay.rollout.runner import clairvoyant_engine_s, run_rollout
 from trimtab.replay.rollout.workload import PROFILES, Profile
-from trimtab.ui.cli import run as command
 
 QUICK: dict[str, Any] = {
     "monitoring_interval": 1.0,

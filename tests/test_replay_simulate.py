@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from trimtab.cli.app import run
+from trimtab.render.html.simulate.pool import swept
 from trimtab.replay.pool import scenario
-from trimtab.ui.cli import run
-from trimtab.ui.simulate_pool import swept
 
 TINY = """
 name: tiny & small

@@ -19,7 +19,7 @@ from trimtab import __version__
 from trimtab.core.errors import InputError
 from trimtab.formats.files import write_text as write
 from trimtab.model.plan import Alternative, Answer, Scaling, Sensitivity
-from trimtab.ui.report import plan_report
+from trimtab.render.html.plan_report import plan_report
 
 VOID = {"meta", "br"}
 

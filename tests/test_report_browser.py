@@ -12,8 +12,8 @@ import plans_for_pictures as samples
 from pages import CONTRASTS, OUTSIDE, SCHEMES, WIDTHS
 from trimtab.formats.files import write_text as write
 from trimtab.model.plan import Answer
-from trimtab.ui.report import plan_report
-from trimtab.ui.timeline import plan_chart, svg
+from trimtab.render.html.kit.timeline import plan_chart, svg
+from trimtab.render.html.plan_report import plan_report
 
 
 def report_of(name: str, folder: Path) -> Path:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from trimtab.core.errors import InfeasibleError
+from trimtab.demos import rlhf as rlhf_demo
+from trimtab.demos.rlhf import fitting_shares, main, run_demo
+from trimtab.demos.rlhf_texts import TEXTS
 from trimtab.runtime.rayapi.connect import connected
-from trimtab.ui import rlhf_demo
-from trimtab.ui.rlhf_demo import fitting_shares, main, run_demo
-from trimtab.ui.rlhf_texts import TEXTS
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "pg_pool_rlhf_full_demo.py"
 

@@ -14,13 +14,13 @@ import pytest
 import obvious
 from jobs import cluster, component
 from random_jobs import random_job
+from trimtab.cli.app import run
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.core.reasons import Code
 from trimtab.formats.load import load
 from trimtab.machines.nodes.roles import Advice, Setting, advise, as_planned, with_joined, without
 from trimtab.model.plan import CurrentPlacement
 from trimtab.model.workflow import Cluster, Job, Node, WeightSync, Workflow
-from trimtab.ui.cli import run
 
 ROOT = Path(__file__).parents[1]
 ROLES = ROOT / "examples" / "roles"

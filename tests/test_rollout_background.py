@@ -18,12 +18,14 @@ from engine_stubs import VllmStub
 from gateway_scenes import BEARER, Front, play_stubs
 from rollout_commands import python
 from rollout_scenes import PROMPT, Scene, play
+from trimtab.cli.rollout import serve as rollout_serve
 from trimtab.core.errors import UnreachableError
 from trimtab.core.reasons import Code, Reason
 from trimtab.formats.rollout.settings import AttachedEngine
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.model.rollout import RolloutRules
+from trimtab.render.text import rollout as rollout_text
 from trimtab.rollout import RolloutPool, SamplingParams, WorkerState
 from trimtab.runtime.engines.engine import Deadlines
 from trimtab.runtime.procs.background import RestartPolicy
@@ -34,7 +36,6 @@ from trimtab.runtime.rollout.launch.processes import ProcessLauncher
 from trimtab.runtime.rollout.machine_loop import Core
 from trimtab.runtime.store import journal as journal_file
 from trimtab.runtime.store.journal import ROLLOUT_EVENTS, read_journal
-from trimtab.ui import rollout_serve, rollout_text
 
 WELL = Reason(Code.sent, "as asked")
 

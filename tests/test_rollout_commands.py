@@ -24,9 +24,10 @@ from rich.console import Console
 
 import engine_servers
 from tiny_gguf import tiny_gguf
+from trimtab.cli.app import run
+from trimtab.render.live import rollout as rollout_live
+from trimtab.render.text import rollout as rollout_text
 from trimtab.runtime.procs.processes import below
-from trimtab.ui import rollout_live, rollout_text
-from trimtab.ui.cli import run
 from waiting import until
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "rollout" / "tiny_engine.py"

@@ -19,16 +19,16 @@ import pytest
 import run_parts
 import trimtab
 from cluster_here import PATIENCE_S, TRIMTAB, Terminal
+from trimtab.cli.app import run
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.core.reasons import Code
 from trimtab.model.workflow import Cluster, Node
+from trimtab.render.text.run import Story
 from trimtab.runtime.procs.processes import MARK, family
 from trimtab.runtime.run.clock import VirtualClock
 from trimtab.runtime.run.folder import RunFolder, new_folder, read_run
 from trimtab.runtime.run.job_file import load_run
 from trimtab.runtime.run.local_run import LocalRun
-from trimtab.ui.cli import run
-from trimtab.ui.run_text import Story
 
 HERE = Path(__file__).parent / "helpers"
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from run_report_samples import Writing, plan_of
+from trimtab.cli import app as cli
 from trimtab.core.errors import InputError
 from trimtab.model.run import Iteration, Measured
 from trimtab.model.workflow import Component, Variant, WeightSync, Workflow
 from trimtab.runtime.run.folder import PastRun
 from trimtab.runtime.run.past_costs import measured_workflow
-from trimtab.ui import cli
 
 APART = [{"components": ["rollout"], "gpus": "0-3"}, {"components": ["trainer"], "gpus": "4-7"}]
 TOGETHER = [{"components": ["rollout", "trainer"], "gpus": "0-7"}]

@@ -16,15 +16,11 @@ from hypothesis import strategies as st
 import run_report_samples as samples
 from run_report_samples import NODES, SEPARATE, WIDER, Writing, plan_of
 from test_run_local import chain, emulated
+from trimtab.cli.app import run as command
 from trimtab.core.errors import InputError
-from trimtab.runtime.run.clock import VirtualClock
-from trimtab.runtime.run.local_run import LocalRun
-from trimtab.ui.cli import run as command
-from trimtab.ui.report import page_head
-from trimtab.ui.run_pictures import RunChart, chart_data, run_chart, static_svg
-from trimtab.ui.run_pictures_lines import Curve, Curves, curves_svg, thinned
-from trimtab.ui.run_report import run_report, script
-from trimtab.ui.run_report_figures import (
+from trimtab.render.html.kit.lines import Curve, Curves, curves_svg, thinned
+from trimtab.render.html.plan_report import page_head
+from trimtab.render.html.run.figures import (
     costs,
     errors,
     expected,
@@ -33,8 +29,12 @@ from trimtab.ui.run_report_figures import (
     metric_names,
     runs_of_equal,
 )
-from trimtab.ui.run_report_story import Story, read_story
-from trimtab.ui.run_report_words import MOST_LINES, in_words, is_elsewhere, standing
+from trimtab.render.html.run.report import run_report, script
+from trimtab.render.html.run.story import Story, read_story
+from trimtab.render.html.run.summary import MOST_LINES, in_words, is_elsewhere, standing
+from trimtab.render.html.run.timeline import RunChart, chart_data, run_chart, static_svg
+from trimtab.runtime.run.clock import VirtualClock
+from trimtab.runtime.run.local_run import LocalRun
 
 
 def page_of(story: Story, **more: Any) -> str:

@@ -12,8 +12,8 @@ from playwright.sync_api import Browser, Page
 
 import run_report_samples as samples
 from pages import CONTRASTS, OUTSIDE, SCHEMES, WIDTHS
-from trimtab.ui.run_report import run_report
-from trimtab.ui.run_report_story import read_story
+from trimtab.render.html.run.report import run_report
+from trimtab.render.html.run.story import read_story
 
 VIEW = "() => { const t = trimtabTimeline.first; return [t.from, t.to, t.end]; }"
 PAINTED = """() => {

@@ -14,7 +14,7 @@ from trimtab.machines.diagnose.why import diagnose
 from trimtab.machines.diagnose.would_fit import KIND_LABEL, WouldFit, would_fit
 from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan
-from trimtab.ui import why_text
+from trimtab.render.text import why as why_text
 from why_world import NOW, actor, ask, group, holds, node, survey
 
 JOB = """

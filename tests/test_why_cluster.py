@@ -26,11 +26,11 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from trimtab.cli.why import why
 from trimtab.core.errors import InputError, UnreachableError
+from trimtab.render.output import Format
 from trimtab.runtime.procs.non_ray_gpu_users import FILE_VARIABLE
 from trimtab.runtime.rayapi.gcs_snapshot import Lookout, find
-from trimtab.ui.output import Format
-from trimtab.ui.why_commands import why
 from waiting import until
 
 WAIT_S = 240.0

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trimtab.formats.load import load as load
     from trimtab.model.elastic_config import ElasticConfig as ElasticConfig
     from trimtab.plan.placement.planner import plan_placement as plan_placement
+    from trimtab.render.notebook import report as report
     from trimtab.running import Job as Job
     from trimtab.runtime.client.session import Pool as Pool
     from trimtab.runtime.client.session import Session as Session
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from trimtab.runtime.elastic.group import MemberWorld as MemberWorld
     from trimtab.runtime.elastic.group import StepFailedError as StepFailedError
     from trimtab.runtime.elastic.group import StepResult as StepResult
-    from trimtab.ui.notebook import report as report
 
 _HOMES = {
     "load": "trimtab.formats.load",
@@ -54,7 +54,7 @@ _HOMES = {
     "SimpleTaskSpec": "trimtab.compat.simple_scheduler.scheduler",
     "PreemptionAggressiveness": "trimtab.compat.simple_scheduler.scheduler",
     "Job": "trimtab.running",
-    "report": "trimtab.ui.notebook",
+    "report": "trimtab.render.notebook",
 }
 
 __all__ = [

@@ -13,7 +13,7 @@ def main() -> None:
 
         print(f"trimtab {__version__}")
         return
-    from trimtab.ui.cli import run
+    from trimtab.cli.app import run
 
     status = run()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said and done: another Ctrl-C must not change the status

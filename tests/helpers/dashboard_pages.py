@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import run_report_samples as samples
+from trimtab.render.html.dashboard.source import DashboardSource
 from trimtab.runtime.dashboard.server import DashboardServer
-from trimtab.ui.dashboard_source import DashboardSource
 
 TOKEN = "a-token-of-the-tests"
 GAMMA = ["gamma", 4, "H200"]

@@ -1,7 +1,7 @@
 """The nouns of a diagnosis: causes, what each node has and lacks, what would free it.
 
-A cause is a constant for programs; a finding adds the sentence for people. `why.py` makes them, `ui/why_text.py` shows
-them. A finding is about things that wait; a note is about something that nobody waits for yet, and never counts.
+A cause is a constant for programs; a finding adds the sentence for people. `why.py` makes them, `render/text/why.py`
+shows them. A finding is about things that wait; a note is about something that nobody waits for yet, and never counts.
 """
 
 from __future__ import annotations

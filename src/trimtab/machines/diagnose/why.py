@@ -2,8 +2,8 @@
 
 Decides which cause each wait has and whether it can ever end on the nodes that are here and stay. It says "never" only
 where that is proven (`fitting.py`), it never passes over anything that waits, and it asks nobody: the facts come from
-`runtime/rayapi/gcs_snapshot.py`, the words for people go to `ui/why_text.py`. The order of questions is the same for
-all: does it fit now; would it fit on a node that will go; would it fit, were the nodes empty; could nodes of the
+`runtime/rayapi/gcs_snapshot.py`, the words for people go to `render/text/why.py`. The order of questions is the same
+for all: does it fit now; would it fit on a node that will go; would it fit, were the nodes empty; could nodes of the
 autoscaler's take it.
 """
 

@@ -1,0 +1,351 @@
+"""`trimtab advise`: where the steps of somebody's run go, and what would be better. Looks, and changes nothing.
+
+It follows the log of an unmodified run until Ctrl-C, or reads a finished one with `--once`. Only a command that the
+user gives is ever run. What it needs is imported when it runs, so that the command line starts quickly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trimtab.core.errors import InputError
+from trimtab.formats.files import write_text
+from trimtab.render.output import Format, answer, err, out, share, warn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from trimtab.formats.logs.follow_costs import RunConfig
+    from trimtab.formats.logs.records import Framework
+    from trimtab.runtime.advise.follower import Follower, Frame
+    from trimtab.runtime.advise.record import Record
+
+    Show = Callable[[Frame], None]
+
+SHORTEST_S = 0.05  # between two looks
+
+
+def advise(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration that the run was started with.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides that the run was started with.")
+    ] = None,
+    follow: Annotated[
+        list[Path] | None,
+        typer.Option("--follow", metavar="RUN", help="Its log, or the folder of its event files (may be repeated)."),
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", "-p", help="Measured costs, from `trimtab profile logs`.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Read a finished log to its end and answer.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Also write a report, as one HTML file.")
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--folder", metavar="DIR", help="Where what is seen is kept.  [default: runs/advise-LOG-ID]"),
+    ] = None,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Show it on a page on this machine while it is followed.")
+    ] = False,
+    port: Annotated[int | None, typer.Option("--port", help="Of the dashboard: 8270 unless said, or the next.")] = None,
+    engine: Annotated[
+        list[str] | None, typer.Option("--engine", metavar="URL", help="A rollout engine to ask (may be repeated).")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option("--address", "-a", help="The run's Ray cluster (host:6379, or auto).")
+    ] = None,
+    restart_hook: Annotated[
+        str | None, typer.Option("--restart-hook", metavar="CMD", help="Run this at the next checkpoint, if it pays.")
+    ] = None,
+    least_gain: Annotated[
+        str, typer.Option("--least-gain", help="With --restart-hook: the gain from which it pays.")
+    ] = "10%",
+    restart_s: Annotated[
+        float, typer.Option("--restart-s", help="What a restart of the run costs, in seconds: the gain has to pay it.")
+    ] = 300.0,
+    hook_s: Annotated[
+        float, typer.Option("--hook-s", help="With --restart-hook: how long the command may take.")
+    ] = 600.0,
+    framework: Annotated[
+        str | None,
+        typer.Option("--framework", help="verl, rlinf, nemo_rl or openrlhf; known from CONFIG if not given."),
+    ] = None,
+    warmup: Annotated[int, typer.Option("--warmup", help="Steps to drop after every start of the run.")] = 2,
+    every: Annotated[float, typer.Option("--every", metavar="S", help="Look every so many seconds.")] = 2.0,
+    at_most: Annotated[float | None, typer.Option("--at-most", metavar="S", help="Stop after so many seconds.")] = None,
+    silent: Annotated[
+        float, typer.Option("--silent", metavar="S", help="Stop when the log has told no step for so long.")
+    ] = 7200.0,
+    form: Annotated[Format, typer.Option("--format", "-f", help="How the answer is written.")] = Format.text,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+) -> None:
+    """Where do the steps of this run go, and what should be changed? For any run of verl, RLinf, NeMo RL or OpenRLHF.
+
+    The log is followed, costs that drift are told from noise, and a better placement that the framework can run is
+    said with its gain, its error band and the overrides to apply. Nothing of the run is touched. What is seen is kept
+    in a folder: the same advice is not given twice, and `trimtab dashboard DIR` and `trimtab report DIR` show it.
+
+    Examples:
+
+        trimtab advise verl_config.yaml trainer.nnodes=4 --follow run.log
+
+        trimtab advise config.yaml --follow run.log --dashboard
+
+        trimtab advise config.yaml --follow run.jsonl --once -o report.html
+
+        trimtab advise config.yaml --follow run.log --restart-hook ./restart.sh --least-gain 15%
+    """
+    form = Format.json if as_json else form
+    shows = dashboard or port is not None
+    _check_call(follow, once, restart_hook, shows, {"--every": every, "--silent": silent, "--hook-s": hook_s})
+    if at_most is not None:
+        _checked(at_most, "--at-most", 0.0)
+    _checked(restart_s, "--restart-s", 0.0)
+    if warmup < 0:
+        raise InputError("--warmup cannot be negative")
+    gain = share(least_gain, "--least-gain")
+    with _follower(
+        config, overrides or [], follow or [], profile, framework, warmup, restart_s, engine or [], address
+    ) as follower:
+        follower.every_s, follower.silent_s, follower.least_gain = every, silent, gain
+        follower.at_most_s = math.inf if at_most is None else at_most
+        record = None
+        if folder is not None or not once:
+            record = _record(folder, follow or [], config, overrides or [], needed=restart_hook is not None or shows)
+        with contextlib.nullcontext() if record is None else contextlib.closing(record):
+            follower.record = record
+            if restart_hook is not None and record is not None:
+                from trimtab.runtime.advise.hook import RestartHook
+
+                follower.hook = RestartHook(restart_hook, str(config), hook_s, record.past.ran_for, record.hook_starts)
+            if once:
+                _answer_once(follower, form, output)
+            else:
+                _follow(follower, form, output, shows, port)
+
+
+# ---- what is followed ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _follower(
+    path: Path,
+    overrides: list[str],
+    follow: list[Path],
+    profile: Path | None,
+    framework: str | None,
+    warmup: int,
+    restart_s: float,
+    engines: list[str],
+    address: str | None,
+) -> Iterator[Follower]:
+    from trimtab.formats.logs.follow import RunLog
+    from trimtab.formats.logs.follow_costs import RunConfig
+    from trimtab.model.run import RunMode, RunRules
+    from trimtab.runtime.advise.analysis import Advising
+    from trimtab.runtime.advise.cluster import ClusterWatch
+    from trimtab.runtime.advise.engines import Engines
+    from trimtab.runtime.advise.follower import Follower
+    from trimtab.runtime.advise.tail import following
+
+    config = RunConfig(path, tuple(overrides))
+    measured = None
+    if profile is not None:
+        from trimtab.formats import profile_file
+
+        measured = profile_file.read(profile)
+    asked = Engines(engines)
+    rules = RunRules(mode=RunMode.advise, assumed_move_s=restart_s)
+    with contextlib.ExitStack() as stack:
+        tail = stack.enter_context(following(follow))
+        source = _framework(config, tail.files(), framework)
+        cluster = None
+        if address is not None:
+            from trimtab.runtime.rayapi.gcs_snapshot import find
+
+            cluster = ClusterWatch(find(address), every_s=10.0)
+            stack.callback(cluster.close)
+        yield Follower(tail, RunLog(source), Advising(source, config, measured, rules, warmup), asked, cluster)
+
+
+def _framework(config: RunConfig, files: list[Path], named: str | None) -> Framework:
+    """Whose log it is: as named, as the configuration says, or as the log itself says. They must agree."""
+    from trimtab.formats.logs import reader as logs
+
+    stated = config.framework()
+    try:
+        found: Framework | None = logs.detect(files)
+    except InputError as error:
+        if stated is None and named is None:
+            raise
+        if "--lengths" in (error.hint or ""):
+            raise InputError(error.what, where=error.where, hint="these are answers, not timings") from None
+        found = None  # no step is in it yet
+    if named is not None:
+        chosen = logs.framework_named(named)
+    elif stated is not None:
+        chosen = logs.FRAMEWORKS[stated]
+    else:
+        assert found is not None
+        chosen = found
+    if found is not None and found is not chosen:
+        raise InputError(
+            f"the log is one of {found.name}, the configuration one of {chosen.name}",
+            where=f"{config.path}, {files[0]}",
+            hint="give the configuration that this very run was started with",
+        )
+    return chosen
+
+
+def _record(
+    folder: Path | None, follow: list[Path], config: Path, overrides: list[str], *, needed: bool
+) -> Record | None:
+    """The folder of what is seen. Without one that was asked for, the command looks and remembers nothing."""
+    from trimtab.runtime.advise.record import Record, default_folder
+
+    try:
+        return Record(folder or default_folder(follow), follow, config, overrides)
+    except InputError as fault:
+        if folder is not None or needed:
+            raise
+        warn(f"nothing is remembered of this run: {fault.what} ({fault.where})".replace("[", "\\["))
+        return None
+
+
+# ---- answers -------------------------------------------------------------------------------------------------------
+
+
+def _answer_once(follower: Follower, form: Format, output: Path | None) -> None:
+    from trimtab.render.text import advise as advise_text
+
+    frame = follower.once()
+    if follower.record is not None:
+        follower.record.look(frame, follower.advising, advise_text.as_data(frame, follower.history))
+    _report(follower, frame, output)
+    answer(advise_text.as_data(frame, follower.history), form, lambda: advise_text.print_text(frame, follower.history))
+
+
+def _follow(follower: Follower, form: Format, output: Path | None, shows: bool, port: int | None) -> None:
+    """A live view on a terminal, elsewhere a line for everything that happens; in the end what is known."""
+    from trimtab.cli.dashboard import beside
+    from trimtab.render.live.cluster import signals_interrupt
+    from trimtab.render.text import advise as advise_text
+
+    frame: Frame | None = None
+    reported = False
+    record = follower.record
+    fault: str | None = None
+
+    def said(line: str) -> None:
+        err.print(line, markup=False)
+
+    try:
+        with signals_interrupt(), contextlib.ExitStack() as stack:
+            if record is not None:
+                said(f"what is seen is kept in {record.path}")
+                if shows:
+                    stack.enter_context(beside(said, port, changes=False)(record.path, None))
+            show = stack.enter_context(_shown(form))
+            for frame in follower.frames():
+                if record is not None:
+                    record.look(frame, follower.advising, advise_text.as_data(frame, follower.history))
+                    if record.fault is not None and record.fault != fault:
+                        said(f"{record.path}: {record.fault}")
+                    fault = record.fault
+                if frame.news or not reported:  # also at the very first: a file that cannot be written is told at once
+                    _report(follower, frame, output)
+                    reported = True
+                show(frame)
+    except KeyboardInterrupt:
+        pass
+    if follower.hook is not None and follower.hook.runs:
+        err.print("your command is still running; it is left to end by itself")
+    if frame is None:
+        return
+    if record is not None:
+        record.stopped(frame.ended or "interrupted")
+    _report(follower, frame, output)
+    if form is Format.text:
+        if frame.ended is not None:
+            err.print(frame.ended, markup=False)
+        advise_text.print_text(frame, follower.history)
+    else:
+        _line(form, {"event": "end", **advise_text.as_data(frame, follower.history)})
+
+
+@contextlib.contextmanager
+def _shown(form: Format) -> Iterator[Show]:
+    """What shows a frame: redraws a picture, prints lines for people, or lines for programs."""
+    from trimtab.render.text import advise as advise_text
+
+    if form is not Format.text:
+
+        def lines(frame: Frame) -> None:
+            for event in advise_text.events(frame):
+                _line(form, event)
+
+        yield lines
+    elif out.is_terminal:
+        from rich.console import Console
+        from rich.live import Live
+
+        screen = Console(highlight=False)
+        with Live(console=screen, auto_refresh=False, vertical_overflow="crop", transient=True) as live:
+            yield lambda frame: live.update(advise_text.picture(frame), refresh=True)
+    else:
+
+        def told(frame: Frame) -> None:
+            for line in advise_text.lines(frame):
+                print(line, flush=True)
+
+        yield told
+
+
+def _line(form: Format, data: dict[str, Any]) -> None:
+    if form is Format.json:
+        sys.stdout.write(json.dumps(data, ensure_ascii=False, allow_nan=False) + "\n")
+    else:
+        from trimtab.formats.yaml_text import dump
+
+        sys.stdout.write("---\n" + dump(data))
+    sys.stdout.flush()
+
+
+def _report(follower: Follower, frame: Frame, output: Path | None) -> None:
+    if output is None:
+        return
+    from trimtab.render.html.advise.report import advise_report
+
+    write_text(output, advise_report(follower, frame))
+
+
+def _check_call(
+    follow: list[Path] | None, once: bool, hook: str | None, shows: bool, seconds: dict[str, float]
+) -> None:
+    if not follow:
+        raise InputError("which run? --follow names its log", hint="trimtab advise CONFIG --follow run.log")
+    if once and hook is not None:
+        raise InputError("--restart-hook is for a run that goes on, --once for one that is over", where="command line")
+    if once and shows:
+        raise InputError(
+            "--dashboard is for a run that goes on, --once for one that is over",
+            where="command line",
+            hint="--once --folder DIR keeps what is seen, and `trimtab dashboard DIR` shows it",
+        )
+    for option, value in seconds.items():
+        _checked(value, option, SHORTEST_S)
+
+
+def _checked(seconds: float, option: str, least: float) -> None:
+    if not least <= seconds < float("inf"):
+        raise InputError(f"{option} takes at least {least:g} s, not {seconds:g}", where=f"command line: {option}")

@@ -1,0 +1,146 @@
+"""The command line: verbs, exit statuses, and how errors look.
+
+Exit status: 0 done; 2 the input or the call is wrong; 3 nothing feasible exists; 4 a cluster or engine failed.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from typer.main import get_command
+
+from trimtab import __version__
+from trimtab.cli import advise as advise_commands
+from trimtab.cli import cluster as cluster_commands
+from trimtab.cli import cluster_export as outside_commands
+from trimtab.cli import dashboard as dashboard_commands
+from trimtab.cli import demo as demo_commands
+from trimtab.cli import layers as layer_commands
+from trimtab.cli import partition as partition_commands
+from trimtab.cli import plan as plan_commands
+from trimtab.cli import pool as pool_commands
+from trimtab.cli import profile as profile_commands
+from trimtab.cli import replay as replay_commands
+from trimtab.cli import report as run_report_command
+from trimtab.cli import run as run_commands
+from trimtab.cli import simulate as simulate_commands
+from trimtab.cli import why as why_commands
+from trimtab.cli.rollout import commands as rollout_commands
+from trimtab.core.errors import TrimtabError
+from trimtab.render.output import err
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="trimtab",
+    help="Keeps RL post-training in trim: where every component goes, and why.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("plan")(plan_commands.plan)
+app.command("partition")(partition_commands.partition)
+app.command("run")(run_commands.run)
+app.command("simulate")(simulate_commands.simulate)
+app.command("replay")(replay_commands.replay)
+app.command("report")(run_report_command.report)
+app.command("dashboard")(dashboard_commands.dashboard)
+app.command("top")(dashboard_commands.top)
+app.add_typer(demo_commands.app, name="demo")
+profile_commands.app.command("layers")(layer_commands.layers)
+app.add_typer(profile_commands.app, name="profile")
+app.command("status")(pool_commands.status)
+app.command("explain")(pool_commands.explain)
+app.add_typer(pool_commands.app, name="pool")
+app.command("why")(why_commands.why)
+app.command("advise")(advise_commands.advise)
+cluster_commands.app.command("advise")(outside_commands.advise)
+cluster_commands.app.command("hook")(outside_commands.hook)
+cluster_commands.app.add_typer(outside_commands.export, name="export")
+app.add_typer(cluster_commands.app, name="cluster")
+app.add_typer(rollout_commands.app, name="rollout")
+
+_debug = False
+
+# typer brings its own copy of click or uses the installed one: the base of its exceptions is found through one of them.
+_WrongCall: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+@app.callback()
+def _common(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and detailed logs.")] = False,
+    version: Annotated[bool, typer.Option("--version", "-V", help="Show the version and exit.")] = False,
+) -> None:
+    global _debug
+    _debug = debug
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.WARNING,
+        format="%(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    if version:
+        print(f"trimtab {__version__}")
+        raise typer.Exit
+
+
+def command() -> Any:
+    """All verbs, with help that shows what stands in brackets instead of taking it for markup."""
+    whole = get_command(app)
+    waiting: list[Any] = [whole]
+    while waiting:
+        one = waiting.pop()
+        one.help = escape(one.help or "")
+        for parameter in one.params:
+            if getattr(parameter, "help", None):
+                parameter.help = escape(parameter.help)
+        waiting += getattr(one, "commands", {}).values()
+    return whole
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run a command and give its exit status; errors are one to three lines on standard error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # half a character in the name of a file must not end in a traceback
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        status = command()(args=arguments, prog_name="trimtab", standalone_mode=False)
+    except TrimtabError as error:
+        if _debug:
+            traceback.print_exc()
+        _show(error)
+        return error.exit_status
+    except KeyboardInterrupt:
+        err.print("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away (`trimtab plan ... | head`): nothing to say, and nowhere to say it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if isinstance(error, _WrongCall):
+            error.show()
+            return int(error.exit_code)
+        if isinstance(error, typer.Abort):
+            err.print("interrupted")
+            return INTERRUPTED
+        if _debug:
+            traceback.print_exc()
+        err.print(f"[red]error:[/] this is a fault in trimtab: {escape(type(error).__name__)}: {escape(str(error))}")
+        err.print("run it again with `trimtab --debug ...` and report what it prints")
+        return 1
+    return status if isinstance(status, int) else 0
+
+
+def _show(error: TrimtabError) -> None:
+    first, *rest = error.lines()
+    err.print(f"[red]error:[/] {escape(first)}")
+    for line in rest:
+        err.print(f"  {escape(line)}")

@@ -1,0 +1,414 @@
+"""`trimtab cluster advise`, `export` and `hook`: what is outside the cluster that comes and goes.
+
+`advise` and `export` read a job file and change nothing; `hook` listens for those who know first that a node will go.
+What they need is imported when they run, so that the command line starts quickly.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trimtab.cli.pool import AddressOption, FormatOption, NameOption
+from trimtab.core.errors import InputError, UnreachableError
+from trimtab.render.output import Format, answer, err, share
+
+if TYPE_CHECKING:
+    from trimtab.formats.loaded import Loaded
+    from trimtab.machines.nodes.roles import Setting
+    from trimtab.model.profile import Profile
+    from trimtab.model.workflow import Cluster, Node
+
+export = typer.Typer(help="The job's cluster for KubeRay or Slurm.", no_args_is_help=True)
+
+JobArgument = Annotated[
+    Path, typer.Argument(help="A job file: trimtab's own form, or an RLinf, verl, NeMo RL or OpenRLHF config.")
+]
+OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file; else standard output.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite the file if it is there.")]
+
+NODES_KEY = {
+    "rlinf": "cluster.num_nodes",
+    "verl": "trainer.nnodes",
+    "nemo_rl": "cluster.num_nodes",
+    "openrlhf": "++trimtab.nodes",
+}
+"""Where a framework's config says how many nodes it has."""
+
+USUAL_PORT = 8267
+USUAL_RAY = "2.60.0"
+
+
+# ---- advise -----------------------------------------------------------------------------------------------------
+
+
+def advise(
+    file: JobArgument,
+    join: Annotated[
+        str | None,
+        typer.Option("--join", metavar="N[xGPUS]", help="So many nodes join, like the others or of so many GPUs."),
+    ] = None,
+    leave: Annotated[
+        str | None,
+        typer.Option("--leave", metavar="N|NODE", help="So many nodes leave, the last ones; or the one named."),
+    ] = None,
+    kind: Annotated[str | None, typer.Option("--kind", help="The kind of GPU of nodes that join.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", "-p", help="Measured costs, from `trimtab profile logs`.")
+    ] = None,
+    noise: Annotated[str, typer.Option(help="Gains below this are not worth a change.")] = "5%",
+    address: AddressOption = None,
+    form: FormatOption = Format.text,
+) -> None:
+    """Which role a node that joins or leaves is for: what each component should get then, and whether to stay.
+
+    The job file says what the cluster was. With --join or --leave it says what it becomes, too; without, the nodes of
+    the living cluster do. Nothing is changed.
+
+    Examples:
+
+        trimtab cluster advise job.yaml --join 1
+
+        trimtab cluster advise job.yaml --join 2x4 --kind L40S
+
+        trimtab cluster advise job.yaml --leave node3 --format json
+
+        trimtab cluster advise job.yaml --address 10.0.0.1:6379
+    """
+    from trimtab.formats import profile_file
+    from trimtab.formats.load import load
+    from trimtab.machines.nodes import roles
+    from trimtab.render.text import roles as outside_text
+
+    if kind is not None and join is None:
+        raise InputError("--kind is of nodes that join", where="command line", hint="--join 1 --kind H100")
+    noise_share = share(noise, "--noise")
+    measured = profile_file.read(profile) if profile else None
+    loaded = load(file, [], measured)
+    cluster = loaded.job.cluster
+    notes: tuple[str, ...] = ()
+    if join is None and leave is None:
+        cluster, notes = roles.as_planned(_living(address, cluster), cluster)
+    if leave is not None:
+        cluster = roles.without(cluster, int(leave) if leave.isdecimal() else leave)
+    if join is not None:
+        cluster = roles.with_joined(cluster, *_joining(join), kind)
+    after = _on(loaded, cluster, measured)
+    before = roles.Setting(loaded.job, loaded.rules, loaded.current)
+    advice = roles.advise(before, _setting(after), noise=noise_share)
+    advice = replace(advice, notes=(*notes, *advice.notes))
+    settings = None if advice.stay else after.settings(advice.after)
+    data = outside_text.advice_data(advice, loaded.job.cluster, after.job.cluster, settings)
+    answer(data, form, lambda: outside_text.print_advice(advice, loaded.job.cluster, after.job.cluster, settings))
+
+
+def _setting(loaded: Loaded) -> Setting:
+    from trimtab.machines.nodes.roles import Setting
+
+    return Setting(loaded.job, loaded.rules)
+
+
+def _joining(text: str) -> tuple[int, int | None]:
+    match = re.fullmatch(r"(\d{1,5})(?:x(\d{1,4}))?", text.strip())
+    if match is None:
+        raise InputError(
+            f"{text!r} is no number of nodes", where="command line: --join", hint="2, or 2x8: of 8 GPUs each"
+        )
+    return int(match[1]), int(match[2]) if match[2] else None
+
+
+def _on(loaded: Loaded, cluster: Cluster, measured: Profile | None) -> Loaded:
+    """The same job on another cluster. A framework's file is read again: its rules go with its number of nodes."""
+    from trimtab.formats import job
+    from trimtab.formats.load import load
+    from trimtab.model.workflow import ANY_KIND
+
+    if loaded.dialect == job.NAME:
+        return replace(
+            loaded,
+            job=replace(loaded.job, cluster=cluster),
+            settings=lambda plan: job.settings(plan, cluster),
+        )
+    own_form = "unlike nodes can be told in trimtab's own form of a job file"
+    kinds = {replace(node, name="") for node in (*loaded.job.cluster.nodes, *cluster.nodes)}
+    if len({(node.gpus, node.gpu) for node in kinds}) > 1:
+        raise InputError(f"a config of {loaded.dialect} has nodes of one kind", where=str(loaded.path), hint=own_form)
+    key = NODES_KEY[loaded.dialect]
+    overrides = [f"{key}={len(cluster.nodes)}"]
+    if loaded.dialect == "rlinf" and measured is None:
+        # Costs in an RLinf file are of all its GPUs unless it says of how many: of those from before, here.
+        points = [v.points(ANY_KIND) for c in loaded.job.workflow.components for v in c.variants]
+        overrides += [f"++profile_data.gpus={gpus}" for ((gpus, _),) in [p for p in points if len(p) == 1][:1]]
+    again = load(loaded.path, overrides, measured)
+    if again.job.cluster.gpus != cluster.gpus:
+        raise InputError(
+            f"{key} alone does not say how many nodes there are in all", where=str(loaded.path), hint=own_form
+        )
+    if _costs(again) != _costs(loaded):
+        raise InputError(
+            "the costs in this file are of all its GPUs, and would mean others on another cluster",
+            where=str(loaded.path),
+            hint="give measured costs with --profile",
+        )
+    return again
+
+
+def _costs(loaded: Loaded) -> list[Any]:
+    return [[variant.seconds for variant in component.variants] for component in loaded.job.workflow.components]
+
+
+def _living(address: str | None, planned: Cluster) -> tuple[Node, ...]:
+    """The nodes of the cluster that runs, without those that will go."""
+    from trimtab.model.workflow import Node
+    from trimtab.runtime.client.connection import RayLink
+    from trimtab.runtime.rayapi.draining import draining
+
+    link = RayLink(address, start=False)
+    try:
+        going = draining(link.ray)
+        alive = [one for one in link.ray.nodes() if one.get("Alive") and one["NodeID"] not in going]
+    finally:
+        link.close()
+    counts_cpus = any(node.cpus is not None for node in planned.nodes)
+    prefix = "accelerator_type:"
+    nodes = []
+    for one in alive:
+        has = one.get("Resources", {})
+        kinds = [name.removeprefix(prefix) for name in has if name.startswith(prefix)]
+        gpus = int(has.get("GPU", 0))
+        nodes.append(
+            Node(
+                name=f"{one.get('NodeName') or 'node'} ({one['NodeID'][:8]})",
+                gpus=gpus,
+                gpu=kinds[0] if gpus and kinds else "",
+                cpus=float(has.get("CPU", 0)) if counts_cpus else None,
+            )
+        )
+    if not any(node.gpus for node in nodes):
+        raise UnreachableError(
+            "the living cluster has no GPUs that stay", hint="--join and --leave ask about the job file's own cluster"
+        )
+    return tuple(nodes)
+
+
+# ---- export -----------------------------------------------------------------------------------------------------
+
+
+@export.command()
+def kuberay(
+    file: JobArgument,
+    output: OutputOption = None,
+    force: ForceOption = False,
+    cluster_name: Annotated[str | None, typer.Option(help="Of the RayCluster; else the file's name.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Kubernetes' namespace.")] = None,
+    image: Annotated[str | None, typer.Option(help="Of all pods; it needs Ray and trimtab.")] = None,
+    autoscale: Annotated[bool, typer.Option("--autoscale", help="With Ray's autoscaler (v2).")] = False,
+    least: Annotated[int | None, typer.Option("--min", help="Worker pods at least, with --autoscale.")] = None,
+    most: Annotated[int | None, typer.Option("--max", help="Worker pods at most, with --autoscale.")] = None,
+    head_gpus: Annotated[int, typer.Option(help="GPUs of the head pod.")] = 0,
+    drain: Annotated[int, typer.Option(help="Seconds that a pod has to save and move before it goes.")] = 120,
+    selector: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Node labels instead of the one by GPU kind.")
+    ] = None,
+    token: Annotated[bool, typer.Option("--token", help="With Ray's token authentication.")] = False,
+) -> None:
+    """A KubeRay RayCluster manifest for the job's cluster. Nothing is applied.
+
+    Examples:
+
+        trimtab cluster export kuberay job.yaml --image registry/ray-trimtab:1 -o cluster.yaml
+
+        trimtab cluster export kuberay job.yaml --autoscale --min 1 --max 8 | kubectl apply -f -
+    """
+    from trimtab.formats.export import kuberay as writer
+    from trimtab.formats.load import load
+
+    loaded = load(file)
+    version = _ray_version()
+    options = writer.PodOptions(
+        name=cluster_name or _dns_name(file),
+        image=image or f"rayproject/ray:{version}-gpu",
+        ray_version=version,
+        namespace=namespace,
+        autoscale=autoscale,
+        least=least,
+        most=most,
+        head_gpus=head_gpus,
+        drain_s=drain,
+        selector=_labels(selector) if selector else None,
+        token=token,
+    )
+    written = writer.manifest(loaded.job.cluster, options)
+    _write(written.text, output, force)
+    for note in written.notes:
+        err.print(f"note: {note}", markup=False)
+
+
+@export.command()
+def slurm(
+    file: JobArgument,
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="-- COMMAND", help="What to run on the cluster.")
+    ] = None,
+    output: OutputOption = None,
+    force: ForceOption = False,
+    job_name: Annotated[str | None, typer.Option(help="Slurm's name of the job; else the file's.")] = None,
+    time: Annotated[str, typer.Option(help="The time limit.")] = "24:00:00",
+    partition: Annotated[str | None, typer.Option(help="Slurm's partition.")] = None,
+    account: Annotated[str | None, typer.Option(help="Slurm's account.")] = None,
+    gpu_type: Annotated[
+        str | None, typer.Option(help="The GPUs as Slurm calls them; else the job's kind; '' for any.")
+    ] = None,
+    least: Annotated[int | None, typer.Option("--min", help="Start with so many nodes; else all.")] = None,
+    join_timeout: Annotated[int, typer.Option(help="Seconds that nodes have to join.")] = 300,
+    drain: Annotated[int, typer.Option(help="Seconds before the time limit at which nodes are drained.")] = 120,
+    port: Annotated[int, typer.Option(help="Of Ray's head.")] = 6379,
+    setup: Annotated[str, typer.Option(help="Lines of shell to run first, as they are.")] = "",
+) -> None:
+    """A Slurm batch script for the job's cluster: Ray on every node, a command, a drain before the time limit.
+
+    Without a command the cluster is there until the time limit. Nothing is submitted.
+
+    Examples:
+
+        trimtab cluster export slurm job.yaml -o job.sbatch -- python train.py --config job.yaml
+
+        trimtab cluster export slurm job.yaml --partition gpu --setup 'source venv/bin/activate' | sbatch
+    """
+    from trimtab.formats.export import slurm as writer
+    from trimtab.formats.load import load
+
+    loaded = load(file)
+    options = writer.BatchOptions(
+        name=job_name or re.sub(r"[^A-Za-z0-9_.-]+", "-", file.stem).strip("-.") or "trimtab",
+        command=tuple(command or ()),
+        time=time,
+        partition=partition,
+        account=account,
+        gpu_type=gpu_type,
+        least=least,
+        join_s=join_timeout,
+        warn_s=drain,
+        port=port,
+        setup=setup,
+    )
+    _write(writer.script(loaded.job.cluster, options), output, force)
+
+
+def _write(text: str, output: Path | None, force: bool) -> None:
+    from trimtab.formats.files import write_text
+
+    if output is None:
+        sys.stdout.write(text)
+        return
+    if output.is_file() and not force:
+        raise InputError(f"{output} is there already", where="command line: --output", hint="--force overwrites it")
+    write_text(output, text)
+    err.print(f"written to {output}", markup=False)
+
+
+def _labels(texts: list[str]) -> dict[str, str]:
+    labels = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z0-9./_-]+", key) or not re.fullmatch(r"[A-Za-z0-9._-]*", value):
+            raise InputError(f"{text!r} is no label", where="command line: --selector", hint="KEY=VALUE")
+        labels[key] = value
+    return labels
+
+
+def _dns_name(file: Path) -> str:
+    name = re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-")[:50].strip("-")
+    return name if name[:1].isalpha() else f"ray-{name}".strip("-")
+
+
+def _ray_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("ray")
+    except PackageNotFoundError:
+        return USUAL_RAY
+
+
+# ---- hook -------------------------------------------------------------------------------------------------------
+
+
+def hook(
+    port: Annotated[int, typer.Option(help="Where to listen; 0: any that is free.")] = USUAL_PORT,
+    host: Annotated[
+        str, typer.Option(help="Where to listen; others than loopback need the token to read, too.")
+    ] = "127.0.0.1",
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="A name by which callers know this machine (Host header).")
+    ] = None,
+    token_file: Annotated[Path | None, typer.Option(help="Where a token that is made here is written.")] = None,
+    address: AddressOption = None,
+    name: NameOption = None,
+) -> None:
+    """An HTTP door for those who know first that a node will go: POST /nodes/NODE/drain, with a token.
+
+    The token is TRIMTAB_HOOK_TOKEN, or one that is made and written to a file that only you can read; it is never
+    printed. NODE is an id, its beginning, a node's name or its address. GET /desired and /metrics say how many workers
+    are wanted. Ends with Ctrl-C.
+
+    Examples:
+
+        trimtab cluster hook --address 10.0.0.1:6379
+
+        curl -X POST -H "Authorization: Bearer $(cat TOKEN_FILE)" -d '{"deadline_s": 120, "cause": "spot"}' \\
+            http://127.0.0.1:8267/nodes/10.0.0.7/drain
+    """
+    from trimtab.runtime.client.connection import RayLink
+    from trimtab.runtime.http.listening import listening
+    from trimtab.runtime.http.tokens import HOOK, token
+
+    served, doors_of = _import_hook()
+    link = RayLink(address, start=False)
+    try:
+        doors = doors_of(link.ray, name)
+        with (
+            listening(host, port) as door,
+            token(os.environ, HOOK, token_file, f"hook-{door.getsockname()[1]}") as (secret, told),
+        ):
+            server = served.Hook(doors.drain, doors.look, token=secret, listening=door, names=tuple(allow_host or ()))
+            for line in (f"listening on {server.url}", told, doors.how(), "Ctrl-C ends it"):
+                err.print(line, markup=False)
+            _until_ended(server.serve)
+    finally:
+        link.close()
+    err.print("stopped")
+
+
+def _import_hook() -> tuple[Any, Any]:
+    try:
+        from trimtab.runtime.hook import server as served
+        from trimtab.runtime.hook.calls import HookDoors
+    except ImportError as fault:
+        raise InputError(
+            f"the hook needs {fault.name}, which is not installed here", hint="pip install 'trimtab[serve]'"
+        ) from None
+    return served, HookDoors
+
+
+def _until_ended(serve: Callable[[], None]) -> None:
+    """Serve until Ctrl-C or SIGTERM; both end in order."""
+
+    def ended(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, ended)
+    try:
+        serve()
+    except KeyboardInterrupt:
+        pass  # the server has finished what was under way, and hands the signal on
+    finally:
+        signal.signal(signal.SIGTERM, before)

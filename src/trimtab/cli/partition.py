@@ -1,0 +1,255 @@
+"""`trimtab partition` and `sched-pipeline`: which layers go on which device.
+
+Both read the same files and ask the same planner. `sched-pipeline` keeps the flags, defaults and standard output of the
+public tool of that name, but an error never ends in status 0: what cannot be placed prints `[]` and ends in 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from trimtab.core.errors import InfeasibleError, TrimtabError
+from trimtab.formats.files import write_text
+from trimtab.formats.pipeline.split import Engine
+from trimtab.render.output import Format, answer, err, out, share, warn
+
+if TYPE_CHECKING:
+    from trimtab.formats.pipeline.pipeedge import Request
+    from trimtab.model.pipeline import PartitionAnswer
+
+MODEL = "google/vit-base-patch16-224"
+MODELS, TYPES, DEVICES = Path("models.yml"), Path("device_types.yml"), Path("devices.yml")
+
+
+class Goal(str, enum.Enum):
+    """What to minimise: the time between microbatches, or the time of one."""
+
+    throughput = "throughput"
+    latency = "latency"
+
+
+def partition(
+    dtype: Annotated[str, typer.Option("--dtype", "-d", help="PyTorch dtype of the profile.")] = "torch.float32",
+    batch_size: Annotated[int, typer.Option("--batch-size", "-b", help="Items in a microbatch.")] = 8,
+    buffers_in: Annotated[int, typer.Option("--buffers-in", "-i", help="Microbatches queued before a stage.")] = 2,
+    buffers_out: Annotated[int, typer.Option("--buffers-out", "-o", help="Microbatches queued after a stage.")] = 2,
+    model_name: Annotated[str, typer.Option("--model-name", "-m", help="The model, as in the models file.")] = MODEL,
+    models_file: Annotated[Path, typer.Option("--models-file", "-M", help="Layers, memory and sizes.")] = MODELS,
+    dev_types_file: Annotated[
+        Path, typer.Option("--dev-types-file", "-T", help="Bandwidth, memory and profiles of device types.")
+    ] = TYPES,
+    dev_file: Annotated[Path, typer.Option("--dev-file", "-D", help="Hosts by device type.")] = DEVICES,
+    form: Annotated[Format, typer.Option("--format", "-f", help="How to answer.")] = Format.text,
+    objective: Annotated[
+        Goal, typer.Option(help="Least time between microbatches, or least time of one.")
+    ] = Goal.throughput,
+    headroom: Annotated[str, typer.Option(help="Share of every device's memory to keep free.")] = "0%",
+    links: Annotated[
+        Path | None, typer.Option(help="Bandwidth and latency between hosts, where types do not say.")
+    ] = None,
+    source: Annotated[str | None, typer.Option(help="Host where the data start: sending them counts.")] = None,
+    sink: Annotated[str | None, typer.Option(help="Host where results must arrive: sending them counts.")] = None,
+    max_devices: Annotated[int | None, typer.Option(help="Use at most so many devices.")] = None,
+    cut_every: Annotated[
+        int, typer.Option(help="Cut only after a multiple of so many layers: those of one decoder block.")
+    ] = 1,
+    frontier: Annotated[
+        bool, typer.Option("--frontier", help="Also the best bottleneck of 1, 2, ... devices.")
+    ] = False,
+    emit: Annotated[Engine | None, typer.Option(help="Print only the split, as this engine takes it.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write a report with pictures, as one HTML file.")] = None,
+    devices_from_ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Print a devices file of a running Ray cluster (auto: the local one)."),
+    ] = None,
+    run: Annotated[
+        bool, typer.Option("--run", help="Run the schedule with the model, as a pipeline of Ray actors.")
+    ] = False,
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="Run it with stages that take the profiled times, on any machine.")
+    ] = False,
+    factory: Annotated[
+        str | None, typer.Option(help="What builds the model to run: package.module:factory or file.py:factory.")
+    ] = None,
+    blocks: Annotated[str, typer.Option(help="Path of the row of blocks inside the model.")] = "",
+    model_input: Annotated[str, typer.Option("--input", help="What makes its input, or a shape: 128,2048.")] = "",
+    microbatches: Annotated[int, typer.Option(min=1, help="How many microbatches to run.")] = 24,
+    stretch: Annotated[float | None, typer.Option(help="Make emulated times longer by this factor.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each stage.")] = 1,
+    address: Annotated[str | None, typer.Option(help="Ray cluster to run on; a local one is started if none.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which a run is given up.")] = None,
+) -> None:
+    """Which layers go on which device? The pipeline with the best throughput on unlike devices, with the proof.
+
+    Layers, device types with their measured times, and hosts come from three YAML files. The model is a forward pass:
+    gradients, optimiser state and the activations that training keeps are not counted.
+
+    Examples:
+
+        trimtab partition -M models.yml -T device_types.yml -D devices.yml --report pipeline.html
+
+        trimtab partition --objective latency --headroom 10% --format json
+
+        trimtab partition --frontier --max-devices 6
+
+        trimtab partition --emit vllm --cut-every 4
+
+        trimtab partition --emulate
+    """
+    if devices_from_ray is not None:
+        from trimtab.formats.pipeline.pipeedge import devices_yaml
+
+        sys.stdout.write(devices_yaml(_ray_devices(devices_from_ray)))
+        return
+    from trimtab.formats.pipeline.pipeedge import Request
+
+    request = Request(
+        model_name,
+        dtype,
+        batch_size,
+        buffers_in,
+        buffers_out,
+        share(headroom, "--headroom"),
+        source,
+        sink,
+        max_devices,
+        cut_every,
+    )
+    found, searched = _plan((models_file, dev_types_file, dev_file), request, links, objective, frontier)
+    if report is not None:
+        from trimtab.render.html.partition.report import partition_report
+
+        command = shlex.join(["trimtab", *sys.argv[1:]])
+        write_text(report, partition_report(found, command=command, search_seconds=searched))
+        err.print(f"report written to {report}", markup=False)
+    if emit is not None:
+        from trimtab.formats.pipeline.split import split_lines
+
+        if cut_every == 1:
+            warn("the split counts profiled layers; where several make up a decoder block, give --cut-every")
+        sys.stdout.write(split_lines(found.schedule, emit, cut_every))
+        return
+    from trimtab.render.text.partition import as_data, print_text
+
+    if not (run or emulate):
+        answer(as_data(found, searched), form, lambda: print_text(out, found, searched))
+        return
+    from trimtab.cli.pipeline_run import run_answer, run_data, run_text
+
+    done = run_answer(
+        found,
+        emulate=emulate,
+        dtype=dtype,
+        factory=factory,
+        blocks=blocks,
+        model_input=model_input,
+        microbatches=microbatches,
+        stretch=stretch,
+        threads=threads,
+        address=address,
+        timeout_s=timeout,
+    )
+
+    def text() -> None:
+        print_text(out, found, searched)
+        out.print()
+        run_text(done)
+
+    answer({**as_data(found, searched), "run": run_data(done)}, form, text)
+
+
+def _plan(
+    files: tuple[Path, Path, Path], request: Request, links: Path | None, objective: Goal, frontier: bool
+) -> tuple[PartitionAnswer, float]:
+    """Read, plan, and say what had to be said while reading."""
+    from trimtab.formats.pipeline.pipeedge import load
+    from trimtab.plan.partition.planner import plan_partition
+
+    loaded = load(*files, request, links)
+    for sentence in loaded.warnings:
+        warn(escape(sentence))
+    began = time.perf_counter()
+    with err.status("searching ...") if err.is_terminal else nullcontext():
+        try:
+            found = plan_partition(loaded.job, objective.value, frontier=frontier)
+        except TrimtabError as error:
+            # The planner knows no files.
+            error.where = error.where or f"{files[1]} and {files[2]}"
+            raise
+    return replace(found, warnings=loaded.warnings), time.perf_counter() - began
+
+
+def _ray_devices(address: str) -> dict[str, list[str]]:
+    """Hosts of a running Ray cluster by GPU kind; the driver leaves the cluster again."""
+    from trimtab.runtime.rayapi.connect import connected
+
+    with connected(address=address) as ray:
+        return ray_hosts(ray.nodes())
+
+
+def ray_hosts(nodes: Sequence[dict[str, object]]) -> dict[str, list[str]]:
+    """Devices of Ray's nodes by kind: each GPU of a node with several is `address/number`; others are CPU devices."""
+    kinds: dict[str, list[str]] = {}
+    for node in nodes:
+        if not node.get("Alive"):
+            continue
+        name = str(node.get("NodeManagerAddress"))
+        found, labels = node.get("Resources"), node.get("Labels")
+        resources = found if isinstance(found, dict) else {}
+        named = labels.get("ray.io/accelerator-type") if isinstance(labels, dict) else None
+        prefix = "accelerator_type:"
+        listed = [str(key).removeprefix(prefix) for key in resources if str(key).startswith(prefix)]
+        gpus = int(resources.get("GPU", 0))
+        kind = str(named or (listed[0] if listed else "GPU")) if gpus else "CPU"
+        hosts = [name] if gpus <= 1 else [f"{name}/{number}" for number in range(gpus)]
+        kinds.setdefault(kind, []).extend(hosts)
+    return {kind: sorted(kinds[kind]) for kind in sorted(kinds)}
+
+
+def sched_pipeline(arguments: Sequence[str] | None = None) -> int:
+    """The `sched-pipeline` command: the public tool's flags and output. Gives the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="sched-pipeline",
+        description="Schedule the layers of a model on unlike devices for the best throughput; prints a YAML list.",
+    )
+    add = parser.add_argument
+    add("-d", "--dtype", default="torch.float32", help="PyTorch datatype (default: %(default)s)")
+    add("-b", "--batch-size", type=int, default=8, help="microbatch size (default: %(default)s)")
+    add("-i", "--buffers-in", type=int, default=2, help="inbound data buffers (default: %(default)s)")
+    add("-o", "--buffers-out", type=int, default=2, help="outbound data buffers (default: %(default)s)")
+    add("-m", "--model-name", default=MODEL, help="model name (default: %(default)s)")
+    add("-M", "--models-file", type=Path, default=MODELS, help="models YAML file (default: %(default)s)")
+    add("-T", "--dev-types-file", type=Path, default=TYPES, help="device types YAML file (default: %(default)s)")
+    add("-D", "--dev-file", type=Path, default=DEVICES, help="devices YAML file (default: %(default)s)")
+    try:
+        given = parser.parse_args(arguments)
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+    from trimtab.formats.pipeline.pipeedge import Request, schedule_yaml
+
+    request = Request(given.model_name, given.dtype, given.batch_size, given.buffers_in, given.buffers_out)
+    files = (given.models_file, given.dev_types_file, given.dev_file)
+    try:
+        found, _ = _plan(files, request, None, Goal.throughput, False)
+    except TrimtabError as error:
+        if isinstance(error, InfeasibleError):
+            sys.stdout.write("[]\n")
+        for line in error.lines():
+            err.print(line, markup=False)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return 130
+    sys.stdout.write(schedule_yaml(found.schedule))
+    return 0

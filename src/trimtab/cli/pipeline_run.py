@@ -1,0 +1,153 @@
+"""What `trimtab partition --run` and `--emulate` do after planning: run the schedule, and say how it went.
+
+Only words and tables are made here; the running is done by `runtime.pipeline`, which is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trimtab.core.errors import InputError, UnreachableError
+from trimtab.render.output import err, out
+
+if TYPE_CHECKING:
+    from trimtab.model.pipeline import PartitionAnswer
+    from trimtab.runtime.pipeline.runner import PipelineRun
+
+
+def run_answer(
+    planned: PartitionAnswer,
+    *,
+    emulate: bool,
+    dtype: str = "torch.float32",
+    factory: str | None = None,
+    blocks: str = "",
+    model_input: str = "",
+    microbatches: int = 24,
+    stretch: float | None = None,
+    devices: Mapping[str, str] | None = None,
+    address: str | None = None,
+    threads: int = 1,
+    timeout_s: float | None = None,
+) -> PipelineRun:
+    """Run a planned schedule, with the model if one is named. Raises where the output is not the model's."""
+    from rich.markup import escape
+
+    from trimtab.runtime.pipeline.runner import run_pipeline
+
+    if factory is None and not emulate:
+        raise InputError(
+            "which model is to be run?",
+            hint="--factory file.py:factory --input 128,2048 as for `trimtab profile layers`; or --emulate",
+        )
+    with err.status("running") as status:
+
+        def progress(sentence: str) -> None:
+            status.update(f"running: {escape(sentence)}")
+
+        chain = make_input = None
+        if factory is not None:
+            from trimtab.profile import layers
+
+            progress(f"building {factory}")
+            chain = layers.load_chain(factory, blocks=blocks, dtype=dtype)
+            make_input = layers.input_maker(model_input, batch_size=planned.job.batch_size, dtype=dtype, device="cpu")
+        done = run_pipeline(
+            planned.schedule,
+            chain,
+            make_input,
+            batch_size=planned.job.batch_size,
+            buffers_in=planned.job.buffers_in,
+            buffers_out=planned.job.buffers_out,
+            microbatches=microbatches,
+            emulate=emulate,
+            stretch=stretch,
+            devices=devices,
+            address=address,
+            threads=threads,
+            timeout_s=timeout_s,
+            progress=progress,
+        )
+    if done.output == "different":
+        raise UnreachableError(
+            f"the pipeline's output is not the model's: they differ by up to {done.largest_difference:g}",
+            hint="a model with dropout or other randomness in its blocks cannot be compared",
+        )
+    return done
+
+
+def run_data(run: PipelineRun) -> dict[str, Any]:
+    """The run for programs."""
+    return {
+        "emulated": run.emulated,
+        "stretch": run.stretch,
+        "microbatches": run.microbatches,
+        "batch_size": run.batch_size,
+        "predicted_throughput": _finite(run.predicted_throughput),
+        "measured_throughput": _finite(run.measured_throughput),
+        "ratio": _finite(run.ratio),
+        "predicted_period_s": run.predicted_period_s,
+        "measured_period_s": run.measured_period_s,
+        "output": run.output,
+        "largest_difference": run.largest_difference,
+        "stages": [
+            {
+                "host": stage.host,
+                "layers": [stage.first, stage.last],
+                "planned_compute_s": stage.planned_compute_s,
+                "planned_transfer_s": stage.planned_transfer_s,
+                "compute_s": stage.compute_s,
+                "starved_s": stage.starved_s,
+                "blocked_s": stage.blocked_s,
+            }
+            for stage in run.stages
+        ],
+    }
+
+
+def run_text(run: PipelineRun) -> None:
+    """The run for people, on standard output."""
+    from rich.table import Table
+
+    how = "emulated" if run.emulated else "run"
+    slower = f", in time {run.stretch:.3g} times slower" if run.emulated and run.stretch != 1 else ""
+    table = Table(title=f"{run.microbatches} microbatches of {run.batch_size}, {how}{slower}", title_justify="left")
+    table.add_column("stage")
+    table.add_column("layers", justify="right")
+    for heading in ("planned compute s", "planned transfer s", "computed s", "starved s", "blocked s"):
+        table.add_column(heading, justify="right")
+    for stage in run.stages:
+        table.add_row(
+            stage.host.replace("[", "\\["),
+            f"{stage.first}-{stage.last}",
+            f"{stage.planned_compute_s:.4g}",
+            f"{stage.planned_transfer_s:.4g}",
+            f"{stage.compute_s:.4g}",
+            f"{stage.starved_s:.4g}",
+            f"{stage.blocked_s:.4g}",
+        )
+    out.print(table)
+    out.print(
+        f"throughput: {run.measured_throughput:.4g} items/s measured, {run.predicted_throughput:.4g} predicted "
+        f"({run.ratio:.1%})",
+        markup=False,
+    )
+    for stage in run.stages:
+        if run.emulated and stage.compute_s > run.stretch * stage.planned_compute_s:
+            out.print(
+                f"{stage.host} computes longer here than it is to emulate: a larger --stretch gives it the time",
+                markup=False,
+            )
+    said = {
+        "equal": "output: equal to the model run whole, bit for bit",
+        "close": f"output: the model's within its precision (largest difference {run.largest_difference:.3g})",
+        "different": f"output: NOT the model's (largest difference {run.largest_difference:.3g})",
+        "not compared": "output: no model was run",
+    }
+    out.print(said[run.output], markup=False)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

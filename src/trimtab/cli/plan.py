@@ -1,0 +1,278 @@
+"""`trimtab plan` and `trimtab demo`: read a job, plan it, show it, write it back."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import shlex
+import sys
+import time
+from contextlib import nullcontext
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trimtab.core.errors import InputError, TrimtabError
+from trimtab.formats.files import write_text
+from trimtab.render.output import Format, answer, err, out, share
+
+if TYPE_CHECKING:
+    from trimtab.formats.loaded import Loaded, Settings
+    from trimtab.model.plan import Answer
+
+log = logging.getLogger("trimtab.plan")
+
+EXAMPLE = "grpo.yaml"
+
+
+class PlanFormat(str, enum.Enum):
+    """How a plan is written."""
+
+    text = "text"
+    json = "json"
+    yaml = "yaml"
+    overrides = "overrides"
+
+
+def plan(
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="A job file: trimtab's own form, or a config of RLinf, verl, NeMo RL or OpenRLHF."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the file to override.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", "-p", help="Measured costs, from `trimtab profile logs`.")
+    ] = None,
+    from_run: Annotated[
+        Path | None,
+        typer.Option("--from-run", help="Costs as the run in this folder measured them; its own job without FILE."),
+    ] = None,
+    form: Annotated[PlanFormat, typer.Option("--format", "-f", help="How to answer.")] = PlanFormat.text,
+    apply: Annotated[bool, typer.Option("--apply", help="Write the placement into FILE (a backup is kept).")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write FILE with the new placement to this file instead.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write a report with timelines, as one HTML file.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write the timeline of the plan as SVG.")] = None,
+    noise: Annotated[
+        str, typer.Option(help="Differences that real runs do not show: near ties and sensitivity use it.")
+    ] = "5%",
+    sensitivity: Annotated[
+        bool, typer.Option(help="Say how far each cost may be off before the choice changes.")
+    ] = True,
+) -> None:
+    """Where should every component go? The best placement under a job's measured costs, with the proof and the reasons.
+
+    A job file in trimtab's own form:
+
+        cluster: {nodes: 2, gpus_per_node: 8}
+
+        workflow:
+
+          batches: 512
+
+          components:
+
+            rollout: {seconds: {16: 59.9}}
+
+            trainer: {seconds: {16: 95.7}, after: [rollout], granularity: 128}
+
+    Examples:
+
+        trimtab plan job.yaml
+
+        trimtab plan job.yaml cluster.nodes=4 --report plan.html
+
+        trimtab plan verl_config.yaml --profile profile.yaml --format overrides
+
+        trimtab plan --from-run runs/grpo-1 cluster.nodes=4
+    """
+    from trimtab.plan.placement.planner import best_plan, explain
+
+    noise_share = share(noise, "--noise")
+    loaded, notes = _read(file, overrides or [], profile, from_run)
+    file = loaded.path
+    log.debug("read %s as %s", file, loaded.dialect)
+    try:
+        began = time.perf_counter()
+        space, outcome = best_plan(loaded.job, loaded.rules)
+        searched = time.perf_counter() - began
+        with err.status("comparing plans ...") if err.is_terminal else nullcontext():
+            result = explain(
+                space,
+                outcome,
+                current=loaded.current,
+                assumptions=loaded.assumptions,
+                notes=notes,
+                noise=noise_share,
+                with_sensitivity=sensitivity,
+            )
+    except TrimtabError as error:
+        # The planner knows keys of trimtab's own form only; which file they stand in is known here.
+        if error.where is None or not error.where.startswith(str(file)):
+            own = loaded.dialect == "trimtab" and error.where is not None
+            error.where = f"{file}: {error.where}" if own else str(file)
+        raise
+    settings = _settings(loaded, result)
+    _write_pictures(result, settings, loaded, report, svg, searched)
+    if output is not None:
+        _write_to(output, loaded, settings)
+    if apply:
+        _apply(loaded, settings)
+    _show(result, settings, loaded, form, searched, noise_share)
+
+
+def _read(
+    file: Path | None, overrides: list[str], profile: Path | None, from_run: Path | None
+) -> tuple[Loaded, tuple[str, ...]]:
+    """The job to plan, and what its costs rest on where a run measured them."""
+    if from_run is None:
+        from trimtab.formats.load import load
+
+        if file is None:
+            raise InputError("which job to plan is not said", where="command line", hint="trimtab plan FILE")
+        measured = None
+        if profile is not None:
+            from trimtab.formats import profile_file
+
+            measured = profile_file.read(profile)
+        return load(file, overrides, measured), ()
+    if profile is not None:
+        raise InputError("costs come from --profile or from --from-run, not from both", where="command line")
+    from trimtab.runtime.run.past_costs import load_from_run
+
+    if file is not None and "=" in str(file) and not file.exists():  # an override, and the job is the run's own
+        file, overrides = None, [str(file), *overrides]
+    return load_from_run(from_run, file, overrides)
+
+
+def _settings(loaded: Loaded, result: Answer) -> Settings:
+    """The plan in the file's own keys; nothing where the file has the better one."""
+    from trimtab.formats.loaded import Settings
+
+    if not result.kept:
+        return loaded.settings(result.best)
+    framework = loaded.rules.framework if loaded.rules else "it"
+    return Settings(
+        values={},
+        block=f"# keep the placement in {loaded.path.name}: it is faster than every plan that can be written for "
+        f"{framework}\n",
+    )
+
+
+def _other_settings(loaded: Loaded, result: Answer) -> Settings | None:
+    """The plan for less than perfect scaling in the file's own keys, where there is one and the keys can say it."""
+    if result.scaling is None or result.scaling.plan is None:
+        return None
+    try:
+        return loaded.settings(result.scaling.plan)
+    except InputError:  # it is the placement in the file
+        return None
+
+
+def _show(result: Answer, settings: Settings, loaded: Loaded, form: PlanFormat, searched: float, noise: float) -> None:
+    if form is PlanFormat.overrides:
+        from trimtab.formats.write_back import shell_words
+
+        sys.stdout.write("".join(f"{word}\n" for word in shell_words(settings)))
+        if result.kept:
+            err.print(settings.block.strip("# \n"), markup=False)
+        if result.scaling is not None and result.scaling.plan is not None:
+            err.print(f"assumed: {result.assumptions[0]}", markup=False)
+        return
+    from trimtab.render.text.plan import as_data, print_text
+
+    other = _other_settings(loaded, result)
+    answer(
+        as_data(result, settings, loaded.dialect, searched, other),
+        Format(form.value),
+        lambda: print_text(out, result, settings, searched, noise, other),
+    )
+
+
+def _write_pictures(
+    result: Answer, settings: Settings, loaded: Loaded, report: Path | None, svg: Path | None, searched: float
+) -> None:
+    if report is not None:
+        from trimtab.render.html.plan_report import plan_report
+
+        page = plan_report(
+            result,
+            title=loaded.path.stem,
+            source=loaded.path.name,
+            block=settings.block,
+            command=shlex.join(["trimtab", *sys.argv[1:]]),
+            search_seconds=searched,
+        )
+        write_text(report, page)
+        err.print(f"report written to {report}")
+    if svg is not None:
+        from trimtab.render.html.kit.timeline import plan_chart
+        from trimtab.render.html.kit.timeline import svg as draw
+
+        write_text(svg, draw(plan_chart(result.best, loaded.path.stem)))
+        err.print(f"timeline written to {svg}")
+
+
+def _write_to(output: Path, loaded: Loaded, settings: Settings) -> None:
+    from trimtab.formats import yaml_text
+    from trimtab.formats.write_back import edited, elsewhere
+
+    stuck = elsewhere(settings, loaded.literal, loaded.states)
+    if stuck:
+        raise InputError(
+            f"not written: {', '.join(stuck)} does not stand in the file itself",
+            where=str(loaded.path),
+            hint="give the overrides on the command line of the run instead (--format overrides)",
+        )
+    write_text(output, edited(yaml_text.read_text(loaded.path), settings.values, str(loaded.path)))
+    err.print(f"{loaded.path} with the new placement written to {output}")
+
+
+def _apply(loaded: Loaded, settings: Settings) -> None:
+    from trimtab.formats.write_back import apply, elsewhere, shell_words
+
+    stuck = elsewhere(settings, loaded.literal, loaded.states)
+    if stuck:
+        err.print(f"{loaded.path} is left as it is: {', '.join(stuck)} does not stand in the file itself.")
+        err.print("Give these overrides to the run instead:")
+        for word in shell_words(settings):
+            err.print(f"  {word}", markup=False)
+        return
+    backup = apply(loaded.path, settings, loaded.literal, loaded.states)
+    err.print(f"{loaded.path} already says so" if backup is None else f"{loaded.path} changed; backup: {backup}")
+
+
+def demo(
+    folder: Annotated[Path, typer.Option("--folder", help="Where the report goes.")] = Path("out"),
+) -> None:
+    """Plan the bundled example and write its report."""
+    source = resources.files("trimtab") / "examples" / EXAMPLE
+    folder.mkdir(parents=True, exist_ok=True)
+    job = folder / EXAMPLE
+    job.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    report = folder / "plan.html"
+    plan(
+        job,
+        overrides=[],
+        profile=None,
+        from_run=None,
+        form=PlanFormat.text,
+        apply=False,
+        output=None,
+        report=report,
+        svg=folder / "plan.svg",
+        noise="5%",
+        sensitivity=True,
+    )
+    out.print()
+    out.print("[bold]What to look at[/]")
+    out.print(f"  {report}   the plan as a timeline, beside the plans that lost: open it in a browser")
+    out.print(f"  {job}   the job file: change a cost and plan it again with")
+    # The command as it was called: make runs it from a virtual environment that is not on the path.
+    program = sys.argv[0] if Path(sys.argv[0]).name == "trimtab" else "trimtab"
+    out.print(f"  {program} plan {job}")

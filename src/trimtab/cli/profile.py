@@ -1,0 +1,271 @@
+"""`trimtab profile`: costs in. Reads logs, joins profiles, and reckons memory from a model's configuration.
+
+Only words and tables are made here; what is measured and reckoned is decided in `formats` and `profile`. What the
+commands need is imported when they run, so that the command line starts quickly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trimtab.render.output import Format, answer, out, plain_table, warn
+
+if TYPE_CHECKING:
+    from trimtab.model.profile import ComponentProfile, Profile
+    from trimtab.profile.architecture import Architecture
+    from trimtab.profile.memory import Need
+
+app = typer.Typer(help="Costs in: times from logs, memory from a model's configuration.", no_args_is_help=True)
+
+FormatOption = Annotated[Format, typer.Option("--format", "-f", help="How the answer is written.")]
+OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Also write the profile to this file.")]
+
+
+@app.command()
+def logs(
+    files: Annotated[list[Path], typer.Argument(help="Logs of one run, in order; a folder of event files is one too.")],
+    gpus: Annotated[
+        list[str] | None,
+        typer.Option("--gpus", help="GPUs of every component, or of one: 16, or rollout=8 (may be repeated)."),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="The run's configuration (YAML), for its GPU counts.")
+    ] = None,
+    framework: Annotated[
+        str | None, typer.Option("--framework", help="verl, rlinf, nemo_rl or openrlhf; else found out from the log.")
+    ] = None,
+    warmup: Annotated[int, typer.Option("--warmup", help="Steps to drop after every start of the run.")] = 2,
+    kind: Annotated[str, typer.Option("--kind", help="The kind of GPU it ran on, e.g. H100.")] = "",
+    lengths: Annotated[
+        list[Path] | None,
+        typer.Option("--lengths", help="Dumped answers (JSON lines, or a folder of them), for when answers finish."),
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option("--group-size", help="Answers per prompt in the dump; by prompt if not given.")
+    ] = None,
+    output: OutputOption = None,
+    form: FormatOption = Format.text,
+) -> None:
+    """What each component of a run took, from the timings that verl, RLinf, NeMo RL or OpenRLHF logged.
+
+    Warm-up steps, validation and checkpoints are left out; times that are waits are marked and are no costs.
+
+    Examples:
+
+        trimtab profile logs verl.jsonl --gpus 16 --output profile.yaml
+
+        trimtab profile logs run.log --gpus rollout=8 --gpus trainer=8 --lengths rollouts/
+    """
+    from trimtab.formats.logs import gpus as logs_gpus
+    from trimtab.formats.logs import reader as log_reader
+
+    profile = log_reader.read(
+        files,
+        facts=logs_gpus.from_words(gpus or ()),
+        framework=framework,
+        config=config,
+        warmup=warmup,
+        kind=kind,
+        lengths=lengths or (),
+        group_size=group_size,
+    )
+    _answer_profile(profile, output, form)
+
+
+@app.command()
+def merge(
+    files: Annotated[list[Path], typer.Argument(help="Profiles of runs on different GPU counts.")],
+    output: OutputOption = None,
+    form: FormatOption = Format.text,
+) -> None:
+    """One profile from several: the points of runs on different GPU counts side by side.
+
+    Example:
+
+        trimtab profile merge on-8.yaml on-16.yaml --output profile.yaml
+    """
+    from trimtab.formats import profile_file
+
+    _answer_profile(profile_file.merge(profile_file.read(path) for path in files), output, form)
+
+
+@app.command()
+def memory(
+    model: Annotated[Path, typer.Option("--model", help="A Hugging Face config.json, or the folder that holds it.")],
+    gpus: Annotated[int, typer.Option("--gpus", help="GPUs the component runs on.")] = 8,
+    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel size of trainer and inference.")] = 1,
+    pp: Annotated[int, typer.Option("--pp", help="Pipeline-parallel size of trainer and inference.")] = 1,
+    ep: Annotated[int, typer.Option("--ep", help="Expert-parallel size.")] = 1,
+    zero: Annotated[
+        int, typer.Option("--zero", help="0 nothing is sharded, 1 optimiser, 2 also gradients, 3 (FSDP) also weights.")
+    ] = 3,
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", help="adam, adam8bit, adafactor, muon, sgd, sgd-momentum.")
+    ] = "adam",
+    precision: Annotated[str, typer.Option("--precision", help="Of the weights in training.")] = "bf16",
+    gradients: Annotated[str, typer.Option("--gradients", help="Precision of the gradients.")] = "fp32",
+    master_weights: Annotated[
+        bool, typer.Option("--master-weights/--no-master-weights", help="Whether the optimiser keeps an fp32 copy.")
+    ] = True,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing/--no-checkpointing", help="Whether activations are computed again.")
+    ] = True,
+    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Sequences in a micro-batch on one GPU.")] = 1,
+    sequence_length: Annotated[int, typer.Option("--sequence-length", help="Tokens of prompt and answer.")] = 4096,
+    offload: Annotated[
+        str, typer.Option("--offload", help="What leaves the GPU while others run: none, optimizer, all.")
+    ] = "all",
+    rollout_tp: Annotated[int, typer.Option("--rollout-tp", help="Tensor-parallel size of a rollout engine.")] = 1,
+    rollout_precision: Annotated[str, typer.Option("--rollout-precision", help="Of the weights in the engine.")] = (
+        "bf16"
+    ),
+    kv_precision: Annotated[str, typer.Option("--kv-precision", help="Of the KV cache.")] = "bf16",
+    kv_share: Annotated[
+        float, typer.Option("--kv-share", help="The engine's share of the GPU (gpu_memory_utilization).")
+    ] = 0.6,
+    gpu_memory_gb: Annotated[
+        float | None, typer.Option("--gpu-memory-gb", help="Memory of one GPU, for the size of the KV cache.")
+    ] = None,
+    concurrent: Annotated[
+        int, typer.Option("--concurrent", help="Answers at a time, where the GPU's memory is not given.")
+    ] = 64,
+    form: FormatOption = Format.text,
+) -> None:
+    """What trainer, rollout and inference need in memory, from the model's configuration, with every term shown.
+
+    Example:
+
+        trimtab profile memory --model Qwen2.5-7B/ --gpus 16 --tp 2 --zero 1 --gpu-memory-gb 80
+    """
+    from trimtab.profile import architecture
+    from trimtab.profile import memory as reckoning
+
+    shape = architecture.read(model)
+    needs = reckoning.estimate(
+        shape,
+        reckoning.Settings(
+            gpus=gpus,
+            tp=tp,
+            pp=pp,
+            ep=ep,
+            zero=zero,
+            optimizer=optimizer,
+            precision=precision,
+            master_weights=master_weights,
+            gradients=gradients,
+            checkpointing=checkpointing,
+            micro_batch=micro_batch,
+            sequence_length=sequence_length,
+            offload=offload,
+            rollout_tp=rollout_tp,
+            rollout_precision=rollout_precision,
+            kv_precision=kv_precision,
+            kv_share=kv_share,
+            gpu_memory_gb=gpu_memory_gb,
+            concurrent=concurrent,
+        ),
+    )
+    answer(_memory_data(shape, needs), form, lambda: _memory_text(shape, needs))
+    if gpu_memory_gb is not None:
+        for need in needs:
+            if need.active_gb > gpu_memory_gb:
+                warn(f"{need.component} needs {need.active_gb:.1f} GB of a GPU with {gpu_memory_gb:g} GB")
+
+
+def _answer_profile(profile: Profile, output: Path | None, form: Format) -> None:
+    from trimtab.formats import profile_file
+
+    if output is not None:
+        profile_file.write(profile, output)
+    answer(profile_file.as_data(profile), form, lambda: _profile_text(profile, output))
+
+
+def _profile_text(profile: Profile, output: Path | None) -> None:
+
+    table = plain_table(title=f"Profile of {profile.source}: seconds of one iteration")
+    table.add_column("component", no_wrap=True)
+    for heading in ("GPUs", "seconds", "spread", "drift", "s per 1k tok", "steps"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for component in profile.components:
+        for position, (gpus, seconds) in enumerate(component.seconds):
+            first = position == 0
+            table.add_row(
+                _plain(component.name) if first else "",
+                str(gpus),
+                f"{seconds:.4g}",
+                *(_details(component) if first else ("", "", "", "")),
+                "wait" if component.waits and first else "",
+            )
+    out.print(table)
+    for note in profile.notes:
+        out.print(f"- {note}", markup=False)
+    if output is not None:
+        out.print(f"written to {output}", markup=False)
+
+
+def _details(component: ComponentProfile) -> tuple[str, str, str, str]:
+    return (
+        "" if component.spread is None else f"±{component.spread:.1%}",
+        "" if component.drift is None else f"{component.drift:+.1%}",
+        "" if component.seconds_per_1k_tokens is None else f"{component.seconds_per_1k_tokens:.3g}",
+        str(component.steps) if component.steps else "",
+    )
+
+
+def _memory_data(shape: Architecture, needs: Iterable[Need]) -> dict[str, Any]:
+    return {
+        "parameters": shape.parameters,
+        "active_parameters": shape.active_parameters,
+        "notes": list(shape.notes),
+        "components": {
+            need.component: {
+                **need.block(),
+                "active_gb": round(need.active_gb, 3),
+                "resident_gb": round(need.resident_gb, 3),
+                "host_gb": round(need.host_gb, 3),
+                "terms": [{"name": t.name, "formula": t.formula, "gb": round(t.gb, 3)} for t in need.active],
+                "notes": [note for note in need.notes if note not in shape.notes],
+            }
+            for need in needs
+        },
+    }
+
+
+def _memory_text(shape: Architecture, needs: Iterable[Need]) -> None:
+
+    from trimtab.formats.yaml_text import dump
+
+    active = "" if shape.active_parameters == shape.parameters else f", {shape.active_parameters:,} used by a token"
+    out.print(f"{shape.parameters:,} parameters{active}; GB are 2^30 bytes on one GPU", markup=False)
+    for note in shape.notes:
+        out.print(f"- {note}", markup=False)
+    blocks: dict[str, Mapping[str, Any]] = {}
+    for need in needs:
+        table = plain_table(title=need.component, show_footer=True)
+        table.add_column("while it runs", footer="sum")
+        table.add_column("reckoned from")
+        table.add_column("GB", justify="right", footer=f"{need.active_gb:.2f}")
+        for term in need.active:
+            table.add_row(term.name, _plain(term.formula), f"{term.gb:.2f}")
+        out.print(table)
+        kept = ", ".join(f"{term.name} {term.gb:.2f}" for term in need.resident)
+        moved = ", ".join(f"{term.name} {term.gb:.2f}" for term in need.host) or "nothing"
+        out.print(f"while parked: {need.resident_gb:.2f} GB on the GPU ({kept})", markup=False)
+        out.print(f"              {need.host_gb:.2f} GB per GPU in host memory ({moved})", markup=False)
+        for note in need.notes:
+            if note not in shape.notes:
+                out.print(f"- {note}", markup=False)
+        blocks[need.component] = need.block()
+    out.print("\nTo paste into a job file's components:\n", markup=False)
+    out.print(dump(blocks), markup=False, end="")
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,1 @@
+"""trimtab rollout: serve, look at, drain, scale and examine engines."""

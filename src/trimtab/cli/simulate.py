@@ -1,0 +1,181 @@
+"""`trimtab simulate SCENARIO.yaml`: what would happen, before a cluster is touched."""
+
+from __future__ import annotations
+
+import enum
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trimtab.core.errors import InputError, nearest
+
+if TYPE_CHECKING:
+    from trimtab.replay.common.recommend import Recommendation
+
+POINTS = 5  # of a range that is swept
+SWEEP = "command line: --sweep"
+
+
+class Form(str, enum.Enum):
+    """How the answer is written."""
+
+    text = "text"
+    json = "json"
+    csv = "csv"
+
+
+def simulate(
+    scenario: Annotated[
+        Path, typer.Argument(help="A scenario file: a cluster with tasks, engines with rollouts, or a job.")
+    ],
+    seed: Annotated[list[int] | None, typer.Option("--seed", help="Only this seed (may be given again).")] = None,
+    policy: Annotated[list[str] | None, typer.Option("--policy", help="Only this policy (may be given again).")] = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, max=256, help="Runs at the same time.")] = 1,
+    sweep: Annotated[
+        str | None,
+        typer.Option("--sweep", help="Try a setting of trimtab: patience_s=60,600,3600 or same_pool_gap=1..5."),
+    ] = None,
+    form: Annotated[Form, typer.Option("--format", "-f", help="text, json or csv.")] = Form.text,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a report with plots to this file.")] = None,
+) -> None:
+    """Run policies on simulated clusters under a virtual clock: the same machines that run live, and baselines."""
+    from trimtab.formats.yaml_text import read_mapping
+    from trimtab.render.output import err
+
+    said = read_mapping(scenario)
+    kind = next((made() for section, made in KINDS.items() if section in said), None) or _pools()
+    asked = _narrowed(kind.read(scenario), policy or [], seed or [])
+    if sweep is not None:
+        asked, left_out = kind.swept(asked, *_sweep(sweep), SWEEP)
+        for sentence in left_out:
+            err.print(sentence, markup=False)
+    runs = kind.runs(asked, jobs)
+    advice = None if sweep is None else kind.recommendation(asked, runs, jobs)
+    if html is not None:
+        _write(html, kind.report(asked, runs, command=f"trimtab simulate {scenario}", advice=advice))
+    if form is Form.json:
+        sys.stdout.write(kind.as_json(asked, runs, advice))
+    elif form is Form.csv:
+        sys.stdout.write(kind.as_csv(runs))
+    else:
+        kind.print_answer(asked, runs, advice)
+
+
+# ---- kinds of scenarios -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of scenario: how it is read, run, swept and told. What runs come to differs from kind to kind."""
+
+    read: Callable[[Path], Any]
+    runs: Callable[[Any, int], Any]
+    swept: Callable[[Any, str, list[float], str], tuple[Any, list[str]]]  # also what was left out, and why
+    recommendation: Callable[[Any, Any, int], Recommendation]
+    report: Callable[..., str]
+    as_json: Callable[[Any, Any, Recommendation | None], str]
+    as_csv: Callable[[Any], str]
+    print_answer: Callable[[Any, Any, Recommendation | None], None]
+
+
+def _pools() -> Kind:
+    from trimtab.render.html.simulate import pool as simulate_pool
+    from trimtab.render.html.simulate import report as simulate_report
+    from trimtab.render.live.simulate import pool_runs
+    from trimtab.render.text import simulate as simulate_text
+    from trimtab.replay.pool.scenario import read
+
+    return Kind(
+        read,
+        pool_runs,
+        lambda *said: (simulate_pool.swept(*said), []),
+        simulate_pool.recommendation,
+        simulate_report.report,
+        simulate_text.as_json,
+        simulate_text.as_csv,
+        simulate_text.print_answer,
+    )
+
+
+def _rollouts() -> Kind:
+    from trimtab.render.html.simulate import recommend as simulate_recommend
+    from trimtab.render.html.simulate import rollout as simulate_rollout
+    from trimtab.render.live.simulate import rollout_runs
+    from trimtab.replay.rollout.scenario import read
+
+    return Kind(
+        read,
+        rollout_runs,
+        simulate_recommend.swept,
+        simulate_recommend.recommendation,
+        simulate_rollout.report,
+        simulate_rollout.as_json,
+        simulate_rollout.as_csv,
+        simulate_rollout.print_answer,
+    )
+
+
+def _loops() -> Kind:
+    from trimtab.render.html.simulate import replan as simulate_loop
+    from trimtab.render.live.simulate import loop_runs
+    from trimtab.replay.replan.scenario import read
+
+    return Kind(
+        read,
+        loop_runs,
+        lambda *said: (simulate_loop.swept(*said), []),
+        simulate_loop.recommendation,
+        simulate_loop.report,
+        simulate_loop.as_json,
+        simulate_loop.as_csv,
+        simulate_loop.print_answer,
+    )
+
+
+KINDS = {"job": _loops, "rollout": _rollouts, "tasks": _pools}  # by the section that only they have
+
+
+def _sweep(said: str) -> tuple[str, list[float]]:
+    """The setting and its values."""
+    key, equals, values = said.partition("=")
+    if not equals:
+        raise InputError("no values", where=SWEEP, hint=f"{key}=1,2,3 or {key}=1..3")
+    return key, _values(values, SWEEP)
+
+
+def _write(path: Path, page: str) -> None:
+    from trimtab.formats.files import write_text
+    from trimtab.render.output import err
+
+    write_text(path, page)
+    err.print(f"report: {path}", markup=False)
+
+
+def _narrowed(scenario: Any, policies: list[str], seeds: list[int]) -> Any:
+    known = {one.name: one for one in scenario.policies}
+    for name in policies:
+        if name not in known:
+            near = nearest(name, known)
+            hint = f"did you mean {near}?" if near else "it has " + ", ".join(known)
+            raise InputError(f"the scenario has no policy {name}", where="command line: --policy", hint=hint)
+    kept = tuple(known[name] for name in dict.fromkeys(policies)) or scenario.policies
+    return replace(scenario, policies=kept, seeds=tuple(dict.fromkeys(seeds)) or scenario.seeds)
+
+
+def _values(said: str, where: str) -> list[float]:
+    try:
+        if ".." in said:
+            low, high = (float(one) for one in said.split(".."))
+            found = [low + (high - low) * at / (POINTS - 1) for at in range(POINTS)]
+        else:
+            found = [float(one) for one in said.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(math.isfinite(one) for one in found) or len(found) > 100:
+        raise InputError(f"{said!r} are no values", where=where, hint="numbers with commas, or a range: 0.5..0.95")
+    return found

@@ -1,0 +1,1 @@
+"""What trimtab demo runs."""

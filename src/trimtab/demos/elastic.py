@@ -1,0 +1,292 @@
+"""The demo of elastic groups: training goes on while nodes join, are killed, and are drained. `trimtab demo elastic`.
+
+It has a Ray of its own, of several real nodes on this machine with one made-up GPU each, and touches no other. All that
+it says is checked as it happens, against a run whose membership never changes; the exit status says whether all of it
+held. Every process that it started is gone when it ends, also after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trimtab.core.errors import UnreachableError
+from trimtab.demos.elastic_loop import Say, Talk
+from trimtab.runtime.procs import processes
+
+PACE_S = 0.3  # a step at least
+STEPS_EACH = 3  # in each world, once it has the size it should have
+SIZE_S = 90.0  # for a world of the right size
+DEADLINE_S = 9.0  # of the drain: near, so that it does not wait for others to join it
+NOT_DONE = 4  # exit status where something did not happen as it should
+GONE_S = 15.0
+LOOK_S = 0.2
+
+
+def run_demo(backend: str = "auto", say: Say | None = None) -> int:
+    """Run everything, clean up, and give the exit status: 0 if all that was said did happen."""
+    seen = _Processes()
+    talk = Talk(say or functools.partial(print, file=sys.stdout, flush=True))
+    with _quiet(), _Nodes(seen) as nodes:
+        talk.lines(f"Ray at {nodes.address}: one node with one (made-up) GPU, and more to come", "")
+        demo = _Demo(nodes, talk, backend)
+        demo.train()
+    left = seen.left(GONE_S)
+    demo.check(not left, f"nothing is left behind: {seen.count} processes have come and gone", f"left: {left}")
+    talk.lines("", demo.verdict())
+    return NOT_DONE if demo.broken else 0
+
+
+class _Demo:
+    """The scenes, one after another."""
+
+    def __init__(self, nodes: _Nodes, talk: Talk, backend: str) -> None:
+        self._nodes = nodes
+        self._talk = talk
+        self._backend = backend
+        self._results: list[Any] = []
+        self.kept = 0
+        self.broken = 0
+
+    def check(self, holds: bool, words: str, otherwise: str = "") -> None:
+        """Say something that is to be true, and whether it is."""
+        self.kept, self.broken = self.kept + holds, self.broken + (not holds)
+        self._talk.lines(f"  {'✓' if holds else '✗'} {words}" + (f" ({otherwise})" if otherwise and not holds else ""))
+
+    def verdict(self) -> str:
+        """How it went, in a line."""
+        if self.broken:
+            return f"❌ {self.broken} of {self.kept + self.broken} checks did not hold"
+        return f"🎉 All {self.kept} checks held"
+
+    def train(self) -> None:
+        """Train while nodes come and go."""
+        from trimtab.demos.elastic_training import Trainer
+        from trimtab.runtime.client.session import connect
+        from trimtab.runtime.elastic.group import ElasticGroup
+
+        session = connect(name=f"elastic-demo-{uuid.uuid4().hex[:6]}")
+        self._talk.session = session
+        self._talk.banner()
+        try:
+            with ElasticGroup(
+                Trainer,
+                kwargs={"backend": self._backend, "slow_s": PACE_S / 2},
+                per_node={"gpu": 1},
+                min=1,
+                max=8,
+                session=session,
+                step_timeout_s=60.0,
+                tell=self._talk.heard,
+            ) as group:
+                self._scenes(group, session)
+                told = group.view()
+            self._summary(told)
+        finally:
+            session.shutdown()
+
+    def _scenes(self, group: Any, session: Any) -> None:
+        training = _Training(group, self._talk)
+        try:
+            training.until(1)
+            self._scene("Three workers join while training goes on")
+            for _ in range(3):
+                self._nodes.add()
+            training.until(4)
+            lost = self._nodes.workers[0]
+            self._scene(
+                f"kill -9 of every process of worker {lost.node_id[:10]}... (Ray itself notices after some 14 s)"
+            )
+            self._nodes.kill(lost, training.in_step)
+            training.until(3)
+            leaver = self._nodes.workers[0]
+            self._scene(f"Worker {leaver.node_id[:10]}... will go in {DEADLINE_S:.0f} s: it is drained")
+            session.drain_node(leaver.node_id, DEADLINE_S, "the demo wants it back")
+            training.until(2)
+            self._nodes.forget(leaver)
+            self._scene("One more worker joins")
+            self._nodes.add()
+            training.until(3)
+        finally:
+            training.stop()
+        self._results = training.results
+
+    def _scene(self, words: str) -> None:
+        self._talk.lines("", f"── {words} " + "─" * max(2, 100 - len(words)))
+
+    def _summary(self, told: dict[str, Any]) -> None:
+        from trimtab.demos.elastic_training import TOLERANCE, fixed_run
+
+        self._scene("What came of it")
+        steps = len(self._results)
+        losses = [next(value.loss for value in one.values if value is not None) for one in self._results]
+        sizes, redone = [one.size for one in self._results], sum(one.redone for one in self._results)
+        expected = fixed_run(steps)
+        worst = max(abs(one - should) / should for one, should in zip(losses, expected, strict=True))
+        worlds = [size for at, size in enumerate(sizes) if at == 0 or size != sizes[at - 1]]
+        self.check(worlds[-4:] == [4, 3, 2, 3] and worlds[0] == 1, f"actors, over time: {', '.join(map(str, worlds))}")
+        self.check(told["step"] == steps, f"{steps} steps, each counted once", f"the group says {told['step']}")
+        if redone:
+            self._talk.lines(f"  · the loss interrupted a step, which was done again, whole (redone: {redone})")
+        self.check(
+            worst < TOLERANCE,
+            f"the loss of each step is that of a run with fixed membership (largest difference: {worst:.1e})",
+        )
+        begin, end = sum(losses[:5]) / 5, sum(losses[-5:]) / 5
+        self.check(end < begin, f"the loss fell from {begin:.4f} to {end:.4f}")
+
+
+class _Training:
+    """Trains on a thread of its own, step by step, since nodes can be started from the main thread only."""
+
+    def __init__(self, group: Any, talk: Talk) -> None:
+        self._group = group
+        self._talk = talk
+        self._stopped = threading.Event()
+        self._begun = threading.Event()
+        self._stepped = threading.Condition()
+        self._fault: BaseException | None = None
+        self.results: list[Any] = []
+        self._thread = threading.Thread(target=self._train, name="trimtab-demo", daemon=True)
+        self._thread.start()
+
+    def until(self, size: int) -> None:
+        """Train until the world has so many members, and a little longer."""
+        deadline = time.monotonic() + SIZE_S
+        since, seen = len(self.results), 0
+        while seen < STEPS_EACH:
+            with self._stepped:
+                self._stepped.wait(LOOK_S)
+            if self._fault is not None:
+                raise self._fault
+            seen = sum(one.size == size for one in self.results[since:])
+            if time.monotonic() > deadline:
+                raise UnreachableError(
+                    f"there were not {size} members after {SIZE_S:.0f} s",
+                    hint="this machine may be too busy for several nodes: try again when it is not",
+                )
+
+    def in_step(self) -> None:
+        """Wait until a step is under way."""
+        self._begun.clear()
+        self._begun.wait(SIZE_S)
+
+    def stop(self) -> None:
+        """After this step, no more."""
+        self._stopped.set()
+        self._thread.join(SIZE_S)
+
+    def _train(self) -> None:
+        try:
+            while not self._stopped.wait(PACE_S / 2):
+                self._begun.set()
+                result = self._group.step(timeout=SIZE_S)
+                self._talk.step(result)
+                with self._stepped:
+                    self.results.append(result)
+                    self._stepped.notify_all()
+        except BaseException as fault:
+            self._fault = fault
+
+
+class _Nodes:
+    """Real nodes of a Ray on this machine, with one GPU each that is made up."""
+
+    def __init__(self, seen: _Processes) -> None:
+        self._processes = seen
+        self.workers: list[Any] = []
+
+    def __enter__(self) -> _Nodes:
+        from trimtab.runtime.rayapi.connect import import_ray
+
+        self._ray = import_ray()
+        if self._ray.is_initialized():
+            raise UnreachableError("this process is connected to a Ray already", hint="run the demo on its own")
+        from ray.cluster_utils import Cluster
+
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        self._cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 1, "num_gpus": 1, "resources": {"worker_unit": 1}, "include_dashboard": False},
+        )
+        try:
+            self.address = self._cluster.address
+            self._ray.init(address=self.address, log_to_driver=False, logging_level=logging.ERROR, namespace="trimtab")
+        except BaseException:
+            self._cluster.shutdown()
+            raise
+        self._processes.look()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._processes.look()
+        self._ray.shutdown()
+        self._cluster.shutdown()
+
+    def add(self) -> None:
+        """Another node joins."""
+        node = self._cluster.add_node(num_cpus=1, num_gpus=1, resources={"worker_unit": 1}, wait=False)
+        self.workers.append(node)
+
+    def kill(self, node: Any, moment: Callable[[], None]) -> None:
+        """Lose a node as a machine is lost, all its processes at once, as soon as the moment has come."""
+        raylets = [info.process.pid for info in node.all_processes["raylet"]]
+        pids = [one for raylet in raylets for one in (raylet, *(each.pid for each in processes.below(raylet)))]
+        moment()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.forget(node)
+
+    def forget(self, node: Any) -> None:
+        """A node is lost, or was drained: what is left of it ends."""
+        self._processes.look()
+        self.workers.remove(node)
+        self._cluster.remove_node(node, allow_graceful=False)
+
+
+class _Processes:
+    """Every process that was seen below this one, to see that none is left."""
+
+    def __init__(self) -> None:
+        self._before = set(processes.below(os.getpid()))
+        self._seen: set[processes.Process] = set()
+
+    @property
+    def count(self) -> int:
+        """How many were seen."""
+        return len(self._seen)
+
+    def look(self) -> None:
+        """Remember those that are there now."""
+        self._seen.update(set(processes.below(os.getpid())) - self._before)
+
+    def left(self, timeout_s: float) -> list[int]:
+        """Those that are still there, after a while for the last ones to go."""
+        return sorted(one.pid for one in processes.gone(self._seen, timeout_s))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Ray's own notes about nodes that are killed on purpose are not part of what is shown."""
+    loggers = [logging.getLogger(name) for name in ("ray", "trimtab")]
+    levels = [one.level for one in loggers]
+    for one in loggers:
+        one.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        for one, level in zip(loggers, levels, strict=True):
+            one.setLevel(level)

@@ -1,0 +1,99 @@
+"""The timeline of a run that goes on: what a page that is open has to add to it, and all of it for one that opens.
+
+Both are made by the report's own drawing code. What is new costs as much as is new, however long the run is: it may go
+on in this very process. Where the past itself changed (iterations that became void, work that is told out of order, a
+component that got its first GPUs) everything is told anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from trimtab.render.html.run.facts import BarSeen, Happening
+from trimtab.render.html.run.story import Story
+from trimtab.render.html.run.timeline import LANES, RunChart, Track, chart_data, legend, run_chart
+
+_WHOLE = ("keys", "nodes", "cpu", "lanes", "moves", "open", "end")  # told whole whenever they change
+
+
+class LiveTimeline:
+    """Follows one story."""
+
+    def __init__(self, story: Story) -> None:
+        self._story = story
+        self._begin()
+
+    def _begin(self) -> None:
+        self._bars = self._story.bars  # a list that is replaced when the past changes, and else only grows
+        self._bar_count = self._mark_count = 0
+        self._told: dict[str, Any] = {"cpu": []}
+        self._starts: dict[str, float] = {}  # of the last bar of each track
+        self._looks: dict[tuple[str, str, bool], BarSeen] = {}
+        self._kinds: dict[tuple[str, str], Happening] = {}
+        self.used_gpu_s = 0.0
+
+    def whole(self) -> dict[str, Any]:
+        """All of it, as far as it was told."""
+        data = chart_data(run_chart(self._story))
+        _name(data, self._story.happenings, 0)
+        return data
+
+    def news(self) -> dict[str, Any]:
+        """What to add since the last time; with `anew` it takes the place of everything."""
+        story = self._story
+        changed = story.bars is not self._bars or list(story.on_cpu) != self._told["cpu"]
+        told = None if changed and self._bar_count else self._added()
+        if told is None:
+            self._begin()
+            told = {**(self._added() or {}), "anew": True}
+        return told
+
+    def _added(self) -> dict[str, Any] | None:
+        """What is new; None where it does not come after what was told."""
+        story = self._story
+        bars, marks = story.bars[self._bar_count :], story.happenings[self._mark_count :]
+        chart = run_chart(replace(story, bars=bars, happenings=marks))
+        data = chart_data(chart)
+        starts = {str(track["rows"]): track["bars"] for track in data["tracks"]}
+        if any(found[0] < self._starts.get(rows, 0.0) for rows, found in starts.items()):
+            return None
+        _name(data, marks, self._mark_count)
+        self._starts.update({rows: found[-5] for rows, found in starts.items()})
+        self._looks.update({(bar.component, bar.doing, bar.void): bar for bar in bars})
+        for one in marks:
+            self._kinds.setdefault((one.lane, one.kind), one)
+        self._bar_count, self._mark_count = len(story.bars), len(story.happenings)
+        self.used_gpu_s += chart.used_gpu_s
+        used = {lane for lane, _ in self._kinds}
+        data["lanes"] = [[lane, words] for lane, words in LANES.items() if lane in used]
+        told = {name: data[name] for name in _WHOLE if self._told.get(name) != data[name]}
+        if not self._told.get("keys"):
+            told["shapes"] = data["shapes"]
+        self._told = {name: data[name] for name in _WHOLE}
+        return told | {name: data[name] for name in ("tracks", "marks") if data[name]}
+
+    @property
+    def there_gpu_s(self) -> float:
+        """GPU seconds that there were."""
+        return self._small().there_gpu_s
+
+    @property
+    def legend(self) -> str:
+        """Colours and marks in words."""
+        return legend(self._small()) if self._story.components or self._kinds else ""
+
+    def _small(self) -> RunChart:
+        """A chart with one bar and one mark of each kind."""
+        story = self._story
+        tracks = (Track(((0, 0, 0),), tuple(self._looks.values())),)
+        kinds = tuple(self._kinds.values())
+        return RunChart(story.components, tuple(story.nodes), story.on_cpu, tracks, kinds, (), story.end_s)
+
+
+def _name(data: Mapping[str, Any], happenings: list[Happening], first: int) -> None:
+    """Give marks numbers that stay, whatever is told late: in the order in which they were told."""
+    order = sorted(range(len(happenings)), key=lambda at: happenings[at].t_s)
+    for mark in data["marks"]:
+        mark[6] = first + order[mark[6]]

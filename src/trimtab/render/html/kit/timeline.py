@@ -1,0 +1,330 @@
+"""Timelines as pictures: rows of coloured stretches over a time axis, with what is idle shaded.
+
+`plan_chart` makes a chart of a plan, and `svg` draws any chart. Drawing is pure: the same chart gives the same text. A
+picture must never say more than its chart: the shading is what no stretch covers, stretches are only joined where the
+eye could not tell them apart, colour is never the only cue (names, hatching and tooltips say the same), and no name of
+the user's reaches the markup unescaped.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import resources
+
+from trimtab.core.ranks import ranks_text
+from trimtab.model.plan import Bar, Plan
+from trimtab.render.html.kit.chart import Chart, Look, Mark, Row, Span, Stretch, gaps, joined
+from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width, ticks, wrap
+from trimtab.render.html.kit.svg import px, rect, text_at
+
+COLOURS = 8
+JOIN_PX = 0.5
+"""What lies closer together than this is drawn as one."""
+
+_NARROW_PX = 560
+_MOST_SPANS = 12
+_NO_TIME_S = 1e-9
+_WORDS: dict[Look, str] = {"run": "", "switch": "switch", "sync": "weight sync"}
+
+
+def plan_chart(
+    plan: Plan,
+    title: str,
+    *,
+    keys: tuple[str, ...] = (),
+    axis_seconds: float | None = None,
+    marks: tuple[Mark, ...] = (),
+) -> Chart:
+    """The chart of a plan: a row for each group, for each CPU component, and for GPUs that nothing uses.
+
+    `keys` fixes the order of colours, so that a component looks the same in the charts of several plans.
+    """
+    rows = []
+    for group in plan.groups:
+        detail = _gpus(group.gpus) + (f" · {group.kind}" if group.kind else "")
+        bars = (bar for bar in plan.timeline if bar.component in group.components)
+        stretches = tuple(_stretch(plan, bar, len(group.gpus)) for bar in bars)
+        rows.append(Row(", ".join(group.components), stretches, detail, weight=len(group.gpus)))
+    grouped = {name for group in plan.groups for name in group.components}
+    for component in plan.components:
+        if component.name not in grouped:
+            bars = (bar for bar in plan.timeline if bar.component == component.name)
+            stretches = tuple(_stretch(plan, bar, 0) for bar in bars)
+            rows.append(Row(component.name, stretches, "CPU", weight=0, shaded=False))
+    used = {rank for group in plan.groups for rank in group.gpus}
+    unused = tuple(rank for rank in range(plan.total_gpus) if rank not in used)
+    if unused:
+        rows.append(Row("not used", (), _gpus(unused), weight=len(unused)))
+    seconds = max(plan.timeline_seconds, plan.iteration_seconds)
+    return Chart(
+        title,
+        tuple(rows),
+        tuple(dict.fromkeys((*keys, *(component.name for component in plan.components)))),
+        seconds,
+        axis_seconds,
+        _periods(plan, seconds),
+        marks,
+        f"{plan.describe()}. One iteration takes {duration(plan.iteration_seconds)}; "
+        f"{share(plan.idle_share)} of the GPU time is idle.",
+    )
+
+
+def _gpus(numbers: tuple[int, ...]) -> str:
+    return f"GPU{'s' if len(numbers) != 1 else ''} {ranks_text(numbers, ', ')}"
+
+
+def _stretch(plan: Plan, bar: Bar, row_gpus: int) -> Stretch:
+    used = len(plan.placed(bar.component).gpus)
+    if bar.doing == "run" and 0 < used < row_gpus:
+        return Stretch(bar.start, bar.end, bar.component, note=f"on {used} of {row_gpus} GPUs", part=used / row_gpus)
+    return Stretch(bar.start, bar.end, bar.component, bar.doing)
+
+
+def _periods(plan: Plan, seconds: float) -> tuple[Span, ...]:
+    """The iteration; with staleness, each whole period of the steady state, the first one named."""
+    period = plan.iteration_seconds
+    if period <= 0:
+        return ()
+    if seconds <= period * (1 + 1e-9):
+        return (Span(0.0, period, f"one iteration · {duration(period)}"),)
+    whole = min(int(seconds / period + 1e-9), _MOST_SPANS)
+    label = f"one iteration every {duration(period)}"
+    return tuple(Span(i * period, (i + 1) * period, label if i == 0 else "") for i in range(whole))
+
+
+@cache
+def style() -> str:
+    """The style sheet that a timeline needs; a page with several timelines carries it once."""
+    return resources.files("trimtab.render.html").joinpath("assets/timeline.css").read_text(encoding="utf-8")
+
+
+def svg(
+    chart: Chart, width: int = 960, standalone: bool = True, *, compact: bool = False, prefix: str = "timeline"
+) -> str:
+    """Draw a chart. Standalone: a file of its own, with its style, title and background; otherwise part of a page.
+
+    `compact` leaves out the legend and draws thin rows. `prefix` keeps ids apart where a page has several.
+    """
+    return _Canvas(chart, width, standalone, compact, escape(prefix)).draw()
+
+
+class _Canvas:
+    """One drawing in progress. `y` is how far down the picture is drawn; everything else is fixed at the start."""
+
+    def __init__(self, chart: Chart, width: int, standalone: bool, compact: bool, prefix: str) -> None:
+        self.chart, self.width, self.standalone, self.compact, self.prefix = chart, width, standalone, compact, prefix
+        self.pad = 20.0 if standalone else 0.0
+        self.narrow = width < _NARROW_PX
+        self.left = self.pad + (1.0 if self.narrow else min(0.22 * width, 210.0))
+        self.right = width - self.pad - 2.0
+        axis = chart.seconds if chart.axis_seconds is None else chart.axis_seconds
+        self.axis = axis if axis > _NO_TIME_S else 0.0
+        self.scale = (self.right - self.left) / self.axis if self.axis else 0.0
+        # Small pictures stand beside others to compare lengths: finer detail would only flicker.
+        self.join_px = 3 * JOIN_PX if compact else JOIN_PX
+        self.colour = {key: index % COLOURS for index, key in enumerate(chart.keys)}
+        self.y = self.pad
+        self.bands: list[tuple[float, float]] = []  # top and bottom of each row drawn, without its label
+        self.out: list[str] = []
+
+    def draw(self) -> str:
+        if self.standalone and self.chart.title:
+            title = fit(self.chart.title, self.width - 2 * self.pad, 15, bold=True)
+            self.out.append(text_at(self.pad, self.y + 13, title, "heading"))
+            self.y += 34
+        if not self.compact:
+            self.legend()
+        self.captions()
+        top = self.y
+        body_from = len(self.out)
+        for row in self.chart.rows:
+            self.row(row)
+        bottom = self.y
+        self.out[body_from:body_from] = self.grid(top, bottom)
+        self.lines(top, bottom)
+        return self.page(self.y + 18 + self.pad)
+
+    def page(self, height: float) -> str:
+        p, chart = self.prefix, self.chart
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {self.width} {px(height)}" '
+            f'width="{self.width}" height="{px(height)}" role="img" aria-labelledby="{p}-title {p}-desc">'
+            f'<title id="{p}-title">{escape(chart.title)}</title><desc id="{p}-desc">{escape(chart.description)}</desc>'
+        )
+        if self.standalone:
+            head += f"<style>{style()}</style>"
+            head += f'<rect class="surface" width="{self.width}" height="{px(height)}" rx="8"/>'
+        head += (
+            f'<defs><pattern id="{p}-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
+            'patternTransform="rotate(45)"><path class="hatch" d="M0 0V6"/></pattern></defs>'
+        )
+        return head + "".join(self.out) + "</svg>\n"
+
+    def x(self, seconds: float) -> float:
+        return self.left + min(max(seconds, 0.0), self.axis) * self.scale
+
+    def legend(self) -> None:
+        """Names with their colours, then the looks that occur; wrapped where the line is full."""
+        shown = {(s.key, s.look) for row in self.chart.rows for s in row.stretches if s.end > s.start}
+        entries = [(f"k{self.colour[key]}", key, False) for key in self.chart.keys if (key, "run") in shown]
+        looks = {look for _, look in shown}
+        if "switch" in looks:
+            first = next(key for key in self.chart.keys if (key, "switch") in shown)
+            entries.append((f"k{self.colour[first]}", "switch", True))
+        if "sync" in looks:
+            entries.append(("sync", "weight sync", False))
+        if any(row.shaded and gaps(row, self.chart.seconds) for row in self.chart.rows):
+            entries.append(("idle", "idle", False))
+        x = self.pad
+        for css, words, hatched in entries:
+            words = fit(words, 200, 12) or "…"
+            taken = 18 + text_width(words, 12)
+            if x > self.pad and x + taken > self.width - self.pad:
+                x, self.y = self.pad, self.y + 20
+            self.out.append(rect(x, self.y + 1, 12, 12, f"swatch {css}", rx=2))
+            if hatched:
+                self.out.append(self.hatch(x, self.y + 1, 12, 12))
+            self.out.append(text_at(x + 18, self.y + 11, words, "small"))
+            x += taken + 16
+        self.y += 34 if entries else 0
+
+    def captions(self) -> None:
+        """The names of spans and marks, each on the first line above the rows where it is free of the others."""
+        wanted = [(m.at, m.at, m.label) for m in self.chart.marks] + [
+            (s.start, s.end, s.label) for s in self.chart.spans if s.label
+        ]
+        lines: list[list[tuple[float, float]]] = []
+        for start, end, label in wanted:
+            arrow = " →" if end > self.axis * (1 + 1e-9) else ""
+            words = fit(label + arrow, self.right - self.pad, 12)
+            half = text_width(words, 12) / 2
+            middle = (self.x(start) + self.x(end)) / 2 if end > start else self.x(end)
+            middle = max(min(middle, self.right - half), (self.left if end > start else self.pad) + half)
+            taken = (middle - half - 8, middle + half + 8)
+            level = next(
+                (i for i, line in enumerate(lines) if all(taken[1] <= a or b <= taken[0] for a, b in line)), -1
+            )
+            if level < 0:
+                level = len(lines)
+                lines.append([])
+            lines[level].append(taken)
+            self.out.append(text_at(middle, self.y + 11 + 16 * level, words, "quiet", anchor="middle"))
+        self.y += 16 * len(lines)
+        if self.chart.spans:
+            y = self.y + 6
+            for span in self.chart.spans:
+                if span.start < self.axis:
+                    x0, x1 = self.x(span.start), self.x(span.end)
+                    close = "V" + px(y + 4) if span.end <= self.axis * (1 + 1e-9) else ""
+                    self.out.append(f'<path class="bracket" d="M{px(x0)} {px(y + 4)}V{px(y)}H{px(x1)}{close}"/>')
+            self.y += 20 if self.narrow else 14
+        elif lines:
+            self.y += 4
+
+    def row(self, row: Row) -> None:
+        heaviest = max((other.weight for other in self.chart.rows), default=0) or 1
+        low, grow = (14.0, 10.0) if self.compact else (36.0, 16.0)
+        height = low + grow * row.weight / heaviest if row.weight else (12.0 if self.compact else 24.0)
+        if height >= 34 and len(self.name(row)) > 1:
+            height = max(height, 52.0)
+        self.label(row, height)
+        self.bands.append((self.y, self.y + height))
+        end = min(self.chart.seconds, self.axis)
+        empty = gaps(row, self.chart.seconds)
+        if row.shaded:
+            idle = sum(b - a for a, b in empty)
+            of_all = f" of {duration(self.chart.seconds)} ({share(idle / self.chart.seconds)})" if idle else ""
+            words = f"{row.label}: idle {duration(idle)}{of_all}"
+            self.out.append(rect(self.left, self.y, self.x(end) - self.left, height, "track idle", words, rx=2))
+        else:
+            self.out.append(rect(self.left, self.y, self.x(end) - self.left, height, "track rest", rx=2))
+        for stretch in joined(row.stretches, self.join_px / self.scale if self.scale else 0.0):
+            if stretch.start < self.axis:
+                self.bar(stretch, height)
+        if row.shaded and not self.compact:
+            for a, b in empty:
+                self.inside(self.x(a), self.x(b), self.y + height / 2, [f"idle {duration(b - a)}"], "quiet")
+        self.y += height + (6 if self.compact else 10)
+
+    def label(self, row: Row, height: float) -> None:
+        """Name and detail: above the row where the picture is narrow, else to its left on two lines, or on one."""
+        room = self.right - self.pad if self.narrow else self.left - self.pad - 14
+        tip = f"{row.label} · {row.detail}" if row.detail else row.label
+        size = 12 if self.compact else 13
+        css = "name small" if self.compact else "name"
+        if self.narrow or height < 34:
+            y = self.y + 12 if self.narrow else self.y + height / 2 + 4.5
+            name = fit(row.label, room, size, bold=True)
+            left = room - text_width(name, size, bold=True) - 8
+            detail = row.detail if text_width(row.detail, 12) <= left else ""
+            aside = f'<tspan class="quiet" font-weight="400" dx="8">{escape(detail)}</tspan>' if detail else ""
+            self.out.append(text_at(self.pad, y, name, css, tip=tip, more=aside))
+            self.y += 18 if self.narrow else 0
+            return
+        lines = self.name(row)
+        y = self.y + height / 2 + 4.5 - 8 * len(lines)
+        for words in lines:
+            self.out.append(text_at(self.pad, y, words, css, tip=tip))
+            y += 16
+        self.out.append(text_at(self.pad, y, fit(row.detail, room, 12), "quiet", tip=tip))
+
+    def name(self, row: Row) -> list[str]:
+        """A row's name on the lines that it takes to the left of the row."""
+        return [""] if self.narrow else wrap(row.label, self.left - self.pad - 14, 13, bold=True)
+
+    def bar(self, stretch: Stretch, height: float) -> None:
+        x0, x1 = self.x(stretch.start), self.x(stretch.end)
+        tall = height * stretch.part
+        y = self.y + height - tall
+        colour = "sync" if stretch.look == "sync" else f"k{self.colour.get(stretch.key, 0)}"
+        what = f"{stretch.key}: {_WORDS[stretch.look]}" if stretch.look != "run" else stretch.key
+        lasts = stretch.end - stretch.start
+        tip = f"{what}\n{duration(stretch.start)} to {duration(stretch.end)}: {duration(lasts)}"
+        if stretch.busy < 0.995:
+            tip += f", of which {duration(lasts * stretch.busy)} busy"
+        tip += f"\n{stretch.note}" if stretch.note else ""
+        css = f"bar {stretch.look} {colour}".replace("sync sync", "sync") + (" edged" if x1 - x0 >= 4 else "")
+        faded = f' fill-opacity="{max(stretch.busy, 0.2):.2f}"' if stretch.busy < 0.995 else ""
+        self.out.append(rect(x0, y, x1 - x0, tall, css, tip, rx=2 if x1 - x0 >= 6 else 0, more=faded))
+        if stretch.look == "switch":
+            self.out.append(self.hatch(x0, y, x1 - x0, tall))
+        elif not self.compact and stretch.busy > 0.6:
+            name = "sync" if stretch.look == "sync" else stretch.key
+            css = "onsync" if stretch.look == "sync" else f"on{self.colour.get(stretch.key, 0)}"
+            self.inside(x0, x1, y + tall / 2, [f"{name} · {duration(lasts)}", name], f"small {css}")
+
+    def inside(self, x0: float, x1: float, middle: float, choices: list[str], css: str) -> None:
+        """The first of the choices that fits between two edges, or nothing."""
+        for words in choices:
+            if text_width(words, 12) + 14 <= x1 - x0:
+                self.out.append(text_at((x0 + x1) / 2, middle + 4.3, words, f"inside {css}", anchor="middle"))
+                return
+
+    def hatch(self, x: float, y: float, width: float, height: float) -> str:
+        return rect(x, y, width, height, "inside", more=f' fill="url(#{self.prefix}-hatch)"')
+
+    def grid(self, top: float, bottom: float) -> list[str]:
+        out = []
+        free_from = self.pad - 1
+        for at, words in ticks(self.axis, max(2, int((self.right - self.left) / 88))):
+            x, half = self.x(at), text_width(words, 12) / 2
+            out.append(self.line("grid", x, top - 2, bottom))
+            middle = max(min(x, self.right + 2 - half), self.pad + half)
+            if middle - half >= free_from:
+                out.append(text_at(middle, bottom + 14, words, "quiet", anchor="middle"))
+                free_from = middle + half + 4
+        return out
+
+    def lines(self, top: float, bottom: float) -> None:
+        last = bottom - (6 if self.compact else 10) + 3
+        for span in self.chart.spans:
+            if span.end <= self.axis * (1 + 1e-9):
+                self.out.append(self.line("end", self.x(span.end), top - 4, last))
+        for mark in self.chart.marks:
+            if mark.at <= self.axis:
+                self.out.append(self.line("mark", self.x(mark.at), top - 8, last))
+
+    def line(self, css: str, x: float, top: float, bottom: float) -> str:
+        """An upright line; broken where the names of rows stand between them."""
+        bands = [(a - 2, b + 2) for a, b in self.bands] if self.narrow else [(top, bottom)]
+        return f'<path class="{css}" d="{"".join(f"M{px(x)} {px(a)}V{px(b)}" for a, b in bands)}"/>'

@@ -1,0 +1,234 @@
+"""Pictures of a pipeline: its stages with what flows between them, its steady state over time, the curve of devices.
+
+Called by the report. Drawing is pure and decides nothing: what is wide, long or marked comes from the answer. Colour is
+never the only cue: types, limits and shares are written out, and every mark has a tooltip.
+"""
+
+from __future__ import annotations
+
+from trimtab.model.pipeline import PartitionAnswer, Stage
+from trimtab.render.html.kit.chart import Chart, Row, Span, Stretch
+from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width, ticks
+from trimtab.render.html.kit.svg import px, rect, text_at
+from trimtab.render.html.kit.timeline import COLOURS
+from trimtab.render.text.partition import MIB, limit_words
+
+PERIODS = 4
+"""How many periods of the steady state are drawn."""
+
+THIN_LINK = 0.02
+"""Transfers that keep no link busier than this get no row of their own."""
+
+MOST_ROWS_WITH_LINKS = 24
+_BOX_HEIGHT, _ROW_GAP = 96.0, 34.0
+_WIDE_PX = 700
+
+
+def type_colours(answer: PartitionAnswer) -> dict[str, int]:
+    """A colour number for each device type in use, in stage order."""
+    kinds = dict.fromkeys(stage.type for stage in answer.schedule.stages)
+    return {kind: number % COLOURS for number, kind in enumerate(kinds)}
+
+
+def stages_svg(answer: PartitionAnswer, width: int, prefix: str) -> str:
+    """The stages as boxes in order, with arrows that say what sending on takes."""
+    stages = answer.schedule.stages
+    in_row = min(len(stages), 4 if width >= _WIDE_PX else 2)
+    gap = 62.0 if width >= _WIDE_PX else 54.0
+    box = min((width - 2 - (in_row - 1) * gap) / in_row, 260.0)
+    colours = type_colours(answer)
+    out: list[str] = []
+    y = 1.0
+    for index, stage in enumerate(stages):
+        column = index % in_row
+        x = 1.0 + column * (box + gap)
+        y = 1.0 + index // in_row * (_BOX_HEIGHT + _ROW_GAP)
+        out += _box(answer, index, stage, x, y, box, colours[stage.type])
+        if index + 1 < len(stages):
+            words = duration(stage.transfer_seconds) if stage.transfer_seconds else ""
+            tip = f"{stage.host} to {stages[index + 1].host}: {duration(stage.transfer_seconds)}"
+            middle = y + _BOX_HEIGHT / 2
+            if column + 1 < in_row:
+                out += _arrow(f"M{px(x + box + 4)} {px(middle)}H{px(x + box + gap - 6)}", tip)
+                out.append(text_at(x + box + gap / 2, middle - 8, words, "quiet", anchor="middle"))
+            else:
+                # The next row begins at the left: the line runs between the rows.
+                between = y + _BOX_HEIGHT + _ROW_GAP / 2
+                way = f"M{px(x + box / 2)} {px(y + _BOX_HEIGHT + 3)}V{px(between)}H{px(1 + box / 2)}"
+                out += _arrow(f"{way}V{px(between + _ROW_GAP / 2 - 5)}", tip)
+                left = (x + 1 + box) / 2 if in_row > 1 else 1 + box / 2 + 8 + text_width(words, 12) / 2
+                out.append(text_at(left, between - 5, words, "quiet", anchor="middle"))
+    height = y + _BOX_HEIGHT + 2
+    title = f"Pipeline of {len(stages)} stages"
+    listed = "; ".join(f"{s.host}: layers {s.first} to {s.last}" for s in stages)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {width} {px(height)}" width="{width}" '
+        f'height="{px(height)}" role="img" aria-labelledby="{prefix}-title {prefix}-desc">'
+        f'<title id="{prefix}-title">{title}</title><desc id="{prefix}-desc">{escape(listed)}</desc>'
+        f"{''.join(out)}</svg>\n"
+    )
+
+
+def _arrow(way: str, tip: str) -> list[str]:
+    return [f'<path class="bracket" d="{way}"><title>{escape(tip)}</title></path>', _head(way)]
+
+
+def _head(way: str) -> str:
+    """A small head at the end of a path of `M`, `H` and `V`."""
+    parts = way.replace("M", " M").replace("H", " H").replace("V", " V").split()
+    x, y = 0.0, 0.0
+    numbers = [part for part in parts if part]
+    for at, part in enumerate(numbers):
+        if part[0] == "M":
+            x, y = float(part[1:]), float(numbers[at + 1])
+        elif part[0] == "H":
+            x = float(part[1:])
+        elif part[0] == "V":
+            y = float(part[1:])
+    down = numbers[-1][0] == "V"
+    drawn = f"M{px(x - 4)} {px(y - 5)}L{px(x)} {px(y)}L{px(x + 4)} {px(y - 5)}"
+    if not down:
+        drawn = f"M{px(x - 5)} {px(y - 4)}L{px(x)} {px(y)}L{px(x - 5)} {px(y + 4)}"
+    return f'<path class="bracket" d="{drawn}"/>'
+
+
+def _box(answer: PartitionAnswer, index: int, stage: Stage, x: float, y: float, wide: float, colour: int) -> list[str]:
+    bottleneck = answer.schedule.bottleneck_seconds
+    first = answer.limits[0] if answer.limits else None
+    limits = first is not None and (first.what, first.stage) == ("compute", index)
+    busy = stage.compute_seconds / bottleneck if bottleneck > 0 else 0.0
+    full = stage.memory_bytes / stage.memory_available_bytes if stage.memory_available_bytes > 0 else 0.0
+    inner = wide - 28
+    memory = f"{stage.memory_bytes / MIB:,.1f} of {stage.memory_available_bytes / MIB:,.1f} MB"
+    tip = "\n".join(
+        (
+            f"{stage.host} ({stage.type})",
+            f"layers {stage.first} to {stage.last}",
+            f"compute {duration(stage.compute_seconds)}, busy {share(busy)}",
+            f"memory {memory}",
+        )
+    )
+    mark = "limits" if limits else ""
+    room = inner - (text_width(mark, 12) + 8 if mark else 0)
+    used = f"{stage.memory_bytes / MIB:,.0f} / {stage.memory_available_bytes / MIB:,.0f} MB"
+    bar = inner * 0.24
+    layers = f"layers {stage.first}–{stage.last}" if stage.first != stage.last else f"layer {stage.first}"
+    out = [
+        rect(x, y, wide, _BOX_HEIGHT, "surface", tip, rx=6),
+        rect(x, y, wide, _BOX_HEIGHT, "inside rest", rx=6),
+        rect(x, y + 8, 5, _BOX_HEIGHT - 16, f"inside k{colour}", rx=2),
+        text_at(x + 16, y + 21, fit(stage.host, room, 13, bold=True), "name"),
+        text_at(x + 16, y + 38, fit(f"{layers} · {stage.type}", inner, 12), "quiet"),
+    ]
+    if mark:
+        out.append(text_at(x + wide - 12, y + 21, mark, "small", anchor="end"))
+        out.append(
+            f'<rect class="inside end" x="{px(x)}" y="{px(y)}" width="{px(wide)}" height="96" rx="6" fill="none"/>'
+        )
+    for row, (part, words) in enumerate(((busy, f"{duration(stage.compute_seconds)} · {share(busy)}"), (full, used))):
+        top = y + 50 + row * 22
+        out.append(rect(x + 16, top + 4, bar, 7, "inside idle", rx=2))
+        css = f"inside k{colour}" if row == 0 else "inside sync"
+        out.append(rect(x + 16, top + 4, max(1.0, bar * min(part, 1.0)), 7, css, rx=2))
+        out.append(text_at(x + 16 + bar + 8, top + 12, fit(words, inner - bar - 8, 12), "small"))
+    return out
+
+
+def steady_chart(answer: PartitionAnswer) -> Chart:
+    """The steady state: microbatches come in at the pace of the bottleneck, and every stage repeats itself.
+
+    No stage or link takes longer than that pace, so none ever waits for a place: times are sums.
+    """
+    schedule = answer.schedule
+    period = schedule.bottleneck_seconds
+    with_links = len(schedule.stages) <= MOST_ROWS_WITH_LINKS and any(
+        s.transfer_seconds > THIN_LINK * period for s in schedule.stages
+    )
+    window = PERIODS * period
+    # The window opens when the first microbatch has reached the last stage, at a multiple of the period.
+    reached = schedule.latency_seconds - schedule.stages[-1].compute_seconds - schedule.stages[-1].transfer_seconds
+    begin = int(reached / period + 1) * period if period > 0 else 0.0
+    rows: list[Row] = []
+    keys: dict[int, None] = {}
+    at = schedule.input_seconds
+
+    def repeated(offset: float, lasts: float, note: str) -> tuple[Stretch, ...]:
+        found = []
+        if lasts <= 0 or period <= 0:
+            return ()
+        number = max(0, int((begin - offset - lasts) / period))
+        while offset + number * period < begin + window:
+            start = offset + number * period - begin
+            if start + lasts > 1e-9 * period:
+                keys.setdefault(number)
+                stop = min(start + lasts, window)
+                found.append(Stretch(max(start, 0.0), stop, _name(number), note=note))
+            number += 1
+        return tuple(found)
+
+    for index, stage in enumerate(schedule.stages):
+        detail = f"layers {stage.first}–{stage.last}"
+        stretches = repeated(at, stage.compute_seconds, f"{detail} on {stage.host}")
+        rows.append(Row(stage.host, stretches, detail))
+        at += stage.compute_seconds
+        if with_links and stage.transfer_seconds > 0:
+            to = schedule.stages[index + 1].host if index + 1 < len(schedule.stages) else answer.job.sink or ""
+            sent = repeated(at, stage.transfer_seconds, f"{stage.host} to {to}")
+            rows.append(Row(f"→ {to}", sent, weight=0, shaded=False))
+        at += stage.transfer_seconds
+    spans = (Span(0.0, period, f"one microbatch every {duration(period)}"),)
+    names = tuple(_name(number) for number in sorted(keys))
+    said = limit_words(answer, answer.limits[0]) if answer.limits else "nothing"
+    description = f"Steady state of {len(schedule.stages)} stages; limited by {said}."
+    return Chart("Steady state", tuple(rows), names, window, spans=spans, description=description)
+
+
+def _name(number: int) -> str:
+    return f"microbatch {number + 1}"
+
+
+def frontier_svg(answer: PartitionAnswer, width: int, prefix: str) -> str:
+    """The least bottleneck over the number of devices, as steps from point to point."""
+    points = answer.frontier
+    left, right, top, bottom = 64.0, width - 16.0, 14.0, 214.0
+    most = max(point.bottleneck_seconds for point in points)
+    first, last = points[0].devices, points[-1].devices
+
+    def x(devices: int) -> float:
+        return (
+            (left + right) / 2
+            if first == last
+            else left + 14 + (right - left - 28) * (devices - first) / (last - first)
+        )
+
+    def y(seconds: float) -> float:
+        return bottom - (bottom - top) * (seconds / most if most > 0 else 0.0)
+
+    out = []
+    for value, words in ticks(most, 4):
+        out.append(f'<path class="grid" d="M{px(left)} {px(y(value))}H{px(right)}"/>')
+        out.append(text_at(left - 8, y(value) + 4, words, "quiet", anchor="end"))
+    every = max(1, -(-(last - first + 1) // int((right - left) / 34)))
+    out += [
+        text_at(x(devices), bottom + 18, str(devices), "quiet", anchor="middle")
+        for devices in range(first, last + 1, every)
+    ]
+    line = "L".join(f"{px(x(p.devices))} {px(y(p.bottleneck_seconds))}" for p in points)
+    out.append(f'<path d="M{line}" fill="none" stroke="var(--tt-0)" stroke-width="2"/>')
+    used = len(answer.schedule.stages)
+    for point in points:
+        words = f"{point.devices} device{'s' if point.devices != 1 else ''}: {duration(point.bottleneck_seconds)}"
+        radius = 5.5 if point.devices == used else 3.5
+        out.append(
+            f'<circle class="bar k0 edged" cx="{px(x(point.devices))}" cy="{px(y(point.bottleneck_seconds))}" '
+            f'r="{radius}"><title>{escape(words)}</title></circle>'
+        )
+    out.append(text_at((left + right) / 2, bottom + 38, "devices", "quiet", anchor="middle"))
+    height = bottom + 46
+    listed = "; ".join(f"{p.devices}: {duration(p.bottleneck_seconds)}" for p in points)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {width} {px(height)}" width="{width}" '
+        f'height="{px(height)}" role="img" aria-labelledby="{prefix}-title {prefix}-desc">'
+        f'<title id="{prefix}-title">Bottleneck over the number of devices</title>'
+        f'<desc id="{prefix}-desc">{escape(listed)}</desc>{"".join(out)}</svg>\n'
+    )

@@ -1,0 +1,390 @@
+"""A plan as a page to look at: one HTML file with the timeline, the numbers, what else was considered, and why.
+
+Called by the command line with a finished answer. The page is whole by itself: it loads nothing, sends nothing, and its
+policy forbids both; it reads in dark, in light, on paper, on a phone and to a screen reader. What is drawn stands in
+words and tables too. Nothing is decided here: every number comes from the answer.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from importlib import resources
+
+from trimtab import __version__
+from trimtab.core.ranks import ranks_text
+from trimtab.model.plan import Answer, Placed, Plan, Sensitivity
+from trimtab.render.html.kit import timeline
+from trimtab.render.html.kit.chart import Mark
+from trimtab.render.html.kit.labels import duration, escape, escape_block, share
+
+# A runner-up many times slower must not squeeze the others into a corner: its chart is cut a little beyond theirs.
+_LONGEST_OVER_BEST = 2.5
+_ROOM_BEYOND = 1.15
+WIDE_PX, NARROW_PX = 960, 420
+WIDTHS = (("wide", WIDE_PX), ("narrow", NARROW_PX))
+_LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
+
+# Without scripts the block is still there to be selected; the button appears only where it would work.
+COPY_SCRIPT = """
+for (const box of document.querySelectorAll(".copy")) {
+  if (!navigator.clipboard) break;
+  const button = document.createElement("button");
+  button.type = "button";
+  button.textContent = "Copy";
+  button.setAttribute("aria-live", "polite");
+  button.addEventListener("click", () => navigator.clipboard.writeText(box.querySelector("pre").textContent).then(
+    () => { button.textContent = "Copied"; setTimeout(() => { button.textContent = "Copy"; }, 1500); },
+    () => { getSelection().selectAllChildren(box.querySelector("pre")); }));
+  box.append(button);
+}
+"""
+
+
+def plan_report(
+    answer: Answer, *, title: str, source: str, block: str, command: str | None, search_seconds: float | None
+) -> str:
+    """The report of an answer as HTML.
+
+    `source` is the job file's name, `block` the placement in its own keys, `command` what made the report.
+    """
+    parts = [
+        page_head(title),
+        _headline(answer, title, source),
+        _chosen(answer.best),
+        _scaling(answer),
+        _block(block),
+        _others(answer),
+        _near_ties(answer),
+        _sensitivity(answer.sensitivity),
+        _assumptions(answer.assumptions),
+        _foot(answer, command, search_seconds),
+    ]
+    return "\n".join(part for part in parts if part) + "\n"
+
+
+@cache
+def _style() -> str:
+    return (
+        resources.files("trimtab.render.html").joinpath("assets/report.css").read_text(encoding="utf-8")
+        + timeline.style()
+    )
+
+
+def page_head(title: str, *, scripts: Sequence[str] = (COPY_SCRIPT,), style: str = "") -> str:
+    """The head of a report: one file, one look, and nothing from anywhere else. Only these scripts may run in it."""
+    digests = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
+    )
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {digests}; base-uri 'none'; form-action 'none'"
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta name="generator" content="trimtab {escape(__version__)}">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{_style()}{style}</style>\n</head>\n<body>\n<main>"
+    )
+
+
+def _headline(answer: Answer, title: str, source: str) -> str:
+    best = answer.best
+    per_hour = 3600 / best.iteration_seconds if best.iteration_seconds > 0 else 0.0
+    gap = 1 - answer.lower_bound_seconds / best.iteration_seconds if best.iteration_seconds > 0 else 0.0
+    if answer.kept:
+        proof = '<dd class="warn">Your placement<small>faster than every plan that can be written: keep it</small></dd>'
+    elif answer.scaling is not None and answer.scaling.plan is not None:
+        proof = '<dd class="warn">If scaling is perfect<small>which was not measured</small></dd>'
+    elif answer.optimal:
+        proof = '<dd class="good">Proven<small>no plan under this model is faster</small></dd>'
+    else:
+        bound = duration(answer.lower_bound_seconds)
+        proof = f'<dd class="warn">Within {share(max(gap, 0.0))}<small>nothing can be below {bound}</small></dd>'
+    spare = best.total_gpus - best.gpus
+    used = "all of them" if spare <= 0 else f"{spare} left free"
+    numbers = [
+        ("Predicted iteration", f"<dd>{duration(best.iteration_seconds)}<small>{escape(best.mode)}</small></dd>"),
+        ("Throughput", f"<dd>{_rate(per_hour)}<small>iterations per hour</small></dd>"),
+        ("GPUs idle", f"<dd>{share(best.idle_share)}<small>of the GPU time</small></dd>"),
+        ("GPUs used", f"<dd>{best.gpus} of {best.total_gpus}<small>{used}</small></dd>"),
+        ("Optimal", proof),
+    ]
+    tiles = "".join(f"<div><dt>{name}</dt>{value}</div>" for name, value in numbers)
+    return (
+        f'<header>\n<p class="eyebrow">trimtab plan · {escape(source)}</p>\n<h1>{escape(title)}</h1>\n'
+        f'<p class="lede">{escape(_in_words(best))}</p>\n<dl class="numbers">{tiles}</dl>\n</header>'
+    )
+
+
+def _scaling(answer: Answer) -> str:
+    """The plan for less than perfect scaling beside the chosen one, where it is another."""
+    scaling = answer.scaling
+    if scaling is None or scaling.plan is None:
+        return ""
+    plan = scaling.plan
+    decides = f" Measure {scaling.measure[0]} on {scaling.measure[1]} GPUs: that decides." if scaling.measure else ""
+    were = "were each" if len(scaling.components) > 1 else "was"
+    words = (
+        f"{', '.join(scaling.components)} {were} measured on one number of GPUs only. The plan above is the best if "
+        "more GPUs help perfectly. "
+        f"If each doubling of GPUs gives {scaling.doubling:.0%} of a perfect speed-up it takes "
+        f"{duration(scaling.chosen_seconds)}, and the plan below is the best.{decides}"
+    )
+    axis = max(plan.timeline_seconds, answer.best.timeline_seconds)
+    keys = tuple(component.name for component in answer.best.components)
+    drawn = _pictures(plan, "If scaling is less than perfect", "scaling", keys=keys, axis_seconds=axis)
+    return (
+        '<section aria-labelledby="h-scaling">\n<h2 id="h-scaling">If scaling is less than perfect</h2>\n'
+        f'<p>{escape(words)}</p>\n<div class="card"><h3>{escape(_in_words(plan))}: '
+        f"{duration(plan.iteration_seconds)}</h3><figure>{drawn}</figure></div>\n</section>"
+    )
+
+
+def _rate(per_hour: float) -> str:
+    return f"{per_hour:,.0f}" if per_hour >= 100 else f"{per_hour:.3g}"
+
+
+def _chosen(plan: Plan) -> str:
+    chart = _pictures(plan, "The chosen plan", "best")
+    rows = "\n".join(_component(plan, index, placed) for index, placed in enumerate(plan.components))
+    # The first three are words; numbers are aligned to the right, so that they compare.
+    heads = ("Component", "GPUs", "Variant", "Seconds", "Start, s", "End, s", "Idle")
+    numeric = ' class="number"'
+    columns = "".join(f'<th scope="col"{numeric if i > 2 else ""}>{head}</th>' for i, head in enumerate(heads))
+    note = '<p class="unseen">Idle: share of the iteration in which the GPUs of the component do nothing at all.</p>'
+    return (
+        '<section aria-labelledby="h-timeline">\n<h2 id="h-timeline">Timeline</h2>\n'
+        f'<div class="card"><figure>{chart}</figure>\n{note}'
+        '<div class="scroll" role="region" aria-labelledby="h-timeline" tabindex="0"><table>\n'
+        f"<thead><tr>{columns}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table></div></div>\n</section>"
+    )
+
+
+def _component(plan: Plan, index: int, placed: Placed) -> str:
+    group = next((group for group in plan.groups if placed.name in group.components), None)
+    if group is None:
+        gpus = "CPU"
+    else:
+        count = len(placed.gpus)
+        of = f" of {len(group.gpus)}" if count != len(group.gpus) else ""
+        which = ranks_text(placed.gpus, ", ")
+        # A few ranks stay on one line with their count; a long list of them may break.
+        css = ' class="count"' if len(which) < 20 else ""
+        gpus = f"<span{css}>{count}{of} <small>{which}</small></span>"
+    extrapolated = ' <span class="badge warn">extrapolated</span>' if placed.extrapolated else ""
+    numbers = "".join(f'<td class="number">{value:,.1f}</td>' for value in (placed.seconds, placed.start, placed.end))
+    return (
+        f'<tr><th scope="row"><span class="named"><span class="tt-key key{index % timeline.COLOURS}"></span>'
+        f"<span>{escape(placed.name)}{extrapolated}</span></span></th>"
+        f"<td>{gpus}</td><td>{escape(placed.variant) or '–'}</td>{numbers}"
+        f'<td class="number">{share(placed.idle_share)}</td></tr>'
+    )
+
+
+def _pictures(
+    plan: Plan,
+    title: str,
+    prefix: str,
+    *,
+    keys: tuple[str, ...] = (),
+    axis_seconds: float | None = None,
+    mark: Mark | None = None,
+) -> str:
+    chart = timeline.plan_chart(plan, title, keys=keys, axis_seconds=axis_seconds, marks=(mark,) if mark else ())
+    compact = axis_seconds is not None
+    return both(lambda width, name: timeline.svg(chart, width, standalone=False, compact=compact, prefix=name), prefix)
+
+
+def both(draw: Callable[[int, str], str], prefix: str, widths: Sequence[tuple[str, int]] = WIDTHS) -> str:
+    """The same picture for a wide and for a narrow page; the style sheet shows one of them."""
+    return "".join(
+        draw(width, f"{prefix}-{name}").replace('class="tt"', f'class="tt {name}"', 1) for name, width in widths
+    )
+
+
+def _block(block: str) -> str:
+    if not block.strip():
+        return ""
+    return (
+        '<section aria-labelledby="h-block">\n<h2 id="h-block">Placement</h2>\n'
+        "<p>What to put into the configuration.</p>\n"
+        f'<div class="copy"><pre tabindex="0" aria-label="Placement block">{escape_block(block.rstrip())}</pre></div>\n'
+        "</section>"
+    )
+
+
+def _others(answer: Answer) -> str:
+    best = answer.best
+    plans = [alternative.plan for alternative in answer.alternatives if alternative.plan]
+    plans += [answer.unrestricted] if answer.unrestricted else []
+    if not answer.alternatives and not plans:
+        return ""
+    axis = _common_axis([best.timeline_seconds, *(plan.timeline_seconds for plan in plans)])
+    items = list(_alternatives(answer, axis))
+    out = ""
+    if items:
+        chosen = _compared("The chosen plan", "", best, best, "chosen", axis)
+        out += (
+            '<section aria-labelledby="h-others">\n<h2 id="h-others">Runners-up</h2>\n'
+            "<p>All on one time scale. The dashed line is where the chosen plan has finished its iteration.</p>\n"
+            f'<ol class="plans">\n{chosen}\n' + "\n".join(items) + "\n</ol>\n</section>"
+        )
+    if answer.unrestricted:
+        saved = best.iteration_seconds - answer.unrestricted.iteration_seconds
+        part = saved / best.iteration_seconds if best.iteration_seconds else 0.0
+        words = f"It would save {duration(saved)} an iteration ({share(part)})."
+        item = _compared("Without your framework's limits", words, answer.unrestricted, best, "unrestricted", axis)
+        out += (
+            '\n<section aria-labelledby="h-free">\n'
+            f'<h2 id="h-free">{escape(_capital(answer.framework or "your framework"))} cannot run this</h2>\n'
+            f'<p>The best plan of all, on the same time scale.</p>\n<ul class="plans">\n{item}\n</ul>\n</section>'
+        )
+    return out
+
+
+def _common_axis(lengths: list[float]) -> float:
+    """How many seconds all charts show; the first length is the chosen plan's."""
+    comparable = max(length for length in lengths if length <= _LONGEST_OVER_BEST * lengths[0])
+    return min(max(lengths), _ROOM_BEYOND * comparable)
+
+
+def _alternatives(answer: Answer, axis: float) -> Iterator[str]:
+    for index, alternative in enumerate(answer.alternatives):
+        if alternative.plan is None:
+            yield (
+                f'<li class="card refused"><h3>{escape(_capital(alternative.label))}<span class="time">'
+                f"<small>not feasible</small></span></h3><p>{escape(alternative.reason)}</p></li>"
+            )
+        else:
+            label = _capital(alternative.label)
+            yield _compared(label, alternative.reason, alternative.plan, answer.best, f"other{index}", axis)
+
+
+def _compared(label: str, reason: str, plan: Plan, best: Plan, prefix: str, axis: float) -> str:
+    if plan is best:
+        versus, mark = "", None
+    else:
+        times = plan.iteration_seconds / best.iteration_seconds if best.iteration_seconds > 0 else 1.0
+        slower = (
+            f"{times:.2f}× as long" if times >= 1.005 else f"{share(1 - times)} faster" if times < 0.995 else "equal"
+        )
+        versus, mark = f" <small>{slower}</small>", Mark(best.iteration_seconds, "chosen plan")
+    keys = tuple(component.name for component in best.components)
+    drawn = _pictures(plan, label, prefix, keys=keys, axis_seconds=axis, mark=mark)
+    return (
+        f'<li class="card"><h3>{escape(label)}<span class="time">{duration(plan.iteration_seconds)}{versus}</span></h3>'
+        f"<p>{escape(_in_words(plan))}</p>{f'<p>{escape(reason)}</p>' if reason else ''}<figure>{drawn}</figure></li>"
+    )
+
+
+def _near_ties(answer: Answer) -> str:
+    if not answer.near_ties:
+        return ""
+    best = answer.best.iteration_seconds
+    rows = "".join(
+        f'<tr><th scope="row">{escape(_in_words(plan))}</th><td>{escape(plan.mode)}</td>'
+        f'<td class="number">{duration(plan.iteration_seconds)}</td>'
+        f'<td class="number">+{share(plan.iteration_seconds / best - 1 if best else 0.0)}</td></tr>'
+        for plan in answer.near_ties
+    )
+    return (
+        '<section aria-labelledby="h-ties">\n<h2 id="h-ties">Near ties</h2>\n'
+        "<p>As good within the noise of a measurement: take the one that is simplest to run.</p>\n"
+        '<div class="card"><div class="scroll bare" role="region" aria-labelledby="h-ties" tabindex="0"><table>\n'
+        '<thead><tr><th scope="col">Plan</th><th scope="col">Mode</th><th scope="col" class="number">Iteration</th>'
+        '<th scope="col" class="number">Longer by</th></tr></thead>\n'
+        f"<tbody>{rows}</tbody>\n</table>"
+        "</div></div>\n</section>"
+    )
+
+
+def _sensitivity(all_of_them: tuple[Sensitivity, ...]) -> str:
+    if not all_of_them:
+        return ""
+    scale = "".join(
+        f'<span style="left:{_position(factor):.2f}%">{words}</span>'
+        for factor, words in ((0.5, "half"), (1.0, "as stated"), (2.0, "double"))
+    )
+    rows = "\n".join(map(_range, all_of_them))
+    factors = [
+        (f, s.component) for s in all_of_them for f in (s.lower_factor, s.upper_factor) if f is not None and f > 0
+    ]
+    nearest = min(factors, key=lambda found: abs(math.log(found[0])), default=None)
+    first = f" The tightest is {escape(nearest[1])}: {share(abs(nearest[0] - 1))}." if nearest else ""
+    return (
+        '<section aria-labelledby="h-sensitivity">\n<h2 id="h-sensitivity">How sure the choice is</h2>\n'
+        "<p>How far one cost may be off, the others being right, before another plan is better."
+        f"{first}</p>\n"
+        f'<dl class="card ranges">\n{rows}\n'
+        f'<div class="scale-row" aria-hidden="true"><dt></dt><dd class="scale">{scale}</dd></div>\n</dl>\n</section>'
+    )
+
+
+def _position(factor: float) -> float:
+    """Where a factor lies between half and double, in per cent: as far down for half as up for double."""
+    span = math.log(_MOST_FACTOR / _LEAST_FACTOR)
+    return 100 * min(max(math.log(max(factor, 1e-9) / _LEAST_FACTOR) / span, 0.0), 1.0)
+
+
+def _range(found: Sensitivity) -> str:
+    low, high = found.lower_factor, found.upper_factor
+    left = _position(_LEAST_FACTOR if low is None else low)
+    right = _position(_MOST_FACTOR if high is None else high)
+    css = ("open-left " if low is None else "") + ("open-right" if high is None else "")
+    edges = "".join(
+        f'<i class="edge" style="left:{at:.2f}%"></i>'
+        for at, factor in ((left, low), (right, high))
+        if factor is not None
+    )
+    if low is None and high is None:
+        words = "<span>Holds from half to double its cost.</span>"
+    else:
+        words = _beyond(low, found.lower_becomes, "less", "Holds down to half.")
+        words += _beyond(high, found.upper_becomes, "more", "Holds up to double.")
+    return (
+        f'<div><dt>{escape(found.component)}</dt><dd class="range" aria-hidden="true"><span class="{css.strip()}" '
+        f'style="left:{left:.2f}%;width:{right - left:.2f}%"></span>{edges}'
+        f'<i style="left:{_position(1.0):.2f}%"></i></dd><dd>{words}</dd></div>'
+    )
+
+
+def _beyond(factor: float | None, becomes: str | None, direction: str, holds: str) -> str:
+    if factor is None:
+        return f"<span>{holds}</span>"
+    then = escape(becomes) if becomes else "another plan"
+    return f"<span><b>{share(abs(factor - 1))} {direction}</b>: {then}</span>"
+
+
+def _assumptions(sentences: tuple[str, ...]) -> str:
+    if not sentences:
+        return ""
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    return (
+        '<section aria-labelledby="h-assumptions">\n<h2 id="h-assumptions">What was assumed</h2>\n'
+        f'<ul class="plain">{items}</ul>\n</section>'
+    )
+
+
+def _foot(answer: Answer, command: str | None, search_seconds: float | None) -> str:
+    took = f" in {duration(search_seconds)}" if search_seconds is not None else ""
+    made = f" Made by <code>{escape(command)}</code>." if command else ""
+    return (
+        f"</main>\n<footer><p>trimtab {escape(__version__)}. {answer.plans_considered:,} plans considered{took}.{made}"
+        f"</p></footer>\n<script>{COPY_SCRIPT}</script>\n</body>\n</html>"
+    )
+
+
+def _in_words(plan: Plan) -> str:
+    """The grouping in words: who takes turns, who works beside them, on how many GPUs."""
+    groups = []
+    for group in plan.groups:
+        count = f"{len(group.gpus)} GPU{'s' if len(group.gpus) != 1 else ''}"
+        *most, last = group.components
+        groups.append(f"{', '.join(most)} and {last} take turns on {count}" if most else f"{last} on {count}")
+    return "; ".join(groups)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,189 @@
+"""The curves of a run, each with its heading and what it says in a sentence, and the table behind them.
+
+The report shows them as sections of its page, and the dashboard those of predictions and metrics as panels of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from trimtab.render.html.kit.labels import duration, escape, share
+from trimtab.render.html.kit.lines import Curve, Curves, Point, curves_svg, thinned
+from trimtab.render.html.kit.markup import card, heads, scroll, section
+from trimtab.render.html.kit.timeline import COLOURS
+from trimtab.render.html.plan_report import WIDTHS, both
+from trimtab.render.html.run.facts import counted
+from trimtab.render.html.run.figures import Cost, all_metrics, course, ends_of, errors, expected
+from trimtab.render.html.run.story import Story
+
+Widths = Sequence[tuple[str, int]]
+
+_MOST_ROWS = 300
+_MOST_METRICS = 8
+_MOST_POINTS = 600
+
+
+def _drawn(chart: Curves, prefix: str, key: str = "", widths: Widths = WIDTHS) -> str:
+    pictures = both(lambda width, name: curves_svg(chart, width, name), prefix, widths)
+    return f"{key}<figure>{pictures}</figure>"
+
+
+def _key(entries: Sequence[tuple[str, str]]) -> str:
+    items = "".join(f'<li><span class="tt-key {css}"></span>{escape(words)}</li>' for css, words in entries)
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _changes(story: Story) -> tuple[tuple[float, str], ...]:
+    return tuple((float(plan.iteration), plan.words) for plan in story.plans if plan.number)
+
+
+def _few(points: Sequence[tuple[int, float]], widths: Widths) -> tuple[Point, ...]:
+    """Points of a long run as pictures need them: of each pixel the first, the lowest, the highest and the last."""
+    if len(points) <= _MOST_POINTS:
+        return tuple((float(number), value) for number, value in points)
+    first, last = points[0][0], points[-1][0]
+    scale = max(width for _, width in widths) / (last - first)
+    return tuple((round(first + x / scale), y) for x, y in thinned([((x - first) * scale, y) for x, y in points]))
+
+
+def predicted_curves(story: Story, widths: Widths = WIDTHS) -> tuple[str, str]:
+    """Iteration times beside what plans promised: what is to be said of them, and the picture with its key."""
+    done = story.iterations
+    notes = tuple(", ".join(one.iteration.extra) for one in done) if len(done) <= _MOST_POINTS else ()
+    measured = _few([(one.iteration.number, one.iteration.wall_s) for one in done], widths)
+    curves, key = [Curve("measured", measured, None, notes=notes)], [("line-ink", "measured")]
+    promised = [(float(plan.iteration), story.prediction(plan.number)) for plan in story.plans]
+    known = any(value is not None for _, value in promised)
+    if known:
+        steps = tuple((at, float("nan") if value is None else value) for at, value in promised)
+        curves.append(Curve("predicted", steps, 0, dashed=True))
+        key.append(("line-0", "predicted"))
+    if current := _few(expected(story), widths):
+        curves.append(Curve("expected by costs as measured then", current, 1))
+        key.append(("line-1", curves[-1].name))
+    off = [abs(error) for _, error in errors(story)]
+    said = f"Off by {share(median(off))} at the median, {share(max(off))} at worst." if off else ""
+    chart = Curves("Iteration time, predicted and measured", tuple(curves), "seconds", said, _changes(story))
+    lede = f"{said} Dashed: what the plan promised. Upright: another plan." if known else "Nothing was predicted."
+    return lede.strip(), _drawn(chart, "predicted", _key(key), widths)
+
+
+def metric_curve(story: Story, name: str, prefix: str, widths: Widths = WIDTHS) -> tuple[str, str] | None:
+    """A metric over the iterations: what is to be said of it, and the picture. None where it has no values."""
+    points = course(story.iterations, name)
+    if not points:
+        return None
+    first, last = ends_of([value for _, value in points])
+    said = f"{name}: from {first:.3g} to {last:.3g}."
+    chart = Curves(name, (Curve(name, _few(points, widths), 2),), "number", said, _changes(story))
+    return said, _drawn(chart, prefix, widths=widths)
+
+
+def predicted_section(story: Story) -> str:
+    """Iteration times beside what plans promised."""
+    if not story.iterations:
+        return ""
+    lede, drawn = predicted_curves(story)
+    return section("predicted", "Predicted against measured", lede, card(drawn))
+
+
+def costs_section(story: Story, spent: list[Cost]) -> str:
+    """What each component cost, as curves and as a table."""
+    if not story.iterations:
+        return ""
+    curves = []
+    for at, name in enumerate(story.components):
+        points = tuple(
+            (float(one.iteration.number), m.busy_s)
+            for one in story.iterations
+            for m in one.iteration.components
+            if m.component == name
+        )
+        curves.append(Curve(name, points, at % COLOURS))
+    chart = Curves(
+        "Cost of components", tuple(curves), "seconds", "Each component's own time per iteration.", _changes(story)
+    )
+    rows = "".join(_cost(at, cost) for at, cost in enumerate(spent))
+    columns = heads("Component", "GPUs", "Predicted", "Measured", "Waited", "Switch", "GPUs idle", "Drift", words=2)
+    table = scroll("Cost of components", f"{columns}\n<tbody>{rows}</tbody>")
+    key = _key([(f"key{at % COLOURS}", name) for at, name in enumerate(story.components)])
+    lede = (
+        "A component's own time for its batches in an iteration, without waiting. In the table: medians under the plan "
+        "that ran last; drift is the end against the beginning, on as many GPUs."
+    )
+    return section("costs", "Cost of components", lede, card(_drawn(chart, "costs", key) + table))
+
+
+def _cost(at: int, cost: Cost) -> str:
+    def cell(value: float | None) -> str:
+        return f'<td class="number">{duration(value) if value is not None else "–"}</td>'
+
+    gpus = ", ".join(str(count) if count else "CPU" for count in cost.gpus[-8:]) or "–"
+    idle = share(cost.idle) if cost.idle is not None else "–"
+    drift = f"× {cost.drift:.2f}" if cost.drift is not None else "–"
+    return (
+        f'<tr><th scope="row"><span class="named"><span class="tt-key key{at % COLOURS}"></span>'
+        f"<span>{escape(cost.component)}</span></span></th><td>{gpus}</td>{cell(cost.predicted_s)}{cell(cost.busy_s)}"
+        f'{cell(cost.wait_s)}{cell(cost.switch_s)}<td class="number">{idle}</td><td class="number">{drift}</td></tr>\n'
+    )
+
+
+def idle_section(story: Story, idle: dict[str, list[tuple[int, float]]]) -> str:
+    """The share of time in which GPUs did nothing."""
+    curves = tuple(
+        Curve(name, tuple((float(number), value) for number, value in idle[name]), at % COLOURS)
+        for at, name in enumerate(story.components)
+        if idle.get(name)
+    )
+    if not curves:
+        return ""
+    chart = Curves("Idle share", curves, "share", "Share of each iteration in which GPUs did nothing.", _changes(story))
+    key = _key([(f"key{curve.colour}", curve.name) for curve in curves])
+    lede = "The share of each iteration in which the GPUs of a component did nothing at all; on CPUs, the component."
+    return section("idle", "Idle share", lede, card(_drawn(chart, "idle", key)))
+
+
+def metrics_section(story: Story, names: list[str], wanted: Sequence[str]) -> str:
+    """What the run learned: rewards, or the metrics asked for."""
+    if not names:
+        there = ", ".join(all_metrics(story)[:20])
+        if wanted and there:
+            return section("metrics", "Metrics", f"None of those asked for is there; there are: {escape(there)}.", "")
+        return ""
+    cards = ""
+    for at, name in enumerate(names[:_MOST_METRICS]):
+        if drawn := metric_curve(story, name, f"metric{at}"):
+            cards += card(f"<h3>{escape(name)}</h3>{drawn[1]}")
+    title = "Reward" if not wanted else "Metrics"
+    return section("metrics", title, "Means over the batches of an iteration.", cards) if cards else ""
+
+
+def figures_section(story: Story, names: list[str]) -> str:
+    """The curves as a table."""
+    done = story.iterations
+    if not done:
+        return ""
+    every = -(-len(done) // _MOST_ROWS)
+    columns = ("Iteration", "Ended at", "Took", "Predicted", *map(escape, (*story.components, *names)))
+    by_number = {name: dict(course(done, name)) for name in names}
+    rows = ""
+    for one in done[::every]:
+        number = one.iteration.number
+        busy = {m.component: m.busy_s for m in one.iteration.components}
+        predicted = story.prediction(one.plan) if one.plan >= 0 else None
+        cells = [duration(one.end_s), duration(one.iteration.wall_s), duration(predicted) if predicted else "–"]
+        cells += [duration(busy[name]) if name in busy else "–" for name in story.components]
+        cells += [f"{by_number[name][number]:.4g}" if number in by_number[name] else "–" for name in names]
+        extra = f" <small>{escape(', '.join(one.iteration.extra))}</small>" if one.iteration.extra else ""
+        rows += (
+            f'<tr><th scope="row">{number}{extra}</th>'
+            + "".join(f'<td class="number">{c}</td>' for c in cells)
+            + "</tr>\n"
+        )
+    some = f", one in {every}" if every > 1 else ""
+    table = scroll("Iterations", f"{heads(*columns, words=1)}\n<tbody>{rows}</tbody>", css="tall")
+    body = (
+        f'<details class="card"><summary>{counted(len(done), "iteration")} in figures{some}</summary>{table}</details>'
+    )
+    return section("figures", "Figures", "What the curves are drawn from.", body)

@@ -1,0 +1,318 @@
+"""The report of a run: one HTML file with its timeline, plans, moves, decisions, costs and what it learned.
+
+Called by `trimtab report` with the story of a folder. The page is whole by itself: it loads and sends nothing, and its
+policy forbids both. Without scripts the timeline stands still; all that is drawn stands in words and tables too.
+Nothing is decided here: every number comes from the story.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from statistics import median
+from typing import Any
+
+from trimtab import __version__
+from trimtab.core.ranks import ranks_text
+from trimtab.render.html.kit.labels import duration, escape, share
+from trimtab.render.html.kit.markup import card, code_of, heads, scroll, section
+from trimtab.render.html.plan_report import both, page_head
+from trimtab.render.html.run.curves import (
+    costs_section,
+    figures_section,
+    idle_section,
+    metrics_section,
+    predicted_section,
+)
+from trimtab.render.html.run.facts import MoveSeen, PlanSeen, counted
+from trimtab.render.html.run.figures import (
+    Cost,
+    costs,
+    course,
+    ends_of,
+    errors,
+    idle_shares,
+    metric_names,
+    runs_of_equal,
+)
+from trimtab.render.html.run.story import Story
+from trimtab.render.html.run.summary import in_words, is_elsewhere, standing
+from trimtab.render.html.run.timeline import RunChart, chart_data, legend, run_chart, static_svg
+
+_MOST_ROWS = 150
+_NUMBERS = {
+    "iteration_s": "an iteration now", "new_iteration_s": "of the other plan", "gain_s": "gain per iteration",
+    "sure_gain_s": "of which sure", "horizon": "iterations that count", "cost_s": "cost of the move",
+    "margin": "margin", "dwell_left": "iterations until a move is allowed",
+}  # fmt: skip
+
+
+def run_report(story: Story, *, title: str, command: str | None, metrics: Sequence[str] = ()) -> str:
+    """The report of a story as HTML. `metrics` names what to draw besides costs; without any, rewards."""
+    chart = run_chart(story)
+    idle = idle_shares(story)
+    spent = costs(story, idle)
+    names = metric_names(story, metrics)
+    parts = [
+        page_head(title, scripts=(script(),), style=style()),
+        _headline(story, chart, spent, names, title),
+        _timeline(story, chart),
+        _happened(story),
+        _plans(story),
+        _moves(story.moves),
+        _decisions(story),
+        predicted_section(story),
+        costs_section(story, spent),
+        idle_section(story, idle),
+        metrics_section(story, names, metrics),
+        figures_section(story, names),
+        _foot(story, command),
+    ]
+    return "\n".join(part for part in parts if part) + "\n"
+
+
+@cache
+def script() -> str:
+    """What makes the timeline live; a page needs nothing else."""
+    return resources.files("trimtab.render.html").joinpath("assets/run_timeline.js").read_text(encoding="utf-8")
+
+
+@cache
+def style() -> str:
+    """The look of a run's pictures, beside that of all reports."""
+    return resources.files("trimtab.render.html").joinpath("assets/run_report.css").read_text(encoding="utf-8")
+
+
+def _headline(story: Story, chart: RunChart, spent: list[Cost], names: list[str], title: str) -> str:
+    lines = "".join(f"<li>{escape(line)}</li>" for line in in_words(story, chart, spent, names))
+    tiles = "".join(f"<div><dt>{name}</dt>{value}</div>" for name, value in _tiles(story, chart, names))
+    warned = ""
+    if story.unclear:
+        where = ", ".join(map(str, story.unclear[:5])) + (" …" if len(story.unclear) > 5 else "")
+        count = counted(len(story.unclear), "line")
+        warned = (
+            f'<p class="lede warn">{count} of events.jsonl could not be understood and are left out: {where}.</p>\n'
+        )
+    return (
+        f'<header>\n<p class="eyebrow">trimtab report · {escape(story.job or "run")}</p>\n<h1>{escape(title)}</h1>\n'
+        f'<p class="lede">{escape(standing(story))}</p>\n{warned}'
+        f'<dl class="numbers">{tiles}</dl>\n<ul class="plain said">{lines}</ul>\n</header>'
+    )
+
+
+def _tiles(story: Story, chart: RunChart, names: list[str]) -> list[tuple[str, str]]:
+    count = len(story.iterations)
+    of = f"of {story.wanted}" if story.wanted else "done"
+    arrived = sum(move.state == "arrived" for move in story.moves)
+    back = sum(move.state == "rolled back" for move in story.moves)
+    tiles = [
+        ("Iterations", f"<dd>{count}<small>{of}</small></dd>"),
+        (
+            "Time",
+            f"<dd>{duration(story.end_s)}<small>{'of the plan' if is_elsewhere(story) else 'in all'}</small></dd>",
+        ),
+        ("Moves", f"<dd>{arrived}<small>{f'{back} rolled back' if back else 'none rolled back'}</small></dd>"),
+    ]
+    if chart.there_gpu_s > 0:
+        part = max(0.0, 1 - chart.used_gpu_s / chart.there_gpu_s)
+        tiles.append(("GPUs idle", f"<dd>{share(part)}<small>of the time they were there</small></dd>"))
+    off = [abs(error) for _, error in errors(story)]
+    if off:
+        tiles.append(("Prediction off by", f"<dd>{share(median(off))}<small>at the median</small></dd>"))
+    values = [value for name in names[:1] for _, value in course(story.iterations, name)]
+    if values:
+        first, last = ends_of(values)
+        tiles.append((escape(names[0]), f"<dd>{last:.3g}<small>from {first:.3g}</small></dd>"))
+    return tiles
+
+
+# ---- the timeline ----------------------------------------------------------------------------------------------------
+
+
+def _timeline(story: Story, chart: RunChart) -> str:
+    if story.end_s <= 0 or not (chart.tracks or chart.marks):
+        return ""
+    drawn = both(lambda width, name: static_svg(chart, width, name, "The run over time"), "run")
+    clock = (
+        "Time is that of the plan, as if components ran side by side"
+        if is_elsewhere(story)
+        else "Time is the run's own"
+    )
+    lede = f"{clock}; a row for each GPU. Grey is idle; where a row is empty, the node was not there."
+    body = (
+        f'{legend(chart)}\n<div class="run-timeline" data-run-timeline="run-data">\n'
+        f'<figure class="still">{drawn}</figure>\n</div>\n'
+        f'<script type="application/json" id="run-data">{_json(chart_data(chart))}</script>'
+    )
+    return section("timeline", "Timeline", lede, card(body))
+
+
+def _json(data: dict[str, Any]) -> str:
+    """Data that may stand inside a page: nothing in it ends the element."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _happened(story: Story) -> str:
+    """The marks of the timeline in words; states that were saved one after another are one line."""
+    if not story.happenings:
+        return ""
+    ordered = sorted(enumerate(sorted(story.happenings, key=lambda one: one.t_s)), key=lambda pair: pair[1].t_s)
+    rows, saved = [], 0
+    for at, one in ordered:
+        saved += one.kind == "saved"
+        hidden = ' class="minor"' if one.kind == "saved" else ""
+        why = escape(one.reason) or "–"
+        code = f'<small class="code">{escape(one.code)}</small>' if one.code else ""
+        rows.append(
+            f'<tr id="e{at}"{hidden}><td>{duration(one.t_s)}</td>'
+            f'<th scope="row">{escape(one.title)}</th><td>{why}{code}</td></tr>'
+        )
+    left = ""
+    if len(rows) > 4 * _MOST_ROWS:
+        left = f"<p>The first and the last {2 * _MOST_ROWS} of {len(rows):,}.</p>"
+        rows = rows[: 2 * _MOST_ROWS] + rows[-2 * _MOST_ROWS :]
+    columns = "".join(f'<th scope="col">{words}</th>' for words in ("At", "What", "Why"))
+    head = f"<thead><tr>{columns}</tr></thead>"
+    body = scroll("What happened", f"{head}\n<tbody>\n{chr(10).join(rows)}\n</tbody>", css="bare tall events")
+    lede = f"{counted(len(story.happenings), 'event')} beside the iterations, {saved} of them saved states."
+    return section("events", "What happened", lede, card(left + body))
+
+
+# ---- plans, moves, decisions -----------------------------------------------------------------------------------------
+
+
+def _plans(story: Story) -> str:
+    if not story.plans:
+        return ""
+    items = "\n".join(_plan(story, plan) for plan in story.plans)
+    body = f'<ol class="plans">\n{items}\n</ol>'
+    return section("plans", "Plans", "One after another, with what they promised and what came of it.", body)
+
+
+def _plan(story: Story, plan: PlanSeen) -> str:
+    under = [one for one in story.iterations if one.plan == plan.number]
+    measured = [one.iteration.wall_s for one in under if not one.iteration.extra] or [
+        one.iteration.wall_s for one in under
+    ]
+    predicted = story.prediction(plan.number)
+    why = {
+        "first": "at the beginning", "measured": "with costs as measured", "move": "by a move", "lost": "after a loss",
+    }.get(plan.why, plan.why)  # fmt: skip
+    if under:
+        first, last = under[0].iteration.number, under[-1].iteration.number
+        ran = f"iteration {first}" if first == last else f"iterations {first} to {last}"
+    else:
+        ran = "no iteration ended under it"
+    promised = (
+        f"{duration(predicted)}<small> predicted</small>" if predicted is not None else "<small>no prediction</small>"
+    )
+    came = ""
+    if measured:
+        middle = median(measured)
+        off = f" ({middle / predicted - 1:+.1%})".replace("%", " %") if predicted else ""
+        came = f", {duration(middle)} measured at the median{off}"
+    groups = "; ".join(f"{_and(names)} on {_seats_words(seats)}" for names, seats in plan.groups if seats)
+    spent = ", ".join(f"{escape(name)} {duration(cost)}" for name, cost in plan.costs_s.items()) if predicted else ""
+    more = f"<p>Costs it was made with: {spent}.</p>" if spent else ""
+    return (
+        f'<li class="card"><h3>{escape(plan.words)}<span class="time">{promised}</span></h3>'
+        f"<p>From {duration(plan.t_s)}, {escape(why)}: {ran}{came}.</p><p>{escape(groups)}</p>{more}</li>"
+    )
+
+
+def _and(names: Sequence[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _seats_words(seats: tuple[tuple[str, int], ...]) -> str:
+    nodes: dict[str, list[int]] = {}
+    for node, gpu in seats:
+        nodes.setdefault(node, []).append(gpu)
+    listed = [f"{node} {ranks_text(gpus)}".strip() for node, gpus in nodes.items()]
+    some = ", ".join(listed[:6]) + (f" and {len(listed) - 6} more nodes" if len(listed) > 6 else "")
+    return f"{counted(len(seats), 'GPU')} ({some})"
+
+
+def _moves(moves: list[MoveSeen]) -> str:
+    if not moves:
+        return ""
+    items = "\n".join(map(_move, moves))
+    return section(
+        "moves",
+        "Moves",
+        "Each with what it rested on, and what its stages took.",
+        f'<ol class="plans">\n{items}\n</ol>',
+    )
+
+
+def _move(move: MoveSeen) -> str:
+    css = {"arrived": "good", "rolled back": "warn", "stuck": "warn"}.get(move.state, "")
+    forced = ' <span class="badge">had to be</span>' if move.forced else ""
+    goes = f"{escape(move.before or '?')} → {escape(move.after or '?')}"
+    why = f"<p>{escape(move.reason)}{code_of(move.code)}</p>" if move.reason or move.code else ""
+    outcome = f'<p class="warn">{escape(move.outcome)}</p>' if move.outcome else ""
+    stages = "".join(f"<div><dt>{escape(name)}</dt><dd>{duration(took)}</dd></div>" for name, _, took in move.stages)
+    if move.rollback_s:
+        stages += f"<div><dt>way back</dt><dd>{duration(move.rollback_s)}</dd></div>"
+    changed = "; ".join(
+        f"{escape(name)} {escape(how)} ({before} → {after} GPUs)"
+        for name, how, before, after in move.changes
+        if how != "stays"
+    )
+    return (
+        f'<li class="card" id="move{move.id}"><h3>Move {move.id}: {goes}{forced}<span class="time {css}">'
+        f"{escape(move.state)}<small> · {duration(move.cost_s)}</small></span></h3>"
+        f"<p>At {duration(move.began_s)}, after iteration {move.iteration}.</p>{why}{outcome}"
+        f"{f'<p>{changed}.</p>' if changed else ''}"
+        f'{_figures(move.numbers)}<dl class="figures stages" aria-label="Stages">{stages}</dl></li>'
+    )
+
+
+def _figures(numbers: Any) -> str:
+    shown = []
+    for key, words in _NUMBERS.items():
+        value = numbers.get(key)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or (key == "dwell_left" and not value):
+            continue
+        text = duration(value) if key.endswith("_s") else share(value) if key == "margin" else f"{value:g}"
+        if key == "cost_s" and not numbers.get("cost_measured"):
+            words = "cost of a move, assumed"
+        shown.append(f"<div><dt>{words}</dt><dd>{text}</dd></div>")
+    return f'<dl class="figures">{"".join(shown)}</dl>' if shown else ""
+
+
+def _decisions(story: Story) -> str:
+    if not story.decisions:
+        return ""
+    rows = ""
+    groups = runs_of_equal(story.decisions)
+    for first, last, count in groups[-_MOST_ROWS:]:
+        span = str(first.iteration) if first.iteration == last.iteration else f"{first.iteration} to {last.iteration}"
+        gain = last.numbers.get("gain_s")
+        said = duration(gain) if isinstance(gain, (int, float)) and not isinstance(gain, bool) else "–"
+        plan = f"<br>{escape(last.plan)}" if last.plan else ""
+        rows += (
+            f'<tr><th scope="row">{span}</th><td>{escape(last.what)}{f" × {count}" if count > 1 else ""}</td>'
+            f'<td>{escape(last.reason)}{code_of(last.code)}{plan}</td><td class="number">{said}</td></tr>\n'
+        )
+    stays = sum(one.what == "stay" for one in story.decisions)
+    left = f"<p>The last {_MOST_ROWS} of {len(groups)}.</p>" if len(groups) > _MOST_ROWS else ""
+    table = scroll("Decisions", f"{heads('Iteration', 'Decision', 'Why', 'Gain seen', words=3)}\n<tbody>{rows}</tbody>")
+    body = (
+        f'<details class="card"><summary>{counted(len(story.decisions), "decision")}, {stays} of them to stay</summary>'
+        f"{left}{table}</details>"
+    )
+    lede = "Every one has its reason, also the one to stay; those that say the same one after another are counted."
+    return section("decisions", "Decisions", lede, body)
+
+
+def _foot(story: Story, command: str | None) -> str:
+    made = f" Made by <code>{escape(command)}</code>." if command else ""
+    return (
+        f"</main>\n<footer><p>trimtab {escape(__version__)}. {story.events:,} events.{made}</p></footer>\n"
+        f"<script>{script()}</script>\n</body>\n</html>"
+    )

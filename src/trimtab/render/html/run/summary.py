@@ -1,0 +1,190 @@
+"""A run in ten lines or fewer: what it did, what it decided and what came of it. Every figure comes from the story."""
+
+from __future__ import annotations
+
+from collections import Counter
+from statistics import median
+
+from trimtab.render.html.kit.labels import duration, share
+from trimtab.render.html.run.facts import MoveSeen, counted
+from trimtab.render.html.run.figures import Cost, course, ends_of, errors, expected_errors
+from trimtab.render.html.run.story import Story
+from trimtab.render.html.run.timeline import RunChart
+
+MOST_LINES = 10
+_UNLIKE = 0.1  # the clock of the process and the run's timeline differ by more than this share
+_DRIFTED = 0.1
+
+
+def in_words(story: Story, chart: RunChart, costs: list[Cost], metrics: list[str]) -> list[str]:
+    """The lines, the most important first."""
+    lines = [
+        _length(story),
+        _clock(story),
+        _plans(story),
+        _moves(story.moves),
+        _decisions(story),
+        _prediction(story),
+        _drift(costs),
+        _idle(chart, costs),
+        _others(story),
+        _losses(story),
+        _rewards(story, metrics),
+    ]
+    return [line for line in lines if line][:MOST_LINES]
+
+
+def standing(story: Story) -> str:
+    """How it stands with the run, in a sentence."""
+    if not story.events:
+        return "Nothing has been written yet: the run has only begun, or never did."
+    if not story.state and story.is_advised:
+        return "Followed by its log: this is what that has told so far. Components are drawn one after another."
+    if not story.state:
+        return "It has not ended: it is still running, or was killed. This is what it has told so far."
+    reason = story.end_reason or story.end_code
+    return f"{story.state.capitalize()}: {reason}." if reason else f"{story.state.capitalize()}."
+
+
+def is_elsewhere(story: Story) -> bool:
+    """Whether the run's timeline is another than the clock on the wall: one process, timed as if side by side."""
+    there_s, here_s = story.wall_s, story.here_s
+    return bool(story.iterations) and here_s > 0 and abs(here_s - there_s) > _UNLIKE * max(here_s, there_s)
+
+
+def _length(story: Story) -> str:
+    count = len(story.iterations)
+    of = f" of {story.wanted}" if story.wanted and story.wanted != count else ""
+    if not count:
+        return f"No iteration{of} has ended yet." if not story.state else f"No iteration{of} was done."
+    walls = [one.iteration.wall_s for one in story.iterations]
+    each = f"{duration(median(walls))} each at the median"
+    return f"{count}{of} iteration{'s' if count != 1 else ''} in {duration(story.end_s)}; {each}."
+
+
+def _clock(story: Story) -> str:
+    if not is_elsewhere(story):
+        return ""
+    return (
+        "Times are those of the plan: it ran in one process, one component after another, as if they ran side by side. "
+        f"There it took {duration(story.here_s)}."
+    )
+
+
+def _plans(story: Story) -> str:
+    if not story.plans:
+        return ""
+    first, last = story.plans[0], story.plans[-1]
+    promised = story.prediction(last.number)
+    predicted = f", predicted {duration(promised)} an iteration" if promised is not None else ""
+    if first.words == last.words:
+        return f"It ran as {last.words}{predicted}."
+    return f"It began as {first.words} and ended as {last.words}{predicted}."
+
+
+def _moves(moves: list[MoveSeen]) -> str:
+    if not moves:
+        return "No moves."
+    arrived = [move for move in moves if move.state == "arrived"]
+    back = [move for move in moves if move.state == "rolled back"]
+    said = []
+    if arrived:
+        took = duration(median(move.cost_s for move in arrived))
+        each = f", {took} each at the median" if len(arrived) > 1 else f" in {took}"
+        said.append(f"{counted(len(arrived), 'move')} done{each}")
+    if back:
+        why = next((move.outcome for move in back if move.outcome), "")
+        said.append(f"{len(back)} rolled back{f' ({why})' if why else ''}")
+    others = len(moves) - len(arrived) - len(back)
+    if others:
+        said.append(f"{others} not over")
+    return _sentence("; ".join(said))
+
+
+def _decisions(story: Story) -> str:
+    stays = [one for one in story.decisions if one.what == "stay"]
+    advice = [one for one in story.decisions if one.what not in ("stay", "advised")]
+    said = []
+    if stays:
+        common = Counter(one.code for one in stays).most_common(2)
+        said.append(f"{len(stays)} × stay ({', '.join(f'{code} {count}' for code, count in common)})")
+    if advice:
+        said.append(f"{len(advice)} × advice, the last: {advice[-1].reason or advice[-1].plan}")
+    return f"Decisions: {'; '.join(said)}." if said else ""
+
+
+def _prediction(story: Story) -> str:
+    found = [error for _, error in errors(story)]
+    if not found:
+        return ""
+    middle = median(found)
+    side = "longer than" if middle > 0 else "shorter than"
+    how = f"{share(abs(middle))} {side}" if abs(middle) >= 0.0005 else "just as"
+    off = share(median(abs(error) for error in found))
+    spread = "" if off == share(abs(middle)) else f", and off by {off} either way"
+    now = [abs(error) for error in expected_errors(story)]
+    current = f"; by costs as measured just before, off by {share(median(now))}" if now else ""
+    return f"Iterations were {how} predicted at the median{spread}{current}."
+
+
+def _drift(costs: list[Cost]) -> str:
+    drifted = [cost for cost in costs if cost.drift is not None and abs(cost.drift - 1) >= _DRIFTED]
+    if not drifted:
+        return ""
+    most = max(drifted, key=lambda cost: abs(1 - 1 / (cost.drift or 1.0)) * (cost.busy_s or 0.0))
+    return f"{most.component} came to cost {most.drift:.2f} times what it did at first, on as many GPUs."
+
+
+def _idle(chart: RunChart, costs: list[Cost]) -> str:
+    if chart.there_gpu_s <= 0:
+        return ""
+    whole = share(max(0.0, 1 - chart.used_gpu_s / chart.there_gpu_s))
+    placed = [cost for cost in costs if cost.idle is not None and cost.component not in chart.on_cpu]
+    most = max(placed, key=lambda cost: cost.idle or 0.0, default=None)
+    who = f"; those of {most.component} most ({share(most.idle)} of an iteration)" if most and most.idle else ""
+    return f"GPUs did nothing for {whole} of the time that they were there{who}."
+
+
+def _others(story: Story) -> str:
+    kinds = Counter((one.lane, one.kind) for one in story.happenings)
+    said = []
+    for key, words in (
+        (("nodes", "joined"), "node{s} joined"),
+        (("nodes", "lost"), "node{s} went"),
+        (("tasks", "evicted"), "task{s} evicted"),
+    ):
+        if kinds[key]:
+            said.append(f"{kinds[key]} {words.format(s='s' if kinds[key] != 1 else '')}")
+    came, went = kinds["workers", "worker"], kinds["workers", "left"]
+    if came or went:
+        said.append(f"workers came {counted(came, 'time')} and went {counted(went, 'time')}")
+    return _sentence(", ".join(said)) if said else ""
+
+
+def _losses(story: Story) -> str:
+    lost = [one for one in story.happenings if (one.lane, one.kind) == ("run", "lost")]
+    void = [one for one in story.done if one.void]
+    said = []
+    if lost:
+        said.append(f"{counted(len(lost), 'loss').replace('losss', 'losses')}, the last: {lost[-1].reason}")
+    if story.resumes:
+        said.append(f"resumed {counted(story.resumes, 'time')}")
+    if void:
+        again = duration(sum(one.iteration.wall_s for one in void))
+        said.append(f"{counted(len(void), 'iteration')} run again ({again})")
+    return _sentence("; ".join(said)) if said else ""
+
+
+def _sentence(text: str) -> str:
+    """With a capital and a full stop; the rest as it is."""
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _rewards(story: Story, metrics: list[str]) -> str:
+    for name in metrics:
+        values = [value for _, value in course(story.iterations, name)]
+        if values:
+            first, last = ends_of(values)
+            way = "rose" if last > first else "fell" if last < first else "stayed"
+            return f"{name} {way} from {first:.3g} to {last:.3g}."
+    return ""

@@ -1,0 +1,447 @@
+"""The timeline of a run: a row for each GPU, grouped by node, and above them what happened beside the work.
+
+`run_chart` makes the nouns of a picture from a story, `static_svg` draws them once and for all (without scripts, and
+on paper), `chart_data` gives them to `assets/run_timeline.js`, which draws the same to zoom into. GPUs that do the same
+are one track, drawn in one stroke, so that neither the page nor a frame grows with GPUs times stretches. What no
+stretch covers while a node is there is idle; where a node is not there, there is nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trimtab.render.html.kit.chart import Look, Stretch, joined
+from trimtab.render.html.kit.labels import duration, escape, fit, text_width, ticks
+from trimtab.render.html.kit.svg import px, rect, text_at
+from trimtab.render.html.kit.timeline import COLOURS, JOIN_PX
+from trimtab.render.html.run.facts import BarSeen, Happening, MoveSeen, NodeSeen, Seat, counted
+from trimtab.render.html.run.story import Story
+
+Rows = tuple[tuple[int, int, int], ...]
+"""Neighbouring rows: which node (-1: those of components on CPUs), the first and the last of its rows."""
+
+LANES = {"moves": "moves", "nodes": "nodes", "tasks": "tasks", "workers": "workers", "run": "run"}
+"""What is marked above the rows, one line for each that there is."""
+
+SHAPES = {
+    "plan": "M-1 0L0 -1L1 0L0 1Z",
+    "move": "M-1 -1H.1L1 0L.1 1H-1L-.3 0Z",
+    "arrived": "M-.7 -1H.7V1H-.7Z",
+    "rollback": "M1 -1H-.1L-1 0L-.1 1H1L.3 0Z",
+    "advice": "M-1 -.8H1V.4H.2L-.5 1V.4H-1Z",
+    "joined": "M0 -1L1 .8H-1Z",
+    "draining": "M-1 -.8H1L.35 0L1 .8H-1L-.35 0Z",
+    "lost": "M-1 -.55L-.55 -1L0 -.45L.55 -1L1 -.55L.45 0L1 .55L.55 1L0 .45L-.55 1L-1 .55L-.45 0Z",
+    "quota": "M-1 -.9H1V-.3H-1ZM-1 .3H1V.9H-1Z",
+    "evicted": "M-1 -.8H1L0 1Z",
+    "task": "M-.8 -.8H.8V.8H-.8Z",
+    "worker": "M-1 .1A1 1 0 0 1 1 .1V.8H-1Z",
+    "left": "M-1 -.1A1 1 0 0 0 1 -.1V-.8H-1Z",
+    "range": "M-1 -.3H1V.3H-1Z",
+    "saved": "M-.3 -.9H.3V.9H-.3Z",
+    "resumed": "M-.8 -1L1 0L-.8 1Z",
+    "began": "M-.8 -1L1 0L-.8 1Z",
+    "ended": "M-.8 -.8H.8V.8H-.8Z",
+    "told": "M-1 -.8H1V.4H.2L-.5 1V.4H-1Z",
+}
+"""Outlines of marks, two units wide and high around their middle; told apart without colour."""
+
+SHAPE_WORDS = {
+    "plan": "plan", "move": "move begins", "arrived": "move is done", "rollback": "rolled back", "advice": "advice",
+    "joined": "node joined", "draining": "node will go", "lost": "lost", "quota": "quota", "evicted": "evicted",
+    "task": "task", "worker": "worker comes", "left": "worker goes", "range": "range", "saved": "state saved",
+    "resumed": "resumed", "told": "told",
+}  # fmt: skip
+
+_LOOKS: tuple[Look, ...] = ("run", "switch", "sync")
+_LANE_PX, _GLYPH_PX, _NODE_PX = 20.0, 5.0, 19.0
+_NARROW_PX = 560
+_CROWDED_PX = 7.0
+
+
+@dataclass(frozen=True)
+class Track:
+    """Rows that do the same at all times drawn here; bars in order, none over another."""
+
+    rows: Rows
+    bars: tuple[BarSeen, ...]
+
+    @property
+    def height(self) -> int:
+        """How many rows it has."""
+        return sum(last - first + 1 for _, first, last in self.rows)
+
+
+@dataclass(frozen=True)
+class RunChart:
+    """A run to be drawn."""
+
+    keys: tuple[str, ...]
+    nodes: tuple[NodeSeen, ...]
+    on_cpu: tuple[str, ...]
+    tracks: tuple[Track, ...]
+    marks: tuple[Happening, ...]
+    moves: tuple[MoveSeen, ...]
+    end_s: float
+    is_open: bool = False  # it may go on
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """The lines above the rows that have something to show."""
+        used = {mark.lane for mark in self.marks}
+        return tuple(lane for lane in LANES if lane in used)
+
+    @property
+    def used_gpu_s(self) -> float:
+        """GPU seconds with anything in them."""
+        return sum(
+            track.height * sum(bar.end - bar.start for bar in track.bars)
+            for track in self.tracks
+            if track.rows[0][0] >= 0
+        )
+
+    @property
+    def there_gpu_s(self) -> float:
+        """GPU seconds that there were."""
+        return sum(
+            node.gpus * ((self.end_s if until is None else until) - since)
+            for node in self.nodes
+            for since, until in node.lives
+        )
+
+
+def run_chart(story: Story) -> RunChart:
+    """The picture of a run."""
+    places = {node.name: at for at, node in enumerate(story.nodes)}
+    on_cpu = story.on_cpu
+    rows_of: dict[tuple[int, str, int], Rows] = {}
+    bars: dict[Rows, list[BarSeen]] = {}
+    for bar in story.bars:
+        key = (bar.plan, bar.component, bar.gpus)
+        if key not in rows_of:
+            seats = story.plans[bar.plan].seats(bar.component) if bar.plan >= 0 else ()
+            rows_of[key] = _rows(seats[: bar.gpus] if bar.gpus else seats, places)
+            if not seats and bar.component in on_cpu:
+                at = on_cpu.index(bar.component)
+                rows_of[key] = ((-1, at, at),)
+        if rows_of[key]:
+            bars.setdefault(rows_of[key], []).append(bar)
+    tracks = tuple(Track(rows, tuple(_apart(some))) for rows, some in bars.items())
+    return RunChart(
+        story.components,
+        tuple(story.nodes),
+        on_cpu,
+        tracks,
+        tuple(sorted(story.happenings, key=lambda one: one.t_s)),
+        tuple(story.moves),
+        story.end_s,
+        not story.state,
+    )
+
+
+def _rows(seats: tuple[Seat, ...], places: Mapping[str, int]) -> Rows:
+    found: list[list[int]] = []
+    for node, gpu in sorted((places[name], gpu) for name, gpu in seats):
+        if found and found[-1][0] == node and found[-1][2] == gpu - 1:
+            found[-1][2] = gpu
+        else:
+            found.append([node, gpu, gpu])
+    return tuple((node, first, last) for node, first, last in found)
+
+
+def _apart(bars: list[BarSeen]) -> Iterator[BarSeen]:
+    free_from = 0.0
+    for bar in sorted(bars, key=lambda one: (one.start, one.end)):
+        start = max(bar.start, free_from)
+        if bar.end > start:
+            yield bar if start == bar.start else replace(bar, start=start)
+            free_from = bar.end
+
+
+# ---- for the script --------------------------------------------------------------------------------------------------
+
+
+def chart_data(chart: RunChart) -> dict[str, Any]:
+    """The picture as the script takes it; its head says what the fields are."""
+    # A ten-thousandth of the run is finer than any screen until one zooms in a hundredfold; then a microsecond counts.
+    digits = 6 if chart.end_s < 1000 else 4
+    key = {name: at for at, name in enumerate(chart.keys)}
+    return {
+        "keys": list(chart.keys),
+        "nodes": [
+            {"name": node.name, "kind": node.kind, "gpus": node.gpus, "lives": [list(life) for life in node.lives]}
+            for node in chart.nodes
+        ],
+        "cpu": list(chart.on_cpu),
+        "lanes": [[lane, LANES[lane]] for lane in chart.lanes],
+        "tracks": [
+            {
+                "rows": [list(rows) for rows in track.rows],
+                "bars": [
+                    value
+                    for bar in track.bars
+                    for value in (
+                        round(bar.start, digits),
+                        round(bar.end, digits),
+                        key[bar.component],
+                        _LOOKS.index(_look(bar.doing)) + (4 if bar.void else 0),
+                        bar.iteration,
+                    )
+                ],
+            }
+            for track in chart.tracks
+        ],
+        "marks": [
+            [round(mark.t_s, digits), mark.lane, mark.kind, mark.title, _why(mark), int(mark.strong), at]
+            for at, mark in enumerate(chart.marks)
+            if mark.lane in LANES
+        ],
+        "moves": [
+            [round(move.began_s, digits), None if move.ended_s is None else round(move.ended_s, digits), move.id]
+            for move in chart.moves
+        ],
+        "shapes": SHAPES,
+        "end": chart.end_s,
+        "open": chart.is_open,
+    }
+
+
+def _why(mark: Happening) -> str:
+    return f"{mark.code}: {mark.reason}" if mark.code and mark.reason else mark.code or mark.reason
+
+
+# ---- once and for all ------------------------------------------------------------------------------------------------
+
+
+def static_svg(chart: RunChart, width: int, prefix: str, title: str) -> str:
+    """The whole run in one picture that stands still."""
+    return _Drawing(chart, width, escape(prefix)).draw(title)
+
+
+class _Drawing:
+    """One drawing in progress; `y` is how far down it is."""
+
+    def __init__(self, chart: RunChart, width: int, prefix: str) -> None:
+        self.chart, self.width, self.prefix = chart, width, prefix
+        self.left = 66.0 if width < _NARROW_PX else 104.0
+        self.right = width - 3.0
+        self.scale = (self.right - self.left) / chart.end_s if chart.end_s > 0 else 0.0
+        rows = sum(node.gpus for node in chart.nodes)
+        self.row = 20.0 if rows <= 12 else 14.0 if rows <= 32 else 9.0 if rows <= 96 else 5.0
+        self.colour = {key: at % COLOURS for at, key in enumerate(chart.keys)}
+        self.tops: list[float] = []  # of each node's first row
+        self.cpu_top = 0.0
+        self.y = 20.0
+        self.out: list[str] = []
+
+    def x(self, seconds: float) -> float:
+        return self.left + min(max(seconds, 0.0), self.chart.end_s) * self.scale
+
+    def draw(self, title: str) -> str:
+        for lane in self.chart.lanes:
+            self.lane(lane)
+        top = self.y
+        self.places()
+        bottom = self.y
+        for node, node_top in zip(self.chart.nodes, self.tops, strict=True):
+            self.idle(node, node_top)
+        for at, name in enumerate(self.chart.on_cpu):
+            y = self.cpu_top + at * (self.row + 2)
+            self.out.append(rect(self.left, y, self.right - self.left, self.row, "rest"))
+            self.out.append(self.label(name, y + self.row / 2))
+        for track in self.chart.tracks:
+            self.track(track)
+        for node, node_top in zip(self.chart.nodes, self.tops, strict=True):
+            self.head(node, node_top)
+        self.separators()
+        self.through(top, bottom)
+        grid = self.grid(bottom)
+        p = self.prefix
+        words = (
+            f"{counted(sum(node.gpus for node in self.chart.nodes), 'GPU')} of "
+            f"{counted(len(self.chart.nodes), 'node')} over {duration(self.chart.end_s)}. "
+            "What happened is listed below the picture."
+        )
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="tt" viewBox="0 0 {self.width} {px(bottom + 4)}" '
+            f'width="{self.width}" height="{px(bottom + 4)}" role="img" aria-labelledby="{p}-title {p}-desc">'
+            f'<title id="{p}-title">{escape(title)}</title><desc id="{p}-desc">{escape(words)}</desc>'
+            f'<defs><pattern id="{p}-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
+            'patternTransform="rotate(45)"><path class="hatch" d="M0 0V6"/></pattern></defs>'
+            f"{''.join(grid)}{''.join(self.out)}</svg>\n"
+        )
+
+    def places(self) -> None:
+        """Where the rows of each node and of the CPU components begin."""
+        for node in self.chart.nodes:
+            named = bool(node.name) or len(self.chart.nodes) > 1
+            self.y += _NODE_PX if named else 6.0
+            self.tops.append(self.y)
+            self.y += node.gpus * self.row
+        if self.chart.on_cpu:
+            self.y += 10.0
+            self.cpu_top = self.y
+            self.y += len(self.chart.on_cpu) * (self.row + 2)
+
+    def label(self, words: str, middle: float) -> str:
+        return text_at(0, middle + 4, fit(words, self.left - 8, 12), "quiet", tip=words)
+
+    def lane(self, lane: str) -> None:
+        middle = self.y + _LANE_PX / 2
+        self.out.append(self.label(LANES[lane], middle))
+        self.out.append(f'<path class="grid" d="M{px(self.left)} {px(middle)}H{px(self.right)}"/>')
+        if lane == "moves":
+            for move in self.chart.moves:
+                x0, x1 = self.x(move.began_s), self.x(self.chart.end_s if move.ended_s is None else move.ended_s)
+                self.out.append(rect(x0, middle - 5, max(x1 - x0, 1.0), 10, "moving", _move_tip(move)))
+        marks = [mark for mark in self.chart.marks if mark.lane == lane and mark.kind in SHAPES]
+        for group in _crowds(marks, self.x):
+            x = self.x(group[0].t_s)
+            tip = "\n".join(f"{duration(mark.t_s)}: {mark.title}" for mark in group[:6])
+            tip += f"\nand {len(group) - 6} more" if len(group) > 6 else ""
+            self.out.append(glyph(group[0].kind, x, middle, tip))
+        self.y += _LANE_PX
+
+    def idle(self, node: NodeSeen, top: float) -> None:
+        """The times in which a node is there; what nothing is drawn over is idle."""
+        for since, until in node.lives:
+            x0, x1 = self.x(since), self.x(self.chart.end_s if until is None else until)
+            tip = f"{node.name or 'GPUs'}: idle where nothing is drawn"
+            self.out.append(rect(x0, top, x1 - x0, node.gpus * self.row, "track idle", tip))
+
+    def head(self, node: NodeSeen, top: float) -> None:
+        """The names of a node and of its GPUs."""
+        if node.name or len(self.chart.nodes) > 1:
+            self.out.append(rect(self.left, top - _NODE_PX, self.right - self.left, _NODE_PX, "head"))
+            name = node.name or "GPUs that no node was named for"
+            has = f"{node.gpus} × {node.kind}" if node.kind else counted(node.gpus, "GPU")
+            has = fit(has, self.right / 3, 12)
+            shown = fit(name, self.right - text_width(has, 12) - 16, 13, bold=True)
+            aside = f'<tspan class="quiet" font-weight="400" dx="8">{escape(has)}</tspan>'
+            self.out.append(text_at(0, top - 6, shown, "name small", tip=name, more=aside))
+        if self.row >= 11:
+            self.out += [self.label(f"GPU {gpu}", top + (gpu + 0.5) * self.row) for gpu in range(node.gpus)]
+
+    def blocks(self, rows: Rows) -> list[tuple[float, float]]:
+        """Top and bottom of rows that are drawn in one stroke; heads of nodes between them are painted over it."""
+        found: list[tuple[float, float, int, int]] = []
+        for node, first, last in rows:
+            if node < 0:
+                top = self.cpu_top + first * (self.row + 2)
+                found.append((top, top + self.row, node, last))
+                continue
+            top, bottom = self.tops[node] + first * self.row, self.tops[node] + (last + 1) * self.row
+            before = found[-1] if found else None
+            if before and node > 0 and not first and before[2:] == (node - 1, self.chart.nodes[node - 1].gpus - 1):
+                found[-1] = (before[0], bottom, node, last)
+            else:
+                found.append((top, bottom, node, last))
+        return [(top, bottom) for top, bottom, _, _ in found]
+
+    def track(self, track: Track) -> None:
+        blocks = self.blocks(track.rows)
+        stretches = (
+            Stretch(bar.start, bar.end, bar.component, _look(bar.doing), "void" if bar.void else "")
+            for bar in track.bars
+        )
+        for one in joined(stretches, JOIN_PX / self.scale if self.scale else 0.0):
+            x0, x1 = self.x(one.start), self.x(one.end)
+            colour = "sync" if one.look == "sync" else f"k{self.colour[one.key]}"
+            what = {"run": one.key, "switch": f"{one.key}: switch", "sync": "weight sync"}[one.look]
+            tip = f"{what}{' (run again later)' if one.note else ''}\n{duration(one.start)} to {duration(one.end)}"
+            opacity = max(one.busy, 0.2) * (0.35 if one.note else 1.0)
+            faded = f' fill-opacity="{opacity:.2f}"' if opacity < 0.995 else ""
+            # One path for all blocks: a stretch is one thing, on however many nodes.
+            shape = "".join(f"M{px(x0)} {px(a)}H{px(x1)}V{px(b)}H{px(x0)}Z" for a, b in blocks)
+            title = "&#10;".join(map(escape, tip.splitlines()))
+            self.out.append(f'<path class="bar {colour}" d="{shape}"{faded}><title>{title}</title></path>')
+            if one.look == "switch" and x1 - x0 > 3:
+                self.out.append(f'<path class="inside" d="{shape}" fill="url(#{self.prefix}-hatch)"/>')
+
+    def separators(self) -> None:
+        """Thin lines in the colour of the page make rows of blocks."""
+        lines = ""
+        for node, top in zip(self.chart.nodes, self.tops, strict=True):
+            lines += "".join(
+                f"M{px(self.left)} {px(top + gpu * self.row)}H{px(self.right)}" for gpu in range(1, node.gpus)
+            )
+        self.out.append(f'<path class="inside apart" d="{lines}"/>')
+
+    def through(self, top: float, bottom: float) -> None:
+        for move in self.chart.moves:
+            x0, x1 = self.x(move.began_s), self.x(self.chart.end_s if move.ended_s is None else move.ended_s)
+            self.out.append(rect(x0, top + 4, max(x1 - x0, 0.5), bottom - top - 4, "inside moving"))
+        for mark in self.chart.marks:
+            if mark.strong:
+                self.out.append(f'<path class="inside mark" d="M{px(self.x(mark.t_s))} {px(top)}V{px(bottom)}"/>')
+
+    def grid(self, bottom: float) -> list[str]:
+        out = []
+        free_from = 0.0
+        for at, words in ticks(self.chart.end_s, max(2, int((self.right - self.left) / 88))):
+            x, half = self.x(at), text_width(words, 12) / 2
+            out.append(f'<path class="grid" d="M{px(x)} 16V{px(bottom)}"/>')
+            middle = max(min(x, self.right - half), self.left + half if at else x)
+            if middle - half >= free_from:
+                out.append(text_at(middle, 11, words, "quiet", anchor="middle"))
+                free_from = middle + half + 4
+        return out
+
+
+def _look(doing: str) -> Look:
+    return next((look for look in _LOOKS if look == doing), "run")
+
+
+def _crowds(marks: list[Happening], x: Any) -> Iterator[list[Happening]]:
+    """Marks that would lie over each other, together."""
+    group: list[Happening] = []
+    for mark in marks:
+        if group and (x(mark.t_s) - x(group[0].t_s) >= _CROWDED_PX):
+            yield group
+            group = []
+        group.append(mark)
+    if group:
+        yield group
+
+
+def glyph(kind: str, x: float, y: float, tip: str = "") -> str:
+    """The mark of a kind around a point."""
+    title = f"<title>{'&#10;'.join(map(escape, tip.splitlines()))}</title>" if tip else ""
+    where = f"translate({px(x)} {px(y)}) scale({px(_GLYPH_PX)})"
+    return f'<path class="glyph {_tone(kind)}" transform="{where}" d="{SHAPES[kind]}">{title}</path>'
+
+
+def _tone(kind: str) -> str:
+    return "bad" if kind in ("lost", "evicted", "rollback") else "good" if kind in ("joined", "arrived") else "plain"
+
+
+def _move_tip(move: MoveSeen) -> str:
+    stages = ", ".join(f"{name} {duration(took)}" for name, _, took in move.stages if took)
+    return f"move {move.id}: {move.state}\n{move.reason}" + (f"\n{stages}" if stages else "")
+
+
+def legend(chart: RunChart) -> str:
+    """Colours and marks in words, for both ways of drawing."""
+    looks = {bar.doing for track in chart.tracks for bar in track.bars}
+    items = [
+        f'<li><span class="tt-key key{at % COLOURS}"></span>{escape(name)}</li>' for at, name in enumerate(chart.keys)
+    ]
+    first = next((bar.component for track in chart.tracks for bar in track.bars if bar.doing == "switch"), None)
+    if first is not None:
+        colour = chart.keys.index(first) % COLOURS
+        items.append(f'<li><span class="tt-key key{colour} hatched"></span>switch</li>')
+    if "sync" in looks:
+        items.append('<li><span class="tt-key keysync"></span>weight sync</li>')
+    if any(bar.void for track in chart.tracks for bar in track.bars):
+        items.append('<li><span class="tt-key keyvoid"></span>run again later</li>')
+    if chart.nodes:
+        items.append('<li><span class="tt-key keyidle"></span>idle</li>')
+    for kind in dict.fromkeys(mark.kind for mark in chart.marks if mark.lane in LANES):
+        if kind in SHAPE_WORDS:
+            drawn = glyph(kind, 6, 6)
+            items.append(
+                f'<li><svg class="tt" width="12" height="12" aria-hidden="true">{drawn}</svg>{SHAPE_WORDS[kind]}</li>'
+            )
+    return f'<ul class="legend">{"".join(items)}</ul>'

@@ -1,0 +1,83 @@
+"""What a sweep of a setting of pools recommends: the value with the shortest waits that costs nothing more important.
+
+Values are chosen by the runs of the scenario and judged by runs with other seeds, which did not choose. A value with
+which the first class waits longer than with the setting as it is, or less work is done, is none to choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from trimtab.core.errors import InputError, nearest
+from trimtab.render.live.simulate import pool_runs
+from trimtab.replay.common.recommend import Recommendation, best, recommend
+from trimtab.replay.pool.figures import ALL, PoolFigures, spread
+from trimtab.replay.pool.policies import POOL_KEYS, PREEMPTION_KEYS, SWITCHES, PoolPolicy
+from trimtab.replay.pool.scenario import Scenario
+
+APART = 1_000  # seeds that judge are so much higher
+NO_LONGER, NO_WAIT_S = 1.05, 10.0  # of the first class's waits: within this, or so short that nobody minds
+NO_LESS = 0.99  # of the utilisation
+
+ByName = dict[str, list[PoolFigures]]
+
+
+def swept(scenario: Scenario, key: str, values: Sequence[float], where: str) -> Scenario:
+    """The scenario with the pool machine once as it is and once for every value of a setting."""
+    known = (*PREEMPTION_KEYS, *POOL_KEYS)
+    if key not in known:
+        near = nearest(key, known)
+        hint = f"did you mean {near}?" if near else "known: " + ", ".join(known)
+        raise InputError(f"{key} cannot be swept", where=where, hint=hint)
+    base = _base(scenario)
+    tried = [base]
+    for value in values:
+        said = {key: bool(value) if key in SWITCHES else value}
+        one = replace(base, name=f"{base.name}, {key} {value:g}")
+        if key in PREEMPTION_KEYS:
+            tried.append(replace(one, preemption={**base.preemption, **said}))
+        else:
+            tried.append(replace(one, pool={**base.pool, **said}))
+    others = [one for one in scenario.policies if one is not base]
+    return replace(scenario, policies=(*tried, *others))
+
+
+def _base(scenario: Scenario) -> PoolPolicy:
+    return next((one for one in scenario.policies if one.use == "trimtab"), PoolPolicy("trimtab", "trimtab"))
+
+
+def recommendation(scenario: Scenario, runs: Sequence[PoolFigures], jobs: int) -> Recommendation:
+    """What to do about the setting that was swept. Runs more: those that judge."""
+    base = _base(scenario)
+    tried = [one for one in scenario.policies if one is base or one.name.startswith(f"{base.name}, ")]
+    chosen_by = _by_name(runs, tried)
+    allowed = {name: known for name, known in chosen_by.items() if not _costs(known, chosen_by[base.name])}
+    choice = best(base.name, _waits(allowed))
+    asked = tuple(one for one in tried if one.name in (base.name, choice))
+    seeds = tuple(one + APART for one in scenario.seeds)
+    judged_by = _by_name(pool_runs(replace(scenario, policies=asked, seeds=seeds), jobs), asked)
+    found = recommend(base.name, _waits(allowed), "the mean wait of all tasks", _waits(judged_by))
+    cost = _costs(judged_by[choice], judged_by[base.name])
+    if cost:
+        said = f"keep {base.name}: with {choice} {cost} where it was not chosen by; {found.sentence}"
+        return replace(found, choose=base.name, sentence=said)
+    return found
+
+
+def _by_name(runs: Sequence[PoolFigures], policies: Sequence[PoolPolicy]) -> ByName:
+    return {each.name: [one for one in runs if one.policy == each.name] for each in policies}
+
+
+def _waits(known: Mapping[str, Sequence[PoolFigures]]) -> dict[str, dict[int, float]]:
+    return {name: {one.seed: one.classes[ALL].wait_mean_s for one in runs} for name, runs in known.items()}
+
+
+def _costs(runs: Sequence[PoolFigures], base: Sequence[PoolFigures]) -> str:
+    """What a setting costs that matters more than the waits of all; nothing: an empty word."""
+    first = next(iter(base[0].classes))
+    wait, base_wait = (spread(one.classes[first].wait_mean_s for one in each)[0] for each in (runs, base))
+    if wait > max(NO_LONGER * base_wait, NO_WAIT_S):
+        return f"the class {first} waits longer"
+    done, base_done = (spread(one.utilisation for one in each)[0] for each in (runs, base))
+    return "less work is done" if done < NO_LESS * base_done else ""

@@ -1,0 +1,113 @@
+"""What a sweep of a setting of elastic rollout recommends: the value with the fewest engine-seconds that slows nobody.
+
+Values are chosen by the runs of the scenario and judged by runs that did not choose: other seeds, or the later half of
+a trace. A value that makes steps longer, or requests wait longer, than the setting as it is, is none to choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from trimtab.core.errors import InputError, nearest
+from trimtab.model.elastic_config import ElasticConfig
+from trimtab.render.html.simulate.rollout import SAME_PACE
+from trimtab.render.live.simulate import rollout_runs
+from trimtab.replay.common.recommend import Recommendation, best, recommend
+from trimtab.replay.pool.figures import spread
+from trimtab.replay.rollout.runner import NO_WAIT_S, RolloutFigures
+from trimtab.replay.rollout.scenario import RolloutPolicy, RolloutScenario
+
+APART = 1_000  # held-out seeds are so much higher
+WINDOWS = 8  # of a trace: the first is its beginning, three choose, four judge
+KINDS = {one.name: one.type for one in fields(ElasticConfig) if one.type in ("int", "float", "bool")}
+
+ByName = dict[str, list[RolloutFigures]]
+
+
+def swept(
+    scenario: RolloutScenario, key: str, values: Sequence[float], where: str
+) -> tuple[RolloutScenario, list[str]]:
+    """The scenario with its first policy once as it is and once for every value; and what was left out, and why."""
+    base = next((one for one in scenario.policies if one.use != "static"), None)
+    if base is None:
+        raise InputError("only static numbers of engines are asked for", where=where, hint="another --policy")
+    if key not in KINDS or key == "max_workers":
+        near = nearest(key, KINDS)
+        hint = f"did you mean {near}?" if near else "known: " + ", ".join(KINDS)
+        raise InputError(f"{key} cannot be swept", where=where, hint=hint)
+    tried, left_out = [], []
+    for value in values:
+        name = f"{base.name}, {key} {value:g}"
+        if value == getattr(base.elastic, key):
+            continue  # as it is
+        try:
+            changed: dict[str, Any] = {key: _of_kind(key, value)}
+            tried.append(replace(base, name=name, elastic=replace(base.elastic, **changed)))
+        except InputError as error:
+            left_out.append(f"{key} {value:g} is left out: {error.what}")
+    if not tried:
+        raise InputError("; ".join(left_out) or f"{key} has these values already", where=where)
+    others = tuple(one for one in scenario.policies if one is not base)
+    return replace(scenario, policies=(base, *tried, *others)), left_out
+
+
+def _of_kind(key: str, value: float) -> float | int | bool:
+    if KINDS[key] == "float":
+        return value
+    if value != int(value):
+        raise InputError(f"{value:g} is no whole number")
+    return bool(value) if KINDS[key] == "bool" else int(value)
+
+
+def recommendation(scenario: RolloutScenario, runs: Sequence[RolloutFigures], jobs: int) -> Recommendation:
+    """What to do about the setting that was swept. Runs more: those that judge."""
+    base = next(one for one in scenario.policies if one.use != "static")
+    tried = [one for one in scenario.policies if one is base or one.name.startswith(f"{base.name}, ")]
+    chosen_by = _windows(scenario, tried, range(1, WINDOWS // 2), jobs) if scenario.trace else _by_name(runs, tried)
+    allowed = {name: known for name, known in chosen_by.items() if _no_slower(known, chosen_by[base.name])}
+    figures = _engine_s(allowed)
+    choice = best(base.name, figures)
+    asked = [one for one in tried if one.name in (base.name, choice)]
+    if scenario.trace:
+        judged_by = _windows(scenario, asked, range(WINDOWS // 2, WINDOWS), jobs)
+    else:
+        seeds = tuple(one + APART for one in scenario.seeds)
+        judged_by = _by_name(rollout_runs(replace(scenario, policies=tuple(asked), seeds=seeds), jobs), asked)
+    found = recommend(
+        base.name,
+        figures,
+        "the number of engine-seconds",
+        _engine_s(judged_by),
+        "windows" if scenario.trace else "seeds",
+    )
+    if not _no_slower(judged_by[choice], judged_by[base.name]):
+        said = f"keep {base.name}: {choice} slows down where it was not chosen by; {found.sentence}"
+        return replace(found, choose=base.name, sentence=said)
+    return found
+
+
+def _windows(scenario: RolloutScenario, policies: Sequence[RolloutPolicy], which: range, jobs: int) -> ByName:
+    """Runs of which a part of the trace counts; a part takes the place of a seed."""
+    found: ByName = {one.name: [] for one in policies}
+    for at in which:
+        part = (at / WINDOWS, (at + 1) / WINDOWS)
+        for one in rollout_runs(replace(scenario, policies=tuple(policies), seeds=(at,), part=part), jobs):
+            found[one.policy].append(one)
+    return found
+
+
+def _by_name(runs: Sequence[RolloutFigures], policies: Sequence[RolloutPolicy]) -> ByName:
+    return {each.name: [one for one in runs if one.policy == each.name] for each in policies}
+
+
+def _engine_s(known: Mapping[str, Sequence[RolloutFigures]]) -> dict[str, dict[int, float]]:
+    return {name: {one.seed: one.engine_s for one in runs} for name, runs in known.items()}
+
+
+def _no_slower(runs: Sequence[RolloutFigures], base: Sequence[RolloutFigures]) -> bool:
+    """Steps as short, within what counts as one pace, and waits as short."""
+    step, base_step = (spread(one.step_s for one in each)[0] for each in (runs, base))
+    wait, base_wait = (spread(one.wait_p99_s for one in each)[0] for each in (runs, base))
+    return step <= SAME_PACE * base_step and wait <= max(base_wait, NO_WAIT_S)

@@ -1,0 +1,309 @@
+"""A simulation of RL jobs as text, for programs, and as a page: how long runs took, and what moves cost and gained.
+
+Every number comes from the runs. Regret is what a run took more than the free oracle under the same seed.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.markup import escape
+
+from trimtab.core.errors import InputError
+from trimtab.render.html.kit import labels as lettering
+from trimtab.render.html.plan_report import page_head
+from trimtab.render.html.simulate.pictures import Bar, Curve, bars_svg, curves_svg
+from trimtab.render.html.simulate.report import both, compared, foot, line, section
+from trimtab.render.live.simulate import loop_runs
+from trimtab.render.output import out, plain_table
+from trimtab.render.text.formatting import show
+from trimtab.render.text.simulate import brief
+from trimtab.replay.common.recommend import Recommendation, best, recommend
+from trimtab.replay.pool.figures import spread
+from trimtab.replay.replan.runner import LoopFigures
+from trimtab.replay.replan.scenario import LoopPolicy, LoopScenario, with_rule
+
+FIGURES = (
+    "total_s",
+    "iteration_s",
+    "moves",
+    "rolled_back",
+    "forced",
+    "moving_s",
+    "void_s",
+    "waiting_s",
+    "void",
+    "decisions",
+)
+LONG = ("walls_s", "moved")  # not in tables
+HEADS = ("Total", "Against kept", "Above oracle", "Moves", "In moves", "Run again", "Waiting")
+ITERATIONS = (1.0, "")
+APART = 1_000  # seeds that judge a sweep are so much higher
+
+
+@dataclass(frozen=True)
+class LoopRow:
+    """One policy over all seeds. Shares are against another policy under the same seed; None: it did not run."""
+
+    policy: str
+    figures: dict[str, tuple[float, float]]
+    finished: int  # runs that did all iterations
+    runs: int
+    regret: tuple[float, float] | None
+    against_kept: tuple[float, float] | None
+
+    def mean(self, name: str) -> float:
+        """The mean over seeds."""
+        return self.figures[name][0]
+
+
+def rows(scenario: LoopScenario, runs: Sequence[LoopFigures]) -> list[LoopRow]:
+    """A row for each policy."""
+    oracle, kept = (_totals(scenario, runs, use) for use in ("oracle", "kept"))
+    made = []
+    for policy in scenario.policies:
+        known = [one for one in runs if one.policy == policy.name]
+        made.append(
+            LoopRow(
+                policy.name,
+                {name: spread(float(getattr(one, name)) for one in known) for name in FIGURES},
+                sum(one.finished for one in known),
+                len(known),
+                _beside(known, oracle),
+                _beside(known, kept),
+            )
+        )
+    return made
+
+
+def _totals(scenario: LoopScenario, runs: Sequence[LoopFigures], use: str) -> dict[int, float]:
+    name = next((one.name for one in scenario.policies if one.use == use), None)
+    return {one.seed: one.total_s for one in runs if one.policy == name and one.finished}
+
+
+def _beside(known: Sequence[LoopFigures], other: dict[int, float]) -> tuple[float, float] | None:
+    shares = [one.total_s / other[one.seed] - 1 for one in known if one.finished and other.get(one.seed)]
+    return spread(shares) if shares else None
+
+
+# ---- sweeps -----------------------------------------------------------------------------------------------------
+
+
+def swept(scenario: LoopScenario, key: str, values: Sequence[float], where: str) -> LoopScenario:
+    """The scenario with the loop once as it is and once for every other value of a setting."""
+    base = _base(scenario)
+    tried = [with_rule(base, key, value, where) for value in values]
+    tried = [one for one in tried if one.rules != base.rules]
+    if not tried:
+        raise InputError(f"{key} has these values already", where=where)
+    others = tuple(one for one in scenario.policies if one is not base)
+    return replace(scenario, policies=(base, *tried, *others))
+
+
+def _base(scenario: LoopScenario) -> LoopPolicy:
+    return next((one for one in scenario.policies if one.use == "trimtab"), LoopPolicy("trimtab", "trimtab"))
+
+
+def recommendation(scenario: LoopScenario, runs: Sequence[LoopFigures], jobs: int) -> Recommendation:
+    """What to do about the setting that was swept. Runs more: seeds that did not choose judge.
+
+    A setting with which a run did not finish is none to choose.
+    """
+    base = _base(scenario)
+    tried = [one for one in scenario.policies if one is base or one.name.startswith(f"{base.name}, ")]
+    finished = [one for one in tried if all(run.finished for run in runs if run.policy == one.name)]
+    figures = {one.name: _seconds(runs, one) for one in tried if one in finished or one is base}
+    choice = best(base.name, figures)
+    asked = tuple(one for one in tried if one.name in (base.name, choice))
+    seeds = tuple(one + APART for one in scenario.seeds)
+    judges = loop_runs(replace(scenario, policies=asked, seeds=seeds), jobs)
+    judged_by = {one.name: _seconds(judges, one) for one in asked}
+    return recommend(base.name, figures, "the time of the run", judged_by)
+
+
+def _seconds(runs: Sequence[LoopFigures], policy: LoopPolicy) -> dict[int, float]:
+    return {one.seed: one.total_s for one in runs if one.policy == policy.name}
+
+
+# ---- text and data ----------------------------------------------------------------------------------------------
+
+
+def as_csv(runs: Sequence[LoopFigures]) -> str:
+    """A line for each run."""
+    page = io.StringIO()
+    lines = [{name: value for name, value in asdict(one).items() if name not in LONG} for one in runs]
+    writer = csv.DictWriter(page, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return page.getvalue()
+
+
+def as_json(scenario: LoopScenario, runs: Sequence[LoopFigures], advice: Recommendation | None = None) -> str:
+    """As JSON."""
+    data: dict[str, Any] = {
+        "scenario": scenario.name,
+        "assumptions": scenario.assumptions(),
+        "policies": {one.name: one.text() for one in scenario.policies},
+        "seeds": list(scenario.seeds),
+        "recommendation": None if advice is None else asdict(advice),
+        "summary": [
+            {
+                "policy": row.policy,
+                "finished": row.finished,
+                "regret": _data(row.regret),
+                "against_kept": _data(row.against_kept),
+                **{name: _data(value) for name, value in row.figures.items()},
+            }
+            for row in rows(scenario, runs)
+        ],
+        "runs": [asdict(one) for one in runs],
+    }
+    return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _data(figure: tuple[float, float] | None) -> dict[str, float] | None:
+    return None if figure is None else {"mean": figure[0], "deviation": figure[1]}
+
+
+def print_answer(scenario: LoopScenario, runs: Sequence[LoopFigures], advice: Recommendation | None = None) -> None:
+    """The table for people."""
+    out.print(f"[bold]{escape(scenario.name)}[/]")
+    for sentence in scenario.assumptions():
+        out.print(f"  {escape(sentence)}", style="dim")
+    out.print(f"\n{_over(scenario)}")
+    table = plain_table()
+    table.add_column("policy")
+    for head in HEADS:
+        table.add_column(head.lower(), justify="right")
+    for row in rows(scenario, runs):
+        table.add_row(escape(row.policy), *_cells(row, len(scenario.seeds)))
+    show(table)
+    if advice is not None:
+        out.print(f"\n{escape(advice.sentence)}")
+    events, seconds = sum(one.events for one in runs), sum(one.seconds for one in runs)
+    decisions, looks = sum(one.decisions for one in runs), sum(one.looks for one in runs)
+    out.print(
+        f"\n{len(runs)} runs, {events:,} events in {seconds:,.1f} s; {decisions:,} decisions, each with its reason; "
+        f"what must be true was looked at {looks:,} times, and held",
+        style="dim",
+    )
+
+
+def _over(scenario: LoopScenario) -> str:
+    seeds = len(scenario.seeds)
+    over = f"mean of {seeds} seeds, ± their standard deviation" if seeds > 1 else "one seed"
+    return f"Time of {scenario.iterations} iterations: {over}"
+
+
+def _cells(row: LoopRow, seeds: int) -> tuple[str, ...]:
+    total, deviation = row.figures["total_s"]
+    words = brief(total) + (f" ± {brief(deviation)}" if seeds > 1 else "")
+    if row.finished < row.runs:
+        words = f"{row.finished} of {row.runs} finished"
+    moves = f"{row.mean('moves'):.3g}"
+    if row.mean("rolled_back"):
+        moves += f", {row.mean('rolled_back'):.2g} undone"
+    return (
+        words,
+        _share(row.against_kept, seeds),
+        _share(row.regret, seeds),
+        moves,
+        brief(row.mean("moving_s")),
+        brief(row.mean("void_s")),
+        brief(row.mean("waiting_s")),
+    )
+
+
+def _share(figure: tuple[float, float] | None, seeds: int) -> str:
+    if figure is None:
+        return "–"
+    return f"{figure[0]:+.1%}" + (f" ± {figure[1]:.1%}" if seeds > 1 else "")
+
+
+# ---- the page ---------------------------------------------------------------------------------------------------
+
+
+def report(
+    scenario: LoopScenario,
+    runs: Sequence[LoopFigures],
+    *,
+    command: str | None,
+    advice: Recommendation | None = None,
+) -> str:
+    """The report as HTML. `command` is what made it."""
+    made, seeds = rows(scenario, runs), len(scenario.seeds)
+    first = [one for one in runs if one.seed == scenario.seeds[0]]
+    totals = [Bar(row.policy, *row.figures["total_s"], _cells(row, seeds)[0]) for row in made]
+    body = "".join(
+        line(at, row.policy, "".join(f'<td class="number">{cell}</td>' for cell in _cells(row, seeds)))
+        for at, row in enumerate(made)
+    )
+    said = f"From the first iteration to the last. {_over(scenario)}."
+    parts = [
+        page_head(scenario.name),
+        '<header>\n<p class="eyebrow">trimtab simulate</p>\n'
+        f"<h1>{lettering.escape(scenario.name)}</h1>\n"
+        f'<p class="lede">{lettering.escape("; ".join(scenario.assumptions()[:2]))}.</p>\n</header>',
+        section(
+            "total", "Time of the run", said, both(lambda w, p: bars_svg("Time of the run", totals, w, p), "total"),
+            HEADS, body,
+        ),
+        _over_iterations(first),
+        _moves(first),
+        *([] if advice is None else [_plain("advice", "What the sweep recommends", [advice.sentence])]),
+        compared(scenario),
+        _plain("assumed", "What was assumed", [*scenario.assumptions(), _held(scenario, runs)]),
+        foot(command),
+    ]  # fmt: skip
+    return "\n".join(parts) + "\n"
+
+
+def _over_iterations(runs: Sequence[LoopFigures]) -> str:
+    curves = [Curve(one.policy, range(1, len(one.walls_s) + 1), one.walls_s) for one in runs if one.walls_s]
+    drawn = both(lambda w, p: curves_svg("Seconds of an iteration", curves, w, p, "s", ITERATIONS), "walls")
+    return (
+        '<section aria-labelledby="h-walls">\n<h2 id="h-walls">Seconds of an iteration</h2>\n'
+        f"<p>Over the iterations, with seed {runs[0].seed}.</p>\n"
+        f'<div class="card"><figure>{drawn}</figure></div>\n</section>'
+    )
+
+
+def _moves(runs: Sequence[LoopFigures]) -> str:
+    """Every move of the first seed; the oracle's are for nothing and left out."""
+    heads = ("After iteration", "Why", "To", "Stood still", "Ended")
+    body = ""
+    for at, run in enumerate(runs):
+        for one in run.moved:
+            if one.code == "FREE":
+                continue
+            cells = (str(one.after), one.code, one.plan, brief(one.seconds), "arrived" if one.arrived else "undone")
+            body += line(at, run.policy, "".join(f"<td>{lettering.escape(cell)}</td>" for cell in cells))
+    if not body:
+        return _plain("moves", "Moves", [f"With seed {runs[0].seed} nobody moved."])
+    columns = "".join(f'<th scope="col">{head}</th>' for head in ("Policy", *heads))
+    return (
+        '<section aria-labelledby="h-moves">\n<h2 id="h-moves">Moves</h2>\n'
+        f"<p>With seed {runs[0].seed}. The oracle's are free and left out.</p>\n"
+        '<div class="card"><div class="scroll bare" role="region" aria-labelledby="h-moves" tabindex="0"><table>\n'
+        f"<thead><tr>{columns}</tr></thead>\n<tbody>{body}</tbody></table></div></div>\n</section>"
+    )
+
+
+def _plain(key: str, title: str, said: Sequence[str]) -> str:
+    items = "".join(f"<li>{lettering.escape(one)}</li>" for one in said)
+    head = f'<section aria-labelledby="h-{key}">\n<h2 id="h-{key}">{title}</h2>'
+    return f'{head}\n<ul class="plain">{items}</ul>\n</section>'
+
+
+def _held(scenario: LoopScenario, runs: Sequence[LoopFigures]) -> str:
+    seeds = ", ".join(map(str, scenario.seeds))
+    looks = sum(one.looks for one in runs)
+    return (
+        f"seeds {seeds} decide noise, moves and failures, the same for every policy; what must be true was looked at "
+        f"{looks:,} times"
+    )

@@ -1,0 +1,1 @@
+"""Displays that are redrawn in a terminal."""

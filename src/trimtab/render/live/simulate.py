@@ -1,0 +1,125 @@
+"""Carries the runs of a scenario out, here or in several processes, and says how far it is.
+
+A run depends on its scenario, policy and seed alone, so that the answer is the same with any number of processes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from typing import Generic, TypeVar
+
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from trimtab.render.output import err
+from trimtab.replay.pool.figures import PoolFigures
+from trimtab.replay.pool.runner import run_pool
+from trimtab.replay.pool.scenario import Scenario
+from trimtab.replay.replan.runner import LoopFigures
+from trimtab.replay.replan.scenario import LoopScenario
+from trimtab.replay.rollout.runner import RolloutFigures, run_rollout
+from trimtab.replay.rollout.scenario import RolloutScenario
+
+Asked = tuple[int, int]  # which policy, which seed
+Further = Callable[[float], None]
+Figures = TypeVar("Figures", PoolFigures, RolloutFigures, LoopFigures)
+
+
+@dataclass(frozen=True)
+class PoolRuns:
+    """The runs of a pool scenario."""
+
+    scenario: Scenario
+
+    def one(self, at: int, seed: int, further: Further | None = None) -> PoolFigures:
+        """One policy with one seed."""
+        return run_pool(self.scenario, self.scenario.policies[at], seed, further)
+
+
+@dataclass(frozen=True)
+class RolloutRuns:
+    """The runs of a rollout scenario."""
+
+    scenario: RolloutScenario
+
+    def one(self, at: int, seed: int, further: Further | None = None) -> RolloutFigures:
+        """One policy with one seed."""
+        return run_rollout(self.scenario, self.scenario.policies[at], seed)
+
+
+@dataclass(frozen=True)
+class _Run(Generic[Figures]):
+    """A run with its time; plain, so that another process can have it."""
+
+    do: Callable[[int, int, Further | None], Figures]
+
+    def __call__(self, at: int, seed: int, further: Further | None = None) -> Figures:
+        began = time.perf_counter()
+        return replace(self.do(at, seed, further), seconds=time.perf_counter() - began)
+
+
+def pool_runs(scenario: Scenario, jobs: int) -> list[PoolFigures]:
+    """Every policy with every seed, policy by policy."""
+    return _all(_Run(PoolRuns(scenario).one), [one.name for one in scenario.policies], scenario.seeds, jobs)
+
+
+def rollout_runs(scenario: RolloutScenario, jobs: int) -> list[RolloutFigures]:
+    """Every policy with every seed, policy by policy."""
+    return _all(_Run(RolloutRuns(scenario).one), [one.name for one in scenario.policies], scenario.seeds, jobs)
+
+
+def loop_runs(scenario: LoopScenario, jobs: int) -> list[LoopFigures]:
+    """Every policy with every seed, policy by policy."""
+    return _all(_Run(scenario.run), [one.name for one in scenario.policies], scenario.seeds, jobs)
+
+
+def _all(run: _Run[Figures], names: list[str], seeds: tuple[int, ...], jobs: int) -> list[Figures]:
+    asked = [(at, seed) for at in range(len(names)) for seed in seeds]
+    found: dict[Asked, Figures] = {}
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task(f"{len(asked)} runs", total=len(asked))
+        runs = _here(run, names, asked, bar, task) if jobs <= 1 else _apart(run, asked, jobs)
+        for number, (one, figures) in enumerate(runs, 1):
+            found[one] = figures
+            bar.update(task, completed=number, description=f"{number} of {len(asked)} runs")
+    return [found[one] for one in asked]
+
+
+@dataclass(frozen=True)
+class _Further:
+    """Moves the bar on within a run."""
+
+    bar: Progress
+    task: TaskID
+    done: int
+    words: str
+
+    def __call__(self, share: float) -> None:
+        self.bar.update(self.task, completed=self.done + share, description=self.words)
+
+
+def _here(
+    run: _Run[Figures], names: list[str], asked: list[Asked], bar: Progress, task: TaskID
+) -> Iterator[tuple[Asked, Figures]]:
+    for number, (at, seed) in enumerate(asked):
+        yield (at, seed), run(at, seed, _Further(bar, task, number, f"{names[at]}, seed {seed}"))
+
+
+def _apart(run: _Run[Figures], asked: list[Asked], jobs: int) -> Iterator[tuple[Asked, Figures]]:
+    with ProcessPoolExecutor(min(jobs, len(asked)), mp_context=get_context("spawn")) as crew:
+        by_run: dict[Future[Figures], Asked] = {crew.submit(run, *one): one for one in asked}
+        try:
+            for done in as_completed(by_run):
+                yield by_run[done], done.result()
+        except BaseException:
+            crew.shutdown(wait=False, cancel_futures=True)
+            raise

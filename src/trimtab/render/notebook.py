@@ -1,0 +1,71 @@
+"""A run's report where one works: the last expression of a notebook's cell shows it.
+
+    trimtab.report("runs/grpo-1")
+
+The report is the page of `trimtab report`, in a frame of its own: its look and its script stay apart from the
+notebook's, and it loads nothing. Read when it is shown, so that showing it again tells how the run stands then.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimtab.render.html.run.story import Story, read_story
+
+HEIGHT_PX = 900
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """The report of the run in a folder; `save` writes it as a file."""
+
+    folder: Path
+    metrics: tuple[str, ...] = ()
+    height_px: int = HEIGHT_PX
+
+    @property
+    def story(self) -> Story:
+        """All that the run has told until now."""
+        return read_story(self.folder)
+
+    def html(self) -> str:
+        """The whole page."""
+        from trimtab.render.html.run.report import run_report
+
+        title = self.folder.resolve().name or "run"
+        return run_report(self.story, title=title, command=None, metrics=self.metrics)
+
+    def save(self, path: str | Path | None = None) -> Path:
+        """Write the page, by default into the run's folder as report.html."""
+        from trimtab.formats.files import write_text
+
+        target = Path(path) if path is not None else self.folder / "report.html"
+        write_text(target, self.html())
+        return target
+
+    def _repr_html_(self) -> str:
+        page = html.escape(self.html(), quote=True)
+        return (
+            f'<iframe title="Report of the run {html.escape(str(self.folder), quote=True)}" sandbox="allow-scripts" '
+            f'style="width:100%;height:{self.height_px}px;border:0" srcdoc="{page}"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        from trimtab.render.html.run.figures import costs, idle_shares, metric_names
+        from trimtab.render.html.run.summary import in_words, standing
+        from trimtab.render.html.run.timeline import run_chart
+
+        story = self.story
+        names = metric_names(story, self.metrics)
+        lines = in_words(story, run_chart(story), costs(story, idle_shares(story)), names)
+        return "\n".join([standing(story), *lines])
+
+
+def report(folder: str | Path, *, metrics: Sequence[str] = (), height_px: int = HEIGHT_PX) -> RunReport:
+    """The report of a run, to look at in a notebook. InputError where there is no run in the folder."""
+    made = RunReport(Path(folder), tuple(metrics), height_px)
+    read_story(made.folder)
+    return made

@@ -1,0 +1,339 @@
+"""What `trimtab advise` says: as a picture that is redrawn, as lines, as text at the end, and as data for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from trimtab.core.ranks import ranks_text
+from trimtab.formats.logs.follow import Step
+from trimtab.formats.write_back import shell_words
+from trimtab.plan.placement.scaling import DOUBLING
+from trimtab.render.output import out, plain_table
+from trimtab.runtime.advise.analysis import News, Part, Picture
+from trimtab.runtime.advise.engines import EngineSeen
+from trimtab.runtime.advise.follower import Around, Frame
+from trimtab.runtime.advise.replanner import Advice
+
+ENGINES_SHOWN = 12
+NEWS_SHOWN = 8
+
+
+# ---- for people ------------------------------------------------------------------------------------------------------
+
+
+def picture(frame: Frame) -> RenderableType:
+    """Everything that is known, to be redrawn."""
+    parts: list[RenderableType] = [*_known(frame), *_advised(frame.picture)]
+    parts.append(Text("\nCtrl-C ends", style="dim"))
+    return Group(*parts)
+
+
+def print_text(frame: Frame, history: Sequence[News]) -> None:
+    """The whole answer; the overrides come last, ready to copy."""
+    for part in _known(frame):
+        out.print(part)
+    if history:
+        out.print()
+        out.print("[bold]What happened[/]")
+        if len(history) > NEWS_SHOWN:
+            out.print(f"  ({len(history) - NEWS_SHOWN} earlier ones are left out)", style="dim")
+        for one in history[-NEWS_SHOWN:]:
+            out.print(f"  {_told(one)}", markup=False)
+    if frame.picture.notes:
+        out.print()
+        out.print("[bold]Assumed, and left out[/]")
+        for note in frame.picture.notes:
+            out.print(f"  - {note}", markup=False)
+    for part in _advised(frame.picture):
+        out.print(part)
+
+
+def lines(frame: Frame) -> Iterator[str]:
+    """A line for whatever happened, and one for the newest step."""
+    for one in frame.news:
+        yield from _news_lines(one)
+    if frame.steps:
+        yield _step_line(frame.steps[-1], frame.picture)
+
+
+def _step_line(step: Step, seen: Picture) -> str:
+    total = f"{seen.step_s:.1f} s a step" if seen.step_s is not None else "no total yet"
+    extra = f", with {', '.join(step.extra)}" if step.extra else ""
+    stands = f"no advice ({seen.reason.code.value})"
+    if seen.advice is not None:
+        stands = f"{seen.advice.gain:.0%} to be gained with the advice of step {seen.advice.since}"
+    return f"step {step.number}{extra}: {total} lately; {stands}"
+
+
+def _news_lines(one: News) -> Iterator[str]:
+    yield _told(one)
+    if one.advice is not None and one.what in ("advised", "changed"):
+        yield f"  {_gain(one.advice)}"
+        for word in shell_words(one.advice.settings):
+            yield f"  {word}"
+
+
+def _told(one: News) -> str:
+    words = {"advised": "advice", "changed": "other advice", "withdrawn": "the advice is void",
+             "stands again": "advice that was given before holds again"}  # fmt: skip
+    return f"step {one.step}: {words.get(one.what, one.what)}: {one.sentence}"
+
+
+def _known(frame: Frame) -> list[RenderableType]:
+    seen = frame.picture
+    total = f"; a step takes [bold]{seen.step_s:.1f} s[/]" if seen.step_s is not None else ""
+    at = f", the last is {seen.newest}" if seen.newest is not None else ""
+    parts: list[RenderableType] = [
+        Text.from_markup(f"{escape(seen.framework)} run: {seen.steps} steps, {seen.counted} count{at}{total}")
+    ]
+    if seen.parts:
+        parts += [Text(), _table(seen)]
+    parts += [Text(line) for line in _sentences(seen)]
+    parts += _around(frame.around)
+    return parts
+
+
+def _table(seen: Picture) -> Table:
+    table = plain_table()
+    table.add_column("component", no_wrap=True)
+    for heading in ("GPUs", "seconds", "of the step", "spread", "drift"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("")
+    for part in seen.parts:
+        table.add_row(
+            escape(part.name),
+            gpus_text(part),
+            f"{part.seconds:.1f}",
+            _percent(part.share),
+            "" if part.spread is None else f"±{part.spread:.0%}",
+            "" if part.drift is None else f"{part.drift:+.0%}",
+            escape(_mark(part)),
+        )
+    if seen.other_s is not None and seen.step_s:
+        table.add_row("anything else", "", f"{seen.other_s:.1f}", _percent(seen.other_s / seen.step_s), "", "", "")
+    return table
+
+
+def gpus_text(part: Part) -> str:
+    """How many GPUs a component has."""
+    return "" if part.gpus is None else str(part.gpus or "CPU")
+
+
+def _mark(part: Part) -> str:
+    if part.wait is not None:
+        return f"a wait, no cost: {part.wait}"
+    return "has drifted" if part.drifted else ""
+
+
+def _sentences(seen: Picture) -> Iterator[str]:
+    if seen.length is not None:
+        drift = "" if seen.length_drift is None else f", {seen.length_drift:+.0%} since the beginning"
+        yield f"answers: {seen.length:,.0f} tokens in the mean{drift}"
+    if seen.sharing:
+        groups = (f"{', '.join(one.components)} on {one.gpus} GPUs" for one in seen.sharing)
+        yield f"now: {' | '.join(groups)}"
+        for one in seen.sharing:
+            if len(seen.sharing) > 1 or one.busy is None:
+                busy = (
+                    "the log does not tell how long they compute" if one.busy is None else f"{one.busy:.0%} of a step"
+                )
+                yield f"  {', '.join(one.components)}: {busy}"
+    if seen.idle is not None:
+        yield f"GPUs are idle for {seen.idle:.0%} of their time"
+
+
+def _around(around: Around) -> list[RenderableType]:
+    found: list[RenderableType] = []
+    if around.engines:
+        found += [Text(), _engines(around.engines)]
+    if isinstance(around.nodes, str):
+        found.append(Text(f"cluster: {around.nodes}"))
+    elif around.nodes is not None:
+        gpus, free = sum(one.gpus for one in around.nodes), sum(one.free for one in around.nodes)
+        going = sum(one.draining for one in around.nodes)
+        busy = [share for one in around.nodes for _, share in one.busy]
+        said = f"cluster: {len(around.nodes)} nodes, {gpus:g} GPUs, {free:g} free"
+        said += f", {going} going" if going else ""
+        said += f"; GPUs compute {sum(busy) / len(busy):.0%} of the time" if busy else ""
+        found.append(Text(said))
+    if around.gpus:
+        found.append(Text(f"GPUs of this machine: {', '.join(f'{one:.0%}' for one in around.gpus)} busy"))
+    return found
+
+
+def _engines(engines: Sequence[EngineSeen]) -> Table:
+    table = plain_table()
+    table.add_column("engine", no_wrap=True)
+    for heading in ("running", "waiting", "cache", "tokens/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("")
+    for one in engines[:ENGINES_SHOWN]:
+        silent = "" if one.fault is None else f"does not answer ({one.silent_s or 0:.0f} s): {one.fault}"
+        table.add_row(
+            escape(one.url), _count(one.running), _count(one.waiting), _percent(one.cache), _count(one.tokens_per_s),
+            escape(silent),
+        )  # fmt: skip
+    if len(engines) > ENGINES_SHOWN:
+        table.caption = f"and {len(engines) - ENGINES_SHOWN} more"
+    return table
+
+
+def _advised(seen: Picture) -> list[RenderableType]:
+    advice = seen.advice
+    if advice is None:
+        return [
+            Text(),
+            Text.from_markup(f"[bold]No advice[/] ({seen.reason.code.value}): {escape(seen.reason.sentence)}"),
+        ]
+    found: list[RenderableType] = [
+        Text(),
+        Text.from_markup(f"[bold]Advice[/] since step {advice.since}: {escape(advice.plan.describe())} GPUs"),
+        Text(f"  {_gain(advice)}"),
+        Text(f"  {advice.reason.sentence}"),
+    ]
+    if advice.extrapolated:
+        found.append(Text(f"  not measured on so many GPUs, hence extrapolated: {', '.join(advice.extrapolated)}"))
+    if advice.gain_if_less is not None:
+        less = f"if each doubling of GPUs gives {DOUBLING:.0%} of a perfect speed-up it gains {advice.gain_if_less:.0%}"
+        found.append(Text(f"  {less}: measure there, or give --profile with costs on several numbers of GPUs"))
+    found += [Text(f"  {sentence}") for sentence in advice.settings.advice]
+    found.append(Text("Add to the run's command line:"))
+    found += [Text(f"  {word}") for word in shell_words(advice.settings)]
+    return found
+
+
+def _gain(advice: Advice) -> str:
+    band = f"{max(advice.low, 0.0):.0%} to {advice.high:.0%}"
+    return (
+        f"{advice.gain:.0%} of a step is gained ({band}): "
+        f"{advice.new_iteration_s:.1f} s instead of {advice.iteration_s:.1f} s, as predicted"
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def _count(number: float | None) -> str:
+    return "" if number is None else f"{number:,.0f}"
+
+
+# ---- for programs ----------------------------------------------------------------------------------------------------
+
+
+def as_data(frame: Frame, history: Sequence[News]) -> dict[str, Any]:
+    """The answer as plain data: what `--format json` and `yaml` print."""
+    seen = frame.picture
+    return {
+        "framework": seen.framework,
+        "steps": seen.steps,
+        "counted_steps": seen.counted,
+        "newest_step": seen.newest,
+        "step_seconds": seen.step_s,
+        "components": {part.name: _part_data(part) for part in seen.parts},
+        "other_seconds": seen.other_s,
+        "answers": {"mean_tokens": seen.length, "drift": seen.length_drift},
+        "placement": [
+            {"components": list(one.components), "gpus": one.gpus, "busy_share": one.busy} for one in seen.sharing
+        ],
+        "idle_share": seen.idle,
+        "decision": {"code": seen.reason.code.value, "reason": seen.reason.sentence},
+        "advice": None if seen.advice is None else _advice_data(seen.advice),
+        "history": [_news_data(one) for one in history],
+        **_around_data(frame.around),
+        "notes": list(seen.notes),
+    }
+
+
+def events(frame: Frame) -> Iterator[dict[str, Any]]:
+    """What is new in a frame, one object for each."""
+    for step in frame.steps:
+        yield {
+            "event": "step",
+            "step": step.number,
+            "extra": list(step.extra),
+            "restart": step.restart,
+            "values": dict(step.values),
+        }
+    for one in frame.news:
+        yield {"event": one.what.replace(" ", "_"), **_news_data(one)}
+
+
+def _part_data(part: Part) -> dict[str, Any]:
+    return {
+        "gpus": part.gpus,
+        "seconds": part.seconds,
+        "share": part.share,
+        "spread": part.spread,
+        "drift": part.drift,
+        "drifted": part.drifted,
+        "wait": part.wait,
+    }
+
+
+def _advice_data(advice: Advice) -> dict[str, Any]:
+    return {
+        "since_step": advice.since,
+        "placement": advice.plan.describe(),
+        "groups": [
+            {"components": list(group.components), "ranks": ranks_text(group.gpus)} for group in advice.plan.groups
+        ],
+        "iteration_seconds": advice.iteration_s,
+        "new_iteration_seconds": advice.new_iteration_s,
+        "gain": advice.gain,
+        "gain_low": advice.low,
+        "gain_high": advice.high,
+        "gain_if_scaling_is_less": advice.gain_if_less,
+        "code": advice.reason.code.value,
+        "reason": advice.reason.sentence,
+        "extrapolated": list(advice.extrapolated),
+        "settings": dict(advice.settings.values),
+        "overrides": list(advice.overrides),
+        "command_line": shell_words(advice.settings),
+        "advice": list(advice.settings.advice),
+    }
+
+
+def _news_data(one: News) -> dict[str, Any]:
+    return {
+        "what": one.what,
+        "step": one.step,
+        "reason": one.sentence,
+        "overrides": None if one.advice is None else list(one.advice.overrides),
+        "gain": None if one.advice is None else one.advice.gain,
+    }
+
+
+def _around_data(around: Around) -> dict[str, Any]:
+    nodes = around.nodes
+    return {
+        "engines": [
+            {
+                "url": one.url,
+                "running": one.running,
+                "waiting": one.waiting,
+                "cache_share": one.cache,
+                "tokens_per_second": one.tokens_per_s,
+                "fault": one.fault,
+                "silent_seconds": one.silent_s,
+            }
+            for one in around.engines
+        ],
+        "cluster": None
+        if nodes is None
+        else {"fault": nodes}
+        if isinstance(nodes, str)
+        else {
+            "nodes": [
+                {"name": n.name, "gpus": n.gpus, "free": n.free, "draining": n.draining, "busy": dict(n.busy)}
+                for n in nodes
+            ]
+        },
+        "gpus_here": list(around.gpus),
+    }

@@ -1,0 +1,217 @@
+"""A journal played again, as text, data or a page: whether the machine says the same, and how policies compare.
+
+It shares its tables and its page with simulations. Without other policies it shows what the journal says, and nothing
+that a replay made up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn
+
+from trimtab.core.errors import InfeasibleError, InputError
+from trimtab.render.html.simulate import report as simulate_report
+from trimtab.render.output import err, out
+from trimtab.render.text import simulate as simulate_text
+from trimtab.render.text.formatting import show
+from trimtab.replay.journal.policies import fitted
+from trimtab.replay.journal.record import Record
+from trimtab.replay.journal.replay import (
+    RECORDED,
+    SEED,
+    UNCHANGED,
+    Agreement,
+    Other,
+    Run,
+    agreement,
+    recorded,
+    run_other,
+)
+from trimtab.replay.journal.world import World, world_of
+from trimtab.replay.pool.figures import PoolFigures
+
+SHOWN = 5  # differences that are named
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """The row of what was, among policies."""
+
+    name: str = RECORDED
+
+    def text(self) -> str:
+        """As a report states it."""
+        return "what the journal says; no replay"
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What came of it."""
+
+    name: str
+    record: Record
+    world: World | None  # None: no task of it ever ran
+    runs: tuple[PoolFigures, ...] = ()
+    near: Agreement | None = None
+    others: tuple[Other, ...] = ()
+    why_none: str = ""
+    not_again: str = ""  # why the policy that ran could not be replayed
+    seeds: tuple[int, ...] = field(default=(SEED,))
+
+    @property
+    def policies(self) -> Sequence[simulate_text.Named]:
+        """Those that are compared."""
+        return [_Recorded(), *self.others]
+
+    def assumptions(self) -> list[str]:
+        """All that was assumed."""
+        if self.world is None or not self.others:
+            return list(self.world.facts) if self.world is not None else []
+        first, *more = self.world.facts
+        drawn = [f"where it was not done then, {one}" for one in self.world.times.text()]
+        return [first, *self.world.assumed[:1], *more, *self.world.assumed[1:], self.near_text(), *drawn]
+
+    def near_text(self) -> str:
+        """How near the replay of the policy that ran comes to what was."""
+        near = self.near
+        if near is None:
+            return f"how near this is to what was is not known: {self.not_again}"
+        said = (
+            f"all {near.instructions:,} instructions are the same in the same order"
+            if near.same == near.instructions and not near.first
+            else f"the first {near.same:,} of {near.instructions:,} instructions are the same ({near.first})"
+        )
+        return (
+            f"the policy that ran, replayed: {said}; completion times are off by {near.completion_mean:.1%} on average "
+            f"and {near.completion_worst:.1%} at most, the last end by {near.makespan:.1%}"
+        )
+
+    # ---- how it is written ----
+
+    def data(self) -> dict[str, Any]:
+        """All of it, for programs."""
+        record, near = self.record, self.near
+        found: dict[str, Any] = {
+            "journal": self.name,
+            "events": record.events,
+            "instructions": len(record.given),
+            "seconds": record.end_s,
+            "same": record.same,
+            "marked": record.marked,
+            "differences": [
+                {"event": one.number, "at_s": one.at_s, "kind": one.event, "then": list(one.then), "now": list(one.now)}
+                for one in record.differences
+            ],
+            "unasked": record.unasked,
+            "from_snapshot": record.from_snapshot,
+        }
+        if self.world is not None:
+            found |= simulate_text.answer_data(self, self.runs)
+            found["counted"] = {"resource": self.world.units.resource, "unit": self.world.units.each}
+        if near is not None:
+            found["agreement"] = {
+                "instructions": near.instructions,
+                "same": near.same,
+                "first_difference": near.first or None,
+                "makespan": near.makespan,
+                "completion_mean": near.completion_mean,
+                "completion_worst": near.completion_worst,
+            }
+        return found
+
+    def csv(self) -> str:
+        """A line for what was, and for each policy."""
+        return simulate_text.as_csv(self._runs())
+
+    def page(self, command: str) -> str:
+        """As a page."""
+        return simulate_report.report(
+            self, self._runs(), command=command, verb="replay", until="the end of the last task in the journal"
+        )
+
+    def show(self) -> None:
+        """For people."""
+        record = self.record
+        out.print(f"[bold]{escape(self.name)}[/]")
+        for sentence in self.assumptions():
+            out.print(f"  {escape(sentence)}", style="dim")
+        out.print()
+        out.print(escape(same_text(record)))
+        if self.world is None:
+            out.print(escape(self.why_none))
+            return
+        out.print()
+        out.print("Waits and completions by class")
+        show(simulate_text.figures_table(self.runs, several=False))
+
+    def _runs(self) -> tuple[PoolFigures, ...]:
+        if not self.runs:
+            raise InputError(self.why_none, where=self.name)
+        return self.runs
+
+
+def replayed(name: str, record: Record, others: Sequence[Other]) -> Replayed:
+    """A journal with other policies; without any, only what it says."""
+    try:
+        world = world_of(record)
+    except InputError as fault:
+        if others:
+            raise
+        return Replayed(name, record, None, why_none=fault.what)
+    was = recorded(world)
+    if not others:
+        return Replayed(name, record, world, (was.figures,))
+    ready = [fitted(one, world) for one in others]
+    near, not_again, runs = None, "", [was.figures]
+    try:
+        again = _timed(world, UNCHANGED)
+    except InfeasibleError as fault:  # what is not repeated may have made the room
+        not_again = fault.what
+    else:
+        near = agreement(world, was, again)
+        runs.append(again.figures)
+        ready = [UNCHANGED, *ready]
+    runs += [_timed(world, one).figures for one in ready if one is not UNCHANGED]
+    return Replayed(name, record, world, tuple(runs), near, tuple(ready), not_again=not_again)
+
+
+def _timed(world: World, other: Other) -> Run:
+    began = perf_counter()
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task(other.name, total=1.0)
+        run = run_other(world, other, lambda share: bar.update(task, completed=share))
+    return replace(run, figures=replace(run.figures, seconds=perf_counter() - began))
+
+
+def same_text(record: Record) -> str:
+    """Whether the machine says again what it said then."""
+    many = f"{record.events:,} events, {len(record.given):,} instructions"
+    if record.differences:
+        return f"{many}: the machine says something else to {len(record.differences):,} of them now"
+    if record.unasked:
+        return f"{many}: {len(record.unasked):,} answers are to instructions that the machine does not give now"
+    if not record.events:
+        return "nothing happened after the snapshot" if record.from_snapshot else "the journal is empty"
+    if record.marked == record.events:
+        return f"{many}: fed to the machine again, the same events gave the same instructions"
+    return (
+        f"{many}: fed to the machine again, every answer is to an instruction that it gave again (what was instructed "
+        f"then is written beside {record.marked:,} of the events)"
+    )
+
+
+def not_the_same(record: Record, where: str) -> InputError:
+    """The error for a journal that comes to something else now."""
+    if record.differences:
+        first = record.differences[0]
+        then, now = ("; ".join(one) or "nothing" for one in (first.then, first.now))
+        what = f"event {first.number} ({first.event}, after {first.at_s:.3f} s): then {then}; now {now}"
+    else:
+        what = "answers to what was not instructed: " + ", ".join(record.unasked[:SHOWN])
+    return InputError(what, where=where, hint="the journal was changed, or another version of trimtab wrote it")

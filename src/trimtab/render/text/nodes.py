@@ -1,0 +1,182 @@
+"""Nodes and elastic groups for people, as text, and for programs, as data: what `status` and `explain` say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from trimtab.core.codec import decode
+from trimtab.core.reasons import Chapter
+from trimtab.model.nodes import NodeView
+from trimtab.render.output import out, plain_table
+from trimtab.render.text.formatting import (
+    Data,
+    amounts,
+    counts,
+    facts,
+    print_story,
+    reason_data,
+    show,
+    span,
+    story_data,
+    why,
+)
+
+if TYPE_CHECKING:
+    from trimtab.runtime.controller.rpc import TaskSeen
+
+GONE = ("lost", "left")
+
+
+# ---- for programs ---------------------------------------------------------------------------------------------------
+
+
+def nodes_data(status: Data, ray_nodes: Sequence[Data]) -> list[dict[str, Any]]:
+    """All nodes that are there or were not long ago. `ray_nodes` are Ray's words about them."""
+    hosts = {node["NodeID"]: node.get("NodeManagerHostname") for node in ray_nodes}
+    used = {one["node"] for one in status["nodes"]}
+    return [
+        {
+            "node": one.node,
+            "name": one.facts.name or None,
+            "host": hosts.get(one.node),
+            "state": one.state.value,
+            "reason": reason_data(one.reason),
+            "since": one.since,
+            "deadline": one.deadline,
+            "unlike": one.unlike,
+            "losses": one.losses,
+            "used": one.node in used,
+            "total": one.facts.total.floats(),
+            "outside": one.outside.floats(),
+            "warm_hosts": status["warm_hosts"].get(one.node),
+        }
+        for one in (decode(NodeView, each) for each in status["fleet"])
+    ]
+
+
+def node_data(node: str, story: Sequence[Chapter], status: Data, tasks: Iterable[TaskSeen]) -> dict[str, Any]:
+    """What `trimtab explain` answers for a node."""
+    known = next((one for one in nodes_data(status, ()) if one["node"] == node), None)
+    return {
+        "node": node,
+        "there": known is not None and known["state"] not in GONE,
+        **{key: known[key] if known else None for key in ("state", "reason", "deadline", "total", "outside")},
+        "warm_hosts": status["warm_hosts"].get(node),
+        "tasks": sorted({one.id for one in tasks for member in one.members if member.node == node}),
+        "groups": sorted(
+            one["id"] for one in status["groups"] if any(each["node"] == node for each in one.get("members", ()))
+        ),
+        "story": story_data(story),
+        "time": status["time"],
+    }
+
+
+def group_data(group: str, status: Data) -> dict[str, Any] | None:
+    """What `trimtab explain` answers for an elastic group; None where there is no such group."""
+    found = next((one for one in status["groups"] if one["id"] == group), None)
+    return None if found is None else {"group": group, **found, "time": status["time"]}
+
+
+# ---- for people -----------------------------------------------------------------------------------------------------
+
+
+def nodes_table(nodes: Sequence[Data], now: float) -> Table:
+    """A line for every node; why, where it is not simply there."""
+    table = plain_table()
+    for heading in ("node", "host", "state", "has", "held by others", "warm hosts", "why"):
+        table.add_column(heading)
+    for one in nodes:
+        warm = one["warm_hosts"] or {}
+        table.add_row(
+            one["node"][:12],
+            escape(one["name"] or one["host"] or "-"),
+            _state(one, now),
+            amounts(one["total"]),
+            amounts(one["outside"]) if one["outside"] else "-",
+            counts(warm, warm) or "-",
+            why(one["reason"]) if one["state"] != "ready" or one["unlike"] else "",
+        )
+    return table
+
+
+def groups_table(groups: Sequence[Data]) -> Table:
+    """A line for every elastic group."""
+    table = plain_table()
+    for heading in ("group", "pool", "members", "limits", "step", "redone", "restarts", "why"):
+        table.add_column(heading, justify="right" if heading in ("step", "redone", "restarts") else "left")
+    for one in groups:
+        table.add_row(
+            escape(one["id"]),
+            escape(str(one.get("pool") or "-")),
+            f"{one.get('size', 0)} of {one.get('wanted', 0)} wanted",
+            _limits(one),
+            str(one.get("step", 0)),
+            str(one.get("redone", 0)),
+            str(one.get("restarts", 0)),
+            why(one["reason"]) if one.get("reason") else "",
+        )
+    return table
+
+
+def print_node(data: Data) -> None:
+    """A node and its story."""
+    where = "is gone" if not data["there"] else f"is {_state(data, data['time'])}"
+    out.print(f"node [bold]{data['node']}[/] {where}")
+    if data["reason"]:
+        facts(("why", f"{data['reason']['code']}: {data['reason']['sentence']}"))
+    if data["there"]:
+        warm = data["warm_hosts"] or {}
+        facts(
+            ("has", amounts(data["total"])),
+            ("outside", f"{amounts(data['outside'])} held by others than trimtab"),
+            ("tasks", ", ".join(data["tasks"]) or "none"),
+            ("groups", ", ".join(data["groups"]) or "none"),
+            ("warm hosts", counts(warm, warm) or "none"),
+        )
+    print_story(data["story"])
+
+
+def print_group(data: Data) -> None:
+    """An elastic group: how large it is, why it is not larger, its members and its story."""
+    out.print(f"group [bold]{escape(data['group'])}[/] is {data.get('state', 'there')}")
+    reason, deadline = data.get("reason"), data.get("deadline")
+    rows = [
+        ("why", f"{reason['code']}: {reason['sentence']}" if reason else "-"),
+        ("members", f"{data.get('size', 0)} work, {data.get('wanted', 0)} wanted, limits {_limits(data)}"),
+        ("each asks", amounts(data.get("unit") or {})),
+        ("pool", str(data.get("pool") or "-")),
+        ("world", f"number {data.get('epoch', 0)}"),
+        ("steps", f"{data.get('step', 0)} complete, {data.get('redone', 0)} redone"),
+        ("restarts", str(data.get("restarts", 0))),
+    ]
+    if deadline is not None:
+        rows.insert(1, ("gives up", f"in {span(deadline - data['time'])}"))
+    facts(*rows)
+    members = data.get("members") or []
+    if members:
+        table = plain_table()
+        for heading in ("rank", "member", "state", "node", "why"):
+            table.add_column(heading, justify="right" if heading == "rank" else "left")
+        for one in members:
+            rank = "-" if one["rank"] is None else str(one["rank"])
+            table.add_row(rank, escape(one["member"]), one["state"], (one["node"] or "-")[:12], why(one["reason"]))
+        out.print()
+        show(table)
+    if data.get("story"):
+        print_story(data["story"])
+
+
+def _state(node: Data, now: float) -> str:
+    if node["deadline"] is None:
+        return str(node["state"])
+    left_s = node["deadline"] - now
+    return f"{node['state']}, {span(left_s)} left" if left_s > 0 else f"{node['state']}, past its deadline"
+
+
+def _limits(group: Data) -> str:
+    most = group.get("most")
+    return f"{group.get('least', 1)} to {most}" if most is not None else f"{group.get('least', 1)} or more"

@@ -1,0 +1,193 @@
+"""A partition for people, as text, and for programs, as data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from trimtab.formats.pipeline.pipeedge import schedule_yaml
+from trimtab.model.pipeline import Limit, PartitionAnswer, Stage
+from trimtab.render.html.kit.labels import duration, share
+
+MIB = 2**20
+
+
+def as_data(answer: PartitionAnswer, searched: float) -> dict[str, Any]:
+    """The answer as plain data: what `--format json` and `yaml` print."""
+    schedule, job = answer.schedule, answer.job
+    bottleneck = schedule.bottleneck_seconds
+    return {
+        "model": job.model.name,
+        "objective": answer.objective,
+        "bottleneck_seconds": bottleneck,
+        "items_per_second": answer.throughput,
+        "latency_seconds": schedule.latency_seconds,
+        "lower_bound_seconds": answer.lower_bound_seconds,
+        "optimal": answer.optimal,
+        "ties_proven": answer.ties_proven,
+        "method": answer.method,
+        "batch_size": job.batch_size,
+        "devices_used": len(schedule.stages),
+        "devices": len(job.hosts),
+        "input_seconds": schedule.input_seconds,
+        "stages": [
+            {
+                "host": stage.host,
+                "type": stage.type,
+                "layers": [stage.first, stage.last],
+                "compute_seconds": stage.compute_seconds,
+                "transfer_seconds": stage.transfer_seconds,
+                "memory_mb": stage.memory_bytes / MIB,
+                "memory_available_mb": stage.memory_available_bytes / MIB,
+                "utilisation": _part(stage.compute_seconds, bottleneck),
+                "link_utilisation": _part(stage.transfer_seconds, bottleneck),
+            }
+            for stage in schedule.stages
+        ],
+        "improve_first": improve_as_data(answer),
+        "frontier": [
+            {
+                "devices": point.devices,
+                "bottleneck_seconds": point.bottleneck_seconds,
+                "items_per_second": job.batch_size / point.bottleneck_seconds if point.bottleneck_seconds else None,
+            }
+            for point in answer.frontier
+        ],
+        "assumptions": list(answer.assumptions),
+        "warnings": list(answer.warnings),
+        "schedule": [{stage.host: [stage.first, stage.last]} for stage in schedule.stages],
+        "search": {"seconds": round(searched, 6)},
+    }
+
+
+def improve_as_data(answer: PartitionAnswer) -> dict[str, Any] | None:
+    """What limits the pipeline first, and what would limit it next."""
+    if not answer.limits:
+        return None
+    first = answer.limits[0]
+    after = answer.limits[1] if len(answer.limits) > 1 else None
+    return {
+        "what": first.what,
+        "stage": first.stage + 1,
+        "seconds": first.seconds,
+        "next_seconds": after.seconds if after else None,
+        "sentence": improve_sentence(answer),
+    }
+
+
+def _part(seconds: float, whole: float) -> float:
+    return seconds / whole if whole > 0 else 0.0
+
+
+def improve_sentence(answer: PartitionAnswer) -> str:
+    """Which stage or link to improve first, in words."""
+    if not answer.limits:
+        return "nothing takes any time"
+    first, *others = answer.limits
+    words = f"{limit_words(answer, first)} takes {first.seconds:.4g} s"
+    if others:
+        words += f"; with that gone, {limit_words(answer, others[0])} limits at {others[0].seconds:.4g} s"
+    return words
+
+
+def limit_words(answer: PartitionAnswer, limit: Limit) -> str:
+    """A stage or a link by the names of its hosts."""
+    stages = answer.schedule.stages
+    if limit.stage < 0:
+        return f"the link {answer.job.source} to {stages[0].host}"
+    stage = stages[limit.stage]
+    if limit.what == "compute":
+        return f"stage {limit.stage + 1} ({stage.host}, layers {stage.first}-{stage.last})"
+    after = stages[limit.stage + 1].host if limit.stage + 1 < len(stages) else answer.job.sink
+    return f"the link {stage.host} to {after}"
+
+
+def proof_words(answer: PartitionAnswer) -> str:
+    """What is proven about the schedule."""
+    what = "bottleneck" if answer.objective == "throughput" else "latency"
+    if answer.optimal and answer.ties_proven:
+        return f"proven least {what}"
+    if answer.optimal:
+        return f"proven least {what}; ties not all compared"
+    least = answer.lower_bound_seconds
+    got = answer.schedule.bottleneck_seconds if answer.objective == "throughput" else answer.schedule.latency_seconds
+    above = share(got / least - 1) if least > 0 else "an unknown part"
+    return f"{answer.method}: at most {above} above the least {what}"
+
+
+def print_text(out: Console, answer: PartitionAnswer, searched: float) -> None:
+    """The whole answer as text; the schedule comes last, ready to copy."""
+    schedule, job = answer.schedule, answer.job
+    if not schedule.stages:
+        out.print("the model has no layers")
+        out.print()
+        out.print(schedule_yaml(schedule).rstrip("\n"), markup=False)
+        return
+    rate = f"{answer.throughput:.4g} items a second" if answer.throughput is not None else "no time at all"
+    out.print(f"[bold]{schedule.bottleneck_seconds:.4f} s[/] per microbatch of {job.batch_size}: {rate}")
+    out.print(
+        f"{schedule.latency_seconds:.4f} s from end to end; {len(schedule.stages)} of {len(job.hosts)} devices; "
+        f"{escape(proof_words(answer))}"
+    )
+    out.print(f"[dim]searched in {searched:.3f} s[/]")
+    out.print()
+    out.print(_stages(answer))
+    out.print()
+    out.print(f"[bold]Improve first[/]: {escape(improve_sentence(answer))}")
+    if answer.frontier:
+        out.print()
+        out.print(_frontier(answer))
+    if answer.assumptions:
+        out.print()
+        out.print("[bold]Assumed[/]")
+        for sentence in answer.assumptions:
+            out.print(f"  - {escape(sentence)}")
+    out.print()
+    out.print("Best schedule for this pipeline is:")
+    out.print()
+    out.print(schedule_yaml(schedule).rstrip("\n"), markup=False)
+
+
+def _stages(answer: PartitionAnswer) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("host", "type", "layers"):
+        table.add_column(heading)
+    for heading in ("compute s", "send s", "MB", "of MB", "busy"):
+        table.add_column(heading, justify="right")
+    bottleneck = answer.schedule.bottleneck_seconds
+    if answer.schedule.input_seconds:
+        table.add_row(escape(answer.job.source or ""), "(source)", "-", "-", f"{answer.schedule.input_seconds:.4f}")
+    for stage in answer.schedule.stages:
+        table.add_row(*_cells(stage, bottleneck))
+    return table
+
+
+def _cells(stage: Stage, bottleneck: float) -> list[str]:
+    return [
+        escape(stage.host),
+        escape(stage.type),
+        f"{stage.first}-{stage.last}",
+        f"{stage.compute_seconds:.4f}",
+        f"{stage.transfer_seconds:.4f}" if stage.transfer_seconds else "-",
+        f"{stage.memory_bytes / MIB:.1f}",
+        f"{stage.memory_available_bytes / MIB:.1f}",
+        share(_part(stage.compute_seconds, bottleneck)),
+    ]
+
+
+def _frontier(answer: PartitionAnswer) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("devices", "bottleneck", "items/s", "gain of the last one"):
+        table.add_column(heading, justify="right")
+    before = None
+    for point in answer.frontier:
+        rate = answer.job.batch_size / point.bottleneck_seconds if point.bottleneck_seconds else None
+        gain = share(rate / before - 1) if rate and before else "-"
+        table.add_row(
+            str(point.devices), duration(point.bottleneck_seconds), f"{rate:.4g}" if rate is not None else "-", gain
+        )
+        before = rate
+    return table

@@ -1,0 +1,259 @@
+"""A plan for people, as text, and for programs, as data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from trimtab.core.ranks import ranks_text
+from trimtab.formats.loaded import Settings
+from trimtab.model.plan import Alternative, Answer, Plan, Scaling, Sensitivity
+from trimtab.plan.placement.compare import time_text
+from trimtab.render.output import plain_table
+
+HEADING = "Best placement for this task is:"
+
+
+def as_data(
+    answer: Answer, settings: Settings, dialect: str, searched: float, other: Settings | None = None
+) -> dict[str, Any]:
+    """The answer as plain data: what `--format json` and `yaml` print.
+
+    `other` says the plan for less than perfect scaling in the file's own keys, where there is one.
+    """
+    best = answer.best
+    return {
+        "iteration_seconds": best.iteration_seconds,
+        "iterations_per_hour": 3600 / best.iteration_seconds if best.iteration_seconds else None,
+        "lower_bound_seconds": answer.lower_bound_seconds,
+        "optimal": answer.optimal,
+        "mode": best.mode,
+        "gpus": best.gpus,
+        "idle_share": best.idle_share,
+        "groups": _groups(best),
+        "components": {
+            c.name: {
+                "gpus": list(c.gpus),
+                "variant": c.variant or None,
+                "seconds": c.seconds,
+                "start": c.start,
+                "end": c.end,
+                "idle_share": c.idle_share,
+                "extrapolated": c.extrapolated,
+                "switch_seconds": c.switch_seconds,
+            }
+            for c in best.components
+        },
+        "sync_seconds": best.sync_seconds,
+        "alternatives": [
+            {
+                "label": other.label,
+                "iteration_seconds": other.plan.iteration_seconds if other.plan else None,
+                "groups": _groups(other.plan) if other.plan else None,
+                "reason": other.reason,
+            }
+            for other in answer.alternatives
+        ],
+        "near_ties": [{"iteration_seconds": p.iteration_seconds, "groups": _groups(p)} for p in answer.near_ties],
+        "unrestricted": (
+            {"iteration_seconds": answer.unrestricted.iteration_seconds, "groups": _groups(answer.unrestricted)}
+            if answer.unrestricted
+            else None
+        ),
+        "sensitivity": {
+            s.component: {
+                "lower_factor": s.lower_factor,
+                "upper_factor": s.upper_factor,
+                "lower_becomes": s.lower_becomes,
+                "upper_becomes": s.upper_becomes,
+            }
+            for s in answer.sensitivity
+        },
+        "scaling": _scaling(answer.scaling, other),
+        "kept": answer.kept,
+        "assumptions": list(answer.assumptions),
+        "dialect": dialect,
+        "settings": dict(settings.values),
+        "advice": list(settings.advice),
+        "search": {"seconds": round(searched, 6), "plans_considered": answer.plans_considered},
+    }
+
+
+def _scaling(scaling: Scaling | None, other: Settings | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    plan = scaling.plan
+    return {
+        "measured_once": list(scaling.components),
+        "per_doubling": scaling.doubling,
+        "iteration_seconds": scaling.chosen_seconds,
+        "plan": plan
+        and {
+            "iteration_seconds": plan.iteration_seconds,
+            "groups": _groups(plan),
+            "settings": dict(other.values) if other else None,
+        },
+        "measure": dict(zip(("component", "gpus"), scaling.measure, strict=True)) if scaling.measure else None,
+    }
+
+
+def _groups(plan: Plan) -> list[dict[str, Any]]:
+    return [
+        {"components": list(g.components), "gpus": list(g.gpus), **({"kind": g.kind} if g.kind else {})}
+        for g in plan.groups
+    ]
+
+
+def print_text(
+    out: Console, answer: Answer, settings: Settings, searched: float, noise: float, other: Settings | None = None
+) -> None:
+    """The whole answer as text; the placement block comes last, ready to copy."""
+    best = answer.best
+    proof = _proof(answer)
+    out.print(f"[bold]{time_text(best.iteration_seconds)}[/] per iteration, {_rate(best)}, {proof}")
+    out.print(
+        f"{best.mode}: {escape(best.describe())} GPUs; {best.gpus} of {best.total_gpus} GPUs used, "
+        f"{best.idle_share:.0%} of the GPU time idle"
+    )
+    out.print(f"[dim]{answer.plans_considered} plans simulated in {searched:.3f} s[/]")
+    if answer.scaling is not None and answer.scaling.plan is not None:
+        _print_scaling(out, answer.scaling)
+    out.print()
+    out.print(_components(best))
+    if answer.alternatives:
+        out.print()
+        out.print(_alternatives(answer.alternatives, best))
+    if answer.near_ties:
+        out.print()
+        out.print(f"[bold]Near ties[/] (within {noise:.0%}: real runs may not tell them apart; prefer what is simpler)")
+        for tie in answer.near_ties:
+            out.print(f"  {time_text(tie.iteration_seconds)}  {escape(tie.describe())}")
+    if answer.unrestricted is not None:
+        saved = best.iteration_seconds - answer.unrestricted.iteration_seconds
+        out.print()
+        framework = escape(answer.framework or "Your framework")
+        out.print(
+            f"[bold]{framework} cannot run this; it would save {time_text(saved)}[/] "
+            f"({saved / best.iteration_seconds:.0%}): {escape(answer.unrestricted.describe())}"
+        )
+    if answer.sensitivity:
+        out.print()
+        unsure = ", if scaling is perfect" if answer.scaling is not None and answer.scaling.plan is not None else ""
+        out.print(f"[bold]How far a cost may be off[/] before another plan is more than {noise:.0%} faster{unsure}")
+        width = max(len(row.component) for row in answer.sensitivity)
+        for row in answer.sensitivity:
+            out.print(f"  {escape(row.component.ljust(width))}  {escape(_range(row))}")
+    if answer.assumptions or settings.advice:
+        out.print()
+        out.print("[bold]Assumed[/]")
+        for sentence in (*answer.assumptions, *settings.advice):
+            out.print(f"  - {escape(sentence)}")
+    if other is not None and answer.scaling is not None:
+        out.print()
+        out.print(f"If each doubling of GPUs gives {answer.scaling.doubling:.0%} of a perfect speed-up it is:")
+        out.print()
+        out.print(other.block.rstrip("\n"), markup=False, highlight=False)
+    out.print()
+    out.print(HEADING)
+    out.print()
+    out.print(settings.block.rstrip("\n"), markup=False, highlight=False)
+
+
+def _proof(answer: Answer) -> str:
+    if answer.kept:
+        return "the placement in the file: keep it"
+    if answer.scaling is not None and answer.scaling.plan is not None:
+        return "best if scaling is perfect, which was not measured"
+    return "proven optimal" if answer.optimal else f"at most {_gap(answer):.1%} above the optimum"
+
+
+def _print_scaling(out: Console, scaling: Scaling) -> None:
+    assert scaling.plan is not None
+    out.print()
+    out.print(
+        f"[bold]If each doubling of GPUs gives {scaling.doubling:.0%} of a perfect speed-up[/]: "
+        f"{time_text(scaling.plan.iteration_seconds)} with {escape(scaling.plan.describe())}; "
+        f"the plan above takes {time_text(scaling.chosen_seconds)} then"
+    )
+    if scaling.measure is not None:
+        name, gpus = scaling.measure
+        out.print(f"Measure {escape(name)} on {gpus} GPUs: that decides between the two.")
+
+
+def _gap(answer: Answer) -> float:
+    return answer.best.iteration_seconds / max(answer.lower_bound_seconds, 1e-12) - 1
+
+
+def _rate(plan: Plan) -> str:
+    if not plan.iteration_seconds:
+        return "no time at all"
+    per_hour = 3600 / plan.iteration_seconds
+    return f"{per_hour:.1f} iterations an hour" if per_hour < 1000 else f"{per_hour:.0f} iterations an hour"
+
+
+def _unit(plan: Plan) -> tuple[str, float]:
+    """What the times of a table are in: iterations of milliseconds are not rounded away."""
+    return ("ms", 1e3) if 0 < plan.iteration_seconds < 0.9995 else ("seconds", 1.0)
+
+
+def _components(plan: Plan) -> Table:
+    word, unit = _unit(plan)
+    table = plain_table()
+    table.add_column("component")
+    table.add_column("GPUs", justify="right")
+    table.add_column("ranks")
+    if any(c.variant for c in plan.components):
+        table.add_column("variant")
+    for heading in (word, "start", "end", "idle"):
+        table.add_column(heading, justify="right")
+    for c in plan.components:
+        cells = [escape(c.name), str(len(c.gpus) or "CPU"), ranks_text(c.gpus) or "-"]
+        if any(other.variant for other in plan.components):
+            cells.append(escape(c.variant) or "-")
+        mark = "*" if c.extrapolated else ""
+        times = [f"{unit * one:.1f}" for one in (c.seconds, c.start, c.end)]
+        cells += [f"{times[0]}{mark}", *times[1:], f"{c.idle_share:.0%}"]
+        table.add_row(*cells)
+    if any(c.extrapolated for c in plan.components):
+        table.caption = "* extrapolated beyond what was measured"
+        table.caption_justify = "left"
+    return table
+
+
+def _alternatives(alternatives: tuple[Alternative, ...], best: Plan) -> Table:
+    word, unit = _unit(best)
+    table = plain_table()
+    table.add_column("compared with")
+    table.add_column(word, justify="right")
+    table.add_column("slower", justify="right")
+    table.add_column("placement, and why it loses")
+    for other in alternatives:
+        if other.plan is None:
+            table.add_row(escape(other.label), "-", "-", escape(other.reason))
+            continue
+        ratio = other.plan.iteration_seconds / best.iteration_seconds if best.iteration_seconds else 1.0
+        table.add_row(
+            escape(other.label),
+            f"{unit * other.plan.iteration_seconds:.1f}",
+            f"{ratio:.2f}x",
+            escape(f"{other.plan.describe()}: {other.reason}"),
+        )
+    return table
+
+
+def _range(row: Sensitivity) -> str:
+    if row.lower_factor is None and row.upper_factor is None:
+        return "holds from half to double"
+    parts = []
+    if row.lower_factor is not None:
+        parts.append(f"{row.lower_factor - 1:+.0%} (then {row.lower_becomes})")
+    else:
+        parts.append("holds down to half")
+    if row.upper_factor is not None:
+        parts.append(f"{row.upper_factor - 1:+.0%} (then {row.upper_becomes})")
+    else:
+        parts.append("holds up to double")
+    return "; ".join(parts)

@@ -1,0 +1,340 @@
+"""Pools, tasks and nodes for people, as text, and for programs, as data. Asks nobody, but for the metrics exporter."""
+
+from __future__ import annotations
+
+import http.client
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from trimtab.model.pool import IN_QUEUE, Explanation, PoolSpec
+from trimtab.render.output import out, plain_table
+from trimtab.render.text.formatting import (
+    Data,
+    amounts,
+    clock,
+    counts,
+    facts,
+    of,
+    print_story,
+    reason_data,
+    say_more,
+    show,
+    span,
+    story_data,
+    unit_of,
+    why,
+)
+from trimtab.render.text.nodes import groups_table, nodes_data, nodes_table
+from trimtab.runtime.procs.background import sentence
+
+if TYPE_CHECKING:
+    from trimtab.runtime.controller.rpc import TaskSeen
+
+EXPORTER_S = 2.0
+WAITING_SHOWN = 20
+TASKS_SHOWN = 50
+CHOSEN_BY_RAY = 32768  # ports from here on are given out by the system
+
+
+# ---- for programs ---------------------------------------------------------------------------------------------------
+
+
+def status_data(status: Data, tasks: Iterable[TaskSeen], nodes: Sequence[Data], metrics: Data) -> dict[str, Any]:
+    """What `trimtab status` answers. `nodes` are Ray's words about them."""
+    queues = {pool: list(view["queue"]) for pool, view in status["pools"].items()}
+    totals = status["totals"]
+    return {
+        "ray": {"how": status["how"], "fault": status["ray"]},
+        "controller": {key: status[key] for key in ("pid", "time", "clients")} | {"name": status["controller"]},
+        "pools": status["pools"],
+        "tasks": status["tasks"],
+        "waiting": sorted(
+            (_waiting_data(one, queues[one.pool]) for one in tasks if one.state in IN_QUEUE and one.pool in queues),
+            key=lambda one: (one["pool"], one["position"] is None, one["position"] or 0),
+        ),
+        "nodes": nodes_data(status, nodes),
+        "groups": status["groups"],
+        "autoscaler": {key: status[key] for key in ("wanted", "desired_workers")} | {"fault": status["autoscaler"]},
+        "evictions": {key: totals[key] for key in ("evictions", "same_pool", "cross_pool")}
+        | {"latest": totals.get("latest", [])},
+        "journal": status["journal"],
+        "faults": status["faults"],
+        "background": [row for row in status["background"] if row["failures"]],
+        "redone": status["redone"],
+        "silent_clients": status["silent_clients"],
+        "metrics": metrics,
+    }
+
+
+def explanation_data(explanation: Explanation, status: Data) -> dict[str, Any]:
+    """What `trimtab explain` answers for a task. Times are seconds since 1970, by the controller's clock."""
+    pool = status["pools"].get(explanation.pool)
+    return {
+        "task": explanation.task,
+        "pool": explanation.pool,
+        "state": explanation.state.value,
+        "reason": reason_data(explanation.reason),
+        "priority": explanation.priority,
+        "position": explanation.position,
+        "queue_length": len(pool["queue"]) if pool else 0,
+        "since": _since(explanation),
+        "deadline": explanation.deadline,
+        "needs": list(explanation.needs),
+        "evictions": explanation.evictions,
+        "evicted_s": explanation.evicted_s,
+        "attempts": explanation.attempts,
+        "how": explanation.how,
+        "places": [{"group": one.group, "bundle": one.bundle, "node": one.node} for one in explanation.places],
+        "story": story_data(explanation.story),
+        "time": status["time"],
+    }
+
+
+def _since(explanation: Explanation) -> float | None:
+    """When it came into its state; reasons may have changed meanwhile."""
+    since = explanation.waiting_since
+    if since is None:
+        for chapter in reversed(explanation.story):
+            if chapter.state != explanation.state.value:
+                break
+            since = chapter.at
+    return since
+
+
+def pool_data(spec: PoolSpec, view: Data, tasks: Iterable[TaskSeen]) -> dict[str, Any]:
+    """What `trimtab pool show` answers."""
+    return {
+        **view,
+        "tasks_by_state": view["tasks"],
+        "labels": dict(spec.labels),
+        "strategy": spec.strategy.value,
+        "reserved": [one.floats() for one in spec.reserved],
+        "reserved_priority": spec.reserved_priority,
+        "dynamic": spec.dynamic,
+        "dynamic_limit": spec.dynamic_limit,
+        "reuse": spec.reuse,
+        "borrow": spec.borrow,
+        "return_preempts": spec.return_preempts,
+        "preload": list(spec.preload),
+        "wait_s": spec.wait_s,
+        "patience_s": spec.patience_s,
+        "patience_runs": spec.patience_runs,
+        "tasks": [
+            {
+                "id": one.id,
+                "state": one.state.value,
+                "reason": reason_data(one.reason),
+                "priority": one.priority,
+                "labels": dict(one.labels),
+                "attempt": one.attempt,
+                "evictions": one.evictions,
+                "nodes": sorted({member.node for member in one.members}),
+                "how": one.how,
+            }
+            for one in tasks
+        ],
+    }
+
+
+def exporter(nodes: Sequence[Data], fault: str | None) -> dict[str, Any]:
+    """Where the metrics of the controller can be scraped, or why they cannot. `fault` is the controller's own."""
+    head = next((one for one in nodes if one["Alive"] and "node:__internal_head__" in one["Resources"]), None)
+    port = head["MetricsExportPort"] if head else 0
+    if head is None or port <= 0:
+        missing = "Ray's exporter does not run: it comes with `pip install 'ray[default]'` on the head node"
+        return {"url": None, "series": 0, "why": missing}
+    host = head["NodeManagerAddress"]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+    series, why = _scraped(url)
+    if fault is not None:
+        why = fault
+    elif port >= CHOSEN_BY_RAY and why is None:
+        why = "no port seems to be set, so it changes with every start: `ray start --metrics-export-port=8080` sets one"
+    return {"url": url, "series": series, "why": why}
+
+
+def _scraped(url: str) -> tuple[int, str | None]:
+    """How many figures of trimtab are there, and why there are none."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(url, timeout=EXPORTER_S) as page:
+            text = page.read().decode("utf-8", "replace")
+    except (OSError, ValueError, http.client.HTTPException) as fault:
+        return 0, f"the exporter does not answer here: {getattr(fault, 'reason', None) or fault}"
+    series = sum(1 for line in text.splitlines() if line.startswith("ray_trimtab_"))
+    late = "nothing of trimtab is there yet: Ray reports every 10 s (RAY_metrics_report_interval_ms)"
+    return series, None if series else late
+
+
+def _waiting_data(task: TaskSeen, queue: list[str]) -> dict[str, Any]:
+    return {
+        "id": task.id,
+        "pool": task.pool,
+        "state": task.state.value,
+        "position": queue.index(task.id) + 1 if task.id in queue else None,
+        "priority": task.priority,
+        "reason": reason_data(task.reason),
+    }
+
+
+# ---- for people -----------------------------------------------------------------------------------------------------
+
+
+def print_status(data: Data) -> None:
+    """Everything at a glance."""
+    controller, journal, metrics, evictions = (data[k] for k in ("controller", "journal", "metrics", "evictions"))
+    facts(
+        ("Ray", data["ray"]["how"] + (f"; {data['ray']['fault']}" if data["ray"]["fault"] else "")),
+        ("controller", f"{controller['name']}, process {controller['pid']}"),
+        ("journal", "; ".join([journal["dir"], *([journal["fault"]] if journal["fault"] else []), *journal["notes"]])),
+        ("metrics", _metrics_line(metrics)),
+        ("tasks", ", ".join(f"{n} {state}" for state, n in data["tasks"].items()) or "none"),
+        ("evictions", f"{evictions['evictions']}, {evictions['cross_pool']} of them across pools"),
+    )
+    out.print()
+    print_pools(data["pools"])
+    if data["waiting"]:
+        out.print()
+        show(_waiting_table(data["waiting"][:WAITING_SHOWN]))
+        say_more(len(data["waiting"]), WAITING_SHOWN)
+    out.print()
+    show(nodes_table(data["nodes"], controller["time"]))
+    if data["groups"]:
+        out.print()
+        show(groups_table(data["groups"]))
+    if data["faults"]:
+        out.print("\n[bold]Faults of the controller[/]; its log says more")
+        for fault in data["faults"]:
+            out.print(f"  {escape(fault)}")
+    if data["background"] or data["redone"]:
+        out.print("\n[bold]Background work that failed[/]; the log of the controller says more")
+        for row in data["background"]:
+            out.print(f"  {escape(sentence(row))}")
+        if data["redone"]:
+            out.print(f"  instructions that were lost and done again: {data['redone']}")
+
+
+def print_pools(pools: Mapping[str, Data]) -> None:
+    """One line for every pool."""
+    if not pools:
+        out.print("no pools yet")
+        return
+    table = plain_table()
+    table.add_column("pool")
+    table.add_column("used of its quota")
+    table.add_column("slots")
+    table.add_column("tasks")
+    table.add_column("evictions", justify="right")
+    for name, view in pools.items():
+        table.add_row(
+            escape(name) + (" (drained)" if view["drained"] else ""),
+            _used(view),
+            counts(view["slots"], ("taken", "idle", "making", "removing", "wanted")),
+            counts(view["tasks"], view["tasks"]),
+            str(sum(view["evictions"].values())),
+        )
+    show(table)
+
+
+def print_pool(data: Data) -> None:
+    """One pool with its tasks."""
+    limit = "no limit" if data["dynamic_limit"] is None else f"at most {data['dynamic_limit']}"
+    kept = "kept for reuse" if data["reuse"] else "removed after use"
+    reserved = "; ".join(amounts(one) for one in data["reserved"]) or "none"
+    turns = f"for priority {data['reserved_priority']:g} and above" + (", others may borrow" if data["borrow"] else "")
+    evicted = ", ".join(f"{n} {code}" for code, n in data["evictions"].items()) or "none"
+    facts(
+        ("pool", data["name"] + (" (drained: starts nothing new)" if data["drained"] else "")),
+        ("used", _used(data)),
+        ("reserved", f"{reserved} ({turns})" if data["reserved"] else reserved),
+        ("dynamic", f"{limit}, {kept}" if data["dynamic"] else "no dynamic slots"),
+        ("slots", counts(data["slots"], ("taken", "idle", "making", "removing", "wanted")) or "none"),
+        ("counts", f"{data['made_count']} made, {data['reuse_count']} reused, {data['destroyed_count']} destroyed"),
+        ("warm hosts", f"{data['target_hosts']} asked for" + _with(" that import ", data["preload"])),
+        ("evictions", evicted),
+    )
+    if data["tasks"]:
+        table = plain_table()
+        for heading in ("task", "state", "priority", "nodes", "why"):
+            table.add_column(heading, justify="right" if heading == "priority" else "left")
+        for one in data["tasks"][-TASKS_SHOWN:]:
+            nodes = ", ".join(node[:12] for node in one["nodes"]) or "-"
+            table.add_row(escape(one["id"]), one["state"], f"{one['priority']:g}", nodes, why(one["reason"]))
+        out.print()
+        show(table)
+        say_more(len(data["tasks"]), TASKS_SHOWN)
+
+
+def print_drained(pool: str, view: Data) -> None:
+    """What draining did."""
+    running = sum(n for state, n in view["tasks"].items() if state in ("starting", "running", "parked", "cancelling"))
+    waiting = sum(view["tasks"].get(state.value, 0) for state in IN_QUEUE)
+    does = "starts nothing new" if view["drained"] else "takes tasks again"
+    out.print(f"pool {pool} {does}: {running} in its slots, {waiting} waiting", markup=False)
+
+
+def print_explanation(data: Data) -> None:
+    """Why a task is where it is."""
+    now = data["time"]
+    since = f" for {span(now - data['since'])}" if data["since"] is not None else ""
+    out.print(
+        f"[bold]{escape(data['task'])}[/] is {data['state']}{since}; pool {escape(data['pool'])}, "
+        f"priority {data['priority']:g}"
+    )
+    rows = [("why", f"{data['reason']['code']}: {data['reason']['sentence']}")]
+    if data["position"] is not None:
+        rows.append(("position", f"{data['position']} of {data['queue_length']} in the queue of the pool"))
+    if data["needs"]:
+        rows.append(("needs", f"{', '.join(data['needs'])} would have to end"))
+    if data["deadline"] is not None:
+        late = data["deadline"] - now
+        rows.append(("deadline", f"in {span(late)} ({clock(data['deadline'])})" if late > 0 else "now"))
+    if data["evictions"]:
+        rows.append(("evictions", f"{data['evictions']}; out for {span(data['evicted_s'])} in all"))
+    if data["how"]:
+        rows.append(("runs in", data["how"]))
+    if data["places"]:
+        nodes = sorted({one["node"][:12] for one in data["places"]})
+        rows.append(("places", f"{of(len(data['places']), 'slot')} on {', '.join(nodes)}"))
+    if data["attempts"] > 1:
+        rows.append(("starts", str(data["attempts"])))
+    facts(*rows)
+    print_story(data["story"])
+
+
+def _metrics_line(metrics: Data) -> str:
+    if metrics["url"] is None:
+        return f"none: {metrics['why']}"
+    line = f"{metrics['url']}, {of(metrics['series'], 'line')} of trimtab"
+    return line + (f"; {metrics['why']}" if metrics["why"] else "")
+
+
+def _waiting_table(waiting: Sequence[Data]) -> Table:
+    table = plain_table()
+    for heading in ("waits", "pool", "place", "priority", "why"):
+        table.add_column(heading, justify="right" if heading in ("place", "priority") else "left")
+    for one in waiting:
+        table.add_row(
+            escape(one["id"]) + (" (evicted)" if one["state"] == "evicted" else ""),
+            escape(one["pool"]),
+            str(one["position"] or "-"),
+            f"{one['priority']:g}",
+            why(one["reason"]),
+        )
+    return table
+
+
+def _used(view: Data) -> str:
+    parts = []
+    for name, most in view["quota"].items():
+        unit, size = unit_of(name, most)
+        parts.append(f"{view['used'].get(name, 0) / size:.4g}/{most / size:.4g} {unit}")
+    return ", ".join(parts)
+
+
+def _with(words: str, names: Sequence[str]) -> str:
+    return words + ", ".join(names) if names else ""

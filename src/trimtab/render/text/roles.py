@@ -1,0 +1,106 @@
+"""Advice on roles, for people as text and for programs as data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+
+from trimtab.render.output import out, plain_table
+
+if TYPE_CHECKING:
+    from trimtab.formats.loaded import Settings
+    from trimtab.machines.nodes.roles import Advice
+    from trimtab.model.plan import Plan
+    from trimtab.model.workflow import Cluster
+
+
+def advice_data(advice: Advice, before: Cluster, after: Cluster, settings: Settings | None) -> dict[str, Any]:
+    """What `--format json` and `yaml` print."""
+    return {
+        "advice": advice.reason.code.value,
+        "sentence": advice.reason.sentence,
+        "stay": advice.stay,
+        "can_stay": advice.can_stay,
+        "cluster": {"before": _cluster(before), "after": _cluster(after)},
+        "before": _plan(advice.before) if advice.before else None,
+        "after": _plan(advice.after),
+        "best": _plan(advice.best),
+        "components": {
+            one.component: {
+                "code": one.reason.code.value,
+                "sentence": one.reason.sentence,
+                "gpus": {"before": one.gpus_before, "after": one.gpus_after},
+                "kind": {"before": one.kind_before or None, "after": one.kind_after or None},
+                "group": {"before": list(one.group_before), "after": list(one.group_after)},
+                "seconds": {"before": one.seconds_before, "after": one.seconds_after},
+            }
+            for one in advice.changes
+        },
+        "notes": list(advice.notes),
+        "settings": dict(settings.values) if settings else None,
+    }
+
+
+def print_advice(advice: Advice, before: Cluster, after: Cluster, settings: Settings | None) -> None:
+    """The advice, each component's part in it, and the placement that follows."""
+    out.print(f"[bold]{advice.reason.code.value}[/] {escape(advice.reason.sentence)}")
+    out.print(f"{_nodes(before)} before, {_nodes(after)} after")
+    out.print()
+    table = plain_table()
+    for heading in ("component", "GPUs", "seconds", "what, and why"):
+        table.add_column(heading, justify="right" if heading in ("GPUs", "seconds") else "left")
+    for one in advice.changes:
+        seconds = "-" if one.seconds_before is None else f"{one.seconds_before:.1f}"
+        table.add_row(
+            escape(one.component),
+            _from_to(str(one.gpus_before or "-"), str(one.gpus_after or "CPU")),
+            _from_to(seconds, f"{one.seconds_after:.1f}"),
+            escape(str(one.reason)),
+        )
+    out.print(table)
+    out.print()
+    if advice.before is not None:
+        out.print(f"before  {_described(advice.before)}")
+    out.print(f"after   {_described(advice.after)}")
+    if advice.best.iteration_seconds < advice.after.iteration_seconds * (1 - 1e-9):
+        out.print(f"best    {_described(advice.best)}, a larger move for what real runs do not show")
+    for note in advice.notes:
+        out.print(f"  - {escape(note)}")
+    if settings is not None:
+        out.print()
+        out.print("The placement that follows:")
+        out.print()
+        out.print(settings.block.rstrip("\n"), markup=False, highlight=False)
+
+
+def _from_to(before: str, after: str) -> str:
+    if before == "-" and after == "CPU":
+        return after
+    return after if before == after else f"{before} -> {after}"
+
+
+def _described(plan: Plan) -> str:
+    return f"{plan.iteration_seconds:.1f} s  {escape(plan.describe())} of {plan.total_gpus} GPUs"
+
+
+def _nodes(cluster: Cluster) -> str:
+    count = len(cluster.nodes)
+    kinds = [f"{len(cluster.ranks(kind))} {kind or 'GPUs'}" for kind in cluster.kinds]
+    return f"{count} node{'' if count == 1 else 's'} with {' and '.join(kinds) or 'no GPUs'}"
+
+
+def _cluster(cluster: Cluster) -> dict[str, Any]:
+    by_kind = {kind or "any": len(cluster.ranks(kind)) for kind in cluster.kinds}
+    return {"nodes": len(cluster.nodes), "gpus": cluster.gpus, "gpus_by_kind": by_kind}
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    return {
+        "iteration_seconds": plan.iteration_seconds,
+        "gpus": plan.gpus,
+        "groups": [
+            {"components": list(g.components), "gpus": list(g.gpus), **({"kind": g.kind} if g.kind else {})}
+            for g in plan.groups
+        ],
+    }

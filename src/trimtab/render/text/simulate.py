@@ -1,0 +1,146 @@
+"""A simulation as text: a table with a line for each policy, and what was assumed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from rich.markup import escape
+from rich.table import Table
+
+from trimtab.render.output import out, plain_table
+from trimtab.render.text.formatting import show
+from trimtab.replay.common.recommend import Recommendation
+from trimtab.replay.common.summary import Row, data, summary
+from trimtab.replay.pool.figures import PoolFigures
+
+
+class Named(Protocol):
+    """A policy that was compared."""
+
+    @property
+    def name(self) -> str:
+        """As it stands in tables."""
+
+    def text(self) -> str:
+        """As a report states it."""
+
+
+class Compared(Protocol):
+    """What policies were compared in: a scenario, or the world of a journal."""
+
+    @property
+    def name(self) -> str:
+        """Its title."""
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Of chance, one run for each."""
+
+    @property
+    def policies(self) -> Sequence[Named]:
+        """Those that ran."""
+
+    def assumptions(self) -> list[str]:
+        """All that was assumed; the first two say what it was."""
+
+
+def answer_data(
+    scenario: Compared, runs: Sequence[PoolFigures], advice: Recommendation | None = None
+) -> dict[str, Any]:
+    """All of it, for programs."""
+    return {
+        "scenario": scenario.name,
+        "assumptions": scenario.assumptions(),
+        "policies": {one.name: one.text() for one in scenario.policies},
+        "seeds": list(scenario.seeds),
+        "recommendation": None if advice is None else asdict(advice),
+        "summary": [
+            {
+                "policy": row.policy,
+                **{name: {"mean": mean, "deviation": deviation} for name, (mean, deviation) in row.figures.items()},
+            }
+            for row in summary(runs)
+        ],
+        "runs": data(runs),
+    }
+
+
+def as_csv(runs: Sequence[PoolFigures]) -> str:
+    """A line for each run."""
+    rows = data(runs)
+    page = io.StringIO()
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(page, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return page.getvalue()
+
+
+def as_json(scenario: Compared, runs: Sequence[PoolFigures], advice: Recommendation | None = None) -> str:
+    """As JSON."""
+    return json.dumps(answer_data(scenario, runs, advice), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def print_answer(scenario: Compared, runs: Sequence[PoolFigures], advice: Recommendation | None = None) -> None:
+    """The table for people."""
+    out.print(f"[bold]{escape(scenario.name)}[/]")
+    for sentence in scenario.assumptions():
+        out.print(f"  {escape(sentence)}", style="dim")
+    out.print()
+    several = len(scenario.seeds) > 1
+    over = f"mean of {len(scenario.seeds)} seeds, ± their standard deviation" if several else "one seed"
+    out.print(f"Waits and completions by class: {over}")
+    show(figures_table(runs, several))
+    if advice is not None:
+        out.print(f"\n{escape(advice.sentence)}")
+    events, looks = sum(one.events for one in runs), sum(one.looks for one in runs)
+    seconds = sum(one.seconds for one in runs)
+    out.print(
+        f"\n{len(runs)} runs, {events:,} events in {seconds:,.1f} s; what must be true was looked at {looks:,} times, "
+        "and held",
+        style="dim",
+    )
+
+
+def figures_table(runs: Sequence[PoolFigures], several: bool) -> Table:
+    """A line for each policy; with the spread where there are several seeds."""
+    rows = summary(runs)
+    classes = list(runs[0].classes)
+    table = plain_table()
+    table.add_column("policy")
+    for name in classes:
+        table.add_column(f"{name}: wait", justify="right")
+        table.add_column("p99", justify="right")
+        table.add_column("completion", justify="right")
+    for heading in ("evictions", "utilisation"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        cells = [row.policy]
+        for name in classes:
+            cells += [
+                _span(row, f"{name}.wait_mean_s", several),
+                _span(row, f"{name}.wait_p99_s", False),
+                _span(row, f"{name}.completion_mean_s", False),
+            ]
+        mean, deviation = row.figures["utilisation"]
+        share = f"{mean:.1%}" + (f" ± {deviation:.1%}" if several else "")
+        table.add_row(*map(escape, cells), f"{row.mean('evictions'):,.0f}", share)
+    return table
+
+
+def _span(row: Row, name: str, several: bool) -> str:
+    mean, deviation = row.figures[name]
+    return brief(mean) + (f" ± {brief(deviation)}" if several else "")
+
+
+def brief(seconds: float) -> str:
+    """A time in one unit, three digits."""
+    for unit, size in (("d", 86_400.0), ("h", 3_600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds:.2f} s"

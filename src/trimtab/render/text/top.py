@@ -1,0 +1,165 @@
+"""A run, or a cluster, on one screen of a terminal. Made from the dashboard's source; asks nobody itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from trimtab.render.html.dashboard.board import Board
+from trimtab.render.html.kit.labels import duration, share
+from trimtab.render.html.run.figures import course, ends_of, metric_names
+from trimtab.render.output import plain_table
+from trimtab.render.text.formatting import amounts, show
+
+if TYPE_CHECKING:
+    from trimtab.render.html.dashboard.source import DashboardSource
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_SPARK = 40
+_TALL = 10_000
+
+
+def picture(source: DashboardSource, height: int) -> RenderableType:
+    """Everything, as far as it fits on so many lines."""
+    return Group(*_parts(source, height))
+
+
+def plain(source: DashboardSource) -> None:
+    """Everything, once."""
+    for part in _parts(source, _TALL):
+        show(part)
+
+
+def _parts(source: DashboardSource, height: int) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    if source.board is not None:
+        parts += run_parts(source.board, height)
+    if source.advised is not None and source.advised.lines:
+        parts += ["", *map(escape, source.advised.lines)]
+    if source.status is not None:
+        parts += _cluster_parts(source.status)
+    if source.fault:
+        parts += ["", f"[yellow]{escape(source.fault)}[/]"]
+    return parts
+
+
+def _cluster_parts(status: Mapping[str, Any]) -> list[RenderableType]:
+    pools = [
+        [name, ", ".join(f"{count} {state}" for state, count in view["tasks"].items() if count) or "no tasks"]
+        for name, view in status["pools"].items()
+    ]
+    waiting = [
+        [one["id"], one["pool"], one["position"] or "-", _why(one["reason"]["code"], one["reason"]["sentence"])]
+        for one in status["waiting"][:20]
+    ]
+    nodes = [
+        [one["name"] or one["host"] or one["node"][:12], one["state"], amounts(one["total"])]
+        for one in status["nodes"][:20]
+    ]
+    parts: list[RenderableType] = []
+    for heads, rows in (
+        (("pool", "tasks"), pools),
+        (("waits", "pool", "place", "why"), waiting),
+        (("node", "state", "has"), nodes),
+    ):
+        if rows:
+            parts += ["", _table(heads, rows)]
+    return parts
+
+
+def run_parts(board: Board, height: int) -> list[RenderableType]:
+    """A run: its head, components, workers, tasks, nodes, and the newest events in the lines that are left."""
+    story = board.story
+    parts: list[RenderableType] = [_head(board)]
+    if story.plans:
+        parts.append(escape(f"plan: {story.plans[-1].words}"))
+    spent = board.costs
+    if spent:
+        rows = []
+        for cost in spent:
+            seats = story.plans[-1].seats(cost.component) if story.plans else ()
+            rows.append(
+                [
+                    cost.component,
+                    str(len(seats)) if seats else "CPU",
+                    _seconds(cost.predicted_s),
+                    _seconds(cost.busy_s),
+                    _seconds(cost.wait_s),
+                    share(cost.idle) if cost.idle is not None else "-",
+                ]
+            )
+        parts += ["", _table(("component", "GPUs", "planned", "own time", "waits", "GPUs idle"), rows, right=1)]
+    workers = [one for one in board.workers.values() if not one.is_over]
+    if workers:
+        states: dict[str, int] = {}
+        for one in workers:
+            states[one.state] = states.get(one.state, 0) + 1
+        busy = sum(one.running or 0 for one in workers)
+        words = ", ".join(f"{count} {state}" for state, count in states.items())
+        parts += ["", escape(f"workers: {words}; {busy} request{'s' * (busy != 1)} at work")]
+    tasks = [one for one in board.tasks.values() if not one.is_over]
+    if tasks:
+        rows = [[one.name, one.state, one.group, _why(one.code, one.reason)] for one in tasks[-8:]]
+        parts += ["", _table(("task", "state", "pool", "why"), rows)]
+    nodes = [node for node in story.nodes if board.is_there(node)]
+    if nodes:
+        gpus = sum(node.gpus for node in nodes)
+        going = f", {len(board.leaving)} will go" if board.leaving else ""
+        parts += ["", f"nodes: {len(nodes)} with {gpus} GPUs{going}"]
+    used = 4 + len(spent) + len(tasks) + 8
+    newest = [one for one in story.happenings if one.kind != "saved"][-max(3, min(20, height - used)) :]
+    if newest:
+        rows = [[duration(one.t_s), one.title, _why(one.code, one.reason)] for one in newest]
+        parts += ["", _table(("at", "what", "why"), rows)]
+    return parts
+
+
+def _head(board: Board) -> Table:
+    story = board.story
+    done = story.iterations
+    walls = [one.iteration.wall_s for one in done[-20:]]
+    promised = story.prediction(len(story.plans) - 1) if story.plans else None
+    count = f"{len(done)} of {story.wanted}" if story.wanted else str(len(done))
+    grid = Table.grid(padding=(0, 3, 0, 0))
+    grid.add_row(f"[bold]{escape(story.job or 'run')}[/]", escape(board.standing))
+    said = f"{duration(median(walls)) if walls else '-'} each"
+    said += f", {duration(promised)} predicted" if promised is not None else ""
+    grid.add_row(f"{count} iterations", f"{duration(story.end_s)}; {said}")
+    for name in metric_names(story)[:1]:
+        values = [value for _, value in course(done, name)]
+        if values:
+            first, last = ends_of(values)
+            grid.add_row(escape(name), f"{spark(values)}  {first:.3g} to {last:.3g}")
+    return grid
+
+
+def spark(values: Sequence[float]) -> str:
+    """A course as a line of blocks, at most forty of them; each is the mean of its part."""
+    size = max(1, -(-len(values) // _SPARK))
+    means = [sum(part) / len(part) for part in (values[at : at + size] for at in range(0, len(values), size))]
+    low, high = min(means), max(means)
+    if high <= low:
+        return _BLOCKS[0] * len(means)
+    return "".join(_BLOCKS[min(7, int(8 * (value - low) / (high - low)))] for value in means)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], right: int = 99) -> Table:
+    table = plain_table()
+    for at, head in enumerate(heads):
+        table.add_column(head, justify="right" if at >= right else "left", overflow="ellipsis", no_wrap=True)
+    for row in rows:
+        table.add_row(*(escape(str(cell)) for cell in row))
+    return table
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else duration(value)
+
+
+def _why(code: str, reason: str) -> str:
+    return ": ".join(part for part in (code, reason) if part)
