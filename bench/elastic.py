@@ -52,10 +52,10 @@ def main() -> None:
 
 
 def measured() -> tuple[list[float], list[float], Bench]:
-    import ray
     from ray.cluster_utils import Cluster
 
-    from trimtab.demos.elastic_training import Trainer
+    import ray
+    from trimtab.demos.elastic_training import ElasticTrainer
     from trimtab.runtime.client.session import connect
     from trimtab.runtime.elastic.group import ElasticGroup
 
@@ -69,7 +69,7 @@ def measured() -> tuple[list[float], list[float], Bench]:
         bare = [started(ray, resources=HEAD) for _ in range(STARTS)]
         fresh = [on_a_fresh_node(ray, cluster, at) for at in range(ROUNDS)]
         session = connect(name=f"bench-{uuid.uuid4().hex[:6]}")
-        with ElasticGroup(Trainer, ("numpy",), session=session, per_node={"gpu": 1}, min=1) as group:
+        with ElasticGroup(ElasticTrainer, ("numpy",), session=session, per_node={"gpu": 1}, min=1) as group:
             stepped(group, 1)
             bench = Bench(ray, cluster, session, group)
             for _ in range(ROUNDS):

@@ -53,7 +53,6 @@ class Torch:
 
 def main() -> None:
     import ray
-
     from trimtab.runtime.client.session import connect
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -228,25 +227,25 @@ def lived(running: int, events_in_all: int = 0) -> list[tuple[float, Any]]:
             event = queue.pop(0)
             said.append((now, event))
             for one in machine.handle(event, now):
-                if isinstance(one, events.MakeGroup):
-                    queue.append(events.GroupMade(one.group))
-                elif isinstance(one, events.RemoveGroup):
-                    queue.append(events.GroupGone(one.group))
-                elif isinstance(one, events.Start):
-                    queue.append(events.Started(one.task, one.attempt, "a warm host"))
-                elif isinstance(one, events.Stop):
-                    queue.append(events.Stopped(one.task, one.attempt))
+                if isinstance(one, events.CreatePlacementGroup):
+                    queue.append(events.PlacementGroupReady(one.group))
+                elif isinstance(one, events.RemovePlacementGroup):
+                    queue.append(events.PlacementGroupRemoved(one.group))
+                elif isinstance(one, events.StartTask):
+                    queue.append(events.TaskStarted(one.task, one.attempt, "a warm host"))
+                elif isinstance(one, events.StopTask):
+                    queue.append(events.TaskStopped(one.task, one.attempt))
 
     for at in range(nodes):
         tell(events.NodeJoined(f"node{at}", Resources.of(gpu=8, cpu=64)))
     tell(events.PoolEnsured(PoolSpec("p", Resources.of(gpu=8 * nodes, cpu=64 * nodes))))
     ask = (Resources.of(gpu=1, cpu=1),)
     for at in range(running):
-        tell(events.Submitted(TaskSpec(f"task{at}", "p", ask)))
+        tell(events.TaskSubmitted(TaskSpec(f"task{at}", "p", ask)))
     at = 0
     while len(said) < events_in_all:
-        tell(events.Ended(f"task{at}", machine.tasks[f"task{at}"].attempt))
-        tell(events.Submitted(TaskSpec(f"task{at + running}", "p", ask)))
+        tell(events.TaskEnded(f"task{at}", machine.tasks[f"task{at}"].attempt))
+        tell(events.TaskSubmitted(TaskSpec(f"task{at + running}", "p", ask)))
         at += 1
     return said
 

@@ -19,22 +19,30 @@ import numpy as np
 
 from bench.placement import workflow_job
 from trimtab.machines.replan import events as e
-from trimtab.machines.replan.decision import Planner
-from trimtab.machines.replan.machine import LoopMachine
-from trimtab.model.run import Iteration, Measured, RunMode, RunRules
-from trimtab.model.workflow import Cluster, Component, Job, Node, Variant, WeightSync, Workflow
+from trimtab.machines.replan.decision import ReplanPlanner
+from trimtab.machines.replan.machine import ReplanMachine
+from trimtab.model.run import ComponentTiming, Iteration, ReplanMode, ReplanRules
+from trimtab.model.workflow import Cluster, Component, Node, PlacementJob, Variant, WeightSync, Workflow
 from trimtab.replay.common.timing import Distribution
-from trimtab.replay.replan.noise import Factors, MadeUpNoise, TraceNoise
-from trimtab.replay.replan.reality import Drift, Happening, LoopReality, MoveTimes, Periodic, Plans, Truth
+from trimtab.replay.replan.noise import Factors, SyntheticNoise, TraceNoise
+from trimtab.replay.replan.reality import (
+    Drift,
+    MigrationTimes,
+    PeriodicWork,
+    PlanCache,
+    ReplanReality,
+    ScheduledNodeEvent,
+    TrueCosts,
+)
 from trimtab.replay.replan.runner import run_policy
 
 TRACES = Path(os.environ.get("TRIMTAB_TRACES") or Path(__file__).parents[2] / "shared" / "data")
 MOVE_S = 20.0  # what a move really costs; the loop assumes 60 until it has seen one
 _QUARTER, _NOTHING = Distribution(MOVE_S / 4), Distribution(0.0)
-MOVE = MoveTimes(_QUARTER, _QUARTER, _QUARTER, _QUARTER, _NOTHING, _NOTHING)
+MOVE = MigrationTimes(_QUARTER, _QUARTER, _QUARTER, _QUARTER, _NOTHING, _NOTHING)
 ITERATIONS = 80
 GROWTH = 60
-RULES = RunRules(mode=RunMode.auto)
+RULES = ReplanRules(mode=ReplanMode.auto)
 
 
 def _part(name: str, points: dict[int, float], after: str = "", **more: object) -> Component:
@@ -91,43 +99,52 @@ class Case:
     """A workload: drift by component, and what happens to the cluster before an iteration."""
 
     name: str
-    job: Job
+    job: PlacementJob
     drift: dict[str, Drift] = field(default_factory=lambda: {"rollout": Drift(3.0, GROWTH)})
-    happens: tuple[Happening, ...] = ()
-    periodic: Periodic | None = None
+    happens: tuple[ScheduledNodeEvent, ...] = ()
+    periodic: PeriodicWork | None = None
     noises: int = 5
 
-    def reality(self, seed: int) -> LoopReality:
+    def reality(self, seed: int) -> ReplanReality:
         """The workload with one of its noises."""
         more = {"happens": self.happens, "periodic": self.periodic, "save_every": 0}
-        return LoopReality(self.job, ITERATIONS, self.drift, noise(), MOVE, seed=seed, **more)  # type: ignore[arg-type]
+        return ReplanReality(self.job, ITERATIONS, self.drift, noise(), MOVE, seed=seed, **more)  # type: ignore[arg-type]
 
 
 def cases() -> list[Case]:
     small, large = Cluster(_nodes(2)), Cluster(_nodes(8))
     more, last = _nodes(2, 8), _nodes(1, 7)[0]
-    happens = (*(Happening(node, "joined", before=20) for node in more), Happening(last, "lost", before=45))
-    lost_early = (Happening(last, "lost", before=15), Happening(last, "joined", before=40))
-    validation = Periodic(5, "rollout", 0.6)  # not announced
+    happens = (
+        *(ScheduledNodeEvent(node, "joined", before=20) for node in more),
+        ScheduledNodeEvent(last, "lost", before=45),
+    )
+    lost_early = (ScheduledNodeEvent(last, "lost", before=15), ScheduledNodeEvent(last, "joined", before=40))
+    validation = PeriodicWork(5, "rollout", 0.6)  # not announced
     jumps, shrinks = {"rollout": Drift(2.0, after=20, shape="jump")}, {"rollout": Drift(0.5, GROWTH)}
     return [
-        Case("grpo 16 GPUs, rollout grows 3x", Job(small, grpo(16))),
-        Case("grpo 64 GPUs, rollout grows 3x", Job(large, grpo(64))),
-        Case("ppo 64 GPUs, rollout grows 3x", Job(large, ppo(64))),
-        Case("ppo 64 GPUs, first plan shares, grows 3x", Job(large, ppo(64, 6.0))),
-        Case("grpo 64 GPUs, and 2 nodes join, 1 is lost", Job(large, grpo(64)), happens=happens),
-        Case("ppo 64 GPUs, and 1 node is lost, and back", Job(large, ppo(64)), happens=lost_early),
-        Case("grpo 64 GPUs, rollout jumps to 2x", Job(large, grpo(64)), jumps),
-        Case("grpo 64 GPUs, rollout shrinks to 1/2", Job(large, grpo(64)), shrinks),
-        Case("grpo 64 GPUs, noise alone", Job(large, grpo(64)), {}, noises=20),
-        Case("ppo 64 GPUs, noise alone", Job(large, ppo(64)), {}, noises=20),
-        Case("grpo 64 GPUs, noise, validation every 5th", Job(large, grpo(64)), {}, periodic=validation, noises=20),
+        Case("grpo 16 GPUs, rollout grows 3x", PlacementJob(small, grpo(16))),
+        Case("grpo 64 GPUs, rollout grows 3x", PlacementJob(large, grpo(64))),
+        Case("ppo 64 GPUs, rollout grows 3x", PlacementJob(large, ppo(64))),
+        Case("ppo 64 GPUs, first plan shares, grows 3x", PlacementJob(large, ppo(64, 6.0))),
+        Case("grpo 64 GPUs, and 2 nodes join, 1 is lost", PlacementJob(large, grpo(64)), happens=happens),
+        Case("ppo 64 GPUs, and 1 node is lost, and back", PlacementJob(large, ppo(64)), happens=lost_early),
+        Case("grpo 64 GPUs, rollout jumps to 2x", PlacementJob(large, grpo(64)), jumps),
+        Case("grpo 64 GPUs, rollout shrinks to 1/2", PlacementJob(large, grpo(64)), shrinks),
+        Case("grpo 64 GPUs, noise alone", PlacementJob(large, grpo(64)), {}, noises=20),
+        Case("ppo 64 GPUs, noise alone", PlacementJob(large, ppo(64)), {}, noises=20),
+        Case(
+            "grpo 64 GPUs, noise, validation every 5th",
+            PlacementJob(large, grpo(64)),
+            {},
+            periodic=validation,
+            noises=20,
+        ),
     ]
 
 
-def noise() -> TraceNoise | MadeUpNoise:
+def noise() -> TraceNoise | SyntheticNoise:
     files = tuple(sorted(TRACES.glob("alibaba_gpu2020_minibatch_*.csv.gz")))
-    return TraceNoise(files) if files else MadeUpNoise()
+    return TraceNoise(files) if files else SyntheticNoise()
 
 
 def noises(names: tuple[str, ...], seed: int) -> tuple[Factors, str]:
@@ -141,10 +158,10 @@ def pays() -> None:
     head = ("", "kept s", "hindsight", "oracle", "loop s", "below kept", "above oracle", "noises", "moves")
     print("{:42} {:>7} {:>9} {:>7} {:>7} {:>11} {:>13} {:>7} {:>6}".format(*head))
     for case in cases():
-        plans = Plans(case.job)
+        plans = PlanCache(case.job)
         rows, counts = [], []
         for seed in range(case.noises):
-            truth = Truth(case.reality(seed), plans)
+            truth = TrueCosts(case.reality(seed), plans)
             runs = [run_policy(use, truth, RULES) for use in ("kept", "static", "oracle", "trimtab")]
             rows.append([one.total_s for one in runs])
             moves = runs[-1].moves
@@ -170,15 +187,15 @@ def decisions(components: int, gpus: int, jobs: int) -> tuple[list[float], list[
     looked, others = [], []
     for seed in range(jobs):
         job = workflow_job(seed, components, gpus)
-        plan = Planner(job.workflow).best(job.cluster, {}).plan
+        plan = ReplanPlanner(job.workflow).best(job.cluster, {}).plan
         if len(plan.groups) == 1:
             continue  # an all-shared plan adapts by itself
-        machine = LoopMachine(job.workflow, job.cluster, plan, replace(RULES, mode=RunMode.advise))
+        machine = ReplanMachine(job.workflow, job.cluster, plan, replace(RULES, mode=ReplanMode.advise))
         planner = machine.watch.planner
         for t in range(1, 25):
             busy = planner.times(plan, {"rollout": 1.03 ** max(0, t - 8)})
             wall = planner.with_times(plan, busy)
-            parts = tuple(Measured(n, s, len(plan.placed(n).gpus)) for n, s in busy.items())
+            parts = tuple(ComponentTiming(n, s, len(plan.placed(n).gpus)) for n, s in busy.items())
             before = dict(machine.watch.run.looked_sure)
             began = time.process_time()
             machine.handle(e.IterationDone(Iteration(t, wall, parts)), float(t))

@@ -75,17 +75,17 @@ class Watch:
     def pass_windows(self, kind: str = "") -> None:
         """Whatever is pending is told."""
         self.now += 10.0
-        self.tell(kind, events.Tick())
+        self.tell(kind, events.NodeTick())
 
     def look(self) -> None:
         """All that a driver says in a second in which nothing happens."""
         self.now += 1.0
-        news = [one for at in range(self.size) for one in (self.seen(at), events.LinkHeard(f"node{at:05d}"))]
+        news = [one for at in range(self.size) for one in (self.seen(at), events.HeartbeatReceived(f"node{at:05d}"))]
 
         def watch() -> None:
             for one in news:
                 self.machine.handle(one, self.now)
-            self.machine.handle(events.Tick(), self.now)
+            self.machine.handle(events.NodeTick(), self.now)
             self.machine.views(self.now)
 
         self.timed("look, nothing changed", watch)
@@ -96,19 +96,27 @@ class Watch:
         machine = self.machine
         for at in range(rounds):
             name = f"node{1 + at * 7919 % (self.size - 1):05d}"
-            self.tell("tick, nothing due", events.Tick())
+            self.tell("tick, nothing due", events.NodeTick())
             self.timed("views, nothing changed", lambda: machine.views(self.now))
-            self.tell("a node falls silent and speaks again", events.LinkSilent(name, 2.0), events.LinkHeard(name))
+            self.tell(
+                "a node falls silent and speaks again",
+                events.HeartbeatMissed(name, 2.0),
+                events.HeartbeatReceived(name),
+            )
             self.timed("views, one node changed", lambda: machine.views(self.now))
             deadline = self.now + 600.0
-            self.tell("a drain is asked and is over", events.DrainAsked(name, deadline, "spot"), events.DrainOver(name))
-            self.tell("a node is lost", events.LinkBroken(name, "refused"))
-            self.tell("a node returns", events.LinkHeard(name))
+            self.tell(
+                "a drain is asked and is over",
+                events.DrainRequested(name, deadline, "spot"),
+                events.DrainCancelled(name),
+            )
+            self.tell("a node is lost", events.ConnectionBroken(name, "refused"))
+            self.tell("a node returns", events.HeartbeatReceived(name))
             self.pass_windows("tick, a change is told")
             self.tell("a node joins", self.seen(self.size + at))
             machine.handle(events.NodeGone(f"node{self.size + at:05d}", expected=True), self.now)
             self.now += machine.policy.forget_s  # losses and those that went are forgotten
-            machine.handle(events.Tick(), self.now)
+            machine.handle(events.NodeTick(), self.now)
             machine.views(self.now)
         for _ in range(3):
             self.timed("snapshot and back", lambda: NodeMachine.load(machine.dump()))

@@ -25,7 +25,7 @@ import numpy as np
 
 from trimtab.model.pipeline import DeviceType, Host, ModelChain, PipelineJob
 from trimtab.plan.partition.planner import plan_partition
-from trimtab.plan.partition.space import TIE, Space, host_classes, space_of
+from trimtab.plan.partition.space import TIE, PartitionSpace, host_classes, space_of
 
 ROWS = (
     *((48, 8, 2), (48, 16, 4), (96, 16, 4), (96, 32, 1), (96, 32, 4), (192, 32, 4), (192, 64, 2), (192, 64, 4)),
@@ -62,7 +62,7 @@ def pipeline_job(seed: int, layers: int, devices: int, types: int) -> PipelineJo
     return PipelineJob(model, tuple(kinds), tuple(hosts))
 
 
-def plain_pass(space: Space, bottleneck: float | None, deadline: float) -> tuple[float, float, int]:
+def plain_pass(space: PartitionSpace, bottleneck: float | None, deadline: float) -> tuple[float, float, int]:
     """One dense pass, for the bottleneck or for the latency under one: seconds, the best value, cuts done."""
     shape = tuple(count + 1 for count in space.counts)
     began = time.process_time()

@@ -23,16 +23,16 @@ from trimtab.model.workflow import (
     Cluster,
     Component,
     GpuCurve,
-    Job,
     Memory,
     Node,
+    PlacementJob,
     Variant,
     WeightSync,
     Workflow,
 )
 from trimtab.plan.placement.search import search
-from trimtab.plan.placement.simulate import Shapes
-from trimtab.plan.placement.space import Space, set_partitions
+from trimtab.plan.placement.simulate import GroupingShapes
+from trimtab.plan.placement.space import PlanSpace, set_partitions
 
 ROWS = ((3, 8), (3, 64), (3, 256), (3, 1024), (5, 8), (5, 64), (5, 256), (5, 1024), (8, 64))
 GOALS = {(3, 1024): 0.1, (5, 1024): 0.5, (8, 64): 2.0}
@@ -40,7 +40,7 @@ SEEDS = 20
 NAMES = ("rollout", "reference", "reward", "critic", "trainer", "judge", "teacher", "env")
 
 
-def workflow_job(seed: int, components: int, gpus: int) -> Job:
+def workflow_job(seed: int, components: int, gpus: int) -> PlacementJob:
     """A random workflow of a realistic kind: engines, floors, memory, mini-batches, a long-tailed rollout, a sync."""
     rng = random.Random(seed)
     names = NAMES[:components]
@@ -73,12 +73,12 @@ def workflow_job(seed: int, components: int, gpus: int) -> Job:
         )
     nodes = tuple(Node(f"node{i}", min(8, gpus), gpu_memory_gb=80.0) for i in range(max(1, gpus // 8)))
     sync = WeightSync("trainer" if components >= 5 else names[-1], "rollout", 1.0, 4.0)
-    return Job(Cluster(nodes), Workflow(tuple(parts), batches=512, weight_sync=sync))
+    return PlacementJob(Cluster(nodes), Workflow(tuple(parts), batches=512, weight_sync=sync))
 
 
-def enumeration_seconds(job: Job) -> tuple[float, bool, float]:
+def enumeration_seconds(job: PlacementJob) -> tuple[float, bool, float]:
     """Seconds of a plain enumeration, whether that is an estimate, and the best time it found."""
-    space = Space(job)
+    space = PlanSpace(job)
     gpus = job.cluster.gpus
     plans = sum(comb(gpus, len(p)) for p in set_partitions(space.on_gpu))
     sample = plans if plans <= 20_000 else 2_000
@@ -89,7 +89,7 @@ def enumeration_seconds(job: Job) -> tuple[float, bool, float]:
         grouping = space.grouping(groups, ("",) * len(groups))
         if grouping is None:
             continue
-        shapes = Shapes.stack([space.shape(grouping)])
+        shapes = GroupingShapes.stack([space.shape(grouping)])
         for sizes in itertools.product(range(1, gpus + 1), repeat=len(groups)):
             if sum(sizes) > gpus:
                 continue
@@ -115,11 +115,11 @@ def measure(components: int, gpus: int) -> None:
     os.sched_setaffinity(0, {0})
     times, plans, gap = [], [], 0.0
     # One warm-up on another seed: numpy's first calls are not the search's.
-    search(Space(workflow_job(10_000, components, gpus)))
+    search(PlanSpace(workflow_job(10_000, components, gpus)))
     for seed in range(SEEDS):
         job = workflow_job(seed, components, gpus)
         began = time.perf_counter()
-        outcome = search(Space(job))
+        outcome = search(PlanSpace(job))
         times.append(time.perf_counter() - began)
         plans.append(outcome.considered)
         assert outcome.best is not None
@@ -128,7 +128,7 @@ def measure(components: int, gpus: int) -> None:
     job = workflow_job(0, components, gpus)
     naive, estimated, best = enumeration_seconds(job)
     began = time.perf_counter()
-    found = search(Space(job)).best
+    found = search(PlanSpace(job)).best
     mine = time.perf_counter() - began
     if not estimated:
         assert found is not None

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from trimtab.core.codec import decode, encode
 from trimtab.core.resources import NOTHING, Resources
 from trimtab.machines.pool import events
-from trimtab.machines.pool.events import Event, MakeGroup, RemoveGroup, Start, Stop
+from trimtab.machines.pool.events import CreatePlacementGroup, PoolEvent, RemovePlacementGroup, StartTask, StopTask
 from trimtab.machines.pool.machine import PoolMachine
-from trimtab.model.pool import Policy, PoolSpec, Strategy, TaskSpec
+from trimtab.model.pool import PlacementStrategy, PoolSpec, PreemptionPolicy, TaskSpec
 
 NODES, PER_NODE = 1_250, 8
 SIZES = (100, 1_000, 10_000)
@@ -53,9 +53,9 @@ class Driver:
     machine: PoolMachine = field(default_factory=PoolMachine)
     now: float = 0.0
     times: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    journal: list[tuple[float, Event]] = field(default_factory=list)
+    journal: list[tuple[float, PoolEvent]] = field(default_factory=list)
 
-    def tell(self, kind: str, event: Event) -> list[events.Instruction]:
+    def tell(self, kind: str, event: PoolEvent) -> list[events.PoolInstruction]:
         """One event, timed."""
         self.now += 0.01
         self.journal.append((self.now, event))
@@ -64,21 +64,21 @@ class Driver:
         self.times[kind].append(time.thread_time() - began)
         return wanted
 
-    def settle(self, wanted: list[events.Instruction]) -> None:
+    def settle(self, wanted: list[events.PoolInstruction]) -> None:
         """Carry out, and what follows from it."""
         queue = list(wanted)
         while queue:
             one = queue.pop(0)
-            if isinstance(one, MakeGroup):
-                queue += self.tell("group made or gone", events.GroupMade(one.group))
-            elif isinstance(one, RemoveGroup):
-                queue += self.tell("group made or gone", events.GroupGone(one.group))
-            elif isinstance(one, Start):
-                queue += self.tell("started", events.Started(one.task, one.attempt))
-            elif isinstance(one, Stop):
-                queue += self.tell("stopped", events.Stopped(one.task, one.attempt, "returned"))
+            if isinstance(one, CreatePlacementGroup):
+                queue += self.tell("group made or gone", events.PlacementGroupReady(one.group))
+            elif isinstance(one, RemovePlacementGroup):
+                queue += self.tell("group made or gone", events.PlacementGroupRemoved(one.group))
+            elif isinstance(one, StartTask):
+                queue += self.tell("started", events.TaskStarted(one.task, one.attempt))
+            elif isinstance(one, StopTask):
+                queue += self.tell("stopped", events.TaskStopped(one.task, one.attempt, "returned"))
 
-    def do(self, kind: str, event: Event) -> None:
+    def do(self, kind: str, event: PoolEvent) -> None:
         """Tell, and carry out what comes of it."""
         self.settle(self.tell(kind, event))
 
@@ -94,13 +94,13 @@ def filled(running: int) -> Driver:
     driver.tell(
         "pool", events.PoolEnsured(PoolSpec("p", Resources.of(gpu=2 * NODES * PER_NODE, cpu=10**6), wait_s=1e9))
     )
-    driver.tell("policy", events.PolicySet(Policy()))
+    driver.tell("policy", events.PolicySet(PreemptionPolicy()))
     for at in range(running):
         spec = TaskSpec(
             f"low{at:05d}", "p", (ONE,), priority=1.0 + at % 5, estimate_s=600.0, labels=(("role", f"r{at % 4}"),),
             restarts=-1,
         )  # fmt: skip
-        driver.do("fill", events.Submitted(spec))
+        driver.do("fill", events.TaskSubmitted(spec))
     return driver
 
 
@@ -116,28 +116,28 @@ def mixed(driver: Driver, rounds: int) -> None:
 
     count = sum(name.startswith("low") for name in machine.tasks)
     for at in range(rounds):
-        driver.do("submit, room is free", events.Submitted(TaskSpec(f"free{at}", "p", (ONE,), 5.0)))
-        driver.do("ended", events.Ended(f"free{at}", 1))
-        driver.do("tick", events.Tick())
+        driver.do("submit, room is free", events.TaskSubmitted(TaskSpec(f"free{at}", "p", (ONE,), 5.0)))
+        driver.do("ended", events.TaskEnded(f"free{at}", 1))
+        driver.do("tick", events.PoolTick())
     # Now the spare nodes are taken as well.
     for at in range(SPARE_NODES):
-        driver.do("fill", events.Submitted(TaskSpec(f"spare{at}", "p", (NODE,), 10.0)))
+        driver.do("fill", events.TaskSubmitted(TaskSpec(f"spare{at}", "p", (NODE,), 10.0)))
     for at in range(rounds):
-        driver.do("submit, one must go", events.Submitted(TaskSpec(f"one{at}", "p", (ONE,), 9.0)))
-        driver.do("ended", events.Ended(f"one{at}", 1))
+        driver.do("submit, one must go", events.TaskSubmitted(TaskSpec(f"one{at}", "p", (ONE,), 9.0)))
+        driver.do("ended", events.TaskEnded(f"one{at}", 1))
         victim = low(at)
         if machine.tasks[victim].state.value == "running":
-            driver.do("died", events.Died(victim, attempt(victim), "signal 9"))
+            driver.do("died", events.TaskDied(victim, attempt(victim), "signal 9"))
         driver.now += 60.0  # back-off ends
-        driver.do("tick", events.Tick())
+        driver.do("tick", events.PoolTick())
     for at in range(rounds // 3):
         several = TaskSpec(f"several{at}", "p", (NODE,), 9.0)
-        driver.do("submit 8 GPUs, several must go", events.Submitted(several))
-        driver.do("ended", events.Ended(several.id, 1))
-        gang = TaskSpec(f"gang{at}", "p", (NODE,) * 4, 9.0, strategy=Strategy.spread)
-        driver.do("submit a gang of 4 x 8, many must go", events.Submitted(gang))
-        driver.do("ended", events.Ended(gang.id, 1))
-        driver.do("tick", events.Tick())
+        driver.do("submit 8 GPUs, several must go", events.TaskSubmitted(several))
+        driver.do("ended", events.TaskEnded(several.id, 1))
+        gang = TaskSpec(f"gang{at}", "p", (NODE,) * 4, 9.0, strategy=PlacementStrategy.spread)
+        driver.do("submit a gang of 4 x 8, many must go", events.TaskSubmitted(gang))
+        driver.do("ended", events.TaskEnded(gang.id, 1))
+        driver.do("tick", events.PoolTick())
 
 
 @dataclass
@@ -195,7 +195,7 @@ def memory_mb(running: int) -> float:
     return held / 2**20
 
 
-def replay_rate(journal: list[tuple[float, Event]]) -> tuple[int, float]:
+def replay_rate(journal: list[tuple[float, PoolEvent]]) -> tuple[int, float]:
     """Events, and events a second, read from JSON lines and heard by a fresh machine."""
     kinds = {kind.__name__: kind for kind in {type(event) for _, event in journal}}
     lines = [json.dumps([at, type(event).__name__, encode(event)]) for at, event in journal]

@@ -23,10 +23,10 @@ from pathlib import Path
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.replay.common.timing import Distribution
 from trimtab.replay.common.traces import JobRow, jobs
-from trimtab.replay.pool.driver import PoolReplay, Reality
+from trimtab.replay.pool.driver import PoolReality, PoolReplay
 from trimtab.replay.pool.policies import PoolPolicy, scheduler
-from trimtab.replay.pool.workload import TaskGenerator, Work, works
-from trimtab.replay.rollout.driver import Fleet, RolloutReplay
+from trimtab.replay.pool.workload import TaskGenerator, WorkloadTask, works
+from trimtab.replay.rollout.driver import RolloutReplay, SimulatedFleet
 from trimtab.replay.rollout.workload import PROFILES
 
 TRACES = Path(os.environ.get("TRIMTAB_TRACES") or Path(__file__).parents[2] / "shared" / "data")
@@ -50,9 +50,9 @@ def table() -> tuple[list[JobRow], str]:
     return made.rows(1), "generated jobs"
 
 
-def replayed(asked: list[Work], nodes: int, use: str = "trimtab") -> dict[str, float]:
+def replayed(asked: list[WorkloadTask], nodes: int, use: str = "trimtab") -> dict[str, float]:
     """One run of a policy."""
-    reality = Reality(tuple(f"n{at:05d}" for at in range(nodes)), PER_NODE, seed=1)
+    reality = PoolReality(tuple(f"n{at:05d}" for at in range(nodes)), PER_NODE, seed=1)
     machine, first = scheduler(PoolPolicy(use, use), PER_NODE, nodes * PER_NODE)
     began = time.process_time()
     outcome = PoolReplay(machine, asked, reality, first=first, check_every=10**9).run()
@@ -60,7 +60,7 @@ def replayed(asked: list[Work], nodes: int, use: str = "trimtab") -> dict[str, f
     return {"events": outcome.events, "seconds": seconds, "evictions": outcome.evictions, "looks": outcome.looks}
 
 
-def naive(asked: list[Work], nodes: int) -> dict[str, float]:
+def naive(asked: list[WorkloadTask], nodes: int) -> dict[str, float]:
     """The same jobs by a loop that scans: for the next moment, for who has ended, for a node with room."""
     free = dict.fromkeys(range(nodes), PER_NODE)
     to_come = [(one.submit_s, number) for number, one in enumerate(asked)]
@@ -103,7 +103,7 @@ def rollouts() -> dict[str, float]:
     """Request events of closed-loop steps."""
     profile = PROFILES["short"]
     batches = profile.lengths(6, 512, 8, 1)
-    replay = RolloutReplay(ElasticConfig(requests_per_worker_capacity=32), Fleet())
+    replay = RolloutReplay(ElasticConfig(requests_per_worker_capacity=32), SimulatedFleet())
     began = time.process_time()
     outcome = replay.closed(profile, batches)
     return {"events": outcome.events, "seconds": time.process_time() - began, "evictions": 0, "looks": outcome.answered}

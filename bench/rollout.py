@@ -55,7 +55,7 @@ class Driver:
         out = self.machine.handle(event, self.now)
         self.times[kind].append(time.process_time_ns() - begin)
         for one in out:
-            if isinstance(one, e.Send):
+            if isinstance(one, e.SendRequest):
                 self.running.append((one.request, one.attempt))
         return out
 
@@ -66,7 +66,7 @@ class Driver:
         spec = RequestSpec(
             f"r{number}", 200 + number % 800, 4_096, class_=class_[number % 16], group=f"g{number // 8}", resumable=True
         )
-        self.tell(kind, e.Arrived(spec))
+        self.tell(kind, e.RequestArrived(spec))
 
 
 def main() -> None:
@@ -84,13 +84,13 @@ def main() -> None:
     for at in range(ROUNDS):
         request, attempt = driver.running.popleft()
         tokens = 50 + at * 37 % 900
-        driver.tell("tokens came", e.Streamed(request, attempt, tokens // 2))
-        driver.tell("finished, the next one is sent", e.Finished(request, attempt, tokens))
+        driver.tell("tokens came", e.TokensStreamed(request, attempt, tokens // 2))
+        driver.tell("finished, the next one is sent", e.AttemptFinished(request, attempt, tokens))
         driver.arrive("arrival, queued")
     scans = _scan(driver)
     for at in range(ROUNDS // 10):
         request, attempt = driver.running.popleft()
-        driver.tell("broke, goes on elsewhere", e.Broke(request, attempt, at % 50, "stream cut"))
+        driver.tell("broke, goes on elsewhere", e.AttemptFailed(request, attempt, at % 50, "stream cut"))
     driver.machine.check()
     print(f"{queued:,} requests queued on {WORKERS} workers, {WORKERS * LIMIT:,} running; CPU microseconds")
     print(f"{'':36}{'count':>9}{'p50':>8}{'p99':>8}{'worst':>9}")

@@ -23,7 +23,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.machines.rollout.policies.load import Decision, LoadSample, PolicyState, Taker
@@ -35,16 +35,16 @@ from trimtab.model.rollout import (
     RequestClass,
     RequestSpec,
     RolloutRules,
-    Verb,
     WorkerSpec,
     WorkerState,
+    WorkerVerb,
 )
 
 SEED, STEPS = 20, 5
 ENGINES, LIMIT, PROMPTS, SAMPLES = 8, 256, 512, 8
 PROMPT_TOKENS, MEDIAN, MOST_TOKENS = 512, 1_600, 32_768
 SPREAD_PROMPT, SPREAD_SAMPLE = 0.80, 0.58  # of the logarithm; together 0.99: the 99th percentile is ten medians
-TRAINING_S, ACT_S = 60.0, {Verb.sleep: 2.0, Verb.wake: 4.0, Verb.refit: 2.0}
+TRAINING_S, ACT_S = 60.0, {WorkerVerb.sleep: 2.0, WorkerVerb.wake: 4.0, WorkerVerb.refit: 2.0}
 CUT_S = 0.1  # until an engine has let go of a request
 DECODE_S, DECODE_REQUEST_S, DECODE_CACHED_S = 4.4e-3, 5e-5, 2.2e-8
 READ_S = 1 / 50_000
@@ -141,7 +141,13 @@ def as_documented(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, 
         workers, kept["up"] = workers + 1, now
     elif long["low"] and workers > sample.least and now - kept["down"] >= config.scale_down_cooldown:
         workers, kept["down"] = workers - 1, now
-    code = Code.load_fits if workers == sample.serving else Code.load_high if long["high"] else Code.load_low
+    code = (
+        ReasonCode.load_fits
+        if workers == sample.serving
+        else ReasonCode.load_high
+        if long["high"]
+        else ReasonCode.load_low
+    )
     state = replace(state, memory=replace(state.memory, kept=kept))
     return state, Decision(workers, Reason(code, f"running load {ratio:.2f}"), f"{workers} workers serve")
 
@@ -189,7 +195,7 @@ class World:
         self.tally = Tally()
         for name in self.engines:
             self.tell(e.WorkerAdded(WorkerSpec(name, limit=LIMIT), up=True, version=0))
-        self.tell(e.TakersSeen((TAKER,)))
+        self.tell(e.DemandSeen((TAKER,)))
 
     # ---- time ----
 
@@ -204,7 +210,7 @@ class World:
             if first <= self.now:
                 self._happens(heapq.heappop(self.agenda)[2])
             elif due is not None and due <= self.now:
-                self.tell(e.Tick())
+                self.tell(e.RolloutTick())
 
     def count_given(self, at: float) -> None:
         """Engine-seconds that the taker had since the last time: no more engines than it wants."""
@@ -222,7 +228,7 @@ class World:
         tokens = self.left[request] - self.resumed[key]
         engine.drop(key, self.resumed[key], self.now)
         del self.where[key]
-        self.tell(e.Finished(request, attempt, tokens, End.stop))
+        self.tell(e.AttemptFinished(request, attempt, tokens, End.stop))
         self._foretell(name)
 
     def _foretell(self, name: str) -> None:
@@ -238,21 +244,21 @@ class World:
     def tell(self, event: e.RolloutEvent) -> None:
         """An event, and whatever the machine wants done about it."""
         for one in self.machine.handle(event, self.now):
-            if isinstance(one, e.Send):
+            if isinstance(one, e.SendRequest):
                 self._send(one)
-            elif isinstance(one, e.AbortSent):
+            elif isinstance(one, e.AbortAttempt):
                 self._cut(one)
-            elif isinstance(one, e.Act):
+            elif isinstance(one, e.WorkerAction):
                 self._act(one)
-            elif isinstance(one, e.Answer):
+            elif isinstance(one, e.AnswerRequest):
                 assert one.end is End.stop, one
                 assert one.tokens == self.left.pop(one.request), one
-            elif isinstance(one, e.TellStep):
+            elif isinstance(one, e.AnnounceScaleStep):
                 self.tally.scalings += 1
-        if isinstance(event, e.ActDone):
+        if isinstance(event, e.ActionDone):
             self._see_who_sleeps()
 
-    def _send(self, one: e.Send) -> None:
+    def _send(self, one: e.SendRequest) -> None:
         key, group = (one.request, one.attempt), one.request.split(".")[0]
         self.resumed[key], self.where[key] = one.resumed, one.worker
         if one.attempt > 1:
@@ -261,7 +267,7 @@ class World:
         self.engines[one.worker].add(key, group, one.resumed, self.left[one.request] - one.resumed, self.now)
         self._foretell(one.worker)
 
-    def _cut(self, one: e.AbortSent) -> None:
+    def _cut(self, one: e.AbortAttempt) -> None:
         key = (one.request, one.attempt)
         if (name := self.where.pop(key, None)) is None:
             return  # it has ended meanwhile, and that was told
@@ -269,13 +275,13 @@ class World:
         self._later(CUT_S, e.AbortDone(one.request, one.attempt, tokens))
         self._foretell(name)
 
-    def _act(self, one: e.Act) -> None:
-        if one.verb is Verb.wake and (since := self.asleep.pop(one.worker, None)) is not None:
+    def _act(self, one: e.WorkerAction) -> None:
+        if one.verb is WorkerVerb.wake and (since := self.asleep.pop(one.worker, None)) is not None:
             self.tally.stints_s.append(self.now - since)
             self.engines[one.worker].read.clear()
             self._tell_takers()
-        version = one.version if one.verb is Verb.refit else self.machine.version
-        self._later(ACT_S.get(one.verb, 0.1), e.ActDone(one.worker, one.attempt, version))
+        version = one.version if one.verb is WorkerVerb.refit else self.machine.version
+        self._later(ACT_S.get(one.verb, 0.1), e.ActionDone(one.worker, one.attempt, version))
 
     def _see_who_sleeps(self) -> None:
         for view in self.machine.workers():
@@ -286,7 +292,7 @@ class World:
     def _tell_takers(self) -> None:
         """What is wanted now: whoever has got an engine does not want it any more."""
         wants = max(TAKER.workers - len(self.asleep), 0)
-        self._later(0.0, e.TakersSeen((replace(TAKER, workers=wants),) if wants else ()))
+        self._later(0.0, e.DemandSeen((replace(TAKER, workers=wants),) if wants else ()))
 
     # ---- what the trainer does ----
 
@@ -296,20 +302,20 @@ class World:
         self.left = dict(lengths)
         for name in lengths:
             group = name.split(".")[0]
-            self.tell(e.Arrived(RequestSpec(name, PROMPT_TOKENS, MOST_TOKENS, group=group)))
+            self.tell(e.RequestArrived(RequestSpec(name, PROMPT_TOKENS, MOST_TOKENS, group=group)))
         if self.held:
-            self.tell(e.Unheld("the step"))  # its requests speak for themselves now
+            self.tell(e.HoldReleased("the step"))  # its requests speak for themselves now
         self.until()
         self.tally.rollouts_s.append(self.now - begin)
         if self.held:
-            early_s = ACT_S[Verb.wake] + ACT_S[Verb.sleep]
+            early_s = ACT_S[WorkerVerb.wake] + ACT_S[WorkerVerb.sleep]
             self.until(self.now + TRAINING_S - early_s)
-            self.tell(e.Held("the step", ENGINES))
+            self.tell(e.HoldRequested("the step", ENGINES))
             self.until(self.now + early_s)
         else:
             self.until(self.now + TRAINING_S)
         self.tell(e.RefitBegun(number))
-        self.until(self.now + ACT_S[Verb.refit] + 0.1)
+        self.until(self.now + ACT_S[WorkerVerb.refit] + 0.1)
 
     def over(self) -> Tally:
         """The tally, with engines that are still lent."""
@@ -346,8 +352,8 @@ def main() -> None:
     print(
         f"{STEPS} steps of {PROMPTS} prompts x {SAMPLES} samples on {ENGINES} simulated engines of {LIMIT} places, "
         f"seed {SEED}; lengths p50 {cuts[49]:,.0f}, p99 {cuts[98]:,.0f}, longest {max(every):,}\n"
-        f"training {TRAINING_S:g} s, sleep {ACT_S[Verb.sleep]:g} s, wake {ACT_S[Verb.wake]:g} s, "
-        f"weights {ACT_S[Verb.refit]:g} s; {TAKER.name} can use {TAKER.workers} engines for {TAKER.use_s:g} s"
+        f"training {TRAINING_S:g} s, sleep {ACT_S[WorkerVerb.sleep]:g} s, wake {ACT_S[WorkerVerb.wake]:g} s, "
+        f"weights {ACT_S[WorkerVerb.refit]:g} s; {TAKER.name} can use {TAKER.workers} engines for {TAKER.use_s:g} s"
     )
     print(
         f"\n{'a step, mean of all':24}{'rollout s':>10}{'ratio':>7}{'worst s':>9}{'used':>9}{'given':>9}{'share':>7}"
@@ -366,7 +372,7 @@ def main() -> None:
     print(
         "\nused, given: engine-seconds of a whole step, training included; stints: times that an engine was lent, and "
         "for how long;\nread again: tokens of answers that moved. held: the trainer holds all engines from "
-        f"{ACT_S[Verb.wake] + ACT_S[Verb.sleep]:g} s before the end of training until the requests are in.\n"
+        f"{ACT_S[WorkerVerb.wake] + ACT_S[WorkerVerb.sleep]:g} s before the end of training until requests are in.\n"
         f"quick: {', '.join(f'{key} {value:g}' for key, value in QUICK.items())}.\n"
         "capacity is requests_per_worker_capacity: what is left of a step is put together on engines until they have "
         "two thirds of it,\nand the fuller an engine, the slower each of its answers."

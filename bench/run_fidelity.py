@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.model.plan import Plan
-from trimtab.model.run import RunMode, RunRules
-from trimtab.model.workflow import Cluster, Component, Job, Node, Variant, WeightSync, Workflow
-from trimtab.plan.placement.boxes import Found
+from trimtab.model.run import ReplanMode, ReplanRules
+from trimtab.model.workflow import Cluster, Component, Node, PlacementJob, Variant, WeightSync, Workflow
+from trimtab.plan.placement.boxes import FoundPlan
 from trimtab.plan.placement.planner import plan_placement
-from trimtab.plan.placement.space import Space
+from trimtab.plan.placement.space import PlanSpace
 from trimtab.plan.placement.timeline import to_plan
-from trimtab.runtime.run.job import Part, RunJob, shared_plan
+from trimtab.runtime.run.job import ComponentCode, RunJob, shared_plan
 
 GPUS = 64  # logical ones of the local Ray
 ITERATIONS, COLD = 7, 2
@@ -52,7 +52,7 @@ class Case:
     """A workflow, and what an iteration of it is to take."""
 
     name: str
-    job: Job
+    job: PlacementJob
     seconds: float
 
 
@@ -70,10 +70,10 @@ def cpu(name: str, seconds: float, after: str) -> Component:
 
 def workflow(
     gpus: int, batches: int, *parts: Component, sync: tuple[float, float] | None = None, stale: int = 0
-) -> Job:
+) -> PlacementJob:
     """A job on one machine of so many GPUs; weights go from the last component to the first."""
     synced = WeightSync(parts[-1].name, parts[0].name, *sync) if sync else None
-    return Job(Cluster((Node("node0", gpus),)), Workflow(parts, batches, stale, synced))
+    return PlacementJob(Cluster((Node("node0", gpus),)), Workflow(parts, batches, stale, synced))
 
 
 def cases() -> list[Case]:
@@ -209,7 +209,7 @@ def cases() -> list[Case]:
     ]  # fmt: skip
 
 
-def scaled(job: Job, factor: float) -> Job:
+def scaled(job: PlacementJob, factor: float) -> PlacementJob:
     """All times of a job multiplied: every plan of it is as good as before against any other."""
     flow = job.workflow
     for name in flow.names:
@@ -223,7 +223,7 @@ def scaled(job: Job, factor: float) -> Job:
     return replace(job, workflow=replace(flow, components=parts, weight_sync=sync))
 
 
-def planned(case: Case) -> tuple[Job, Plan]:
+def planned(case: Case) -> tuple[PlacementJob, Plan]:
     """The job at the scale of the case, and the best plan for it."""
     first = plan_placement(case.job).best
     job = scaled(case.job, case.seconds / first.iteration_seconds)
@@ -260,7 +260,7 @@ class Row:
         return self.measured_s / self.predicted_s - 1
 
 
-def run(session: Any, folder: Path, job: Job, plan: Plan, iterations: int) -> tuple[list[float], list[float]]:
+def run(session: Any, folder: Path, job: PlacementJob, plan: Plan, iterations: int) -> tuple[list[float], list[float]]:
     """Seconds of every iteration of an emulated job, and seconds that the run itself took at the end of each."""
     from trimtab.runtime.run.ray_run import ClusterRun
 
@@ -276,10 +276,10 @@ def run(session: Any, folder: Path, job: Job, plan: Plan, iterations: int) -> tu
 
     asked = RunJob(
         job,
-        {name: Part() for name in job.workflow.names},
+        {name: ComponentCode() for name in job.workflow.names},
         iterations=iterations,
         save_every=10_000,
-        rules=RunRules(mode=RunMode.auto),
+        rules=ReplanRules(mode=ReplanMode.auto),
     )
     end = Timed(asked, folder, session, plan=plan).run()
     if end.state != "done":
@@ -328,20 +328,20 @@ class Hops:
     turn_s: float
 
 
-def chain(batches: int) -> Job:
+def chain(batches: int) -> PlacementJob:
     """Components that take next to no time, one GPU each, one after another."""
     names = [f"part{at}" for at in range(CHAIN)]
     parts = [part(name, 1e-6, 1, names[at - 1] if at else "") for at, name in enumerate(names)]
     return workflow(CHAIN, batches, *parts)
 
 
-def separate(job: Job) -> Plan:
+def separate(job: PlacementJob) -> Plan:
     """The plan where nobody shares."""
-    space = Space(job)
+    space = PlanSpace(job)
     grouping = next(one for one in space.groupings() if all(len(members) == 1 for members in one.groups))
     sizes = tuple(1 for _ in grouping.tables)
     options, seconds = space.best_of(grouping, sizes)
-    return to_plan(space, Found(grouping, sizes, options, seconds))
+    return to_plan(space, FoundPlan(grouping, sizes, options, seconds))
 
 
 class Bare:
@@ -375,7 +375,7 @@ def bare(ray: Any, batches: int, rounds: int) -> float:
 def hops(ray: Any, session: Any, folder: Path) -> Hops:
     """The way of one batch alone, and of many."""
 
-    def busy_s(name: str, job: Job, plan: Plan, rounds: int) -> float:
+    def busy_s(name: str, job: PlacementJob, plan: Plan, rounds: int) -> float:
         walls, between = run(session, folder / name, job, plan, rounds + COLD)
         return (statistics.median(walls[COLD:]) - statistics.median(between[COLD:])) / job.workflow.batches / CHAIN
 
@@ -402,7 +402,6 @@ def say(line: str) -> None:
 def a_session() -> Iterator[tuple[Any, Any]]:
     """A local Ray with logical GPUs, and a session on it."""
     import ray
-
     from trimtab.runtime.client.session import connect
 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -29,12 +29,12 @@ import numpy as np
 
 from bench.loop import noises
 from bench.run_fidelity import part, say, scaled
-from trimtab.machines.replan.decision import Planner
+from trimtab.machines.replan.decision import ReplanPlanner
 from trimtab.model.plan import Plan
-from trimtab.model.run import RunMode, RunRules
-from trimtab.model.workflow import Cluster, Job, Node, WeightSync, Workflow
+from trimtab.model.run import ReplanMode, ReplanRules
+from trimtab.model.workflow import Cluster, Node, PlacementJob, WeightSync, Workflow
 from trimtab.runtime.run.emulated import Disturbance
-from trimtab.runtime.run.job import Part, RunJob
+from trimtab.runtime.run.job import ComponentCode, RunJob
 
 ITERATIONS, GROWTH, GROWS_TO = 70, 60, 3.0
 EACH, NODES = 8, 2
@@ -48,7 +48,7 @@ def cluster(nodes: int = NODES, first: int = 0) -> Cluster:
     return Cluster(tuple(Node(f"node{first + at}", EACH) for at in range(nodes)))
 
 
-def job(first_s: float) -> Job:
+def job(first_s: float) -> PlacementJob:
     """Rollout, reference, trainer: what does not scale perfectly is better off side by side.
 
     An iteration takes `first_s` by the first plan, before anything drifts.
@@ -59,8 +59,8 @@ def job(first_s: float) -> Job:
         part("reference", 19, gpus, "rollout", flat=0.25, switch_seconds=6.0, engine="fsdp"),
         part("trainer", 72, gpus, "reference", flat=0.2, switch_seconds=12.0, engine="fsdp"),
     )
-    asked = Job(cluster(), Workflow(parts, batches=12, weight_sync=WeightSync("trainer", "rollout", 1.0, 3.0)))
-    first = Planner(asked.workflow).best(asked.cluster, {}).plan
+    asked = PlacementJob(cluster(), Workflow(parts, batches=12, weight_sync=WeightSync("trainer", "rollout", 1.0, 3.0)))
+    first = ReplanPlanner(asked.workflow).best(asked.cluster, {}).plan
     return scaled(asked, first_s / first.iteration_seconds)
 
 
@@ -68,14 +68,14 @@ def job(first_s: float) -> Job:
 class Truth:
     """What each iteration really takes under any plan."""
 
-    job: Job
+    job: PlacementJob
     disturbances: dict[str, Disturbance]
     seed: int
     first_s: float
     clusters: dict[int, Cluster] = field(default_factory=dict)  # from an iteration on
 
     def __post_init__(self) -> None:
-        self.planner = Planner(self.job.workflow)
+        self.planner = ReplanPlanner(self.job.workflow)
 
     def cluster(self, iteration: int) -> Cluster:
         """What there is in an iteration."""
@@ -129,10 +129,10 @@ def truth(seed: int, first_s: float) -> tuple[Truth, str]:
     return Truth(asked, disturbances, seed, first_s), kind
 
 
-def asked_run(world: Truth, mode: RunMode, assumed_move_s: float, save_every: int = 1_000) -> RunJob:
+def asked_run(world: Truth, mode: ReplanMode, assumed_move_s: float, save_every: int = 1_000) -> RunJob:
     """The run to be made; the loop is told what a move may cost at this scale of time, until it has seen one."""
-    parts = {name: Part(disturbance=world.disturbances[name]) for name in world.job.workflow.names}
-    rules = RunRules(mode=mode, assumed_move_s=assumed_move_s)
+    parts = {name: ComponentCode(disturbance=world.disturbances[name]) for name in world.job.workflow.names}
+    rules = ReplanRules(mode=mode, assumed_move_s=assumed_move_s)
     return RunJob(world.job, parts, iterations=ITERATIONS, save_every=save_every, seed=world.seed, rules=rules)
 
 
@@ -187,14 +187,16 @@ class Watching:
         return self.ran
 
 
-def run_virtual(world: Truth, mode: RunMode, folder: Path) -> Ran:
+def run_virtual(world: Truth, mode: ReplanMode, folder: Path) -> Ran:
     """In one process, on a clock that does not wait."""
-    from trimtab.model.run import Stage
+    from trimtab.model.run import MigrationStage
     from trimtab.runtime.run.clock import VirtualClock
     from trimtab.runtime.run.local_run import LocalRun
 
     clock = VirtualClock()
-    slow = dict.fromkeys((Stage.save, Stage.release, Stage.place, Stage.load), world.first_s / 12)
+    slow = dict.fromkeys(
+        (MigrationStage.save, MigrationStage.release, MigrationStage.place, MigrationStage.load), world.first_s / 12
+    )
 
     class Slow(LocalRun):
         """Moves take time."""
@@ -203,7 +205,7 @@ def run_virtual(world: Truth, mode: RunMode, folder: Path) -> Ran:
             moving = super()._moving(*arguments)
             do = moving.do
 
-            def lasting(stage: Stage) -> None:
+            def lasting(stage: MigrationStage) -> None:
                 do(stage)
                 clock.sleep(slow.get(stage, 0.0))
 
@@ -215,7 +217,7 @@ def run_virtual(world: Truth, mode: RunMode, folder: Path) -> Ran:
     return watching.done(end)
 
 
-def run_on_ray(world: Truth, mode: RunMode, folder: Path, session: Any, happens: dict[int, Any]) -> Ran:
+def run_on_ray(world: Truth, mode: ReplanMode, folder: Path, session: Any, happens: dict[int, Any]) -> Ran:
     """On a real Ray; `happens` are deeds to be done when an iteration is over."""
     from trimtab.runtime.run.ray_run import ClusterRun
 
@@ -253,14 +255,14 @@ def a_cluster(nodes: Cluster) -> Iterator[tuple[Any, Any]]:
 def on_ray(world: Truth, folder: Path, nodes: bool) -> tuple[Ran, Ran]:
     """The first plan kept, and the loop."""
     with a_cluster(cluster()) as (ray, session):
-        kept = run_on_ray(world, RunMode.advise, folder / "kept", session, {})
+        kept = run_on_ray(world, ReplanMode.advise, folder / "kept", session, {})
         happens = {}
         if nodes:
             happens = {
                 JOINS: lambda: ray.add(Node(f"node{NODES}", EACH)),
                 LEAVES: lambda: session.drain_node(ray.node_id("node1"), 120.0, "it is wanted elsewhere"),
             }
-        return kept, run_on_ray(world, RunMode.auto, folder / "loop", session, happens)
+        return kept, run_on_ray(world, ReplanMode.auto, folder / "loop", session, happens)
 
 
 # ---- saying it ----------------------------------------------------------------------------------------------------
@@ -297,7 +299,7 @@ def compared(seed: int, asked: argparse.Namespace, folder: Path) -> tuple[Row, s
     """One workload, all ways."""
     world, kind = truth(seed, asked.seconds)
     if asked.virtual:
-        kept, loop = (run_virtual(world, mode, folder / mode.value) for mode in (RunMode.advise, RunMode.auto))
+        kept, loop = (run_virtual(world, mode, folder / mode.value) for mode in (ReplanMode.advise, ReplanMode.auto))
     else:
         kept, loop = on_ray(world, folder, asked.nodes)
     world.clusters = loop.clusters

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trimtab.model.workflow import Cluster, Component, Job, Node, Variant, WeightSync, Workflow
-from trimtab.runtime.run.job import UNMEASURED_S, Part, RunJob
+from trimtab.model.workflow import Cluster, Component, Node, PlacementJob, Variant, WeightSync, Workflow
+from trimtab.runtime.run.job import UNMEASURED_S, ComponentCode, RunJob
 
 HOME = "examples.grpo.components"
 
@@ -48,8 +48,8 @@ def grpo(
         weight_sync=WeightSync("trainer", "rollout"),
     )
     return RunJob(
-        job=Job(Cluster((Node("node0", gpus),)), workflow),
-        parts={name: Part(f"{HOME}:{name.capitalize()}", given) for name, given in settings.items()},
+        job=PlacementJob(Cluster((Node("node0", gpus),)), workflow),
+        parts={name: ComponentCode(f"{HOME}:{name.capitalize()}", given) for name, given in settings.items()},
         iterations=iterations,
         seed=seed,
         save_every=save_every,

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from pages import CONTRASTS, OUTSIDE, SCHEMES, WIDTHS
-from trimtab.formats.pipeline.pipeedge import Request, load
+from trimtab.formats.pipeline.pipeedge import PartitionRequest, load
 from trimtab.model.pipeline import DeviceType, Host, ModelChain, PartitionAnswer, PipelineJob
 from trimtab.plan.partition.planner import plan_partition
 from trimtab.render.html.kit.chart import gaps
@@ -22,7 +22,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline"
 
 def vit() -> PartitionAnswer:
     names = ("models.yml", "device_types.yml", "devices.yml")
-    request = Request("google/vit-base-patch16-224", source="rcc-3", sink="mb-0")
+    request = PartitionRequest("google/vit-base-patch16-224", source="rcc-3", sink="mb-0")
     return plan_partition(load(*(EXAMPLE / name for name in names), request).job, frontier=True)
 
 

@@ -11,13 +11,13 @@ from playwright.sync_api import Browser, Page
 import plans_for_pictures as samples
 from pages import CONTRASTS, OUTSIDE, SCHEMES, WIDTHS
 from trimtab.formats.files import write_text as write
-from trimtab.model.plan import Answer
+from trimtab.model.plan import PlacementAnswer
 from trimtab.render.html.kit.timeline import plan_chart, svg
 from trimtab.render.html.plan_report import plan_report
 
 
 def report_of(name: str, folder: Path) -> Path:
-    answer = samples.full_answer() if name == "full" else Answer(getattr(samples, name)(), 1.0, False, 1)
+    answer = samples.full_answer() if name == "full" else PlacementAnswer(getattr(samples, name)(), 1.0, False, 1)
     path = folder / f"{name}.html"
     command = "trimtab plan examples/job.yaml --report " + "a-long-folder/" * 12
     write(

@@ -17,7 +17,7 @@ from pathlib import Path
 from engine_answers import answer, greedy
 from trimtab.core.errors import UnreachableError
 from trimtab.runtime.engines.detect import attach
-from trimtab.runtime.engines.engine import Deadlines
+from trimtab.runtime.engines.engine import EngineDeadlines
 from trimtab.runtime.engines.wire import open_session
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,7 +90,7 @@ async def come_up(process: Process) -> Process:
         while True:
             assert process.alive, process.tail()
             try:
-                adapter, _ = await attach("new", process.url, session, Deadlines(call_s=10))
+                adapter, _ = await attach("new", process.url, session, EngineDeadlines(call_s=10))
                 if (await adapter.ready()).up:
                     await answer(adapter, greedy("first", PROMPT, 2))
                     return process

@@ -21,7 +21,7 @@ from engine_processes import MODELS, START_S, Process, come_up, engine
 from engine_answers import NEAR_TIE, prompts, run
 from trimtab.machines.rollout import events as e
 from trimtab.rollout import RolloutPool, RolloutRules, Sample, SamplingParams, WorkerState
-from trimtab.runtime.engines.engine import Deadlines
+from trimtab.runtime.engines.engine import EngineDeadlines
 
 pytestmark = pytest.mark.engines
 S = WorkerState
@@ -29,7 +29,7 @@ TOKENS, LIMIT, BEGUN, PROMPTS = 500, 8, 5, 12
 ASKED = prompts(PROMPTS, seed=3, longest=40) * 2
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0)
 MEASURED = SamplingParams(max_tokens=TOKENS, temperature=0.0, logprobs=2)
-DEADLINES = Deadlines(call_s=10.0, silence_s=20.0, abort_s=5.0)
+DEADLINES = EngineDeadlines(call_s=10.0, silence_s=20.0, abort_s=5.0)
 
 
 @dataclass
@@ -79,13 +79,13 @@ class Scene:
     _sent: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def __call__(self, what: Any, now: float) -> None:
-        if isinstance(what, e.Arrived):
+        if isinstance(what, e.RequestArrived):
             self.arrived[what.spec.id] += 1
-        elif isinstance(what, e.Answer):
+        elif isinstance(what, e.AnswerRequest):
             self.answered[what.request] += 1
-        elif isinstance(what, e.Send):
+        elif isinstance(what, e.SendRequest):
             self._sent[what.request, what.attempt] = what.worker
-        elif isinstance(what, e.Streamed) and what.tokens >= BEGUN:
+        elif isinstance(what, e.TokensStreamed) and what.tokens >= BEGUN:
             self.begun.add(self._sent[what.request, what.attempt])
 
     def state(self, name: str) -> WorkerState | None:

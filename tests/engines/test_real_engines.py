@@ -18,16 +18,16 @@ from engine_processes import MODELS, PROMPT, START_S, Process, come_up, engine
 from engine_answers import Whole, answer, answers, greedy, prompts, run
 from trimtab.runtime.engines.detect import attach
 from trimtab.runtime.engines.engine import (
-    Deadlines,
     EngineBusyError,
+    EngineDeadlines,
     EngineError,
     EngineGoneError,
     EnginePausedError,
-    Finish,
-    GenerateOrder,
-    Part,
-    Pause,
-    Refit,
+    FinishReason,
+    GenerateRequest,
+    MemoryTag,
+    PauseMode,
+    WeightUpdate,
 )
 from trimtab.runtime.engines.http_engine import HttpEngine
 from trimtab.runtime.engines.wire import open_session
@@ -48,7 +48,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @asynccontextmanager
 async def reached(process: Process, **seconds: float) -> AsyncIterator[HttpEngine]:
     async with open_session() as session:
-        adapter, _ = await attach("one", process.url, session, Deadlines(**seconds))
+        adapter, _ = await attach("one", process.url, session, EngineDeadlines(**seconds))
         yield adapter
         await adapter.close()
 
@@ -88,7 +88,7 @@ def test_answers_have_ids_log_probabilities_text_stops_and_seeds(server: Process
     async def scene() -> None:
         async with reached(server) as adapter:
             got = await answer(adapter, greedy("a", PROMPT, 30, logprobs=2, extra=FREE))
-            assert (len(got.ids), got.finish, got.so_far.missing) == (30, Finish.length, 0)
+            assert (len(got.ids), got.finish, got.so_far.missing) == (30, FinishReason.length, 0)
             assert got.so_far.logprobs is not None
             best = [one for piece in got.pieces for one in piece.best or ()]
             assert [one[0][0] for one in best] == list(got.ids)
@@ -96,9 +96,9 @@ def test_answers_have_ids_log_probabilities_text_stops_and_seeds(server: Process
             stop = got.ids[7]
             cut = await answer(adapter, greedy("b", PROMPT, 30, stop_ids=(stop,), extra=FREE))
             assert cut.ids == got.ids[: got.ids.index(stop) + 1]
-            assert cut.finish is Finish.stop
+            assert cut.finish is FinishReason.stop
             one, two = [
-                (await answer(adapter, GenerateOrder(key, PROMPT, 12, min_tokens=12, seed=7, temperature=0.9))).ids
+                (await answer(adapter, GenerateRequest(key, PROMPT, 12, min_tokens=12, seed=7, temperature=0.9))).ids
                 for key in ("c", "d")
             ]
             assert len(one) == len(two) == 12
@@ -129,7 +129,7 @@ def test_aborts_and_clients_that_go_away_free_the_engine(server: Process) -> Non
             async with running(adapter) as task:
                 await adapter.abort(["long"])
                 ended = await task
-                assert ended.finish is Finish.aborted
+                assert ended.finish is FinishReason.aborted
                 assert 0 < len(ended.ids) < LONG
             async with aclosing(adapter.generate(greedy("gone", PROMPT, LONG, extra=FREE))) as stream:
                 async for _ in stream:
@@ -143,9 +143,9 @@ def test_a_drained_engine_has_finished_everything_and_is_sent_nothing(server: Pr
     async def scene() -> None:
         async with reached(server) as adapter:
             async with running(adapter, 300) as task:
-                await adapter.pause(Pause.wait)
+                await adapter.pause(PauseMode.wait)
                 ended = await task
-                assert (len(ended.ids), ended.finish) == (300, Finish.length), ended.pieces[-2:]
+                assert (len(ended.ids), ended.finish) == (300, FinishReason.length), ended.pieces[-2:]
             with pytest.raises(EnginePausedError):
                 await answer(adapter, greedy("a", PROMPT, 2))
             await adapter.resume()
@@ -158,9 +158,9 @@ def test_a_pause_of_somebody_else_is_seen_and_its_abort_told_apart(server: Proce
     async def scene() -> None:
         async with reached(server, call_s=3) as adapter, reached(server) as other:
             async with running(adapter) as task:
-                await other.pause(Pause.abort)
+                await other.pause(PauseMode.abort)
                 ended = await task
-                assert ended.finish is Finish.aborted_elsewhere
+                assert ended.finish is FinishReason.aborted_elsewhere
                 assert len(ended.ids) > 0
             assert (await adapter.ready()).paused
             with pytest.raises(EnginePausedError, match="somebody else"):
@@ -205,14 +205,14 @@ def test_a_refit_is_seen_in_the_answers_and_a_way_back_too(server: Process) -> N
             first = (await answer(adapter, greedy("a", PROMPT, 20, extra=FREE))).ids
             await adapter.sleep(2)
             assert await adapter.version() is None
-            await adapter.wake([Part.weights])
-            await adapter.refit(Refit(str(MODELS / "v2"), "two"))
-            await adapter.wake([Part.kv_cache])
+            await adapter.wake([MemoryTag.weights])
+            await adapter.refit(WeightUpdate(str(MODELS / "v2"), "two"))
+            await adapter.wake([MemoryTag.kv_cache])
             assert await adapter.version() == "two"
             second = (await answer(adapter, greedy("b", PROMPT, 20, extra=FREE))).ids
             assert second != first
-            await adapter.pause(Pause.wait)
-            await adapter.refit(Refit(str(MODELS / "v1"), "three"))
+            await adapter.pause(PauseMode.wait)
+            await adapter.refit(WeightUpdate(str(MODELS / "v1"), "three"))
             await adapter.resume()
             assert (await adapter.ready()).version == "three"
             assert (await answer(adapter, greedy("c", PROMPT, 20, extra=FREE))).ids == first
@@ -241,8 +241,8 @@ def test_an_engine_paused_before_it_is_ended_leaves_nothing_hanging(kind: str, t
     async def scene(process: Process) -> None:
         await come_up(process)
         async with reached(process) as adapter, running(adapter) as task:
-            await adapter.pause(Pause.abort)
-            assert (await task).finish is Finish.aborted
+            await adapter.pause(PauseMode.abort)
+            assert (await task).finish is FinishReason.aborted
         process.signal(signal.SIGTERM)
 
     with engine(kind, tmp_path) as process:
@@ -259,7 +259,7 @@ def test_a_sigterm_in_flight_ends_in_an_answer_or_an_error_and_never_in_a_wait(k
             await asyncio.wait([task])
             failed = task.exception()
             if failed is None:
-                assert task.result().finish in (Finish.length, Finish.aborted_elsewhere)
+                assert task.result().finish in (FinishReason.length, FinishReason.aborted_elsewhere)
             else:
                 assert isinstance(failed, EngineError)
                 assert 0 < len(failed.so_far.token_ids) < LONG

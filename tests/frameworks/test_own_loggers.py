@@ -14,11 +14,11 @@ from test_own_placement_code import ask
 from advise_world import OPENRLHF, RLINF, VERL, Told, grows, measured, openrlhf_beside, verl_data
 from trimtab.formats.frameworks.hydra_config import compose
 from trimtab.formats.logs import reader as logs
-from trimtab.formats.logs.follow import RunLog, Step
+from trimtab.formats.logs.follow import LoggedStep, RunLog
 from trimtab.formats.logs.follow_costs import RunConfig
 from trimtab.formats.write_back import shell_words
-from trimtab.model.run import RunRules
-from trimtab.runtime.advise.analysis import Advising
+from trimtab.model.run import ReplanRules
+from trimtab.runtime.advise.analysis import AdviceTracker
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.frameworks
@@ -51,7 +51,7 @@ def logged(folder: Path, told: Told) -> dict[str, bytes]:
     return {"console": console, "file": file.read_bytes()}
 
 
-def steps_of(data: bytes, framework: str = "verl") -> list[Step]:
+def steps_of(data: bytes, framework: str = "verl") -> list[LoggedStep]:
     log = RunLog(logs.FRAMEWORKS[framework])
     found = []
     for at in range(0, len(data), 777):
@@ -71,8 +71,8 @@ def test_what_verls_own_logger_writes_is_advised_upon(logger: str, drifting: dic
     assert [step.number for step in steps if step.saved] == [20, 40, 60]
     assert VERL.points is not None
     config = RunConfig(VERL.path(tmp_path), VERL.overrides)
-    rules = RunRules(assumed_move_s=120.0)
-    advising = Advising(logs.FRAMEWORKS["verl"], config, measured(VERL.points), rules, 2)
+    rules = ReplanRules(assumed_move_s=120.0)
+    advising = AdviceTracker(logs.FRAMEWORKS["verl"], config, measured(VERL.points), rules, 2)
     news = [one for step in steps for one in advising.take(step)]
     assert news[0].what == "advised"
     assert VERL.after < news[0].step <= VERL.after + VERL.over + rules.window
@@ -90,7 +90,9 @@ def test_what_verls_own_logger_writes_is_advised_upon(logger: str, drifting: dic
 def test_noise_alone_in_verls_own_log_is_no_reason_for_advice(tmp_path: Path) -> None:
     assert VERL.points is not None
     config = RunConfig(VERL.path(tmp_path), VERL.overrides)
-    advising = Advising(logs.FRAMEWORKS["verl"], config, measured(VERL.points), RunRules(assumed_move_s=120.0), 2)
+    advising = AdviceTracker(
+        logs.FRAMEWORKS["verl"], config, measured(VERL.points), ReplanRules(assumed_move_s=120.0), 2
+    )
     news = [one for step in steps_of(logged(tmp_path, VERL.steady(4))["file"]) for one in advising.take(step)]
     assert news == []
 
@@ -117,8 +119,8 @@ def test_what_rlinfs_own_table_shows_is_advised_upon(drifts: bool, tmp_path: Pat
     assert [step.number for step in steps] == list(range(1, told.steps + 1))
     path = tmp_path / "config.yaml"
     path.write_text(EMBODIED)
-    rules = RunRules(assumed_move_s=120.0)
-    advising = Advising(logs.FRAMEWORKS["rlinf"], RunConfig(path), measured(EMBODIED_POINTS), rules, 2)
+    rules = ReplanRules(assumed_move_s=120.0)
+    advising = AdviceTracker(logs.FRAMEWORKS["rlinf"], RunConfig(path), measured(EMBODIED_POINTS), rules, 2)
     news = [one for step in steps for one in advising.take(step)]
     if not drifts:
         assert news == []
@@ -138,8 +140,8 @@ def test_what_rlinfs_own_table_shows_is_advised_upon(drifts: bool, tmp_path: Pat
 def test_what_rlinfs_own_code_makes_of_advice_for_a_reasoning_run(tmp_path: Path) -> None:
     assert RLINF.points is not None
     config = RunConfig(RLINF.path(tmp_path), RLINF.overrides)
-    rules = RunRules(assumed_move_s=120.0)
-    advising = Advising(logs.FRAMEWORKS["rlinf"], config, measured(RLINF.points), rules, 2)
+    rules = ReplanRules(assumed_move_s=120.0)
+    advising = AdviceTracker(logs.FRAMEWORKS["rlinf"], config, measured(RLINF.points), rules, 2)
     for step in steps_of(RLINF.write(RLINF.told()).encode(), "rlinf"):
         advising.take(step)
     assert advising.adviser is not None
@@ -161,8 +163,8 @@ def test_what_openrlhfs_own_logger_prints_is_advised_upon_in_flags_that_it_takes
     steps = steps_of(text.encode(), "openrlhf")
     assert [step.number for step in steps] == list(range(1, 61))
     config = RunConfig(OPENRLHF.path(tmp_path))
-    rules = RunRules(assumed_move_s=120.0)
-    advising = Advising(logs.FRAMEWORKS["openrlhf"], config, None, rules, 2)
+    rules = ReplanRules(assumed_move_s=120.0)
+    advising = AdviceTracker(logs.FRAMEWORKS["openrlhf"], config, None, rules, 2)
     news = [one for step in steps for one in advising.take(step)]
     assert news[0].what == "advised"
     assert OPENRLHF.after < news[0].step <= OPENRLHF.after + OPENRLHF.over + rules.window

@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodeRecord, Phase
+from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodePhase, NodeRecord
 from trimtab.runtime.procs.ports import is_free
-from trimtab.runtime.procs.processes import MARK, Process, environment, family, table
+from trimtab.runtime.procs.processes import MARK, ProcessIdentity, environment, family, table
 
 TRIMTAB = shutil.which("trimtab") or str(Path(sys.executable).with_name("trimtab"))
 PATIENCE_S = 600.0  # a guard, not an expectation: the machine may be very busy
@@ -100,19 +100,19 @@ class Place:
 
     def cause(self, name: str) -> str:
         """Why a node has ended; empty where it has not."""
-        found = [one for one in self.cluster().nodes if one.name == name and one.phase is Phase.ended]
+        found = [one for one in self.cluster().nodes if one.name == name and one.phase is NodePhase.ended]
         return found[-1].cause if found else ""
 
-    def processes(self) -> list[Process]:
+    def processes(self) -> list[ProcessIdentity]:
         """Everything alive that came of commands here, found by what it carries, not by what the ledger says."""
         wanted = str(self.directory)
         return [
-            Process(pid, row.born)
+            ProcessIdentity(pid, row.born)
             for pid, row in table().items()
             if (around := environment(pid)).get("TRIMTAB_CLUSTER_DIR") == wanted and MARK in around
         ]
 
-    def family(self, name: str) -> list[Process]:
+    def family(self, name: str) -> list[ProcessIdentity]:
         """All processes of a node, its keeper last."""
         node = self.node(name)
         assert node.keeper is not None

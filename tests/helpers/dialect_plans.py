@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trimtab.formats.frameworks.hydra_config import Composed, compose
-from trimtab.model.plan import Group, Placed, Plan
+from trimtab.formats.frameworks.hydra_config import ComposedConfig, compose
+from trimtab.model.plan import ComponentGroup, PlacedComponent, Plan
 from trimtab.model.profile import ComponentProfile, Profile
 
 DATA = Path(__file__).parents[1] / "data"
@@ -14,9 +14,9 @@ DATA = Path(__file__).parents[1] / "data"
 
 def plan_of(groups: Mapping[str, Sequence[int]], total: int = 8) -> Plan:
     """A plan from `{"rollout trainer": ranks}`; only where things lie matters."""
-    made = tuple(Group(components=tuple(names.split()), gpus=tuple(ranks)) for names, ranks in groups.items())
+    made = tuple(ComponentGroup(components=tuple(names.split()), gpus=tuple(ranks)) for names, ranks in groups.items())
     placed = tuple(
-        Placed(name=name, gpus=group.gpus, variant="", seconds=1.0, start=0.0, end=1.0, idle_share=0.0)
+        PlacedComponent(name=name, gpus=group.gpus, variant="", seconds=1.0, start=0.0, end=1.0, idle_share=0.0)
         for group in made
         for name in group.components
     )
@@ -43,7 +43,7 @@ def profile_of(seconds: Mapping[str, Mapping[int, float]], waits: Sequence[str] 
     )
 
 
-def composed(folder: Path, text: str, *overrides: str) -> Composed:
+def composed(folder: Path, text: str, *overrides: str) -> ComposedConfig:
     path = folder / "job.yaml"
     path.write_text(text)
     return compose(path, overrides)

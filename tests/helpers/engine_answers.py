@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from trimtab.runtime.engines.engine import Engine, Finish, GenerateOrder, Piece, SoFar
+from trimtab.runtime.engines.engine import Engine, FinishReason, GenerateRequest, PartialOutput, StreamDelta
 
 T = TypeVar("T")
 NEAR_TIE = 1e-3
@@ -28,18 +28,18 @@ def run(work: Coroutine[Any, Any, T], *, within_s: float = 400.0) -> T:
 class Whole:
     """One answer and the pieces that it came in."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[StreamDelta] = field(default_factory=list)
 
     @property
-    def so_far(self) -> SoFar:
-        return SoFar.of(self.pieces)
+    def so_far(self) -> PartialOutput:
+        return PartialOutput.of(self.pieces)
 
     @property
     def ids(self) -> tuple[int, ...]:
         return self.so_far.token_ids
 
     @property
-    def finish(self) -> Finish | None:
+    def finish(self) -> FinishReason | None:
         return self.pieces[-1].finish if self.pieces else None
 
     def sure(self) -> int:
@@ -48,7 +48,7 @@ class Whole:
         return next((place for place, margin in enumerate(won) if margin < NEAR_TIE), len(won))
 
 
-async def answer(engine: Engine, order: GenerateOrder, each: Callable[[SoFar], None] | None = None) -> Whole:
+async def answer(engine: Engine, order: GenerateRequest, each: Callable[[PartialOutput], None] | None = None) -> Whole:
     """All of one answer; `each` is called after every piece."""
     whole = Whole()
     async for piece in engine.generate(order):
@@ -58,11 +58,11 @@ async def answer(engine: Engine, order: GenerateOrder, each: Callable[[SoFar], N
     return whole
 
 
-async def answers(engine: Engine, orders: Sequence[GenerateOrder], *, beside: int) -> list[Whole]:
+async def answers(engine: Engine, orders: Sequence[GenerateRequest], *, beside: int) -> list[Whole]:
     """All of them, so many at a time."""
     places = asyncio.Semaphore(beside)
 
-    async def one(order: GenerateOrder) -> Whole:
+    async def one(order: GenerateRequest) -> Whole:
         async with places:
             return await answer(engine, order)
 
@@ -74,5 +74,5 @@ def prompts(count: int, *, seed: int = 1, ids: int = 150, longest: int = 60) -> 
     return [tuple(chance.randrange(1, ids) for _ in range(chance.randrange(4, longest))) for _ in range(count)]
 
 
-def greedy(key: str, prompt: Sequence[int], tokens: int, **more: Any) -> GenerateOrder:
-    return GenerateOrder(key, tuple(prompt), tokens, temperature=0.0, **more)
+def greedy(key: str, prompt: Sequence[int], tokens: int, **more: Any) -> GenerateRequest:
+    return GenerateRequest(key, tuple(prompt), tokens, temperature=0.0, **more)

@@ -12,7 +12,7 @@ import pytest
 from engine_answers import Whole, answer, greedy, run
 from engine_stubs import SglangStub, Stub, VllmStub, follows
 from trimtab.runtime.engines.detect import KINDS
-from trimtab.runtime.engines.engine import Deadlines
+from trimtab.runtime.engines.engine import EngineDeadlines
 from trimtab.runtime.engines.http_engine import HttpEngine
 from trimtab.runtime.engines.wire import open_session
 
@@ -31,7 +31,7 @@ def stub_of(kind: str) -> Any:
 async def reached(stub: Stub, **seconds: float) -> AsyncIterator[HttpEngine]:
     kind = "vllm" if isinstance(stub, VllmStub) else "sglang"
     async with stub.up(), open_session() as session:
-        engine = KINDS[kind]("one", stub.url, session, Deadlines(**seconds))
+        engine = KINDS[kind]("one", stub.url, session, EngineDeadlines(**seconds))
         yield engine
         await engine.close()
 

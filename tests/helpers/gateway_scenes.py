@@ -13,7 +13,7 @@ import aiohttp
 
 from engine_answers import run
 from trimtab.model.rollout import RolloutRules, WorkerState
-from trimtab.runtime.engines.engine import Deadlines
+from trimtab.runtime.engines.engine import EngineDeadlines
 from trimtab.runtime.gateway.server import Gateway
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.rollout.pool import RolloutPool
@@ -26,7 +26,7 @@ QUICK = RolloutRules(
     monitor_s=0.1,
 )  # fmt: skip
 # The servers share our event loop, which may stand still for a second on a busy machine: none is silent by that.
-DEADLINES = Deadlines(call_s=15.0, change_s=15.0, first_bytes_s=15.0, silence_s=5.0, abort_s=1.5)
+DEADLINES = EngineDeadlines(call_s=15.0, change_s=15.0, first_bytes_s=15.0, silence_s=5.0, abort_s=1.5)
 
 
 @dataclass

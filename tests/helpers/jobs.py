@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trimtab.model.workflow import Cluster, Component, Job, Node, Variant, WeightSync, Workflow
+from trimtab.model.workflow import Cluster, Component, Node, PlacementJob, Variant, WeightSync, Workflow
 
 
 def cluster(gpus: int, per_node: int = 8, **node: Any) -> Cluster:
@@ -22,7 +22,7 @@ def component(name: str, seconds: dict[int, float] | float, after: tuple[str, ..
     return Component(name, (Variant(seconds={"": points}, **variant),), after, **more)
 
 
-def seed_job(gpus: int = 8, measured_on: int | None = None, **more: Any) -> Job:
+def seed_job(gpus: int = 8, measured_on: int | None = None, **more: Any) -> PlacementJob:
     """The costs of RLinf's own example: trainer 95.7, inference 30.8, rollout 59.9 seconds."""
     on = measured_on or gpus
     chain = (
@@ -30,12 +30,12 @@ def seed_job(gpus: int = 8, measured_on: int | None = None, **more: Any) -> Job:
         component("inference", {on: 30.8}, ("rollout",), **more),
         component("trainer", {on: 95.7}, ("inference",), **more),
     )
-    return Job(cluster(gpus), Workflow(chain, batches=512))
+    return PlacementJob(cluster(gpus), Workflow(chain, batches=512))
 
 
-def ppo_job(gpus: int = 16) -> Job:
+def ppo_job(gpus: int = 16) -> PlacementJob:
     """Six components with a critic and a reward model."""
-    return Job(
+    return PlacementJob(
         cluster(gpus, gpu_memory_gb=80.0),
         Workflow(
             (

@@ -13,7 +13,7 @@ import struct
 import sys
 from pathlib import Path
 
-from trimtab.machines.pool.events import Tick
+from trimtab.machines.pool.events import PoolTick
 from trimtab.runtime.store.journal import Journal, read_journal
 
 SAID = struct.Struct("=cQ")  # what happened, and the number of the event
@@ -33,12 +33,12 @@ def write_forever(directory: str, pipe: int, seed: int) -> None:
         if chance.random() < 0.2:
             written = max(path.stat().st_size for path in Path(directory).glob("journal-*"))
             _allow(written + chance.randrange(60))
-        journal.append(float(number), Tick())
+        journal.append(float(number), PoolTick())
         if journal.fault is not None:
             os.write(pipe, SAID.pack(REFUSED, number))
             if chance.random() < 0.5:
                 number += 1
-                journal.append(float(number), Tick())  # while there is no room: kept in order
+                journal.append(float(number), PoolTick())  # while there is no room: kept in order
             _allow(resource.RLIM_INFINITY)
             journal.catch_up()
         _allow(resource.RLIM_INFINITY)

@@ -22,22 +22,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import ray
-from ray import cloudpickle
 from ray.cluster_utils import Cluster
 
+import ray
+from ray import cloudpickle
 from storm import below, kill
 from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e
-from trimtab.model.pool import Strategy, TaskSpec
-from trimtab.replay.common.churn import NodeEvent
+from trimtab.model.pool import PlacementStrategy, TaskSpec
+from trimtab.replay.common.churn import ChurnEvent
 from trimtab.replay.common.timing import Distribution, PoolTimes
-from trimtab.replay.journal.record import Record, read_record
-from trimtab.replay.journal.replay import UNCHANGED, Agreement, Run, agreement, recorded, run_other
-from trimtab.replay.journal.world import World
-from trimtab.replay.pool.driver import PoolReplay, Reality
+from trimtab.replay.journal.record import JournalRecord, read_record
+from trimtab.replay.journal.replay import UNCHANGED, JournalRun, ReplayAgreement, agreement, recorded, run_other
+from trimtab.replay.journal.world import JournalWorld
+from trimtab.replay.pool.driver import PoolReality, PoolReplay
 from trimtab.replay.pool.policies import PoolPolicy, scheduler
-from trimtab.replay.pool.workload import Work
+from trimtab.replay.pool.workload import WorkloadTask
 from trimtab.runtime.client.session import connect
 from trimtab.runtime.store.journal import read_journal
 from waiting import until
@@ -116,13 +116,13 @@ def apart_s(one: Scene) -> float:
     happens: list[float] = []
     machine, first = scheduler(PoolPolicy("trimtab", "trimtab"), GPUS, 3 * GPUS)
 
-    def heard(now: float, event: e.Event, _: list[e.Instruction]) -> None:
-        if isinstance(event, (e.Submitted, e.Ended)):
+    def heard(now: float, event: e.PoolEvent, _: list[e.PoolInstruction]) -> None:
+        if isinstance(event, (e.TaskSubmitted, e.TaskEnded)):
             happens.append(now)
 
-    works = [Work(spec_of(step), step.at_s, step.work_s, step.gpus, "tasks") for step in one.steps]
-    churn = () if one.joins_s is None else (NodeEvent(one.joins_s + JOINING_S, "n2", "joined"),)
-    PoolReplay(machine, works, Reality(("n0", "n1"), GPUS, USUAL, churn), first=first, heard=heard).run()
+    works = [WorkloadTask(spec_of(step), step.at_s, step.work_s, step.gpus, "tasks") for step in one.steps]
+    churn = () if one.joins_s is None else (ChurnEvent(one.joins_s + JOINING_S, "n2", "joined"),)
+    PoolReplay(machine, works, PoolReality(("n0", "n1"), GPUS, USUAL, churn), first=first, heard=heard).run()
     return min(b - a for a, b in pairwise(happens))
 
 
@@ -133,7 +133,7 @@ def spec_of(step: Step) -> TaskSpec:
         "pool",
         (Resources.of(gpu=step.gpus),),
         priority=step.priority,
-        strategy=Strategy.pack,
+        strategy=PlacementStrategy.pack,
         restarts=-1,
         saves=True,
         awaits_node=True,
@@ -210,7 +210,7 @@ def nodes_with_gpus() -> Iterator[Joining]:
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
-def play(one: Scene, node: Joining, journal: Path) -> Record:
+def play(one: Scene, node: Joining, journal: Path) -> JournalRecord:
     """Play it live; what the controller's journal says."""
     session = connect(name=f"live-{journal.name}", journal_dir=str(journal))
     try:
@@ -231,7 +231,7 @@ def play(one: Scene, node: Joining, journal: Path) -> Record:
                     priority=step.priority,
                     run="work",
                     run_args=[step.work_s],
-                    strategy=Strategy.pack,
+                    strategy=PlacementStrategy.pack,
                     restarts=-1,
                     awaits_node=True,
                 )
@@ -253,7 +253,7 @@ def _warm(session: Any) -> int:
 # ---- simulated ------------------------------------------------------------------------------------------------------
 
 
-def as_planned(world: World, one: Scene, *, medians: bool) -> World:
+def as_planned(world: JournalWorld, one: Scene, *, medians: bool) -> JournalWorld:
     """The world of the live run with the lengths that were asked for, instead of those that were measured.
 
     With `medians` deeds take what they took in the middle, and tasks come when they were to come, after the first.
@@ -281,28 +281,28 @@ def _middle(one: Distribution) -> float:
     return median(one.values) if one.values else 0.05
 
 
-def simulated(world: World, one: Scene, *, medians: bool = False) -> tuple[Run, Agreement]:
+def simulated(world: JournalWorld, one: Scene, *, medians: bool = False) -> tuple[JournalRun, ReplayAgreement]:
     """The scenario in a replay, and how near it comes to what was."""
     planned = as_planned(world, one, medians=medians)
     run = run_other(planned, UNCHANGED)
     return run, agreement(world, recorded(world), run)
 
 
-def starts_and_stops(run: Run) -> list[tuple[float, str]]:
+def starts_and_stops(run: JournalRun) -> list[tuple[float, str]]:
     """When which task was told to start, where, and to stop."""
     many: Counter[str] = Counter()
     found = []
     for each in run.given:
-        if isinstance(each.one, e.Start):
+        if isinstance(each.one, e.StartTask):
             many[each.task] += 1
             nodes = ", ".join(place.node for place in each.one.places)
             found.append((each.at_s, f"start {many[each.task]} of {each.task} on {nodes}"))
-        elif isinstance(each.one, e.Stop):
+        elif isinstance(each.one, e.StopTask):
             found.append((each.at_s, f"stop {many[each.task]} of {each.task}"))
     return found
 
 
-def out_of_order(was: Run, now: Run) -> list[str]:
+def out_of_order(was: JournalRun, now: JournalRun) -> list[str]:
     """What is not the same: deeds of one alone, and pairs that were apart and come the other way round."""
     then, places = starts_and_stops(was), {what: at for at, (_, what) in enumerate(starts_and_stops(now))}
     alone = {what for _, what in then} ^ set(places)

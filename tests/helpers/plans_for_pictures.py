@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from trimtab.model.plan import Alternative, Answer, Bar, Doing, Group, Placed, Plan, Sensitivity
+from trimtab.model.plan import (
+    Alternative,
+    BarKind,
+    ComponentGroup,
+    PlacedComponent,
+    PlacementAnswer,
+    Plan,
+    Sensitivity,
+    TimelineBar,
+)
 
-Piece = tuple[str, Doing, float, float]
+Piece = tuple[str, BarKind, float, float]
 
 
 def make_plan(
@@ -21,21 +30,23 @@ def make_plan(
     extrapolated: Sequence[str] = (),
     computes_on: Mapping[str, int] | None = None,
 ) -> Plan:
-    timeline = tuple(Bar(*piece) for piece in pieces)
+    timeline = tuple(TimelineBar(*piece) for piece in pieces)
     seconds = max((bar.end for bar in timeline), default=0.0)
-    placed_groups: list[Group] = []
+    placed_groups: list[ComponentGroup] = []
     first = 0
     for index, (names, count) in enumerate(groups):
-        placed_groups.append(Group(tuple(names), tuple(range(first, first + count)), (kinds or {}).get(index, "")))
+        placed_groups.append(
+            ComponentGroup(tuple(names), tuple(range(first, first + count)), (kinds or {}).get(index, ""))
+        )
         first += count
 
     def idle(names: Sequence[str]) -> float:
         busy = sum(bar.end - bar.start for bar in timeline if bar.component in names)
         return max(0.0, 1 - busy / seconds) if seconds else 0.0
 
-    def component(name: str, gpus: tuple[int, ...], names: Sequence[str]) -> Placed:
+    def component(name: str, gpus: tuple[int, ...], names: Sequence[str]) -> PlacedComponent:
         bars = [bar for bar in timeline if bar.component == name]
-        return Placed(
+        return PlacedComponent(
             name,
             gpus[: (computes_on or {}).get(name, len(gpus))],
             (variants or {}).get(name, ""),
@@ -64,7 +75,7 @@ def make_plan(
     )
 
 
-def chain(*steps: tuple[str, Doing, float], start: float = 0.0) -> list[Piece]:
+def chain(*steps: tuple[str, BarKind, float], start: float = 0.0) -> list[Piece]:
     """Pieces one after another."""
     out: list[Piece] = []
     for name, doing, seconds in steps:
@@ -167,8 +178,8 @@ def hostile() -> Plan:
     )
 
 
-def full_answer() -> Answer:
-    return Answer(
+def full_answer() -> PlacementAnswer:
+    return PlacementAnswer(
         hybrid(),
         170.3,
         True,

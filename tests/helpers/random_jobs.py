@@ -8,16 +8,16 @@ from trimtab.model.workflow import (
     Cluster,
     Component,
     GpuCurve,
-    Job,
     Memory,
     Node,
+    PlacementJob,
     Variant,
     WeightSync,
     Workflow,
 )
 
 
-def random_job(rng: random.Random, components: int, gpus: int, batches: int, staleness: int = 0) -> Job:
+def random_job(rng: random.Random, components: int, gpus: int, batches: int, staleness: int = 0) -> PlacementJob:
     kinds = ["", ""] if rng.random() < 0.85 else ["A", "B"]
     limit = rng.choice([None, 80.0])
     host = rng.choice([None, None, 40.0 * gpus])
@@ -52,7 +52,7 @@ def random_job(rng: random.Random, components: int, gpus: int, batches: int, sta
     if len(on_gpu) > 1 and (staleness or rng.random() < 0.5):
         sync = WeightSync(on_gpu[-1], on_gpu[0], rng.choice([0.0, 1.0]), rng.choice([0.0, 2.0, 6.0]))
     rng.shuffle(made)
-    return Job(cluster, Workflow(tuple(made), batches, staleness if sync else 0, sync))
+    return PlacementJob(cluster, Workflow(tuple(made), batches, staleness if sync else 0, sync))
 
 
 def random_variant(rng: random.Random, gpus: int, kinds: list[str], name: str) -> Variant:

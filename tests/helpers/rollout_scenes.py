@@ -15,7 +15,7 @@ from engine_stubs import SglangStub, Stub, VllmStub
 from trimtab.machines.rollout.machine import STATIC
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.rollout import RolloutPool, RolloutRules, Sample, SamplingParams, WorkerState
-from trimtab.runtime.engines.engine import Deadlines
+from trimtab.runtime.engines.engine import EngineDeadlines
 
 PROMPT = (4, 5, 6)
 QUICK = RolloutRules(
@@ -23,7 +23,7 @@ QUICK = RolloutRules(
     monitor_s=0.1, load_fresh_s=3.0,
 )  # fmt: skip
 # The servers share our event loop, which may stand still for a second on a busy machine: none is silent by that.
-DEADLINES = Deadlines(call_s=6.0, change_s=12.0, refit_s=12.0, first_bytes_s=12.0, silence_s=3.0, abort_s=1.5)
+DEADLINES = EngineDeadlines(call_s=6.0, change_s=12.0, refit_s=12.0, first_bytes_s=12.0, silence_s=3.0, abort_s=1.5)
 
 
 @dataclass

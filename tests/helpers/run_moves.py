@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from run_parts import Noting
-from trimtab.model.run import RunMode, RunRules
-from trimtab.model.workflow import Cluster, Component, Job, Node, Variant, WeightSync, Workflow
+from trimtab.model.run import ReplanMode, ReplanRules
+from trimtab.model.workflow import Cluster, Component, Node, PlacementJob, Variant, WeightSync, Workflow
 from trimtab.runtime.run.component import Batch, Place
 from trimtab.runtime.run.emulated import Disturbance
-from trimtab.runtime.run.job import Part, RunJob
+from trimtab.runtime.run.job import ComponentCode, RunJob
 from trimtab.runtime.run.local_run import RunEnd
 
-AUTO = RunRules(mode=RunMode.auto, assumed_move_s=1.0, least_iterations=4, dwell_iterations=4)
+AUTO = ReplanRules(mode=ReplanMode.auto, assumed_move_s=1.0, least_iterations=4, dwell_iterations=4)
 
 
 def component(name: str, work: float, *after: str) -> Component:
@@ -40,9 +40,12 @@ def drifting(
     mode: str = "auto", drift: bool = True, noise: float = 0.03, iterations: int = 60, gpus: int = 8
 ) -> RunJob:
     grows = Disturbance(noise=noise, drift_to=3.0 if drift else 1.0, drift_over=40)
-    parts = {"rollout": Part(disturbance=grows), "trainer": Part(disturbance=Disturbance(noise=noise))}
-    rules = RunRules(**{**vars(AUTO), "mode": RunMode(mode)})
-    return RunJob(Job(cluster(gpus), workflow()), parts, iterations=iterations, save_every=10, rules=rules)
+    parts = {
+        "rollout": ComponentCode(disturbance=grows),
+        "trainer": ComponentCode(disturbance=Disturbance(noise=noise)),
+    }
+    rules = ReplanRules(**{**vars(AUTO), "mode": ReplanMode(mode)})
+    return RunJob(PlacementJob(cluster(gpus), workflow()), parts, iterations=iterations, save_every=10, rules=rules)
 
 
 def parts_that_move(use: str = "run_moves:Learns", fails: str = "", iterations: int = 60) -> RunJob:
@@ -50,11 +53,13 @@ def parts_that_move(use: str = "run_moves:Learns", fails: str = "", iterations: 
     grows = Disturbance(drift_to=3.0, drift_over=40)
     part = {"use": use, "paced": True}
     parts = {
-        "rollout": Part(**part, disturbance=grows, settings={"fails": fails}),
-        "trainer": Part(**part, settings={"fails": ""}),
+        "rollout": ComponentCode(**part, disturbance=grows, settings={"fails": fails}),
+        "trainer": ComponentCode(**part, settings={"fails": ""}),
     }
     near = Path(__file__).parent
-    return RunJob(Job(cluster(8), workflow()), parts, iterations=iterations, save_every=10, rules=AUTO, near=near)
+    return RunJob(
+        PlacementJob(cluster(8), workflow()), parts, iterations=iterations, save_every=10, rules=AUTO, near=near
+    )
 
 
 class Learns(Noting):
@@ -138,11 +143,11 @@ def quick(name: str, *after: str) -> Component:
     return Component(name, (Variant(seconds={"": points}, floor_seconds=0.03),), after, switch_seconds=0.2, engine=name)
 
 
-def on_ray(iterations: int, rules: RunRules | None = None) -> RunJob:
+def on_ray(iterations: int, rules: ReplanRules | None = None) -> RunJob:
     """On two nodes of four GPUs, in iterations of a third of a second: the rollout soon takes three times as long."""
     parts = {
-        "rollout": Part("run_moves:Learns", paced=True, disturbance=Disturbance(drift_to=3.0, drift_over=6)),
-        "trainer": Part("run_moves:Learns", paced=True),
+        "rollout": ComponentCode("run_moves:Learns", paced=True, disturbance=Disturbance(drift_to=3.0, drift_over=6)),
+        "trainer": ComponentCode("run_moves:Learns", paced=True),
     }
     flow = Workflow(
         (quick("rollout"), quick("trainer", "rollout")),
@@ -150,6 +155,6 @@ def on_ray(iterations: int, rules: RunRules | None = None) -> RunJob:
         staleness=1,
         weight_sync=WeightSync("trainer", "rollout", 0.01, 0.01),
     )
-    rules = rules or RunRules(**{**vars(AUTO), "assumed_move_s": 0.2, "back_off_s": 0.2})
+    rules = rules or ReplanRules(**{**vars(AUTO), "assumed_move_s": 0.2, "back_off_s": 0.2})
     near = Path(__file__).parent
-    return RunJob(Job(cluster(4, 4), flow), parts, iterations=iterations, save_every=4, rules=rules, near=near)
+    return RunJob(PlacementJob(cluster(4, 4), flow), parts, iterations=iterations, save_every=4, rules=rules, near=near)

@@ -18,9 +18,9 @@ import pytest
 from cluster_here import Place, worker_ports
 from trimtab.runtime.localcluster import allocation as books
 from trimtab.runtime.localcluster import auth, gpus
-from trimtab.runtime.localcluster.ledger import ClusterRecord, Phase, Sizes
+from trimtab.runtime.localcluster.ledger import ClusterRecord, NodePhase, NodeSizes
 from trimtab.runtime.procs import ports
-from trimtab.runtime.procs.processes import Process, send
+from trimtab.runtime.procs.processes import ProcessIdentity, send
 from waiting import until
 
 TOKEN = "a-token-that-only-the-first-terminal-has-0123456789"
@@ -93,11 +93,11 @@ def gpus_of(place: Place) -> list[str]:
     return sorted(gpu for node in place.cluster().standing for gpu in node.gpus)
 
 
-def dead() -> Process:
+def dead() -> ProcessIdentity:
     """A process that was there and is not any more."""
     child = subprocess.Popen(["true"])
     child.wait()
-    return Process(child.pid, 1.0)
+    return ProcessIdentity(child.pid, 1.0)
 
 
 # ---- before anything is started ----------------------------------------------------------------------------------
@@ -165,10 +165,10 @@ def test_ports_of_nodes_never_overlap() -> None:
 
 
 def test_a_session_of_an_earlier_run_is_noticed_said_and_cleaned(place: Place) -> None:
-    cluster = ClusterRecord(f"10.0.0.1:{place.port}", True, str(place.directory / "t"), Sizes(), 2, place.port + 1)
+    cluster = ClusterRecord(f"10.0.0.1:{place.port}", True, str(place.directory / "t"), NodeSizes(), 2, place.port + 1)
     books.open_cluster(place.ledger, cluster, gpus.of_this_machine(2), 1)
     for node in place.cluster().nodes:
-        place.ledger.update(node.mark, adder=dead(), keeper=dead(), phase=Phase.running)
+        place.ledger.update(node.mark, adder=dead(), keeper=dead(), phase=NodePhase.running)
     done = place.run("status")
     assert "is one of an earlier run" in done.stderr
     assert "no Ray cluster found" in done.stderr
@@ -178,9 +178,9 @@ def test_a_session_of_an_earlier_run_is_noticed_said_and_cleaned(place: Place) -
 
 
 def test_a_gpu_is_given_once_however_many_clusters_ask(place: Place) -> None:
-    real = gpus.Gpus(("0", "1", "2"))
-    first = ClusterRecord(f"10.0.0.1:{place.port}", True, "t", Sizes(), None, place.port + 1)
-    second = ClusterRecord("10.0.0.2:6379", False, "t", Sizes(), None, place.port + 1)
+    real = gpus.LocalGpus(("0", "1", "2"))
+    first = ClusterRecord(f"10.0.0.1:{place.port}", True, "t", NodeSizes(), None, place.port + 1)
+    second = ClusterRecord("10.0.0.2:6379", False, "t", NodeSizes(), None, place.port + 1)
     books.open_cluster(place.ledger, first, real, 1)
     _, node = books.another_node(place.ledger, second, real)
     assert node.gpus == ("2",)
@@ -194,7 +194,7 @@ def test_a_gpu_is_given_once_however_many_clusters_ask(place: Place) -> None:
 
 
 def test_the_gpus_that_the_caller_may_see_are_the_ones_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "_asked", lambda: gpus.Gpus(("0", "1", "2", "3")))
+    monkeypatch.setattr(gpus, "_asked", lambda: gpus.LocalGpus(("0", "1", "2", "3")))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     assert gpus.of_this_machine(None).ids == ("3", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")

@@ -21,9 +21,9 @@ import pytest
 
 from trimtab.cli.app import run
 from trimtab.core.errors import InputError, UnreachableError
-from trimtab.core.reasons import Code
-from trimtab.machines.pool.events import Tick
-from trimtab.model.pool import State
+from trimtab.core.reasons import ReasonCode
+from trimtab.machines.pool.events import PoolTick
+from trimtab.model.pool import TaskState
 from trimtab.runtime.client.session import Pool, Session, Task, connect
 from trimtab.runtime.client.task_errors import (
     TaskCancelledError,
@@ -34,7 +34,7 @@ from trimtab.runtime.client.task_errors import (
 from trimtab.runtime.controller.controller_loop import COMPACT_EVERY
 from trimtab.runtime.rayapi.connect import connected
 from trimtab.runtime.store.journal import Journal, read_journal
-from trimtab.runtime.workers.node_agent import Warden, warden_name
+from trimtab.runtime.workers.node_agent import NodeAgent, warden_name
 from waiting import until
 
 CPU = {"cpu": 1}
@@ -165,19 +165,19 @@ def test_a_submitted_object_is_made_once_and_called_directly(pool: Pool) -> None
     task = pool.submit(Counter, (5,), resources=CPU, priority=3.0, labels={"role": "count"})
     assert task.call("add", 3) == 8
     assert task.call("add", 3) == 11
-    assert task.state is State.running
+    assert task.state is TaskState.running
     assert task.call("pid") == task.members[0].pid
     assert "host" in task.how
     task.complete()
-    assert task.wait("ended", timeout=20) is State.done
+    assert task.wait("ended", timeout=20) is TaskState.done
     assert task.result(timeout=5) is None
 
 
 def test_the_entry_methods_value_is_the_result(pool: Pool) -> None:
     task = pool.submit(Counter, resources=CPU, run="double", run_args=(21,))
     assert task.result(timeout=30) == 42
-    assert task.state is State.done
-    assert task.wait("running", timeout=1) is State.done
+    assert task.state is TaskState.done
+    assert task.wait("running", timeout=1) is TaskState.done
 
 
 def test_what_the_entry_method_raises_is_told_with_its_traceback(pool: Pool) -> None:
@@ -186,7 +186,7 @@ def test_what_the_entry_method_raises_is_told_with_its_traceback(pool: Pool) -> 
         task.result(timeout=30)
     assert "in fail" in failed.value.trace
     assert failed.value.explanation is not None
-    assert failed.value.explanation.reason.code is Code.raised
+    assert failed.value.explanation.reason.code is ReasonCode.raised
 
 
 def test_what_a_called_method_raises_is_raised_and_the_task_goes_on(pool: Pool) -> None:
@@ -197,7 +197,7 @@ def test_what_a_called_method_raises_is_raised_and_the_task_goes_on(pool: Pool) 
         task.call("no_such_method")
     assert task.call("add", 1) == 1
     task.cancel()
-    assert task.wait("cancelled", timeout=20) is State.cancelled
+    assert task.wait("cancelled", timeout=20) is TaskState.cancelled
 
 
 def test_a_gang_starts_whole_and_answers_by_rank(pool: Pool) -> None:
@@ -267,7 +267,7 @@ def test_other_clients_see_the_same_tasks(session: Session, pool: Pool) -> None:
     again = connect(name="shared")
     assert again.task("seen-by-all").call("add", 2) == 4
     assert "seen-by-all" in [one.id for one in again.pool("main").tasks()]
-    assert again.explain("seen-by-all").state is State.running
+    assert again.explain("seen-by-all").state is TaskState.running
     again.close()
     assert task.call("add", 1) == 5
     task.complete()
@@ -359,7 +359,7 @@ def test_a_killed_process_is_noticed_and_the_call_under_way_says_so(pool: Pool) 
     with pytest.raises(TaskInterruptedError, match="PROCESS_DIED") as interrupted:
         task.call("sleep", 60, timeout=30)
     assert interrupted.value.explanation is not None
-    assert interrupted.value.explanation.state in (State.cancelling, State.failed)
+    assert interrupted.value.explanation.state in (TaskState.cancelling, TaskState.failed)
     with pytest.raises(TaskFailedError, match="died"):
         task.wait("done", timeout=30)
 
@@ -387,7 +387,7 @@ def test_an_evicted_task_returns_with_its_state(tmp_path: Path, shared_dir: bool
         high = pool.submit(Counter, resources={"cpu": 2}, priority=9.0)
         assert high.call("add", 1, timeout=30) == 1
         assert not exists(first)
-        assert low.state is State.evicted
+        assert low.state is TaskState.evicted
         high.complete()
         assert low.call("add", 0, timeout=30) == 42
         assert low.seen.evictions == 1
@@ -401,7 +401,7 @@ def test_state_handlers_of_a_pool_save_and_restore_what_cannot_itself(session: S
     task = pool.submit(Diary, (os.devnull,), resources=CPU)
     task.wait("running", timeout=30)
     task.evict()
-    until(lambda: task.seen.attempt == 2 and task.state is State.running)
+    until(lambda: task.seen.attempt == 2 and task.state is TaskState.running)
     assert task.seen.evictions == 1
     assert task.call("__getattribute__", "path") == os.devnull + "!"
     pool.drop()
@@ -508,7 +508,7 @@ def test_a_journal_that_is_gone_is_said_and_what_runs_is_taken_up_again(tmp_path
         assert (task.call("pid"), owner.call("pid")) == pids
         assert (task.call("add", 1), owner.call("add", 1)) == (3, 4)
         explanation = session.explain("orphan")
-        assert (explanation.reason.code, explanation.priority) == (Code.found, 7.0)
+        assert (explanation.reason.code, explanation.priority) == (ReasonCode.found, 7.0)
         with pytest.raises(InputError, match="history was lost"):
             session.task("unheard-of")
         # The pool is as it was: its quota is used by what was taken up, its reserved slot is no second one.
@@ -539,7 +539,7 @@ def test_a_journal_deleted_under_a_living_controller_is_written_anew(tmp_path: P
 def test_a_long_journal_is_compacted_behind_and_read_again(tmp_path: Path) -> None:
     filled = Journal(tmp_path)
     for number in range(COMPACT_EVERY):
-        filled.append(float(number), Tick())
+        filled.append(float(number), PoolTick())
     filled.close()
     with own_session(journal_dir=str(tmp_path)) as session:
         until(lambda: not (tmp_path / "journal-00000000.jsonl").exists())
@@ -619,7 +619,7 @@ def test_a_client_that_dies_takes_along_what_was_to_end_with_it_and_nothing_else
         assert other.stdout is not None
         assert "running" in other.stdout.readline()
         time.sleep(3)  # the lease is renewed meanwhile
-        assert session.task("mine").state is State.running
+        assert session.task("mine").state is TaskState.running
         other.kill()
         other.communicate(timeout=20)
         with pytest.raises(TaskCancelledError, match="CLIENT_DIED"):
@@ -696,7 +696,7 @@ def test_a_placement_group_that_somebody_removes_is_noticed(session: Session, cl
     task.wait("running", timeout=30)
     (ours,) = [key for key, one in placement_group_table().items() if ":shaky:" in one["name"]]
     remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(ours))))
-    until(lambda: task.seen.attempt == 2 and task.state is State.running)
+    until(lambda: task.seen.attempt == 2 and task.state is TaskState.running)
     pool.drop()
     task.wait("ended", timeout=20)
 
@@ -706,12 +706,12 @@ def test_a_loop_of_the_controller_that_fails_is_started_again_and_shown_by_statu
 ) -> None:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    class Odd(Warden):  # found by the controller under the name of its agent on the node
+    class Odd(NodeAgent):  # found by the controller under the name of its agent on the node
         asked = 0
 
         async def deaths(self, epoch: str, known: int, wait_s: float) -> Any:
             self.asked += 1
-            return "nonsense" if self.asked <= 2 else await Warden.deaths(self, epoch, known, wait_s)
+            return "nonsense" if self.asked <= 2 else await NodeAgent.deaths(self, epoch, known, wait_s)
 
     name, node = f"odd-{uuid.uuid4().hex[:6]}", cluster.nodes()[0]["NodeID"]
     place = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -732,7 +732,7 @@ def test_a_loop_of_the_controller_that_fails_is_started_again_and_shown_by_statu
         assert row["name"] == f"deaths on node {node[:12]}"
         assert row["last_error"].startswith("ValueError: too many values to unpack")
         os.kill(pid, signal.SIGKILL)  # and is heard of
-        until(lambda: task.seen.attempt == 2 and task.state is State.running)
+        until(lambda: task.seen.attempt == 2 and task.state is TaskState.running)
         assert run(["status", "--name", name]) == 0
         said = " ".join(capsys.readouterr().out.split())
         assert f"deaths on node {node[:12]} failed 2 times and is running: ValueError" in said

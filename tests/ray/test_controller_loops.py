@@ -11,26 +11,30 @@ from typing import Any, cast
 import pytest
 
 from trimtab.core.errors import UnreachableError
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.core.resources import Resources
-from trimtab.machines.pool.events import Tick
+from trimtab.machines.pool.events import PoolTick
 from trimtab.machines.pool.machine import PoolMachine
-from trimtab.model.nodes import GroupSpec, NodeFacts, NodeState, NodeView
+from trimtab.model.nodes import ElasticSpec, NodeFacts, NodeState, NodeView
 from trimtab.runtime.controller import actor as controller_module
 from trimtab.runtime.controller import controller_loop as driver_module
 from trimtab.runtime.controller.actor import Controller
-from trimtab.runtime.controller.controller_loop import Clock, Driver
-from trimtab.runtime.controller.metrics import Meter
-from trimtab.runtime.controller.rpc import News
-from trimtab.runtime.elastic.group_controller import Conductor
-from trimtab.runtime.elastic.member_tasks import Crew
+from trimtab.runtime.controller.controller_loop import ControllerLoop, MonotonicWallClock
+from trimtab.runtime.controller.metrics import PoolMetrics
+from trimtab.runtime.controller.rpc import ClientUpdate
+from trimtab.runtime.elastic.group_controller import GroupController
+from trimtab.runtime.elastic.member_tasks import MemberTasks
 from trimtab.runtime.store.journal import Journal
 
 
 def test_a_group_hears_of_nodes_after_news_that_made_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     submitted = threading.Event()
     node = NodeView(
-        node="n0", state=NodeState.ready, since=0.0, facts=NodeFacts(Resources.of(cpu=1)), reason=Reason(Code.began, "")
+        node="n0",
+        state=NodeState.ready,
+        since=0.0,
+        facts=NodeFacts(Resources.of(cpu=1)),
+        reason=Reason(ReasonCode.began, ""),
     )
 
     class Members:
@@ -54,15 +58,15 @@ def test_a_group_hears_of_nodes_after_news_that_made_no_sense(monkeypatch: pytes
         def close(self) -> None:
             pass
 
-    told: list[Any] = ["nonsense", News(1, (node,), 1)]
+    told: list[Any] = ["nonsense", ClientUpdate(1, (node,), 1)]
 
-    async def news(self: Conductor, known: Any) -> Any:
+    async def news(self: GroupController, known: Any) -> Any:
         if not told:
             await asyncio.Event().wait()
         return told.pop(0)
 
-    monkeypatch.setattr(Conductor, "_news", news)
-    group = Conductor(GroupSpec("g", Resources.of(cpu=1)), cast(Crew, Members()), lambda happening: None)
+    monkeypatch.setattr(GroupController, "_news", news)
+    group = GroupController(ElasticSpec("g", Resources.of(cpu=1)), cast(MemberTasks, Members()), lambda happening: None)
     group.start()
     try:
         assert submitted.wait(60)
@@ -85,17 +89,17 @@ async def test_the_machine_is_woken_at_its_deadlines_after_a_tick_on_which_it_fa
         return []
 
     monkeypatch.setattr(driver_module, "AGAIN_S", 0.01)
-    driver = Driver("c", tmp_path, None, None)
-    driver._clock = Clock(0.0)
+    driver = ControllerLoop("c", tmp_path, None, None)
+    driver._clock = MonotonicWallClock(0.0)
     due = driver.now()
     deadline = lambda: None if again.is_set() else due  # noqa: E731
     machine = types.SimpleNamespace(handle=handle, next_deadline=deadline, tasks={}, warm_targets=dict)
     driver.machine = cast(PoolMachine, machine)
     driver.journal = cast(Journal, types.SimpleNamespace(append=lambda *_: None, since_snapshot=0))
-    driver.meter = cast(Meter, types.SimpleNamespace(heard=lambda _: None))
+    driver.meter = cast(PoolMetrics, types.SimpleNamespace(heard=lambda _: None))
     driver._wake_soon()
     await asyncio.wait_for(again.wait(), 60)
-    assert ticks == [Tick()] * 3
+    assert ticks == [PoolTick()] * 3
     assert len(driver.faults) == 2
 
 
@@ -107,7 +111,7 @@ async def test_a_controller_that_could_not_come_up_tries_again_by_itself(monkeyp
             tried.append(1)
             if len(tried) < 3:
                 raise UnreachableError("Ray does not answer yet")
-            self._driver = cast(Driver, None)
+            self._driver = cast(ControllerLoop, None)
             self._is_there = True
             up.set()
 

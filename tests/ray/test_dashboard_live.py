@@ -19,7 +19,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from dashboard_pages import TOKEN
-from trimtab.demos.run import Evaluation
+from trimtab.demos.run import EvaluationStub
 from trimtab.model.workflow import Cluster, Node
 from trimtab.runtime.client.session import connect
 from trimtab.runtime.rayapi.embedded import EmbeddedRay
@@ -162,7 +162,7 @@ def test_a_real_run_is_watched_with_a_preemption_a_node_that_joins_and_a_move_an
         with connect() as session:
             pool = next(name for name in session.status()["pools"] if name.startswith("run-live"))
             session.pool(pool).submit(
-                Evaluation, resources={"gpu": 1.0, "cpu": 0.01}, id="evaluation", priority=9.5, run="run",
+                EvaluationStub, resources={"gpu": 1.0, "cpu": 0.01}, id="evaluation", priority=9.5, run="run",
                 run_args=(1.0,), preemptible=False, wait_s=60.0,
             )  # fmt: skip
         expect(page.locator("#p-tasks")).to_contain_text("evaluation")

@@ -18,11 +18,11 @@ import pytest
 
 from storm import below, kill
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Code
-from trimtab.demos.elastic_training import TOLERANCE, Trainer, fixed_run
+from trimtab.core.reasons import ReasonCode
+from trimtab.demos.elastic_training import TOLERANCE, ElasticTrainer, fixed_run
 from trimtab.runtime.client.session import Pool, Session, connect
-from trimtab.runtime.elastic.group import ElasticGroup, GroupGaveUpError, Happening, StepFailedError, StepResult
-from trimtab.runtime.elastic.member import MemberShell, MemberWorld, PartLostError, WorldMismatchError
+from trimtab.runtime.elastic.group import ElasticGroup, GroupGaveUpError, GroupLogEntry, StepFailedError, StepResult
+from trimtab.runtime.elastic.member import MemberWorld, MemberWrapper, PartLostError, WorldMismatchError
 from waiting import until
 
 WAIT_S = 240.0
@@ -82,7 +82,7 @@ def session(nodes: Nodes) -> Iterator[Session]:
 
 
 @pytest.fixture
-def happened() -> list[Happening]:
+def happened() -> list[GroupLogEntry]:
     return []
 
 
@@ -92,7 +92,7 @@ def alive() -> set[str]:
     return {one["NodeID"] for one in ray.nodes() if one["Alive"]}
 
 
-def kinds(happened: list[Happening]) -> list[str]:
+def kinds(happened: list[GroupLogEntry]) -> list[str]:
     return [one.kind for one in happened]
 
 
@@ -157,7 +157,7 @@ class Ledger:
 class Counted:
     """A group of ledgers whose every step is checked: each member has applied every step exactly once."""
 
-    def __init__(self, session: Session, directory: Path, happened: list[Happening], **settings: Any) -> None:
+    def __init__(self, session: Session, directory: Path, happened: list[GroupLogEntry], **settings: Any) -> None:
         self.directory = directory
         settings.setdefault("pool", ledgers(session))
         settings = {"min": 1, "step_timeout_s": 30.0, "health_every_s": 0.0, "back_off_s": 0.1, **settings}
@@ -198,14 +198,14 @@ class Counted:
 
 
 def test_training_goes_on_through_joins_a_loss_and_a_drain_as_if_membership_were_fixed(
-    nodes: Nodes, session: Session, happened: list[Happening]
+    nodes: Nodes, session: Session, happened: list[GroupLogEntry]
 ) -> None:
     nodes.have(1)
     losses: list[float] = []
     sizes: list[int] = []
 
     with ElasticGroup(
-        Trainer, ("numpy",), session=session, per_node=GPU, step_timeout_s=60.0, tell=happened.append
+        ElasticTrainer, ("numpy",), session=session, per_node=GPU, step_timeout_s=60.0, tell=happened.append
     ) as group:
 
         def train(size: int) -> StepResult:
@@ -254,7 +254,7 @@ def test_training_goes_on_through_joins_a_loss_and_a_drain_as_if_membership_were
 
 
 def test_a_group_that_starts_with_workers_takes_each_once_and_leaves_no_placement_group(
-    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
     nodes.have(3)
     with Counted(session, tmp_path, happened) as counted:
@@ -280,7 +280,7 @@ def group_states() -> list[str]:
 
 
 def test_a_member_that_hangs_is_ended_and_its_step_is_done_again(
-    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
     nodes.have(2)
     with Counted(session, tmp_path, happened, step_timeout_s=1.5, max=2) as counted:
@@ -291,25 +291,25 @@ def test_a_member_that_hangs_is_ended_and_its_step_is_done_again(
         assert "redone" in kinds(list(result.changes))
         after = counted.until(2)
         assert len({value["pid"] for value in (*before.values, *after.values)}) == 3
-        story = [one for one in happened if one.reason is not None and one.reason.code is Code.hung]
+        story = [one for one in happened if one.reason is not None and one.reason.code is ReasonCode.hung]
         assert story, "the reason says that it hung"
 
 
 def test_an_unhealthy_member_is_replaced_and_gets_the_state_of_the_others(
-    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
     nodes.have(2)
     with Counted(session, tmp_path, happened, health_every_s=0.2, max=2) as counted:
         before = counted.until(2)
         counted.trouble("health", 0, "unwell")
-        until(lambda: any(one.reason is not None and one.reason.code is Code.unhealthy for one in happened))
+        until(lambda: any(one.reason is not None and one.reason.code is ReasonCode.unhealthy for one in happened))
         after = counted.until(2)
         assert before.values[0]["pid"] not in {value["pid"] for value in after.values}
         assert counted.group.view()["restarts"] == 1
 
 
 def test_two_losses_at_once_are_made_good(
-    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
     nodes.have(3)
     with Counted(session, tmp_path, happened, max=3) as counted:
@@ -323,7 +323,7 @@ def test_two_losses_at_once_are_made_good(
 
 
 def test_a_member_lost_while_others_commit_does_not_have_the_step_counted_twice(
-    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
     nodes.have(3)
     with Counted(session, tmp_path, happened, max=3) as counted:
@@ -337,7 +337,7 @@ def test_a_member_lost_while_others_commit_does_not_have_the_step_counted_twice(
 
 @pytest.mark.long
 def test_a_member_whose_commit_raises_is_replaced_by_one_that_has_the_step(
-    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
     nodes.have(2)
     with Counted(session, tmp_path, happened, max=2) as counted:
@@ -348,7 +348,7 @@ def test_a_member_whose_commit_raises_is_replaced_by_one_that_has_the_step(
 
 
 def test_what_a_member_raises_is_raised_and_the_step_does_not_count(
-    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
     nodes.have(2)
     with Counted(session, tmp_path, happened, max=2) as counted:
@@ -364,7 +364,7 @@ def test_what_a_member_raises_is_raised_and_the_step_does_not_count(
 
 
 def test_a_commit_that_raises_half_way_leaves_no_half_of_a_step_in_any_member(
-    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
     nodes.have(2)
     with Counted(session, tmp_path, happened, max=2, keep_state=True) as counted:
@@ -385,7 +385,7 @@ def test_a_commit_that_raises_half_way_leaves_no_half_of_a_step_in_any_member(
 
 
 def test_too_few_members_are_said_and_given_up_after_the_deadline_with_no_step_counted(
-    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
     nodes.have(1)
     with Counted(session, tmp_path, happened, min=40, wait_s=1.5) as counted:
@@ -415,7 +415,7 @@ def test_a_constructor_that_raises_is_said_at_once(nodes: Nodes, session: Sessio
 
 
 def test_a_member_leaves_for_a_task_of_higher_priority_and_the_group_grows_again(
-    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
     nodes.have(2)
     count = len(nodes.there)
@@ -434,7 +434,7 @@ def test_a_member_leaves_for_a_task_of_higher_priority_and_the_group_grows_again
 
 
 def test_the_only_member_keeps_its_state_when_its_room_is_taken_and_given_back(
-    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
     nodes.have(1)
     session.preemption(same_pool_gap=1.0, cancel_timeout_s=2.0)
@@ -453,7 +453,7 @@ def test_the_only_member_keeps_its_state_when_its_room_is_taken_and_given_back(
 
 @pytest.mark.long
 def test_all_state_is_lost_with_the_only_member_unless_a_copy_is_kept(
-    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
     nodes.have(1)
     with Counted(session, tmp_path, happened, max=1, keep_state=True) as counted:
@@ -483,7 +483,7 @@ def test_a_class_with_only_a_step_gives_its_values_by_rank(nodes: Nodes, session
 
 
 def test_training_goes_on_while_the_controller_is_killed_and_comes_back(
-    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
     nodes.have(2)
     with Counted(session, tmp_path, happened, max=2) as counted:
@@ -501,7 +501,7 @@ def test_training_goes_on_while_the_controller_is_killed_and_comes_back(
 def test_a_part_that_does_not_come_is_not_waited_for_once_its_maker_is_gone(nodes: Nodes, tmp_path: Path) -> None:
     import ray
 
-    shell = MemberShell(Ledger, (str(tmp_path),), {})
+    shell = MemberWrapper(Ledger, (str(tmp_path),), {})
     shell.enter(MemberWorld(0, 2, 1, 0))
     _, part = shell.compute(1, 1, 1)
     never = ray.remote(num_cpus=0)(lambda: time.sleep(600)).remote()
@@ -520,7 +520,7 @@ def test_a_part_that_does_not_come_is_not_waited_for_once_its_maker_is_gone(node
 
 @pytest.mark.long
 def test_a_frozen_process_is_noticed_by_its_health_call(
-    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
     nodes.have(2)
     with Counted(session, tmp_path, happened, health_every_s=0.5, health_timeout_s=3.0, max=2) as counted:
@@ -528,12 +528,12 @@ def test_a_frozen_process_is_noticed_by_its_health_call(
         os.kill(frozen, signal.SIGSTOP)
         result = counted.until(2)
         assert frozen not in {value["pid"] for value in result.values}
-        assert any(one.reason is not None and one.reason.code is Code.unhealthy for one in happened)
+        assert any(one.reason is not None and one.reason.code is ReasonCode.unhealthy for one in happened)
 
 
 @pytest.mark.long
 def test_training_goes_on_when_two_nodes_are_killed_at_once(
-    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
     nodes.have(4)
     count = len(nodes.there)
@@ -610,7 +610,7 @@ def test_what_cannot_be_a_member_or_a_group_is_said_before_anything_starts() -> 
 
 
 def test_a_group_is_shown_by_the_controller_and_goes_with_its_driver(
-    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
     nodes.have(1)
 
@@ -632,7 +632,7 @@ def test_a_group_is_shown_by_the_controller_and_goes_with_its_driver(
 
 
 def test_two_drains_two_seconds_apart_cause_one_change_of_the_world(
-    nodes: Nodes, session: Session, tmp_path: Path, happened: list[Happening]
+    nodes: Nodes, session: Session, tmp_path: Path, happened: list[GroupLogEntry]
 ) -> None:
     nodes.have(3)
     count = len(nodes.there)

@@ -18,18 +18,18 @@ from ray import cloudpickle
 from trimtab.core.errors import InputError
 from trimtab.runtime.engines.actor import ActorEngine
 from trimtab.runtime.engines.engine import (
-    Deadlines,
     Engine,
+    EngineCapability,
+    EngineDeadlines,
     EngineFailedError,
     EngineGoneError,
-    EngineNonsenseError,
+    EngineMalformedError,
     EnginePausedError,
     EngineWedgedError,
-    Finish,
-    NotOfferedError,
-    Pause,
-    Refit,
-    Verb,
+    FinishReason,
+    NotSupportedError,
+    PauseMode,
+    WeightUpdate,
 )
 
 PROMPT = (4, 5, 6)
@@ -164,11 +164,11 @@ def test_an_actor_with_two_methods_is_an_engine(cluster: None) -> None:
         assert engine.verbs == frozenset()
         assert (await engine.ready()).up
         got = await answer(engine, greedy("a", PROMPT, 5))
-        assert (got.ids, got.finish) == (expected(5), Finish.length)
+        assert (got.ids, got.finish) == (expected(5), FinishReason.length)
         assert got.so_far.logprobs == (-0.5,) * 5
         load = await engine.load()
         assert (load.running, load.fresh) == (0, True), "what was sent from here is all it has"
-        with pytest.raises(NotOfferedError, match="no way to sleep"):
+        with pytest.raises(NotSupportedError, match="no way to sleep"):
             await engine.sleep()
         # A client that goes away.
         async with aclosing(engine.generate(greedy("b", PROMPT, LONG))) as stream:
@@ -179,8 +179,8 @@ def test_an_actor_with_two_methods_is_an_engine(cluster: None) -> None:
         begun = asyncio.Event()
         task = asyncio.create_task(answer(engine, greedy("c", PROMPT, LONG), lambda _: begun.set()))
         await begun.wait()
-        await engine.pause(Pause.abort)
-        assert (await task).finish is Finish.aborted
+        await engine.pause(PauseMode.abort)
+        assert (await task).finish is FinishReason.aborted
         with pytest.raises(EnginePausedError):
             await answer(engine, greedy("d", PROMPT, 2))
         await engine.resume()
@@ -193,18 +193,18 @@ def test_an_actor_with_all_methods_has_all_verbs(cluster: None) -> None:
     async def scene() -> None:
         handle = actor(Full)
         engine = ActorEngine("one", handle)
-        assert engine.verbs == frozenset(Verb)
+        assert engine.verbs == frozenset(EngineCapability)
         begun = asyncio.Event()
         task = asyncio.create_task(answer(engine, greedy("a", PROMPT, LONG), lambda _: begun.set()))
         await begun.wait()
         assert (await engine.load()).running == 1
-        await engine.pause(Pause.abort)
+        await engine.pause(PauseMode.abort)
         ended = await task
-        assert (ended.finish, ended.ids) == (Finish.aborted, expected(len(ended.ids), 2))
+        assert (ended.finish, ended.ids) == (FinishReason.aborted, expected(len(ended.ids), 2))
         await engine.sleep(2)
         assert await engine.version() is None
         await engine.wake()
-        await engine.refit(Refit("", "three"))
+        await engine.refit(WeightUpdate("", "three"))
         await engine.resume()
         assert await engine.version() == "three"
         assert (await answer(engine, greedy("b", PROMPT, 4))).ids == expected(4, 5)
@@ -224,13 +224,13 @@ def test_an_actor_with_all_methods_has_all_verbs(cluster: None) -> None:
         ("die", EngineGoneError),
         ("raise", EngineFailedError),
         ("hang", EngineWedgedError),
-        ("nonsense", EngineNonsenseError),
+        ("nonsense", EngineMalformedError),
     ],
 )
 def test_an_actor_that_fails_leaves_what_it_had_said(cluster: None, fault: str, error: type[EngineGoneError]) -> None:
     async def scene() -> None:
         engine = ActorEngine(
-            "one", actor(Plain), Deadlines(silence_s=1.0 if fault == "hang" else 30.0, first_bytes_s=60)
+            "one", actor(Plain), EngineDeadlines(silence_s=1.0 if fault == "hang" else 30.0, first_bytes_s=60)
         )
         with pytest.raises(error) as caught:
             await answer(engine, greedy("a", PROMPT, 9, extra={"fault": fault}))

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from trimtab.model.pool import State
+from trimtab.model.pool import TaskState
 from trimtab.runtime.client.session import Session, connect
 from trimtab.runtime.client.task_errors import TaskFailedError
 from trimtab.runtime.rayapi.connect import connected
@@ -143,7 +143,7 @@ def test_a_task_that_waits_keeps_its_code_when_its_client_is_gone_and_the_contro
         )  # fmt: skip
         journal = Path(session.status()["journal"]["dir"])
         kill_controller(session)
-        assert session.task("left").state is State.waiting
+        assert session.task("left").state is TaskState.waiting
         until(lambda: only_pinned(cluster))
         session.task("in the way").cancel()
         assert session.task("left").call("look", timeout=WAIT_S) == ["first", "first-s3cret"]
@@ -163,7 +163,7 @@ def test_an_environment_that_cannot_be_set_up_fails_its_task_and_no_other(
         task = pool.submit(Sleeper, resources={"cpu": 1}, ray_options={"runtime_env": broken})
         with pytest.raises(TaskFailedError, match="runtime environment"):
             task.wait("running", WAIT_S)
-        assert pool.submit(Sleeper, resources={"cpu": 1}).wait("running", WAIT_S) is State.running
+        assert pool.submit(Sleeper, resources={"cpu": 1}).wait("running", WAIT_S) is TaskState.running
 
 
 class Sleeper:

@@ -42,9 +42,9 @@ class Ledger:
         self.answered: Counter[str] = Counter()
 
     def __call__(self, what: Any, now: float) -> None:
-        if isinstance(what, e.Arrived):
+        if isinstance(what, e.RequestArrived):
             self.arrived[what.spec.id] += 1
-        elif isinstance(what, e.Answer):
+        elif isinstance(what, e.AnswerRequest):
             self.answered[what.request] += 1
 
     def check(self) -> None:

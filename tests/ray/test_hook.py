@@ -20,8 +20,8 @@ import pytest
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime.client.session import connect
 from trimtab.runtime.hook import server as hook
-from trimtab.runtime.hook.calls import HookDoors
-from trimtab.runtime.hook.server import Hook, Wanted
+from trimtab.runtime.hook.calls import NodeHookCalls
+from trimtab.runtime.hook.server import NodeHookServer, WantedNodes
 from trimtab.runtime.http import tokens
 from trimtab.runtime.http.listening import listening
 from trimtab.runtime.rayapi import draining
@@ -36,7 +36,7 @@ class Served:
 
     def __init__(self, drain: Any, look: Any, host: str = "127.0.0.1", names: tuple[str, ...] = ()) -> None:
         self.socket = listening(host, 0)
-        self.hook = Hook(drain, look, token=TOKEN, listening=self.socket, names=names)
+        self.hook = NodeHookServer(drain, look, token=TOKEN, listening=self.socket, names=names)
         self.thread = threading.Thread(target=self.hook.serve)
         self.thread.start()
 
@@ -76,10 +76,10 @@ class World:
         self.asked.append((node, deadline_s, cause))
         return {"node_id": "ab" * 28, "through": "ray"}
 
-    def look(self) -> Wanted:
+    def look(self) -> WantedNodes:
         if self.fault is not None:
             raise self.fault
-        return Wanted(5, {"ready": 3, "draining": 1})
+        return WantedNodes(5, {"ready": 3, "draining": 1})
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +240,7 @@ def test_desired_and_metrics_say_how_many_workers_are_wanted(served: Served) -> 
 
 
 def test_without_a_controller_nobody_says_how_many_are_wanted() -> None:
-    assert "trimtab_desired_workers" not in hook.metrics_text(Wanted(None, {"ready": 1}), {})
+    assert "trimtab_desired_workers" not in hook.metrics_text(WantedNodes(None, {"ready": 1}), {})
 
 
 def test_a_controller_that_does_not_answer_is_said_to_readers_too(served: Served, world: World) -> None:
@@ -289,7 +289,7 @@ def test_without_a_name_the_token_is_in_a_folder_of_its_owner_alone(
 def test_a_short_token_and_a_port_in_use_are_said() -> None:
     with listening("127.0.0.1", 0) as taken:
         with pytest.raises(InputError, match="16 characters"):
-            Hook(World().drain, World().look, token="short", listening=taken)
+            NodeHookServer(World().drain, World().look, token="short", listening=taken)
         with pytest.raises(InputError, match="cannot listen on"):
             listening("127.0.0.1", taken.getsockname()[1])
 
@@ -320,7 +320,7 @@ def cluster() -> Iterator[Any]:
 def test_the_head_an_unknown_node_and_a_past_deadline_are_refused_before_ray_is_asked(cluster: Any) -> None:
     import ray
 
-    doors = HookDoors(ray)
+    doors = NodeHookCalls(ray)
     head = next(one["NodeID"] for one in ray.nodes() if draining.HEAD in one["Resources"])
     with pytest.raises(HeadNodeError, match="is the head"):
         doors.drain(head, 60, "spot")
@@ -336,9 +336,9 @@ def test_the_head_an_unknown_node_and_a_past_deadline_are_refused_before_ray_is_
 def test_without_a_controller_a_drain_goes_to_ray_and_an_empty_node_goes_at_once(cluster: Any) -> None:
     import ray
 
-    doors = HookDoors(ray)
+    doors = NodeHookCalls(ray)
     assert doors.how() == "no controller runs: drains go to Ray"
-    assert doors.look() == Wanted(None, {"ready": 3})
+    assert doors.look() == WantedNodes(None, {"ready": 3})
     done = doors.drain("spot-2", 300, "spot")
     assert done["through"] == "ray"
     assert goes(ray, done["node_id"])

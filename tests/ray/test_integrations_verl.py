@@ -26,7 +26,7 @@ from engine_answers import run
 from engine_servers import LlamaServer, servers
 from ray import cloudpickle
 from trimtab.core.errors import InputError, UnreachableError
-from trimtab.integrations.verl import NO_SERVER, Balancer, LoadBalancer, Settings
+from trimtab.integrations.verl import NO_SERVER, Balancer, BalancerSettings, LoadBalancer
 
 ROOT = Path(__file__).parents[2]
 PROMPT = [40, 41, 42, 43, 44]
@@ -202,7 +202,7 @@ def test_where_one_server_cannot_be_reached_none_is_added(two: list[LlamaServer]
 )
 def test_a_setting_that_is_wrong_is_refused_before_anything_starts(given: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        Settings.read(given)
+        BalancerSettings.read(given)
 
 
 # ---- on Ray --------------------------------------------------------------------------------------------------------

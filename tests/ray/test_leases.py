@@ -14,9 +14,9 @@ from typing import Any, cast
 import pytest
 
 from trimtab.core.errors import InputError
-from trimtab.runtime.client.connection import ControllerLink, RayLink
+from trimtab.runtime.client.connection import ControllerConnection, RayConnection
 from trimtab.runtime.client.session import Session, connect
-from trimtab.runtime.controller.leases import LEASE_S, ClientProcess, Leases, is_alive_here, this_process
+from trimtab.runtime.controller.leases import LEASE_S, ClientLeases, ClientProcess, is_alive_here, this_process
 from trimtab.runtime.rayapi.connect import connected
 from trimtab.runtime.workers.worker_process import born
 
@@ -28,7 +28,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.leases = Leases(lambda: self.now)
+        self.leases = ClientLeases(lambda: self.now)
 
     def client(self, process: ClientProcess | None = HERE, lease_s: float = 60.0) -> str:
         self.leases.heard("client")
@@ -123,7 +123,7 @@ def test_a_renewal_that_fails_in_an_unknown_way_is_tried_again() -> None:
     fake = types.SimpleNamespace(get_runtime_context=lambda: types.SimpleNamespace(get_node_id=lambda: "node"))
     link = types.SimpleNamespace(ray=fake, how="", embedded=False, close=lambda: None)
     controller = types.SimpleNamespace(name="c", ask=ask, facts={"notes": []})
-    session = Session(cast(RayLink, link), cast(ControllerLink, controller), lease_s=0.1)
+    session = Session(cast(RayConnection, link), cast(ControllerConnection, controller), lease_s=0.1)
     session._live_with()
     assert often.wait(60)
     assert set(asked) == {"renew"}

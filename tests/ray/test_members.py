@@ -28,13 +28,21 @@ import ray
 from ray import cloudpickle
 from trimtab.core.errors import InputError
 from trimtab.core.resources import Resources
-from trimtab.machines.pool.events import MakeGroup
-from trimtab.model.pool import Place, Strategy
+from trimtab.machines.pool.events import CreatePlacementGroup
+from trimtab.model.pool import BundlePlacement, PlacementStrategy
 from trimtab.runtime.workers import task_workers as door
 from trimtab.runtime.workers import warm_pool as warm
-from trimtab.runtime.workers.environments import HostKind
-from trimtab.runtime.workers.node_agent import Warden
-from trimtab.runtime.workers.task_workers import DiedError, GroupError, Member, Members, ParkError, Payload, StartError
+from trimtab.runtime.workers.environments import WarmWorkerKind
+from trimtab.runtime.workers.node_agent import NodeAgent
+from trimtab.runtime.workers.task_workers import (
+    ParkError,
+    PlacementGroupError,
+    TaskPayload,
+    TaskStartError,
+    TaskWorker,
+    TaskWorkerManager,
+    WorkerDiedError,
+)
 from trimtab.runtime.workers.worker_process import born, run_dir
 from waiting import until_async
 
@@ -74,19 +82,19 @@ def cluster() -> Iterator[None]:
 class World:
     """A Members object, one node, and what it reported."""
 
-    members: Members
+    members: TaskWorkerManager
     controller: str
     node: str
-    deaths: list[tuple[Member, str]] = field(default_factory=list)
+    deaths: list[tuple[TaskWorker, str]] = field(default_factory=list)
 
-    async def group(self, *bundles: Resources, name: str = "g", wait_s: float = WAIT_S) -> list[Place]:
-        wanted = MakeGroup(
-            name, "pool", bundles, (self.node,) * len(bundles), Strategy.strict_pack, time.monotonic() + wait_s
+    async def group(self, *bundles: Resources, name: str = "g", wait_s: float = WAIT_S) -> list[BundlePlacement]:
+        wanted = CreatePlacementGroup(
+            name, "pool", bundles, (self.node,) * len(bundles), PlacementStrategy.strict_pack, time.monotonic() + wait_s
         )
         await self.members.make_group(wanted, time.monotonic)
-        return [Place(name, index, self.node) for index in range(len(bundles))]
+        return [BundlePlacement(name, index, self.node) for index in range(len(bundles))]
 
-    async def start(self, kind: Any, *args: Any, **asked: Any) -> Member:
+    async def start(self, kind: Any, *args: Any, **asked: Any) -> TaskWorker:
         return (await self.start_all(1, kind, *args, **asked))[0]
 
     async def start_all(
@@ -96,28 +104,28 @@ class World:
         *args: Any,
         task: str = "task",
         attempt: int = 1,
-        places: list[Place] | None = None,
+        places: list[BundlePlacement] | None = None,
         bundle: Resources = CPU,
         state: Any = None,
         timeout_s: float = WAIT_S,
         **payload: Any,
-    ) -> list[Member]:
-        places = places or [Place("none", 0, self.node)] * world
+    ) -> list[TaskWorker]:
+        places = places or [BundlePlacement("none", 0, self.node)] * world
         started, self.how = await self.members.start(
             task, attempt, "pool", places, [bundle] * len(places), made(kind, *args, **payload), state, timeout_s
         )
         return started
 
-    async def call(self, member: Member, method: str, *args: Any) -> Any:
+    async def call(self, member: TaskWorker, method: str, *args: Any) -> Any:
         return await self.members.handle(member).call.remote(method, *args)
 
     async def warm(self, count: int) -> None:
-        await self.members.warm({self.node: {HostKind(): count}})
+        await self.members.warm({self.node: {WarmWorkerKind(): count}})
         await until_async(lambda: self.members.warm_counts()[self.node]["ready"] == count)
 
 
-def made(kind: Any, *args: Any, **payload: Any) -> Payload:
-    return Payload(cloudpickle.dumps((kind, args, {})), **payload)
+def made(kind: Any, *args: Any, **payload: Any) -> TaskPayload:
+    return TaskPayload(cloudpickle.dumps((kind, args, {})), **payload)
 
 
 def world_of(story: Callable[[World], Coroutine[Any, Any, Any]]) -> None:
@@ -151,9 +159,9 @@ def own_world_of(
 
 @contextlib.asynccontextmanager
 async def opened(controller: str, leave: bool = False) -> AsyncIterator[World]:
-    deaths: list[tuple[Member, str]] = []
+    deaths: list[tuple[TaskWorker, str]] = []
     node = next(node["NodeID"] for node in ray.nodes() if node["Alive"])
-    members = Members(controller, None, lambda member, why: deaths.append((member, why)))
+    members = TaskWorkerManager(controller, None, lambda member, why: deaths.append((member, why)))
     world = World(members, controller, node, deaths)
     try:
         await members.node_joined(node)
@@ -330,10 +338,10 @@ def test_a_warm_host_is_used_where_there_is_one_and_replaced_behind() -> None:
 def test_warm_hosts_import_ahead_and_a_module_that_is_missing_does_no_harm() -> None:
     async def story(world: World) -> None:
         wanted = ("colorsys", "no_such_module")
-        await world.members.warm({world.node: {HostKind(wanted): 1}})
+        await world.members.warm({world.node: {WarmWorkerKind(wanted): 1}})
         await until_async(lambda: world.members.warm_counts()[world.node]["ready"] == 1)
         started, _ = await world.members.start(
-            "t", 1, "pool", [Place("g", 0, world.node)], [CPU], made(Loaded), None, WAIT_S, preload=wanted
+            "t", 1, "pool", [BundlePlacement("g", 0, world.node)], [CPU], made(Loaded), None, WAIT_S, preload=wanted
         )
         assert await world.call(started[0], "get")
 
@@ -358,7 +366,7 @@ class Loaded(Keeps):
 )
 def test_user_code_that_fails_at_the_start_is_fatal_and_says_what_happened(kind: Any, why: str) -> None:
     async def story(world: World) -> None:
-        with pytest.raises(StartError) as caught:
+        with pytest.raises(TaskStartError) as caught:
             await world.start(kind)
         assert caught.value.fatal
         assert caught.value.why == why
@@ -369,7 +377,7 @@ def test_user_code_that_fails_at_the_start_is_fatal_and_says_what_happened(kind:
 
 def test_a_process_that_dies_while_it_is_constructed_may_be_tried_again() -> None:
     async def story(world: World) -> None:
-        with pytest.raises(StartError, match="its process died while it was constructed") as caught:
+        with pytest.raises(TaskStartError, match="its process died while it was constructed") as caught:
             await world.start(Dies)
         assert not caught.value.fatal
         assert world.deaths == []
@@ -380,7 +388,7 @@ def test_a_process_that_dies_while_it_is_constructed_may_be_tried_again() -> Non
 def test_a_constructor_that_hangs_is_ended_at_the_deadline() -> None:
     async def story(world: World) -> None:
         await until_async(lambda: world.members.warm_counts()[world.node]["ready"] > 0)
-        with pytest.raises(StartError, match="not constructed within"):
+        with pytest.raises(TaskStartError, match="not constructed within"):
             await world.start(Hangs, timeout_s=0.3)
         assert await world.members.seen() == []
 
@@ -392,7 +400,7 @@ def test_a_gang_starts_whole_or_not_at_all() -> None:
         gang = await world.start_all(3, Worker)
         seats = [(await world.call(member, "facts"))["seat"] for member in gang]
         assert [(seat["RANK"], seat["WORLD_SIZE"]) for seat in seats] == [("0", "3"), ("1", "3"), ("2", "3")]
-        with pytest.raises(StartError, match="only two"):
+        with pytest.raises(TaskStartError, match="only two"):
             await world.start_all(3, OnlyTwo, task="broken")
         assert {member.task for member in await world.members.seen()} == {"task"}
 
@@ -457,7 +465,7 @@ def test_the_outcome_of_a_process_that_was_killed_is_that_it_died(plain: str | N
         waiting = asyncio.create_task(world.members.outcome(member))
         await asyncio.sleep(0.1)
         os.kill(member.pid, signal.SIGKILL)
-        with pytest.raises(DiedError):
+        with pytest.raises(WorkerDiedError):
             await waiting
 
     world_of(story)
@@ -487,7 +495,7 @@ def test_a_host_writes_its_state_to_a_path_and_reads_it_there(tmp_path: Path) ->
         assert (stopped.cancel, stopped.saved, stopped.state) == ("not called", True, None)
         again = await world.start(Worker, state={0: path})
         assert await world.call(again, "add", 0) == 3
-        with pytest.raises(StartError, match="its state could not be restored: FileNotFoundError") as caught:
+        with pytest.raises(TaskStartError, match="its state could not be restored: FileNotFoundError") as caught:
             await world.start(Worker, state={0: path + ".gone"})
         assert caught.value.fatal
 
@@ -526,9 +534,9 @@ def test_whatever_a_task_does_its_process_does_not_exist_after_a_stop(
             "t",
             1,
             "pool",
-            [Place("g", 0, world.node)],
+            [BundlePlacement("g", 0, world.node)],
             [CPU],
-            Payload(cloudpickle.dumps((Bad, (), does))),
+            TaskPayload(cloudpickle.dumps((Bad, (), does))),
             None,
             WAIT_S,
         )
@@ -613,9 +621,9 @@ def test_a_task_takes_turns_where_it_can_and_says_so_where_not() -> None:
             "t",
             1,
             "p",
-            [Place("g", 0, world.node)],
+            [BundlePlacement("g", 0, world.node)],
             [CPU],
-            Payload(cloudpickle.dumps((Bad, (), {"park": "hang"}))),
+            TaskPayload(cloudpickle.dumps((Bad, (), {"park": "hang"}))),
             None,
             60,
         )
@@ -678,7 +686,7 @@ def test_who_waits_for_a_host_on_a_node_gets_one_after_a_start_that_took_too_lon
 ) -> None:
     async def story(world: World) -> None:
         monkeypatch.setattr(warm, "_START_WAIT_S", 0.0)
-        taking = asyncio.ensure_future(world.members._hosts.take(world.node, HostKind()))
+        taking = asyncio.ensure_future(world.members._hosts.take(world.node, WarmWorkerKind()))
         await until_async(lambda: "did not start: TimeoutError" in caplog.text)
         monkeypatch.setattr(warm, "_START_WAIT_S", WAIT_S)
         host, was_ready = await asyncio.wait_for(taking, WAIT_S)
@@ -725,7 +733,7 @@ def test_a_node_s_agent_without_file_descriptors_calls_no_living_process_dead(mo
 
     async def story() -> None:
         monkeypatch.setattr(os, "pidfd_open", full)
-        agent = Warden(f"c-{uuid.uuid4().hex[:6]}", "node")
+        agent = NodeAgent(f"c-{uuid.uuid4().hex[:6]}", "node")
         process = subprocess.Popen(["sleep", "600"])
         try:
             since = born(process.pid)
@@ -779,7 +787,7 @@ def test_a_group_is_made_on_its_node_seen_and_removed() -> None:
 
 def test_a_group_that_does_not_fit_is_said_at_the_deadline_and_leaves_nothing() -> None:
     async def story(world: World) -> None:
-        with pytest.raises(GroupError, match="not free on its nodes"):
+        with pytest.raises(PlacementGroupError, match="not free on its nodes"):
             await world.group(Resources.of(cpu=100), wait_s=0.3)
         assert await world.members.groups() == {}
 
@@ -863,7 +871,7 @@ class Async:
 )
 def test_a_plain_actor_that_fails_at_the_start_says_why(kind: Any, why: str, fatal: bool) -> None:
     async def story(world: World) -> None:
-        with pytest.raises(StartError) as caught:
+        with pytest.raises(TaskStartError) as caught:
             await world.start(kind, plain="so", places=await world.group(CPU))
         assert caught.value.why.startswith(why)
         assert caught.value.fatal == fatal
@@ -918,7 +926,7 @@ class Announces:
 
 
 def test_a_new_controller_finds_what_is_alive_keeps_what_it_wants_and_ends_the_rest() -> None:
-    async def before(world: World) -> tuple[str, Member, Member, int]:
+    async def before(world: World) -> tuple[str, TaskWorker, TaskWorker, int]:
         await world.warm(1)
         places = await world.group(CPU)
         kept = await world.start(Worker, 1, task="kept", entry="add")
@@ -959,7 +967,7 @@ def test_a_new_controller_ends_or_awaits_what_was_half_started(plain: str | None
             assert not await world.members.ready(member, 0.2)
         assert await world.members.sweep([]) == 1
         await until_async(lambda: not alive(pid))
-        member = await world.start(Worker, plain=plain, places=[Place("g", 0, world.node)])
+        member = await world.start(Worker, plain=plain, places=[BundlePlacement("g", 0, world.node)])
         assert await world.members.ready(member, WAIT_S)
 
     own_world_of(after, controller)
@@ -974,7 +982,7 @@ class Pilot:
     async def pid(self) -> int:
         return os.getpid()
 
-    async def start(self, payload: Payload) -> None:
+    async def start(self, payload: TaskPayload) -> None:
         async with opened(self.controller, leave=True) as world:
             places = await world.group(CPU)
             await world.members.start("task", 1, "pool", places, [CPU], payload, None, WAIT_S)
@@ -997,4 +1005,4 @@ def test_controllers_of_different_names_do_not_disturb_each_other() -> None:
 
 def test_a_controller_s_name_must_not_break_the_names_made_of_it() -> None:
     with pytest.raises(InputError, match="cannot be the name of a controller"):
-        Members("a:b", None, lambda member, why: None)
+        TaskWorkerManager("a:b", None, lambda member, why: None)

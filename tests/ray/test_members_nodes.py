@@ -18,9 +18,15 @@ from ray.cluster_utils import Cluster
 import ray
 from ray import cloudpickle
 from trimtab.core.resources import Resources
-from trimtab.machines.pool.events import MakeGroup
-from trimtab.model.pool import Place, Strategy
-from trimtab.runtime.workers.task_workers import GroupError, Member, Members, Payload, StartError
+from trimtab.machines.pool.events import CreatePlacementGroup
+from trimtab.model.pool import BundlePlacement, PlacementStrategy
+from trimtab.runtime.workers.task_workers import (
+    PlacementGroupError,
+    TaskPayload,
+    TaskStartError,
+    TaskWorker,
+    TaskWorkerManager,
+)
 from waiting import until_async
 
 CPU = Resources.of(cpu=1)
@@ -44,8 +50,8 @@ class Here:
         return ray.get_runtime_context().get_node_id(), os.environ["TRIMTAB_RANK"]
 
 
-def group(name: str, strategy: Strategy, *nodes: str, wait_s: float = WAIT_S) -> MakeGroup:
-    return MakeGroup(name, "pool", (CPU,) * len(nodes), nodes, strategy, time.monotonic() + wait_s)
+def group(name: str, strategy: PlacementStrategy, *nodes: str, wait_s: float = WAIT_S) -> CreatePlacementGroup:
+    return CreatePlacementGroup(name, "pool", (CPU,) * len(nodes), nodes, strategy, time.monotonic() + wait_s)
 
 
 def test_groups_and_members_are_on_their_nodes_and_a_lost_node_is_noticed(cluster: Cluster) -> None:
@@ -54,7 +60,7 @@ def test_groups_and_members_are_on_their_nodes_and_a_lost_node_is_noticed(cluste
     deaths: list[Any] = []
 
     async def story() -> None:
-        members = Members(f"c-{uuid.uuid4().hex[:6]}", None, lambda member, why: deaths.append(member))
+        members = TaskWorkerManager(f"c-{uuid.uuid4().hex[:6]}", None, lambda member, why: deaths.append(member))
         for node in ray.nodes():
             if node["Alive"]:
                 await members.node_joined(node["NodeID"])
@@ -64,27 +70,27 @@ def test_groups_and_members_are_on_their_nodes_and_a_lost_node_is_noticed(cluste
         finally:
             await members.close()
 
-    async def placed_as_said(members: Members) -> None:
+    async def placed_as_said(members: TaskWorkerManager) -> None:
         for strategy, nodes in (
-            (Strategy.pack, (b, a)),
-            (Strategy.spread, (a, a)),
-            (Strategy.strict_pack, (b, b)),
-            (Strategy.strict_spread, (a, b)),
+            (PlacementStrategy.pack, (b, a)),
+            (PlacementStrategy.spread, (a, a)),
+            (PlacementStrategy.strict_pack, (b, b)),
+            (PlacementStrategy.strict_spread, (a, b)),
         ):
             await members.make_group(group("g", strategy, *nodes), time.monotonic)
             assert (await members.groups())["g"].nodes == nodes
             await members.remove_group("g", "pool")
-        with pytest.raises(GroupError):
-            await members.make_group(group("g", Strategy.pack, "f" * 56, wait_s=0.2), time.monotonic)
+        with pytest.raises(PlacementGroupError):
+            await members.make_group(group("g", PlacementStrategy.pack, "f" * 56, wait_s=0.2), time.monotonic)
         assert await members.groups() == {}
 
-    async def start(members: Members, task: str, *nodes: str) -> list[Member]:
-        places = [Place("pair", index, node) for index, node in enumerate(nodes)]
-        payload = Payload(cloudpickle.dumps((Here, (), {})))
+    async def start(members: TaskWorkerManager, task: str, *nodes: str) -> list[TaskWorker]:
+        places = [BundlePlacement("pair", index, node) for index, node in enumerate(nodes)]
+        payload = TaskPayload(cloudpickle.dumps((Here, (), {})))
         return (await members.start(task, 1, "pool", places, [CPU] * len(nodes), payload, None, WAIT_S))[0]
 
-    async def survives_the_loss(members: Members) -> None:
-        await members.make_group(group("pair", Strategy.strict_spread, a, b), time.monotonic)
+    async def survives_the_loss(members: TaskWorkerManager) -> None:
+        await members.make_group(group("pair", PlacementStrategy.strict_spread, a, b), time.monotonic)
         pair = await start(members, "pair", a, b)
         assert [await members.handle(member).call.remote("where") for member in pair] == [(a, "0"), (b, "1")]
         await asyncio.to_thread(cluster.remove_node, added[1])
@@ -93,7 +99,7 @@ def test_groups_and_members_are_on_their_nodes_and_a_lost_node_is_noticed(cluste
         assert (seen.nodes, seen.intact) == ((a, None), False) or (seen.nodes, seen.intact) == ((None, None), False)
         await members.node_lost(b)
         assert (await members.stop(pair[1], 1.0, False, 0.0, None)).note == f"node {b[:12]} is gone"
-        with pytest.raises(StartError, match="is gone") as caught:
+        with pytest.raises(TaskStartError, match="is gone") as caught:
             await start(members, "late", b)
         assert not caught.value.fatal
         assert [member.node for member in await members.seen()] == [a]

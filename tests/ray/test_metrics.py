@@ -15,31 +15,31 @@ from typing import Any
 
 import pytest
 
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.core.resources import Resources
 from trimtab.formats import yaml_text
 from trimtab.machines.pool.events import (
-    CompleteAsked,
-    Event,
-    EvictAsked,
-    GroupGone,
-    GroupMade,
-    MakeGroup,
+    CompleteRequested,
+    CreatePlacementGroup,
+    EvictRequested,
     NodeJoined,
+    PlacementGroupReady,
+    PlacementGroupRemoved,
     PolicySet,
     PoolDropped,
     PoolEnsured,
-    RemoveGroup,
-    Start,
-    Started,
-    Stop,
-    Stopped,
-    Submitted,
+    PoolEvent,
+    RemovePlacementGroup,
+    StartTask,
+    StopTask,
+    TaskStarted,
+    TaskStopped,
+    TaskSubmitted,
 )
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.nodes import NodeFacts, NodeState, NodeView
-from trimtab.model.pool import Policy, PoolSpec, TaskSpec
-from trimtab.runtime.controller.metrics import BUCKETS_MS, METRICS, Meter, Metric
+from trimtab.model.pool import PoolSpec, PreemptionPolicy, TaskSpec
+from trimtab.runtime.controller.metrics import BUCKETS_MS, METRICS, MetricSpec, PoolMetrics
 from trimtab.runtime.controller.node_metrics import METRICS as FLEET_METRICS
 from trimtab.runtime.controller.node_metrics import desired_workers
 
@@ -58,29 +58,29 @@ class World:
         self.told: list[tuple[str, float, dict[str, str]]] = []
         self.meter = self.new_meter()
 
-    def new_meter(self) -> Meter:
-        def make(metric: Metric) -> Callable[[float, dict[str, str]], None]:
+    def new_meter(self) -> PoolMetrics:
+        def make(metric: MetricSpec) -> Callable[[float, dict[str, str]], None]:
             return lambda figure, labels: self.told.append((metric.name, figure, labels))
 
-        return Meter("c", self.machine, make)
+        return PoolMetrics("c", self.machine, make)
 
-    def hear(self, event: Event) -> None:
+    def hear(self, event: PoolEvent) -> None:
         todo = self.machine.handle(event, self.now)
         self.meter.heard(event)
         for one in todo:
-            if isinstance(one, MakeGroup):
-                self.hear(GroupMade(one.group))
-            elif isinstance(one, RemoveGroup):
-                self.hear(GroupGone(one.group))
-            elif isinstance(one, Start):
+            if isinstance(one, CreatePlacementGroup):
+                self.hear(PlacementGroupReady(one.group))
+            elif isinstance(one, RemovePlacementGroup):
+                self.hear(PlacementGroupRemoved(one.group))
+            elif isinstance(one, StartTask):
                 self.now += 0.5
-                self.hear(Started(one.task, one.attempt))
-            elif isinstance(one, Stop):
+                self.hear(TaskStarted(one.task, one.attempt))
+            elif isinstance(one, StopTask):
                 self.now += 2.0
-                self.hear(Stopped(one.task, one.attempt, "returned", saved=True))
+                self.hear(TaskStopped(one.task, one.attempt, "returned", saved=True))
 
     def submit(self, id: str, priority: float, pool: str = "rl") -> None:
-        self.hear(Submitted(TaskSpec(id, pool, (CPU,), priority=priority)))
+        self.hear(TaskSubmitted(TaskSpec(id, pool, (CPU,), priority=priority)))
 
     def figures(self, name: str) -> list[tuple[float, dict[str, str]]]:
         return [(figure, labels) for told, figure, labels in self.told if told == name]
@@ -101,7 +101,7 @@ def world() -> World:
     world = World()
     world.hear(NodeJoined("node-a", Resources.of(cpu=4)))
     world.hear(PoolEnsured(PoolSpec("rl", Resources.of(cpu=2), target_hosts=3)))
-    world.hear(PolicySet(Policy()))
+    world.hear(PolicySet(PreemptionPolicy()))
     return world
 
 
@@ -130,7 +130,7 @@ def test_the_return_of_an_evicted_task_is_timed_from_its_return_to_the_queue(wor
     evicted = next(one for one in world.machine.tasks.values() if one.evictions)
     since = evicted.since
     world.now += 100.0
-    world.hear(CompleteAsked("urgent"))
+    world.hear(CompleteRequested("urgent"))
     assert evicted.started_at is not None
     timed_ms, _ = world.figures("trimtab_task_schedule_latency_ms")[-1]
     assert timed_ms == pytest.approx((evicted.started_at - since) * 1e3)
@@ -138,7 +138,7 @@ def test_the_return_of_an_evicted_task_is_timed_from_its_return_to_the_queue(wor
 
 def test_an_eviction_by_hand_is_timed_until_its_task_is_gone(world: World) -> None:
     world.submit("a", 1.0)
-    world.hear(EvictAsked("a"))
+    world.hear(EvictRequested("a"))
     assert [labels["reason"] for _, labels in world.figures("trimtab_preemption_count")] == ["BY_HAND"]
     assert [figure for figure, _ in world.figures("trimtab_preemption_execution_latency_ms")] == [pytest.approx(2000.0)]
 
@@ -147,15 +147,15 @@ def test_late_news_of_a_start_is_not_timed(world: World) -> None:
     world.submit("a", 1.0)
     told = len(world.told)
     world.now += 5.0
-    world.hear(Started("a", 1))
-    world.hear(Started("a", 7))
-    world.hear(Started("unknown", 1))
+    world.hear(TaskStarted("a", 1))
+    world.hear(TaskStarted("a", 7))
+    world.hear(TaskStarted("unknown", 1))
     assert len(world.told) == told
 
 
 def test_what_was_evicted_before_a_restart_is_not_counted_again(world: World) -> None:
     world.submit("a", 1.0)
-    world.hear(EvictAsked("a"))
+    world.hear(EvictRequested("a"))
     world.told.clear()
     world.meter = world.new_meter()
     world.submit("b", 1.0)
@@ -201,13 +201,13 @@ def test_what_is_gone_becomes_nothing(world: World) -> None:
 
 
 def test_a_fault_stops_metrics_and_nothing_else(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    def broken(metric: Metric) -> Callable[[float, dict[str, str]], None]:
+    def broken(metric: MetricSpec) -> Callable[[float, dict[str, str]], None]:
         def record(figure: float, labels: dict[str, str]) -> None:
             raise RuntimeError("the exporter is gone")
 
         return record
 
-    world.meter = Meter("c", world.machine, broken)
+    world.meter = PoolMetrics("c", world.machine, broken)
     world.submit("a", 1.0)
     assert world.meter.fault == "metrics stopped: RuntimeError: the exporter is gone"
     world.submit("b", 1.0)
@@ -217,10 +217,10 @@ def test_a_fault_stops_metrics_and_nothing_else(world: World, caplog: pytest.Log
 
 
 def test_metrics_that_cannot_be_made_are_a_fault_and_no_more(world: World) -> None:
-    def refused(metric: Metric) -> Callable[[float, dict[str, str]], None]:
+    def refused(metric: MetricSpec) -> Callable[[float, dict[str, str]], None]:
         raise ImportError("no such module")
 
-    world.meter = Meter("c", world.machine, refused)
+    world.meter = PoolMetrics("c", world.machine, refused)
     world.submit("a", 1.0)
     world.sample()
     assert world.meter.fault == "metrics stopped: ImportError: no such module"
@@ -329,7 +329,7 @@ def test_ray_serves_the_metrics_of_pools_over_http(exporter: str) -> None:
 
 
 def node(id: str, state: NodeState = NodeState.ready, head: bool = False, **amounts: float) -> NodeView:
-    reason = Reason(Code.joined, "it joined")
+    reason = Reason(ReasonCode.joined, "it joined")
     return NodeView(id, state, NodeFacts(Resources.of(amounts, where="a test"), head=head), reason, 0.0)
 
 

@@ -20,11 +20,11 @@ import storm
 from ray import cloudpickle
 from storm import Work, below, is_process, kill, lives
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.model.nodes import NodeState, NodeView
-from trimtab.model.pool import State
+from trimtab.model.pool import TaskState
 from trimtab.runtime.client.session import Pool, Session, connect
-from trimtab.runtime.controller.rpc import News
+from trimtab.runtime.controller.rpc import ClientUpdate
 from trimtab.runtime.rayapi import draining
 from waiting import until
 
@@ -105,7 +105,7 @@ def pool(session: Session) -> Pool:
 
 
 def view(session: Session, node: str) -> NodeView | None:
-    news: News = session.ask("news", {}, -1, 0.0)
+    news: ClientUpdate = session.ask("news", {}, -1, 0.0)
     return next((one for one in news.nodes if one.node == node), None)
 
 
@@ -130,11 +130,11 @@ def test_a_killed_node_is_known_to_be_lost_before_ray_knows_it(nodes: Nodes, ses
     joined(session, other)
     version = session.ask("news", {}, -1, 0.0).version
     nodes.kill(first)
-    news: News = session.ask("news", {}, version, WAIT_S)
+    news: ClientUpdate = session.ask("news", {}, version, WAIT_S)
     assert first not in [one.node for one in news.nodes]
     assert listed(first), "Ray noticed it first: this shows nothing"
     assert task.call("where", timeout=WAIT_S)[0] == other
-    told = [chapter.reason for chapter in task.explain().story if chapter.reason.code is Code.node_lost]
+    told = [chapter.reason for chapter in task.explain().story if chapter.reason.code is ReasonCode.node_lost]
     assert told
     assert "nothing listens" in told[0].sentence
     assert fleet(session)[first]["state"] == NodeState.lost.value
@@ -181,7 +181,7 @@ def test_a_frozen_node_is_spared_and_used_again_when_it_speaks(nodes: Nodes, ses
         os.kill(one, signal.SIGSTOP)
     try:
         until(lambda: seen_as(session, node, NodeState.suspect), "nobody suspects a frozen node")
-        assert fleet(session)[node]["reason"]["code"] == Code.link_silent.value
+        assert fleet(session)[node]["reason"]["code"] == ReasonCode.link_silent.value
     finally:
         for one in frozen:
             os.kill(one, signal.SIGCONT)
@@ -219,7 +219,7 @@ def test_what_was_given_up_on_a_frozen_node_is_ended_when_it_comes_back(
                 os.kill(one, signal.SIGCONT)
     until(lambda: seen_as(session, node, NodeState.ready), "it never returns")
     until(lambda: not lives(pid), "what was given up there still runs")
-    assert fleet(session)[node]["reason"]["code"] == Code.returned.value
+    assert fleet(session)[node]["reason"]["code"] == ReasonCode.returned.value
     task.cancel()
     task.wait("ended")
     nodes.remove(node)
@@ -235,13 +235,13 @@ def test_what_is_on_a_draining_node_moves_with_its_state_and_the_node_goes(
     other = nodes.add()
     joined(session, other)
     seen = session.drain_node(first[:12], 4.0, "the spot market")
-    assert (seen.state, seen.reason.code) == (NodeState.draining, Code.drain_asked)
+    assert (seen.state, seen.reason.code) == (NodeState.draining, ReasonCode.drain_asked)
     assert "the spot market" in seen.reason.sentence
     assert first in draining.draining(ray)
     until(lambda: not listed(first), "something holds the empty node up")
     assert task.call("where", timeout=WAIT_S)[0] == other
     assert task.call("count") == 4
-    told = [chapter.reason for chapter in task.explain().story if chapter.reason.code is Code.node_draining]
+    told = [chapter.reason for chapter in task.explain().story if chapter.reason.code is ReasonCode.node_draining]
     assert told
     assert "the spot market" in told[0].sentence
     until(lambda: fleet(session)[first]["state"] == NodeState.left.value, "it went, and nobody knows")
@@ -259,7 +259,7 @@ def test_a_drain_by_others_is_seen_and_outlasts_the_controller(nodes: Nodes, ses
     kill(session.status()["pid"])
     other = nodes.add()
     assert seen_as(session, first, NodeState.draining)
-    assert fleet(session)[first]["reason"]["code"] == Code.drain_seen.value
+    assert fleet(session)[first]["reason"]["code"] == ReasonCode.drain_seen.value
     until(lambda: not listed(first), "something holds the empty node up")
     assert task.call("where", timeout=WAIT_S)[0] == other
     task.cancel()
@@ -303,13 +303,13 @@ def asked_of_autoscaler() -> list[dict[str, float]]:
 
 def test_news_come_when_a_task_changes_and_not_before(nodes: Nodes, session: Session, pool: Pool) -> None:
     task = pool.submit(Seat, resources={"cpu": 1, "seat": 2}, awaits_node=True, wait_s=2.0)
-    news: News = session.ask("news", {task.id: (State.waiting, 0)}, -1, 0.0)
-    assert news.tasks == () or task.state() is State.failed
+    news: ClientUpdate = session.ask("news", {task.id: (TaskState.waiting, 0)}, -1, 0.0)
+    assert news.tasks == () or task.state() is TaskState.failed
     while not news.tasks:  # nodes of other tests may still be going
-        news = session.ask("news", {task.id: (State.waiting, 0)}, news.version, WAIT_S)
-    assert [(one.id, one.state) for one in news.tasks] == [(task.id, State.failed)]
+        news = session.ask("news", {task.id: (TaskState.waiting, 0)}, news.version, WAIT_S)
+    assert [(one.id, one.state) for one in news.tasks] == [(task.id, TaskState.failed)]
     version = session.ask("news", {}, -1, 0.0).version
-    quiet: News = session.ask("news", {task.id: (State.failed, 0)}, version, 0.1)
+    quiet: ClientUpdate = session.ask("news", {task.id: (TaskState.failed, 0)}, version, 0.1)
     assert quiet.tasks == ()
 
 

@@ -17,7 +17,7 @@ import torch
 from trimtab.cli.pipeline_run import run_answer, run_data, run_text
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.formats.pipeline import layer_files
-from trimtab.model.pipeline import ModelChain, PartitionAnswer, PipelineJob, Schedule, Stage
+from trimtab.model.pipeline import ModelChain, PartitionAnswer, PipelineJob, PipelineStage, Schedule
 from trimtab.profile import layers
 from trimtab.runtime.pipeline.runner import PipelineRun, run_pipeline
 from trimtab.runtime.pipeline.stage import StageActor, StageError, StageSettings, _pass_time
@@ -36,13 +36,13 @@ def cluster() -> Iterator[Any]:
 def schedule(*stages: tuple[int, int, float, float]) -> Schedule:
     return Schedule(
         tuple(
-            Stage(f"host-{index}", "kind", first, last, compute, transfer, 0, 0)
+            PipelineStage(f"host-{index}", "kind", first, last, compute, transfer, 0, 0)
             for index, (first, last, compute, transfer) in enumerate(stages)
         )
     )
 
 
-def chain(factory: str, model_input: str, **where: str) -> tuple[layers.Chain, Any]:
+def chain(factory: str, model_input: str, **where: str) -> tuple[layers.BlockChain, Any]:
     settings = {"dtype": "torch.float32", "device": "cpu"}
     return (
         layers.load_chain(f"{MODELS}:{factory}", **where, **settings),

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from trimtab.cli.app import run
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.formats import yaml_text
-from trimtab.model.pool import Aggressiveness, State
+from trimtab.model.pool import Aggressiveness, TaskState
 from trimtab.render.text import pool as pool_text
 from trimtab.runtime.client.session import Pool, Session, connect
 from trimtab.runtime.controller.metrics import METRICS
@@ -74,7 +74,7 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 
 def evicted(pool: Pool) -> str:
-    [task] = [one.id for one in pool.tasks() if one.state is State.evicted]
+    [task] = [one.id for one in pool.tasks() if one.state is TaskState.evicted]
     return task
 
 
@@ -367,13 +367,13 @@ def test_the_python_of_the_page_runs_as_it_stands(cluster: Any, capsys: pytest.C
 
 
 def test_the_page_lists_exactly_the_states_of_tasks() -> None:
-    assert [row[0] for row in table("States")] == [f"`{state.value}`" for state in State]
+    assert [row[0] for row in table("States")] == [f"`{state.value}`" for state in TaskState]
 
 
 def test_the_page_lists_exactly_the_codes_of_reasons() -> None:
     rows = [*table("Reasons"), *table("Reasons", NODES_PAGE), *table("Reasons", ROLLOUT_PAGE)]
     rows += table("Reasons", LOOP_PAGE)
-    assert [row[0] for row in rows] == [f"`{code.value}`" for code in Code]
+    assert [row[0] for row in rows] == [f"`{code.value}`" for code in ReasonCode]
 
 
 def test_the_page_has_the_gaps_of_every_aggressiveness() -> None:

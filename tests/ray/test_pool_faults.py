@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from trimtab.core.errors import UnreachableError
-from trimtab.core.reasons import Code
-from trimtab.model.pool import State
+from trimtab.core.reasons import ReasonCode
+from trimtab.model.pool import TaskState
 from trimtab.runtime.client.session import Session, Task, connect
 from trimtab.runtime.client.task_errors import TaskFailedError
 from trimtab.runtime.rayapi.connect import connected
@@ -165,7 +165,7 @@ def test_a_result_that_cannot_be_stored_is_a_failure_with_its_cause(tmp_path: Pa
             for task in tasks:
                 with pytest.raises(TaskFailedError, match=f"{disk}/journal/results cannot be written: No space left"):
                     task.result(timeout=LONG_S)
-                assert task.state is State.failed
+                assert task.state is TaskState.failed
         late = pool.submit(Work, (str(tmp_path),), resources=CPU, run="give", run_args=(3,))
         assert late.result(timeout=LONG_S) == "xxx"
 
@@ -222,7 +222,7 @@ def test_a_state_that_only_its_node_has_outlives_the_controller(tmp_path: Path) 
         pool.submit(Saver, (str(tmp_path),), resources=CPU, priority=0.0, id="next")
         with full(disk):
             task.evict()
-            until(lambda: session.task("next").state is State.running or task.seen.attempt == 2)
+            until(lambda: session.task("next").state is TaskState.running or task.seen.attempt == 2)
             controller = session.status()["pid"]
             os.kill(controller, signal.SIGKILL)
         until(lambda: session.status()["pid"] != controller)
@@ -237,7 +237,7 @@ def test_a_state_that_only_its_node_has_outlives_the_controller(tmp_path: Path) 
 def test_a_start_that_takes_too_long_ends_with_its_own_reason(plain: bool) -> None:
     with own_session() as session:
         pool = session.pool("p", {"cpu": 1})
-        for restarts, code in ((0, Code.start_timeout), (1, Code.restarts_used)):
+        for restarts, code in ((0, ReasonCode.start_timeout), (1, ReasonCode.restarts_used)):
             task = pool.submit(Stuck, resources=CPU, restarts=restarts, start_timeout_s=2.0, plain=plain)
             with pytest.raises(TaskFailedError, match="not constructed within 2 s"):
                 task.wait("running", timeout=LONG_S)

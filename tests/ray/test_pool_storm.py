@@ -14,7 +14,7 @@ import pytest
 import storm as storms
 from storm import HEALTH_CHECKS, Storm, Work, is_process, process_names, still_lives
 from trimtab.core.errors import TrimtabError
-from trimtab.model.pool import ENDED, State
+from trimtab.model.pool import ENDED, TaskState
 from trimtab.runtime.client.session import Session, connect
 from waiting import until
 
@@ -86,7 +86,7 @@ def weather(
         for task in tasks:
             explanation = session.explain(task)
             ends = [chapter.state for chapter in explanation.story if chapter.state in [one.value for one in ENDED]]
-            assert ends == [State.done.value], f"{task} ended as {ends}"
+            assert ends == [TaskState.done.value], f"{task} ended as {ends}"
             lines = (directory / f"{task}.log").read_text().split()
             assert all(map(is_process, lines)), f"two processes of {task} at once: {lines}"
             assert 1 <= len(lines) <= explanation.attempts, f"{task} began {len(lines)} times in {explanation.attempts}"

@@ -22,7 +22,7 @@ from trimtab.machines.rollout import events as rollout_events
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.replay.journal.replay import UNCHANGED, agreement, recorded, run_other
-from trimtab.replay.journal.world import World, world_of
+from trimtab.replay.journal.world import JournalWorld, world_of
 from trimtab.runtime.store.journal import ROLLOUT_EVENTS
 
 NEAR = 0.1  # that times may be off, relative
@@ -42,7 +42,7 @@ def node() -> Iterator[Joining]:
         yield node
 
 
-def lived(one: Scene, node: Joining, journal: Path) -> World:
+def lived(one: Scene, node: Joining, journal: Path) -> JournalWorld:
     """Play it live; its replay must give the same instructions, at the same times."""
     record = live_scene.play(one, node, journal)
     # What the controller instructed is written beside every event: a fresh machine says the same.
@@ -131,4 +131,4 @@ def test_the_rollout_machine_says_the_same_to_the_events_of_a_live_pool() -> Non
         events += 1
     assert not said
     assert events > 50
-    assert kinds >= {"Send", "Answer", "Act", "RefitReady", "RefitOver"}
+    assert kinds >= {"SendRequest", "AnswerRequest", "WorkerAction", "RefitReady", "RefitOver"}

@@ -16,32 +16,32 @@ from jobs import cluster, component
 from random_jobs import random_job
 from trimtab.cli.app import run
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.formats.load import load
-from trimtab.machines.nodes.roles import Advice, Setting, advise, as_planned, with_joined, without
+from trimtab.machines.nodes.roles import PlanningContext, RoleAdvice, advise, as_planned, with_joined, without
 from trimtab.model.plan import CurrentPlacement
-from trimtab.model.workflow import Cluster, Job, Node, WeightSync, Workflow
+from trimtab.model.workflow import Cluster, Node, PlacementJob, WeightSync, Workflow
 
 ROOT = Path(__file__).parents[2]
 ROLES = ROOT / "examples" / "roles"
 
 
-def asked(job: Job, after: Cluster, current: CurrentPlacement | None = None, **settings: Any) -> Advice:
-    return advise(Setting(job, current=current), Setting(replace(job, cluster=after)), **settings)
+def asked(job: PlacementJob, after: Cluster, current: CurrentPlacement | None = None, **settings: Any) -> RoleAdvice:
+    return advise(PlanningContext(job, current=current), PlanningContext(replace(job, cluster=after)), **settings)
 
 
-def codes(advice: Advice) -> dict[str, Code]:
+def codes(advice: RoleAdvice) -> dict[str, ReasonCode]:
     return {one.component: one.reason.code for one in advice.changes}
 
 
-def ahead(total: int, trainer: dict[int, float], generation: dict[int, float], **more: Any) -> Job:
+def ahead(total: int, trainer: dict[int, float], generation: dict[int, float], **more: Any) -> PlacementJob:
     """Generation one iteration ahead of the trainer."""
     chain = (
         component("generation", generation, switch_seconds=5.0, engine="vllm"),
         component("trainer", trainer, ("generation",), granularity=None, engine="megatron", **more),
     )
     sync = WeightSync("trainer", "generation", 1.0, 1.0)
-    return Job(cluster(total), Workflow(chain, batches=64, staleness=1, weight_sync=sync))
+    return PlacementJob(cluster(total), Workflow(chain, batches=64, staleness=1, weight_sync=sync))
 
 
 # ---- the three roles ----------------------------------------------------------------------------------------------
@@ -50,11 +50,11 @@ def ahead(total: int, trainer: dict[int, float], generation: dict[int, float], *
 @pytest.mark.parametrize("role", ["trainer", "generation", "environment"])
 def test_a_node_that_joins_goes_to_the_role_that_the_iteration_waits_for(role: str) -> None:
     loaded = load(ROLES / f"{role}.yaml")
-    before = Setting(loaded.job, loaded.rules, loaded.current)
-    advice = advise(before, Setting(replace(loaded.job, cluster=with_joined(loaded.job.cluster, 1))))
-    assert advice.reason.code is Code.grow
-    assert {name for name, code in codes(advice).items() if code is Code.grow} == {role}
-    assert {code for name, code in codes(advice).items() if name != role} == {Code.stay}
+    before = PlanningContext(loaded.job, loaded.rules, loaded.current)
+    advice = advise(before, PlanningContext(replace(loaded.job, cluster=with_joined(loaded.job.cluster, 1))))
+    assert advice.reason.code is ReasonCode.grow
+    assert {name for name, code in codes(advice).items() if code is ReasonCode.grow} == {role}
+    assert {code for name, code in codes(advice).items() if name != role} == {ReasonCode.stay}
     [change] = [one for one in advice.changes if one.component == role]
     assert change.gpus_after == change.gpus_before + 8
     assert "held up the iteration" in change.reason.sentence
@@ -66,8 +66,10 @@ def test_a_node_that_joins_goes_to_the_role_that_the_iteration_waits_for(role: s
 def test_a_node_that_leaves_takes_its_gpus_and_the_advice_fits_what_is_left(role: str) -> None:
     loaded = load(ROLES / f"{role}.yaml")
     left = without(loaded.job.cluster, "node1")
-    advice = advise(Setting(loaded.job, loaded.rules, loaded.current), Setting(replace(loaded.job, cluster=left)))
-    assert advice.reason.code is Code.shrink
+    advice = advise(
+        PlanningContext(loaded.job, loaded.rules, loaded.current), PlanningContext(replace(loaded.job, cluster=left))
+    )
+    assert advice.reason.code is ReasonCode.shrink
     assert "does not fit any more" in advice.reason.sentence
     assert not advice.can_stay
     assert advice.after.gpus <= 8
@@ -75,8 +77,8 @@ def test_a_node_that_leaves_takes_its_gpus_and_the_advice_fits_what_is_left(role
 
 def test_what_is_not_to_change_keeps_its_gpus() -> None:
     loaded = load(ROLES / "trainer.yaml")
-    before = Setting(loaded.job, current=loaded.current)
-    advice = advise(before, Setting(replace(loaded.job, cluster=with_joined(loaded.job.cluster, 1))))
+    before = PlanningContext(loaded.job, current=loaded.current)
+    advice = advise(before, PlanningContext(replace(loaded.job, cluster=with_joined(loaded.job.cluster, 1))))
     ranks = {group.components: group.gpus for group in advice.after.groups}
     assert ranks == {("generation",): tuple(range(8, 16)), ("trainer",): (*range(8), *range(16, 24))}
 
@@ -90,7 +92,7 @@ def test_a_gain_that_real_runs_do_not_show_is_no_reason_to_move() -> None:
     advice = asked(job, with_joined(job.cluster, 2), placed)
     assert advice.stay
     assert advice.after is advice.before
-    assert set(codes(advice).values()) == {Code.stay}
+    assert set(codes(advice).values()) == {ReasonCode.stay}
     assert "real runs do not show" in advice.reason.sentence
     assert not asked(job, with_joined(job.cluster, 2), placed, noise=0.001).stay
 
@@ -119,9 +121,9 @@ def test_a_job_that_did_not_fit_can_run_when_enough_has_joined() -> None:
     job = ahead(8, {16: 50.0}, {8: 20.0}, gpus=(16,))
     advice = asked(job, with_joined(job.cluster, 2))
     assert advice.before is None
-    assert advice.reason.code is Code.grow
+    assert advice.reason.code is ReasonCode.grow
     assert "nothing fitted before" in advice.reason.sentence
-    assert set(codes(advice).values()) == {Code.grow}
+    assert set(codes(advice).values()) == {ReasonCode.grow}
 
 
 def test_a_job_that_does_not_fit_any_more_is_infeasible() -> None:
@@ -235,7 +237,7 @@ def test_advice_is_within_the_noise_of_the_best_that_an_obvious_planner_finds(se
                 assert set(group.gpus) <= set(after.ranks(group.kind))
             assert any(one.changed for one in advice.changes)
         for one in advice.changes:
-            assert (one.gpus_after > one.gpus_before) == (one.reason.code is Code.grow) or advice.before is None
+            assert (one.gpus_after > one.gpus_before) == (one.reason.code is ReasonCode.grow) or advice.before is None
     assert advised > 3
 
 

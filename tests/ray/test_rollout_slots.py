@@ -26,17 +26,17 @@ from storm import below, kill
 from tiny_gguf import tiny_gguf
 from trimtab import rollout
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.core.resources import Resources
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.nodes import NodeFacts, NodeState, NodeView
-from trimtab.model.pool import State
+from trimtab.model.pool import TaskState
 from trimtab.rollout import RolloutPool, RolloutRules, SamplingParams, WorkerSpec, WorkerState
 from trimtab.runtime.client.session import Pool, Session, connect
 from trimtab.runtime.procs.background import Background
 from trimtab.runtime.procs.processes import table
-from trimtab.runtime.rollout.launch.demand import Takers
-from trimtab.runtime.rollout.launch.engines_per_node import NodeFollower, places_on
+from trimtab.runtime.rollout.launch.demand import DemandWatch
+from trimtab.runtime.rollout.launch.engines_per_node import EnginesPerNode, places_on
 from trimtab.runtime.rollout.launch.slots import SlotLauncher
 from trimtab.runtime.rollout.launch.start import engines_as_processes, engines_on_slots
 from waiting import until_async
@@ -148,8 +148,8 @@ def active(pool: RolloutPool) -> list[str]:
     return [one.worker for one in pool.workers() if one.state is WorkerState.active]
 
 
-async def said(task: Any) -> State:
-    state: State = await asyncio.to_thread(lambda: task.state)
+async def said(task: Any) -> TaskState:
+    state: TaskState = await asyncio.to_thread(lambda: task.state)
     return state
 
 
@@ -209,7 +209,7 @@ def test_an_engine_ends_with_the_process_that_holds_its_slot_and_comes_back_in_a
                 assert list(launcher.places.values()) != [place]
                 await flow.flows()
         assert not servers()
-        assert not [one for one in await asyncio.to_thread(slots.tasks) if one.state is State.running]
+        assert not [one for one in await asyncio.to_thread(slots.tasks) if one.state is TaskState.running]
 
     run(play(), within_s=300)
 
@@ -238,7 +238,7 @@ def test_a_slot_that_is_not_needed_goes_to_whoever_waits_and_comes_back_by_prior
             assert len(active(pool)) == 1
             pool.scale(2, why="the next step begins")
             await until_async(lambda: len(active(pool)) == 2, "its return")
-            assert await said(taker) in (State.evicted, State.waiting), "the engine's priority is higher"
+            assert await said(taker) in (TaskState.evicted, TaskState.waiting), "the engine's priority is higher"
             await asyncio.to_thread(taker.cancel)
 
     run(play(), within_s=300)
@@ -343,7 +343,9 @@ class Ledger:
 
 
 def node(name: str, gpus: float, state: NodeState = NodeState.ready, **more: Any) -> NodeView:
-    return NodeView(name, state, NodeFacts(Resources.of(gpu=gpus, cpu=8)), Reason(Code.joined, "test"), 0.0, **more)
+    return NodeView(
+        name, state, NodeFacts(Resources.of(gpu=gpus, cpu=8)), Reason(ReasonCode.joined, "test"), 0.0, **more
+    )
 
 
 def test_a_node_has_places_for_what_is_left_of_it_and_none_before_it_may_be_used() -> None:
@@ -361,7 +363,7 @@ def test_a_node_has_places_for_what_is_left_of_it_and_none_before_it_may_be_used
 def test_workers_follow_nodes_within_limits_and_those_whose_node_goes_go_first() -> None:
     async def play() -> None:
         ledger = Ledger()
-        follower = NodeFollower(ledger, least=1, most=5)  # type: ignore[arg-type]
+        follower = EnginesPerNode(ledger, least=1, most=5)  # type: ignore[arg-type]
         follower.hear([])
         assert ledger.added == ["engine-1"], "the least, wherever they will be"
         follower.hear([node("a", 4), node("b", 4)])
@@ -379,15 +381,15 @@ def test_workers_follow_nodes_within_limits_and_those_whose_node_goes_go_first()
 
 
 def test_a_taker_is_who_waits_for_engines_alone_and_less_what_is_being_given_up_already() -> None:
-    def waits(code: Code, *needs: str) -> SimpleNamespace:
+    def waits(code: ReasonCode, *needs: str) -> SimpleNamespace:
         return SimpleNamespace(reason=Reason(code, "test"), needs=needs)
 
     explained = {
-        "one": waits(Code.no_room, "t1"),
-        "two": waits(Code.quota, "t1", "t2"),
-        "mixed": waits(Code.no_room, "t1", "somebody"),
-        "evicts": waits(Code.evicting, "t2"),
-        "soon": waits(Code.behind),
+        "one": waits(ReasonCode.no_room, "t1"),
+        "two": waits(ReasonCode.quota, "t1", "t2"),
+        "mixed": waits(ReasonCode.no_room, "t1", "somebody"),
+        "evicts": waits(ReasonCode.evicting, "t2"),
+        "soon": waits(ReasonCode.behind),
     }
 
     async def ask(door: str, *args: str) -> Any:
@@ -403,7 +405,7 @@ def test_a_taker_is_who_waits_for_engines_alone_and_less_what_is_being_given_up_
             places={"w1": place("t1"), "w2": place("t2"), "w3": place("t3", up=False)},
             pool=SimpleNamespace(workers=lambda: [SimpleNamespace(worker=w, state=s) for w, s in states.items()]),
         )
-        takers = Takers(launcher, use_s=60.0)  # type: ignore[arg-type]
+        takers = DemandWatch(launcher, use_s=60.0)  # type: ignore[arg-type]
         assert await takers.found() == (rollout.Taker("one", 1, 60.0), rollout.Taker("two", 2, 60.0))
         states["w2"] = WorkerState.draining
         assert await takers.found() == (rollout.Taker("two", 2, 60.0),)
@@ -416,11 +418,11 @@ def test_a_taker_is_who_waits_for_engines_alone_and_less_what_is_being_given_up_
 def test_settings_that_cannot_be_are_refused() -> None:
     for wrong in ({"least": 3, "most": 2}, {"per_node": 0}):
         with pytest.raises(InputError):
-            NodeFollower(Ledger(), **wrong)  # type: ignore[arg-type]
+            EnginesPerNode(Ledger(), **wrong)  # type: ignore[arg-type]
     for resources, said in (({"GPU": 1}, "did you mean gpu"), ({}, "needs resources"), ({"gpu": -1}, "negative")):
         with pytest.raises(InputError, match=said):
             SlotLauncher(None, None, "gpus", llama(), resources=resources)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="above 0 seconds"):
-        Takers(None, use_s=0.0)  # type: ignore[arg-type]
+        DemandWatch(None, use_s=0.0)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="0 workers"):
         engines_as_processes(None, llama(), 0)  # type: ignore[arg-type]

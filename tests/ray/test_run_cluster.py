@@ -18,7 +18,7 @@ from trimtab.model.plan import Plan
 from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan
 from trimtab.runtime.client.session import Session, connect
-from trimtab.runtime.run.job import Part, RunJob
+from trimtab.runtime.run.job import ComponentCode, RunJob
 from trimtab.runtime.run.ray_run import ClusterRun
 
 JOB = """
@@ -51,7 +51,7 @@ def job(folder: Path, iterations: int, **part: object) -> RunJob:
     path = folder / "job.yaml"
     path.write_text(JOB)
     loaded = load(path).job
-    parts = {name: Part(**part) for name in loaded.workflow.names}  # type: ignore[arg-type]
+    parts = {name: ComponentCode(**part) for name in loaded.workflow.names}  # type: ignore[arg-type]
     return RunJob(loaded, parts, iterations=iterations, save_every=2, near=Path(__file__).parents[1] / "helpers")
 
 

@@ -21,9 +21,9 @@ import trimtab
 from cluster_here import PATIENCE_S, TRIMTAB, Terminal
 from trimtab.cli.app import run
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.model.workflow import Cluster, Node
-from trimtab.render.text.run import Story
+from trimtab.render.text.run import RunNarrator
 from trimtab.runtime.procs.processes import MARK, family
 from trimtab.runtime.run.clock import VirtualClock
 from trimtab.runtime.run.folder import RunFolder, new_folder, read_run
@@ -439,7 +439,7 @@ def test_ctrl_c_twice_ends_the_run_at_once(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "stopped at once: iteration 2 was not over, and does not count" in out
     assert numbers(tmp_path / "runs/small-1") == [1]
-    assert events(tmp_path / "runs/small-1", "ended")[0]["code"] == Code.by_hand.value
+    assert events(tmp_path / "runs/small-1", "ended")[0]["code"] == ReasonCode.by_hand.value
 
 
 # ---- on a real Ray ---------------------------------------------------------------------------------------------------
@@ -671,7 +671,7 @@ def test_classes_of_a_script_are_found_by_the_run_s_other_processes_and_by_a_res
 
 
 def test_what_happens_to_a_run_is_said_in_words() -> None:
-    story = Story(80)
+    story = RunNarrator(80)
     numbers = {"iteration_s": 20.0, "new_iteration_s": 15.0, "gain_s": 5.0, "cost_s": 60.0}
     advice = {"what": "advise", "code": "DRIFTED", "reason": "rollout grew", "numbers": numbers}
     plan = {"plan": "rollout 6 | trainer 2", "predicted_s": 15.0}

@@ -39,7 +39,7 @@ from trimtab.runtime.client.session import Pool, Session, connect  # noqa: E402
 from trimtab.runtime.procs.processes import table  # noqa: E402
 from trimtab.runtime.run.component import Batch, Place, Result  # noqa: E402
 from trimtab.runtime.run.engines.event_log import diary_of, read_diary  # noqa: E402
-from trimtab.runtime.run.job import Part, RunJob  # noqa: E402
+from trimtab.runtime.run.job import ComponentCode, RunJob  # noqa: E402
 from trimtab.runtime.run.job_file import load_run  # noqa: E402
 from trimtab.runtime.run.local_run import LocalRun, RunEnd  # noqa: E402
 from trimtab.runtime.run.ray_run import ClusterRun  # noqa: E402
@@ -57,7 +57,7 @@ def job(iterations: int, *, gpus: int = 2, seed: int = 0, engine: dict[str, Any]
     plain = grpo(iterations=iterations, seed=seed, gpus=gpus, **size)
     asks = {name: size[name] for name in ("digits", "questions", "group")}
     settings = {**ENGINE, "ask_settings": asks, "engine_settings": {"digits": size["digits"], **(engine or {})}}
-    return replace(plain, parts={**plain.parts, "rollout": Part("trimtab.rollout:EngineRollout", settings)})
+    return replace(plain, parts={**plain.parts, "rollout": ComponentCode("trimtab.rollout:EngineRollout", settings)})
 
 
 def engines(gpus: int = 2, near: Path = HERE, folder: Path | None = None, **settings: Any) -> EngineRollout:

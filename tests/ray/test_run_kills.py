@@ -19,13 +19,13 @@ import pytest
 
 from run_moves import AUTO, cluster, events, moves_of, on_ray, trained
 from trimtab.model.nodes import NodeState
-from trimtab.model.run import STAGES, RunMode, Stage
+from trimtab.model.run import STAGES, MigrationStage, ReplanMode
 from trimtab.model.workflow import Node
 from trimtab.runtime.client.session import Session, connect
 from trimtab.runtime.rayapi.embedded import EmbeddedRay
 from trimtab.runtime.run.cluster_events import first_nodes
 from trimtab.runtime.run.local_run import RunEnd
-from trimtab.runtime.run.migration import Moving
+from trimtab.runtime.run.migration import MigrationExecutor
 from trimtab.runtime.run.ray_run import ClusterRun
 
 ITERATIONS = 16
@@ -171,7 +171,7 @@ def test_a_node_that_is_lost_while_components_are_first_placed_leaves_the_run_a_
 
 @pytest.mark.long
 def test_a_run_that_is_only_advised_follows_the_advice_when_its_plan_is_gone(house: House, tmp_path: Path) -> None:
-    rules = replace(AUTO, mode=RunMode.advise)
+    rules = replace(AUTO, mode=ReplanMode.advise)
     end = run(house, tmp_path / "run", once(at_iteration(6), house.kill_node), rules=rules)
     counts_once(end, tmp_path / "run")
     assert not moves_of(tmp_path / "run", "begun")
@@ -230,17 +230,17 @@ def test_a_driver_that_is_killed_amid_a_move_is_resumed_and_nothing_counts_twice
     assert events(folder, "resumed")
 
 
-class BreaksInTurn(Moving):
+class BreaksInTurn(MigrationExecutor):
     """The first move fails at the first stage, the second at the second ..."""
 
-    moves: list[Moving] = []  # noqa: RUF012
+    moves: list[MigrationExecutor] = []  # noqa: RUF012
 
-    def do(self, stage: Stage) -> None:
+    def do(self, stage: MigrationStage) -> None:
         if self not in self.moves:
             self.moves.append(self)
         at = self.moves.index(self)
         if at < len(STAGES) and stage is STAGES[at]:
-            if stage in (Stage.release, Stage.place):
+            if stage in (MigrationStage.release, MigrationStage.place):
                 super().do(stage)
             raise OSError(5, f"the disk is gone at {stage.value}")
         super().do(stage)
@@ -250,7 +250,7 @@ def test_moves_that_fail_at_each_of_their_stages_are_undone_one_after_another(
     house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BreaksInTurn, "moves", [])
-    monkeypatch.setattr("trimtab.runtime.run.local_run.Moving", BreaksInTurn)
+    monkeypatch.setattr("trimtab.runtime.run.local_run.MigrationExecutor", BreaksInTurn)
     rules = replace(AUTO, assumed_move_s=0.05, dwell_iterations=0, margin=0.0)
     job = on_ray(iterations=40, rules=rules)
     end = ClusterRun(job, tmp_path / "run", house.session).run()

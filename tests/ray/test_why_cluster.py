@@ -30,7 +30,7 @@ from trimtab.cli.why import why
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.render.output import Format
 from trimtab.runtime.procs.non_ray_gpu_users import FILE_VARIABLE
-from trimtab.runtime.rayapi.gcs_snapshot import Lookout, find
+from trimtab.runtime.rayapi.gcs_snapshot import GcsReader, find
 from waiting import until
 
 WAIT_S = 240.0
@@ -79,7 +79,7 @@ def owned(cluster: Cluster) -> Iterator[list[Any]]:
             ray.cancel(one, force=True)
         else:
             ray.kill(one)
-    until(lambda: not Lookout(cluster.address).look().waiting)
+    until(lambda: not GcsReader(cluster.address).look().waiting)
 
 
 class Plain:
@@ -156,7 +156,7 @@ def test_a_group_too_big_for_any_node_is_named_with_what_each_node_lacks(asked: 
     owned.append(placement_group([{"GPU": 1}, {"GPU": 4}], name="huge"))
     inside = PlacementGroupSchedulingStrategy(owned[0], 1)
     owned.insert(0, made({"num_gpus": 1, "scheduling_strategy": inside}, "Follower"))
-    until(lambda: len(Lookout(asked.address).look().waiting) == 2)
+    until(lambda: len(GcsReader(asked.address).look().waiting) == 2)
     status, found = asked.finding("TOO_BIG")
     assert (status, found["never"], found["count"]) == (3, True, 2)
     assert "bundle 1 asks 4 gpu" in found["sentence"]
@@ -178,7 +178,7 @@ def test_a_label_that_no_node_has_is_named(asked: Asked, owned: list[Any]) -> No
 
 def test_a_custom_resource_that_no_node_has_is_named(asked: Asked, owned: list[Any]) -> None:
     owned.append(made({"resources": {"seats": 1}}))
-    until(lambda: any(one.since for one in Lookout(asked.address).look().waiting))  # Ray tells it after a second
+    until(lambda: any(one.since for one in GcsReader(asked.address).look().waiting))  # Ray tells it after a second
     status, found = asked.finding("NO_RESOURCE")
     assert (status, found["never"]) == (3, True)
     assert "seats" in found["sentence"]
@@ -242,7 +242,7 @@ def test_a_full_bundle_and_an_actor_bound_to_one_node_are_told_apart(asked: Aske
     there = NodeAffinitySchedulingStrategy(left, soft=False)
     owned.insert(0, running({"num_gpus": 1, "scheduling_strategy": there}))
     owned.insert(0, made({"num_gpus": 2, "scheduling_strategy": there}, "Bound"))
-    until(lambda: any(one.pinned == left for one in Lookout(asked.address).look().waiting))
+    until(lambda: any(one.pinned == left for one in GcsReader(asked.address).look().waiting))
     status, found = asked.finding("BUSY")
     assert (status, found["who"][0]["pinned"]) == (0, left)
     assert "left, the only node it may use" in found["sentence"]
@@ -430,7 +430,7 @@ def test_the_cluster_of_the_environment_is_found_and_one_that_is_gone_is_said(cl
 
 def test_a_view_on_a_terminal_ends_with_ctrl_c_and_its_status(cluster: Cluster, owned: list[Any]) -> None:
     owned.append(made({"resources": {"nowhere": 1}}))
-    until(lambda: bool(Lookout(str(cluster.address)).look().waiting))
+    until(lambda: bool(GcsReader(str(cluster.address)).look().waiting))
     terminal, theirs = pty.openpty()
     command = [sys.executable, "-m", "trimtab", "why", "-a", str(cluster.address), "-w", "0.5"]
     view = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)

@@ -12,18 +12,18 @@ from collections import Counter
 from dataclasses import dataclass
 
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.core.resources import NOTHING, Resources
 from trimtab.machines.elastic import events as g
-from trimtab.machines.elastic.machine import GroupMachine
+from trimtab.machines.elastic.machine import ElasticMachine
 from trimtab.machines.elastic.members import GRACE_S
 from trimtab.machines.nodes import events as n
 from trimtab.machines.nodes.machine import NodeMachine
-from trimtab.model.nodes import Change, GroupSpec, NodeFacts, NodePolicy, NodeState, NodeView, World
+from trimtab.model.nodes import ElasticSpec, NodeChange, NodeFacts, NodePolicy, NodeState, NodeView, World
 
 UNIT = Resources.of(gpu=1)
-PLANNED = (Code.node_draining, Code.shrink, Code.priority)
-NO_ROOM = Reason(Code.no_room, "no node has enough free")
+PLANNED = (ReasonCode.node_draining, ReasonCode.shrink, ReasonCode.priority)
+NO_ROOM = Reason(ReasonCode.no_room, "no node has enough free")
 
 
 def facts(gpus: float = 1, *, kind: str = "H100", head: bool = False, name: str = "") -> NodeFacts:
@@ -33,7 +33,7 @@ def facts(gpus: float = 1, *, kind: str = "H100", head: bool = False, name: str 
 def node_view(
     name: str, state: NodeState = NodeState.ready, *, gpus: float = 1, deadline: float | None = None
 ) -> NodeView:
-    return NodeView(name, state, facts(gpus), Reason(Code.joined, "it came"), 0.0, deadline=deadline)
+    return NodeView(name, state, facts(gpus), Reason(ReasonCode.joined, "it came"), 0.0, deadline=deadline)
 
 
 @dataclass
@@ -67,10 +67,10 @@ class TrueMember:
 
 
 class FleetWorld:
-    def __init__(self, spec: GroupSpec, policy: NodePolicy | None = None) -> None:
+    def __init__(self, spec: ElasticSpec, policy: NodePolicy | None = None) -> None:
         self.spec, self.now = spec, 100.0
         self.policy = policy or NodePolicy()
-        self.nodes, self.group = NodeMachine(self.policy), GroupMachine(spec)
+        self.nodes, self.group = NodeMachine(self.policy), ElasticMachine(spec)
         self.journal: list[tuple[str, float, object, tuple[object, ...]]] = []
         self.counts: Counter[str] = Counter()
         # Nodes.
@@ -80,11 +80,11 @@ class FleetWorld:
         self.used: dict[str, NodeFacts] = {}  # the pool's nodes
         self.open: set[str] = set()  # those of them that take something new
         self.believed: dict[str, str] = {}  # what groups were told by changes
-        self.changes: list[Change] = []
+        self.changes: list[NodeChange] = []
         self.told_lost: dict[str, list[float]] = {}
         # The group.
         self.members: dict[str, TrueMember] = {}
-        self.inbox: list[g.GroupEvent] = []
+        self.inbox: list[g.ElasticEvent] = []
         self.told_nodes: tuple[NodeView, ...] = ()
         self.told_version = -1
         self.worlds: dict[int, World] = {}
@@ -97,7 +97,7 @@ class FleetWorld:
         self.health: set[str] = set()
         self.asked_units: int | None = None
         self.waits_for_step = False
-        self.ended: g.GiveUp | None = None
+        self.ended: g.FailGroup | None = None
         self.closed = False
         self.broken = False  # something was found to be wrong
 
@@ -105,33 +105,33 @@ class FleetWorld:
 
     def tell_nodes(self, event: n.NodeEvent) -> list[n.NodeInstruction]:
         self.broken = True
-        if isinstance(event, n.LinkHeard):
+        if isinstance(event, n.HeartbeatReceived):
             self.barred.discard(event.node)
         elif isinstance(event, n.NodeGone):
             self.barred.discard(event.node)
             self.drains.discard(event.node)
-        elif isinstance(event, n.DrainOver):
+        elif isinstance(event, n.DrainCancelled):
             self.drains.discard(event.node)
         version, before = self.nodes.version, self.nodes.views(self.now, gone=True)
         there = {one.node for one in self.nodes.views(self.now)}
         out = self.nodes.handle(event, self.now)
         self.journal.append(("nodes", self.now, event, tuple(out)))
         self.nodes.check()
-        if isinstance(event, n.DrainAsked) and event.node in there:
+        if isinstance(event, n.DrainRequested) and event.node in there:
             self.drains.add(event.node)
         for one in out:
             self._judge_node(one)
         for one in out:
-            if isinstance(one, n.LoseNode):
+            if isinstance(one, n.RemoveNode):
                 assert self.believed.get(one.node) != "used", "a loss is not told at once"
         assert self.nodes.version != version or self.nodes.views(self.now, gone=True) == before, "a change unseen"
         self._judge_views()
-        if isinstance(event, n.LinkBroken) and self.truth[event.node].listed:
+        if isinstance(event, n.ConnectionBroken) and self.truth[event.node].listed:
             self.barred.add(event.node)
         self.broken = False
         return out
 
-    def tell(self, event: g.GroupEvent) -> list[g.GroupInstruction]:
+    def tell(self, event: g.ElasticEvent) -> list[g.ElasticInstruction]:
         self.broken = True
         if isinstance(event, g.NodesChanged):
             self.told_nodes = event.nodes
@@ -150,7 +150,7 @@ class FleetWorld:
     # ---- what must be true of nodes --------------------------------------------------------------------------------
 
     def _judge_node(self, one: n.NodeInstruction) -> None:
-        if isinstance(one, n.TellChange):
+        if isinstance(one, n.AnnounceNodeChange):
             self._judge_change(one.change)
             return
         assert one.reason.sentence
@@ -163,7 +163,7 @@ class FleetWorld:
             return
         assert one.node in self.used, f"{one} of a node that the pool does not know"
         self.open.discard(one.node)
-        if isinstance(one, n.LoseNode):
+        if isinstance(one, n.RemoveNode):
             del self.used[one.node]
             self.barred.add(one.node)
             self.counts["losses"] += 1
@@ -173,7 +173,7 @@ class FleetWorld:
             if not self.truth[one.node].listed:
                 self.barred.discard(one.node)
 
-    def _judge_change(self, change: Change) -> None:
+    def _judge_change(self, change: NodeChange) -> None:
         self.changes.append(change)
         assert change.number == len(self.changes)
         assert change.reason is not None
@@ -221,7 +221,7 @@ class FleetWorld:
             if due is None or due > self.now + self.policy.drain_window_s:
                 break
             self.now = max(self.now, due)
-            self.tell_nodes(n.Tick())
+            self.tell_nodes(n.NodeTick())
         for one in self.nodes.views(self.now, gone=True):
             gone = one.state in (NodeState.lost, NodeState.left) and not self.truth[one.node].listed
             assert not gone or one.since > self.now - self.policy.forget_s - 10, f"{one.node} is never forgotten"
@@ -267,7 +267,7 @@ class FleetWorld:
         node = self.truth[name]
         if not node.alive and not node.noticed:
             node.noticed = True
-            self.tell_nodes(n.LinkBroken(name, "its link broke and nothing listens"))
+            self.tell_nodes(n.ConnectionBroken(name, "its link broke and nothing listens"))
 
     def ray_notices(self, name: str, *, expected: bool = False) -> None:
         node = self.truth[name]
@@ -289,14 +289,14 @@ class FleetWorld:
         node = self.truth[name]
         if node.alive and node.frozen_since is not None:
             node.frozen_since = None
-            self.tell_nodes(n.LinkHeard(name))
+            self.tell_nodes(n.HeartbeatReceived(name))
 
     def flap(self, name: str) -> None:
         """The link breaks and speaks again."""
         if self.truth[name].alive and self.truth[name].frozen_since is None:
             self.counts["flaps"] += 1
-            self.tell_nodes(n.LinkBroken(name, "reset"))
-            self.tell_nodes(n.LinkHeard(name))
+            self.tell_nodes(n.ConnectionBroken(name, "reset"))
+            self.tell_nodes(n.HeartbeatReceived(name))
 
     def links(self) -> None:
         """What Ray lists and the links say at this moment; Ray lags behind."""
@@ -304,14 +304,14 @@ class FleetWorld:
             if node.listed:
                 self.tell_nodes(n.NodeSeen(name, node.facts, node.outside))
             if node.frozen_since is not None:
-                self.tell_nodes(n.LinkSilent(name, self.now - node.frozen_since))
+                self.tell_nodes(n.HeartbeatMissed(name, self.now - node.frozen_since))
 
     def drain(self, name: str, deadline: float | None, *, by_ray: bool) -> None:
         refused = name not in self.nodes.nodes or self.truth[name].facts.head or self.node_state(name) in (
             NodeState.lost, NodeState.left)  # fmt: skip
         before = json.dumps(self.nodes.dump())
         try:
-            self.tell_nodes(n.DrainAsked(name, deadline, "spot termination", by_ray))
+            self.tell_nodes(n.DrainRequested(name, deadline, "spot termination", by_ray))
             self.counts["drains"] += not refused
         except InputError:
             self.broken = False
@@ -338,7 +338,7 @@ class FleetWorld:
             else:
                 if not member.queues:
                     member.queues = True
-                    self.inbox.append(g.MemberWaits(name, NO_ROOM))
+                    self.inbox.append(g.MemberPending(name, NO_ROOM))
 
     def construct(self, name: str, how: str = "well") -> None:
         member = self.members[name]
@@ -360,11 +360,13 @@ class FleetWorld:
         if member.state == "running" and not member.ending:
             member.state, member.node, member.queues = "queued", "", True
             self.counts["evictions"] += 1
-            self.inbox.append(g.MemberWaits(name, Reason(Code.priority, "somebody more important came")))
+            self.inbox.append(g.MemberPending(name, Reason(ReasonCode.priority, "somebody more important came")))
 
     def take(self, name: str, within_s: float) -> None:
         if self.members[name].state == "running":
-            self.inbox.append(g.MemberTaken(name, within_s, Reason(Code.priority, "somebody more important comes")))
+            self.inbox.append(
+                g.MemberPreempted(name, within_s, Reason(ReasonCode.priority, "somebody more important comes"))
+            )
 
     def end(self, name: str) -> None:
         member = self.members[name]
@@ -384,7 +386,7 @@ class FleetWorld:
         while self.inbox and count:
             count -= 1
             event = self.inbox.pop(0)
-            said = {g.MemberLost: "gone", g.MemberLeft: "gone", g.MemberWaits: "waits", g.MemberStarted: "runs"}
+            said = {g.MemberLost: "gone", g.MemberLeft: "gone", g.MemberPending: "waits", g.MemberStarted: "runs"}
             if type(event) in said:
                 self.members[event.member].said = said[type(event)]
                 self.health.discard(event.member)
@@ -398,13 +400,13 @@ class FleetWorld:
     def boundary(self) -> None:
         if self.step is None:
             self.waits_for_step = True
-            self.tell(g.Boundary(self.done))
+            self.tell(g.StepBoundary(self.done))
 
     def withdraw(self) -> None:
         """The step is not wanted any more (the user's code raised); nobody has committed it."""
         self.step, self.interrupt, self.waits_for_step = None, False, False
         self.begun.discard(self.done + 1)
-        self.tell(g.Boundary(self.done, wanted=False))
+        self.tell(g.StepBoundary(self.done, wanted=False))
 
     def finish_entering(self, how: str = "well") -> None:
         if self.entering is None:
@@ -467,10 +469,10 @@ class FleetWorld:
 
     # ---- what must be true of the group ----------------------------------------------------------------------------
 
-    def _judge_group(self, one: g.GroupInstruction, out: list[g.GroupInstruction]) -> None:
-        if isinstance(one, g.Want):
+    def _judge_group(self, one: g.ElasticInstruction, out: list[g.ElasticInstruction]) -> None:
+        if isinstance(one, g.RequestUnits):
             self.asked_units = one.units
-        elif isinstance(one, g.AskHealth):
+        elif isinstance(one, g.CheckHealth):
             assert one.member not in self.health, "asked again before it has answered"
             assert self.told_alive(one.member)
             self.health.add(one.member)
@@ -482,14 +484,14 @@ class FleetWorld:
             assert one.reason.sentence
             getattr(self, "_judge_" + type(one).__name__)(one, out)
 
-    def _judge_StartMember(self, one: g.StartMember, out: list[g.GroupInstruction]) -> None:  # noqa: N802
+    def _judge_StartMember(self, one: g.StartMember, out: list[g.ElasticInstruction]) -> None:  # noqa: N802
         assert one.member not in self.members, "an id is used twice"
         assert self.ended is None
         self.members[one.member] = TrueMember()
         self.counts["starts"] += 1
-        self.counts["replacements"] += one.reason.code is Code.replaced
+        self.counts["replacements"] += one.reason.code is ReasonCode.replaced
 
-    def _judge_EndMember(self, one: g.EndMember, out: list[g.GroupInstruction]) -> None:  # noqa: N802
+    def _judge_EndMember(self, one: g.StopMember, out: list[g.ElasticInstruction]) -> None:  # noqa: N802
         member = self.members[one.member]
         closing = self.group.phase.value == "closed"
         at_work = self.step is not None and self.world is not None and one.member in self.world.members
@@ -507,21 +509,21 @@ class FleetWorld:
         member.ending = True
         self.health.discard(one.member)
 
-    def _judge_InterruptStep(self, one: g.InterruptStep, out: list[g.GroupInstruction]) -> None:  # noqa: N802
+    def _judge_InterruptStep(self, one: g.InterruptStep, out: list[g.ElasticInstruction]) -> None:  # noqa: N802
         assert self.step is not None
         assert one.step == self.step.step
         self.interrupt = True
         self.counts["interrupts"] += 1
 
-    def _judge_Wait(self, one: g.Wait, out: list[g.GroupInstruction]) -> None:  # noqa: N802
-        assert one.reason.code is Code.below_min
+    def _judge_Wait(self, one: g.WaitForMembers, out: list[g.ElasticInstruction]) -> None:  # noqa: N802
+        assert one.reason.code is ReasonCode.below_min
         assert one.deadline > self.now
         assert self.waits_for_step
         self.counts["waits"] += 1
 
-    def _judge_GiveUp(self, one: g.GiveUp, out: list[g.GroupInstruction]) -> None:  # noqa: N802
+    def _judge_GiveUp(self, one: g.FailGroup, out: list[g.ElasticInstruction]) -> None:  # noqa: N802
         assert self.ended is None
-        assert one.reason.code in (Code.too_late, Code.start_failed, Code.cap), one
+        assert one.reason.code in (ReasonCode.too_late, ReasonCode.start_failed, ReasonCode.cap), one
         self.ended = one
         self.counts["given up"] += 1
 
@@ -596,20 +598,20 @@ class FleetWorld:
     def tick(self, seconds: float = 0.0) -> None:
         self.now += seconds
         self.links()
-        self.tell_nodes(n.Tick())
+        self.tell_nodes(n.NodeTick())
         self.look()
-        self.tell(g.Tick())
+        self.tell(g.ElasticTick())
 
     def answer_health(self, name: str, fault: str | None = None) -> None:
         if name in self.health:
             self.health.discard(name)
             if fault and self.members[name].state == "running":
                 self.members[name].state = "dead"  # as good as
-            self.tell(g.HealthAnswered(name, fault))
+            self.tell(g.HealthChecked(name, fault))
 
     def reload(self) -> None:
         nodes = NodeMachine.load(json.loads(json.dumps(self.nodes.dump())))
-        group = GroupMachine.load(json.loads(json.dumps(self.group.dump())))
+        group = ElasticMachine.load(json.loads(json.dumps(self.group.dump())))
         assert nodes.dump() == self.nodes.dump()
         assert group.dump() == self.group.dump()
         assert nodes.next_deadline() == self.nodes.next_deadline()
@@ -626,7 +628,7 @@ class FleetWorld:
     def echo(self) -> None:
         """The last news again: nothing changes. (A redone step may be interrupted again: that is other news.)"""
         who, _, event, _ = self.journal[-1]
-        other = (n.Tick, g.Tick, g.MemberTaken, g.HealthAnswered, g.MemberWaits, g.StepInterrupted)
+        other = (n.NodeTick, g.ElasticTick, g.MemberPreempted, g.HealthChecked, g.MemberPending, g.StepInterrupted)
         if not isinstance(event, other):
             machine = self.nodes if who == "nodes" else self.group
             before = json.dumps(machine.dump())
@@ -638,7 +640,7 @@ class FleetWorld:
 
     def replay(self) -> None:
         """The journal alone leads to the same instructions and the same state."""
-        nodes, group = NodeMachine(self.policy), GroupMachine(self.spec)
+        nodes, group = NodeMachine(self.policy), ElasticMachine(self.spec)
         for who, now, event, out in self.journal:
             machine = nodes if who == "nodes" else group
             assert tuple(machine.handle(event, now)) == out
@@ -668,7 +670,7 @@ class FleetWorld:
             self.ray_notices(name)
             if node.alive:
                 self.thaw(name)
-                self.tell_nodes(n.DrainOver(name))
+                self.tell_nodes(n.DrainCancelled(name))
         for at in range(self.spec.least):
             self.join(f"fresh{at}", facts(1))
         before = self.done
@@ -688,7 +690,7 @@ class FleetWorld:
         self.settled()
 
     def close(self) -> None:
-        self.tell(g.Closed())
+        self.tell(g.GroupClosed())
         self.closed = True
         self.step = self.entering = None
         for name in list(self.members):
@@ -696,4 +698,4 @@ class FleetWorld:
         self.deliver()
         alive = [name for name, member in self.members.items() if member.state in ("starting", "running")]
         assert not alive, f"left behind: {alive}"
-        assert self.tell(g.Tick()) == []
+        assert self.tell(g.ElasticTick()) == []

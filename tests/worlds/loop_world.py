@@ -17,15 +17,15 @@ from obvious import Choice, plan_seconds, seconds_on
 from trimtab.core.codec import decode, encode
 from trimtab.core.errors import InputError
 from trimtab.machines.replan import events as e
-from trimtab.machines.replan.machine import LoopMachine
-from trimtab.machines.replan.placed_plan import Seat, seats
+from trimtab.machines.replan.machine import ReplanMachine
+from trimtab.machines.replan.placed_plan import GpuSlot, seats
 from trimtab.model.plan import Plan
-from trimtab.model.run import STAGES, Iteration, Measured, Move, RunMode, RunRules, Stage
-from trimtab.model.workflow import Cluster, Job, Node, WeightSync, Workflow
+from trimtab.model.run import STAGES, ComponentTiming, Iteration, Migration, MigrationStage, ReplanMode, ReplanRules
+from trimtab.model.workflow import Cluster, Node, PlacementJob, WeightSync, Workflow
 from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan
 
-Placement = dict[str, tuple[Seat, ...]]
+Placement = dict[str, tuple[GpuSlot, ...]]
 
 
 def workflow(batches: int = 8) -> Workflow:
@@ -45,7 +45,7 @@ def nodes(*gpus: int) -> Cluster:
     return Cluster(tuple(Node(f"n{at}", count) for at, count in enumerate(gpus) if count))
 
 
-def first_plan(job: Job) -> Plan:
+def first_plan(job: PlacementJob) -> Plan:
     space, outcome = best_plan(job)
     assert outcome.best is not None
     return to_plan(space, outcome.best)
@@ -60,34 +60,34 @@ def seats_of(plan: Plan, cluster: Cluster) -> Placement:
 class LoopWorld:
     """One run, as it really is."""
 
-    def __init__(self, rules: RunRules, cluster: Cluster | None = None, flow: Workflow | None = None) -> None:
+    def __init__(self, rules: ReplanRules, cluster: Cluster | None = None, flow: Workflow | None = None) -> None:
         self.rules = rules
         self.flow = flow or workflow()
         self.cluster = self.began_with = cluster or nodes(4, 4)
         self.leaving: tuple[str, ...] = ()
         self.levels = dict.fromkeys(self.flow.names, 1.0)
-        self.plan = self.first = first_plan(Job(self.cluster, self.flow))
+        self.plan = self.first = first_plan(PlacementJob(self.cluster, self.flow))
         self.place = seats_of(self.plan, self.cluster)  # where everybody really sits
-        self.machine = LoopMachine(self.flow, self.cluster, self.plan, rules)
-        self.twin: LoopMachine | None = None  # loaded from a snapshot; is told the same
+        self.machine = ReplanMachine(self.flow, self.cluster, self.plan, rules)
+        self.twin: ReplanMachine | None = None  # loaded from a snapshot; is told the same
         self.now = 0.0
         self.done = 0  # iterations, each counted once
         self.remaining: int | None = None
         self.lost: set[str] = set()  # nodes of the place that are gone or were
-        self.move: Move | None = None
-        self.stage: e.DoStage | None = None
-        self.back: e.RollBack | None = None
+        self.move: Migration | None = None
+        self.stage: e.RunMigrationStage | None = None
+        self.back: e.RollBackMigration | None = None
         self.stopped = False
         self.moved_at: int | None = None
         self.old: tuple[Plan, Placement] | None = None
-        self.journal: list[tuple[float, e.LoopEvent, tuple[e.LoopInstruction, ...]]] = []
+        self.journal: list[tuple[float, e.ReplanEvent, tuple[e.ReplanInstruction, ...]]] = []
         self.counts: Counter[str] = Counter()
         self.broken = False
         self.tell(e.RunResumed(0))
 
     # ---- the machine is told ---------------------------------------------------------------------------------------
 
-    def tell(self, event: e.LoopEvent) -> list[e.LoopInstruction]:
+    def tell(self, event: e.ReplanEvent) -> list[e.ReplanInstruction]:
         self.broken = True
         out = self.machine.handle(event, self.now)
         self.machine.check()
@@ -103,7 +103,7 @@ class LoopWorld:
         self.broken = False
         return out
 
-    def refused(self, event: e.LoopEvent) -> None:
+    def refused(self, event: e.ReplanEvent) -> None:
         """A wrong event changes nothing."""
         before = json.dumps(self.machine.dump())
         try:
@@ -116,18 +116,18 @@ class LoopWorld:
 
     # ---- what must be true -----------------------------------------------------------------------------------------
 
-    def _judge(self, one: e.LoopInstruction) -> None:
+    def _judge(self, one: e.ReplanInstruction) -> None:
         assert not self.stopped, "it goes on after it said stop"
-        if isinstance(one, e.SetRange):
+        if isinstance(one, e.SetGpuRange):
             assert 0 < one.least <= one.most <= self.cluster.gpus + 8
             return
-        reason = one.move.reason if isinstance(one, (e.BeginMove, e.DoStage)) else one.reason
+        reason = one.move.reason if isinstance(one, (e.BeginMigration, e.RunMigrationStage)) else one.reason
         assert reason.sentence
-        if isinstance(one, e.BeginMove):
+        if isinstance(one, e.BeginMigration):
             self._judge_begin(one)
-        elif isinstance(one, e.DoStage):
+        elif isinstance(one, e.RunMigrationStage):
             self._judge_stage(one)
-        elif isinstance(one, e.RollBack):
+        elif isinstance(one, e.RollBackMigration):
             assert self.move is not None
             assert one.move.id == self.move.id, "a move is rolled back that is not under way"
             assert one.deadline > self.now
@@ -138,17 +138,17 @@ class LoopWorld:
             self.stopped = True
             self.move = self.back = self.stage = None
             self.counts["stops"] += 1
-        elif isinstance(one, e.Advise):
-            assert self.rules.mode is RunMode.advise or one.numbers.dwell_left
+        elif isinstance(one, e.AdvisePlan):
+            assert self.rules.mode is ReplanMode.advise or one.numbers.dwell_left
             self._judge_gain(one.plan, one.numbers.gain_s is None)
             self.counts["advice"] += 1
-        elif isinstance(one, e.Stay):
+        elif isinstance(one, e.KeepPlan):
             self.counts["stays"] += 1
             self.counts[reason.code.value] += 1
 
-    def _judge_begin(self, one: e.BeginMove) -> None:
+    def _judge_begin(self, one: e.BeginMigration) -> None:
         assert self.move is None, "two moves at once"
-        assert self.rules.mode is RunMode.auto, "advice is not asked to be carried out"
+        assert self.rules.mode is ReplanMode.auto, "advice is not asked to be carried out"
         assert one.deadline > self.now
         must = self.must_go()
         assert one.move.forced == must, "a move is forced if its plan's GPUs are gone or will go, and only then"
@@ -174,7 +174,7 @@ class LoopWorld:
             assert self.true_seconds(plan) < self.true_seconds(self.plan), "the move would gain nothing"
             self.counts["gains judged"] += 1
 
-    def _judge_stage(self, one: e.DoStage) -> None:
+    def _judge_stage(self, one: e.RunMigrationStage) -> None:
         assert self.move is not None
         assert one.move.id == self.move.id
         assert self.back is None, "a stage of a move that is being rolled back"
@@ -193,7 +193,7 @@ class LoopWorld:
         if self.stage is not None or self.back is not None:
             assert due is not None, "something is under way without a deadline"
             assert due <= (self.stage or self.back).deadline  # type: ignore[union-attr]
-        if self.lost and self.rules.mode is RunMode.auto and not self.stopped:
+        if self.lost and self.rules.mode is ReplanMode.auto and not self.stopped:
             assert due is not None, "the plan is gone, and nobody waits for anything"
 
     # ---- what is -----------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class LoopWorld:
         return bool(self.lost) or bool(used & set(self.leaving))
 
     def true_seconds(self, plan: Plan) -> float:
-        return plan_seconds(Job(self.cluster, self.flow), self._choices(plan, self.levels))
+        return plan_seconds(PlacementJob(self.cluster, self.flow), self._choices(plan, self.levels))
 
     def _choices(self, plan: Plan, factors: dict[str, float]) -> dict[str, Choice]:
         group = {name: at for at, one in enumerate(plan.groups) for name in one.components}
@@ -229,13 +229,15 @@ class LoopWorld:
     def measured(self, number: int, noise: dict[str, float], extra: tuple[str, ...] = ()) -> Iteration:
         factors = {name: level * noise.get(name, 1.0) for name, level in self.levels.items()}
         choices = self._choices(self.plan, factors)
-        wall = plan_seconds(Job(self.cluster, self.flow), choices)
-        parts = tuple(Measured(one.name, choices[one.name].seconds, len(one.gpus)) for one in self.plan.components)
+        wall = plan_seconds(PlacementJob(self.cluster, self.flow), choices)
+        parts = tuple(
+            ComponentTiming(one.name, choices[one.name].seconds, len(one.gpus)) for one in self.plan.components
+        )
         return Iteration(number, wall, parts, extra)
 
-    def train(self, noise: dict[str, float], extra: tuple[str, ...] = ()) -> list[e.LoopInstruction]:
+    def train(self, noise: dict[str, float], extra: tuple[str, ...] = ()) -> list[e.ReplanInstruction]:
         """One more iteration; while the plan is gone, or a move is beyond its first stage, nothing trains."""
-        draining = self.stage is not None and self.stage.stage is Stage.drain
+        draining = self.stage is not None and self.stage.stage is MigrationStage.drain
         if self.lost or self.stopped or (self.move is not None and not draining):
             return []
         one = self.measured(self.done + 1, noise, extra)
@@ -251,7 +253,9 @@ class LoopWorld:
         self.levels[name] = min(8.0, max(0.125, self.levels[name] * factor))
         self.steady = 0
 
-    def change(self, cluster: Cluster, why: e.Why, leaving: tuple[str, ...] = (), within_s: float = 100.0) -> None:
+    def change(
+        self, cluster: Cluster, why: e.ClusterChangeCause, leaving: tuple[str, ...] = (), within_s: float = 100.0
+    ) -> None:
         """Nodes come, go, or will go."""
         there = set(seats(cluster))
         used = {seat for mine in self.place.values() for seat in mine}
@@ -290,12 +294,12 @@ class LoopWorld:
         one = self.stage
         if how == "late":
             self.now = max(self.now, one.deadline)
-            self.tell(e.Tick())
-            self.tell(e.MoveStageDone(one.move.id, one.stage, 1.0))  # whoever was slow ends all the same
+            self.tell(e.ReplanTick())
+            self.tell(e.MigrationStageDone(one.move.id, one.stage, 1.0))  # whoever was slow ends all the same
             return
         self.now += 1.0
         if how == "badly":
-            self.tell(e.MoveStageFailed(one.move.id, one.stage, "injected"))
+            self.tell(e.MigrationStageFailed(one.move.id, one.stage, "injected"))
             return
         if one.stage is STAGES[-1]:
             # The world knows before the machine does: this was the last stage.
@@ -305,9 +309,9 @@ class LoopWorld:
             self.lost.clear()
             self.moved_at = self.done
             self.counts["arrivals"] += 1
-        self.tell(e.MoveStageDone(one.move.id, one.stage, 2.0))
+        self.tell(e.MigrationStageDone(one.move.id, one.stage, 2.0))
 
-    def _as_now(self, move: Move) -> Plan:
+    def _as_now(self, move: Migration) -> Plan:
         before = self.cluster
         self.cluster, self.plan = self.to_cluster, move.after
         plan = self._reranked(before)
@@ -330,7 +334,7 @@ class LoopWorld:
             self.tell(e.RollBackFailed(one.move.id, "injected"))
         else:
             self.now = max(self.now, one.deadline)
-            self.tell(e.Tick())
+            self.tell(e.ReplanTick())
         assert self.stopped, "a way back that failed does not stop the run"
 
     def carry_all(self) -> None:
@@ -340,7 +344,7 @@ class LoopWorld:
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
-        self.tell(e.Tick())
+        self.tell(e.ReplanTick())
 
     # ---- what changes nothing ----------------------------------------------------------------------------------------
 
@@ -348,7 +352,7 @@ class LoopWorld:
         """Being told the same twice changes nothing."""
         before = json.dumps(self.machine.dump())
         for _, event, _ in self.journal[-6:]:
-            if isinstance(event, (e.IterationDone, e.MoveStageDone, e.RolledBack, e.MoveStageFailed)):
+            if isinstance(event, (e.IterationDone, e.MigrationStageDone, e.RolledBack, e.MigrationStageFailed)):
                 if isinstance(event, e.IterationDone) and event.iteration.number > self.done:
                     continue  # it was not kept
                 current = self.stage is not None and getattr(event, "stage", None) is self.stage.stage
@@ -361,7 +365,7 @@ class LoopWorld:
 
     def reload(self) -> None:
         data = json.loads(json.dumps(self.machine.dump()))
-        twin = LoopMachine.load(data, self.flow, self.rules)
+        twin = ReplanMachine.load(data, self.flow, self.rules)
         twin.check()
         assert json.loads(json.dumps(twin.dump())) == data, "a snapshot of a snapshot is another one"
         assert _answers(twin) == _answers(self.machine), "other answers after a snapshot"
@@ -369,7 +373,7 @@ class LoopWorld:
         self.counts["reloads"] += 1
 
     def replay(self) -> None:
-        machine = LoopMachine(self.flow, self.began_with, self.first, self.rules)
+        machine = ReplanMachine(self.flow, self.began_with, self.first, self.rules)
         for now, event, out in self.journal:
             kind: Any = type(event)
             fact = decode(kind, json.loads(json.dumps(encode(event))))
@@ -383,21 +387,21 @@ class LoopWorld:
             self.resume(0, self.remaining)
             self.carry_all()
         if self.leaving or self.lost:
-            self.change(nodes(4, 4), e.Why.joined)
+            self.change(nodes(4, 4), e.ClusterChangeCause.joined)
         for _ in range(4):
             due = self.machine.next_deadline()
             if due is not None:
                 self.now = max(self.now, due)
-                self.tell(e.Tick())
+                self.tell(e.ReplanTick())
             self.carry_all()
-        assert not self.lost or self.rules.mode is RunMode.advise or self.stopped, "it never got its GPUs back"
+        assert not self.lost or self.rules.mode is ReplanMode.advise or self.stopped, "it never got its GPUs back"
         before = self.done
         self.train({})
         assert self.done > before or self.lost or self.stopped
         self.carry_all()
 
 
-def _answers(machine: LoopMachine) -> list[Any]:
+def _answers(machine: ReplanMachine) -> list[Any]:
     """All that a machine can be asked."""
     moves = [f"move {number}" for number in range(1, 50)]
     return [

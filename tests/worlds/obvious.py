@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trimtab.model.plan import Rules
-from trimtab.model.workflow import Component, Job, Variant
+from trimtab.model.plan import FrameworkRules
+from trimtab.model.workflow import Component, PlacementJob, Variant
 
 
 def seconds_on(variant: Variant, kind: str, gpus: int) -> float:
@@ -41,7 +41,9 @@ class Choice:
     seconds: float
 
 
-def iteration(job: Job, choices: dict[str, Choice], iterations: int = 1) -> list[dict[str, tuple[float, float]]]:
+def iteration(
+    job: PlacementJob, choices: dict[str, Choice], iterations: int = 1
+) -> list[dict[str, tuple[float, float]]]:
     """(start, end) of every component, iteration by iteration, batch by batch."""
     workflow = job.workflow
     order = [c.name for c in workflow.in_order()]
@@ -96,7 +98,7 @@ def iteration(job: Job, choices: dict[str, Choice], iterations: int = 1) -> list
     return spans
 
 
-def sync_seconds(job: Job, choices: dict[str, Choice]) -> float:
+def sync_seconds(job: PlacementJob, choices: dict[str, Choice]) -> float:
     sync = job.workflow.weight_sync
     if sync is None:
         return 0.0
@@ -122,7 +124,7 @@ def share_of_time(component: Component, share: float) -> float:
     return points[-1][1]
 
 
-def plan_seconds(job: Job, choices: dict[str, Choice]) -> float:
+def plan_seconds(job: PlacementJob, choices: dict[str, Choice]) -> float:
     if not job.workflow.staleness:
         (span,) = iteration(job, choices)
         return max(end for _, end in span.values()) + sync_seconds(job, choices)
@@ -148,7 +150,7 @@ def partitions(items: list[str]) -> Iterator[list[list[str]]]:
         yield [[first], *partition]
 
 
-def group_choices(job: Job, group: list[str], kind: str, gpus: int) -> list[dict[str, float]]:
+def group_choices(job: PlacementJob, group: list[str], kind: str, gpus: int) -> list[dict[str, float]]:
     """Every combination of variants and counts (at most `gpus`) of a group that fits in memory, as times."""
     cluster = job.cluster
     limit, host = cluster.gpu_memory_gb(kind), cluster.host_memory_gb_per_gpu(kind)
@@ -212,7 +214,9 @@ def lies_evenly(groups: list[tuple[int, set[int]]], nodes: list[int], widest: in
     return False
 
 
-def allowed(job: Job, rules: Rules, partition: list[list[str]], kinds: tuple[str, ...], sizes: tuple[int, ...]) -> bool:
+def allowed(
+    job: PlacementJob, rules: FrameworkRules, partition: list[list[str]], kinds: tuple[str, ...], sizes: tuple[int, ...]
+) -> bool:
     """Whether a framework can run it."""
     wanted = {frozenset(group): size for group, size in zip(partition, sizes, strict=True)}
     if not any(
@@ -232,7 +236,7 @@ def allowed(job: Job, rules: Rules, partition: list[list[str]], kinds: tuple[str
     return True
 
 
-def every_plan(job: Job, rules: Rules | None = None) -> Iterator[tuple[float, int, int]]:
+def every_plan(job: PlacementJob, rules: FrameworkRules | None = None) -> Iterator[tuple[float, int, int]]:
     """(seconds, groups, gpus) of every plan."""
     on_gpu = [c.name for c in job.workflow.components if not c.on_cpu]
     fixed = {c.name: Choice(None, c.cpu_seconds) for c in job.workflow.components if c.on_cpu}
@@ -268,7 +272,7 @@ def every_plan(job: Job, rules: Rules | None = None) -> Iterator[tuple[float, in
                     yield plan_seconds(job, choices), len(partition), sum(sizes)
 
 
-def best(job: Job, rules: Rules | None = None) -> tuple[float, int, int] | None:
+def best(job: PlacementJob, rules: FrameworkRules | None = None) -> tuple[float, int, int] | None:
     """The least seconds, and the fewest groups, then GPUs, among plans within a tie of it."""
     plans = list(every_plan(job, rules))
     if not plans:

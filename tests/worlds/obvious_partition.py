@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from trimtab.model.pipeline import DeviceType, Host, Link, ModelChain, PipelineJob
+from trimtab.model.pipeline import DeviceType, Host, HostLink, ModelChain, PipelineJob
 
 MIB = 2**20
 
@@ -111,7 +111,7 @@ def random_pipeline(rng: random.Random, *, links: bool = False, ends: bool = Fal
     names = [host.name for host in hosts]
     pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
     joined = tuple(
-        Link(pair, rng.choice([None, 0.0, 20.0, 500.0]), rng.choice([0.0, 0.1]))
+        HostLink(pair, rng.choice([None, 0.0, 20.0, 500.0]), rng.choice([0.0, 0.1]))
         for pair in pairs
         if links and rng.random() < 0.6
     )

@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.core.resources import Resources
-from trimtab.model.pool import Policy, PoolSpec, Strategy, TaskSpec
+from trimtab.model.pool import PlacementStrategy, PoolSpec, PreemptionPolicy, TaskSpec
 
 Amounts = dict[str, int]
 
@@ -32,27 +32,27 @@ def fits(ask: Mapping[str, int], free: Mapping[str, int]) -> bool:
     return all(units <= free.get(name, 0) for name, units in ask.items() if units > 0)
 
 
-def may_evict(newcomer: TaskSpec, victim: TaskSpec, policy: Policy | None) -> set[Code]:
+def may_evict(newcomer: TaskSpec, victim: TaskSpec, policy: PreemptionPolicy | None) -> set[ReasonCode]:
     """Every rule by which the newcomer may evict the victim; none of them looks at how long anybody waited."""
     if policy is None or not newcomer.may_evict or not victim.evictable or newcomer.id == victim.id:
         return set()
     gap = newcomer.priority - victim.priority + 1e-9  # priorities are decimals: 5.1 is 0.1 above 5
     if newcomer.pool != victim.pool:
         allowed = policy.cross_pool and victim.pool not in policy.protected_pools and gap >= policy.cross_pool_gap
-        return {Code.cross_pool} if allowed else set()
+        return {ReasonCode.cross_pool} if allowed else set()
     found = set()
     if policy.same_pool and gap >= policy.same_pool_gap:
-        found.add(Code.priority)
+        found.add(ReasonCode.priority)
     mine, theirs = dict(newcomer.labels), dict(victim.labels)
     for label, by_value in policy.label_rules:
         for value, victims in by_value:
             if mine.get(label) == value and theirs.get(label) in victims and gap >= policy.label_gap:
-                found.add(Code.label_rule)
+                found.add(ReasonCode.label_rule)
     return found
 
 
 def placements(
-    asks: Sequence[Mapping[str, int]], strategy: Strategy, free: Mapping[str, Mapping[str, int]]
+    asks: Sequence[Mapping[str, int]], strategy: PlacementStrategy, free: Mapping[str, Mapping[str, int]]
 ) -> Iterator[tuple[str, ...]]:
     """Every way to lay the bundles on nodes, one after another."""
     if not asks:
@@ -61,16 +61,16 @@ def placements(
     for node, room in free.items():
         if not fits(asks[0], room):
             continue
-        if strategy is Strategy.strict_spread:
+        if strategy is PlacementStrategy.strict_spread:
             rest = {name: left for name, left in free.items() if name != node}
         else:
             left = added(room, asks[0], -1)
-            rest = {node: left} if strategy is Strategy.strict_pack else {**free, node: left}
+            rest = {node: left} if strategy is PlacementStrategy.strict_pack else {**free, node: left}
         for more in placements(asks[1:], strategy, rest):
             yield (node, *more)
 
 
-def can_lie(asks: Sequence[Resources], strategy: Strategy, free: Mapping[str, Mapping[str, int]]) -> bool:
+def can_lie(asks: Sequence[Resources], strategy: PlacementStrategy, free: Mapping[str, Mapping[str, int]]) -> bool:
     return next(placements([amounts(ask) for ask in asks], strategy, free), None) is not None
 
 

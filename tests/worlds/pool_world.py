@@ -17,53 +17,69 @@ from typing import Any
 from obvious_pool import Amounts, Facts, SlotFacts, added, amounts, can_lie, fits, has_room, may_evict
 from trimtab.core.codec import decode, encode
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.core.resources import NOTHING, Resources, total
 from trimtab.machines.pool import events as news
-from trimtab.machines.pool.events import Event, Instruction, MakeGroup, Park, RemoveGroup, Start, Stop, Unpark
+from trimtab.machines.pool.events import (
+    CreatePlacementGroup,
+    ParkTask,
+    PoolEvent,
+    PoolInstruction,
+    RemovePlacementGroup,
+    StartTask,
+    StopTask,
+    UnparkTask,
+)
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.model.pool import (
     ENDED,
     HOLDS_SLOTS,
     IN_QUEUE,
-    Place,
-    Policy,
+    BundlePlacement,
+    PlacementStrategy,
     PoolSpec,
-    State,
-    Strategy,
+    PreemptionPolicy,
     TaskSpec,
+    TaskState,
     labels_of,
     rules_of,
 )
 
-KINDS = {kind.__name__: kind for kind in Event.__args__}
-BY_POLICY = (Code.priority, Code.label_rule, Code.cross_pool)
+KINDS = {kind.__name__: kind for kind in PoolEvent.__args__}
+BY_POLICY = (ReasonCode.priority, ReasonCode.label_rule, ReasonCode.cross_pool)
 WAITS = (
-    Code.queued,
-    Code.quota,
-    Code.no_room,
-    Code.slot_limit,
-    Code.turn,
-    Code.evicting,
-    Code.behind,
-    Code.drained,
-    Code.no_node,
-    Code.back_off,
+    ReasonCode.queued,
+    ReasonCode.quota,
+    ReasonCode.no_room,
+    ReasonCode.slot_limit,
+    ReasonCode.turn,
+    ReasonCode.evicting,
+    ReasonCode.behind,
+    ReasonCode.drained,
+    ReasonCode.no_node,
+    ReasonCode.back_off,
 )
 # Until it is looked at again, whoever lost its place says how it lost it.
 LOSSES = (
     *BY_POLICY,
-    Code.owner_returned,
-    Code.by_hand,
-    Code.node_lost,
-    Code.node_draining,
-    Code.slot_lost,
-    Code.gang_broken,
-    Code.process_died,
-    Code.start_failed,
-    Code.start_timeout,
+    ReasonCode.owner_returned,
+    ReasonCode.by_hand,
+    ReasonCode.node_lost,
+    ReasonCode.node_draining,
+    ReasonCode.slot_lost,
+    ReasonCode.gang_broken,
+    ReasonCode.process_died,
+    ReasonCode.start_failed,
+    ReasonCode.start_timeout,
 )
-STARTS = (Code.placed, Code.reserved, Code.borrowed, Code.reused, Code.preempted, Code.turn)
+STARTS = (
+    ReasonCode.placed,
+    ReasonCode.reserved,
+    ReasonCode.borrowed,
+    ReasonCode.reused,
+    ReasonCode.preempted,
+    ReasonCode.turn,
+)
 
 
 def gpus(count: float, **more: float) -> Resources:
@@ -84,8 +100,8 @@ def gang(id: str, count: int, ask: Resources | float = 1.0, pool: str = "p", **m
     return TaskSpec(id, pool, (bundle,) * count, **more)
 
 
-def policy(rules: dict[str, dict[str, list[str]]] | None = None, **more: Any) -> Policy:
-    return Policy(label_rules=rules_of(rules), **more)
+def policy(rules: dict[str, dict[str, list[str]]] | None = None, **more: Any) -> PreemptionPolicy:
+    return PreemptionPolicy(label_rules=rules_of(rules), **more)
 
 
 @dataclass
@@ -101,7 +117,7 @@ class Node:
 class Group:
     """A placement group that exists, or may exist."""
 
-    made: MakeGroup
+    made: CreatePlacementGroup
     phase: str = "asked"  # then standing, then removing
     since: float = 0.0  # when it was told to go
     trusted: bool = True  # no bundle of it was lost
@@ -116,11 +132,11 @@ class Group:
 class Run:
     """The processes of one start of a task that exist, or may exist."""
 
-    start: Start
+    start: StartTask
     alive: set[int]  # ranks
     mode: str = "starting"  # then active; parking, parked, unparking
     began: float = 0.0
-    stop: Stop | None = None
+    stop: StopTask | None = None
     told_at: float = 0.0  # to stop
     entry: bool = True  # its entry method has not returned yet
 
@@ -138,27 +154,27 @@ class World:
         self.nodes: dict[str, Node] = {}
         self.groups: dict[str, Group] = {}
         self.runs: dict[str, Run] = {}
-        self.pending: list[Instruction] = []
+        self.pending: list[PoolInstruction] = []
         self.pools: dict[str, PoolSpec] = {}
         self.drained: set[str] = set()
         self.dropped: set[str] = set()
         self.specs: dict[str, TaskSpec] = {}
-        self.policy: Policy | None = None
-        self.causes: dict[str, set[Code]] = {}  # why a task may be stopped, besides a policy
-        self.ends: dict[str, State] = {}
+        self.policy: PreemptionPolicy | None = None
+        self.causes: dict[str, set[ReasonCode]] = {}  # why a task may be stopped, besides a policy
+        self.ends: dict[str, TaskState] = {}
         self.group_names: set[str] = set()
         self.attempts: dict[str, int] = {}
-        self.evictions: list[tuple[float, str, Code]] = []  # stops by policy
+        self.evictions: list[tuple[float, str, ReasonCode]] = []  # stops by policy
         self.stopped: set[tuple[str, int]] = set()  # attempts that were told to stop
         self.overdue: set[str] = set()  # tasks whose start or turn took longer than it may
-        self.journal: list[tuple[float, str, str, list[Instruction]]] = []
-        self.told: list[Event] = []  # news, for saying it again later
+        self.journal: list[tuple[float, str, str, list[PoolInstruction]]] = []
+        self.told: list[PoolEvent] = []  # news, for saying it again later
         self.checked_choices = 0
         self.broken = False  # something that must be true was not
 
     # ---- the door ----
 
-    def tell(self, event: Event) -> list[Instruction]:
+    def tell(self, event: PoolEvent) -> list[PoolInstruction]:
         """The machine hears of it; what it wants done is noted, and what must be true is looked at."""
         try:
             return self._tell(event)
@@ -168,11 +184,11 @@ class World:
             self.broken = True
             raise
 
-    def _tell(self, event: Event) -> list[Instruction]:
+    def _tell(self, event: PoolEvent) -> list[PoolInstruction]:
         asked = isinstance(
             event,
-            news.PoolEnsured | news.Submitted | news.CompleteAsked | news.CancelAsked | news.EvictAsked
-            | news.TurnAsked | news.QuotaSet | news.PoolDrained | news.PoolDropped | news.PolicySet,
+            news.PoolEnsured | news.TaskSubmitted | news.CompleteRequested | news.CancelRequested | news.EvictRequested
+            | news.TurnRequested | news.QuotaSet | news.PoolDrained | news.PoolDropped | news.PolicySet,
         )  # fmt: skip
         if not asked:
             self._happens(event)
@@ -187,16 +203,18 @@ class World:
             self._happens(event)
         for instruction in instructions:
             self._book(instruction)
-        removed = [one.group for one in instructions if isinstance(one, RemoveGroup)]
-        facts = self._facts(removed) if any(isinstance(one, Stop) for one in instructions) else None
+        removed = [one.group for one in instructions if isinstance(one, RemovePlacementGroup)]
+        facts = self._facts(removed) if any(isinstance(one, StopTask) for one in instructions) else None
         # A stop that is said again has been explained the first time.
-        stops = [one for one in instructions if isinstance(one, Stop) and (one.task, one.attempt) not in self.stopped]
+        stops = [
+            one for one in instructions if isinstance(one, StopTask) and (one.task, one.attempt) not in self.stopped
+        ]
         self.stopped.update((one.task, one.attempt) for one in stops)
         self._check_stops(stops, before, facts)
         self.truths(before)
         return instructions
 
-    def refused(self, event: Event) -> InputError:
+    def refused(self, event: PoolEvent) -> InputError:
         """The event is refused, and nothing has changed."""
         before = self.dumped()
         try:
@@ -247,7 +265,7 @@ class World:
 
     # ---- what happens ----
 
-    def _happens(self, event: Event) -> None:
+    def _happens(self, event: PoolEvent) -> None:
         kind = type(event).__name__
         known = getattr(self, f"_on_{kind}", None)
         if known:
@@ -258,7 +276,7 @@ class World:
 
     def _look_at_clock(self) -> None:
         for one in self.pending:
-            if isinstance(one, Start | Park | Unpark) and self.now >= one.deadline:
+            if isinstance(one, StartTask | ParkTask | UnparkTask) and self.now >= one.deadline:
                 self.overdue.add(one.task)
 
     def _on_PoolEnsured(self, event: news.PoolEnsured) -> None:  # noqa: N802
@@ -273,24 +291,24 @@ class World:
     def _on_PoolDropped(self, event: news.PoolDropped) -> None:  # noqa: N802
         for name, spec in self.specs.items():
             if spec.pool == event.pool:
-                self._cause(name, Code.pool_dropped)
+                self._cause(name, ReasonCode.pool_dropped)
         self.dropped.add(event.pool)
 
     def _on_PolicySet(self, event: news.PolicySet) -> None:  # noqa: N802
         self.policy = event.policy
 
-    def _on_Submitted(self, event: news.Submitted) -> None:  # noqa: N802
+    def _on_Submitted(self, event: news.TaskSubmitted) -> None:  # noqa: N802
         self.specs[event.spec.id] = event.spec
         self.ends.pop(event.spec.id, None)  # an id may be used again after its task has ended
 
-    def _on_CompleteAsked(self, event: news.CompleteAsked) -> None:  # noqa: N802
-        self._cause(event.task, Code.completed, Code.by_hand)
+    def _on_CompleteAsked(self, event: news.CompleteRequested) -> None:  # noqa: N802
+        self._cause(event.task, ReasonCode.completed, ReasonCode.by_hand)
 
-    def _on_CancelAsked(self, event: news.CancelAsked) -> None:  # noqa: N802
+    def _on_CancelAsked(self, event: news.CancelRequested) -> None:  # noqa: N802
         self._cause(event.task, event.code)
 
-    def _on_EvictAsked(self, event: news.EvictAsked) -> None:  # noqa: N802
-        self._cause(event.task, Code.by_hand)
+    def _on_EvictAsked(self, event: news.EvictRequested) -> None:  # noqa: N802
+        self._cause(event.task, ReasonCode.by_hand)
 
     def _on_NodeJoined(self, event: news.NodeJoined) -> None:  # noqa: N802
         cordoned = event.node in self.nodes and self.nodes[event.node].cordoned
@@ -300,7 +318,7 @@ class World:
         if event.node in self.nodes:
             self.nodes[event.node].cordoned = event.on
 
-    def _on_NodeEmptied(self, event: news.NodeEmptied) -> None:  # noqa: N802
+    def _on_NodeEmptied(self, event: news.NodeDrained) -> None:  # noqa: N802
         if event.node not in self.nodes:
             return
         self.nodes[event.node].cordoned = True
@@ -309,7 +327,7 @@ class World:
                 group.trusted = False  # nothing is to start there any more
         for name, run in self.runs.items():
             if any(place.node == event.node for place in run.start.places):
-                self._cause(name, Code.node_draining)
+                self._cause(name, ReasonCode.node_draining)
 
     def _on_NodeLost(self, event: news.NodeLost) -> None:  # noqa: N802
         self.nodes.pop(event.node, None)
@@ -321,26 +339,26 @@ class World:
             lost = {rank for rank, place in enumerate(run.start.places) if place.node == event.node}
             if lost:
                 run.alive -= lost
-                self._cause(name, Code.node_lost, Code.gang_broken, Code.slot_lost)
+                self._cause(name, ReasonCode.node_lost, ReasonCode.gang_broken, ReasonCode.slot_lost)
         self._bury()
 
-    def _on_GroupMade(self, event: news.GroupMade) -> None:  # noqa: N802
+    def _on_GroupMade(self, event: news.PlacementGroupReady) -> None:  # noqa: N802
         if event.group in self.groups and self.groups[event.group].phase == "asked":
             self.groups[event.group].phase = "standing"
 
-    def _on_GroupFailed(self, event: news.GroupFailed) -> None:  # noqa: N802
+    def _on_GroupFailed(self, event: news.PlacementGroupFailed) -> None:  # noqa: N802
         self._forget_group(event.group, ("asked",))
 
-    def _on_GroupGone(self, event: news.GroupGone) -> None:  # noqa: N802
+    def _on_GroupGone(self, event: news.PlacementGroupRemoved) -> None:  # noqa: N802
         self._forget_group(event.group, ("removing",))
 
-    def _on_GroupLost(self, event: news.GroupLost) -> None:  # noqa: N802
+    def _on_GroupLost(self, event: news.PlacementGroupLost) -> None:  # noqa: N802
         if event.group in self.groups:
             self.groups[event.group].trusted = False
             self.groups[event.group].vanished = True
         for name, run in self.runs.items():
             if any(place.group == event.group for place in run.start.places):
-                self._cause(name, Code.slot_lost)
+                self._cause(name, ReasonCode.slot_lost)
 
     def _forget_group(self, group: str, phases: Iterable[str]) -> None:
         if group in self.groups and self.groups[group].phase in phases:
@@ -350,40 +368,40 @@ class World:
         run = self.runs.get(event.task)
         return run if run and run.start.attempt == event.attempt else None
 
-    def _on_Started(self, event: news.Started) -> None:  # noqa: N802
+    def _on_Started(self, event: news.TaskStarted) -> None:  # noqa: N802
         if (run := self._mine(event)) and run.mode == "starting":
             run.mode = "active"
 
-    def _on_StartFailed(self, event: news.StartFailed) -> None:  # noqa: N802
+    def _on_StartFailed(self, event: news.TaskStartFailed) -> None:  # noqa: N802
         if (run := self._mine(event)) and run.mode == "starting":
             run.alive.clear()
             self._bury()
 
-    def _on_Ended(self, event: news.Ended) -> None:  # noqa: N802
+    def _on_Ended(self, event: news.TaskEnded) -> None:  # noqa: N802
         if run := self._mine(event):
             run.entry = False
-            self._cause(event.task, Code.completed if event.error is None else Code.raised)
+            self._cause(event.task, ReasonCode.completed if event.error is None else ReasonCode.raised)
 
-    def _on_Died(self, event: news.Died) -> None:  # noqa: N802
+    def _on_Died(self, event: news.TaskDied) -> None:  # noqa: N802
         if run := self._mine(event):
             run.alive.discard(min(run.alive, default=0))
-            self._cause(event.task, Code.process_died, Code.gang_broken)
+            self._cause(event.task, ReasonCode.process_died, ReasonCode.gang_broken)
             self._bury()
 
-    def _on_Stopped(self, event: news.Stopped) -> None:  # noqa: N802
+    def _on_Stopped(self, event: news.TaskStopped) -> None:  # noqa: N802
         if run := self._mine(event):
             run.alive.clear()
             self._bury()
 
-    def _on_Parked(self, event: news.Parked) -> None:  # noqa: N802
+    def _on_Parked(self, event: news.TaskParked) -> None:  # noqa: N802
         if (run := self._mine(event)) and run.mode == "parking":
             run.mode = "parked"
 
-    def _on_Unparked(self, event: news.Unparked) -> None:  # noqa: N802
+    def _on_Unparked(self, event: news.TaskUnparked) -> None:  # noqa: N802
         if (run := self._mine(event)) and run.mode == "unparking":
             run.mode = "active"
 
-    def _cause(self, name: str, *codes: Code) -> None:
+    def _cause(self, name: str, *codes: ReasonCode) -> None:
         self.causes.setdefault(name, set()).update(codes)
 
     def _bury(self) -> None:
@@ -392,15 +410,15 @@ class World:
 
     # ---- what is wanted ----
 
-    def _book(self, wanted: Instruction) -> None:
+    def _book(self, wanted: PoolInstruction) -> None:
         self.pending.append(wanted)
         known: dict[type, Callable[[Any], None]] = {
-            MakeGroup: self._book_make, RemoveGroup: self._book_remove, Start: self._book_start,
-            Stop: self._book_stop, Park: self._book_park, Unpark: self._book_unpark,
+            CreatePlacementGroup: self._book_make, RemovePlacementGroup: self._book_remove, StartTask: self._book_start,
+            StopTask: self._book_stop, ParkTask: self._book_park, UnparkTask: self._book_unpark,
         }  # fmt: skip
         known[type(wanted)](wanted)
 
-    def _book_make(self, wanted: MakeGroup) -> None:
+    def _book_make(self, wanted: CreatePlacementGroup) -> None:
         assert wanted.group not in self.group_names, f"the group name {wanted.group} is used again"
         assert wanted.pool in self.pools
         assert wanted.deadline >= self.now
@@ -408,9 +426,9 @@ class World:
         self.group_names.add(wanted.group)
         self.groups[wanted.group] = Group(wanted)
         different = len(set(wanted.nodes))
-        if wanted.strategy is Strategy.strict_pack:
+        if wanted.strategy is PlacementStrategy.strict_pack:
             assert different == 1, f"STRICT_PACK, but on {wanted.nodes}"
-        if wanted.strategy is Strategy.strict_spread:
+        if wanted.strategy is PlacementStrategy.strict_spread:
             assert different == len(wanted.nodes), f"STRICT_SPREAD, but on {wanted.nodes}"
         for node, bundle in zip(wanted.nodes, wanted.bundles, strict=True):
             assert node in self.nodes, f"{wanted.group} is to be made on {node}, which is gone"
@@ -446,7 +464,7 @@ class World:
             if (run.start.places[rank].group, run.start.places[rank].bundle) == (group, bundle)
         ]
 
-    def _book_remove(self, wanted: RemoveGroup) -> None:
+    def _book_remove(self, wanted: RemovePlacementGroup) -> None:
         group = self.groups.get(wanted.group)
         assert group is not None, f"{wanted.group} is to be removed, but is gone"
         if group.phase == "removing":
@@ -456,7 +474,7 @@ class World:
             assert not inside, f"{wanted.group} is to be removed with {inside} in it"
         group.phase, group.since = "removing", self.now
 
-    def _book_start(self, wanted: Start) -> None:
+    def _book_start(self, wanted: StartTask) -> None:
         spec = self.specs[wanted.task]
         assert wanted.task not in self.runs, f"{wanted.task} is started while a process of it may be alive"
         assert wanted.task not in self.ends, f"{wanted.task} is started after its end"
@@ -468,7 +486,7 @@ class World:
         self._check_places(spec, wanted.places)
         self.runs[wanted.task] = Run(wanted, set(range(len(wanted.places))), began=self.now)
 
-    def _check_places(self, spec: TaskSpec, places: tuple[Place, ...]) -> None:
+    def _check_places(self, spec: TaskSpec, places: tuple[BundlePlacement, ...]) -> None:
         assert len(places) == len(spec.bundles), f"{spec.id} is not started whole"
         assert len({(place.group, place.bundle) for place in places}) == len(places)
         assert len({place.group for place in places}) == 1, f"{spec.id} is spread over groups"
@@ -482,7 +500,7 @@ class World:
             assert group.made.pool == spec.pool
             assert bundle.within(group.made.bundles[place.bundle])
 
-    def _book_stop(self, wanted: Stop) -> None:
+    def _book_stop(self, wanted: StopTask) -> None:
         run = self.runs.get(wanted.task)
         if run is None:
             # Its processes are gone already, and the machine may want to be sure.
@@ -494,52 +512,52 @@ class World:
             assert taken > run.stop.tell_s + run.stop.save_s, f"{wanted.task} is told to stop twice"
         run.stop, run.told_at = wanted, self.now
 
-    def _book_park(self, wanted: Park) -> None:
+    def _book_park(self, wanted: ParkTask) -> None:
         run = self.runs[wanted.task]
         assert (run.start.attempt, run.mode, run.stop) == (wanted.attempt, "active", None), f"{wanted}: {run}"
         run.mode = "parking"
 
-    def _book_unpark(self, wanted: Unpark) -> None:
+    def _book_unpark(self, wanted: UnparkTask) -> None:
         run = self.runs[wanted.task]
         assert (run.start.attempt, run.mode, run.stop) == (wanted.attempt, "parked", None), f"{wanted}: {run}"
         run.mode = "unparking"
 
     # ---- why anybody is stopped ----
 
-    def _check_stops(self, stops: list[Stop], before: dict[str, Any], facts: Facts | None) -> None:
+    def _check_stops(self, stops: list[StopTask], before: dict[str, Any], facts: Facts | None) -> None:
         making = {
             name: one
             for name, one in self.machine.tasks.items()
-            if one.state in IN_QUEUE and one.reason.code is Code.evicting
+            if one.state in IN_QUEUE and one.reason.code is ReasonCode.evicting
         }
         by_policy = [stop for stop in stops if stop.reason.code in BY_POLICY]
         for stop in stops:
             assert stop.reason.sentence
             if stop.reason.code in BY_POLICY:
                 self._check_policy(stop, making)
-            elif stop.reason.code is Code.owner_returned:
+            elif stop.reason.code is ReasonCode.owner_returned:
                 self._check_borrower(stop, making)
-            elif stop.reason.code is Code.start_timeout:
+            elif stop.reason.code is ReasonCode.start_timeout:
                 assert stop.task in self.overdue, f"{stop} before its deadline"
-            elif stop.reason.code is not Code.process_died or stop.task not in self.overdue:
+            elif stop.reason.code is not ReasonCode.process_died or stop.task not in self.overdue:
                 assert stop.reason.code in self.causes.get(stop.task, ()), (
                     f"nothing explains {stop}: known are {self.causes.get(stop.task)}"
                 )
         if by_policy:
             self.evictions += [(self.now, stop.task, stop.reason.code) for stop in by_policy]
             self._check_budget()
-            new = [name for name in making if name not in before or before[name][1].code is not Code.evicting]
+            new = [name for name in making if name not in before or before[name][1].code is not ReasonCode.evicting]
             if len(making) == 1 and len(new) == 1 and facts is not None:
                 self._check_needed(making[new[0]].spec, [stop.task for stop in by_policy], stops, facts)
 
-    def _check_policy(self, stop: Stop, making: dict[str, Any]) -> None:
+    def _check_policy(self, stop: StopTask, making: dict[str, Any]) -> None:
         victim = self.specs[stop.task]
         assert self.policy is not None, f"{stop} without any policy"
         entitled = [
             name
             for name, one in making.items()
             if stop.reason.code in may_evict(one.spec, victim, self.policy)
-            and (one.state is State.waiting or self.pools[one.spec.pool].return_preempts)
+            and (one.state is TaskState.waiting or self.pools[one.spec.pool].return_preempts)
             and (not one.evictions or one.spec.priority - victim.priority > 1e-9)  # equals do not evict each other
         ]
         assert entitled, f"no policy lets {sorted(making)} evict {victim}: {stop}"
@@ -547,9 +565,9 @@ class World:
         assert ran >= self.policy.min_runtime_s, f"{stop.task} has run for {ran} s only"
         self._check_manner(stop)
 
-    def _check_manner(self, stop: Stop) -> None:
+    def _check_manner(self, stop: StopTask) -> None:
         victim = self.specs[stop.task]
-        timing = self.policy or Policy()
+        timing = self.policy or PreemptionPolicy()
         if self.runs[stop.task].mode == "starting":
             assert (stop.tell_s, stop.save_s) == (0, 0), "what is not constructed has nothing to say"
         elif victim.notice_s is not None:
@@ -559,7 +577,7 @@ class World:
             assert not stop.notice
             assert stop.tell_s == timing.cancel_timeout_s
 
-    def _check_borrower(self, stop: Stop, making: dict[str, Any]) -> None:
+    def _check_borrower(self, stop: StopTask, making: dict[str, Any]) -> None:
         victim = self.specs[stop.task]
         spec = self.pools[victim.pool]
         assert spec.borrow, f"{stop}, but nobody may borrow in {spec.name}"
@@ -577,7 +595,7 @@ class World:
             # A budget may have been lowered after evictions that were right at their time.
             assert all(at < self.now for at, _, _ in window), f"{len(window)} evictions in a window of {self.policy}"
 
-    def _check_needed(self, newcomer: TaskSpec, victims: list[str], stops: list[Stop], facts: Facts) -> None:
+    def _check_needed(self, newcomer: TaskSpec, victims: list[str], stops: list[StopTask], facts: Facts) -> None:
         """Nobody could be spared: without any one of them there is no room yet."""
         if newcomer.gang or newcomer.shares or len(victims) != len(stops) or self._others_keep_room(newcomer):
             return
@@ -681,10 +699,10 @@ class World:
         if one.state in ENDED or one.state in IN_QUEUE:
             assert run is None, f"{name} is {one.state.value}, but processes of it may be alive"
             assert not one.places
-        if one.state is State.running:
+        if one.state is TaskState.running:
             assert run is not None
             assert run.mode in ("active", "parking"), f"{name} is running, but {run.mode}"
-        if one.state is State.parked:
+        if one.state is TaskState.parked:
             assert run is not None
             assert run.mode in ("parked", "unparking"), f"{name} is parked, but {run.mode}"
         if run is not None:
@@ -695,17 +713,21 @@ class World:
             assert one.reason.code in WAITS or (one.attempt and one.reason.code in LOSSES), (
                 f"{name} waits because of {one.reason}"
             )
-        if one.state is State.starting:
+        if one.state is TaskState.starting:
             self._check_start_reason(one)
-        if one.state is State.failed and one.reason.code is Code.never_fits and before.get(name, (None,))[0] is None:
+        if (
+            one.state is TaskState.failed
+            and one.reason.code is ReasonCode.never_fits
+            and before.get(name, (None,))[0] is None
+        ):
             assert not self.could_fit(one.spec), f"{name} could fit: {one.reason}"
 
     def _check_start_reason(self, one: Any) -> None:
         spec = self.pools[one.spec.pool]
         assert one.reason.code in STARTS, f"{one.spec.id} starts because of {one.reason}"
-        if one.reason.code is Code.reserved:
+        if one.reason.code is ReasonCode.reserved:
             assert one.spec.priority >= spec.reserved_priority
-        if one.reason.code is Code.borrowed:
+        if one.reason.code is ReasonCode.borrowed:
             assert spec.borrow
         for place in one.places:
             if self.is_reserved(place.group) and not one.spec.shares:
@@ -728,7 +750,7 @@ class World:
             assert self.machine.story(name)
             if one.state in IN_QUEUE:
                 assert told.deadline == one.deadline
-                queued = one.reason.code not in (Code.evicting, Code.turn)
+                queued = one.reason.code not in (ReasonCode.evicting, ReasonCode.turn)
                 assert told.position is not None or not queued, f"{name} waits without a position"
         assert self.dumped() == before
 
@@ -749,50 +771,51 @@ class World:
 
     # ---- carrying out ----
 
-    def ready(self) -> list[Instruction]:
+    def ready(self) -> list[PoolInstruction]:
         """What may be carried out now: groups in the order of what was said of them; a stop overtakes a start."""
         found, groups = [], set()
         for one in self.pending:
-            if isinstance(one, MakeGroup | RemoveGroup):
+            if isinstance(one, CreatePlacementGroup | RemovePlacementGroup):
                 if one.group in groups:
                     continue
                 groups.add(one.group)
             found.append(one)
         return found
 
-    def carry(self, wanted: Instruction, how: str = "well") -> list[Instruction]:
+    def carry(self, wanted: PoolInstruction, how: str = "well") -> list[PoolInstruction]:
         """Carry an instruction out, well or badly, and tell of it."""
         self.pending.remove(wanted)
-        if isinstance(wanted, MakeGroup):
+        if isinstance(wanted, CreatePlacementGroup):
             group = self.groups.get(wanted.group)
             if how != "well" or group is None or not group.trusted:
-                return self.tell(news.GroupFailed(wanted.group, "it could not be made"))
-            return self.tell(news.GroupMade(wanted.group))
-        if isinstance(wanted, RemoveGroup):
-            return self.tell(news.GroupGone(wanted.group))
+                return self.tell(news.PlacementGroupFailed(wanted.group, "it could not be made"))
+            return self.tell(news.PlacementGroupReady(wanted.group))
+        if isinstance(wanted, RemovePlacementGroup):
+            return self.tell(news.PlacementGroupRemoved(wanted.group))
         run = self.runs.get(wanted.task)
         here = run is not None and run.start.attempt == wanted.attempt
-        if isinstance(wanted, Stop):
+        if isinstance(wanted, StopTask):
             self.pending = [
                 one
                 for one in self.pending
                 if not (
-                    isinstance(one, Start | Park | Unpark) and (one.task, one.attempt) == (wanted.task, wanted.attempt)
+                    isinstance(one, StartTask | ParkTask | UnparkTask)
+                    and (one.task, one.attempt) == (wanted.task, wanted.attempt)
                 )
             ]
             cancel = "not called" if wanted.tell_s == 0 else "returned" if how == "well" else "timed out"
-            return self.tell(news.Stopped(wanted.task, wanted.attempt, cancel, how == "well" and wanted.save_s > 0))
-        if isinstance(wanted, Start):
+            return self.tell(news.TaskStopped(wanted.task, wanted.attempt, cancel, how == "well" and wanted.save_s > 0))
+        if isinstance(wanted, StartTask):
             whole = here and run is not None and len(run.alive) == len(wanted.places)
             if how == "well" and whole and self._places_stand(wanted):
-                return self.tell(news.Started(wanted.task, wanted.attempt, "a warm host"))
-            return self.tell(news.StartFailed(wanted.task, wanted.attempt, "it could not be made", how == "fatal"))
+                return self.tell(news.TaskStarted(wanted.task, wanted.attempt, "a warm host"))
+            return self.tell(news.TaskStartFailed(wanted.task, wanted.attempt, "it could not be made", how == "fatal"))
         if how != "well" or not here:
-            return self.tell(news.Died(wanted.task, wanted.attempt, "it did not give way"))
-        kind = news.Parked if isinstance(wanted, Park) else news.Unparked
+            return self.tell(news.TaskDied(wanted.task, wanted.attempt, "it did not give way"))
+        kind = news.TaskParked if isinstance(wanted, ParkTask) else news.TaskUnparked
         return self.tell(kind(wanted.task, wanted.attempt))
 
-    def _places_stand(self, wanted: Start) -> bool:
+    def _places_stand(self, wanted: StartTask) -> bool:
         return all(place.group in self.groups and self.groups[place.group].trusted for place in wanted.places)
 
     def carry_all(self, *kinds: type) -> None:
@@ -804,7 +827,7 @@ class World:
             self.carry(waiting[0])
         raise AssertionError(f"it never comes to rest: {self.pending[:5]}")
 
-    def echoes(self) -> list[Event]:
+    def echoes(self) -> list[PoolEvent]:
         """News of what is over: of earlier attempts, and of groups that are gone."""
 
         def stale(event: Any) -> bool:
@@ -816,7 +839,7 @@ class World:
 
         return [event for event in self.told if stale(event)]
 
-    def echo(self, event: Event) -> None:
+    def echo(self, event: PoolEvent) -> None:
         """Say stale news again: it changes nothing."""
         before = self.dumped()
         assert self.machine.handle(event, self.now) == [], f"stale {event} is acted on"
@@ -827,43 +850,43 @@ class World:
     def node(self, name: str, count: float = 8, outside: Resources = NOTHING, **more: float) -> None:
         self.tell(news.NodeJoined(name, Resources.of(gpu=count, cpu=64, **more), outside))
 
-    def submit(self, *specs: TaskSpec) -> list[Instruction]:
+    def submit(self, *specs: TaskSpec) -> list[PoolInstruction]:
         """Submit, and carry out nothing."""
-        return [one for spec in specs for one in self.tell(news.Submitted(spec))]
+        return [one for spec in specs for one in self.tell(news.TaskSubmitted(spec))]
 
     def run(self, *specs: TaskSpec) -> None:
         """Submit, and carry everything out: they run, where there is room."""
         for spec in specs:
-            self.tell(news.Submitted(spec))
+            self.tell(news.TaskSubmitted(spec))
             self.carry_all()
 
     def end(self, name: str, error: str | None = None) -> None:
         """The entry method returns, and all that follows is carried out."""
-        self.tell(news.Ended(name, self.runs[name].start.attempt, error))
+        self.tell(news.TaskEnded(name, self.runs[name].start.attempt, error))
         self.carry_all()
 
-    def tick(self, seconds: float = 0.0) -> list[Instruction]:
+    def tick(self, seconds: float = 0.0) -> list[PoolInstruction]:
         self.now += seconds
-        said = self.tell(news.Tick())
+        said = self.tell(news.PoolTick())
         nearest = self.machine.next_deadline()
         assert nearest is None or nearest > self.now, f"the deadline {nearest} has passed, and is still ahead"
         return said
 
-    def state(self, name: str) -> State:
+    def state(self, name: str) -> TaskState:
         return self.machine.tasks[name].state
 
-    def why(self, name: str) -> Code:
+    def why(self, name: str) -> ReasonCode:
         return self.machine.tasks[name].reason.code
 
     def states(self, *names: str) -> list[str]:
         return [self.state(name).value for name in names]
 
     def running(self) -> set[str]:
-        return {name for name, one in self.machine.tasks.items() if one.state is State.running}
+        return {name for name, one in self.machine.tasks.items() if one.state is TaskState.running}
 
-    def stops(self) -> dict[str, Code]:
+    def stops(self) -> dict[str, ReasonCode]:
         """Whom the machine wants stopped now, and why."""
-        return {one.task: one.reason.code for one in self.pending if isinstance(one, Stop)}
+        return {one.task: one.reason.code for one in self.pending if isinstance(one, StopTask)}
 
     # ---- the end ----
 
@@ -879,9 +902,9 @@ class World:
             ready = [n for n, run in self.runs.items() if run.mode == "active" and run.stop is None and run.entry]
             parked = [n for n, run in self.runs.items() if run.mode == "parked" and run.stop is None]
             if ready:
-                self.tell(news.Ended(ready[0], self.runs[ready[0]].start.attempt))
+                self.tell(news.TaskEnded(ready[0], self.runs[ready[0]].start.attempt))
             elif parked:
-                self.tell(news.TurnAsked(parked[0]))
+                self.tell(news.TurnRequested(parked[0]))
             elif all(one.state in ENDED for one in self.machine.tasks.values()):
                 break
             if ready or parked:

@@ -26,13 +26,21 @@ from trimtab.model.rollout import (
     RequestSpec,
     RolloutRules,
     Span,
-    Verb,
     WorkerSpec,
     WorkerState,
+    WorkerVerb,
 )
 
 S = WorkerState
-REFUSABLE = (e.Arrived, e.WorkerAdded, e.WorkerRemoved, e.WorkerTaken, e.WorkerGiven, e.Scaled, e.RefitBegun)
+REFUSABLE = (
+    e.RequestArrived,
+    e.WorkerAdded,
+    e.WorkerRemoved,
+    e.WorkerReclaimed,
+    e.WorkerReturned,
+    e.ScaleRequested,
+    e.RefitBegun,
+)
 
 
 @dataclass
@@ -45,7 +53,7 @@ class Running:
     length: int  # of the answer, where nothing cuts it
     made: list[int] = field(default_factory=list)  # per token: the version that made it
     told: int = 0
-    cut: bool = False  # an AbortSent reached it
+    cut: bool = False  # an AbortAttempt reached it
 
 
 @dataclass
@@ -72,7 +80,7 @@ class Client:
     base: int = 0  # of those, the ones that the current attempt was given
     attempt: int = 0
     sends: int = 0
-    answers: list[e.Answer | e.Refuse] = field(default_factory=list)
+    answers: list[e.AnswerRequest | e.RefuseRequest] = field(default_factory=list)
     passed_on: bool = False  # others aborted it
     murky: bool = False  # an engine whose weights changed unseen worked on it
     gap: int = 0  # the attempt of which the machine knows that some tokens cannot be named
@@ -90,8 +98,8 @@ class RolloutWorld:
         self.clients: dict[str, Client] = {}
         self.mail: deque[tuple[Any, list[int] | None]] = deque()  # news, and the tokens that came with it
         self.served: set[str] = set()  # before the event
-        self.acts: list[e.Act] = []  # to be carried out
-        self.aborts: list[e.AbortSent] = []
+        self.acts: list[e.WorkerAction] = []  # to be carried out
+        self.aborts: list[e.AbortAttempt] = []
         self.removed: set[str] = set()
         self.refit: Membership | None = None  # RefitReady was said
         self.begun: int | None = None
@@ -139,10 +147,10 @@ class RolloutWorld:
             client = self.clients[event.request]
             if client.attempt == event.attempt:
                 client.tokens = [*client.tokens[: client.base], *made]
-        if isinstance(event, e.Streamed) and event.again and self._is_current(event.request, event.attempt):
+        if isinstance(event, e.TokensStreamed) and event.again and self._is_current(event.request, event.attempt):
             self.clients[event.request].gap = event.attempt
             self.counted["gaps"] += 1
-        on_purpose = isinstance(event, e.AbortedElsewhere) and self._is_current(event.request, event.attempt)
+        on_purpose = isinstance(event, e.AbortedExternally) and self._is_current(event.request, event.attempt)
         self.tell(event)
         if on_purpose:
             client = self.clients[event.request]
@@ -159,14 +167,14 @@ class RolloutWorld:
         ticks = 0
         while (due := self.machine.next_deadline()) is not None and due <= until:
             self.now = max(self.now, due)
-            self.tell(e.Tick())
+            self.tell(e.RolloutTick())
             ticks += 1
             assert ticks < 5_000, f"the machine ticks for ever at {due}"
         self.now = max(self.now, until)
 
     # ---- instructions ----------------------------------------------------------------------------------------------
 
-    def _do_Send(self, send: e.Send) -> None:  # noqa: N802
+    def _do_Send(self, send: e.SendRequest) -> None:  # noqa: N802
         client, engine = self.clients[send.request], self.engines[send.worker]
         assert not client.answers or self._others_want(client), f"{send.request} was answered, and is sent"
         assert not client.passed_on, f"{send.request} was aborted by others, and is tried again"
@@ -199,7 +207,7 @@ class RolloutWorld:
         running = Running(send.request, send.attempt, send.max_tokens, max(1, self._length(client.spec) - send.resumed))
         engine.steps.clear()
         if not engine.alive:
-            self._end(engine, running, e.Broke, "nobody listens")
+            self._end(engine, running, e.AttemptFailed, "nobody listens")
         else:
             engine.running[send.request, send.attempt] = running
             client.murky = client.murky or not engine.told
@@ -212,7 +220,7 @@ class RolloutWorld:
     def _length(self, spec: RequestSpec) -> int:
         return min(spec.max_tokens, 1 + sum(spec.id.encode()) * 7 % 40)
 
-    def _do_AbortSent(self, abort: e.AbortSent) -> None:  # noqa: N802
+    def _do_AbortSent(self, abort: e.AbortAttempt) -> None:  # noqa: N802
         assert abort.deadline > self.now - 1
         running = self.engines[abort.worker].running.get((abort.request, abort.attempt))
         if running is not None:
@@ -220,7 +228,7 @@ class RolloutWorld:
             running.cut = True
             self.aborts.append(abort)
 
-    def _do_Answer(self, answer: e.Answer) -> None:  # noqa: N802
+    def _do_Answer(self, answer: e.AnswerRequest) -> None:  # noqa: N802
         client = self.clients[answer.request]
         assert not client.answers, f"{answer.request} is answered twice"
         assert answer.reason.sentence
@@ -236,25 +244,31 @@ class RolloutWorld:
             assert source.spec.spans or source.murky or len(answer.spans) == 1, "spans versions, and may not"
             self.counted["spanning"] += len(answer.spans) > 1
 
-    def _do_Refuse(self, refuse: e.Refuse) -> None:  # noqa: N802
+    def _do_Refuse(self, refuse: e.RefuseRequest) -> None:  # noqa: N802
         client = self.clients[refuse.request]
         assert not client.answers, f"{refuse.request} is answered twice"
         assert refuse.retry_after_s > 0
         client.answers.append(refuse)
 
-    def _do_Act(self, act: e.Act) -> None:  # noqa: N802
+    def _do_Act(self, act: e.WorkerAction) -> None:  # noqa: N802
         engine, own = self.engines[act.worker], self.rules.ownership
         state = next((one.state for one in self.machine.workers() if one.worker == act.worker), None)
         assert act.deadline > self.now - 1
         assert act.reason.sentence
-        assert own.sleep is Owner.trimtab or act.verb not in (Verb.sleep, Verb.wake), "sleep is the trainer's"
-        assert own.pause is Owner.trimtab or act.verb not in (Verb.pause, Verb.resume), "pause is the trainer's"
-        assert own.refit is Owner.trimtab or act.verb is not Verb.refit, "refit is the trainer's"
-        assert engine.spec.startable or act.verb not in (Verb.start, Verb.stop), "it is somebody else's process"
-        if act.verb is Verb.sleep or (act.verb is Verb.stop and state is not S.lost):
+        assert own.sleep is Owner.trimtab or act.verb not in (WorkerVerb.sleep, WorkerVerb.wake), (
+            "sleep is the trainer's"
+        )
+        assert own.pause is Owner.trimtab or act.verb not in (WorkerVerb.pause, WorkerVerb.resume), (
+            "pause is the trainer's"
+        )
+        assert own.refit is Owner.trimtab or act.verb is not WorkerVerb.refit, "refit is the trainer's"
+        assert engine.spec.startable or act.verb not in (WorkerVerb.start, WorkerVerb.stop), (
+            "it is somebody else's process"
+        )
+        if act.verb is WorkerVerb.sleep or (act.verb is WorkerVerb.stop and state is not S.lost):
             assert not engine.running or not engine.alive, f"{act.verb} under running requests"
         sleeps_first = engine.spec.can_sleep and own.sleep is Owner.trimtab and engine.alive
-        if act.verb is Verb.stop and state is not S.lost and sleeps_first:
+        if act.verb is WorkerVerb.stop and state is not S.lost and sleeps_first:
             assert engine.asleep or "sleep" in engine.steps, "stopped before it was put to sleep"
         engine.steps.append(act.verb.value)
         self.acts.append(act)
@@ -284,7 +298,7 @@ class RolloutWorld:
             for engine in self.engines.values():
                 engine.paused = False
 
-    def _do_TellStep(self, step: e.TellStep) -> None:  # noqa: N802
+    def _do_TellStep(self, step: e.AnnounceScaleStep) -> None:  # noqa: N802
         one = step.step
         assert one.reason.sentence, "a step without a reason"
         assert one.expects, "a step that expects nothing"
@@ -309,13 +323,13 @@ class RolloutWorld:
         name = f"r{self.numbers}"
         spec = RequestSpec(name, how.pop("prompt_tokens", 50), how.pop("max_tokens", 30), **how)
         self.clients[name] = Client(spec)
-        out = self.tell(e.Arrived(spec))
+        out = self.tell(e.RequestArrived(spec))
         if not out and self.machine.request(name) is None:
             del self.clients[name]  # a wrong ask
         return name
 
     def cancel(self, name: str) -> None:
-        self.tell(e.Cancelled(name))
+        self.tell(e.RequestCancelled(name))
         assert len(self.clients[name].answers) == 1, "a cancelled request is answered at once"
 
     # ---- engines ---------------------------------------------------------------------------------------------------
@@ -342,9 +356,11 @@ class RolloutWorld:
                 if whole:
                     del engine.running[running.request, running.attempt]
                     end = End.length if len(running.made) >= running.most else End.stop
-                    self.post(e.Finished(running.request, running.attempt, len(running.made), end, version), running)
+                    self.post(
+                        e.AttemptFinished(running.request, running.attempt, len(running.made), end, version), running
+                    )
                 elif len(running.made) > running.told:
-                    self.post(e.Streamed(running.request, running.attempt, len(running.made), version), running)
+                    self.post(e.TokensStreamed(running.request, running.attempt, len(running.made), version), running)
                 running.told = len(running.made)
 
     def _end(self, engine: Engine, running: Running, kind: type, *more: Any) -> None:
@@ -353,7 +369,7 @@ class RolloutWorld:
 
     def break_one(self, engine: Engine, why: str = "stream cut", fatal: bool = False) -> None:
         for running in list(engine.running.values())[:1]:
-            self._end(engine, running, e.Broke, why, fatal and not running.cut)
+            self._end(engine, running, e.AttemptFailed, why, fatal and not running.cut)
 
     def lose_ids(self, engine: Engine) -> None:
         """Tokens come that nobody can name."""
@@ -361,12 +377,12 @@ class RolloutWorld:
             if engine.alive and not engine.paused and len(running.made) < min(running.most, running.length) - 1:
                 running.made.append(-1 if engine.weights is None else engine.weights)
                 running.told = len(running.made)
-                self.post(e.Streamed(running.request, running.attempt, len(running.made), again=True), running)
+                self.post(e.TokensStreamed(running.request, running.attempt, len(running.made), again=True), running)
 
     def abort_elsewhere(self, engine: Engine) -> None:
         """Somebody else aborts, on purpose."""
         for running in list(engine.running.values()):
-            self._end(engine, running, e.AbortedElsewhere)
+            self._end(engine, running, e.AbortedExternally)
 
     def _is_current(self, request: str, attempt: int) -> bool:
         """Whether nobody has given this attempt up."""
@@ -389,11 +405,13 @@ class RolloutWorld:
     def _die(self, engine: Engine) -> None:
         engine.alive = engine.asleep = engine.paused = engine.wedged = False
         engine.weights = None
-        self.acts = [act for act in self.acts if act.worker != engine.spec.id or act.verb in (Verb.start, Verb.stop)]
+        self.acts = [
+            act for act in self.acts if act.worker != engine.spec.id or act.verb in (WorkerVerb.start, WorkerVerb.stop)
+        ]
 
     def _streams_break(self, engine: Engine) -> None:
         for running in list(engine.running.values()):
-            self._end(engine, running, e.Broke, "connection reset")
+            self._end(engine, running, e.AttemptFailed, "connection reset")
 
     def restart_unseen(self, engine: Engine) -> None:
         """Killed and back with the weights it is started with, before anybody looked."""
@@ -444,38 +462,38 @@ class RolloutWorld:
         self.acts.remove(act)
         engine, name = self.engines[act.worker], act.worker
         if how == "badly" or (how == "well" and not self._carry(engine, act)):
-            self.post(e.ActFailed(name, act.attempt, "it did not work"))
+            self.post(e.ActionFailed(name, act.attempt, "it did not work"))
         elif how == "well":
-            reported = engine.weights if act.verb in (Verb.start, Verb.wake) else None
-            self.post(e.ActDone(name, act.attempt, reported))
+            reported = engine.weights if act.verb in (WorkerVerb.start, WorkerVerb.wake) else None
+            self.post(e.ActionDone(name, act.attempt, reported))
 
-    def _carry(self, engine: Engine, act: e.Act) -> bool:
-        if act.verb is Verb.start:
+    def _carry(self, engine: Engine, act: e.WorkerAction) -> bool:
+        if act.verb is WorkerVerb.start:
             if engine.alive:
                 return False
             engine.alive, engine.weights, engine.told = True, self.rules.version, True
             engine.asleep = engine.paused = engine.wedged = False
             return True
-        if act.verb is Verb.stop:
+        if act.verb is WorkerVerb.stop:
             self._die(engine)
             self._streams_break(engine)
             engine.told = True
             return True
         if not engine.alive or not engine.told:
             return False
-        if act.verb is Verb.sleep:
+        if act.verb is WorkerVerb.sleep:
             assert not engine.running, "memory released under running requests"
             engine.asleep = True
             engine.weights = engine.weights if act.keeps_weights else None
-        elif act.verb is Verb.wake:
+        elif act.verb is WorkerVerb.wake:
             engine.asleep = False
-        elif act.verb is Verb.pause:
+        elif act.verb is WorkerVerb.pause:
             engine.paused = True
-        elif act.verb is Verb.resume:
+        elif act.verb is WorkerVerb.resume:
             engine.paused = False
-        elif act.verb is Verb.refit:
+        elif act.verb is WorkerVerb.refit:
             engine.weights = act.version
-        elif act.verb is Verb.probe:
+        elif act.verb is WorkerVerb.probe:
             return not (engine.wedged or engine.asleep)
         return True
 

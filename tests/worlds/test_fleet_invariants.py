@@ -25,7 +25,7 @@ from trimtab.core.errors import InputError
 from trimtab.core.resources import NOTHING, Resources
 from trimtab.machines.elastic import events as g
 from trimtab.machines.nodes import events as n
-from trimtab.model.nodes import GroupSpec, NodePolicy
+from trimtab.model.nodes import ElasticSpec, NodePolicy
 
 STEPS = 50
 RUNS = 180
@@ -38,9 +38,9 @@ counted: Counter[str] = Counter()
 
 
 @st.composite
-def specs(draw: st.DrawFn) -> GroupSpec:
+def specs(draw: st.DrawFn) -> ElasticSpec:
     least = draw(st.sampled_from([1, 1, 2, 3]))
-    return GroupSpec(
+    return ElasticSpec(
         "g",
         UNIT,
         least=least,
@@ -138,7 +138,7 @@ class Fate(RuleBasedStateMachine):
     @rule(at=AT)
     def stay(self, at):
         names = sorted(self.world.drains)
-        self.world.tell_nodes(n.DrainOver(names[at % len(names)]))
+        self.world.tell_nodes(n.DrainCancelled(names[at % len(names)]))
 
     # ---- members ----
 
@@ -216,7 +216,7 @@ class Fate(RuleBasedStateMachine):
     @rule(size=st.sampled_from([None, None, None, 1, 2, 3, 5]))
     def ask(self, size):
         try:
-            self.world.tell(g.Asked(size))
+            self.world.tell(g.ResizeRequested(size))
         except InputError:
             self.world.broken = False
             assert size < self.world.spec.least or size > self.world.spec.most

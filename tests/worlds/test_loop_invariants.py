@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from loop_world import LoopWorld, nodes
 from trimtab.machines.replan import events as e
-from trimtab.model.run import STAGES, Iteration, Measured, RunMode, RunRules
+from trimtab.model.run import STAGES, ComponentTiming, Iteration, ReplanMode, ReplanRules
 from trimtab.model.workflow import Cluster, Node
 
 STEPS = 40
@@ -28,14 +28,14 @@ counted: Counter[str] = Counter()
 
 class Fate(RuleBasedStateMachine):
     @initialize(
-        mode=st.sampled_from([RunMode.auto, RunMode.auto, RunMode.auto, RunMode.advise]),
+        mode=st.sampled_from([ReplanMode.auto, ReplanMode.auto, ReplanMode.auto, ReplanMode.advise]),
         dwell=st.sampled_from([0, 2, 5]),
         assumed_move_s=st.sampled_from([0.0, 5.0, 60.0, 2_000.0]),
         tries=st.sampled_from([1, 3]),
         elastic=st.sampled_from([(), ("rollout",)]),
     )
     def begin(self, mode, dwell, assumed_move_s, tries, elastic):
-        rules = RunRules(
+        rules = ReplanRules(
             mode=mode,
             dwell_iterations=dwell,
             assumed_move_s=assumed_move_s,
@@ -81,7 +81,7 @@ class Fate(RuleBasedStateMachine):
 
     @rule(
         sizes=st.lists(st.sampled_from([0, 2, 4, 4, 4, 4]), min_size=3, max_size=4),
-        why=st.sampled_from(list(e.Why)),
+        why=st.sampled_from(list(e.ClusterChangeCause)),
         carried=st.booleans(),
     )
     def other_nodes(self, sizes, why, carried):
@@ -93,7 +93,7 @@ class Fate(RuleBasedStateMachine):
     @rule(at=st.integers(0, 3))
     def drain(self, at):
         names = [node.name for node in self.world.cluster.nodes]
-        self.world.change(self.world.cluster, e.Why.draining, (names[at % len(names)],))
+        self.world.change(self.world.cluster, e.ClusterChangeCause.draining, (names[at % len(names)],))
 
     # ---- moves ----
 
@@ -116,8 +116,8 @@ class Fate(RuleBasedStateMachine):
     def hear_of_other_moves(self, move, stage):
         under_way = self.world.move is not None and self.world.move.id == move
         if not under_way:
-            assert self.world.tell(e.MoveStageDone(move, stage, 1.0)) == []
-            assert self.world.tell(e.MoveStageFailed(move, stage, "late")) == []
+            assert self.world.tell(e.MigrationStageDone(move, stage, 1.0)) == []
+            assert self.world.tell(e.MigrationStageFailed(move, stage, "late")) == []
             assert self.world.tell(e.RolledBack(move, 1.0)) == []
 
     # ---- people, drivers, time ----
@@ -129,7 +129,7 @@ class Fate(RuleBasedStateMachine):
 
     @rule()
     def ask(self):
-        answer = self.world.tell(e.Asked("somebody wants to know")) if not self.world.stopped else [None]
+        answer = self.world.tell(e.ReplanRequested("somebody wants to know")) if not self.world.stopped else [None]
         assert answer, "no answer"
 
     @rule(back=st.sampled_from([0, 0, 1, 3]), remaining=st.sampled_from([None, 40]))
@@ -144,12 +144,12 @@ class Fate(RuleBasedStateMachine):
     def wrong_events(self):
         world = self.world
         world.refused(e.IterationDone(Iteration(world.done + 2, 1.0)))
-        world.refused(e.IterationDone(Iteration(world.done + 1, 1.0, (Measured("rolout", 1.0, 1),))))
+        world.refused(e.IterationDone(Iteration(world.done + 1, 1.0, (ComponentTiming("rolout", 1.0, 1),))))
         world.refused(e.RunResumed(-1))
         world.refused(e.RemainingChanged(-1))
-        world.refused(e.RangeUsed("trainer", 2))
-        world.refused(e.ClusterChanged(Cluster((Node("a", 1), Node("a", 1))), e.Why.joined))
-        world.refused(e.ClusterChanged(world.cluster, e.Why.draining, ("nobody",)))
+        world.refused(e.GpuRangeUsed("trainer", 2))
+        world.refused(e.ClusterChanged(Cluster((Node("a", 1), Node("a", 1))), e.ClusterChangeCause.joined))
+        world.refused(e.ClusterChanged(world.cluster, e.ClusterChangeCause.draining, ("nobody",)))
 
     @rule(what=st.sampled_from(["reload", "echo"]))
     def what_changes_nothing(self, what):

@@ -13,21 +13,21 @@ import pytest
 import obvious
 from jobs import component
 from random_jobs import random_job, random_variant
-from trimtab.model.plan import AllowedGroup, Rules
-from trimtab.model.workflow import Cluster, Job, Node, Workflow
+from trimtab.model.plan import AllowedGroup, FrameworkRules
+from trimtab.model.workflow import Cluster, Node, PlacementJob, Workflow
 from trimtab.plan.placement.compare import plan_times
 from trimtab.plan.placement.search import search
-from trimtab.plan.placement.space import Space
+from trimtab.plan.placement.space import PlanSpace
 from trimtab.plan.placement.timeline import to_plan
 
 CHUNKS = 24
 PER_CHUNK = 100
 
 
-def compare(job: Job, rules: Rules | None = None) -> bool:
+def compare(job: PlacementJob, rules: FrameworkRules | None = None) -> bool:
     """Check one job; whether it had a plan at all."""
     want = obvious.best(job, rules)
-    space = Space(job, rules)
+    space = PlanSpace(job, rules)
     outcome = search(space)
     if want is None:
         assert outcome.best is None
@@ -110,13 +110,13 @@ def test_groups_that_lie_evenly_on_nodes_equal_brute_force(seed: int) -> None:
         parts = rng.sample(list(obvious.partitions(list(workflow.names))), k=rng.choice([1, 2]))
         sizes = rng.choice([None, tuple(sorted(rng.sample(range(1, sum(nodes) + 1), k=min(6, sum(nodes)))))])
         groupings = tuple(tuple(AllowedGroup(frozenset(g), sizes) for g in part) for part in parts)
-        rules = Rules("toy", groupings, even_nodes=True)
-        feasible += compare(Job(cluster, workflow), rules)
+        rules = FrameworkRules("toy", groupings, even_nodes=True)
+        feasible += compare(PlacementJob(cluster, workflow), rules)
     assert feasible > 20
 
 
 def test_a_pool_of_twelve_gpus_lies_as_six_and_six_beside_two_and_two() -> None:
-    job = Job(
+    job = PlacementJob(
         Cluster((Node("a", 8), Node("b", 8))),
         Workflow(
             (
@@ -127,7 +127,7 @@ def test_a_pool_of_twelve_gpus_lies_as_six_and_six_beside_two_and_two() -> None:
         ),
     )
     apart = (AllowedGroup(frozenset({"rollout"})), AllowedGroup(frozenset({"trainer"})))
-    space = Space(job, Rules("toy", (apart,), even_nodes=True))
+    space = PlanSpace(job, FrameworkRules("toy", (apart,), even_nodes=True))
     found = search(space).best
     assert found is not None
     groups = {group.components: group.gpus for group in to_plan(space, found).groups}

@@ -22,11 +22,18 @@ from hypothesis.stateful import (
 
 from pool_world import World, gpus, policy, pool, task
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as news
-from trimtab.machines.pool.events import MakeGroup, Park, RemoveGroup, Start, Stop, Unpark
-from trimtab.model.pool import ENDED, Policy, State, Strategy, TaskSpec
+from trimtab.machines.pool.events import (
+    CreatePlacementGroup,
+    ParkTask,
+    RemovePlacementGroup,
+    StartTask,
+    StopTask,
+    UnparkTask,
+)
+from trimtab.model.pool import ENDED, PlacementStrategy, PreemptionPolicy, TaskSpec, TaskState
 
 STEPS = 50
 RUNS = 120
@@ -56,14 +63,14 @@ def pool_specs(draw: st.DrawFn, name: str = "p"):
         borrow=draw(st.booleans()),
         return_preempts=draw(st.booleans()),
         patience_s=draw(st.sampled_from([0.0, 5.0, 60.0])),
-        strategy=draw(st.sampled_from(list(Strategy))),
+        strategy=draw(st.sampled_from(list(PlacementStrategy))),
         wait_s=draw(st.sampled_from([1e5, 1e5, 300.0])),
         target_hosts=draw(st.sampled_from([0, 2])),
     )
 
 
 @st.composite
-def policies(draw: st.DrawFn) -> Policy:
+def policies(draw: st.DrawFn) -> PreemptionPolicy:
     return policy(
         draw(st.sampled_from([None, {"role": {"train": ["reward", "rollout"], "reward": ["rollout"]}}, EACH_OTHER])),
         same_pool=draw(st.sampled_from([True, True, False])),
@@ -161,7 +168,7 @@ class Fate(RuleBasedStateMachine):
         count=st.integers(2, 4),
         size=SIZES,
         priority=PRIORITIES,
-        strategy=st.sampled_from([None, *Strategy]),
+        strategy=st.sampled_from([None, *PlacementStrategy]),
         may_go=st.sampled_from([None, True]),
         restarts=st.sampled_from([0, 1, -1]),
         carried=st.booleans(),
@@ -196,21 +203,21 @@ class Fate(RuleBasedStateMachine):
             return
         if at % 2:
             self.world.carry_all()
-            if self.world.state(spec.id) is State.waiting and self.world.why(spec.id) is Code.turn:
+            if self.world.state(spec.id) is TaskState.waiting and self.world.why(spec.id) is ReasonCode.turn:
                 self.turn(spec.id)
 
     def turn(self, name: str) -> None:
         with contextlib.suppress(InputError):  # its slots are not there
-            self.world.tell(news.TurnAsked(name))
+            self.world.tell(news.TurnRequested(name))
 
     @precondition(lambda self: self.living())
-    @rule(at=AT, what=st.sampled_from([news.CompleteAsked, news.CancelAsked, news.EvictAsked]))
+    @rule(at=AT, what=st.sampled_from([news.CompleteRequested, news.CancelRequested, news.EvictRequested]))
     def ask(self, at, what):
         names = self.living()
         try:
             self.world.tell(what(names[at % len(names)]))
         except InputError:
-            assert what is news.EvictAsked, f"{what} of a living task is refused"
+            assert what is news.EvictRequested, f"{what} of a living task is refused"
 
     @precondition(lambda self: any(run.mode == "parked" for run in self.world.runs.values()))
     @rule(at=AT)
@@ -241,7 +248,7 @@ class Fate(RuleBasedStateMachine):
         elif node in world.nodes and what == "lose":
             world.tell(news.NodeLost(node))
         elif node in world.nodes and what == "empty":
-            world.tell(news.NodeEmptied(node))
+            world.tell(news.NodeDrained(node))
         elif node in world.nodes:
             world.tell(news.NodeCordoned(node, what == "cordon"))
 
@@ -254,7 +261,11 @@ class Fate(RuleBasedStateMachine):
         self.world.carry(ready[at % len(ready)], how)
 
     @precondition(lambda self: self.world.pending)
-    @rule(kinds=st.sampled_from([(), (), (), (MakeGroup, Start), (Stop,), (RemoveGroup, Park, Unpark)]))
+    @rule(
+        kinds=st.sampled_from(
+            [(), (), (), (CreatePlacementGroup, StartTask), (StopTask,), (RemovePlacementGroup, ParkTask, UnparkTask)]
+        )
+    )
     def carry_all(self, kinds):
         self.world.carry_all(*kinds)
 
@@ -267,7 +278,7 @@ class Fate(RuleBasedStateMachine):
         names = [name for name in self.constructed() if self.world.runs[name].entry]
         if names:
             name = names[at % len(names)]
-            self.world.tell(news.Ended(name, self.world.runs[name].start.attempt, error))
+            self.world.tell(news.TaskEnded(name, self.world.runs[name].start.attempt, error))
             if carried:
                 self.world.carry_all()
 
@@ -278,9 +289,9 @@ class Fate(RuleBasedStateMachine):
         standing = [name for name, one in world.groups.items() if one.phase == "standing"]
         if what == "process" and names:
             name = names[at % len(names)]
-            world.tell(news.Died(name, world.runs[name].start.attempt, "signal 9"))
+            world.tell(news.TaskDied(name, world.runs[name].start.attempt, "signal 9"))
         elif what == "group" and standing:
-            world.tell(news.GroupLost(standing[at % len(standing)], "a bundle is elsewhere"))
+            world.tell(news.PlacementGroupLost(standing[at % len(standing)], "a bundle is elsewhere"))
 
     # ---- time, and the controller's own end ----
 
@@ -306,10 +317,10 @@ class Fate(RuleBasedStateMachine):
 
     def ask_wrongly(self, at: int) -> None:
         world = self.world
-        world.refused(news.Submitted(TaskSpec("x", "nowhere", (gpus(1),))))
+        world.refused(news.TaskSubmitted(TaskSpec("x", "nowhere", (gpus(1),))))
         if self.living():
             taken = self.living()[at % len(self.living())]
-            world.refused(news.Submitted(TaskSpec(taken, "p", (gpus(1),), 100.0)))
+            world.refused(news.TaskSubmitted(TaskSpec(taken, "p", (gpus(1),), 100.0)))
         world.refused(news.PoolEnsured(pool("p", gpus(1 + at), labels=(("other", "one"),))))
 
     def dry_run(self, at: int) -> None:
@@ -329,16 +340,16 @@ class Fate(RuleBasedStateMachine):
         theirs = {key(one) for one in world.machine.outstanding()}
         assert theirs <= mine, f"in flight, it says, but never asked or long answered: {theirs - mine}"
         for one in world.pending:
-            if isinstance(one, MakeGroup):
+            if isinstance(one, CreatePlacementGroup):
                 owed = one.group in world.groups and world.groups[one.group].phase == "asked"
                 owed = owed and world.groups[one.group].trusted
-            elif isinstance(one, RemoveGroup):
+            elif isinstance(one, RemovePlacementGroup):
                 group = world.groups.get(one.group)
                 owed = group is not None and any(node in world.nodes for node in group.made.nodes)
             else:
                 run = world.runs.get(one.task)
                 owed = run is not None and run.start.attempt == one.attempt
-                owed = owed and (isinstance(one, Stop) or run.stop is None)
+                owed = owed and (isinstance(one, StopTask) or run.stop is None)
             assert not owed or key(one) in theirs, f"{one} would be forgotten by a restart"
 
     def teardown(self) -> None:

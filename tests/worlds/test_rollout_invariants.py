@@ -228,14 +228,14 @@ class Fate(RuleBasedStateMachine):
         elif what == "back":
             world.come_back(engine)
         elif what == "unwell" and engine.alive:
-            world.tell(e.WorkerUnwell(name, 3.0, "no answer"))
+            world.tell(e.WorkerUnhealthy(name, 3.0, "no answer"))
         elif what == "very unwell" and not engine.alive:
-            world.tell(e.WorkerUnwell(name, 40.0, "no answer"))
+            world.tell(e.WorkerUnhealthy(name, 40.0, "no answer"))
         elif what == "well" and engine.alive:
-            world.tell(e.WorkerWell(name))
+            world.tell(e.WorkerHealthy(name))
         elif what in ("load", "old load"):
             at = world.now - (0.0 if what == "load" else 60.0)
-            world.tell(e.LoadSeen(name, len(engine.running) + 1, 0, 0.5, at))
+            world.tell(e.LoadReported(name, len(engine.running) + 1, 0, 0.5, at))
         world.deliver()
 
     @rule(at=AT, what=st.sampled_from(["take", "take hard", "give", "give", "remove"]))
@@ -243,9 +243,9 @@ class Fate(RuleBasedStateMachine):
         world, engine = self.world, self.engine(at)
         name = engine.spec.id
         if what.startswith("take"):
-            world.tell(e.WorkerTaken(name, world.now + 20.0, "the trainer needs it", what == "take hard"))
+            world.tell(e.WorkerReclaimed(name, world.now + 20.0, "the trainer needs it", what == "take hard"))
         elif what == "give":
-            world.tell(e.WorkerGiven(name))
+            world.tell(e.WorkerReturned(name))
         elif len(world.engines) - len(world.removed) > 2:
             world.removed.add(name)
             world.tell(e.WorkerRemoved(name))
@@ -279,13 +279,13 @@ class Fate(RuleBasedStateMachine):
     def people(self, what, workers):
         world = self.world
         if what == "scale":
-            world.tell(e.Scaled(workers, world.now + 50.0))
+            world.tell(e.ScaleRequested(workers, world.now + 50.0))
         elif what == "release":
             world.tell(e.ScaleReleased())
         elif what == "hold":
-            world.tell(e.Held("validation", workers, world.now + 30.0))
+            world.tell(e.HoldRequested("validation", workers, world.now + 30.0))
         else:
-            world.tell(e.Unheld("validation"))
+            world.tell(e.HoldReleased("validation"))
 
     def teardown(self):
         if not hasattr(self, "world") or self.world.broken:
@@ -293,7 +293,7 @@ class Fate(RuleBasedStateMachine):
         world = self.world
         for name in world.engines:
             if name not in world.removed:
-                world.tell(e.WorkerGiven(name))
+                world.tell(e.WorkerReturned(name))
                 world.come_back(world.engines[name])
         world.tell(e.ScaleReleased())
         world.reload()
@@ -323,9 +323,15 @@ def fate(runs: int, steps: int) -> None:
 def test_every_request_is_answered_once_whatever_happens() -> None:
     counted.clear()
     fate(RUNS, STEPS)
-    floors = {"runs": RUNS // 2, "requests": RUNS * 5, "Send": RUNS * 4, "AbortSent": RUNS // 2, "resumed": 20}
+    floors = {
+        "runs": RUNS // 2,
+        "requests": RUNS * 5,
+        "SendRequest": RUNS * 4,
+        "AbortAttempt": RUNS // 2,
+        "resumed": 20,
+    }
     floors |= {"sent again from the prompt": 20, "spanning": 5, "RefitOver": RUNS // 8, "up": 20, "down": 5}
-    floors |= {"reloads": RUNS, "gaps": 5, "Refuse": 5, "abort": 10, "cancelled": 10, "failed": 5, "stop": RUNS}
+    floors |= {"reloads": RUNS, "gaps": 5, "RefuseRequest": 5, "abort": 10, "cancelled": 10, "failed": 5, "stop": RUNS}
     short = {name: (counted[name], floor) for name, floor in floors.items() if counted[name] < floor}
     assert not short, f"too little happened: {short} of {dict(counted)}"
 

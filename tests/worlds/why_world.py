@@ -7,61 +7,89 @@ from itertools import product
 from typing import Any
 
 from trimtab.core.resources import NOTHING, Resources, total
-from trimtab.machines.diagnose.fitting import Space
-from trimtab.machines.diagnose.snapshot import Ask, Drain, Holder, Kind, SeenNode, Selector, Survey, Waiting
-from trimtab.model.pool import Strategy
+from trimtab.machines.diagnose.fitting import NodeSpace
+from trimtab.machines.diagnose.snapshot import (
+    DrainNotice,
+    GcsSnapshot,
+    LabelSelector,
+    NodeSnapshot,
+    PendingWorkload,
+    ResourceHolder,
+    ResourceRequest,
+    WorkloadKind,
+)
+from trimtab.model.pool import PlacementStrategy
 
 NOW = 1_000.0
 
 
-def node(name: str, used: dict[str, float] | None = None, *, drain: float | None = None, **has: Any) -> SeenNode:
+def node(name: str, used: dict[str, float] | None = None, *, drain: float | None = None, **has: Any) -> NodeSnapshot:
     """A node that has so much; `labels` among it; with `drain` it goes in so many seconds."""
     labels = tuple(sorted(has.pop("labels", {}).items()))
     whole = Resources.of(has)
-    going = None if drain is None else Drain(NOW + drain)
-    return SeenNode(name, name, whole, whole.minus(Resources.of(used or {})), labels, drain=going)
+    going = None if drain is None else DrainNotice(NOW + drain)
+    return NodeSnapshot(name, name, whole, whole.minus(Resources.of(used or {})), labels, drain=going)
 
 
-def ask(*, zone: str | None = None, **amounts: float) -> Ask:
-    return Ask(Resources.of(amounts), ((Selector("zone", (zone,)),),) if zone else ())
+def ask(*, zone: str | None = None, **amounts: float) -> ResourceRequest:
+    return ResourceRequest(Resources.of(amounts), ((LabelSelector("zone", (zone,)),),) if zone else ())
 
 
-def actor(name: str, *, like: str = "", job: str = "job", since: float | None = NOW - 60, **asked: Any) -> Waiting:
-    """An actor that waits for room; fields of `Waiting` among what is asked."""
-    fields = {key: asked.pop(key) for key in list(asked) if key in Waiting.__dataclass_fields__}
-    return Waiting(name, Kind.actor, name, (ask(**asked),), like=like or name, job=job, since=since, **fields)
+def actor(
+    name: str, *, like: str = "", job: str = "job", since: float | None = NOW - 60, **asked: Any
+) -> PendingWorkload:
+    """An actor that waits for room; fields of `PendingWorkload` among what is asked."""
+    fields = {key: asked.pop(key) for key in list(asked) if key in PendingWorkload.__dataclass_fields__}
+    return PendingWorkload(
+        name, WorkloadKind.actor, name, (ask(**asked),), like=like or name, job=job, since=since, **fields
+    )
 
 
-def group(name: str, *asks: Ask, strategy: Strategy = Strategy.pack, job: str = "job", **fields: Any) -> Waiting:
+def group(
+    name: str,
+    *asks: ResourceRequest,
+    strategy: PlacementStrategy = PlacementStrategy.pack,
+    job: str = "job",
+    **fields: Any,
+) -> PendingWorkload:
     """A placement group that waits."""
-    return Waiting(name, Kind.group, name, asks, strategy=strategy, job=job, since=NOW - 60, like=name, **fields)
+    return PendingWorkload(
+        name, WorkloadKind.group, name, asks, strategy=strategy, job=job, since=NOW - 60, like=name, **fields
+    )
 
 
-def holds(name: str, on: str, *, like: str = "", job: str = "job", kind: Kind = Kind.actor, **amounts: Any) -> Holder:
+def holds(
+    name: str, on: str, *, like: str = "", job: str = "job", kind: WorkloadKind = WorkloadKind.actor, **amounts: Any
+) -> ResourceHolder:
     fields = {key: amounts.pop(key) for key in ("group", "bundle", "gpus") if key in amounts}
-    return Holder(name, kind, name, on, Resources.of(amounts), job, like or name, **fields)
+    return ResourceHolder(name, kind, name, on, Resources.of(amounts), job, like or name, **fields)
 
 
 def survey(
-    nodes: Sequence[SeenNode], waiting: Sequence[Waiting] = (), holders: Sequence[Holder] = (), **more: Any
-) -> Survey:
+    nodes: Sequence[NodeSnapshot],
+    waiting: Sequence[PendingWorkload] = (),
+    holders: Sequence[ResourceHolder] = (),
+    **more: Any,
+) -> GcsSnapshot:
     """A look at these; what holders hold is taken from their nodes."""
     seen = []
     for one in nodes:
         taken = total([each.amounts for each in holders if each.node == one.id and each.group is None])
         seen.append(
-            SeenNode(one.id, one.name, one.total, one.free.minus(taken), one.labels, one.address, one.head, one.drain)
+            NodeSnapshot(
+                one.id, one.name, one.total, one.free.minus(taken), one.labels, one.address, one.head, one.drain
+            )
         )
-    return Survey(NOW, tuple(seen), tuple(waiting), tuple(holders), **more)
+    return GcsSnapshot(NOW, tuple(seen), tuple(waiting), tuple(holders), **more)
 
 
-def obvious(asks: Sequence[Ask], spaces: Sequence[Space], strategy: Strategy) -> bool:
+def obvious(asks: Sequence[ResourceRequest], spaces: Sequence[NodeSpace], strategy: PlacementStrategy) -> bool:
     """Whether any way of putting asks on nodes is right: tries them all."""
     for way in product(range(len(spaces)), repeat=len(asks)):
         different = len(set(way))
-        if strategy is Strategy.strict_pack and different > 1:
+        if strategy is PlacementStrategy.strict_pack and different > 1:
             continue
-        if strategy is Strategy.strict_spread and different < len(way):
+        if strategy is PlacementStrategy.strict_spread and different < len(way):
             continue
         on_each = [[ask for ask, at in zip(asks, way, strict=True) if at == here] for here in range(len(spaces))]
         if all(
@@ -72,5 +100,5 @@ def obvious(asks: Sequence[Ask], spaces: Sequence[Space], strategy: Strategy) ->
     return False
 
 
-def _sum(asks: Sequence[Ask]) -> Resources:
+def _sum(asks: Sequence[ResourceRequest]) -> Resources:
     return total([one.amounts for one in asks]) if asks else NOTHING

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from typing import Any
 
     from trimtab.formats.logs.follow_costs import RunConfig
-    from trimtab.formats.logs.records import Framework
-    from trimtab.runtime.advise.follower import Follower, Frame
-    from trimtab.runtime.advise.record import Record
+    from trimtab.formats.logs.records import LogFramework
+    from trimtab.runtime.advise.follower import Follower, FollowFrame
+    from trimtab.runtime.advise.record import FollowRecord
 
-    Show = Callable[[Frame], None]
+    Show = Callable[[FollowFrame], None]
 
 SHORTEST_S = 0.05  # between two looks
 
@@ -151,10 +151,10 @@ def _follower(
 ) -> Iterator[Follower]:
     from trimtab.formats.logs.follow import RunLog
     from trimtab.formats.logs.follow_costs import RunConfig
-    from trimtab.model.run import RunMode, RunRules
-    from trimtab.runtime.advise.analysis import Advising
+    from trimtab.model.run import ReplanMode, ReplanRules
+    from trimtab.runtime.advise.analysis import AdviceTracker
     from trimtab.runtime.advise.cluster import ClusterWatch
-    from trimtab.runtime.advise.engines import Engines
+    from trimtab.runtime.advise.engines import EngineMetricsReader
     from trimtab.runtime.advise.follower import Follower
     from trimtab.runtime.advise.tail import following
 
@@ -164,8 +164,8 @@ def _follower(
         from trimtab.formats import profile_file
 
         measured = profile_file.read(profile)
-    asked = Engines(engines)
-    rules = RunRules(mode=RunMode.advise, assumed_move_s=restart_s)
+    asked = EngineMetricsReader(engines)
+    rules = ReplanRules(mode=ReplanMode.advise, assumed_move_s=restart_s)
     with contextlib.ExitStack() as stack:
         tail = stack.enter_context(following(follow))
         source = _framework(config, tail.files(), framework)
@@ -175,16 +175,16 @@ def _follower(
 
             cluster = ClusterWatch(find(address), every_s=10.0)
             stack.callback(cluster.close)
-        yield Follower(tail, RunLog(source), Advising(source, config, measured, rules, warmup), asked, cluster)
+        yield Follower(tail, RunLog(source), AdviceTracker(source, config, measured, rules, warmup), asked, cluster)
 
 
-def _framework(config: RunConfig, files: list[Path], named: str | None) -> Framework:
+def _framework(config: RunConfig, files: list[Path], named: str | None) -> LogFramework:
     """Whose log it is: as named, as the configuration says, or as the log itself says. They must agree."""
     from trimtab.formats.logs import reader as logs
 
     stated = config.framework()
     try:
-        found: Framework | None = logs.detect(files)
+        found: LogFramework | None = logs.detect(files)
     except InputError as error:
         if stated is None and named is None:
             raise
@@ -209,12 +209,12 @@ def _framework(config: RunConfig, files: list[Path], named: str | None) -> Frame
 
 def _record(
     folder: Path | None, follow: list[Path], config: Path, overrides: list[str], *, needed: bool
-) -> Record | None:
+) -> FollowRecord | None:
     """The folder of what is seen. Without one that was asked for, the command looks and remembers nothing."""
-    from trimtab.runtime.advise.record import Record, default_folder
+    from trimtab.runtime.advise.record import FollowRecord, default_folder
 
     try:
-        return Record(folder or default_folder(follow), follow, config, overrides)
+        return FollowRecord(folder or default_folder(follow), follow, config, overrides)
     except InputError as fault:
         if folder is not None or needed:
             raise
@@ -241,7 +241,7 @@ def _follow(follower: Follower, form: Format, output: Path | None, shows: bool, 
     from trimtab.render.live.cluster import signals_interrupt
     from trimtab.render.text import advise as advise_text
 
-    frame: Frame | None = None
+    frame: FollowFrame | None = None
     reported = False
     record = follower.record
     fault: str | None = None
@@ -290,7 +290,7 @@ def _shown(form: Format) -> Iterator[Show]:
 
     if form is not Format.text:
 
-        def lines(frame: Frame) -> None:
+        def lines(frame: FollowFrame) -> None:
             for event in advise_text.events(frame):
                 _line(form, event)
 
@@ -304,7 +304,7 @@ def _shown(form: Format) -> Iterator[Show]:
             yield lambda frame: live.update(advise_text.picture(frame), refresh=True)
     else:
 
-        def told(frame: Frame) -> None:
+        def told(frame: FollowFrame) -> None:
             for line in advise_text.lines(frame):
                 print(line, flush=True)
 
@@ -321,7 +321,7 @@ def _line(form: Format, data: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _report(follower: Follower, frame: Frame, output: Path | None) -> None:
+def _report(follower: Follower, frame: FollowFrame, output: Path | None) -> None:
     if output is None:
         return
     from trimtab.render.html.advise.report import advise_report

@@ -17,7 +17,7 @@ from trimtab.core.errors import InputError, UnreachableError, nearest
 from trimtab.render.output import Format, answer, err, out, warn
 
 if TYPE_CHECKING:
-    from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodeRecord, Sizes
+    from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodeRecord, NodeSizes
     from trimtab.runtime.localcluster.ray_status import RayView
 
 app = typer.Typer(help="A Ray cluster of one-GPU nodes that come and go.", no_args_is_help=True)
@@ -77,7 +77,7 @@ def start(
     from trimtab.runtime.localcluster import allocation as books
     from trimtab.runtime.localcluster import auth, command, gpus
     from trimtab.runtime.localcluster import nodes as local
-    from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, Sizes
+    from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodeSizes
     from trimtab.runtime.procs import processes
     from trimtab.runtime.rayapi.connect import import_ray
 
@@ -85,7 +85,7 @@ def start(
     _say(books.sweep(ledger))
     there = gpus.of_this_machine(fake_gpus)
     ip = ip or local.own_address()
-    sizes = Sizes(gpus_per_node, cpus_per_node, _bytes(memory, "--memory"), _bytes(object_store, "--object-store"))
+    sizes = NodeSizes(gpus_per_node, cpus_per_node, _bytes(memory, "--memory"), _bytes(object_store, "--object-store"))
     nodes_here = len(there.ids) // gpus_per_node if gpus_per_node else workers + 1
     cluster = ClusterRecord(
         address=f"{ip}:{port}",
@@ -308,7 +308,7 @@ def _stay(ledger: Ledger, cluster: ClusterRecord, hints: list[str]) -> None:
     if not out.is_terminal:
         print(f"Ray cluster at {cluster.address}; in another terminal:", *hints, sep="\n  ", flush=True)
     try:
-        with cluster_live.Look(ledger, cluster) as look:
+        with cluster_live.ClusterStatusLoop(ledger, cluster) as look:
             cluster_live.watch(look.while_it_lives, hints)
         cause = _head_cause(ledger, cluster)
     except KeyboardInterrupt:
@@ -334,7 +334,7 @@ def _looked(ledger: Ledger, cluster: ClusterRecord) -> dict[str, Any]:
     """The status of a cluster as it is now."""
     from trimtab.render.live import cluster as cluster_live
 
-    with cluster_live.Look(ledger, cluster) as look:
+    with cluster_live.ClusterStatusLoop(ledger, cluster) as look:
         return look.now()
 
 
@@ -391,12 +391,12 @@ def _ended(ledger: Ledger, cluster: ClusterRecord, nodes: Any, cause: str, form:
 
 def _head_cause(ledger: Ledger, cluster: ClusterRecord) -> str:
     """Why the head has ended or is ending; empty while it runs."""
-    from trimtab.runtime.localcluster.ledger import Phase
+    from trimtab.runtime.localcluster.ledger import NodePhase
 
     head = ledger.read().get(cluster.address, cluster).head
     if head is None:
         return "it was struck from the ledger"
-    if head.phase in (Phase.ending, Phase.ended):
+    if head.phase in (NodePhase.ending, NodePhase.ended):
         return head.cause
     return "" if head.stands else "its keeper was killed"
 
@@ -420,7 +420,7 @@ def _tell_started(node: NodeRecord) -> None:
     err.print(f"{node.name} runs{gpu}: {node.node_id[:12]}")
 
 
-def _sizes(theirs: Sizes, gpus: int | None, cpus: int | None, memory: str | None, store: str | None) -> Sizes:
+def _sizes(theirs: NodeSizes, gpus: int | None, cpus: int | None, memory: str | None, store: str | None) -> NodeSizes:
     said = {
         "gpus": gpus,
         "cpus": cpus,

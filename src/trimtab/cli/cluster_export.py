@@ -22,8 +22,8 @@ from trimtab.core.errors import InputError, UnreachableError
 from trimtab.render.output import Format, answer, err, share
 
 if TYPE_CHECKING:
-    from trimtab.formats.loaded import Loaded
-    from trimtab.machines.nodes.roles import Setting
+    from trimtab.formats.loaded import LoadedJob
+    from trimtab.machines.nodes.roles import PlanningContext
     from trimtab.model.profile import Profile
     from trimtab.model.workflow import Cluster, Node
 
@@ -102,7 +102,7 @@ def advise(
     if join is not None:
         cluster = roles.with_joined(cluster, *_joining(join), kind)
     after = _on(loaded, cluster, measured)
-    before = roles.Setting(loaded.job, loaded.rules, loaded.current)
+    before = roles.PlanningContext(loaded.job, loaded.rules, loaded.current)
     advice = roles.advise(before, _setting(after), noise=noise_share)
     advice = replace(advice, notes=(*notes, *advice.notes))
     settings = None if advice.stay else after.settings(advice.after)
@@ -110,10 +110,10 @@ def advise(
     answer(data, form, lambda: outside_text.print_advice(advice, loaded.job.cluster, after.job.cluster, settings))
 
 
-def _setting(loaded: Loaded) -> Setting:
-    from trimtab.machines.nodes.roles import Setting
+def _setting(loaded: LoadedJob) -> PlanningContext:
+    from trimtab.machines.nodes.roles import PlanningContext
 
-    return Setting(loaded.job, loaded.rules)
+    return PlanningContext(loaded.job, loaded.rules)
 
 
 def _joining(text: str) -> tuple[int, int | None]:
@@ -125,7 +125,7 @@ def _joining(text: str) -> tuple[int, int | None]:
     return int(match[1]), int(match[2]) if match[2] else None
 
 
-def _on(loaded: Loaded, cluster: Cluster, measured: Profile | None) -> Loaded:
+def _on(loaded: LoadedJob, cluster: Cluster, measured: Profile | None) -> LoadedJob:
     """The same job on another cluster. A framework's file is read again: its rules go with its number of nodes."""
     from trimtab.formats import job
     from trimtab.formats.load import load
@@ -161,17 +161,17 @@ def _on(loaded: Loaded, cluster: Cluster, measured: Profile | None) -> Loaded:
     return again
 
 
-def _costs(loaded: Loaded) -> list[Any]:
+def _costs(loaded: LoadedJob) -> list[Any]:
     return [[variant.seconds for variant in component.variants] for component in loaded.job.workflow.components]
 
 
 def _living(address: str | None, planned: Cluster) -> tuple[Node, ...]:
     """The nodes of the cluster that runs, without those that will go."""
     from trimtab.model.workflow import Node
-    from trimtab.runtime.client.connection import RayLink
+    from trimtab.runtime.client.connection import RayConnection
     from trimtab.runtime.rayapi.draining import draining
 
-    link = RayLink(address, start=False)
+    link = RayConnection(address, start=False)
     try:
         going = draining(link.ray)
         alive = [one for one in link.ray.nodes() if one.get("Alive") and one["NodeID"] not in going]
@@ -367,19 +367,21 @@ def hook(
         curl -X POST -H "Authorization: Bearer $(cat TOKEN_FILE)" -d '{"deadline_s": 120, "cause": "spot"}' \\
             http://127.0.0.1:8267/nodes/10.0.0.7/drain
     """
-    from trimtab.runtime.client.connection import RayLink
+    from trimtab.runtime.client.connection import RayConnection
     from trimtab.runtime.http.listening import listening
     from trimtab.runtime.http.tokens import HOOK, token
 
     served, doors_of = _import_hook()
-    link = RayLink(address, start=False)
+    link = RayConnection(address, start=False)
     try:
         doors = doors_of(link.ray, name)
         with (
             listening(host, port) as door,
             token(os.environ, HOOK, token_file, f"hook-{door.getsockname()[1]}") as (secret, told),
         ):
-            server = served.Hook(doors.drain, doors.look, token=secret, listening=door, names=tuple(allow_host or ()))
+            server = served.NodeHookServer(
+                doors.drain, doors.look, token=secret, listening=door, names=tuple(allow_host or ())
+            )
             for line in (f"listening on {server.url}", told, doors.how(), "Ctrl-C ends it"):
                 err.print(line, markup=False)
             _until_ended(server.serve)
@@ -391,12 +393,12 @@ def hook(
 def _import_hook() -> tuple[Any, Any]:
     try:
         from trimtab.runtime.hook import server as served
-        from trimtab.runtime.hook.calls import HookDoors
+        from trimtab.runtime.hook.calls import NodeHookCalls
     except ImportError as fault:
         raise InputError(
             f"the hook needs {fault.name}, which is not installed here", hint="pip install 'trimtab[serve]'"
         ) from None
-    return served, HookDoors
+    return served, NodeHookCalls
 
 
 def _until_ended(serve: Callable[[], None]) -> None:

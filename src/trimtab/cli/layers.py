@@ -16,7 +16,7 @@ from trimtab.core.errors import InputError
 from trimtab.render.output import Format, answer, err, out, warn
 
 if TYPE_CHECKING:
-    from trimtab.formats.pipeline.layer_files import Merged
+    from trimtab.formats.pipeline.layer_files import MergedFiles
 
 
 def layers(
@@ -131,7 +131,7 @@ def _measure(factory: str, **settings: Any) -> dict[str, Any]:
     return profile.as_data()
 
 
-def _data(data: Mapping[str, Any], merged: Merged | None) -> dict[str, Any]:
+def _data(data: Mapping[str, Any], merged: MergedFiles | None) -> dict[str, Any]:
     written: dict[str, Any] = {}
     if merged is not None:
         written = {
@@ -146,7 +146,7 @@ def _data(data: Mapping[str, Any], merged: Merged | None) -> dict[str, Any]:
     return {**data, **written}
 
 
-def _text(data: Mapping[str, Any], merged: Merged | None) -> None:
+def _text(data: Mapping[str, Any], merged: MergedFiles | None) -> None:
     from rich.table import Table
 
     where = data.get("device_name") or data.get("device") or "an unknown device"

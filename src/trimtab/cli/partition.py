@@ -22,11 +22,11 @@ from rich.markup import escape
 
 from trimtab.core.errors import InfeasibleError, TrimtabError
 from trimtab.formats.files import write_text
-from trimtab.formats.pipeline.split import Engine
+from trimtab.formats.pipeline.split import SplitTarget
 from trimtab.render.output import Format, answer, err, out, share, warn
 
 if TYPE_CHECKING:
-    from trimtab.formats.pipeline.pipeedge import Request
+    from trimtab.formats.pipeline.pipeedge import PartitionRequest
     from trimtab.model.pipeline import PartitionAnswer
 
 MODEL = "google/vit-base-patch16-224"
@@ -68,7 +68,7 @@ def partition(
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Also the best bottleneck of 1, 2, ... devices.")
     ] = False,
-    emit: Annotated[Engine | None, typer.Option(help="Print only the split, as this engine takes it.")] = None,
+    emit: Annotated[SplitTarget | None, typer.Option(help="Print only the split, as this engine takes it.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write a report with pictures, as one HTML file.")] = None,
     devices_from_ray: Annotated[
         str | None,
@@ -113,9 +113,9 @@ def partition(
 
         sys.stdout.write(devices_yaml(_ray_devices(devices_from_ray)))
         return
-    from trimtab.formats.pipeline.pipeedge import Request
+    from trimtab.formats.pipeline.pipeedge import PartitionRequest
 
-    request = Request(
+    request = PartitionRequest(
         model_name,
         dtype,
         batch_size,
@@ -171,7 +171,7 @@ def partition(
 
 
 def _plan(
-    files: tuple[Path, Path, Path], request: Request, links: Path | None, objective: Goal, frontier: bool
+    files: tuple[Path, Path, Path], request: PartitionRequest, links: Path | None, objective: Goal, frontier: bool
 ) -> tuple[PartitionAnswer, float]:
     """Read, plan, and say what had to be said while reading."""
     from trimtab.formats.pipeline.pipeedge import load
@@ -237,9 +237,9 @@ def sched_pipeline(arguments: Sequence[str] | None = None) -> int:
         given = parser.parse_args(arguments)
     except SystemExit as leaving:
         return int(leaving.code or 0)
-    from trimtab.formats.pipeline.pipeedge import Request, schedule_yaml
+    from trimtab.formats.pipeline.pipeedge import PartitionRequest, schedule_yaml
 
-    request = Request(given.model_name, given.dtype, given.batch_size, given.buffers_in, given.buffers_out)
+    request = PartitionRequest(given.model_name, given.dtype, given.batch_size, given.buffers_in, given.buffers_out)
     files = (given.models_file, given.dev_types_file, given.dev_file)
     try:
         found, _ = _plan(files, request, None, Goal.throughput, False)

@@ -19,8 +19,8 @@ from trimtab.formats.files import write_text
 from trimtab.render.output import Format, answer, err, out, share
 
 if TYPE_CHECKING:
-    from trimtab.formats.loaded import Loaded, Settings
-    from trimtab.model.plan import Answer
+    from trimtab.formats.loaded import LoadedJob, PlanSettings
+    from trimtab.model.plan import PlacementAnswer
 
 log = logging.getLogger("trimtab.plan")
 
@@ -128,7 +128,7 @@ def plan(
 
 def _read(
     file: Path | None, overrides: list[str], profile: Path | None, from_run: Path | None
-) -> tuple[Loaded, tuple[str, ...]]:
+) -> tuple[LoadedJob, tuple[str, ...]]:
     """The job to plan, and what its costs rest on where a run measured them."""
     if from_run is None:
         from trimtab.formats.load import load
@@ -150,21 +150,21 @@ def _read(
     return load_from_run(from_run, file, overrides)
 
 
-def _settings(loaded: Loaded, result: Answer) -> Settings:
+def _settings(loaded: LoadedJob, result: PlacementAnswer) -> PlanSettings:
     """The plan in the file's own keys; nothing where the file has the better one."""
-    from trimtab.formats.loaded import Settings
+    from trimtab.formats.loaded import PlanSettings
 
     if not result.kept:
         return loaded.settings(result.best)
     framework = loaded.rules.framework if loaded.rules else "it"
-    return Settings(
+    return PlanSettings(
         values={},
         block=f"# keep the placement in {loaded.path.name}: it is faster than every plan that can be written for "
         f"{framework}\n",
     )
 
 
-def _other_settings(loaded: Loaded, result: Answer) -> Settings | None:
+def _other_settings(loaded: LoadedJob, result: PlacementAnswer) -> PlanSettings | None:
     """The plan for less than perfect scaling in the file's own keys, where there is one and the keys can say it."""
     if result.scaling is None or result.scaling.plan is None:
         return None
@@ -174,7 +174,9 @@ def _other_settings(loaded: Loaded, result: Answer) -> Settings | None:
         return None
 
 
-def _show(result: Answer, settings: Settings, loaded: Loaded, form: PlanFormat, searched: float, noise: float) -> None:
+def _show(
+    result: PlacementAnswer, settings: PlanSettings, loaded: LoadedJob, form: PlanFormat, searched: float, noise: float
+) -> None:
     if form is PlanFormat.overrides:
         from trimtab.formats.write_back import shell_words
 
@@ -195,7 +197,12 @@ def _show(result: Answer, settings: Settings, loaded: Loaded, form: PlanFormat, 
 
 
 def _write_pictures(
-    result: Answer, settings: Settings, loaded: Loaded, report: Path | None, svg: Path | None, searched: float
+    result: PlacementAnswer,
+    settings: PlanSettings,
+    loaded: LoadedJob,
+    report: Path | None,
+    svg: Path | None,
+    searched: float,
 ) -> None:
     if report is not None:
         from trimtab.render.html.plan_report import plan_report
@@ -218,7 +225,7 @@ def _write_pictures(
         err.print(f"timeline written to {svg}")
 
 
-def _write_to(output: Path, loaded: Loaded, settings: Settings) -> None:
+def _write_to(output: Path, loaded: LoadedJob, settings: PlanSettings) -> None:
     from trimtab.formats import yaml_text
     from trimtab.formats.write_back import edited, elsewhere
 
@@ -233,7 +240,7 @@ def _write_to(output: Path, loaded: Loaded, settings: Settings) -> None:
     err.print(f"{loaded.path} with the new placement written to {output}")
 
 
-def _apply(loaded: Loaded, settings: Settings) -> None:
+def _apply(loaded: LoadedJob, settings: PlanSettings) -> None:
     from trimtab.formats.write_back import apply, elsewhere, shell_words
 
     stuck = elsewhere(settings, loaded.literal, loaded.states)

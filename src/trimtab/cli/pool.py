@@ -146,12 +146,14 @@ def drain(
 @contextmanager
 def looking(address: str | None, name: str | None) -> Iterator[Session]:
     """A session with the controller that is there; raises UnreachableError where there is none."""
-    from trimtab.runtime.client.connection import ControllerLink, RayLink
+    from trimtab.runtime.client.connection import ControllerConnection, RayConnection
     from trimtab.runtime.client.session import Session
 
-    link = RayLink(address, start=False)
+    link = RayConnection(address, start=False)
     try:
-        session = Session(link, ControllerLink(link.ray, _wanted(link.ray, name), None, None, ANSWER_S, make=False))
+        session = Session(
+            link, ControllerConnection(link.ray, _wanted(link.ray, name), None, None, ANSWER_S, make=False)
+        )
     except BaseException:
         link.close()
         raise

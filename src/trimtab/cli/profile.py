@@ -17,7 +17,7 @@ from trimtab.render.output import Format, answer, out, plain_table, warn
 if TYPE_CHECKING:
     from trimtab.model.profile import ComponentProfile, Profile
     from trimtab.profile.architecture import Architecture
-    from trimtab.profile.memory import Need
+    from trimtab.profile.memory import MemoryNeed
 
 app = typer.Typer(help="Costs in: times from logs, memory from a model's configuration.", no_args_is_help=True)
 
@@ -147,7 +147,7 @@ def memory(
     shape = architecture.read(model)
     needs = reckoning.estimate(
         shape,
-        reckoning.Settings(
+        reckoning.MemorySettings(
             gpus=gpus,
             tp=tp,
             pp=pp,
@@ -217,7 +217,7 @@ def _details(component: ComponentProfile) -> tuple[str, str, str, str]:
     )
 
 
-def _memory_data(shape: Architecture, needs: Iterable[Need]) -> dict[str, Any]:
+def _memory_data(shape: Architecture, needs: Iterable[MemoryNeed]) -> dict[str, Any]:
     return {
         "parameters": shape.parameters,
         "active_parameters": shape.active_parameters,
@@ -236,7 +236,7 @@ def _memory_data(shape: Architecture, needs: Iterable[Need]) -> dict[str, Any]:
     }
 
 
-def _memory_text(shape: Architecture, needs: Iterable[Need]) -> None:
+def _memory_text(shape: Architecture, needs: Iterable[MemoryNeed]) -> None:
 
     from trimtab.formats.yaml_text import dump
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.cli.simulate import Form
+from trimtab.cli.simulate import SimulateFormat
 from trimtab.core import plain_data as plain
 from trimtab.core.errors import InputError
 from trimtab.render.output import warn
 
 if TYPE_CHECKING:
-    from trimtab.runtime.store.journal import Found
+    from trimtab.runtime.store.journal import JournalContents
 
 FIRST = 20  # lines of a file that tell what it is
 HINT = "`trimtab status` names the directory of a controller's journal"
@@ -28,7 +28,7 @@ def replay(
         list[str] | None,
         typer.Option("--with", "-w", help="A policy to try: a YAML file, or a name such as fifo (may be given again)."),
     ] = None,
-    form: Annotated[Form, typer.Option("--format", "-f", help="text, json or csv.")] = Form.text,
+    form: Annotated[SimulateFormat, typer.Option("--format", "-f", help="text, json or csv.")] = SimulateFormat.text,
     html: Annotated[Path | None, typer.Option("--html", help="Write a report with plots to this file.")] = None,
 ) -> None:
     """Play a journal again: does the machine say the same, how did tasks fare, and what would another policy have done?
@@ -60,9 +60,9 @@ def replay(
         words = " ".join(f"--with {one}" for one in others or [])
         write_text(html, answer.page(f"trimtab replay {journal} {words}".strip()))
         err.print(f"report: {html}", markup=False)
-    if form is Form.json:
+    if form is SimulateFormat.json:
         sys.stdout.write(json.dumps(answer.data(), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    elif form is Form.csv:
+    elif form is SimulateFormat.csv:
         sys.stdout.write(answer.csv())
     else:
         answer.show()
@@ -70,7 +70,7 @@ def replay(
         raise replay_text.not_the_same(record, str(journal))
 
 
-def read_found(path: Path) -> Found:
+def read_found(path: Path) -> JournalContents:
     """The journal in a directory or a file. InputError where it is none, or one of another machine."""
     from trimtab.runtime.store.journal import read_journal, read_segment
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
-from trimtab.model.run import RunMode
+from trimtab.model.run import ReplanMode
 from trimtab.render.output import Format, answer, err, out
 
 if TYPE_CHECKING:
     from trimtab.model.plan import Plan
-    from trimtab.render.text.run import Story
+    from trimtab.render.text.run import RunNarrator
     from trimtab.running import Job
     from trimtab.runtime.run.local_run import RunEnd
 
@@ -38,7 +38,7 @@ def run(
     iterations: Annotated[int | None, typer.Option("--iterations", "-n", help="Instead of run.iterations.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Instead of run.seed.")] = None,
     mode: Annotated[
-        RunMode | None, typer.Option("--mode", help="What the loop may do: say what it would, or move the run.")
+        ReplanMode | None, typer.Option("--mode", help="What the loop may do: say what it would, or move the run.")
     ] = None,
     plan: Annotated[
         Path | None, typer.Option("--plan", help="This plan instead of the best: what `trimtab plan -f json` printed.")
@@ -65,8 +65,8 @@ def run(
         trimtab run --resume runs/grpo-1 --iterations 400
     """
     from trimtab.cli.dashboard import beside
-    from trimtab.render.live.run import Display, answers_alone, signals_told
-    from trimtab.render.text.run import Story
+    from trimtab.render.live.run import RunDisplay, answers_alone, signals_told
+    from trimtab.render.text.run import RunNarrator
 
     if local and address:
         raise InputError("--local runs without Ray, and --address names one", where="command line")
@@ -75,7 +75,7 @@ def run(
     if resume is not None and _is_over(resume, asked.run_job.iterations, form):
         return
     given = _plan(asked, plan) if plan is not None else None
-    story = Story(asked.run_job.iterations, measuring=_measures(asked, resume))
+    story = RunNarrator(asked.run_job.iterations, measuring=_measures(asked, resume))
     where: dict[str, Any] = {"folder": str(resume or folder or "")}
 
     def heard(event: str, facts: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ def run(
         from trimtab.runtime.rayapi.embedded import hush
 
         hush()
-    with Display(asked.name, story, quiet=quiet) as display:
+    with RunDisplay(asked.name, story, quiet=quiet) as display:
         display.say(_asked_words(asked))
         with answers_alone(), signals_told(display.interrupted, asked_now):
             end = asked.run(
@@ -123,7 +123,7 @@ def _job(
     resume: Path | None,
     iterations: int | None,
     seed: int | None,
-    mode: RunMode | None,
+    mode: ReplanMode | None,
 ) -> Job:
     from trimtab.running import Job
 
@@ -186,7 +186,7 @@ def _asked_words(job: Job) -> str:
     )
 
 
-def _end_data(end: RunEnd, story: Story, folder: str, job: Job, again: str) -> dict[str, Any]:
+def _end_data(end: RunEnd, story: RunNarrator, folder: str, job: Job, again: str) -> dict[str, Any]:
     """What a run came to, as plain data: what `--format json` and `yaml` print."""
     from trimtab.runtime.run.folder import read_saved
     from trimtab.runtime.run.measurements import summary_facts

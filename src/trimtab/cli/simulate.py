@@ -21,7 +21,7 @@ POINTS = 5  # of a range that is swept
 SWEEP = "command line: --sweep"
 
 
-class Form(str, enum.Enum):
+class SimulateFormat(str, enum.Enum):
     """How the answer is written."""
 
     text = "text"
@@ -40,7 +40,7 @@ def simulate(
         str | None,
         typer.Option("--sweep", help="Try a setting of trimtab: patience_s=60,600,3600 or same_pool_gap=1..5."),
     ] = None,
-    form: Annotated[Form, typer.Option("--format", "-f", help="text, json or csv.")] = Form.text,
+    form: Annotated[SimulateFormat, typer.Option("--format", "-f", help="text, json or csv.")] = SimulateFormat.text,
     html: Annotated[Path | None, typer.Option("--html", help="Write a report with plots to this file.")] = None,
 ) -> None:
     """Run policies on simulated clusters under a virtual clock: the same machines that run live, and baselines."""
@@ -58,9 +58,9 @@ def simulate(
     advice = None if sweep is None else kind.recommendation(asked, runs, jobs)
     if html is not None:
         _write(html, kind.report(asked, runs, command=f"trimtab simulate {scenario}", advice=advice))
-    if form is Form.json:
+    if form is SimulateFormat.json:
         sys.stdout.write(kind.as_json(asked, runs, advice))
-    elif form is Form.csv:
+    elif form is SimulateFormat.csv:
         sys.stdout.write(kind.as_csv(runs))
     else:
         kind.print_answer(asked, runs, advice)
@@ -70,7 +70,7 @@ def simulate(
 
 
 @dataclass(frozen=True)
-class Kind:
+class ScenarioKind:
     """A kind of scenario: how it is read, run, swept and told. What runs come to differs from kind to kind."""
 
     read: Callable[[Path], Any]
@@ -83,14 +83,14 @@ class Kind:
     print_answer: Callable[[Any, Any, Recommendation | None], None]
 
 
-def _pools() -> Kind:
+def _pools() -> ScenarioKind:
     from trimtab.render.html.simulate import pool as simulate_pool
     from trimtab.render.html.simulate import report as simulate_report
     from trimtab.render.live.simulate import pool_runs
     from trimtab.render.text import simulate as simulate_text
     from trimtab.replay.pool.scenario import read
 
-    return Kind(
+    return ScenarioKind(
         read,
         pool_runs,
         lambda *said: (simulate_pool.swept(*said), []),
@@ -102,13 +102,13 @@ def _pools() -> Kind:
     )
 
 
-def _rollouts() -> Kind:
+def _rollouts() -> ScenarioKind:
     from trimtab.render.html.simulate import recommend as simulate_recommend
     from trimtab.render.html.simulate import rollout as simulate_rollout
     from trimtab.render.live.simulate import rollout_runs
     from trimtab.replay.rollout.scenario import read
 
-    return Kind(
+    return ScenarioKind(
         read,
         rollout_runs,
         simulate_recommend.swept,
@@ -120,12 +120,12 @@ def _rollouts() -> Kind:
     )
 
 
-def _loops() -> Kind:
+def _loops() -> ScenarioKind:
     from trimtab.render.html.simulate import replan as simulate_loop
     from trimtab.render.live.simulate import loop_runs
     from trimtab.replay.replan.scenario import read
 
-    return Kind(
+    return ScenarioKind(
         read,
         loop_runs,
         lambda *said: (simulate_loop.swept(*said), []),

@@ -20,8 +20,8 @@ from trimtab.render.output import Format, answer, out
 
 if TYPE_CHECKING:
     from trimtab.machines.diagnose.findings import Diagnosis
-    from trimtab.machines.diagnose.snapshot import Survey
-    from trimtab.runtime.rayapi.gcs_snapshot import Lookout
+    from trimtab.machines.diagnose.snapshot import GcsSnapshot
+    from trimtab.runtime.rayapi.gcs_snapshot import GcsReader
 
 SHORTEST_S = 0.2  # between two looks
 
@@ -99,13 +99,13 @@ def _why(address: str | None, watch: float | None, at_most: float, form: Format)
     return found.never > 0
 
 
-def _lookout(address: str | None) -> Lookout:
-    from trimtab.runtime.rayapi.gcs_snapshot import Lookout, find
+def _lookout(address: str | None) -> GcsReader:
+    from trimtab.runtime.rayapi.gcs_snapshot import GcsReader, find
 
-    return Lookout(find(address))
+    return GcsReader(find(address))
 
 
-def _looks(lookout: Lookout, every_s: float, at_most_s: float) -> Iterator[tuple[Survey, Diagnosis]]:
+def _looks(lookout: GcsReader, every_s: float, at_most_s: float) -> Iterator[tuple[GcsSnapshot, Diagnosis]]:
     """Look again and again until nothing waits or the time is over.
 
     Where Ray does not say since when something waits, it is since it was first seen to.
@@ -131,7 +131,7 @@ def _looks(lookout: Lookout, every_s: float, at_most_s: float) -> Iterator[tuple
         time.sleep(min(every_s, left))
 
 
-def _watch_text(lookout: Lookout, every_s: float, at_most_s: float) -> bool:
+def _watch_text(lookout: GcsReader, every_s: float, at_most_s: float) -> bool:
     """A live view on a terminal, elsewhere a new picture whenever it changes. Ctrl-C leaves with what was seen last."""
     from rich.console import Console, Group
     from rich.live import Live

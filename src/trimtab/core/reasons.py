@@ -9,7 +9,7 @@ import enum
 from dataclasses import dataclass
 
 
-class Code(str, enum.Enum):
+class ReasonCode(str, enum.Enum):
     """Why something waits, starts, is evicted or fails: the constants of Reasons."""
 
     # waits
@@ -134,7 +134,7 @@ class Code(str, enum.Enum):
 class Reason:
     """The stated cause of a wait, start, eviction or end: a constant for programs and a sentence for people."""
 
-    code: Code
+    code: ReasonCode
     sentence: str
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ class Reason:
 
 
 @dataclass(frozen=True)
-class Chapter:
+class StoryEntry:
     """One line of a story: when, what became of it, and why."""
 
     at: float
@@ -153,7 +153,7 @@ class Chapter:
 STORY_KEPT = 100  # chapters of one story
 
 
-def add_chapter(story: list[Chapter], chapter: Chapter) -> None:
+def add_chapter(story: list[StoryEntry], chapter: StoryEntry) -> None:
     """One more chapter of a story. Where there are too many, the first stays and the oldest behind it go."""
     story.append(chapter)
     del story[1 : max(1, len(story) - STORY_KEPT + 1)]

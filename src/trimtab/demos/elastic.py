@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from trimtab.core.errors import UnreachableError
-from trimtab.demos.elastic_loop import Say, Talk
+from trimtab.demos.elastic_loop import LoopPrinter, Say
 from trimtab.runtime.procs import processes
 
 PACE_S = 0.3  # a step at least
@@ -35,9 +35,9 @@ LOOK_S = 0.2
 
 def run_demo(backend: str = "auto", say: Say | None = None) -> int:
     """Run everything, clean up, and give the exit status: 0 if all that was said did happen."""
-    seen = _Processes()
-    talk = Talk(say or functools.partial(print, file=sys.stdout, flush=True))
-    with _quiet(), _Nodes(seen) as nodes:
+    seen = _ProcessCensus()
+    talk = LoopPrinter(say or functools.partial(print, file=sys.stdout, flush=True))
+    with _quiet(), _DemoNodes(seen) as nodes:
         talk.lines(f"Ray at {nodes.address}: one node with one (made-up) GPU, and more to come", "")
         demo = _Demo(nodes, talk, backend)
         demo.train()
@@ -50,7 +50,7 @@ def run_demo(backend: str = "auto", say: Say | None = None) -> int:
 class _Demo:
     """The scenes, one after another."""
 
-    def __init__(self, nodes: _Nodes, talk: Talk, backend: str) -> None:
+    def __init__(self, nodes: _DemoNodes, talk: LoopPrinter, backend: str) -> None:
         self._nodes = nodes
         self._talk = talk
         self._backend = backend
@@ -71,7 +71,7 @@ class _Demo:
 
     def train(self) -> None:
         """Train while nodes come and go."""
-        from trimtab.demos.elastic_training import Trainer
+        from trimtab.demos.elastic_training import ElasticTrainer
         from trimtab.runtime.client.session import connect
         from trimtab.runtime.elastic.group import ElasticGroup
 
@@ -80,7 +80,7 @@ class _Demo:
         self._talk.banner()
         try:
             with ElasticGroup(
-                Trainer,
+                ElasticTrainer,
                 kwargs={"backend": self._backend, "slow_s": PACE_S / 2},
                 per_node={"gpu": 1},
                 min=1,
@@ -149,7 +149,7 @@ class _Demo:
 class _Training:
     """Trains on a thread of its own, step by step, since nodes can be started from the main thread only."""
 
-    def __init__(self, group: Any, talk: Talk) -> None:
+    def __init__(self, group: Any, talk: LoopPrinter) -> None:
         self._group = group
         self._talk = talk
         self._stopped = threading.Event()
@@ -199,14 +199,14 @@ class _Training:
             self._fault = fault
 
 
-class _Nodes:
+class _DemoNodes:
     """Real nodes of a Ray on this machine, with one GPU each that is made up."""
 
-    def __init__(self, seen: _Processes) -> None:
+    def __init__(self, seen: _ProcessCensus) -> None:
         self._processes = seen
         self.workers: list[Any] = []
 
-    def __enter__(self) -> _Nodes:
+    def __enter__(self) -> _DemoNodes:
         from trimtab.runtime.rayapi.connect import import_ray
 
         self._ray = import_ray()
@@ -256,12 +256,12 @@ class _Nodes:
         self._cluster.remove_node(node, allow_graceful=False)
 
 
-class _Processes:
+class _ProcessCensus:
     """Every process that was seen below this one, to see that none is left."""
 
     def __init__(self) -> None:
         self._before = set(processes.below(os.getpid()))
-        self._seen: set[processes.Process] = set()
+        self._seen: set[processes.ProcessIdentity] = set()
 
     @property
     def count(self) -> int:

@@ -20,7 +20,7 @@ from trimtab.core.resources import GRAIN
 
 if TYPE_CHECKING:
     from trimtab.runtime.client.session import Session
-    from trimtab.runtime.elastic.view import Happening, StepResult
+    from trimtab.runtime.elastic.view import GroupLogEntry, StepResult
 
 WIDTH = 60
 PACE_S = 1.0  # a step, so that people can follow
@@ -28,7 +28,7 @@ UNITS = ("gpu", "worker_unit", "cpu")  # what a member takes one of: the first t
 Say = Callable[[str], None]
 
 
-class Talk:
+class LoopPrinter:
     """Says what a training loop does, in whole lines, whoever speaks."""
 
     def __init__(self, say: Say, unit: str = "gpu") -> None:
@@ -38,7 +38,7 @@ class Talk:
         self._spawned = 0
         self._epoch = 0  # that was told in full
         self.session: Session | None = None
-        self.happened: list[Happening] = []
+        self.happened: list[GroupLogEntry] = []
 
     def banner(self) -> None:
         """What this is, first."""
@@ -62,7 +62,7 @@ class Talk:
             for line in lines:
                 self._say(line)
 
-    def heard(self, one: Happening) -> None:
+    def heard(self, one: GroupLogEntry) -> None:
         """Something happened to the group."""
         self.happened.append(one)
         self.lines(*self._words(one))
@@ -84,7 +84,7 @@ class Talk:
             f"   - All rows: loss={done[0].loss:.4f}",
         )
 
-    def _words(self, one: Happening) -> list[str]:
+    def _words(self, one: GroupLogEntry) -> list[str]:
         node = f"{one.node[:10]}..."
         if one.kind == "found":
             return ["", f"🖥️  Worker {node} is there with {self._amount(one)}"]
@@ -104,7 +104,7 @@ class Talk:
         }  # fmt: skip
         return [f"{signs[one.kind]} {_shortened(one.sentence)}"] if one.kind in signs else []
 
-    def _amount(self, one: Happening) -> str:
+    def _amount(self, one: GroupLogEntry) -> str:
         name = {"gpu": "GPUs", "cpu": "CPUs"}.get(self._unit, self._unit)
         return f"{one.total.get(self._unit) / GRAIN:.1f} {name}"
 
@@ -144,21 +144,21 @@ def run_loop(
     say: Say = print,
 ) -> int:
     """Train for so many steps on the cluster that is there; the exit status."""
-    from trimtab.demos.elastic_training import Trainer
-    from trimtab.runtime.client.connection import RayLink
+    from trimtab.demos.elastic_training import ElasticTrainer
+    from trimtab.runtime.client.connection import RayConnection
     from trimtab.runtime.elastic.group import ElasticGroup
 
     try:
-        link = RayLink(address, start=False)
+        link = RayConnection(address, start=False)
     except UnreachableError as fault:
         raise UnreachableError(
             f"No Ray cluster found: {fault.what}", hint="start one with ./start_ray_cluster.sh, or name it: --address"
         ) from None
     try:
-        talk = Talk(say, unit_of(_totals(link.ray)))
+        talk = LoopPrinter(say, unit_of(_totals(link.ray)))
         talk.banner()
         with ElasticGroup(
-            Trainer,
+            ElasticTrainer,
             kwargs={"backend": backend, "slow_s": pace_s / 2},
             per_node={unit_of(_totals(link.ray)): 1},
             min=least,

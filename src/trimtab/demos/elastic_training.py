@@ -31,7 +31,7 @@ Array = Any  # a float64 numpy array
 
 
 @dataclass(frozen=True)
-class Share:
+class GradientShare:
     """What one member found on its rows: sums, so that shares of any size can be put together."""
 
     rows: int
@@ -40,7 +40,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingReport:
     """What a member says of a step: the loss of the whole batch and of its own rows, and where it worked."""
 
     loss: float
@@ -50,12 +50,12 @@ class Trained:
     rows: int
 
 
-class Model(Protocol):
+class TrainingModel(Protocol):
     """A network with its optimiser."""
 
     device: str
 
-    def gradients(self, inputs: Array, targets: Array) -> Share:
+    def gradients(self, inputs: Array, targets: Array) -> GradientShare:
         """Loss and gradients, summed over these rows; changes nothing."""
 
     def apply(self, gradients: Sequence[Array]) -> None:
@@ -68,7 +68,7 @@ class Model(Protocol):
         """Go on from there."""
 
 
-class Trainer:
+class ElasticTrainer:
     """A member of an elastic group: computes on its share, commits what all found."""
 
     def __init__(self, backend: str = "auto", rows: int = ROWS, slow_s: float = 0.0) -> None:
@@ -82,7 +82,7 @@ class Trainer:
         """The world has changed: take another share from now on."""
         self.rank, self.size = world.rank, world.size
 
-    def compute(self, step: int, batch: Any = None) -> Share:
+    def compute(self, step: int, batch: Any = None) -> GradientShare:
         """The gradients of this member's rows; keeps nothing that counts."""
         began = time.perf_counter()
         inputs, targets = batch_of(step, self.rows)
@@ -94,12 +94,12 @@ class Trainer:
         self._own = (mean, share.rows, time.perf_counter() - began)
         return share
 
-    def commit(self, step: int, parts: Sequence[Share]) -> Trained:
+    def commit(self, step: int, parts: Sequence[GradientShare]) -> TrainingReport:
         """Apply what all found together."""
         loss, gradients = together(parts)
         self.model.apply(gradients)
         own, rows, seconds = self._own
-        return Trained(loss, own, self.model.device, seconds, rows)
+        return TrainingReport(loss, own, self.model.device, seconds, rows)
 
     def save(self) -> dict[str, Any]:
         """What a newcomer needs: weights and the optimiser's moments."""
@@ -110,7 +110,7 @@ class Trainer:
         self.model.load(state)
 
 
-def together(parts: Sequence[Share]) -> tuple[float, list[Array]]:
+def together(parts: Sequence[GradientShare]) -> tuple[float, list[Array]]:
     """The loss and the gradients of the whole batch: sums in the order of ranks, divided by all rows."""
     rows = sum(part.rows for part in parts)
     sums = [np.array(one, copy=True) for one in parts[0].gradients]
@@ -157,7 +157,7 @@ def first_weights() -> list[Array]:
     ]
 
 
-def model_of(backend: str = "auto") -> Model:
+def model_of(backend: str = "auto") -> TrainingModel:
     """The model by the name of what reckons it: `torch`, `numpy`, or `auto` for torch where it is installed."""
     if backend not in ("auto", "torch", "numpy"):
         raise InputError(f"{backend!r} is no backend", hint="auto, torch or numpy")
@@ -178,14 +178,14 @@ class NumpyModel:
         self._second = [np.zeros_like(one) for one in self._weights]
         self._applied = 0
 
-    def gradients(self, inputs: Array, targets: Array) -> Share:
+    def gradients(self, inputs: Array, targets: Array) -> GradientShare:
         """Loss and gradients, summed over these rows; changes nothing."""
         into, bias, out, last = self._weights
         hidden = np.tanh(inputs @ into + bias)
         error = hidden @ out + last - targets
         back = (2 * error) @ out.T * (1 - hidden**2)
         found = (inputs.T @ back, back.sum(axis=0), hidden.T @ (2 * error), (2 * error).sum(axis=0))
-        return Share(len(inputs), float((error**2).sum()), found)
+        return GradientShare(len(inputs), float((error**2).sum()), found)
 
     def apply(self, gradients: Sequence[Array]) -> None:
         """One step of Adam."""
@@ -228,16 +228,16 @@ class TorchModel:
         self._weights = [self._leaf(one) for one in first_weights()]
         self._adam = self._optimiser()
 
-    def gradients(self, inputs: Array, targets: Array) -> Share:
+    def gradients(self, inputs: Array, targets: Array) -> GradientShare:
         """Loss and gradients, summed over these rows; changes nothing."""
         torch = self._torch
         if not len(inputs):
-            return Share(0, 0.0, tuple(np.zeros(one.shape) for one in self._weights))
+            return GradientShare(0, 0.0, tuple(np.zeros(one.shape) for one in self._weights))
         into, bias, out, last = self._weights
         hidden = torch.tanh(self._tensor(inputs) @ into + bias)
         loss = ((hidden @ out + last - self._tensor(targets)) ** 2).sum()
         found = torch.autograd.grad(loss, self._weights)
-        return Share(len(inputs), float(loss.detach()), tuple(one.cpu().numpy() for one in found))
+        return GradientShare(len(inputs), float(loss.detach()), tuple(one.cpu().numpy() for one in found))
 
     def apply(self, gradients: Sequence[Array]) -> None:
         """One step of Adam."""

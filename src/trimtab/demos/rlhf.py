@@ -33,7 +33,7 @@ NOT_DONE = 4  # exit status where something did not happen as it should
 
 
 @dataclass(frozen=True)
-class Role:
+class WorkerRole:
     """What one kind of worker asks."""
 
     name: str
@@ -43,10 +43,10 @@ class Role:
     seconds: float  # estimated
 
 
-ROLLOUT = Role("rollout", 3.0, 1.5, 1024.0, 15.0)
-REWARD = Role("reward", 8.5, 2.0, 2048.0, 20.0)
-TRAIN = Role("train", 9.0, 2.0, 2048.0, 25.0)
-EXTRA = Role("rollout", 4.5, 1.5, 1024.0, 10.0)
+ROLLOUT = WorkerRole("rollout", 3.0, 1.5, 1024.0, 15.0)
+REWARD = WorkerRole("reward", 8.5, 2.0, 2048.0, 20.0)
+TRAIN = WorkerRole("train", 9.0, 2.0, 2048.0, 25.0)
+EXTRA = WorkerRole("rollout", 4.5, 1.5, 1024.0, 10.0)
 SLOTS = (TRAIN, REWARD, ROLLOUT, ROLLOUT)  # all at once: 7 CPU, 6 GiB
 
 
@@ -97,11 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_demo(lang: str = "en", address: str | None = None, say: Callable[[str], None] = print) -> int:
     """Run everything, clean up, and give the exit status: 0 if all that was said did happen."""
     from trimtab.compat.simple_scheduler.scheduler import SimpleScheduler
-    from trimtab.runtime.client.connection import RayLink
+    from trimtab.runtime.client.connection import RayConnection
 
     name = f"rlhf-demo-{uuid.uuid4().hex[:6]}"
-    voice = Voice(lang, say)
-    link = RayLink(address)
+    voice = BilingualPrinter(lang, say)
+    link = RayConnection(address)
     try:
         voice.line("connected", how=link.how)
         with SimpleScheduler(name) as scheduler:
@@ -120,7 +120,7 @@ def run_demo(lang: str = "en", address: str | None = None, say: Callable[[str], 
     return 0
 
 
-class Voice:
+class BilingualPrinter:
     """Speaks one of two languages, and counts what held of what it said."""
 
     def __init__(self, lang: str, say: Callable[[str], None]) -> None:
@@ -150,7 +150,7 @@ class Voice:
 class _Demo:
     """The scenes, one after another."""
 
-    def __init__(self, scheduler: SimpleScheduler, ray: Any, voice: Voice) -> None:
+    def __init__(self, scheduler: SimpleScheduler, ray: Any, voice: BilingualPrinter) -> None:
         self._scheduler = scheduler
         self._ray = ray
         self._voice = voice
@@ -330,7 +330,7 @@ class _Demo:
 
     # ---- what the scenes share
 
-    def _task(self, task: str, role: Role, actor: str | None = None) -> dict[str, Any]:
+    def _task(self, task: str, role: WorkerRole, actor: str | None = None) -> dict[str, Any]:
         return {
             "task_id": task,
             "pool": POOL,
@@ -342,13 +342,13 @@ class _Demo:
             "ray_options": {"name": actor, "namespace": self._scheduler.name} if actor else None,
         }
 
-    def _size_of(self, role: Role) -> dict[str, float]:
+    def _size_of(self, role: WorkerRole) -> dict[str, float]:
         return self._sized(role.cpu, role.memory)
 
     def _sized(self, cpu: float, memory: float) -> dict[str, float]:
         return {"cpu": round(cpu * self._cpu_share, 4), "memory": float(math.floor(memory * self._memory_share))}
 
-    def _cpu(self, role: Role) -> float:
+    def _cpu(self, role: WorkerRole) -> float:
         return self._size_of(role)["cpu"]
 
     def _lacking(self) -> float:
@@ -394,7 +394,7 @@ class _Demo:
         before = self._steps[agent["task_id"]]
         self._voice.check(seen["steps"] == before + 1, "state_kept", task=agent["task_id"], before=before, **seen)
 
-    def _dry_run(self, role: Role) -> None:
+    def _dry_run(self, role: WorkerRole) -> None:
         asked = self._size_of(role)
         choice = self._scheduler.session.would_evict(
             POOL,

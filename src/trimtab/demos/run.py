@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.formats.files import write_text
 from trimtab.model.workflow import Node
-from trimtab.render.live.run import Display, signals_told
+from trimtab.render.live.run import RunDisplay, signals_told
 from trimtab.render.output import out
-from trimtab.render.text.run import Story
+from trimtab.render.text.run import RunNarrator
 
 if TYPE_CHECKING:
     from trimtab.runtime.client.session import Session
@@ -29,7 +29,7 @@ JOINS_AT, EVALUATED_AT = 10, 30  # iterations after which it happens
 EVALUATION_GPUS, EVALUATION_S, EVALUATION_PRIORITY = 1.0, 4.0, 9.5
 
 
-class Evaluation:
+class EvaluationStub:
     """Stands for an evaluation: has its GPU for a while."""
 
     def run(self, seconds: float) -> float:
@@ -38,10 +38,10 @@ class Evaluation:
         return seconds
 
 
-class Happenings:
+class DemoEvents:
     """What is done to the run from outside, each thing once, in threads of their own."""
 
-    def __init__(self, ray: EmbeddedRay, session: Session, display: Display) -> None:
+    def __init__(self, ray: EmbeddedRay, session: Session, display: RunDisplay) -> None:
         self._ray, self._session, self._display = ray, session, display
         self.run: ClusterRun | None = None
         self._begun: set[str] = set()
@@ -78,7 +78,7 @@ class Happenings:
         self._display.say(f"> an evaluation of priority {EVALUATION_PRIORITY:g} wants a GPU for {EVALUATION_S:g} s")
         try:
             task = self.run.pool.submit(
-                Evaluation,
+                EvaluationStub,
                 resources={"gpu": EVALUATION_GPUS, "cpu": 0.01},
                 id="evaluation",
                 priority=EVALUATION_PRIORITY,
@@ -108,12 +108,12 @@ def run_demo(folder: Path) -> int:
 
     job = load_run(_job_file())
     target = new_folder(folder, "demo")
-    story = Story(job.iterations)
+    story = RunNarrator(job.iterations)
     out.print("[bold]trimtab demo[/]: GRPO on a Ray of its own with 8 logical GPUs on 2 nodes; Ray starts ...")
     with EmbeddedRay(job.job.cluster) as ray, connect(name="demo") as session:
         session.preemption(same_pool=True, same_pool_gap=1.0)
-        with Display("grpo", story) as display, signals_told(display.interrupted, lambda: None):
-            happenings = Happenings(ray, session, display)
+        with RunDisplay("grpo", story) as display, signals_told(display.interrupted, lambda: None):
+            happenings = DemoEvents(ray, session, display)
             happenings.run = run = ClusterRun(job, target, session, on_event=happenings.heard)
             end = run.run()
             happenings.wait()

@@ -25,7 +25,7 @@ from pydantic import (
 
 from trimtab.core.errors import InputError, nearest
 from trimtab.core.ranks import ranks_text
-from trimtab.formats.loaded import Loaded, Settings
+from trimtab.formats.loaded import LoadedJob, PlanSettings
 from trimtab.formats.run_section import read_section
 from trimtab.formats.yaml_text import dump
 from trimtab.model.plan import CurrentPlacement, Plan
@@ -36,9 +36,9 @@ from trimtab.model.workflow import (
     Cluster,
     Component,
     GpuCurve,
-    Job,
     Memory,
     Node,
+    PlacementJob,
     Variant,
     WeightSync,
     Workflow,
@@ -214,7 +214,7 @@ def matches(config: Mapping[str, Any]) -> bool:
     return "workflow" in config or set(config) <= set(JobFile.model_fields)
 
 
-def read(config: Mapping[str, Any], path: Path, profile: Profile | None = None) -> Loaded:
+def read(config: Mapping[str, Any], path: Path, profile: Profile | None = None) -> LoadedJob:
     """A job from the data of a file; InputError names the key that is wrong."""
     name = str(path)
     try:
@@ -244,10 +244,10 @@ def read(config: Mapping[str, Any], path: Path, profile: Profile | None = None) 
     current = None
     if file.placement is not None:
         current = _current(file.placement, workflow, cluster, name)
-    return Loaded(
+    return LoadedJob(
         dialect=NAME,
         path=path,
-        job=Job(cluster, workflow),
+        job=PlacementJob(cluster, workflow),
         settings=lambda plan: settings(plan, cluster),
         current=current,
         # Everything in this form stands in the one file; a missing `placement` is added at its end.
@@ -256,13 +256,13 @@ def read(config: Mapping[str, Any], path: Path, profile: Profile | None = None) 
     )
 
 
-def settings(plan: Plan, cluster: Cluster) -> Settings:
+def settings(plan: Plan, cluster: Cluster) -> PlanSettings:
     """A plan as the `placement` section of a job file."""
     placement = {
         ",".join(group.components): "all" if len(group.gpus) == cluster.gpus else ranks_text(group.gpus)
         for group in plan.groups
     }
-    return Settings({"placement": placement}, dump({"placement": placement}))
+    return PlanSettings({"placement": placement}, dump({"placement": placement}))
 
 
 def _cluster(section: ClusterSection, name: str) -> Cluster:

@@ -9,11 +9,11 @@ from typing import Any
 from trimtab.core.errors import InputError
 from trimtab.formats import job, yaml_text
 from trimtab.formats.frameworks import not_rl
-from trimtab.formats.loaded import Loaded
+from trimtab.formats.loaded import LoadedJob
 from trimtab.model.profile import Profile
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | None = None) -> Loaded:
+def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | None = None) -> LoadedJob:
     """Read a job file in any dialect, with `key=value` overrides and a measured profile."""
     path = Path(path)
     text = yaml_text.read_text(path)

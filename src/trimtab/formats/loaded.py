@@ -1,6 +1,6 @@
 """What every dialect of a job file comes down to.
 
-A loader turns a file into a `Loaded`: the job to plan, the rules of the framework it belongs to, what had to be
+A loader turns a file into a `LoadedJob`: the job to plan, the rules of the framework it belongs to, what had to be
 assumed, and a way to say a plan in the file's own keys. The planner and the command line know nothing else of dialects.
 """
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.model.plan import CurrentPlacement, Plan, Rules
-from trimtab.model.workflow import Job
+from trimtab.model.plan import CurrentPlacement, FrameworkRules, Plan
+from trimtab.model.workflow import PlacementJob
 
 
 @dataclass(frozen=True)
-class Settings:
+class PlanSettings:
     """A plan in a file's own keys: dotted key to value, in the order they are shown. A value of `None` removes a key.
 
     `block` is the same as YAML text to read and to paste; `advice` are sentences on what keys alone cannot say; `words`
@@ -30,7 +30,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedJob:
     """A job file, read.
 
     `settings` raises InputError for a plan that the framework cannot express. `literal` says whether a dotted key can
@@ -40,9 +40,9 @@ class Loaded:
 
     dialect: str
     path: Path
-    job: Job
-    settings: Callable[[Plan], Settings]
-    rules: Rules | None = None
+    job: PlacementJob
+    settings: Callable[[Plan], PlanSettings]
+    rules: FrameworkRules | None = None
     assumptions: tuple[str, ...] = ()
     current: CurrentPlacement | None = None
     literal: Callable[[str], bool] = lambda key: False

@@ -8,7 +8,7 @@
       profile_iterations: 4     # measured before planning, where costs are not stated
       priority: 8               # of its tasks among those of others in the cluster
       modules_from: ../code     # where the components' modules are; without it, beside the file and above it
-      loop: {mode: auto, dwell_iterations: 5}    # any field of `model.run.RunRules`
+      loop: {mode: auto, dwell_iterations: 5}    # any field of `model.run.ReplanRules`
 
 Every key is checked here, also when a job is only planned, so that a misspelt one is never passed over.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import InputError, nearest
-from trimtab.model.run import RunMode, RunRules
+from trimtab.model.run import ReplanMode, ReplanRules
 
 LEAST = {"iterations": 1, "save_every": 1, "profile_iterations": 2}
 WHOLE = ("iterations", "seed", "save_every", "profile_iterations")
@@ -29,8 +29,8 @@ NUMBERS = ("step_limit_s", "priority")
 KEYS = (*WHOLE, *NUMBERS, "modules_from", "loop")
 LARGEST = 1e9
 LEAST_S = 0.001
-_DEFAULTS = RunRules()
-LOOP_KEYS = tuple(field.name for field in fields(RunRules))
+_DEFAULTS = ReplanRules()
+LOOP_KEYS = tuple(field.name for field in fields(ReplanRules))
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RunSection:
     step_limit_s: float = 600.0
     profile_iterations: int = 4
     priority: float = 8.0
-    rules: RunRules = _DEFAULTS
+    rules: ReplanRules = _DEFAULTS
     modules_from: Path | None = None
 
 
@@ -84,8 +84,8 @@ def whole(value: Any, key: str, where: str) -> int:
     return value
 
 
-def read_rules(section: Any, where: str, components: Collection[str]) -> RunRules:
-    """The rules of the loop; what is not stated is as `RunRules` has it."""
+def read_rules(section: Any, where: str, components: Collection[str]) -> ReplanRules:
+    """The rules of the loop; what is not stated is as `ReplanRules` has it."""
     if not isinstance(section, Mapping):
         raise InputError("loop is a section of keys", where=where, hint="loop: {mode: auto}")
     stated: dict[str, Any] = {}
@@ -102,17 +102,17 @@ def read_rules(section: Any, where: str, components: Collection[str]) -> RunRule
         else:
             stated[key] = _number(value, key, at)
     try:
-        return RunRules(**stated)
+        return ReplanRules(**stated)
     except InputError as error:
         raise InputError(error.what, where=where) from None
 
 
-def mode_of(value: Any, where: str) -> RunMode:
+def mode_of(value: Any, where: str) -> ReplanMode:
     """What the loop may do, as a word."""
     try:
-        return RunMode(value)
+        return ReplanMode(value)
     except ValueError:
-        words = " or ".join(mode.value for mode in RunMode)
+        words = " or ".join(mode.value for mode in ReplanMode)
         raise InputError(f"mode is {words}, not {value!r}"[:120], where=where) from None
 
 

@@ -21,9 +21,9 @@ from ruamel.yaml.nodes import MappingNode, ScalarNode
 
 from trimtab.core.errors import InputError
 from trimtab.formats import files, yaml_text
-from trimtab.formats.loaded import Settings
+from trimtab.formats.loaded import PlanSettings
 
-Standing = Literal["literal", "absent", "indirect"]
+KeyStanding = Literal["literal", "absent", "indirect"]
 
 _PLAIN_WORD = re.compile(r"[A-Za-z_][A-Za-z_.\-]*\Z")
 _YAML_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
@@ -74,7 +74,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def overrides(settings: Settings) -> list[str]:
+def overrides(settings: PlanSettings) -> list[str]:
     """The settings as Hydra overrides, one argument each, before any quoting for a shell.
 
     A mapping is removed first: Hydra merges mappings, and old entries would stay. Commas in its keys are escaped,
@@ -92,13 +92,15 @@ def overrides(settings: Settings) -> list[str]:
     return lines
 
 
-def shell_words(settings: Settings) -> list[str]:
+def shell_words(settings: PlanSettings) -> list[str]:
     """The settings as words to paste into a shell."""
     return [shlex.quote(line) for line in settings.words or overrides(settings)]
 
 
 def elsewhere(
-    settings: Settings, literal: Callable[[str], bool], states: Callable[[str, Any], bool] = lambda key, value: False
+    settings: PlanSettings,
+    literal: Callable[[str], bool],
+    states: Callable[[str, Any], bool] = lambda key, value: False,
 ) -> tuple[str, ...]:
     """The keys that would have to change but cannot be edited in the file; empty where `apply` will do."""
     return tuple(key for key, value in settings.values.items() if not _stated(states, key, value) and not literal(key))
@@ -106,7 +108,7 @@ def elsewhere(
 
 def apply(
     path: Path,
-    settings: Settings,
+    settings: PlanSettings,
     literal: Callable[[str], bool],
     states: Callable[[str, Any], bool] = lambda key, value: False,
 ) -> Path | None:
@@ -146,7 +148,7 @@ def edited(text: str, changes: Mapping[str, Any], name: str = "the file") -> str
     return result
 
 
-def standing(text: str, key: str) -> Standing:
+def standing(text: str, key: str) -> KeyStanding:
     """Whether a dotted key stands in YAML text with a literal value, is absent there, or only refers elsewhere."""
     try:
         root = _compose(text)

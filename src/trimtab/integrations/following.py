@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.model.rollout import RefitWay, WorkerState
-from trimtab.runtime.engines.engine import Verb
+from trimtab.runtime.engines.engine import EngineCapability
 from trimtab.runtime.rollout.dispatcher import number_of
 from trimtab.runtime.rollout.pool import RolloutPool
 
@@ -90,7 +90,7 @@ async def _reported(pool: RolloutPool) -> dict[str, int]:
 async def _version_of(pool: RolloutPool, worker: str) -> int | None:
     try:
         engine = pool.engine(worker)
-        if engine is None or Verb.version not in engine.verbs:
+        if engine is None or EngineCapability.version not in engine.verbs:
             return None
         return number_of(await asyncio.wait_for(engine.version(), ASK_S))
     except (TrimtabError, OSError, asyncio.TimeoutError):

@@ -29,21 +29,21 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from dataclasses import dataclass, fields
 from typing import Any
 
-import ray
 from ray.exceptions import RayActorError
 
+import ray
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError, nearest
 from trimtab.model.rollout import Owner, Ownership, RequestClass, RolloutRules, WorkerSpec, WorkerState
 from trimtab.runtime.engines.engine import (
+    EngineCapability,
     EngineLoad,
     EngineState,
-    GenerateOrder,
-    NotOfferedError,
-    Part,
-    Pause,
-    Piece,
-    Refit,
-    Verb,
+    GenerateRequest,
+    MemoryTag,
+    NotSupportedError,
+    PauseMode,
+    StreamDelta,
+    WeightUpdate,
 )
 from trimtab.runtime.rollout.leases import Lease
 from trimtab.runtime.rollout.pool import RolloutPool
@@ -59,7 +59,7 @@ ALIVE_S = 5.0  # an actor that does not answer for so long is busy, not dead: of
 
 
 @dataclass(frozen=True)
-class Settings:
+class BalancerSettings:
     """What the file for verl may say, beside `router_class`."""
 
     limit: int = 256  # turns at once on one server
@@ -83,7 +83,7 @@ class Settings:
             raise InputError(f"watch is {self.watch!r}", where="watch", hint=f"one of {', '.join(WATCHES)}")
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> Settings:
+    def read(cls, given: Mapping[str, Any]) -> BalancerSettings:
         """From plain data; a key that does not exist is an error that names the nearest one."""
         known = [one.name for one in fields(cls)]
         for key in given:
@@ -95,7 +95,7 @@ class Settings:
 
 
 @dataclass
-class Place:
+class BalancedServer:
     """A server as a worker of the pool. Taken out and put back, it is another one."""
 
     server: str
@@ -115,12 +115,12 @@ class Balancer:
         given = dict(config or {})
         if max_cache_size is not None:
             given.setdefault("sticky", max_cache_size)
-        self._settings = Settings.read(given)
+        self._settings = BalancerSettings.read(given)
         self._first = dict(servers or {})
         self._pool: RolloutPool | None = None
         self._starting = asyncio.Lock()
-        self._places: dict[str, Place] = {}  # by server: exactly those that get turns
-        self._by_worker: dict[str, Place] = {}  # also those that are on their way out
+        self._places: dict[str, BalancedServer] = {}  # by server: exactly those that get turns
+        self._by_worker: dict[str, BalancedServer] = {}  # also those that are on their way out
         self._leases: dict[tuple[str, str], deque[Lease]] = {}  # by server and request, oldest first
         self._inflight: Counter[str] = Counter()  # by worker
         self._groups: OrderedDict[str, str] = OrderedDict()  # by request; the latest last
@@ -197,7 +197,7 @@ class Balancer:
         adding = [self._enter(pool, server, handle) for server, handle in servers.items()]
         came = await asyncio.gather(*adding, return_exceptions=True)
         faults = [one for one in came if isinstance(one, BaseException)]
-        places = [one for one in came if isinstance(one, Place)]
+        places = [one for one in came if isinstance(one, BalancedServer)]
         if faults:
             for place in places:
                 self._leave(pool, place)
@@ -208,9 +208,9 @@ class Balancer:
             if old is not None:
                 self._leave(pool, old)
 
-    async def _enter(self, pool: RolloutPool, server: str, handle: Any) -> Place:
+    async def _enter(self, pool: RolloutPool, server: str, handle: Any) -> BalancedServer:
         self._numbers[server] += 1
-        place = Place(server, handle, f"{server}#{self._numbers[server]}")
+        place = BalancedServer(server, handle, f"{server}#{self._numbers[server]}")
         self._by_worker[place.worker] = place
         limit = self._settings.limit
         try:
@@ -235,19 +235,19 @@ class Balancer:
             if place is not None:
                 self._leave(pool, place)
 
-    def _leave(self, pool: RolloutPool, place: Place) -> None:
+    def _leave(self, pool: RolloutPool, place: BalancedServer) -> None:
         pool.take(place.worker, self._settings.lease_s, OUT, forced=True)  # at once; what follows takes a while
         task = asyncio.get_running_loop().create_task(self._see_off(pool, place))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
-    async def _see_off(self, pool: RolloutPool, place: Place) -> None:
+    async def _see_off(self, pool: RolloutPool, place: BalancedServer) -> None:
         """Until it is gone: its turns are not ours to end, so this takes as long as they do."""
         while not await self._gone(pool, place):
             await asyncio.sleep(self._settings.look_s)
         self._by_worker.pop(place.worker, None)
 
-    async def _gone(self, pool: RolloutPool, place: Place) -> bool:
+    async def _gone(self, pool: RolloutPool, place: BalancedServer) -> bool:
         try:
             if any(one.worker == place.worker for one in pool.workers()):
                 await pool.remove(place.worker, why=OUT)
@@ -325,7 +325,7 @@ class ServerEngine:
     """A server that somebody else talks to: all that is asked of it is whether it lives."""
 
     kind = "actor"
-    verbs: frozenset[Verb] = frozenset()
+    verbs: frozenset[EngineCapability] = frozenset()
 
     def __init__(self, name: str, handle: Any, on_gone: Callable[[str], None]) -> None:
         self.name = name
@@ -349,7 +349,7 @@ class ServerEngine:
         """It is not asked."""
         raise self._not_ours("load")
 
-    def generate(self, order: GenerateOrder) -> AsyncGenerator[Piece, None]:
+    def generate(self, order: GenerateRequest) -> AsyncGenerator[StreamDelta, None]:
         """Turns are between verl and the server."""
         raise self._not_ours("generate")
 
@@ -357,7 +357,7 @@ class ServerEngine:
         """The trainer's."""
         raise self._not_ours("abort")
 
-    async def pause(self, mode: Pause = Pause.abort) -> None:
+    async def pause(self, mode: PauseMode = PauseMode.abort) -> None:
         """The trainer's."""
         raise self._not_ours("pause")
 
@@ -369,7 +369,7 @@ class ServerEngine:
         """The trainer's."""
         raise self._not_ours("sleep")
 
-    async def wake(self, parts: Collection[Part] | None = None) -> None:
+    async def wake(self, parts: Collection[MemoryTag] | None = None) -> None:
         """The trainer's."""
         raise self._not_ours("wake")
 
@@ -381,7 +381,7 @@ class ServerEngine:
         """Nobody says."""
         return None
 
-    async def refit(self, refit: Refit) -> None:
+    async def refit(self, refit: WeightUpdate) -> None:
         """The trainer's."""
         raise self._not_ours("refit")
 
@@ -391,11 +391,11 @@ class ServerEngine:
     async def close(self) -> None:
         """Nothing is open."""
 
-    def _not_ours(self, verb: str) -> NotOfferedError:
-        return NotOfferedError(f"{verb} is between verl and its server", where=f"server {self.name}")
+    def _not_ours(self, verb: str) -> NotSupportedError:
+        return NotSupportedError(f"{verb} is between verl and its server", where=f"server {self.name}")
 
 
-def _rules(settings: Settings) -> RolloutRules:
+def _rules(settings: BalancerSettings) -> RolloutRules:
     trainer = Owner.trainer
     return RolloutRules(
         least=0,

@@ -58,7 +58,7 @@ class NodeView:
 
 
 @dataclass(frozen=True)
-class Change:
+class NodeChange:
     """What happened to nodes within one window, told as one: ids, each in at most one of these."""
 
     number: int  # 1, 2, 3 ...
@@ -108,7 +108,7 @@ class MemberState(str, enum.Enum):
 
 
 @dataclass(frozen=True)
-class GroupSpec:
+class ElasticSpec:
     """An elastic group: one member per unit of resources, as many as there is room for, within limits."""
 
     name: str

@@ -47,7 +47,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Link:
+class HostLink:
     """What joins two hosts, in both directions. `bw_mbps` of `None`: as their types say."""
 
     hosts: tuple[str, str]
@@ -72,7 +72,7 @@ class PipelineJob:
     buffers_in: int = 2
     buffers_out: int = 2
     headroom: float = 0.0
-    links: tuple[Link, ...] = ()
+    links: tuple[HostLink, ...] = ()
     source: str | None = None
     sink: str | None = None
     max_devices: int | None = None
@@ -85,7 +85,7 @@ class PipelineJob:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """Layers `first` to `last` (from 1, both included) on one host.
 
     `transfer_seconds` is what sending its output on takes: 0 after the last stage unless a sink is named.
@@ -105,7 +105,7 @@ class Stage:
 class Schedule:
     """Stages in the order of their layers. `input_seconds`: bringing in the input, where a source is named."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[PipelineStage, ...]
     input_seconds: float = 0.0
 
     @property
@@ -131,7 +131,7 @@ class FrontierPoint:
 
 
 @dataclass(frozen=True)
-class Limit:
+class PipelineLimit:
     """What limits a pipeline: the computing of a stage, or a transfer. `stage` counts from 0; -1 is the input."""
 
     what: Literal["compute", "transfer"]
@@ -154,7 +154,7 @@ class PartitionAnswer:
     lower_bound_seconds: float
     optimal: bool
     ties_proven: bool
-    limits: tuple[Limit, ...]
+    limits: tuple[PipelineLimit, ...]
     method: str
     frontier: tuple[FrontierPoint, ...] = ()
     assumptions: tuple[str, ...] = ()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-Mode = Literal["collocated", "disaggregated", "hybrid"]
-Doing = Literal["run", "switch", "sync"]
+PlacementMode = Literal["collocated", "disaggregated", "hybrid"]
+BarKind = Literal["run", "switch", "sync"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class AllowedGroup:
 
 
 @dataclass(frozen=True)
-class Rules:
+class FrameworkRules:
     """Which plans a framework can run; the search stays inside them.
 
     `framework` is its name for people, with its mode where that matters.
@@ -36,17 +36,17 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Bar:
+class TimelineBar:
     """One stretch of a timeline: a component doing one thing without a break."""
 
     component: str
-    doing: Doing
+    doing: BarKind
     start: float
     end: float
 
 
 @dataclass(frozen=True)
-class Group:
+class ComponentGroup:
     """Components that take turns on the same GPUs, in workflow order. `gpus` are global ranks, contiguous in a kind.
 
     Groups share no GPUs, except where a framework lets one lie over others: they take turns then.
@@ -58,7 +58,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedComponent:
     """One component of a plan.
 
     `seconds` is its own computing time for all batches; `start` and `end` are within the iteration; `gpus` are the
@@ -85,17 +85,17 @@ class Plan:
     in steady state, where `iteration_seconds` is the period.
     """
 
-    groups: tuple[Group, ...]
-    components: tuple[Placed, ...]
+    groups: tuple[ComponentGroup, ...]
+    components: tuple[PlacedComponent, ...]
     iteration_seconds: float
     sync_seconds: float
-    mode: Mode
-    timeline: tuple[Bar, ...]
+    mode: PlacementMode
+    timeline: tuple[TimelineBar, ...]
     timeline_seconds: float
     idle_share: float
     total_gpus: int
 
-    def placed(self, name: str) -> Placed:
+    def placed(self, name: str) -> PlacedComponent:
         """The component of that name."""
         return next(component for component in self.components if component.name == name)
 
@@ -145,7 +145,7 @@ class Sensitivity:
 
 
 @dataclass(frozen=True)
-class Scaling:
+class ScalingCaveat:
     """What a plan becomes if more GPUs help less than perfectly, where components were measured on one count only.
 
     `components` are those, `doubling` the share of a perfect speed-up that twice the GPUs then give. `chosen_seconds`
@@ -161,7 +161,7 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlacementAnswer:
     """What the planner says: the best plan with its proof, and what it was compared with.
 
     `unrestricted` is the best plan without the rules of `framework`, where that is better. `scaling` is there where
@@ -178,7 +178,7 @@ class Answer:
     sensitivity: tuple[Sensitivity, ...] = ()
     assumptions: tuple[str, ...] = ()
     unrestricted: Plan | None = None
-    scaling: Scaling | None = None
+    scaling: ScalingCaveat | None = None
     kept: bool = False
     framework: str = ""
 

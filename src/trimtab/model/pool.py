@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from trimtab.core.errors import InputError, nearest
 from trimtab.core.numbers import check_number, check_whole
-from trimtab.core.reasons import Chapter, Reason
+from trimtab.core.reasons import Reason, StoryEntry
 from trimtab.core.resources import Resources, total
 
 Labels = tuple[tuple[str, str], ...]  # sorted by label
@@ -20,7 +20,7 @@ MOST_PRIORITY = 1e6  # gaps of tenths are told apart among priorities of up to s
 MOST_HOSTS = 10_000  # warm ones of a pool
 
 
-class State(str, enum.Enum):
+class TaskState(str, enum.Enum):
     """Where a task is."""
 
     waiting = "waiting"  # in the queue, with a Reason
@@ -34,12 +34,12 @@ class State(str, enum.Enum):
     cancelled = "cancelled"  # ended because somebody asked for it
 
 
-IN_QUEUE = (State.waiting, State.evicted)
-HOLDS_SLOTS = (State.starting, State.running, State.parked, State.cancelling)
-ENDED = (State.done, State.failed, State.cancelled)
+IN_QUEUE = (TaskState.waiting, TaskState.evicted)
+HOLDS_SLOTS = (TaskState.starting, TaskState.running, TaskState.parked, TaskState.cancelling)
+ENDED = (TaskState.done, TaskState.failed, TaskState.cancelled)
 
 
-class Strategy(str, enum.Enum):
+class PlacementStrategy(str, enum.Enum):
     """How the bundles of a gang lie on nodes; Ray's words."""
 
     pack = "PACK"
@@ -59,7 +59,7 @@ class PoolSpec:
     name: str
     quota: Resources
     labels: Labels = ()
-    strategy: Strategy = Strategy.strict_pack  # of gangs that do not say theirs
+    strategy: PlacementStrategy = PlacementStrategy.strict_pack  # of gangs that do not say theirs
     reserved: tuple[Resources, ...] = ()  # one slot each, for tasks of `reserved_priority` and above
     reserved_priority: float = 8.0
     dynamic: bool = True  # slots are also made for tasks that find none
@@ -108,7 +108,7 @@ class TaskSpec:
     labels: Labels = ()
     estimate_s: float = 0.0  # 0: unknown
     preemptible: bool | None = None  # None: single actors are, gangs are not
-    strategy: Strategy | None = None  # None: the pool's
+    strategy: PlacementStrategy | None = None  # None: the pool's
     wait_s: float | None = None  # deadline of every wait; None: the pool's; 0: at once or not at all
     restarts: int = 0  # how often it is started again after its process or node was lost; -1: always
     saves: bool = False  # its state can be saved, so an eviction loses no work
@@ -187,7 +187,7 @@ class Aggressiveness(str, enum.Enum):
 
 
 @dataclass(frozen=True)
-class Policy:
+class PreemptionPolicy:
     """Who may evict whom. Until one is set, nobody is evicted."""
 
     same_pool: bool = True
@@ -218,7 +218,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Place:
+class BundlePlacement:
     """A slot as a task sees it: a bundle of a placement group, on a node."""
 
     group: str
@@ -227,15 +227,15 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class TaskExplanation:
     """Why a task is where it is."""
 
     task: str
     pool: str
-    state: State
+    state: TaskState
     reason: Reason
     priority: float
-    places: tuple[Place, ...] = ()
+    places: tuple[BundlePlacement, ...] = ()
     position: int | None = None  # 1: next in the pool's queue
     waiting_since: float | None = None
     deadline: float | None = None  # of the wait, or of what is being done
@@ -244,7 +244,7 @@ class Explanation:
     evicted_s: float = 0.0  # how long it was out in all
     attempts: int = 0
     how: str = ""  # what it runs in, and why
-    story: tuple[Chapter, ...] = field(default=())
+    story: tuple[StoryEntry, ...] = field(default=())
     estimate_s: float = 0.0  # how long it will run, as it was submitted; 0: it did not say
 
 
@@ -274,14 +274,14 @@ def rules_of(
     return tuple(found)
 
 
-def strategy_of(word: str, where: str) -> Strategy:
+def strategy_of(word: str, where: str) -> PlacementStrategy:
     """A placement strategy by Ray's word."""
     try:
-        return Strategy(word.upper())
+        return PlacementStrategy(word.upper())
     except ValueError:
-        near = nearest(word.upper(), [one.value for one in Strategy])
+        near = nearest(word.upper(), [one.value for one in PlacementStrategy])
         raise InputError(
             f"{word} is no placement strategy",
             where=where,
-            hint=f"did you mean {near}?" if near else "one of " + ", ".join(one.value for one in Strategy),
+            hint=f"did you mean {near}?" if near else "one of " + ", ".join(one.value for one in PlacementStrategy),
         ) from None

@@ -49,7 +49,7 @@ class RequestState(str, enum.Enum):
 ANSWERED = (RequestState.done, RequestState.failed)
 
 
-class Verb(str, enum.Enum):
+class WorkerVerb(str, enum.Enum):
     """What is done to a worker. Each takes time, and ends in ActDone or ActFailed."""
 
     start = "start"  # the engine's process
@@ -94,7 +94,7 @@ class InFlight(str, enum.Enum):
     move = "move"  # they are cut and go on elsewhere, or here, once somebody is current
 
 
-class Release(str, enum.Enum):
+class ReleaseSupport(str, enum.Enum):
     """What is known of the release of an engine's software."""
 
     tried = "tried"  # or of a kind that has none
@@ -265,7 +265,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Member:
+class RefitMember:
     """A worker's place in a collective: ranks offset .. offset + size - 1."""
 
     worker: str
@@ -279,7 +279,7 @@ class Membership:
     """Who takes part in refits. Frozen from refit begin to refit end; a new epoch exactly when somebody is another."""
 
     epoch: int
-    members: tuple[Member, ...] = ()
+    members: tuple[RefitMember, ...] = ()
     frozen: bool = False
     joined: tuple[str, ...] = ()  # since the epoch before
     left: tuple[str, ...] = ()
@@ -304,7 +304,7 @@ class WorkerView:
     spec: WorkerSpec
     paused: bool = False
     asleep: bool = False
-    doing: Verb | None = None
+    doing: WorkerVerb | None = None
     deadline: float | None = None  # of what is being done, or of a drain
     served: int = 0  # requests finished
     paused_elsewhere: bool = False  # by others than trimtab

@@ -14,14 +14,14 @@ from trimtab.core.reasons import Reason
 from trimtab.model.plan import Plan
 
 
-class RunMode(str, enum.Enum):
+class ReplanMode(str, enum.Enum):
     """What the loop may do."""
 
     advise = "advise"  # say what it would do and what that would gain
     auto = "auto"  # do it
 
 
-class Stage(str, enum.Enum):
+class MigrationStage(str, enum.Enum):
     """The stages of a move, in their order. A failure of any of them ends in the old plan."""
 
     drain = "drain"  # the iteration under way ends; whoever must go takes nothing new
@@ -33,17 +33,17 @@ class Stage(str, enum.Enum):
     resume = "resume"  # batches flow again
 
 
-STAGES = tuple(Stage)
+STAGES = tuple(MigrationStage)
 
 MOST_SHARE = 1_000.0  # of a cost, an iteration or a spread
 MOST_OF = {"window": 10_000, "tries": 100}
 
 
 @dataclass(frozen=True)
-class RunRules:
+class ReplanRules:
     """When a run is moved to another plan. Counts are iterations."""
 
-    mode: RunMode = RunMode.advise
+    mode: ReplanMode = ReplanMode.advise
     horizon_iterations: int = 50  # a gain counts for so many at most, or for those that remain
     margin: float = 0.5  # the gain exceeds the move's cost by this share of it
     dwell_iterations: int = 5  # no move so soon after the last one; twice as long after one that failed or fell short
@@ -82,7 +82,7 @@ class RunRules:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ComponentTiming:
     """One component in one iteration. `busy_s` is its own computing time for its batches, without any waiting."""
 
     component: str
@@ -107,7 +107,7 @@ class Iteration:
 
     number: int  # 1, 2, 3 ...
     wall_s: float
-    components: tuple[Measured, ...] = ()
+    components: tuple[ComponentTiming, ...] = ()
     extra: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class Iteration:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class CostEstimate:
     """What a component costs now, against its profile: the profile's curve times `level`.
 
     `middle` is the same without the trend; `spread` is that of single iterations, `trend` the relative change per
@@ -137,7 +137,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class DecisionNumbers:
     """What a decision rests on. Seconds per iteration are predicted from what is measured now."""
 
     iteration_s: float | None = None  # of the plan that runs
@@ -151,7 +151,7 @@ class Numbers:
     dwell_left: int = 0  # iterations until a move is allowed again
 
 
-class How(str, enum.Enum):
+class ChangeKind(str, enum.Enum):
     """What a move does to a component."""
 
     stays = "stays"  # same GPUs, same company
@@ -163,40 +163,40 @@ class How(str, enum.Enum):
 
 
 @dataclass(frozen=True)
-class Change:
+class ComponentChange:
     """What a move does to one component. Seats are (node, GPU of that node)."""
 
     component: str
-    how: How
+    how: ChangeKind
     before: tuple[tuple[str, int], ...]
     after: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
-class Move:
+class Migration:
     """From one plan to another while training goes on."""
 
     id: int  # 1, 2, 3 ...
     before: Plan
     after: Plan
-    changes: tuple[Change, ...]
+    changes: tuple[ComponentChange, ...]
     reason: Reason
-    numbers: Numbers
+    numbers: DecisionNumbers
     forced: bool = False  # the old plan cannot go on
 
     @property
     def touched(self) -> tuple[str, ...]:
         """The components that it does not leave as they are."""
-        return tuple(change.component for change in self.changes if change.how is not How.stays)
+        return tuple(change.component for change in self.changes if change.how is not ChangeKind.stays)
 
 
 @dataclass(frozen=True)
-class MoveCost:
+class MigrationCost:
     """What a move that arrived cost: seconds of each stage."""
 
     move: int
     touched: tuple[str, ...]
-    stages: tuple[tuple[Stage, float], ...]
+    stages: tuple[tuple[MigrationStage, float], ...]
 
     @property
     def seconds(self) -> float:

@@ -235,7 +235,7 @@ class Workflow:
 
 
 @dataclass(frozen=True)
-class Job:
+class PlacementJob:
     """What the planner is asked: this workflow on this cluster."""
 
     cluster: Cluster

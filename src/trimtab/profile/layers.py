@@ -42,7 +42,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 @dataclass(frozen=True)
-class Carried:
+class BlockOutput:
     """What one block hands to the next: the value itself, and arguments that every block takes besides."""
 
     value: Any
@@ -52,12 +52,12 @@ class Carried:
 
 
 @dataclass(frozen=True)
-class Chain:
+class BlockChain:
     """A model as blocks in a row, ready to run on a device."""
 
     blocks: tuple[Any, ...]
     names: tuple[str, ...]
-    begin: Callable[[Any], Carried]  # from what the model takes to what the first block takes
+    begin: Callable[[Any], BlockOutput]  # from what the model takes to what the first block takes
     outside: int = 0  # parameters of the model that are in no block
     imports: str = ""  # where the blocks' classes come from, for a process that is to unpickle them
 
@@ -184,7 +184,7 @@ def profile_layers(
     )
 
 
-def load_chain(factory: str, *, blocks: str = "", dtype: str = "torch.float32", device: str = "cpu") -> Chain:
+def load_chain(factory: str, *, blocks: str = "", dtype: str = "torch.float32", device: str = "cpu") -> BlockChain:
     """Build the model, in a dtype and on a device, and find its blocks."""
     torch = import_torch()
     made = load(factory)
@@ -223,10 +223,10 @@ def load_chain(factory: str, *, blocks: str = "", dtype: str = "torch.float32", 
     if len(names) != len(parts):  # one block object that stands in the row several times
         names = tuple(f"{prefix}{index}" for index in range(len(parts)))
     if not blocks:
-        return Chain(parts, names, Carried, imports=_anywhere(factory))
+        return BlockChain(parts, names, BlockOutput, imports=_anywhere(factory))
     inside = {id(parameter) for block in parts for parameter in block.parameters()}
     outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
-    return Chain(parts, names, lambda given: _first_call(model, parts, names, given), outside, _anywhere(factory))
+    return BlockChain(parts, names, lambda given: _first_call(model, parts, names, given), outside, _anywhere(factory))
 
 
 def input_maker(text: str, *, batch_size: int, dtype: str, device: str) -> Callable[[int], Any]:
@@ -263,7 +263,7 @@ def input_maker(text: str, *, batch_size: int, dtype: str, device: str) -> Calla
     return drawn
 
 
-def step(block: Any, carried: Carried) -> Carried:
+def step(block: Any, carried: BlockOutput) -> BlockOutput:
     """Run one block on what the one before handed over."""
     if carried.hand_over == "spread":
         output = tuple(block(*carried.value, **carried.named))
@@ -340,9 +340,9 @@ def on_device(value: Any, device: Any, dtype: Any = None) -> Any:
         return type(value)(on_device(part, device, dtype) for part in value)
     if type(value) is dict:
         return {key: on_device(part, device, dtype) for key, part in value.items()}
-    if isinstance(value, Carried):
+    if isinstance(value, BlockOutput):
         inner, rest, named = on_device((value.value, value.rest, dict(value.named)), device, dtype)
-        return Carried(inner, rest, named, value.hand_over)
+        return BlockOutput(inner, rest, named, value.hand_over)
     return value
 
 
@@ -363,7 +363,7 @@ def tensors_in(value: Any, strange: set[str] | None = None) -> Iterator[Any]:
         strange.add(type(value).__name__)
 
 
-def _first_call(model: Any, blocks: tuple[Any, ...], names: tuple[str, ...], model_input: Any) -> Carried:
+def _first_call(model: Any, blocks: tuple[Any, ...], names: tuple[str, ...], model_input: Any) -> BlockOutput:
     """Run the model once and keep what its first block was called with; check that the blocks are a chain."""
     calls: list[tuple[Any, ...]] = []
     outputs: list[Any] = []
@@ -416,8 +416,8 @@ def _first_call(model: Any, blocks: tuple[Any, ...], names: tuple[str, ...], mod
     hand_over = hand_overs[0] if hand_overs else "whole"
     args, named = calls[0]
     if hand_over == "spread":
-        return Carried(tuple(args), (), dict(named), hand_over)
-    return Carried(args[0], tuple(args[1:]), dict(named), hand_over)
+        return BlockOutput(tuple(args), (), dict(named), hand_over)
+    return BlockOutput(args[0], tuple(args[1:]), dict(named), hand_over)
 
 
 def _no_chain(why: str) -> NoReturn:
@@ -437,7 +437,7 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _crossing(carried: Carried, batch_size: int, dtype: Any, notes: dict[str, None], *, last: bool = False) -> int:
+def _crossing(carried: BlockOutput, batch_size: int, dtype: Any, notes: dict[str, None], *, last: bool = False) -> int:
     """Elements per sample that cross a cut here: every tensor, once."""
     strange: set[str] = set()
     # After the last block only its result leaves.
@@ -465,7 +465,7 @@ def _weights(block: Any) -> tuple[int, int]:
     )
 
 
-def _measured_memory(block: Any, carried: Carried, device: Any) -> tuple[Carried, int]:
+def _measured_memory(block: Any, carried: BlockOutput, device: Any) -> tuple[BlockOutput, int]:
     """Run a block; give its output and the most bytes it held besides weights, input and output."""
     torch = import_torch()
     if device.type == "cuda":
@@ -523,7 +523,7 @@ def _live_tensors() -> Any:
 
 
 def _timed(
-    chain: Chain, start: Carried, device: Any, warmup: int, repeats: int, progress: Callable[[str], None]
+    chain: BlockChain, start: BlockOutput, device: Any, warmup: int, repeats: int, progress: Callable[[str], None]
 ) -> tuple[list[list[float]], list[float]]:
     """Seconds of every block in every counted pass, and of every pass."""
     torch = import_torch()

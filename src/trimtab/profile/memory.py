@@ -38,7 +38,7 @@ OFFLOADS = ("none", "optimizer", "all")
 
 
 @dataclass(frozen=True)
-class Settings:
+class MemorySettings:
     """How the model is run. Counts are per component; `kv_share` is the engine's share of a GPU's memory."""
 
     gpus: int = 8
@@ -63,7 +63,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Term:
+class MemoryTerm:
     """One summand: what it is, how it was reckoned, and the gigabytes on one GPU."""
 
     name: str
@@ -73,13 +73,13 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryNeed:
     """What one component needs on each of its GPUs, and in host memory per GPU while it is parked."""
 
     component: str
-    active: tuple[Term, ...]
-    resident: tuple[Term, ...]
-    host: tuple[Term, ...]
+    active: tuple[MemoryTerm, ...]
+    resident: tuple[MemoryTerm, ...]
+    host: tuple[MemoryTerm, ...]
     gpus: int
     notes: tuple[str, ...] = ()
 
@@ -114,13 +114,13 @@ class Need:
         return block
 
 
-def estimate(model: Architecture, settings: Settings) -> tuple[Need, ...]:
+def estimate(model: Architecture, settings: MemorySettings) -> tuple[MemoryNeed, ...]:
     """What trainer, rollout and inference (or a reference model) need, or an InputError."""
     settings = check(settings)
     return _trainer(model, settings), _rollout(model, settings), _inference(model, settings)
 
 
-def check(settings: Settings) -> Settings:
+def check(settings: MemorySettings) -> MemorySettings:
     """The settings with their words in order, or an InputError that names the option."""
     for name in ("gpus", "tp", "pp", "ep", "micro_batch", "sequence_length", "rollout_tp", "concurrent"):
         if not 1 <= getattr(settings, name) <= MOST:
@@ -150,7 +150,7 @@ def check(settings: Settings) -> Settings:
     return settings
 
 
-def _trainer(model: Architecture, run: Settings) -> Need:
+def _trainer(model: Architecture, run: MemorySettings) -> MemoryNeed:
     replicas = run.gpus // (run.tp * run.pp)
     weights = _states("weights", model, run, PRECISIONS[run.precision], sharded=run.zero >= 3, word=run.precision)
     gradients = _states(
@@ -164,20 +164,20 @@ def _trainer(model: Architecture, run: Settings) -> Need:
     if run.zero >= 3 and replicas > 1:
         layer = max(model.layer_parameters / model.layers, model.embedding) / run.tp
         gathered = 2 * layer * PRECISIONS[run.precision] / GB
-        working.append(Term("gathered layers", f"2 x {layer:,.0f} parameters x {run.precision}", gathered))
+        working.append(MemoryTerm("gathered layers", f"2 x {layer:,.0f} parameters x {run.precision}", gathered))
     process = _process()
     moved = {"none": (), "optimizer": (optimizer,), "all": (weights, gradients, optimizer)}[run.offload]
     kept = tuple(term for term in (weights, gradients, optimizer) if term not in moved)
     # Gradients are nothing between steps: they are freed, not moved.
     host = tuple(term for term in moved if term is not gradients)
-    return Need(
+    return MemoryNeed(
         "trainer", (weights, gradients, optimizer, *working, process), (*kept, process), host, run.gpus, model.notes
     )
 
 
-def _rollout(model: Architecture, run: Settings) -> Need:
+def _rollout(model: Architecture, run: MemorySettings) -> MemoryNeed:
     precision = PRECISIONS[run.rollout_precision]
-    weights = Term(
+    weights = MemoryTerm(
         "weights",
         f"{model.parameters:,} x {precision:g} B / tp {run.rollout_tp}",
         model.parameters * precision / run.rollout_tp / GB,
@@ -193,42 +193,44 @@ def _rollout(model: Architecture, run: Settings) -> Need:
     if run.gpu_memory_gb is None:
         cached = run.concurrent * run.sequence_length
         formula = f"{run.concurrent} answers x {run.sequence_length} tokens x {per_token:,.0f} B"
-        cache = Term("KV cache", formula, cached * per_token / GB)
+        cache = MemoryTerm("KV cache", formula, cached * per_token / GB)
         notes.append("without --gpu-memory-gb the KV cache is that of --concurrent answers of full length")
     else:
         engine = run.kv_share * run.gpu_memory_gb
         room = engine - weights.gb - process.gb
         formula = f"{run.kv_share:g} x {run.gpu_memory_gb:g} GB - weights - process"
-        cache = Term("KV cache", formula, max(0.0, room))
+        cache = MemoryTerm("KV cache", formula, max(0.0, room))
         answers = int(room * GB / (per_token * run.sequence_length)) if room > 0 else 0
         notes.append(f"the KV cache holds {answers} answers of {run.sequence_length} tokens at a time")
         if answers < 1:
             notes.append("that is not even one: raise --kv-share or --rollout-tp")
     # An engine that sleeps gives up weights and cache; the next weight sync brings the weights back.
     resident = (process,) if run.offload == "all" else (weights, process)
-    return Need("rollout", (weights, cache, process), resident, (), run.gpus, tuple(notes))
+    return MemoryNeed("rollout", (weights, cache, process), resident, (), run.gpus, tuple(notes))
 
 
-def _inference(model: Architecture, run: Settings) -> Need:
+def _inference(model: Architecture, run: MemorySettings) -> MemoryNeed:
     weights = _states("weights", model, run, PRECISIONS[run.precision], sharded=run.zero >= 3, word=run.precision)
     working = [*_activations(model, run, training=False), _logits(model, run, LOGIT_BYTES_FORWARD)]
     process = _process()
     moved = run.offload == "all"
     resident = (process,) if moved else (weights, process)
-    return Need("inference", (weights, *working, process), resident, (weights,) if moved else (), run.gpus)
+    return MemoryNeed("inference", (weights, *working, process), resident, (weights,) if moved else (), run.gpus)
 
 
-def _states(name: str, model: Architecture, run: Settings, size: float, *, sharded: bool, word: str) -> Term:
+def _states(
+    name: str, model: Architecture, run: MemorySettings, size: float, *, sharded: bool, word: str
+) -> MemoryTerm:
     """Bytes that go with every parameter: over all GPUs, or copied on every replica."""
     if sharded:
         formula = f"{model.parameters:,} x {size:g} B ({word}) / {run.gpus} GPUs"
-        return Term(name, formula, model.parameters * size / run.gpus / GB, divides_by_gpus=True)
+        return MemoryTerm(name, formula, model.parameters * size / run.gpus / GB, divides_by_gpus=True)
     parameters = _largest_stage(model, run)
     formula = f"{parameters:,.0f} x {size:g} B ({word}), the largest of pp {run.pp} / tp {run.tp}"
-    return Term(name, formula, parameters * size / GB)
+    return MemoryTerm(name, formula, parameters * size / GB)
 
 
-def _largest_stage(model: Architecture, run: Settings) -> float:
+def _largest_stage(model: Architecture, run: MemorySettings) -> float:
     """Parameters on one GPU of the stage that holds most of them."""
     share = math.ceil(model.layers / run.pp) / model.layers
     experts = model.expert_parameters / (run.ep if model.experts else 1)
@@ -238,7 +240,7 @@ def _largest_stage(model: Architecture, run: Settings) -> float:
     return (layers + ends + model.final_norm) / run.tp
 
 
-def _activations(model: Architecture, run: Settings, *, training: bool) -> list[Term]:
+def _activations(model: Architecture, run: MemorySettings, *, training: bool) -> list[MemoryTerm]:
     """What layers keep for the backward pass: around the norms, in the attention (never its scores), in the MLP.
 
     The factors are those of plain PyTorch, found with a 1.5B Qwen2 on an H200 (104,200 bytes per token and layer, where
@@ -252,26 +254,26 @@ def _activations(model: Architecture, run: Settings, *, training: bool) -> list[
     layer = 2 * tokens * values / run.tp / GB
     shown = f"{tokens:,} tokens x {values:,} values x 2 B / tp {run.tp}"
     if not training:
-        return [Term("one layer", shown, layer)]
+        return [MemoryTerm("one layer", shown, layer)]
     # With pipeline stages the first one holds as many micro-batches as there are stages.
     depth = math.ceil(model.layers / run.pp) * run.pp
     if not run.checkpointing:
-        return [Term("activations", f"{depth} layers x {shown}", depth * layer)]
+        return [MemoryTerm("activations", f"{depth} layers x {shown}", depth * layer)]
     inputs = 2 * tokens * model.hidden * depth / GB
     return [
-        Term("checkpoints", f"{depth} layers x {tokens:,} tokens x {model.hidden:,} values x 2 B", inputs),
-        Term("one layer", shown, layer),
+        MemoryTerm("checkpoints", f"{depth} layers x {tokens:,} tokens x {model.hidden:,} values x 2 B", inputs),
+        MemoryTerm("one layer", shown, layer),
     ]
 
 
-def _logits(model: Architecture, run: Settings, size: int) -> Term:
+def _logits(model: Architecture, run: MemorySettings, size: int) -> MemoryTerm:
     tokens = run.micro_batch * run.sequence_length
     formula = f"{tokens:,} tokens x {model.vocabulary:,} words x {size} B / tp {run.tp}"
-    return Term("logits", formula, size * tokens * model.vocabulary / run.tp / GB)
+    return MemoryTerm("logits", formula, size * tokens * model.vocabulary / run.tp / GB)
 
 
-def _process() -> Term:
-    return Term("process", "CUDA context and communication buffers", PROCESS_GB)
+def _process() -> MemoryTerm:
+    return MemoryTerm("process", "CUDA context and communication buffers", PROCESS_GB)
 
 
 def _word(option: str, word: str, known: Mapping[str, object]) -> str:

@@ -33,7 +33,7 @@ _Key = tuple[str, int | None]
 
 
 @dataclass
-class _Open:
+class _OpenBlock:
     """A component that is running: since when, how many blocks of it are open, whether one of them failed."""
 
     since: float
@@ -53,7 +53,7 @@ class Recorder:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._open: dict[_Key, _Open] = {}
+        self._open: dict[_Key, _OpenBlock] = {}
         self._samples: dict[_Key, list[float]] = {}  # one per block, as long as no iteration has been marked
         self._iterations: list[_Iteration] = []  # those that are over
         self._current: _Iteration | None = None
@@ -86,7 +86,7 @@ class Recorder:
     def profile(self, *, gpus: int | None = None, warmup: int = 2, kind: str = "") -> Profile:
         """What was measured so far. `gpus` counts for components whose blocks name no count."""
         from trimtab.core.errors import InputError
-        from trimtab.formats.logs.measured import Sample, drift_note, summarise
+        from trimtab.formats.logs.measured import CostSample, drift_note, summarise
         from trimtab.formats.profile_file import merge
         from trimtab.model.profile import Profile
 
@@ -106,7 +106,7 @@ class Recorder:
             )
         runs = []
         for (name, stated), seconds in samples.items():
-            taken = [Sample(value) for value in seconds]
+            taken = [CostSample(value) for value in seconds]
             one = summarise(name, stated or gpus or 0, taken, kind)
             if one.seconds[0][1] <= 0:
                 notes.append(f"{name} took no time and is left out")
@@ -151,7 +151,7 @@ class Recorder:
                 self._nested.add((key[0], outer[-1]))
             running = self._open.get(key)
             if running is None:
-                self._open[key] = _Open(now)
+                self._open[key] = _OpenBlock(now)
             else:
                 running.blocks += 1
         outer.append(key[0])

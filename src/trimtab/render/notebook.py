@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab.render.html.run.story import Story, read_story
+from trimtab.render.html.run.story import RunStory, read_story
 
 HEIGHT_PX = 900
 
@@ -27,7 +27,7 @@ class RunReport:
     height_px: int = HEIGHT_PX
 
     @property
-    def story(self) -> Story:
+    def story(self) -> RunStory:
         """All that the run has told until now."""
         return read_story(self.folder)
 

@@ -23,18 +23,18 @@ from advise_world import (
 )
 from framework_rules import nemo_rl_accepts, openrlhf_accepts
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.formats.logs import reader as logs
 from trimtab.formats.logs.follow import RunLog
 from trimtab.formats.logs.follow_costs import RunConfig
 from trimtab.model.profile import Profile
-from trimtab.model.run import RunRules
+from trimtab.model.run import ReplanRules
 from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan
-from trimtab.runtime.advise.analysis import Advising, News
+from trimtab.runtime.advise.analysis import AdviceTracker, FollowEvent
 from trimtab.runtime.advise.replanner import scaled
 
-RULES = RunRules(assumed_move_s=120.0)
+RULES = ReplanRules(assumed_move_s=120.0)
 ids = [case.framework for case in CASES]
 
 
@@ -55,8 +55,8 @@ class Run:
         profile: Profile | None = measured(points) if points else None
         self.config = RunConfig(config or case.path(folder), (*case.overrides, *overrides))
         self.log = RunLog(framework)
-        self.advising = Advising(framework, self.config, profile, RULES, 2)
-        self.news: list[News] = []
+        self.advising = AdviceTracker(framework, self.config, profile, RULES, 2)
+        self.news: list[FollowEvent] = []
 
     def take(self, text: str, name: str = "run.log") -> Run:
         for step in [*self.log.take(name, text.encode()), *self.log.settle(), *self.log.settle()]:
@@ -74,7 +74,7 @@ def test_advice_comes_with_the_drift_and_names_the_component(case: Case, tmp_pat
     assert first.what == "advised"
     assert case.after < first.step <= case.after + case.over + RULES.window
     assert first.advice is not None
-    assert first.advice.reason.code is Code.drifted
+    assert first.advice.reason.code is ReasonCode.drifted
     assert first.sentence.startswith(f"{case.drifts} takes ")
     adviser = run.advising.adviser
     assert adviser is not None
@@ -94,9 +94,9 @@ def test_advice_comes_with_the_drift_and_names_the_component(case: Case, tmp_pat
 
 
 def _seconds(job: Any, plan: Any) -> float:
-    from trimtab.machines.replan.decision import Planner
+    from trimtab.machines.replan.decision import ReplanPlanner
 
-    return Planner(job.workflow).seconds(plan, {})
+    return ReplanPlanner(job.workflow).seconds(plan, {})
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
@@ -143,7 +143,7 @@ def _at(points: Any, gpus: int) -> float:
 def test_noise_alone_is_no_reason_for_advice(case: Case, seed: int, tmp_path: Path) -> None:
     run = Run(case, tmp_path).take(case.write(case.steady(seed, saves=5)))
     assert run.news == []
-    assert run.advising.picture().reason.code in (Code.costs_steady, Code.no_gain, Code.within_noise)
+    assert run.advising.picture().reason.code in (ReasonCode.costs_steady, ReasonCode.no_gain, ReasonCode.within_noise)
 
 
 def test_other_advice_comes_when_something_else_drifts(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_placement_that_was_never_good_is_told_once_enough_steps_count(tmp_pat
     assert run.news[0].what == "advised"
     assert run.news[0].step == 2 + RULES.least_iterations
     assert run.news[0].advice is not None
-    assert run.news[0].advice.reason.code is Code.better_plan
+    assert run.news[0].advice.reason.code is ReasonCode.better_plan
 
 
 def test_a_mode_whose_timings_are_waits_gives_no_cost_and_no_advice(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_run_that_warms_up_its_critic_is_weighed_once_the_policy_trains(tmp_pa
     assert "update_actor is not in the log yet" in picture.reason.sentence
     assert {part.name: part.gpus for part in picture.parts} == dict.fromkeys(before)  # shown, though not weighed
     run.take("".join(verl_jsonl(Told(VERL.seconds, steps=40)).splitlines(True)[20:]))
-    assert run.advising.picture().reason.code is Code.costs_steady
+    assert run.advising.picture().reason.code is ReasonCode.costs_steady
     alone = Run(VERL, tmp_path, points={}).take(verl_jsonl(Told(before, steps=20)))
     alone.advising.end()
     assert "update_actor is not in the log, and verl trains with it" in alone.advising.picture().reason.sentence
@@ -314,7 +314,7 @@ def test_a_run_that_warms_up_its_critic_is_weighed_once_the_policy_trains(tmp_pa
 
 def test_too_few_steps_are_told_and_weighed_as_far_as_they_go(tmp_path: Path) -> None:
     run = Run(VERL, tmp_path).take(verl_jsonl(VERL.steady(1, steps=5)))
-    assert run.advising.picture().reason.code is Code.too_few
+    assert run.advising.picture().reason.code is ReasonCode.too_few
     run.advising.end()
     assert run.advising.picture().counted == 3
     assert run.advising.picture().parts

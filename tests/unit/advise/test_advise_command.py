@@ -289,10 +289,10 @@ def test_it_ends_by_itself_when_its_time_is_over_and_the_page_is_there(tmp_path:
 def test_a_second_command_on_the_same_log_looks_and_remembers_nothing(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trimtab.runtime.advise.record import Record, default_folder
+    from trimtab.runtime.advise.record import FollowRecord, default_folder
 
     monkeypatch.chdir(tmp_path)
-    first = Record(default_folder([small]), [small], VERL.path(tmp_path), VERL.overrides)
+    first = FollowRecord(default_folder([small]), [small], VERL.path(tmp_path), VERL.overrides)
     briefly = words(VERL, tmp_path, small, "--at-most", "0")
     assert run(briefly) == 0
     told = capsys.readouterr()
@@ -342,13 +342,13 @@ class _Engine(http.server.BaseHTTPRequestHandler):
 def test_an_engine_that_stops_answering_is_told_and_asked_again(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from trimtab.runtime.advise.engines import Engines
+    from trimtab.runtime.advise.engines import EngineMetricsReader
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Engine)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}"
-    engines = Engines([url, f"{url}/metrics", "http://127.0.0.1:9"])
+    engines = EngineMetricsReader([url, f"{url}/metrics", "http://127.0.0.1:9"])
     first, second = engines.look(0.0)[0], engines.look(10.0)[0]
     assert (first.running, first.waiting, first.cache, first.tokens_per_s) == (12.0, 3.0, 0.5, None)
     assert second.tokens_per_s == 50.0
@@ -373,10 +373,10 @@ def test_an_engine_that_stops_answering_is_told_and_asked_again(
 
 
 def test_a_real_engine_is_read_frozen_killed_and_back(tmp_path: Path) -> None:
-    from trimtab.runtime.advise.engines import Engines
+    from trimtab.runtime.advise.engines import EngineMetricsReader
 
     with servers(1, tmp_path) as [server]:
-        engines = Engines([server.url])
+        engines = EngineMetricsReader([server.url])
         until(lambda: engines.look(0.0)[0].fault is None)
         (seen,) = engines.look(0.0)
         assert (seen.running, seen.waiting) == (0.0, 0.0)
@@ -396,7 +396,7 @@ def test_a_real_engine_is_read_frozen_killed_and_back(tmp_path: Path) -> None:
 
 
 def test_what_answers_and_is_no_engine_is_said_to_be_none(tmp_path: Path) -> None:
-    from trimtab.runtime.advise.engines import Engines
+    from trimtab.runtime.advise.engines import EngineMetricsReader
 
     class Other(_Engine):
         def do_GET(self) -> None:
@@ -407,7 +407,7 @@ def test_what_answers_and_is_no_engine_is_said_to_be_none(tmp_path: Path) -> Non
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Other)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    (seen,) = Engines([f"http://127.0.0.1:{server.server_port}"]).look(0.0)
+    (seen,) = EngineMetricsReader([f"http://127.0.0.1:{server.server_port}"]).look(0.0)
     assert seen.fault == "its /metrics are of no engine that trimtab knows"
     server.shutdown()
     server.server_close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.runtime.advise.cluster import ClusterWatch, NodeSeen
+from trimtab.runtime.advise.cluster import ClusterWatch, NodeUtilization
 
 
 def test_a_line_that_makes_no_sense_is_logged_and_the_next_one_is_read(
@@ -27,7 +27,7 @@ def test_a_line_that_makes_no_sense_is_logged_and_the_next_one_is_read(
             if not isinstance(watch.seen(), str):
                 break
             time.sleep(0.01)
-        assert watch.seen() == (NodeSeen("n0", 2, 1, False, ((0, 0.5),)),)
+        assert watch.seen() == (NodeUtilization("n0", 2, 1, False, ((0, 0.5),)),)
         assert "JSONDecodeError" in caplog.text
     finally:
         watch.close()

@@ -25,10 +25,10 @@ from advise_world import (
 )
 from trimtab.core.errors import InputError
 from trimtab.formats.logs import reader as logs
-from trimtab.formats.logs.follow import RunLog, Step
+from trimtab.formats.logs.follow import LoggedStep, RunLog
 from trimtab.formats.logs.follow_costs import reading_of
 from trimtab.formats.logs.gpus import RunFacts
-from trimtab.runtime.advise.tail import Tail, first_ranks, following
+from trimtab.runtime.advise.tail import LogTail, first_ranks, following
 
 ROOT = Path(__file__).parents[3]
 DATA = Path(__file__).parents[2] / "data" / "logs"
@@ -49,8 +49,8 @@ def log_of(framework: str) -> RunLog:
     return RunLog(logs.FRAMEWORKS[framework])
 
 
-def steps_of(log: RunLog, *pieces: bytes | str) -> list[Step]:
-    found: list[Step] = []
+def steps_of(log: RunLog, *pieces: bytes | str) -> list[LoggedStep]:
+    found: list[LoggedStep] = []
     for piece in pieces:
         found += log.take("run.log", piece if isinstance(piece, bytes) else piece.encode())
     return found + log.end()
@@ -63,7 +63,7 @@ def short(framework: str) -> bytes:
     return writes[framework](Told(case.seconds, steps=6)).encode()
 
 
-def numbers(steps: Iterable[Step]) -> list[int]:
+def numbers(steps: Iterable[LoggedStep]) -> list[int]:
     return [step.number for step in steps]
 
 
@@ -208,8 +208,8 @@ class Reader:
     """Follows one path and gathers the steps."""
 
     def __init__(self, path: Path, framework: str = "verl") -> None:
-        self.tail, self.log = Tail([path]), log_of(framework)
-        self.steps: list[Step] = []
+        self.tail, self.log = LogTail([path]), log_of(framework)
+        self.steps: list[LoggedStep] = []
 
     def look(self) -> list[int]:
         before = len(self.steps)

@@ -21,28 +21,28 @@ from trimtab.core.errors import InputError
 from trimtab.formats.logs import reader as logs
 from trimtab.formats.logs.follow import RunLog
 from trimtab.formats.logs.follow_costs import RunConfig
-from trimtab.model.run import RunRules
+from trimtab.model.run import ReplanRules
 from trimtab.render.html.dashboard.source import DashboardSource
 from trimtab.render.html.run.story import read_story
 from trimtab.render.text.advise import as_data
-from trimtab.runtime.advise.analysis import Advising, News
-from trimtab.runtime.advise.engines import Engines
-from trimtab.runtime.advise.follower import Around, Follower, Frame
+from trimtab.runtime.advise.analysis import AdviceTracker, FollowEvent
+from trimtab.runtime.advise.engines import EngineMetricsReader
+from trimtab.runtime.advise.follower import ClusterSample, Follower, FollowFrame
 from trimtab.runtime.advise.hook import RestartHook
-from trimtab.runtime.advise.record import Record, default_folder
+from trimtab.runtime.advise.record import FollowRecord, default_folder
 from trimtab.runtime.advise.tail import following
 
 PATIENCE_S = 240.0
-RULES = RunRules(assumed_move_s=120.0)
+RULES = ReplanRules(assumed_move_s=120.0)
 ids = [case.framework for case in CASES]
 
 
 class Seen:
     """What one start of the command told."""
 
-    def __init__(self, frame: Frame, record: Record) -> None:
+    def __init__(self, frame: FollowFrame, record: FollowRecord) -> None:
         self.frame = frame
-        self.news: list[News] = list(frame.news)
+        self.news: list[FollowEvent] = list(frame.news)
         self.past = record.past
 
     def whats(self) -> list[tuple[str, int]]:
@@ -55,16 +55,16 @@ def look(
     case: Case = VERL,
     *,
     overrides: tuple[str, ...] = (),
-    around: Around | None = None,
+    around: ClusterSample | None = None,
     once: bool = False,
 ) -> Seen:
     """Start the command on a log as it is, look once, and stop."""
     framework = logs.FRAMEWORKS[case.framework]
     config = RunConfig(case.path(log.parent), (*case.overrides, *overrides))
     known = measured(case.points) if case.points else None
-    advising = Advising(framework, config, known, RULES, 2)
-    with following([log]) as tail, closing(Record(folder, [log], config.path, config.overrides)) as record:
-        follower = Follower(tail, RunLog(framework), advising, Engines([]), at_most_s=0.0, record=record)
+    advising = AdviceTracker(framework, config, known, RULES, 2)
+    with following([log]) as tail, closing(FollowRecord(folder, [log], config.path, config.overrides)) as record:
+        follower = Follower(tail, RunLog(framework), advising, EngineMetricsReader([]), at_most_s=0.0, record=record)
         frame = follower.once() if once else next(follower.frames())
         if around is not None:
             frame = replace(frame, around=around)
@@ -216,10 +216,12 @@ def hooked(folder: Path, log: Path, told: list[str], *, status: int = 0) -> str:
     """Follow a log that grows past a checkpoint, with a command; how often it was run."""
     framework = logs.FRAMEWORKS["verl"]
     config = RunConfig(VERL.path(log.parent), VERL.overrides)
-    advising = Advising(framework, config, measured(VERL.points or {}), RULES, 2)
+    advising = AdviceTracker(framework, config, measured(VERL.points or {}), RULES, 2)
     ran = log.parent / "ran"
-    with following([log]) as tail, closing(Record(folder, [log], config.path, config.overrides)) as record:
-        follower = Follower(tail, RunLog(framework), advising, Engines([]), every_s=0.05, at_most_s=60, record=record)
+    with following([log]) as tail, closing(FollowRecord(folder, [log], config.path, config.overrides)) as record:
+        follower = Follower(
+            tail, RunLog(framework), advising, EngineMetricsReader([]), every_s=0.05, at_most_s=60, record=record
+        )
         follower.least_gain = 0.05
         command = f"echo x >> {ran}; exit {status}"
         follower.hook = RestartHook(command, "config.yaml", 60.0, record.past.ran_for, record.hook_starts)
@@ -289,14 +291,14 @@ def test_a_command_is_not_run_where_that_cannot_be_written_down(
 
 
 def test_engines_and_nodes_that_come_and_go_are_told_once(tmp_path: Path) -> None:
-    from trimtab.runtime.advise.cluster import NodeSeen
-    from trimtab.runtime.advise.engines import EngineSeen
+    from trimtab.runtime.advise.cluster import NodeUtilization
+    from trimtab.runtime.advise.engines import EngineSample
 
     log, folder = tmp_path / "run.log", tmp_path / "seen"
     log.write_text(verl_console(VERL.steady(1, steps=14)))
-    url, node = "http://10.0.0.1:8000", NodeSeen("one", 8, 0, busy=((0, 0.9), (1, 0.4)))
-    fine = Around((EngineSeen(url, 12.0, 3.0, 0.5, 900.0),), (node,), (0.25,))
-    gone = Around((EngineSeen(url, fault="connection refused", silent_s=31.0),), "it went away", ())
+    url, node = "http://10.0.0.1:8000", NodeUtilization("one", 8, 0, busy=((0, 0.9), (1, 0.4)))
+    fine = ClusterSample((EngineSample(url, 12.0, 3.0, 0.5, 900.0),), (node,), (0.25,))
+    gone = ClusterSample((EngineSample(url, fault="connection refused", silent_s=31.0),), "it went away", ())
     for around in (fine, fine, gone, gone, fine):
         look(folder, log, around=around)
         with closing(DashboardSource(folder)) as source:
@@ -313,17 +315,17 @@ def test_engines_and_nodes_that_come_and_go_are_told_once(tmp_path: Path) -> Non
 
 
 def test_nodes_of_the_cluster_that_join_or_go_are_told_and_silence_is_no_loss(tmp_path: Path) -> None:
-    from trimtab.runtime.advise.cluster import NodeSeen
+    from trimtab.runtime.advise.cluster import NodeUtilization
 
     log, folder = tmp_path / "run.log", tmp_path / "seen"
     log.write_text(verl_console(VERL.steady(1, steps=4)))
-    one, two = NodeSeen("one", 8, 0), NodeSeen("two", 8, 8)
+    one, two = NodeUtilization("one", 8, 0), NodeUtilization("two", 8, 8)
     seen = look(folder, log)
     framework = logs.FRAMEWORKS["verl"]
-    advising = Advising(framework, RunConfig(VERL.path(tmp_path), VERL.overrides), None, RULES, 2)
-    with closing(Record(folder, [log], VERL.path(tmp_path), VERL.overrides)) as record:
+    advising = AdviceTracker(framework, RunConfig(VERL.path(tmp_path), VERL.overrides), None, RULES, 2)
+    with closing(FollowRecord(folder, [log], VERL.path(tmp_path), VERL.overrides)) as record:
         for nodes in ((one,), (one,), (one, two), "it does not answer", "it does not answer", (two,)):
-            record.look(replace(seen.frame, around=Around(nodes=nodes)), advising, {})
+            record.look(replace(seen.frame, around=ClusterSample(nodes=nodes)), advising, {})
     assert [event["reason"] for event in events(folder, "told")] == [
         "node two is there (8 GPUs)",
         "it does not answer",
@@ -345,7 +347,10 @@ def test_the_folder_of_another_run_is_refused_and_left_as_it_is(tmp_path: Path) 
         with pytest.raises(InputError, match="another run"):
             look(folder, followed)
     assert (ours / "events.jsonl").read_bytes() == before
-    with closing(Record(tmp_path / "seen", [log], Path("config.yaml"), ())), pytest.raises(InputError, match="another"):
+    with (
+        closing(FollowRecord(tmp_path / "seen", [log], Path("config.yaml"), ())),
+        pytest.raises(InputError, match="another"),
+    ):
         look(tmp_path / "seen", log)
     assert default_folder([log]) == default_folder([log])
     assert default_folder([log]) != default_folder([other])
@@ -358,7 +363,7 @@ def test_nothing_is_written_where_the_runs_own_files_are(tmp_path: Path) -> None
     before = log.read_bytes()
     for folder, followed in ((log.parent, log), (log.parent, log.parent), (log.parent / "seen", log.parent)):
         with pytest.raises(InputError, match="own files"):
-            Record(folder, [followed], tmp_path / "config.yaml", ())
+            FollowRecord(folder, [followed], tmp_path / "config.yaml", ())
     assert log.read_bytes() == before
     assert os.listdir(log.parent) == ["events.jsonl"]
 

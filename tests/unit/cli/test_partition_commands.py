@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 
 from trimtab.cli.partition import partition, ray_hosts, sched_pipeline
 from trimtab.core.errors import TrimtabError
-from trimtab.formats.pipeline.split import Engine, layout, split_lines
-from trimtab.model.pipeline import Schedule, Stage
+from trimtab.formats.pipeline.split import SplitTarget, layout, split_lines
+from trimtab.model.pipeline import PipelineStage, Schedule
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pipeline"
 LARGE = "google/vit-large-patch16-224"
@@ -129,9 +129,9 @@ def test_a_layout_holds_every_stage_once(sizes: list[int], want: str) -> None:
 def test_megatron_is_told_first_and_last_where_that_says_it_all() -> None:
     stages, first = [], 1
     for index, size in enumerate([2, 4, 4, 3]):
-        stages.append(Stage(f"h{index}", "t", first, first + size - 1, 1.0, 0.0, 1.0, 2.0))
+        stages.append(PipelineStage(f"h{index}", "t", first, first + size - 1, 1.0, 0.0, 1.0, 2.0))
         first += size
-    said = split_lines(Schedule(tuple(stages)), Engine.megatron)
+    said = split_lines(Schedule(tuple(stages)), SplitTarget.megatron)
     assert "--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 3" in said
     assert "--num-layers 13 --pipeline-model-parallel-size 4" in said
     assert "ranks 0 to 3 on: h0 h1 h2 h3" in said

@@ -18,7 +18,7 @@ import plans_for_pictures as samples
 from trimtab import __version__
 from trimtab.core.errors import InputError
 from trimtab.formats.files import write_text as write
-from trimtab.model.plan import Alternative, Answer, Scaling, Sensitivity
+from trimtab.model.plan import Alternative, PlacementAnswer, ScalingCaveat, Sensitivity
 from trimtab.render.html.plan_report import plan_report
 
 VOID = {"meta", "br"}
@@ -56,7 +56,7 @@ class Page(HTMLParser):
 
 
 def report(
-    answer: Answer, title: str = "GRPO on 16 GPUs", block: str = samples.BLOCK, command: str | None = None
+    answer: PlacementAnswer, title: str = "GRPO on 16 GPUs", block: str = samples.BLOCK, command: str | None = None
 ) -> str:
     return plan_report(answer, title=title, source="job.yaml", block=block, command=command, search_seconds=0.043)
 
@@ -153,7 +153,7 @@ def test_the_footer_tells_version_search_and_command() -> None:
 
 
 def test_an_answer_without_runners_up_has_no_empty_sections() -> None:
-    text = report(Answer(samples.shared(), 191.4, True, 1), block="")
+    text = report(PlacementAnswer(samples.shared(), 191.4, True, 1), block="")
     page = Page(text)
     headings = re.findall(r"<h2[^>]*>(.*?)</h2>", text)
     assert headings == ["Timeline"]
@@ -161,7 +161,9 @@ def test_an_answer_without_runners_up_has_no_empty_sections() -> None:
 
 
 def test_an_answer_with_only_refused_runners_up_still_says_why() -> None:
-    page = Page(report(Answer(samples.shared(), 191.4, True, 1, (Alternative("all separate", None, "too few GPUs"),))))
+    page = Page(
+        report(PlacementAnswer(samples.shared(), 191.4, True, 1, (Alternative("all separate", None, "too few GPUs"),)))
+    )
     assert page.has("All separate not feasible too few GPUs")
 
 
@@ -188,7 +190,7 @@ def test_ids_are_unique_and_every_reference_finds_one() -> None:
 
 def test_names_from_the_outside_never_become_markup() -> None:
     hostile = samples.HOSTILE
-    answer = Answer(
+    answer = PlacementAnswer(
         samples.hostile(),
         24.0,
         False,
@@ -208,7 +210,7 @@ def test_names_from_the_outside_never_become_markup() -> None:
 @settings(deadline=None, max_examples=20)
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_any_title_and_block_give_a_whole_page(title: str, block: str) -> None:
-    Page(report(Answer(samples.shared(), 191.4, True, 1), title=title, block=block))
+    Page(report(PlacementAnswer(samples.shared(), 191.4, True, 1), title=title, block=block))
 
 
 def test_a_file_is_written_whole_with_the_usual_rights_and_nothing_beside_it(tmp_path: Path) -> None:
@@ -256,7 +258,7 @@ def test_a_write_that_fails_half_way_keeps_the_old_file(tmp_path: Path, monkeypa
 
 
 def test_two_scalings_are_both_drawn_with_what_decides_and_nothing_is_proven() -> None:
-    scaling = Scaling(("rollout", "trainer"), 0.8, 210.0, samples.shared(), ("rollout", 6))
+    scaling = ScalingCaveat(("rollout", "trainer"), 0.8, 210.0, samples.shared(), ("rollout", 6))
     answer = replace(samples.full_answer(), optimal=False, scaling=scaling)
     text = report(answer)
     page = Page(text)

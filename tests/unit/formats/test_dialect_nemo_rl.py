@@ -9,14 +9,14 @@ from framework_rules import nemo_rl_accepts
 from trimtab.core.errors import InputError
 from trimtab.formats.frameworks.hydra_config import compose
 from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
-from trimtab.formats.loaded import Loaded
+from trimtab.formats.loaded import LoadedJob
 
 SECONDS = {"generation": {8: 60.0}, "logprobs": {8: 10.0}, "policy": {8: 40.0}}
 APART = ("policy.generation.colocated.enabled=false",)
 ASYNC = ("grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=2")
 
 
-def load(*overrides: str, file: str = "base", extra: dict[str, dict[int, float]] | None = None) -> Loaded:
+def load(*overrides: str, file: str = "base", extra: dict[str, dict[int, float]] | None = None) -> LoadedJob:
     return nemo_rl.read(compose(DATA / "nemo" / f"{file}.yaml", overrides), profile_of({**SECONDS, **(extra or {})}))
 
 

@@ -11,7 +11,7 @@ from framework_rules import openrlhf_accepts
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.formats.frameworks.openrlhf import config as openrlhf
 from trimtab.formats.load import load as load_any
-from trimtab.formats.loaded import Loaded
+from trimtab.formats.loaded import LoadedJob
 from trimtab.formats.write_back import nested, overrides, shell_words
 
 SECONDS = {"rollout": {8: 60.0}, "inference": {8: 10.0}, "actor": {8: 40.0}}
@@ -41,7 +41,7 @@ algo: {kl: {init_coef: 0.01}}
 """
 
 
-def load(folder: Path, text: str, *more: str) -> Loaded:
+def load(folder: Path, text: str, *more: str) -> LoadedJob:
     return openrlhf.read(composed(folder, text, *more), profile_of(SECONDS))
 
 

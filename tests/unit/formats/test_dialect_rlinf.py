@@ -13,7 +13,7 @@ from trimtab.core.errors import InputError
 from trimtab.formats import write_back
 from trimtab.formats.frameworks.hydra_config import compose
 from trimtab.formats.frameworks.rlinf import config as rlinf
-from trimtab.formats.loaded import Loaded
+from trimtab.formats.loaded import LoadedJob
 from trimtab.plan.placement.planner import plan_placement
 
 ROOT = Path(__file__).parents[3]
@@ -35,7 +35,7 @@ profile_data: {{actor_cost: 95.7, inference_cost: 30.8, rollout_cost: 59.9}}
 
 def reasoning(
     folder: Path, *overrides: str, placement: str = "actor,rollout,reward: all", normalize: str = "true"
-) -> Loaded:
+) -> LoadedJob:
     return rlinf.read(composed(folder, REASONING.format(placement=placement, normalize=normalize), *overrides), None)
 
 

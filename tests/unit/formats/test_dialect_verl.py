@@ -11,7 +11,7 @@ from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.formats.frameworks.hydra_config import compose
 from trimtab.formats.frameworks.verl import config as verl
 from trimtab.formats.load import load as load_file
-from trimtab.formats.loaded import Loaded
+from trimtab.formats.loaded import LoadedJob
 from trimtab.formats.write_back import overrides
 from trimtab.plan.placement.planner import plan_placement
 
@@ -26,11 +26,11 @@ SEPARATE = ("trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout
 REWARD_MODEL = ("reward.reward_model.enable=true",)
 
 
-def load(*overrides: str, extra: dict[str, dict[int, float]] | None = None) -> Loaded:
+def load(*overrides: str, extra: dict[str, dict[int, float]] | None = None) -> LoadedJob:
     return verl.read(compose(DATA / "verl_sync.yaml", overrides), profile_of({**SECONDS, **(extra or {})}))
 
 
-def groupings(loaded: Loaded) -> list[set[frozenset[str]]]:
+def groupings(loaded: LoadedJob) -> list[set[frozenset[str]]]:
     assert loaded.rules is not None
     return [{group.components for group in grouping} for grouping in loaded.rules.groupings]
 
@@ -283,7 +283,7 @@ def test_parents_that_are_nowhere_are_asked_for_by_their_folder(tmp_path: Path) 
     assert compose(config, [f"hydra.searchpath=[file://{parents}]"]).reader.get("data.train_batch_size") == 1024
 
 
-def hinted(loaded: Loaded) -> list[str]:
+def hinted(loaded: LoadedJob) -> list[str]:
     (said,) = [said for said in loaded.assumptions if "to plan it apart: " in said]
     return said.partition("to plan it apart: ")[2].split()
 

@@ -19,7 +19,7 @@ from trimtab.cli.replay import read_found
 from trimtab.core import plain_data as plain
 from trimtab.core.errors import TrimtabError
 from trimtab.formats import job, load, profile_file, run_section
-from trimtab.formats.frameworks.hydra_config import Composed, Reader
+from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
 from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
 from trimtab.formats.frameworks.openrlhf import config as openrlhf
 from trimtab.formats.frameworks.rlinf import config as rlinf
@@ -189,7 +189,7 @@ def _framework(name: str) -> Callable[[Path], tuple[list[Any], Callable[[Any], A
                 config = OmegaConf.create(data)
             except (OmegaConfBaseException, ValueError, TypeError, RecursionError, AttributeError):
                 return  # refused before any of this, where the file is read
-            composed = Composed(path, Reader(config, path))
+            composed = ComposedConfig(path, ConfigReader(config, path))
             if MODULES[name].matches(composed.reader):
                 with contextlib.suppress(TrimtabError):
                     MODULES[name].read(composed, None)
@@ -277,7 +277,7 @@ def _pipeline(name: str) -> Callable[[Path], tuple[list[Any], Callable[[Any], An
         def reader(data: bytes) -> Any:
             (folder / name).write_bytes(data)
             files = [folder / one for one in PIPELINE]
-            return pipeedge.load(files[0], files[1], files[2], pipeedge.Request("m"), links=files[3])
+            return pipeedge.load(files[0], files[1], files[2], pipeedge.PartitionRequest("m"), links=files[3])
 
         return [PIPELINE[name], as_yaml(PIPELINE[name]).encode()], reader
 

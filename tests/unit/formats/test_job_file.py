@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.formats import yaml_text
 from trimtab.formats.load import load
-from trimtab.model.workflow import Job
+from trimtab.model.workflow import PlacementJob
 from trimtab.plan.placement.planner import best_plan, plan_placement
 
 WHOLE = """\
@@ -49,7 +49,7 @@ workflow:
 """
 
 
-def read(text: str, tmp_path: Path, *overrides: str) -> Job:
+def read(text: str, tmp_path: Path, *overrides: str) -> PlacementJob:
     path = tmp_path / "job.yaml"
     path.write_text(text)
     return load(path, overrides).job

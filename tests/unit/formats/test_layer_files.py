@@ -76,7 +76,7 @@ VIT = {"model": "google/vit", "time_s": [0.1, 0.2], "parameters_in": 150528, "pa
 VIT_MEMORY = {"mem_MB": [26.509311999999994, 19.140608]}
 
 
-def merge(files: tuple[Path, Path], data: dict[str, Any], **settings: Any) -> layer_files.Merged:
+def merge(files: tuple[Path, Path], data: dict[str, Any], **settings: Any) -> layer_files.MergedFiles:
     settings = {"device_type": "H200", "bw_mbps": 200000, **settings}
     return layer_files.merge(data, models_file=files[0], types_file=files[1], **settings)
 

@@ -8,7 +8,7 @@ import pytest
 from trimtab.core.errors import InputError
 from trimtab.formats.logs import gpus as logs_gpus
 from trimtab.formats.logs import reader as logs
-from trimtab.formats.logs.follow import RunLog, Step
+from trimtab.formats.logs.follow import LoggedStep, RunLog
 from trimtab.model.profile import Profile
 
 DATA = Path(__file__).parents[2] / "data" / "logs"
@@ -270,7 +270,7 @@ def test_a_blank_that_was_lost_at_the_break_joins_no_two_metrics(tmp_path: Path,
     assert [step.values["timing_s/gen"] for step in steps_of(path)] == [41.125, 42.125, 43.125, 44.125]
 
 
-def steps_of(path: Path) -> list[Step]:
+def steps_of(path: Path) -> list[LoggedStep]:
     log = RunLog(logs.FRAMEWORKS["verl"])
     return log.take("run.log", path.read_bytes()) + log.end()
 

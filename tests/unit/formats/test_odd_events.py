@@ -15,7 +15,7 @@ from run_report_samples import eventful
 from trimtab.cli.app import run as command
 from trimtab.model.run_events import read_event
 from trimtab.render.html.run.story import read_story
-from trimtab.runtime.advise.record import Record
+from trimtab.runtime.advise.record import FollowRecord
 from trimtab.runtime.run.engines.event_log import diary_of, read_diary
 from trimtab.runtime.run.folder import read_run
 
@@ -82,12 +82,12 @@ def test_an_advised_run_leaves_odd_lines_out_and_says_so_once(tmp_path: Path, ca
     log = tmp_path / "run.log"
     log.write_text("")
     folder = tmp_path / "advised"
-    Record(folder, [log], tmp_path / "c.yaml", ()).close()
+    FollowRecord(folder, [log], tmp_path / "c.yaml", ()).close()
     lines = [{"event": "began", "advised": True, "follows": [str(log.resolve())], "call": None}, *ODD.values()]
     (folder / "events.jsonl").parent.mkdir(exist_ok=True)
     (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "[\n")
     with caplog.at_level(logging.WARNING):
-        Record(folder, [log], tmp_path / "c.yaml", ()).close()
+        FollowRecord(folder, [log], tmp_path / "c.yaml", ()).close()
     said = [one.getMessage() for one in caplog.records if "could not be understood" in one.getMessage()]
     assert len(said) == 1
     assert said[0].endswith(f": {len(ODD) + 1}")

@@ -14,8 +14,8 @@ from ruamel.yaml import YAML
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.formats import yaml_text
 from trimtab.formats.pipeline import pipeedge
-from trimtab.formats.pipeline.pipeedge import Request, devices_yaml, load, scalar, schedule_yaml
-from trimtab.model.pipeline import Schedule, Stage
+from trimtab.formats.pipeline.pipeedge import PartitionRequest, devices_yaml, load, scalar, schedule_yaml
+from trimtab.model.pipeline import PipelineStage, Schedule
 from trimtab.plan.partition.planner import plan_partition
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pipeline"
@@ -48,7 +48,7 @@ class Files:
             links = self.folder / "links.yml"
             links.write_text(self.links)
         paths = (self.folder / f"{name}.yml" for name in ("models", "types", "devices"))
-        return load(*paths, Request(**{"model": "m", **request}), links)
+        return load(*paths, PartitionRequest(**{"model": "m", **request}), links)
 
     def refusal(self, **request: Any) -> str:
         with pytest.raises(InputError) as caught:
@@ -65,7 +65,7 @@ def files(tmp_path: Path) -> Files:
 
 def example(model: str, **request: Any) -> pipeedge.LoadedPipeline:
     names = ("models.yml", "device_types.yml", "devices.yml")
-    return load(*(EXAMPLE / name for name in names), Request(model, **request))
+    return load(*(EXAMPLE / name for name in names), PartitionRequest(model, **request))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_an_unknown_model_is_refused_with_the_nearest_name() -> None:
 
 def test_missing_and_malformed_files_are_named(files: Files, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"there is no file .*nowhere\.yml"):
-        load(tmp_path / "nowhere.yml", tmp_path / "t.yml", tmp_path / "d.yml", Request("m"))
+        load(tmp_path / "nowhere.yml", tmp_path / "t.yml", tmp_path / "d.yml", PartitionRequest("m"))
     files.data["models"] = "m: {layers: 2"
     assert "not valid YAML" in files.refusal()
     files.data["models"] = "- a list"
@@ -307,7 +307,7 @@ def test_bad_links_are_refused(files: Files, links: str, said: str) -> None:
     ["mb-0", "10.0.0.1", "12", "1.5", "1e5", "0x1f", "on", "No", "null", "2020-01-01", "1:20", "a b", 'q"\\', "y"],
 )
 def test_names_come_back_as_the_same_text(name: str) -> None:
-    stage = Stage(name, "t", 1, 6, 1.0, 0.0, 1.0, 2.0)
+    stage = PipelineStage(name, "t", 1, 6, 1.0, 0.0, 1.0, 2.0)
     text = schedule_yaml(Schedule((stage,)))
     for version in ((1, 1), (1, 2)):
         reader = YAML(typ="safe", pure=True)
@@ -389,7 +389,7 @@ def test_of_two_profiles_of_the_same_settings_the_last_one_counts_and_that_is_sa
     )
     (tmp_path / "devices.yml").write_text("t: [a]\n")
     read = pipeedge.load(
-        tmp_path / "models.yml", tmp_path / "types.yml", tmp_path / "devices.yml", pipeedge.Request("m")
+        tmp_path / "models.yml", tmp_path / "types.yml", tmp_path / "devices.yml", pipeedge.PartitionRequest("m")
     )
     assert [kind.time_s for kind in read.job.types] == [(2.0,)]
     assert [one for one in read.warnings if "the last one counts" in one]

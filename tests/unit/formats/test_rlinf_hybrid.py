@@ -11,15 +11,15 @@ from trimtab.core.errors import InputError
 from trimtab.formats import write_back
 from trimtab.formats.frameworks.hydra_config import compose
 from trimtab.formats.frameworks.rlinf import config as rlinf
-from trimtab.formats.loaded import Loaded
+from trimtab.formats.loaded import LoadedJob
 from trimtab.formats.logs import reader as logs
-from trimtab.formats.logs.follow import Step
+from trimtab.formats.logs.follow import LoggedStep
 from trimtab.formats.logs.follow_costs import RunConfig
-from trimtab.model.plan import AllowedGroup, CurrentPlacement, Plan, Rules
-from trimtab.model.run import RunRules
-from trimtab.model.workflow import ANY_KIND, Cluster, Component, Job, Node, Variant, WeightSync, Workflow
+from trimtab.model.plan import AllowedGroup, CurrentPlacement, FrameworkRules, Plan
+from trimtab.model.run import ReplanRules
+from trimtab.model.workflow import ANY_KIND, Cluster, Component, Node, PlacementJob, Variant, WeightSync, Workflow
 from trimtab.plan.placement.planner import plan_placement
-from trimtab.runtime.advise.analysis import Advising
+from trimtab.runtime.advise.analysis import AdviceTracker
 from trimtab.runtime.advise.replanner import Adviser, placement_now
 
 HYBRID = """\
@@ -44,11 +44,11 @@ actor:
 SECONDS = {"env": {2: 90.0, 4: 50.0, 8: 48.0}, "rollout": {2: 95.0, 4: 60.0, 8: 55.0}, "actor": {4: 75.0, 8: 40.0}}
 
 
-def read(folder: Path, stages: int = 2, *overrides: str) -> Loaded:
+def read(folder: Path, stages: int = 2, *overrides: str) -> LoadedJob:
     return rlinf.read(composed(folder, HYBRID.format(stages=stages), *overrides), profile_of(SECONDS))
 
 
-def best(loaded: Loaded) -> tuple[Plan, Plan]:
+def best(loaded: LoadedJob) -> tuple[Plan, Plan]:
     """The best plan, and the file's own."""
     answer = plan_placement(loaded.job, loaded.rules, current=loaded.current)
     own = next(other.plan for other in answer.alternatives if other.label == "your placement")
@@ -143,7 +143,7 @@ def test_counts_that_rlinf_refuses_at_start_are_not_planned(tmp_path: Path) -> N
 def test_advice_is_given_for_a_hybrid_placement(tmp_path: Path) -> None:
     loaded = read(tmp_path)
     assert placement_now(loaded).overlaps
-    adviser = Adviser(loaded, RunRules())
+    adviser = Adviser(loaded, ReplanRules())
     for step in range(1, 31):
         adviser.take(step, {"env": 50.0, "rollout": 60.0, "actor": 40.0}, 101.0)
     assert adviser.advice is None  # it is the best there is
@@ -155,10 +155,10 @@ def test_a_run_with_a_hybrid_placement_is_followed(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(HYBRID.format(stages=1))
     costs = profile_of(SECONDS)
-    advising = Advising(logs.FRAMEWORKS["rlinf"], RunConfig(path), costs, RunRules(), 2)
+    advising = AdviceTracker(logs.FRAMEWORKS["rlinf"], RunConfig(path), costs, ReplanRules(), 2)
     for step in range(1, 13):
         times = {"rollout/predict": 60.0, "env/env_interact_step": 50.0, "actor_training": 40.0, "step": 151.0}
-        advising.take(Step(step, {f"time/{name}": seconds for name, seconds in times.items()}))
+        advising.take(LoggedStep(step, {f"time/{name}": seconds for name, seconds in times.items()}))
     assert advising.adviser is not None
     assert advising.adviser.plan.overlaps
     assert advising.groups == ((("env", "actor"), (0, 1, 2, 3)), (("rollout", "actor"), (4, 5, 6, 7)))
@@ -186,7 +186,7 @@ POINTS = {
 SPANNING = tuple(AllowedGroup(frozenset([name])) for name in "abc")
 
 
-def chain(batches: int, staleness: int, sync: float = 0.0) -> Job:
+def chain(batches: int, staleness: int, sync: float = 0.0) -> PlacementJob:
     def one(name: str, after: tuple[str, ...], granularity: int | None) -> Component:
         points = tuple(sorted(POINTS[name].items()))
         variant = Variant(seconds={ANY_KIND: points}, gpus=tuple(POINTS[name]))
@@ -198,7 +198,7 @@ def chain(batches: int, staleness: int, sync: float = 0.0) -> Job:
         staleness=staleness,
         weight_sync=WeightSync("c", "a", shared_seconds=sync, separate_seconds=sync),
     )
-    return Job(cluster=Cluster((Node(name="n", gpus=6),)), workflow=workflow)
+    return PlacementJob(cluster=Cluster((Node(name="n", gpus=6),)), workflow=workflow)
 
 
 def over_both(a: float, b: float, c: float, batches: int, staleness: int, sync: float) -> float:
@@ -226,7 +226,7 @@ def at_most(name: str, gpus: int) -> float:
 
 @pytest.mark.parametrize(("batches", "staleness", "sync"), [(1, 0, 0.0), (12, 0, 3.0), (12, 1, 3.0), (40, 2, 0.0)])
 def test_every_split_below_a_spanning_group_is_tried(batches: int, staleness: int, sync: float) -> None:
-    rules = Rules("here", groupings=(), spanning=(SPANNING,))
+    rules = FrameworkRules("here", groupings=(), spanning=(SPANNING,))
     plan = plan_placement(chain(batches, staleness, sync), rules).best
     slow = min(
         over_both(at_most("a", g), at_most("b", 6 - g), at_most("c", 6), batches, staleness, sync) for g in range(1, 6)
@@ -240,7 +240,7 @@ def test_every_split_below_a_spanning_group_is_tried(batches: int, staleness: in
 @pytest.mark.parametrize(("batches", "staleness"), [(12, 0), (12, 1)])
 def test_a_placement_that_spans_takes_as_long_as_the_plan_that_does(batches: int, staleness: int) -> None:
     job = chain(batches, staleness, 3.0)
-    rules = Rules("here", groupings=(tuple(SPANNING),), spanning=(SPANNING,))
+    rules = FrameworkRules("here", groupings=(tuple(SPANNING),), spanning=(SPANNING,))
     answer = plan_placement(job, rules)
     ranks = {group.components[0]: group.gpus for group in answer.best.groups}
     again = plan_placement(job, rules, current=CurrentPlacement(ranks, "here", overlap=True))

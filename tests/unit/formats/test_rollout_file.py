@@ -14,7 +14,7 @@ from trimtab.formats.rollout import job_section as rollout_file
 from trimtab.formats.rollout.settings import AttachedEngine, RolloutSettings, StartedEngines
 from trimtab.machines.rollout.policies import policy as scaling
 from trimtab.machines.rollout.policies.load import LoadSample
-from trimtab.machines.rollout.policies.policy import Costs
+from trimtab.machines.rollout.policies.policy import SleepCosts
 from trimtab.model.rollout import Owner
 from trimtab.runtime.gateway.settings import GatewaySettings
 
@@ -51,7 +51,7 @@ def test_the_smallest_file_has_three_lines_and_attaches_one_engine() -> None:
 
 def test_without_an_elastic_block_all_engines_that_can_be_had_serve() -> None:
     state = scaling.begin(read("rollout: {engines: [{kind: vllm, model: m, count: 3}]}").elastic)
-    sample = LoadSample(0.0, 0, 0, 0, 1, 0, 0, 2, 8, 1, 3, (), Costs())
+    sample = LoadSample(0.0, 0, 0, 0, 1, 0, 0, 2, 8, 1, 3, (), SleepCosts())
     _, decision = scaling.consult(state, sample)
     assert decision.workers == 3
     assert "whatever the load" in decision.reason.sentence

@@ -16,7 +16,7 @@ from dialect_plans import DATA, composed
 from trimtab.core.errors import InputError
 from trimtab.formats import write_back
 from trimtab.formats.frameworks.hydra_config import compose
-from trimtab.formats.loaded import Settings
+from trimtab.formats.loaded import PlanSettings
 from trimtab.formats.yaml_text import parse
 
 FILE = """\
@@ -41,8 +41,8 @@ SHARED = {"cluster.component_placement": {"actor,rollout,reward": "all"}}
 APART = {"cluster.component_placement": {"rollout": "0-3", "inference": "4:0", "actor": "5-7", "reward": "0-3"}}
 
 
-def settings_of(values: dict[str, Any]) -> Settings:
-    return Settings(values=values, block="")
+def settings_of(values: dict[str, Any]) -> PlanSettings:
+    return PlanSettings(values=values, block="")
 
 
 def test_only_the_changed_values_change() -> None:

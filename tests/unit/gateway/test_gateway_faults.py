@@ -19,7 +19,7 @@ from gateway_scenes import PROMPT, Front, front, play, play_stubs
 from trimtab.model.rollout import WorkerState
 from trimtab.runtime.engines.llamacpp import LlamaCppEngine
 from trimtab.runtime.engines.wire import open_session
-from trimtab.runtime.gateway.calls import Call
+from trimtab.runtime.gateway.calls import GenerationCall
 from trimtab.runtime.gateway.serving import chunks_of
 from trimtab.runtime.rollout.sampling import SamplingParams
 from waiting import until_async
@@ -267,7 +267,7 @@ def test_one_prompt_that_is_refused_ends_the_others_of_its_call() -> None:
     slow(stub)
 
     async def act(scene: Front) -> None:
-        call = Call([(1,), ()], [SamplingParams(max_tokens=2000)] * 2)
+        call = GenerationCall([(1,), ()], [SamplingParams(max_tokens=2000)] * 2)
         with pytest.raises(Exception, match="no tokens"):
             async for _ in chunks_of(scene.pool, call, 16):
                 pass

@@ -19,10 +19,10 @@ from trimtab.model.rollout import RequestClass, RolloutRules
 from trimtab.runtime.gateway import engine_fields as extras
 from trimtab.runtime.gateway import openai, sglang
 from trimtab.runtime.gateway.errors import Refusal
-from trimtab.runtime.gateway.guard import Guard, Places
+from trimtab.runtime.gateway.guard import AllowedHosts, GatewayGuard
 from trimtab.runtime.gateway.headers import PLAIN
 from trimtab.runtime.gateway.settings import GatewaySettings
-from trimtab.runtime.gateway.tokenizing import PoolTexts
+from trimtab.runtime.gateway.tokenizing import PoolTokenizer
 from trimtab.runtime.http.listening import host_name
 from waiting import until_async
 
@@ -113,7 +113,7 @@ def test_a_host_that_is_another_machine_is_refused_everywhere() -> None:
 
 
 def test_beyond_loopback_an_address_in_numbers_is_as_good_as_a_name() -> None:
-    guard = Guard(GatewaySettings(TOKEN, host="0.0.0.0", allowed_hosts=("head.lan",)))
+    guard = GatewayGuard(GatewaySettings(TOKEN, host="0.0.0.0", allowed_hosts=("head.lan",)))
     for host in (b"10.0.0.5:8268", b"[fd00::5]:8268", b"head.lan", b"localhost:1"):
         guard.check_host({b"host": host})
     for host in (b"evil.example", b"10.0.0.5.evil.example:8268", b"0.0.0.0.evil.example", b""):
@@ -132,7 +132,7 @@ def test_a_page_of_another_origin_may_not_ask() -> None:
 
 
 def test_an_origin_that_only_begins_like_loopback_is_refused() -> None:
-    guard = Guard(GatewaySettings(TOKEN))
+    guard = GatewayGuard(GatewaySettings(TOKEN))
     for origin in (
         *(f"http://{host}" for host in NOT_LOOPBACK),
         "http://localhost@evil.example",
@@ -235,15 +235,15 @@ def test_a_worker_on_a_host_that_is_not_allowed_is_not_taken() -> None:
 
 
 def test_places_are_names_suffixes_addresses_and_networks() -> None:
-    places = Places(("node1", "*.cluster.local", "10.0.0.0/8", "fd00::/8"))
+    places = AllowedHosts(("node1", "*.cluster.local", "10.0.0.0/8", "fd00::/8"))
     for host in ("node1", "NODE1", "a.cluster.local", "10.1.2.3", "fd00::1"):
         assert host in places, host
     for host in ("node2", "cluster.local.evil", "11.0.0.1", "fe80::1", "10.evil", ""):
         assert host not in places, host
-    assert "anything" in Places(("*",))
+    assert "anything" in AllowedHosts(("*",))
     for wrong in ("10.0.0.0/99", ""):
         with pytest.raises(InputError, match="worker_hosts"):
-            Places((wrong,))
+            AllowedHosts((wrong,))
 
 
 def test_a_worker_that_is_not_there_or_of_another_type_is_said_to_be() -> None:
@@ -518,7 +518,7 @@ def test_the_guard_reads_a_body_in_parts() -> None:
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
 
-        guard = Guard(GatewaySettings(TOKEN, max_body_bytes=64))
+        guard = GatewayGuard(GatewaySettings(TOKEN, max_body_bytes=64))
         assert json.loads(await guard.body({}, receive)) == {"a": 1}
         parts[:] = [b" " * 60, b" " * 60]
         with pytest.raises(Refusal, match="64 bytes"):
@@ -542,13 +542,13 @@ PARAMETERS = st.dictionaries(st.sampled_from([*sglang.SAMPLING, "regex", "nobody
 @given(st.dictionaries(NAMES, VALUES, max_size=6), st.none() | PARAMETERS | st.lists(PARAMETERS, max_size=2))
 def test_whatever_a_body_has_in_it_is_understood_or_refused(body: dict[str, Any], sampling: Any) -> None:
     async def whole() -> None:
-        texts = cast(PoolTexts, SimpleNamespace(tokenize=ids, render=ids, model=ids, check_known=ids))
-        reader = openai.Reader(texts, "tiny", 16)
+        texts = cast(PoolTokenizer, SimpleNamespace(tokenize=ids, render=ids, model=ids, check_known=ids))
+        reader = openai.OpenAIReader(texts, "tiny", 16)
         mine = {"sampling_params": sampling, "input_ids": PROMPT, **body}
         for read, given_body in (
             (reader.completions, {"prompt": PROMPT, **body}),
             (reader.chat, {"messages": [{"role": "user", "content": "x"}], **body}),
-            (sglang.Reader(texts).generate, mine),
+            (sglang.SglangReader(texts).generate, mine),
         ):
             try:
                 call, _ = await read(given_body, PLAIN, lambda: {"sglang"})

@@ -107,12 +107,12 @@ async def test_a_large_body_is_parsed_while_the_event_loop_does_other_things() -
     try:
         body = json.dumps({"prompt": ids, "text": "\ud800 \u00e4"}).encode()
         assert len(body) > fields.LARGE
-        assert await bodies.Bodies().parsed(body) == {"prompt": ids, "text": "\ud800 \u00e4"}
+        assert await bodies.BodyParser().parsed(body) == {"prompt": ids, "text": "\ud800 \u00e4"}
         assert turns > 100
         large = b" " * fields.LARGE
         for wrong in (b"{" + large, large + b"\xff", b"[" * fields.LARGE, large + b"1" * 5_000):
             with pytest.raises(Refusal, match="no JSON"):
-                await bodies.Bodies().parsed(wrong)
+                await bodies.BodyParser().parsed(wrong)
     finally:
         working.cancel()
 

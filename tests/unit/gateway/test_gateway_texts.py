@@ -14,18 +14,18 @@ import pytest
 from aiohttp import web
 
 from engine_answers import run
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.model.rollout import End, WorkerState
 from trimtab.runtime.engines.detect import KINDS
-from trimtab.runtime.engines.engine import EngineGoneError, EngineNonsenseError, OrderRefusedError
-from trimtab.runtime.engines.texts import Texts, texts_of
+from trimtab.runtime.engines.engine import EngineGoneError, EngineMalformedError, EngineRefusedError
+from trimtab.runtime.engines.texts import Tokenizer, texts_of
 from trimtab.runtime.engines.wire import open_session
 from trimtab.runtime.gateway.errors import Refusal
-from trimtab.runtime.gateway.tokenizing import PoolTexts, TextFlow
+from trimtab.runtime.gateway.tokenizing import PoolTokenizer, TextStream
 from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.rollout.sampling import Chunk, Sample
 
-HEARD = Reason(Code.completed, "as it should be")
+HEARD = Reason(ReasonCode.completed, "as it should be")
 
 
 class TokenizerStub:
@@ -57,7 +57,7 @@ class TokenizerStub:
         return web.json_response({"data": [{"id": "tiny"}]})
 
     @asynccontextmanager
-    async def up(self) -> AsyncIterator[Texts]:
+    async def up(self) -> AsyncIterator[Tokenizer]:
         app = web.Application()
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/detokenize", self._detokenize)
@@ -106,10 +106,10 @@ def test_what_is_no_answer_of_a_tokenizer_is_nonsense(kind: str) -> None:
         async with stub.up() as texts:
             for wrong in ({"tokens": ["a"]}, {"tokens": [-1]}, {"tokens": [True]}, {"ids": [1]}, [1]):
                 stub.answer = wrong
-                with pytest.raises(EngineNonsenseError, match="gave no ids"):
+                with pytest.raises(EngineMalformedError, match="gave no ids"):
                     await texts.tokenize("x")
             stub.answer = {"error": {"message": "no template"}}
-            with pytest.raises(OrderRefusedError, match="no template"):
+            with pytest.raises(EngineRefusedError, match="no template"):
                 await texts.render([], {})
 
     run(whole())
@@ -147,15 +147,15 @@ class Letters:
             raise self.fault
 
 
-def pool_of(*letters: Letters, states: Sequence[WorkerState] = ()) -> PoolTexts:
-    """A pool of workers that can read, as far as a `PoolTexts` looks at one."""
+def pool_of(*letters: Letters, states: Sequence[WorkerState] = ()) -> PoolTokenizer:
+    """A pool of workers that can read, as far as a `PoolTokenizer` looks at one."""
     by_name = {one.name: SimpleNamespace(texts=one) for one in letters}
     views = [
         SimpleNamespace(worker=one.name, state=states[at] if states else WorkerState.active)
         for at, one in enumerate(letters)
     ]
     pool = SimpleNamespace(workers=lambda: views, engine=by_name.__getitem__)
-    return PoolTexts(cast(RolloutPool, pool), 1.0)
+    return PoolTokenizer(cast(RolloutPool, pool), 1.0)
 
 
 def sample(letters: str, end: End = End.length, **more: Any) -> Sample:
@@ -176,7 +176,7 @@ def test_workers_are_asked_in_turn_and_one_that_fails_is_passed_over() -> None:
         with pytest.raises(Refusal, match="gone") as refused:
             await texts.tokenize("a")
         assert (refused.value.status, refused.value.headers["retry-after"]) == (503, "1")
-        two.fault = one.fault = OrderRefusedError("no such role")
+        two.fault = one.fault = EngineRefusedError("no such role")
         with pytest.raises(Refusal, match="no such role") as refused:
             await texts.render([], {})
         assert refused.value.status == 400
@@ -250,12 +250,12 @@ def test_the_text_of_an_answer_that_moved_is_written_from_its_ids() -> None:
 
 def test_a_stream_that_moved_ends_with_the_text_that_the_cut_had_cost() -> None:
     async def whole() -> None:
-        flow = TextFlow(pool_of(Letters("one")), special=False, keep_stop=False)
+        flow = TextStream(pool_of(Letters("one")), special=False, keep_stop=False)
         assert await flow.more(Chunk(0, (104,), text="h")) == "h"
         assert await flow.more(Chunk(0, (101, 121), text="e")) == "e"
         assert await flow.more(Chunk(0, sample=sample("hey", text="he", moves=1))) == "y"
         assert flow.text == "hey"
-        other = TextFlow(pool_of(Letters("one")), special=False, keep_stop=False)
+        other = TextStream(pool_of(Letters("one")), special=False, keep_stop=False)
         await other.more(Chunk(0, (104,), text="H"))
         last = Chunk(0, text="!", sample=sample("hey", text="H!", moves=1))
         assert await other.more(last) == "!", "what was written is not taken back"

@@ -9,38 +9,38 @@ import pytest
 
 from fleet_world import UNIT, node_view
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.core.resources import Resources
 from trimtab.machines.elastic.events import (
-    Asked,
-    AskHealth,
-    Boundary,
-    Closed,
-    EndMember,
+    CheckHealth,
+    ElasticTick,
     EnterWorld,
-    GiveUp,
-    HealthAnswered,
+    FailGroup,
+    GroupClosed,
+    HealthChecked,
     InterruptStep,
     MemberLeft,
     MemberLost,
+    MemberPending,
+    MemberPreempted,
     MemberStarted,
-    MemberTaken,
-    MemberWaits,
     NodesChanged,
+    RequestUnits,
+    ResizeRequested,
     RunStep,
     StartMember,
+    StepBoundary,
     StepDone,
     StepInterrupted,
-    Tick,
-    Wait,
-    Want,
+    StopMember,
+    WaitForMembers,
     WorldEntered,
     WorldFailed,
 )
-from trimtab.machines.elastic.machine import GroupMachine
-from trimtab.model.nodes import GroupSpec, NodeState
+from trimtab.machines.elastic.machine import ElasticMachine
+from trimtab.model.nodes import ElasticSpec, NodeState
 
-NO_ROOM = Reason(Code.no_room, "no node has enough free")
+NO_ROOM = Reason(ReasonCode.no_room, "no node has enough free")
 
 
 class Group:
@@ -48,13 +48,13 @@ class Group:
 
     def __init__(self, **settings) -> None:
         settings = {"least": 1, "health_every_s": 0.0, **settings}
-        self.machine, self.now = GroupMachine(GroupSpec("g", UNIT, **settings)), 100.0
+        self.machine, self.now = ElasticMachine(ElasticSpec("g", UNIT, **settings)), 100.0
         self.started = 0
 
     def tell(self, event):
         out = self.machine.handle(event, self.now)
         self.machine.check()
-        return [one for one in out if not isinstance(one, Want)]
+        return [one for one in out if not isinstance(one, RequestUnits)]
 
     def nodes(self, *names, **draining):
         """These nodes there are; `b=30.0` has b drain until 30 s from now."""
@@ -74,18 +74,18 @@ class Group:
         self.nodes(*names)
         for at, name in enumerate(names, start=1):
             self.start(at, name)
-        (enter,) = self.tell(Boundary(0))
+        (enter,) = self.tell(StepBoundary(0))
         (run,) = self.tell(WorldEntered(1))
         assert (type(enter), type(run)) == (EnterWorld, RunStep)
 
     def done(self):
         """The step is complete and the next one asked for."""
         out = self.tell(StepDone(self.machine.step + 1))
-        return out + self.tell(Boundary(self.machine.step))
+        return out + self.tell(StepBoundary(self.machine.step))
 
     def wait(self, seconds):
         self.now += seconds
-        return self.tell(Tick())
+        return self.tell(ElasticTick())
 
     def state(self, member):
         return next(one["state"] for one in self.machine.view()["members"] if one["id"] == f"g-{member:04d}")
@@ -100,11 +100,11 @@ def kinds(out):
 
 def test_a_group_asks_for_a_member_per_unit_of_resources_up_to_its_most():
     group = Group(most=3)
-    assert group.tell(Boundary(0)) != []  # it waits for nodes
+    assert group.tell(StepBoundary(0)) != []  # it waits for nodes
     views = (node_view("a", gpus=2), node_view("b", gpus=2), replace(node_view("c"), outside=Resources.of(gpu=1)))
     out = group.tell(NodesChanged(views))
     assert [one.member for one in out if isinstance(one, StartMember)] == ["g-0001", "g-0002", "g-0003"]
-    assert {one.reason.code for one in out if isinstance(one, StartMember)} == {Code.grow}
+    assert {one.reason.code for one in out if isinstance(one, StartMember)} == {ReasonCode.grow}
     assert group.machine.wanted == 3
 
 
@@ -113,9 +113,9 @@ def test_the_least_is_asked_for_even_where_there_is_no_room():
     out = group.nodes("a")
     assert kinds(out) == [StartMember, StartMember]
     group.start(1, "a")
-    (wait,) = group.tell(Boundary(0))
-    assert (type(wait), wait.reason.code) == (Wait, Code.below_min)
-    (wait,) = group.tell(MemberWaits("g-0002", NO_ROOM))
+    (wait,) = group.tell(StepBoundary(0))
+    assert (type(wait), wait.reason.code) == (WaitForMembers, ReasonCode.below_min)
+    (wait,) = group.tell(MemberPending("g-0002", NO_ROOM))
     assert "1 of at least 2" in wait.reason.sentence
     assert "no node has enough free" in wait.reason.sentence
 
@@ -134,25 +134,25 @@ def test_members_that_only_wait_are_ended_when_their_room_is_gone():
     group.start(1, "a")
     out = group.nodes("a")
     assert [(type(one), one.member, one.reason.code) for one in out] == [
-        (EndMember, "g-0003", Code.shrink),
-        (EndMember, "g-0002", Code.shrink),
+        (StopMember, "g-0003", ReasonCode.shrink),
+        (StopMember, "g-0002", ReasonCode.shrink),
     ]
 
 
 def test_a_person_may_ask_for_fewer_or_more_within_the_limits():
     group = Group(least=2, most=5)
     group.begin("a", "b", "c")
-    assert group.tell(Asked(2)) == []
+    assert group.tell(ResizeRequested(2)) == []
     assert group.state(3) == "leaving"
-    assert group.tell(Asked(3)) == []
+    assert group.tell(ResizeRequested(3)) == []
     assert group.state(3) == "working"
-    assert kinds(group.tell(Asked(5))) == [StartMember, StartMember]
+    assert kinds(group.tell(ResizeRequested(5))) == [StartMember, StartMember]
     before = json.dumps(group.machine.dump())
     for size in (1, 6):
         with pytest.raises(InputError, match=f"cannot have {size} members"):
-            group.tell(Asked(size))
+            group.tell(ResizeRequested(size))
     assert json.dumps(group.machine.dump()) == before
-    group.tell(Asked(2))
+    group.tell(ResizeRequested(2))
     enter, *rest = group.done()
     assert enter.world.members == ("g-0001", "g-0002")
     assert enter.leavers == ("g-0003",)
@@ -161,9 +161,9 @@ def test_a_person_may_ask_for_fewer_or_more_within_the_limits():
 
 def test_autoscalers_hear_what_the_group_could_use():
     group = Group(most=4)
-    assert Want(4) in group.machine.handle(NodesChanged((node_view("a"),)), 1.0)
-    assert Want(2) in group.machine.handle(Asked(2), 2.0)
-    assert Want(2) not in group.machine.handle(Tick(), 3.0)
+    assert RequestUnits(4) in group.machine.handle(NodesChanged((node_view("a"),)), 1.0)
+    assert RequestUnits(2) in group.machine.handle(ResizeRequested(2), 2.0)
+    assert RequestUnits(2) not in group.machine.handle(ElasticTick(), 3.0)
 
 
 # ---- worlds ----
@@ -172,13 +172,13 @@ def test_autoscalers_hear_what_the_group_could_use():
 def test_the_first_world_waits_for_the_least_and_no_longer():
     group = Group(least=2)
     group.nodes("a", "b", "c")
-    assert kinds(group.tell(Boundary(0))) == [Wait]
+    assert kinds(group.tell(StepBoundary(0))) == [WaitForMembers]
     assert group.start(3, "c") == []
     (enter,) = group.start(1, "a")
     assert enter.world.members == ("g-0001", "g-0003")
     assert enter.world.nodes == ("a", "c")
     assert enter.newcomers == (("g-0001", None), ("g-0003", None))
-    assert enter.world.reason.code is Code.began
+    assert enter.world.reason.code is ReasonCode.began
     assert group.start(2, "b") == []
     (run,) = group.tell(WorldEntered(1))
     assert (run.step, run.epoch, run.redo) == (1, 1, False)
@@ -203,7 +203,7 @@ def test_a_newcomer_takes_over_the_state_of_a_member_that_has_committed():
     group.start(2, "b")
     (enter,) = group.done()
     assert enter.newcomers == (("g-0002", "g-0001"),)
-    assert enter.world.reason.code is Code.grow
+    assert enter.world.reason.code is ReasonCode.grow
 
 
 def test_ranks_are_contiguous_and_follow_the_order_of_nodes():
@@ -212,7 +212,7 @@ def test_ranks_are_contiguous_and_follow_the_order_of_nodes():
     group.tell(NodesChanged(views))
     for member, node in ((1, "a"), (2, "z"), (3, "a")):
         group.start(member, node)
-    (enter,) = group.tell(Boundary(0))
+    (enter,) = group.tell(StepBoundary(0))
     assert enter.world.members == ("g-0002", "g-0001", "g-0003")
     assert enter.world.nodes == ("z", "a", "a")
 
@@ -221,7 +221,7 @@ def test_a_trickle_of_newcomers_does_not_put_off_the_step():
     group = Group()
     group.nodes("a", "b", "c")
     group.start(1, "a")
-    group.tell(Boundary(0))
+    group.tell(StepBoundary(0))
     group.start(2, "b")
     assert kinds(group.tell(WorldEntered(1))) == [RunStep]
 
@@ -241,12 +241,12 @@ def test_training_goes_on_where_an_earlier_run_ended():
     group = Group()
     group.nodes("a")
     group.start(1, "a")
-    group.tell(Boundary(41))
+    group.tell(StepBoundary(41))
     (run,) = group.tell(WorldEntered(1))
     assert run.step == 42
     group.tell(StepDone(42))
     with pytest.raises(InputError, match="has completed 42 steps, not 7"):
-        group.tell(Boundary(7))
+        group.tell(StepBoundary(7))
 
 
 def test_a_step_that_is_told_done_twice_counts_once():
@@ -265,12 +265,12 @@ def test_a_step_that_a_loss_interrupts_is_redone_whole_by_those_that_are_left():
     group = Group()
     group.begin("a", "b", "c")
     start, interrupt = group.tell(MemberLost("g-0002", "signal 9"))
-    assert (type(start), start.reason.code) == (StartMember, Code.replaced)
+    assert (type(start), start.reason.code) == (StartMember, ReasonCode.replaced)
     assert (type(interrupt), interrupt.step) == (InterruptStep, 1)
     assert "signal 9" in interrupt.reason.sentence
     (enter,) = group.tell(StepInterrupted(1, "a call failed"))
     assert enter.world.members == ("g-0001", "g-0003")
-    assert enter.world.reason.code is Code.redone
+    assert enter.world.reason.code is ReasonCode.redone
     (run,) = group.tell(WorldEntered(2))
     assert (run.step, run.redo) == (1, True)
     assert group.machine.view()["redone"] == 1
@@ -292,7 +292,7 @@ def test_a_loss_after_the_commit_leaves_the_step_counted():
     group.begin("a", "b")
     group.tell(MemberLost("g-0002", "died in the commit"))
     group.tell(StepDone(1))
-    (enter,) = group.tell(Boundary(1))
+    (enter,) = group.tell(StepBoundary(1))
     assert enter.world.members == ("g-0001",)
     (run,) = group.tell(WorldEntered(2))
     assert (run.step, run.redo) == (2, False)
@@ -303,7 +303,7 @@ def test_a_loss_while_the_world_is_entered_leads_to_the_next_world_and_no_step_b
     group.nodes("a", "b")
     group.start(1, "a")
     group.start(2, "b")
-    group.tell(Boundary(0))
+    group.tell(StepBoundary(0))
     group.tell(MemberLost("g-0001", "signal 9"))
     (enter,) = group.tell(WorldEntered(1))
     assert enter.world.epoch == 2
@@ -315,9 +315,9 @@ def test_members_that_do_not_enter_are_ended_and_replaced():
     group.nodes("a", "b")
     group.start(1, "a")
     group.start(2, "b")
-    group.tell(Boundary(0))
+    group.tell(StepBoundary(0))
     out = group.tell(WorldFailed(1, ("g-0002",), "no answer"))
-    assert kinds(out) == [EndMember, StartMember, EnterWorld]
+    assert kinds(out) == [StopMember, StartMember, EnterWorld]
     assert out[-1].world.members == ("g-0001",)
     assert out[-1].world.epoch == 2
 
@@ -326,16 +326,16 @@ def test_a_world_that_nobody_is_to_blame_for_is_tried_again_and_not_for_ever():
     group = Group()
     group.nodes("a")
     group.start(1, "a")
-    out = group.tell(Boundary(0))
+    out = group.tell(StepBoundary(0))
     tries = 0
-    while not any(isinstance(one, GiveUp) for one in out):
+    while not any(isinstance(one, FailGroup) for one in out):
         out = group.tell(WorldFailed(group.machine.epoch, (), "no idea"))
         tries += 1
         if not out:
             group.now = group.machine.next_deadline()
-            out = group.tell(Tick())
+            out = group.tell(ElasticTick())
     assert 3 <= tries <= 10
-    assert out[-1].reason.code is Code.cap
+    assert out[-1].reason.code is ReasonCode.cap
 
 
 def test_below_the_least_the_group_says_so_waits_and_goes_on_when_there_are_enough():
@@ -343,7 +343,7 @@ def test_below_the_least_the_group_says_so_waits_and_goes_on_when_there_are_enou
     group.begin("a", "b")
     group.tell(MemberLost("g-0002", "signal 9"))
     (wait,) = group.tell(StepInterrupted(1, "a call failed"))
-    assert (type(wait), wait.reason.code) == (Wait, Code.below_min)
+    assert (type(wait), wait.reason.code) == (WaitForMembers, ReasonCode.below_min)
     assert wait.deadline == group.now + 600
     assert group.machine.view()["waiting"].startswith("BELOW_MIN: 1 of at least 2")
     (enter,) = group.start(3, "b")
@@ -356,13 +356,13 @@ def test_a_group_that_has_waited_as_long_as_it_may_gives_up():
     group = Group(least=2, wait_s=30.0)
     group.nodes("a")
     group.start(1, "a")
-    group.tell(Boundary(0))
+    group.tell(StepBoundary(0))
     assert group.machine.next_deadline() == group.now + 30
     (end,) = group.wait(30)
-    assert (type(end), end.reason.code) == (GiveUp, Code.too_late)
+    assert (type(end), end.reason.code) == (FailGroup, ReasonCode.too_late)
     assert group.start(2, "a") == []
     assert group.machine.next_deadline() is None
-    assert kinds(group.tell(Closed())) == [EndMember, EndMember]
+    assert kinds(group.tell(GroupClosed())) == [StopMember, StopMember]
 
 
 def test_replacements_back_off_longer_each_time_and_stop_at_the_cap():
@@ -379,11 +379,11 @@ def test_replacements_back_off_longer_each_time_and_stop_at_the_cap():
         pauses.append(pause)
     assert pauses == pytest.approx([0.0, 0.5, 1.0, 2.0])
     assert group.tell(MemberLost(lost, "signal 9")) == []
-    assert group.machine.story("g")[-1].reason.code is Code.cap
+    assert group.machine.story("g")[-1].reason.code is ReasonCode.cap
     assert [type(one) for one in group.tell(StepInterrupted(1, "a call failed"))] == [EnterWorld]  # it goes on
     began = group.now
     group.now = group.machine.next_deadline()
-    assert StartMember in kinds(group.tell(Tick()))  # when its window has passed
+    assert StartMember in kinds(group.tell(ElasticTick()))  # when its window has passed
     assert group.now - began > 90
 
 
@@ -405,7 +405,7 @@ def test_a_member_that_went_with_its_node_is_not_replaced_and_no_restart():
     group = Group()
     group.begin("a", "b")
     assert kinds(group.tell(MemberLost("g-0002", "its node is gone"))) == [StartMember, InterruptStep]
-    assert kinds(group.nodes("a")) == [EndMember]  # what was started for it
+    assert kinds(group.nodes("a")) == [StopMember]  # what was started for it
     assert group.machine.view()["restarts"] == 0
     group.tell(MemberLeft("g-0003"))
     assert kinds(group.nodes("a", "b")) == [StartMember]
@@ -415,7 +415,7 @@ def test_members_of_a_node_that_is_not_there_any_more_are_lost_without_further_n
     group = Group()
     group.begin("a", "b")
     end, interrupt = group.nodes("a")
-    assert (type(end), end.reason.code) == (EndMember, Code.node_lost)
+    assert (type(end), end.reason.code) == (StopMember, ReasonCode.node_lost)
     assert isinstance(interrupt, InterruptStep)
     assert group.tell(MemberLost("g-0002", "late news")) == []
 
@@ -423,10 +423,10 @@ def test_members_of_a_node_that_is_not_there_any_more_are_lost_without_further_n
 def test_a_constructor_that_raises_for_every_member_ends_the_group_before_it_began():
     group = Group(least=2)
     group.nodes("a", "b")
-    group.tell(Boundary(0))
-    assert GiveUp not in kinds(group.tell(MemberLost("g-0001", "ValueError: lr", fatal=True)))
+    group.tell(StepBoundary(0))
+    assert FailGroup not in kinds(group.tell(MemberLost("g-0001", "ValueError: lr", fatal=True)))
     out = group.tell(MemberLost("g-0002", "ValueError: lr", fatal=True))
-    assert out[-1].reason.code is Code.start_failed
+    assert out[-1].reason.code is ReasonCode.start_failed
     assert "ValueError: lr" in out[-1].reason.sentence
 
 
@@ -452,7 +452,7 @@ def test_members_of_a_draining_node_leave_at_the_boundary_and_hand_their_state_o
     group = Group(most=2)
     group.begin("a", "b")
     out = group.nodes("a", "b", "c", b=60.0)
-    assert [(type(one), one.reason.code) for one in out] == [(StartMember, Code.node_draining)]  # ahead
+    assert [(type(one), one.reason.code) for one in out] == [(StartMember, ReasonCode.node_draining)]  # ahead
     assert group.state(2) == "leaving"
     group.start(3, "c")
     (enter,) = group.done()
@@ -460,7 +460,7 @@ def test_members_of_a_draining_node_leave_at_the_boundary_and_hand_their_state_o
     assert enter.newcomers == (("g-0003", "g-0002"),)
     assert enter.leavers == ("g-0002",)
     end, run = group.tell(WorldEntered(2))
-    assert (type(end), end.member, end.reason.code) == (EndMember, "g-0002", Code.node_draining)
+    assert (type(end), end.member, end.reason.code) == (StopMember, "g-0002", ReasonCode.node_draining)
     assert (run.step, run.redo) == (2, False)
 
 
@@ -471,11 +471,11 @@ def test_a_long_step_is_interrupted_in_time_for_the_handover():
     assert group.machine.next_deadline() == group.now + 55
     assert group.wait(54) == []
     (interrupt,) = group.wait(1)
-    assert (type(interrupt), interrupt.reason.code) == (InterruptStep, Code.node_draining)
+    assert (type(interrupt), interrupt.reason.code) == (InterruptStep, ReasonCode.node_draining)
     assert group.wait(1) == []
     (enter,) = group.tell(StepInterrupted(1, "interrupted"))
     assert enter.leavers == ("g-0002",)
-    assert [type(one) for one in group.tell(WorldEntered(2))] == [EndMember, RunStep]
+    assert [type(one) for one in group.tell(WorldEntered(2))] == [StopMember, RunStep]
 
 
 def test_a_leaver_without_which_there_are_too_few_works_on_until_its_time_is_up():
@@ -486,7 +486,7 @@ def test_a_leaver_without_which_there_are_too_few_works_on_until_its_time_is_up(
     assert isinstance(run, RunStep)
     assert kinds(group.wait(55)) == [InterruptStep]
     (wait,) = group.tell(StepInterrupted(2, "interrupted"))
-    assert isinstance(wait, Wait)
+    assert isinstance(wait, WaitForMembers)
     assert group.state(2) == "leaving"  # alive, as a source
     (enter,) = group.nodes("a", "b", "c", b=5.0) + group.start(3, "c")
     assert enter.newcomers == (("g-0003", "g-0002"),)
@@ -498,8 +498,8 @@ def test_nobody_has_to_wait_for_the_next_step_to_leave():
     group.tell(StepDone(1))
     (enter,) = group.nodes("a", "b", b=60.0)
     assert enter.leavers == ("g-0002",)
-    assert kinds(group.tell(WorldEntered(2))) == [EndMember]  # no step: none was asked for
-    assert kinds(group.tell(Boundary(1))) == [RunStep]
+    assert kinds(group.tell(WorldEntered(2))) == [StopMember]  # no step: none was asked for
+    assert kinds(group.tell(StepBoundary(1))) == [RunStep]
 
 
 def test_a_drain_that_is_over_keeps_its_members():
@@ -517,15 +517,15 @@ def test_a_member_without_a_rank_is_ended_at_once_when_its_node_drains():
     group.nodes("a", "b")
     group.start(2, "b")
     (end,) = group.nodes("a", "b", b=60.0)
-    assert (type(end), end.member) == (EndMember, "g-0002")
+    assert (type(end), end.member) == (StopMember, "g-0002")
 
 
 def test_a_member_whose_room_is_taken_leaves_and_another_is_asked_for():
     group = Group()
     group.begin("a", "b")
-    taken = Reason(Code.priority, "somebody more important came")
-    (start,) = group.tell(MemberTaken("g-0002", 30.0, taken))
-    assert start.reason.code is Code.priority
+    taken = Reason(ReasonCode.priority, "somebody more important came")
+    (start,) = group.tell(MemberPreempted("g-0002", 30.0, taken))
+    assert start.reason.code is ReasonCode.priority
     (enter,) = group.done()
     assert enter.leavers == ("g-0002",)
 
@@ -533,20 +533,20 @@ def test_a_member_whose_room_is_taken_leaves_and_another_is_asked_for():
 def test_a_member_that_has_two_causes_to_leave_keeps_the_nearer_deadline_however_often_it_is_told():
     group = Group()
     group.begin("a", "b")
-    group.tell(MemberTaken("g-0002", 30.0, Reason(Code.priority, "somebody more important came")))
+    group.tell(MemberPreempted("g-0002", 30.0, Reason(ReasonCode.priority, "somebody more important came")))
     by = group.machine.members["g-0002"].leave_by
     for _ in range(3):
         group.nodes("a", "b", b=1000.0)
         assert group.machine.members["g-0002"].leave_by == by
     group.nodes("a", "b")  # the node stays after all; its room is still to be given up
     assert group.machine.members["g-0002"].leave_by == by
-    assert group.machine.members["g-0002"].reason.code is Code.priority
+    assert group.machine.members["g-0002"].reason.code is ReasonCode.priority
 
 
 def test_a_member_that_the_pool_took_away_and_gave_back_enters_again():
     group = Group()
     group.begin("a", "b")
-    (interrupt,) = group.tell(MemberWaits("g-0002", Reason(Code.priority, "somebody more important came")))
+    (interrupt,) = group.tell(MemberPending("g-0002", Reason(ReasonCode.priority, "somebody more important came")))
     assert isinstance(interrupt, InterruptStep)
     (enter,) = group.tell(StepInterrupted(1, "a call failed"))
     assert enter.world.members == ("g-0001",)
@@ -563,7 +563,7 @@ def test_the_only_member_that_has_the_state_is_never_ended_for_a_drain():
     group.nodes("a", a=20.0)
     group.wait(16)
     group.tell(StepInterrupted(1, "interrupted"))
-    end, *_ = group.tell(MemberWaits("g-0001", NO_ROOM))  # the pool took it, with its state
+    end, *_ = group.tell(MemberPending("g-0001", NO_ROOM))  # the pool took it, with its state
     assert end.member == "g-0002"  # which was to replace it, and would know nothing
     assert group.nodes("b") == []
     (enter,) = group.start(1, "b")
@@ -579,18 +579,18 @@ def test_members_are_asked_for_their_health_when_it_is_due_and_none_twice():
     group = Group(health_every_s=5.0, health_timeout_s=2.0)
     group.begin("a")
     assert group.wait(4.9) == []
-    assert group.wait(0.1) == [AskHealth("g-0001", 2.0)]
+    assert group.wait(0.1) == [CheckHealth("g-0001", 2.0)]
     assert group.wait(5) == []
-    assert group.tell(HealthAnswered("g-0001")) == []
-    assert group.wait(5) == [AskHealth("g-0001", 2.0)]
+    assert group.tell(HealthChecked("g-0001")) == []
+    assert group.wait(5) == [CheckHealth("g-0001", 2.0)]
 
 
 def test_an_unhealthy_member_is_ended_and_replaced_and_that_is_a_restart():
     group = Group(health_every_s=5.0)
     group.begin("a", "b")
     group.wait(5)
-    end, start, interrupt = group.tell(HealthAnswered("g-0002", "no answer in 5 s"))
-    assert (type(end), end.reason.code) == (EndMember, Code.unhealthy)
+    end, start, interrupt = group.tell(HealthChecked("g-0002", "no answer in 5 s"))
+    assert (type(end), end.reason.code) == (StopMember, ReasonCode.unhealthy)
     assert (type(start), type(interrupt)) == (StartMember, InterruptStep)
     assert group.machine.view()["restarts"] == 1
 
@@ -600,14 +600,14 @@ def test_a_health_call_that_nobody_answers_is_a_fault():
     group.begin("a")
     group.wait(5)
     group.now = group.machine.next_deadline()
-    assert EndMember in kinds(group.tell(Tick()))
+    assert StopMember in kinds(group.tell(ElasticTick()))
 
 
 def test_a_member_that_hangs_in_a_step_is_replaced_and_the_step_redone():
     group = Group()
     group.begin("a", "b")
     end, start, enter = group.tell(StepInterrupted(1, "not complete after 600 s", hung=("g-0002",)))
-    assert (type(end), end.reason.code) == (EndMember, Code.hung)
+    assert (type(end), end.reason.code) == (StopMember, ReasonCode.hung)
     assert isinstance(start, StartMember)
     assert enter.world.members == ("g-0001",)
 
@@ -616,8 +616,8 @@ def test_a_step_that_its_driver_forgot_is_interrupted():
     group = Group(step_timeout_s=60.0)
     group.begin("a")
     group.now = group.machine.next_deadline()
-    (interrupt,) = group.tell(Tick())
-    assert (type(interrupt), interrupt.reason.code) == (InterruptStep, Code.hung)
+    (interrupt,) = group.tell(ElasticTick())
+    assert (type(interrupt), interrupt.reason.code) == (InterruptStep, ReasonCode.hung)
     assert group.now >= 160
 
 
@@ -629,15 +629,21 @@ def test_a_group_can_be_closed_at_any_time_and_then_nothing_else_is_done(when):
     group = Group()
     if when != "before":
         group.nodes("a", "b")
-        group.tell(Boundary(0))
+        group.tell(StepBoundary(0))
     if when in ("entering", "stepping"):
         group.start(1, "a")
     if when == "stepping":
         group.tell(WorldEntered(1))
-    out = group.tell(Closed())
-    assert all(isinstance(one, EndMember) for one in out)
+    out = group.tell(GroupClosed())
+    assert all(isinstance(one, StopMember) for one in out)
     assert len(out) == (0 if when == "before" else 2)
-    for event in (NodesChanged((node_view("c"),)), Boundary(0), Tick(), MemberLost("g-0001", "x"), Closed()):
+    for event in (
+        NodesChanged((node_view("c"),)),
+        StepBoundary(0),
+        ElasticTick(),
+        MemberLost("g-0001", "x"),
+        GroupClosed(),
+    ):
         assert group.tell(event) == []
     assert group.machine.next_deadline() is None
 
@@ -647,7 +653,7 @@ def test_an_end_that_nobody_confirmed_is_said_again():
     group.nodes("a", "b")
     (end,) = group.nodes("a")
     group.now = group.machine.next_deadline()
-    assert group.tell(Tick()) == [end]
+    assert group.tell(ElasticTick()) == [end]
     group.tell(MemberLeft(end.member))
     assert group.machine.next_deadline() is None
 
@@ -661,9 +667,9 @@ def test_late_news_of_members_that_are_gone_change_nothing():
         MemberLost("g-0002", "again"),
         MemberStarted("g-0002", "b"),
         MemberLeft("g-0002"),
-        MemberWaits("g-0002", NO_ROOM),
-        MemberTaken("g-0002", 1.0, NO_ROOM),
-        HealthAnswered("g-0002", "no answer"),
+        MemberPending("g-0002", NO_ROOM),
+        MemberPreempted("g-0002", 1.0, NO_ROOM),
+        HealthChecked("g-0002", "no answer"),
         WorldEntered(7),
         WorldFailed(7, (), "late"),
     ):
@@ -675,7 +681,7 @@ def test_the_view_says_who_is_where_and_why():
     group = Group(least=1, most=4)
     group.begin("a", "b")
     group.nodes("a", "b", "c")
-    group.tell(MemberWaits("g-0003", NO_ROOM))
+    group.tell(MemberPending("g-0003", NO_ROOM))
     view = json.loads(json.dumps(group.machine.view()))
     assert (view["size"], view["wanted"], view["least"], view["most"], view["epoch"]) == (2, 3, 1, 4, 1)
     assert [(one["id"], one["state"], one["node"], one["rank"]) for one in view["members"]] == [
@@ -701,8 +707,8 @@ def test_a_group_goes_on_from_its_snapshot():
     group = Group(health_every_s=5.0)
     group.begin("a", "b")
     group.nodes("a", "b", "c", b=60.0)
-    again = GroupMachine.load(json.loads(json.dumps(group.machine.dump())))
-    for event in (MemberStarted("g-0003", "c"), StepDone(1), Boundary(1), WorldEntered(2), Tick()):
+    again = ElasticMachine.load(json.loads(json.dumps(group.machine.dump())))
+    for event in (MemberStarted("g-0003", "c"), StepDone(1), StepBoundary(1), WorldEntered(2), ElasticTick()):
         group.now += 3
         assert again.handle(event, group.now) == group.machine.handle(event, group.now)
     assert again.dump() == group.machine.dump()

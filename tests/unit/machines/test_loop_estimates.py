@@ -9,19 +9,19 @@ import pytest
 
 from loop_world import workflow
 from trimtab.core.errors import InputError
-from trimtab.machines.replan.estimates import Estimates, sure_level
-from trimtab.model.run import Estimate, Iteration, Measured, RunRules
+from trimtab.machines.replan.estimates import CostEstimates, sure_level
+from trimtab.model.run import ComponentTiming, CostEstimate, Iteration, ReplanRules
 
-RULES = RunRules()
+RULES = ReplanRules()
 WAYS = dict.fromkeys(("rollout", "reference", "trainer"), ("", ""))
 ROLLOUT = {2: 46.0, 8: 16.0}  # as profiled
 
 
-def watched(levels: Sequence[float], gpus: int = 2, extras: Sequence[tuple[str, ...]] = ()) -> Estimates:
+def watched(levels: Sequence[float], gpus: int = 2, extras: Sequence[tuple[str, ...]] = ()) -> CostEstimates:
     """Estimates after a rollout that took so many times its profile."""
-    estimates = Estimates(workflow(), RULES)
+    estimates = CostEstimates(workflow(), RULES)
     for at, level in enumerate(levels):
-        part = Measured("rollout", ROLLOUT[gpus] * level, gpus)
+        part = ComponentTiming("rollout", ROLLOUT[gpus] * level, gpus)
         estimates.take(Iteration(at + 1, 100.0, (part,), extras[at] if extras else ()), WAYS)
     return estimates
 
@@ -36,7 +36,7 @@ def noise(seed: int, count: int) -> list[float]:
 
 
 def test_before_anything_is_measured_the_profile_counts() -> None:
-    assert watched([]).estimate("rollout") == Estimate(width=RULES.noise)
+    assert watched([]).estimate("rollout") == CostEstimate(width=RULES.noise)
 
 
 def test_a_level_is_the_middle_of_what_was_measured() -> None:
@@ -51,14 +51,14 @@ def test_a_level_is_the_same_on_any_number_of_gpus() -> None:
 
 
 def test_half_of_the_batches_in_half_of_the_time_is_the_same_level() -> None:
-    estimates = Estimates(workflow(batches=8), RULES)
-    estimates.take(Iteration(1, 100.0, (Measured("rollout", 23.0, 2, batches=4),)), WAYS)
+    estimates = CostEstimates(workflow(batches=8), RULES)
+    estimates.take(Iteration(1, 100.0, (ComponentTiming("rollout", 23.0, 2, batches=4),)), WAYS)
     assert estimates.estimate("rollout").level == pytest.approx(1.0)
 
 
 def test_a_component_that_did_nothing_tells_nothing() -> None:
-    estimates = Estimates(workflow(), RULES)
-    estimates.take(Iteration(1, 100.0, (Measured("rollout", 0.0, 2),)), WAYS)
+    estimates = CostEstimates(workflow(), RULES)
+    estimates.take(Iteration(1, 100.0, (ComponentTiming("rollout", 0.0, 2),)), WAYS)
     assert estimates.estimate("rollout").measured == 0
 
 
@@ -109,21 +109,21 @@ def test_what_is_done_again_after_a_resume_is_measured_again() -> None:
 
 
 def test_a_level_within_its_width_has_not_drifted_for_certain() -> None:
-    assert sure_level(Estimate(level=1.04, middle=1.04, width=0.05), 1.0) == 1.0
-    assert sure_level(Estimate(level=1.21, middle=1.21, width=0.1), 1.0) == pytest.approx(1.1)
-    assert sure_level(Estimate(level=0.5, middle=0.5, width=0.1), 1.0) == pytest.approx(0.55)
+    assert sure_level(CostEstimate(level=1.04, middle=1.04, width=0.05), 1.0) == 1.0
+    assert sure_level(CostEstimate(level=1.21, middle=1.21, width=0.1), 1.0) == pytest.approx(1.1)
+    assert sure_level(CostEstimate(level=0.5, middle=0.5, width=0.1), 1.0) == pytest.approx(0.55)
 
 
 def test_a_level_is_not_sure_because_a_trend_leads_there() -> None:
-    assert sure_level(Estimate(level=1.3, middle=1.05, width=0.1), 1.0) == 1.0
+    assert sure_level(CostEstimate(level=1.3, middle=1.05, width=0.1), 1.0) == 1.0
 
 
 def test_noise_as_in_real_training_hardly_ever_looks_like_drift() -> None:
     drifted = looked = 0
     for seed in range(12):
-        estimates = Estimates(workflow(), RULES)
+        estimates = CostEstimates(workflow(), RULES)
         for at, factor in enumerate(noise(seed, 100)):
-            estimates.take(Iteration(at + 1, 100.0, (Measured("rollout", 46.0 * factor, 2),)), WAYS)
+            estimates.take(Iteration(at + 1, 100.0, (ComponentTiming("rollout", 46.0 * factor, 2),)), WAYS)
             if at >= 3:
                 looked += 1
                 drifted += abs(sure_level(estimates.estimate("rollout"), 1.0) - 1.0) > 0.02
@@ -141,17 +141,17 @@ def test_a_drift_of_a_third_is_told_through_that_noise() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: Measured("rollout", float("nan"), 2),
-        lambda: Measured("rollout", -1.0, 2),
-        lambda: Measured("rollout", 1.0, -2),
+        lambda: ComponentTiming("rollout", float("nan"), 2),
+        lambda: ComponentTiming("rollout", -1.0, 2),
+        lambda: ComponentTiming("rollout", 1.0, -2),
         lambda: Iteration(0, 1.0),
         lambda: Iteration(1, float("inf")),
-        lambda: Iteration(1, 1.0, (Measured("a", 1.0), Measured("a", 1.0))),
-        lambda: RunRules(margin=-0.1),
-        lambda: RunRules(window=1),
-        lambda: RunRules(horizon_iterations=0),
-        lambda: RunRules(stage_limit_s=0.0),
-        lambda: RunRules(dwell_iterations=True),
+        lambda: Iteration(1, 1.0, (ComponentTiming("a", 1.0), ComponentTiming("a", 1.0))),
+        lambda: ReplanRules(margin=-0.1),
+        lambda: ReplanRules(window=1),
+        lambda: ReplanRules(horizon_iterations=0),
+        lambda: ReplanRules(stage_limit_s=0.0),
+        lambda: ReplanRules(dwell_iterations=True),
     ],
 )
 def test_what_cannot_have_been_measured_or_meant_is_refused(wrong) -> None:

@@ -14,28 +14,38 @@ from test_loop_estimates import noise
 from jobs import component
 from loop_world import LoopWorld, first_plan, nodes, workflow
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.machines.replan import events as e
 from trimtab.machines.replan.decision import cost_of
 from trimtab.machines.replan.estimates import sure_level
 from trimtab.machines.replan.explain import costs_text
-from trimtab.machines.replan.machine import LoopMachine
-from trimtab.machines.replan.placed_plan import Sited, changes
-from trimtab.model.run import STAGES, Estimate, How, Iteration, Measured, MoveCost, RunMode, RunRules, Stage
-from trimtab.model.workflow import Job, WeightSync, Workflow
+from trimtab.machines.replan.machine import ReplanMachine
+from trimtab.machines.replan.placed_plan import PlacedPlan, changes
+from trimtab.model.run import (
+    STAGES,
+    ChangeKind,
+    ComponentTiming,
+    CostEstimate,
+    Iteration,
+    MigrationCost,
+    MigrationStage,
+    ReplanMode,
+    ReplanRules,
+)
+from trimtab.model.workflow import PlacementJob, WeightSync, Workflow
 
-AUTO = RunRules(mode=RunMode.auto, assumed_move_s=10.0)
+AUTO = ReplanRules(mode=ReplanMode.auto, assumed_move_s=10.0)
 
 
-def trained(world: LoopWorld, times: int, **noises: float) -> list[e.LoopInstruction]:
+def trained(world: LoopWorld, times: int, **noises: float) -> list[e.ReplanInstruction]:
     """What is said of the last of so many iterations."""
-    out: list[e.LoopInstruction] = []
+    out: list[e.ReplanInstruction] = []
     for _ in range(times):
         out = world.train(noises)
     return out
 
 
-def drifted(rules: RunRules = AUTO, **more: object) -> LoopWorld:
+def drifted(rules: ReplanRules = AUTO, **more: object) -> LoopWorld:
     """A run whose rollout has grown to 2.5 times, up to what the loop does about it."""
     world = LoopWorld(rules, **more)  # type: ignore[arg-type]
     trained(world, 8)
@@ -46,8 +56,8 @@ def drifted(rules: RunRules = AUTO, **more: object) -> LoopWorld:
     return world
 
 
-def codes(out: list[e.LoopInstruction]) -> list[Code]:
-    return [one.reason.code for one in out if isinstance(one, (e.Stay, e.Advise, e.Tell, e.StopRun))]
+def codes(out: list[e.ReplanInstruction]) -> list[ReasonCode]:
+    return [one.reason.code for one in out if isinstance(one, (e.KeepPlan, e.AdvisePlan, e.Notify, e.StopRun))]
 
 
 # ---- staying ----
@@ -58,12 +68,12 @@ def test_the_first_plan_of_these_tests_is_not_all_shared() -> None:
 
 
 def test_nothing_is_decided_before_enough_is_measured() -> None:
-    assert codes(trained(LoopWorld(AUTO), 3)) == [Code.too_few]
+    assert codes(trained(LoopWorld(AUTO), 3)) == [ReasonCode.too_few]
 
 
 def test_a_run_whose_costs_are_as_planned_stays_and_says_so() -> None:
     (stay,) = trained(LoopWorld(AUTO), 8)
-    assert stay.reason.code is Code.costs_steady
+    assert stay.reason.code is ReasonCode.costs_steady
     assert stay.numbers.iteration_s > 0
     assert stay.numbers.horizon == AUTO.horizon_iterations
 
@@ -76,7 +86,7 @@ def test_a_drift_that_is_no_noise_and_too_small_to_matter_is_said_to_be_that() -
     trained(world, 8)
     world.drift("reward", 1.207)
     (stay,) = trained(world, 20)
-    assert stay.reason.code is Code.costs_steady
+    assert stay.reason.code is ReasonCode.costs_steady
     assert "reward is furthest" in stay.reason.sentence
     assert "+20.7%, more than its noise of 6.0%, but it is too short a part" in stay.reason.sentence
 
@@ -87,7 +97,7 @@ def test_a_drift_that_is_no_noise_and_too_small_to_matter_is_said_to_be_that() -
     reference=st.floats(0.5, 2.0),
 )
 def test_what_is_said_to_be_within_noise_is_within_it(levels: list[float], width: float, reference: float) -> None:
-    one = Estimate(level=levels[0], middle=levels[1], width=width)
+    one = CostEstimate(level=levels[0], middle=levels[1], width=width)
     told = sure_level(one, reference) != reference
     said = costs_text({"a": one}, {"a": reference}, ["a"] if told else [])
     assert ("more than its noise" in said) == told
@@ -127,22 +137,22 @@ def test_a_move_that_does_not_pay_in_what_remains_is_not_made() -> None:
     trained(world, 8)
     world.drift("rollout", 2.5)
     (stay,) = trained(world, 7)
-    assert stay.reason.code is Code.not_worth
+    assert stay.reason.code is ReasonCode.not_worth
     assert stay.numbers.horizon == 1
     assert stay.numbers.gain_s > 0
     assert (stay.numbers.cost_s, stay.numbers.cost_measured) == (60.0, False)
 
 
 def test_a_model_that_does_not_predict_the_present_moves_nothing() -> None:
-    machine = LoopMachine(workflow(), nodes(4, 4), first_plan(Job(nodes(4, 4), workflow())), AUTO)
-    out: list[e.LoopInstruction] = []
+    machine = ReplanMachine(workflow(), nodes(4, 4), first_plan(PlacementJob(nodes(4, 4), workflow())), AUTO)
+    out: list[e.ReplanInstruction] = []
     for number in range(1, 12):
         parts = tuple(
-            Measured(one.name, one.seconds * (2.5 if one.name == "rollout" else 1.0), len(one.gpus))
+            ComponentTiming(one.name, one.seconds * (2.5 if one.name == "rollout" else 1.0), len(one.gpus))
             for one in machine.plan.components
         )
         out = machine.handle(e.IterationDone(Iteration(number, 1_000.0, parts)), float(number))
-    assert codes(out) == [Code.model_off]
+    assert codes(out) == [ReasonCode.model_off]
 
 
 # ---- going ----
@@ -151,7 +161,7 @@ def test_a_model_that_does_not_predict_the_present_moves_nothing() -> None:
 def test_a_drift_that_pays_moves_the_run_at_once_when_it_is_sure() -> None:
     world = drifted()
     assert world.move is not None
-    assert world.move.reason.code is Code.drifted
+    assert world.move.reason.code is ReasonCode.drifted
     assert "rollout takes 2.5" in world.move.reason.sentence
     numbers = world.move.numbers
     assert numbers.sure_gain_s * numbers.horizon > numbers.cost_s * (1 + AUTO.margin)
@@ -162,56 +172,59 @@ def test_a_drift_that_pays_moves_the_run_at_once_when_it_is_sure() -> None:
 def test_the_new_plan_is_the_exact_best_for_what_is_measured() -> None:
     world = drifted()
     world.carry_all()
-    best = first_plan(Job(world.cluster, world.flow.scaled("rollout", 2.5)))
+    best = first_plan(PlacementJob(world.cluster, world.flow.scaled("rollout", 2.5)))
     assert world.plan.describe() == best.describe()
     assert world.plan.iteration_seconds == pytest.approx(best.iteration_seconds, rel=1e-6)
 
 
 def test_in_advise_mode_it_says_what_it_would_do_and_does_nothing() -> None:
-    world = LoopWorld(replace(AUTO, mode=RunMode.advise))
+    world = LoopWorld(replace(AUTO, mode=ReplanMode.advise))
     trained(world, 8)
     world.drift("rollout", 2.5)
     (advice,) = trained(world, 6)
-    assert isinstance(advice, e.Advise)
+    assert isinstance(advice, e.AdvisePlan)
     assert advice.numbers.gain_s > 0
     assert world.move is None
 
 
 def test_advice_that_somebody_took_is_the_plan() -> None:
-    machine = LoopMachine(
-        workflow(), nodes(4, 4), first_plan(Job(nodes(4, 4), workflow())), replace(AUTO, mode=RunMode.advise)
+    machine = ReplanMachine(
+        workflow(),
+        nodes(4, 4),
+        first_plan(PlacementJob(nodes(4, 4), workflow())),
+        replace(AUTO, mode=ReplanMode.advise),
     )
     with pytest.raises(InputError):
         machine.handle(e.AdviceTaken(), 0.0)
-    (advice,) = machine.handle(e.ClusterChanged(nodes(4, 4, 4, 4), e.Why.joined), 0.0)
-    assert isinstance(advice, e.Advise)
+    (advice,) = machine.handle(e.ClusterChanged(nodes(4, 4, 4, 4), e.ClusterChangeCause.joined), 0.0)
+    assert isinstance(advice, e.AdvisePlan)
     machine.handle(e.AdviceTaken(), 1.0)
     machine.check()
     assert machine.plan.describe() == advice.plan.describe()
-    assert machine.story()[-1].reason.code is Code.arrived
+    assert machine.story()[-1].reason.code is ReasonCode.arrived
 
 
 def test_nodes_that_join_are_used_if_that_pays() -> None:
     world = LoopWorld(AUTO)
     trained(world, 8)
-    world.change(nodes(4, 4, 4, 4), e.Why.joined)
+    world.change(nodes(4, 4, 4, 4), e.ClusterChangeCause.joined)
     assert world.move is not None
-    assert world.move.reason.code is Code.room_changed
+    assert world.move.reason.code is ReasonCode.room_changed
     world.carry_all()
     assert world.plan.gpus > 8
 
 
 def test_nodes_that_the_plan_does_not_use_may_go() -> None:
     world = LoopWorld(replace(AUTO, assumed_move_s=1e6))
-    world.change(nodes(4, 4, 4), e.Why.joined)
-    world.change(nodes(4, 4), e.Why.lost)
+    world.change(nodes(4, 4, 4), e.ClusterChangeCause.joined)
+    world.change(nodes(4, 4), e.ClusterChangeCause.lost)
     assert world.counts["losses"] == 0
     assert world.move is None
 
 
 def test_a_question_is_answered_at_once() -> None:
     world = LoopWorld(AUTO)
-    assert codes(world.tell(e.Asked("is it still right?"))) == [Code.costs_steady]
+    assert codes(world.tell(e.ReplanRequested("is it still right?"))) == [ReasonCode.costs_steady]
 
 
 # ---- the dwell time ----
@@ -225,7 +238,7 @@ def test_no_second_move_within_the_dwell_time() -> None:
     said = []
     while world.move is None:
         said += codes(world.train({}))
-    assert Code.dwell in said
+    assert ReasonCode.dwell in said
     assert world.done - arrived >= 9
 
 
@@ -234,8 +247,8 @@ def test_a_question_within_the_dwell_time_is_answered_with_advice() -> None:
     world.carry_all()
     world.drift("rollout", 0.3)
     trained(world, 6)
-    (advice,) = world.tell(e.Asked())
-    assert isinstance(advice, e.Advise)
+    (advice,) = world.tell(e.ReplanRequested())
+    assert isinstance(advice, e.AdvisePlan)
     assert advice.numbers.dwell_left > 0
 
 
@@ -252,12 +265,12 @@ def test_a_move_that_failed_doubles_the_dwell_time() -> None:
 def test_a_move_that_gained_less_than_promised_doubles_the_dwell_time() -> None:
     world = drifted()
     world.carry_all()
-    out: list[e.LoopInstruction] = []
+    out: list[e.ReplanInstruction] = []
     for _ in range(AUTO.least_iterations):
         one = world.measured(world.done + 1, {})
         world.done += 1
         out = world.tell(e.IterationDone(replace(one, wall_s=3 * one.wall_s)))
-    assert Code.fell_short in codes(out)
+    assert ReasonCode.fell_short in codes(out)
     assert world.machine.watch.dwell() == 2 * AUTO.dwell_iterations
 
 
@@ -274,7 +287,10 @@ def test_a_move_costs_what_was_measured_once_one_was() -> None:
 
 
 def test_moves_of_others_tell_that_it_is_no_cheaper_than_the_dearest() -> None:
-    known = [MoveCost(1, ("a",), ((Stage.load, 5.0),)), MoveCost(2, ("a", "b"), ((Stage.load, 9.0),))]
+    known = [
+        MigrationCost(1, ("a",), ((MigrationStage.load, 5.0),)),
+        MigrationCost(2, ("a", "b"), ((MigrationStage.load, 9.0),)),
+    ]
     assert cost_of(("c",), known, AUTO, 3.0) == (9.0, True)
     assert cost_of(("a",), known, AUTO, 3.0) == (5.0, True)
     assert cost_of(("a",), [], AUTO, 3.0) == (13.0, False)
@@ -296,7 +312,7 @@ def test_a_move_goes_through_its_stages_in_order_and_then_is_the_plan() -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("how", ["badly", "late"])
-def test_a_failure_of_any_stage_ends_in_the_old_plan(stage: Stage, how: str) -> None:
+def test_a_failure_of_any_stage_ends_in_the_old_plan(stage: MigrationStage, how: str) -> None:
     world = drifted()
     before = world.plan
     while world.stage is not None and world.stage.stage is not stage:
@@ -306,16 +322,16 @@ def test_a_failure_of_any_stage_ends_in_the_old_plan(stage: Stage, how: str) -> 
     assert world.back.at is stage
     world.carry_back()
     assert world.machine.plan == before
-    assert world.machine.story("move 1")[-1].reason.code is Code.rolled_back
+    assert world.machine.story("move 1")[-1].reason.code is ReasonCode.rolled_back
     assert trained(world, 1), "the run does not go on"
 
 
 def test_a_node_of_the_new_plan_that_goes_during_the_move_ends_in_the_old_plan() -> None:
     world = LoopWorld(AUTO)
     trained(world, 8)
-    world.change(nodes(4, 4, 4, 4), e.Why.joined)
+    world.change(nodes(4, 4, 4, 4), e.ClusterChangeCause.joined)
     world.carry_stage()
-    world.change(nodes(4, 4), e.Why.lost)
+    world.change(nodes(4, 4), e.ClusterChangeCause.lost)
     assert world.back is not None
     world.carry_back()
     assert world.machine.plan.gpus <= 8
@@ -328,7 +344,7 @@ def test_without_a_way_back_the_run_stops_and_can_be_resumed(how: str) -> None:
     world.carry_stage("badly")
     world.carry_back(how)
     assert world.machine.stopped is not None
-    assert world.machine.stopped.code is Code.stuck
+    assert world.machine.stopped.code is ReasonCode.stuck
     world.resume(0, None)
     assert trained(world, 1)
 
@@ -343,8 +359,8 @@ def test_a_run_resumed_in_the_midst_of_a_move_goes_back() -> None:
 
 def test_during_a_move_nothing_is_decided() -> None:
     world = drifted()
-    assert codes(world.train({})) == [Code.moving]
-    assert codes(world.tell(e.Asked())) == [Code.moving]
+    assert codes(world.train({})) == [ReasonCode.moving]
+    assert codes(world.tell(e.ReplanRequested())) == [ReasonCode.moving]
 
 
 # ---- a plan whose GPUs go ----
@@ -352,18 +368,18 @@ def test_during_a_move_nothing_is_decided() -> None:
 
 def test_a_plan_whose_node_is_lost_moves_whatever_it_costs() -> None:
     world = LoopWorld(replace(AUTO, assumed_move_s=1e6))
-    world.change(nodes(4), e.Why.lost)
+    world.change(nodes(4), e.ClusterChangeCause.lost)
     assert world.move is not None
     assert world.move.forced
-    assert world.move.reason.code is Code.plan_gone
-    assert How.replaced in {one.how for one in world.move.changes}
+    assert world.move.reason.code is ReasonCode.plan_gone
+    assert ChangeKind.replaced in {one.how for one in world.move.changes}
     world.carry_all()
     assert world.machine.plan.total_gpus == 4
 
 
 def test_a_plan_on_a_node_that_will_go_moves_before_it_does() -> None:
     world = LoopWorld(AUTO)
-    world.change(world.cluster, e.Why.draining, ("n1",))
+    world.change(world.cluster, e.ClusterChangeCause.draining, ("n1",))
     assert world.move is not None
     assert world.move.forced
     world.carry_all()
@@ -372,7 +388,7 @@ def test_a_plan_on_a_node_that_will_go_moves_before_it_does() -> None:
 
 def test_a_run_for_which_nothing_fits_waits_for_nodes_until_its_deadline() -> None:
     world = LoopWorld(AUTO)
-    world.change(nodes(0), e.Why.lost)
+    world.change(nodes(0), e.ClusterChangeCause.lost)
     assert world.machine.next_deadline() == world.now + AUTO.wait_s
     world.tick(AUTO.wait_s)
     assert world.stopped
@@ -380,23 +396,23 @@ def test_a_run_for_which_nothing_fits_waits_for_nodes_until_its_deadline() -> No
 
 def test_a_run_for_which_nothing_fitted_goes_on_when_nodes_come() -> None:
     world = LoopWorld(AUTO)
-    world.change(nodes(0), e.Why.lost)
-    world.change(nodes(4), e.Why.joined)
+    world.change(nodes(0), e.ClusterChangeCause.lost)
+    world.change(nodes(4), e.ClusterChangeCause.joined)
     world.carry_all()
     assert world.machine.plan.total_gpus == 4
 
 
 def test_a_move_that_has_to_be_is_tried_again_and_not_for_ever() -> None:
     world = LoopWorld(AUTO)
-    world.change(nodes(4), e.Why.lost)
+    world.change(nodes(4), e.ClusterChangeCause.lost)
     for tries in range(1, AUTO.tries + 1):
         world.carry_stage("badly")
         world.carry_back()
         assert world.stopped == (tries == AUTO.tries)
         if not world.stopped:
             world.now = world.machine.next_deadline() or 0.0
-            world.tell(e.Tick())
-    assert world.machine.stopped.code is Code.stuck
+            world.tell(e.ReplanTick())
+    assert world.machine.stopped.code is ReasonCode.stuck
 
 
 # ---- counting ----
@@ -417,7 +433,7 @@ def test_an_iteration_out_of_turn_is_refused() -> None:
 
 def test_an_iteration_with_an_unknown_component_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(InputError, match="rolout") as refused:
-        LoopWorld(AUTO).machine.handle(e.IterationDone(Iteration(1, 1.0, (Measured("rolout", 1.0, 1),))), 0.0)
+        LoopWorld(AUTO).machine.handle(e.IterationDone(Iteration(1, 1.0, (ComponentTiming("rolout", 1.0, 1),))), 0.0)
     assert refused.value.hint == "did you mean rollout?"
 
 
@@ -429,14 +445,14 @@ def test_the_plan_sets_the_range_of_an_elastic_component() -> None:
     (told,) = world.machine.watch.ranges()
     assert told.most == len(world.plan.placed("rollout").gpus)
     assert 1 <= told.least < told.most
-    assert world.tell(e.RangeUsed("rollout", told.least)) == []
-    assert world.tell(e.RangeUsed("rollout", told.most + 1)) == [told]
+    assert world.tell(e.GpuRangeUsed("rollout", told.least)) == []
+    assert world.tell(e.GpuRangeUsed("rollout", told.most + 1)) == [told]
 
 
 def test_a_move_says_the_new_range() -> None:
     world = drifted(replace(AUTO, elastic=("rollout",)))
     world.carry_all()
-    told = [one for _, _, out in world.journal for one in out if isinstance(one, e.SetRange)]
+    told = [one for _, _, out in world.journal for one in out if isinstance(one, e.SetGpuRange)]
     assert told[-1].most == len(world.plan.placed("rollout").gpus)
 
 
@@ -445,19 +461,19 @@ def test_a_move_says_the_new_range() -> None:
 
 def test_a_plan_keeps_its_seats_when_ranks_change() -> None:
     world = LoopWorld(AUTO, nodes(4, 4))
-    before = Sited(world.plan, nodes(4, 4))
+    before = PlacedPlan(world.plan, nodes(4, 4))
     other = replace(nodes(4, 4), nodes=(replace(nodes(2).nodes[0], name="new"), *nodes(4, 4).nodes))
     after = before.on(other)
     assert after is not None
     assert all(after.seats_of(name) == before.seats_of(name) for name in world.flow.names)
     assert after.same_as(before)
-    assert {one.how for one in changes(before, after)} == {How.stays}
+    assert {one.how for one in changes(before, after)} == {ChangeKind.stays}
 
 
 def test_a_node_of_the_same_name_with_other_gpus_is_another_node() -> None:
     world = LoopWorld(AUTO, nodes(4, 4))
     other = replace(nodes(4, 4), nodes=tuple(replace(node, gpu="H100") for node in nodes(4, 4).nodes))
-    assert Sited(world.plan, nodes(4, 4)).on(other) is None
+    assert PlacedPlan(world.plan, nodes(4, 4)).on(other) is None
 
 
 # ---- other workflows ----
@@ -474,16 +490,16 @@ def test_stale_iterations_and_cpu_components_are_watched_too() -> None:
         staleness=1,
         weight_sync=WeightSync("trainer", "rollout", 1.0, 2.0),
     )
-    plan = first_plan(Job(nodes(4, 4), flow))
-    machine = LoopMachine(flow, nodes(4, 4), plan, AUTO)
-    out: list[e.LoopInstruction] = []
+    plan = first_plan(PlacementJob(nodes(4, 4), flow))
+    machine = ReplanMachine(flow, nodes(4, 4), plan, AUTO)
+    out: list[e.ReplanInstruction] = []
     for number in range(1, 12):
         grown = {"rollout": 2.5, "reward": 1.1, "trainer": 1.0}
         parts = {c.name: c.seconds * grown[c.name] for c in plan.components}
         wall = machine.watch.planner.with_times(plan, parts)
-        measured = tuple(Measured(n, s, len(plan.placed(n).gpus)) for n, s in parts.items())
+        measured = tuple(ComponentTiming(n, s, len(plan.placed(n).gpus)) for n, s in parts.items())
         out = machine.handle(e.IterationDone(Iteration(number, wall, measured)), float(number))
         if machine.moving is not None:
             break
-    assert isinstance(out[0], e.BeginMove)
+    assert isinstance(out[0], e.BeginMigration)
     machine.check()

@@ -14,16 +14,23 @@ from hypothesis import strategies as st
 from obvious_pool import dominated, may_evict, sufficient_sets
 from pool_world import World, gang, gpus, policy, pool, task
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import STORY_KEPT, Code
+from trimtab.core.reasons import STORY_KEPT, ReasonCode
 from trimtab.core.resources import NOTHING, Resources
 from trimtab.machines.pool import events as news
 from trimtab.machines.pool import feasibility as room
-from trimtab.machines.pool.events import MakeGroup, Park, RemoveGroup, Start, Stop, Unpark
+from trimtab.machines.pool.events import (
+    CreatePlacementGroup,
+    ParkTask,
+    RemovePlacementGroup,
+    StartTask,
+    StopTask,
+    UnparkTask,
+)
 from trimtab.machines.pool.machine import PoolMachine
-from trimtab.model.pool import Aggressiveness, Policy, PoolSpec, State, Strategy, TaskSpec
+from trimtab.model.pool import Aggressiveness, PlacementStrategy, PoolSpec, PreemptionPolicy, TaskSpec, TaskState
 
 
-def world(*nodes: float, spec: PoolSpec | None = None, rules: Policy | None = None) -> World:
+def world(*nodes: float, spec: PoolSpec | None = None, rules: PreemptionPolicy | None = None) -> World:
     """Nodes of so many GPUs, one pool, and a policy if any."""
     made = World()
     for at, count in enumerate(nodes):
@@ -41,14 +48,14 @@ def world(*nodes: float, spec: PoolSpec | None = None, rules: Policy | None = No
 def test_a_task_gets_a_slot_and_then_a_process():
     one = world(8)
     (make,) = one.submit(task("a", 2))
-    assert isinstance(make, MakeGroup)
+    assert isinstance(make, CreatePlacementGroup)
     assert (make.pool, make.bundles, make.nodes) == ("p", (gpus(2),), ("n0",))
     (start,) = one.carry(make)
-    assert isinstance(start, Start)
+    assert isinstance(start, StartTask)
     assert (start.task, start.attempt, start.restore) == ("a", 1, False)
-    assert one.state("a") is State.starting
+    assert one.state("a") is TaskState.starting
     one.carry(start)
-    assert one.state("a") is State.running
+    assert one.state("a") is TaskState.running
 
 
 def test_a_task_may_use_any_resource_that_has_a_name():
@@ -57,21 +64,21 @@ def test_a_task_may_use_any_resource_that_has_a_name():
     one.tell(news.PoolEnsured(pool(quota=Resources.of(cpu=4, memory=2**35, licence=2))))
     one.run(task("a", Resources.of(cpu=1, licence=1)), task("b", Resources.of(cpu=1, memory=2**34, licence=1)))
     assert one.states("a", "b") == ["running", "waiting"]
-    assert one.why("b") is Code.no_room
+    assert one.why("b") is ReasonCode.no_room
 
 
 def test_the_quota_binds_what_tasks_use():
     one = world(8, spec=pool(quota=gpus(3)))
     one.run(task("a", 2), task("b", 2))
     assert one.states("a", "b") == ["running", "waiting"]
-    assert one.why("b") is Code.quota
+    assert one.why("b") is ReasonCode.quota
 
 
 def test_tenths_of_a_gpu_add_up_exactly():
     one = world(1, spec=pool(quota=gpus(1)))
     one.run(*[task(f"t{at}", 0.1) for at in range(11)])
     assert len(one.running()) == 10
-    assert one.state("t10") is State.waiting
+    assert one.state("t10") is TaskState.waiting
 
 
 def test_what_others_hold_of_a_node_is_left_alone():
@@ -82,7 +89,7 @@ def test_what_others_hold_of_a_node_is_left_alone():
     assert one.states("a", "b") == ["running", "waiting"]
     one.node("n", 8, outside=gpus(5))
     one.carry_all()
-    assert one.state("b") is State.running
+    assert one.state("b") is TaskState.running
 
 
 def test_a_node_whose_figures_shrink_keeps_what_runs_and_takes_nothing_new():
@@ -99,25 +106,25 @@ def test_a_reserved_slot_is_made_with_the_pool_and_goes_to_high_priority():
     one.submit(task("low", 4, priority=7.9))
     one.carry_all()
     one.submit(task("high", 4, priority=8.0))
-    assert [type(x) for x in one.pending] == [Start]
+    assert [type(x) for x in one.pending] == [StartTask]
     one.carry_all()
     assert one.states("low", "high") == ["running", "running"]
     assert one.machine.tasks["high"].places != one.machine.tasks["low"].places
     reserved = [c.reason.code for c in one.machine.story("high") if c.state == "starting"]
-    assert reserved == [Code.reserved]
+    assert reserved == [ReasonCode.reserved]
 
 
 def test_a_reserved_slot_is_no_room_for_low_priority():
     one = world(4, spec=pool(reserved=(gpus(4),)))
     one.run(task("low", 1, priority=5))
-    assert one.state("low") is State.waiting
+    assert one.state("low") is TaskState.waiting
 
 
 def test_a_reserved_slot_takes_nothing_from_the_quota_until_somebody_is_in_it():
     one = world(8, spec=pool(quota=gpus(4), reserved=(gpus(4),)))
     one.run(task("low", 4, priority=5), task("high", 4, priority=9))
     assert one.states("low", "high") == ["running", "waiting"]
-    assert one.why("high") is Code.quota
+    assert one.why("high") is ReasonCode.quota
 
 
 def test_a_reserved_slot_waits_for_a_node_that_can_hold_it():
@@ -135,7 +142,7 @@ def test_a_reserved_slot_on_a_lost_node_is_made_again_elsewhere():
     one.tell(news.NodeLost(lost))
     one.carry_all()
     one.run(task("high", 4, priority=9))
-    assert one.state("high") is State.running
+    assert one.state("high") is TaskState.running
     assert one.machine.tasks["high"].places[0].node != lost
 
 
@@ -143,9 +150,9 @@ def test_dynamic_slots_have_a_limit():
     one = world(8, spec=pool(dynamic_limit=2))
     one.run(task("a"), task("b"), task("c"))
     assert one.states("a", "b", "c") == ["running", "running", "waiting"]
-    assert one.why("c") is Code.slot_limit
+    assert one.why("c") is ReasonCode.slot_limit
     one.end("a")
-    assert one.state("c") is State.running
+    assert one.state("c") is TaskState.running
 
 
 def test_an_idle_slot_at_the_limit_makes_way_for_one_of_another_size():
@@ -153,7 +160,7 @@ def test_an_idle_slot_at_the_limit_makes_way_for_one_of_another_size():
     one.run(task("a", 1))
     one.end("a")
     one.run(task("b", 2))
-    assert one.state("b") is State.running
+    assert one.state("b") is TaskState.running
 
 
 def test_an_idle_slot_is_used_again():
@@ -163,7 +170,7 @@ def test_an_idle_slot_is_used_again():
     one.end("a")
     assert len(one.groups) == 1
     (start,) = one.submit(task("b", 2))
-    assert isinstance(start, Start)
+    assert isinstance(start, StartTask)
     assert start.places == place
 
 
@@ -174,8 +181,8 @@ def test_an_idle_slot_is_used_again_also_where_others_took_more_than_the_node_ha
     one.node("n0", 2, outside=gpus(2))
     assert one.states("a", "b", "c") == ["running", "running", "waiting"]
     one.end("a")
-    assert one.state("c") is State.running
-    assert one.why("c") is Code.reused
+    assert one.state("c") is TaskState.running
+    assert one.why("c") is ReasonCode.reused
 
 
 def test_without_reuse_a_slot_ends_with_its_task():
@@ -191,7 +198,7 @@ def test_an_idle_slot_makes_way_for_whoever_needs_its_room():
     one.run(task("a", 2))
     one.end("a")
     one.run(task("b", 8, pool="q"))
-    assert one.state("b") is State.running
+    assert one.state("b") is TaskState.running
     assert len(one.groups) == 1
 
 
@@ -206,18 +213,18 @@ def test_an_idle_slot_is_not_removed_where_room_is_free():
 def test_the_slot_goes_too_where_that_is_asked():
     one = world(8)
     one.run(task("a", 2), task("b", 2))
-    one.tell(news.CompleteAsked("a", keep_slot=False))
+    one.tell(news.CompleteRequested("a", keep_slot=False))
     one.carry_all()
-    assert one.state("a") is State.done
+    assert one.state("a") is TaskState.done
     assert len(one.groups) == 1
 
 
 def test_complete_frees_the_slot_and_the_quota():
     one = world(2, spec=pool(quota=gpus(2)))
     one.run(task("a", 2), task("b", 2))
-    (stop,) = one.tell(news.CompleteAsked("a"))
-    assert isinstance(stop, Stop)
-    assert one.state("b") is State.waiting  # its process is still there
+    (stop,) = one.tell(news.CompleteRequested("a"))
+    assert isinstance(stop, StopTask)
+    assert one.state("b") is TaskState.waiting  # its process is still there
     one.carry_all()
     assert one.states("a", "b") == ["done", "running"]
 
@@ -226,10 +233,10 @@ def test_nothing_new_goes_to_a_cordoned_node():
     one = world(8)
     one.tell(news.NodeCordoned("n0"))
     one.run(task("a"))
-    assert one.state("a") is State.waiting
+    assert one.state("a") is TaskState.waiting
     one.tell(news.NodeCordoned("n0", False))
     one.carry_all()
-    assert one.state("a") is State.running
+    assert one.state("a") is TaskState.running
 
 
 def test_an_idle_slot_on_a_cordoned_node_is_not_used_again():
@@ -247,22 +254,22 @@ def test_what_is_on_a_node_that_will_go_is_saved_and_returns_elsewhere():
     one.run(task("a", 2, saves=True), task("b", 2, preemptible=False), gang("g", 2, 2))
     homes = {name: {place.node for place in one.machine.tasks[name].places} for name in ("a", "b", "g")}
     (node,) = homes["a"]
-    stops = [each for each in one.tell(news.NodeEmptied(node, "spot")) if isinstance(each, Stop)]
+    stops = [each for each in one.tell(news.NodeDrained(node, "spot")) if isinstance(each, StopTask)]
     assert {stop.task for stop in stops} == {name for name, home in homes.items() if node in home}
-    assert all(stop.reason.code is Code.node_draining and "spot" in stop.reason.sentence for stop in stops)
+    assert all(stop.reason.code is ReasonCode.node_draining and "spot" in stop.reason.sentence for stop in stops)
     assert all(stop.save_s > 0 for stop in stops)
     one.carry_all()
-    moved = [name for name in homes if one.state(name) is State.running]
+    moved = [name for name in homes if one.state(name) is TaskState.running]
     assert "a" in moved
     assert all(node not in {place.node for place in one.machine.tasks[name].places} for name in moved)
-    assert all(one.state(name) is State.evicted for name in homes if name not in moved)
+    assert all(one.state(name) is TaskState.evicted for name in homes if name not in moved)
     assert not any(node in group.nodes for group in one.machine.groups.values())
 
 
 def test_a_node_that_was_emptied_stays_so_until_it_is_opened():
     one = world(8)
     one.run(task("a", 2))
-    one.tell(news.NodeEmptied("n0"))
+    one.tell(news.NodeDrained("n0"))
     one.carry_all()
     one.run(task("b", 2))
     assert one.states("a", "b") == ["evicted", "waiting"]
@@ -275,7 +282,7 @@ def test_a_reserved_slot_moves_from_a_node_that_will_go():
     one = world(8, 8, spec=pool(reserved=(gpus(4),)))
     one.carry_all()
     (group,) = one.machine.groups.values()
-    one.tell(news.NodeEmptied(group.nodes[0]))
+    one.tell(news.NodeDrained(group.nodes[0]))
     one.carry_all()
     (moved,) = one.machine.groups.values()
     assert moved.nodes != group.nodes
@@ -285,7 +292,7 @@ def test_a_tenant_that_waits_for_its_turn_on_a_node_that_will_go_waits_in_the_qu
     one = world(8, 8)
     one.run(task("a", 4, room=(gpus(4),)), task("b", 4, shares="a"))
     home = one.machine.tasks["a"].places[0].node
-    one.tell(news.NodeEmptied(home))
+    one.tell(news.NodeDrained(home))
     one.carry_all()
     assert one.states("a", "b") == ["running", "running"]
     assert all(one.machine.tasks[name].places[0].node != home for name in "ab")
@@ -295,36 +302,36 @@ def test_a_task_that_awaits_a_node_waits_where_none_is_large_enough():
     one = world(2)
     one.run(task("a", 8, awaits_node=True), task("b", 8))
     assert one.states("a", "b") == ["waiting", "failed"]
-    assert one.why("a") is Code.no_node
+    assert one.why("a") is ReasonCode.no_node
     one.node("n1", 8)
     one.carry_all()
-    assert one.state("a") is State.running
+    assert one.state("a") is TaskState.running
 
 
 def test_nobody_joins_a_slot_that_somebody_else_takes_over():
     one = world(4)
     one.tell(news.PolicySet(policy(same_pool_gap=1.0)))
     one.run(task("owner", 2, room=(gpus(4),), priority=1.0))
-    one.tell(news.Submitted(task("new", 4, priority=9.0)))
-    assert one.state("owner") is State.cancelling
-    one.tell(news.Submitted(task("sharer", 2, shares="owner", priority=5.0)))
+    one.tell(news.TaskSubmitted(task("new", 4, priority=9.0)))
+    assert one.state("owner") is TaskState.cancelling
+    one.tell(news.TaskSubmitted(task("sharer", 2, shares="owner", priority=5.0)))
     one.carry_all()
     assert one.states("new", "owner", "sharer") == ["running", "evicted", "waiting"]
     one.end("new")
     one.carry_all()
-    assert one.state("owner") is State.running
+    assert one.state("owner") is TaskState.running
 
 
 def test_nobody_is_evicted_for_room_that_is_being_made_free_anyway():
     one = world(8, spec=pool(reuse=False, return_preempts=True))
     one.tell(news.PolicySet(policy(same_pool_gap=0.5)))
     one.run(task("low", 1, priority=1.0), task("back", 2, priority=2.0), task("first", 2, priority=12.0))
-    one.tell(news.EvictAsked("back"))
-    one.tell(news.Submitted(task("second", 2, priority=12.0)))
-    one.carry_all(MakeGroup, Start)
-    one.carry_all(Stop)  # it is gone, and its slot is being removed: 1 GPU is free now, 3 in a moment
+    one.tell(news.EvictRequested("back"))
+    one.tell(news.TaskSubmitted(task("second", 2, priority=12.0)))
+    one.carry_all(CreatePlacementGroup, StartTask)
+    one.carry_all(StopTask)  # it is gone, and its slot is being removed: 1 GPU is free now, 3 in a moment
     assert one.states("low", "back") == ["running", "evicted"]
-    assert one.why("back") is Code.evicting
+    assert one.why("back") is ReasonCode.evicting
     one.carry_all()
     assert one.states("low", "back") == ["running", "running"]
 
@@ -333,15 +340,15 @@ def test_a_quota_can_be_changed_and_what_runs_over_a_smaller_one_goes_on():
     one = world(8, spec=pool(quota=gpus(4, cpu=100)))
     one.run(task("a", gpus(2)), task("b", gpus(2)), task("c", gpus(2)))
     assert one.states("a", "b", "c") == ["running", "running", "waiting"]
-    assert one.why("c") is Code.quota
+    assert one.why("c") is ReasonCode.quota
     one.tell(news.QuotaSet("p", Resources.of(gpu=6, cpu=100)))
     one.carry_all()
-    assert one.state("c") is State.running
-    one.tell(news.CompleteAsked("c"))
+    assert one.state("c") is TaskState.running
+    one.tell(news.CompleteRequested("c"))
     one.carry_all()
     one.tell(news.QuotaSet("p", Resources.of(gpu=4, cpu=100)))
     one.run(task("d", gpus(2)))
-    assert (one.state("d"), one.why("d")) == (State.waiting, Code.quota)
+    assert (one.state("d"), one.why("d")) == (TaskState.waiting, ReasonCode.quota)
     with pytest.raises(InputError, match="nowhere"):
         one.tell(news.QuotaSet("nowhere", Resources.of(gpu=1)))
 
@@ -352,10 +359,10 @@ def test_a_drained_pool_takes_nothing_new_and_says_so():
     one.tell(news.PoolDrained("p"))
     one.run(task("b"))
     assert one.states("a", "b") == ["running", "waiting"]
-    assert one.why("b") is Code.drained
+    assert one.why("b") is ReasonCode.drained
     one.tell(news.PoolDrained("p", on=False))
     one.carry_all()
-    assert one.state("b") is State.running
+    assert one.state("b") is TaskState.running
 
 
 def test_a_dropped_pool_leaves_nothing_behind():
@@ -366,14 +373,14 @@ def test_a_dropped_pool_leaves_nothing_behind():
     assert not one.groups
     assert not one.runs
     assert one.states("a", "b") == ["cancelled", "cancelled"]
-    assert one.why("a") is Code.pool_dropped
+    assert one.why("a") is ReasonCode.pool_dropped
 
 
 def test_a_slot_is_given_on_only_after_the_process_is_gone():
     one = world(2)
     one.run(task("a", 2), task("b", 2))
-    one.tell(news.CancelAsked("a"))
-    assert not [x for x in one.pending if isinstance(x, Start | MakeGroup | RemoveGroup)]
+    one.tell(news.CancelRequested("a"))
+    assert not [x for x in one.pending if isinstance(x, StartTask | CreatePlacementGroup | RemovePlacementGroup)]
     one.carry_all()
     assert one.states("a", "b") == ["cancelled", "running"]
 
@@ -383,31 +390,36 @@ def test_a_slot_is_given_on_only_after_the_process_is_gone():
 
 def test_a_gang_starts_whole_or_not_at_all():
     one = world(4, 4)
-    one.run(gang("g", 4, 2, strategy=Strategy.spread), gang("h", 2, 1))
+    one.run(gang("g", 4, 2, strategy=PlacementStrategy.spread), gang("h", 2, 1))
     assert one.states("g", "h") == ["running", "waiting"]
     assert len(one.machine.tasks["g"].places) == 4
 
 
 @pytest.mark.parametrize(
     ("strategy", "nodes"),
-    [(Strategy.strict_pack, 1), (Strategy.pack, 1), (Strategy.spread, 2), (Strategy.strict_spread, 2)],
+    [
+        (PlacementStrategy.strict_pack, 1),
+        (PlacementStrategy.pack, 1),
+        (PlacementStrategy.spread, 2),
+        (PlacementStrategy.strict_spread, 2),
+    ],
 )
-def test_a_gang_lies_as_its_strategy_says(strategy: Strategy, nodes: int):
+def test_a_gang_lies_as_its_strategy_says(strategy: PlacementStrategy, nodes: int):
     one = world(4, 4)
     one.run(gang("g", 2, 1, strategy=strategy))
     assert len({place.node for place in one.machine.tasks["g"].places}) == nodes
 
 
 def test_a_gang_without_a_strategy_has_its_pools():
-    one = world(4, 4, spec=pool(strategy=Strategy.strict_spread))
+    one = world(4, 4, spec=pool(strategy=PlacementStrategy.strict_spread))
     one.run(gang("g", 2, 1))
     assert {place.node for place in one.machine.tasks["g"].places} == {"n0", "n1"}
 
 
 def test_a_pack_gang_goes_over_several_nodes_where_it_must():
     one = world(2, 2)
-    one.run(gang("g", 4, 1, strategy=Strategy.pack))
-    assert one.state("g") is State.running
+    one.run(gang("g", 4, 1, strategy=PlacementStrategy.pack))
+    assert one.state("g") is TaskState.running
 
 
 def test_a_gang_counts_every_bundle_against_the_limit():
@@ -418,21 +430,21 @@ def test_a_gang_counts_every_bundle_against_the_limit():
 
 def test_a_gang_that_loses_a_member_stops_whole():
     one = world(2, 2)
-    one.run(gang("g", 2, 2, strategy=Strategy.spread, restarts=1))
-    (stop,) = one.tell(news.Died("g", 1, "killed"))
-    assert isinstance(stop, Stop)
-    assert stop.reason.code in (Code.gang_broken, Code.process_died)
+    one.run(gang("g", 2, 2, strategy=PlacementStrategy.spread, restarts=1))
+    (stop,) = one.tell(news.TaskDied("g", 1, "killed"))
+    assert isinstance(stop, StopTask)
+    assert stop.reason.code in (ReasonCode.gang_broken, ReasonCode.process_died)
     one.carry_all()
     one.tick(60)
     one.carry_all()
-    assert one.state("g") is State.running
+    assert one.state("g") is TaskState.running
     assert one.machine.tasks["g"].attempt == 2
 
 
 def test_two_half_placed_gangs_after_a_node_loss_do_not_hold_each_other():
     # Both lie over n0 and n1; when n1 is gone each could keep its half of n0 and wait for the other's half for ever.
     one = world(4, 4)
-    spread = {"strategy": Strategy.strict_spread, "restarts": -1}
+    spread = {"strategy": PlacementStrategy.strict_spread, "restarts": -1}
     one.run(gang("g", 2, 2, **spread), gang("h", 2, 2, **spread))
     one.tell(news.NodeLost("n1"))
     one.carry_all()
@@ -459,18 +471,18 @@ def test_a_big_gang_is_not_starved_by_small_tasks_for_ever(runs: float):
         one.carry_all()
         one.tick(10)
         ready = sorted(one.running() - {"g"}, key=lambda name: int(name[1:]))
-        if one.state("g") is State.running:
+        if one.state("g") is TaskState.running:
             break
         one.end(ready[0])
-    assert one.state("g") is State.running
+    assert one.state("g") is TaskState.running
     told = [chapter.reason.code for name in one.specs if name != "g" for chapter in one.machine.story(name)]
-    assert Code.behind in told
+    assert ReasonCode.behind in told
 
 
 def test_no_room_is_kept_for_one_who_would_not_fit_even_if_all_others_ended():
-    one = world(2, 2, spec=pool(reserved=(gpus(2),), patience_s=0.0, strategy=Strategy.pack))
+    one = world(2, 2, spec=pool(reserved=(gpus(2),), patience_s=0.0, strategy=PlacementStrategy.pack))
     one.run(gang("big", 3, 1), gang("small", 2, 1))
-    assert one.state("small") is State.running
+    assert one.state("small") is TaskState.running
 
 
 def test_a_gang_that_waits_beside_a_draining_node_is_told_of_it():
@@ -478,11 +490,11 @@ def test_a_gang_that_waits_beside_a_draining_node_is_told_of_it():
     one.run(task("a", 2))
     on = one.machine.tasks["a"].places[0].node
     free = [name for name in ("n0", "n1", "n2") if name != on]
-    one.tell(news.NodeEmptied(free[0], "spot termination"))
+    one.tell(news.NodeDrained(free[0], "spot termination"))
     one.tell(news.NodeCordoned(on, True))
-    one.submit(gang("g", 2, 2, strategy=Strategy.strict_spread))
+    one.submit(gang("g", 2, 2, strategy=PlacementStrategy.strict_spread))
     said = one.machine.explain("g", one.now).reason
-    assert said.code is Code.no_room
+    assert said.code is ReasonCode.no_room
     assert "need a node each, and 1 of 1 have room" in said.sentence
     assert f"{free[0]} is draining" in said.sentence
     assert f"{on} is cordoned" in said.sentence
@@ -549,7 +561,7 @@ IN_A_RING = {"role": {"a": ["b"], "b": ["c"], "c": ["a"]}}
         (policy(same_pool_gap=0.0), "abc"),
     ],
 )
-def test_tasks_that_may_evict_each_other_do_so_once_and_then_run(rules: Policy, names: str):
+def test_tasks_that_may_evict_each_other_do_so_once_and_then_run(rules: PreemptionPolicy, names: str):
     one = world(1, spec=pool(return_preempts=True), rules=rules)
     for name in names:
         one.run(task(name, 1, labels={"role": name}))  # each is carried out until nothing is left to do
@@ -570,7 +582,7 @@ def test_a_task_that_was_evicted_says_that_it_does_not_evict_its_equals():
     assert "it was evicted itself" in told.reason.sentence
     assert "that of second is not" in told.reason.sentence
     one.end("second")
-    assert one.state("first") is State.running
+    assert one.state("first") is TaskState.running
 
 
 def test_an_evicted_task_evicts_those_of_lower_priority_whatever_the_gap():
@@ -597,7 +609,7 @@ def sharing() -> World:
     one = world(8)
     one.run(task("first", 4, residual=(gpus(1),), room=(gpus(5),)))
     one.submit(task("second", 4, shares="first", residual=(gpus(1),)))
-    one.tell(news.TurnAsked("second"))
+    one.tell(news.TurnRequested("second"))
     one.carry_all()
     return one
 
@@ -605,23 +617,23 @@ def sharing() -> World:
 def test_tenants_of_a_slot_take_turns():
     one = sharing()
     for _ in range(3):
-        parked = next(name for name in ("first", "second") if one.state(name) is State.parked)
+        parked = next(name for name in ("first", "second") if one.state(name) is TaskState.parked)
         other = {"first": "second", "second": "first"}[parked]
-        (park,) = one.tell(news.TurnAsked(parked))
-        assert isinstance(park, Park)
+        (park,) = one.tell(news.TurnRequested(parked))
+        assert isinstance(park, ParkTask)
         assert park.task == other
         (unpark,) = one.carry(park)
-        assert isinstance(unpark, Unpark)
+        assert isinstance(unpark, UnparkTask)
         one.carry(unpark)
-        assert one.state(parked) is State.running
-        assert one.state(other) is State.parked
+        assert one.state(parked) is TaskState.running
+        assert one.state(other) is TaskState.parked
 
 
 def test_a_sharer_waits_for_its_turn_and_says_so():
     one = world(8)
     one.run(task("first", 4, room=(gpus(4),)), task("second", 4, shares="first"))
     assert one.states("first", "second") == ["running", "waiting"]
-    assert one.why("second") is Code.turn
+    assert one.why("second") is ReasonCode.turn
 
 
 def test_a_sharer_starts_in_the_slots_of_the_other_after_that_one_is_parked():
@@ -636,14 +648,14 @@ def test_a_parked_task_keeps_its_residual_in_the_quota():
     one.run(task("first", 4, residual=(gpus(1),), room=(gpus(5),)))
     one.submit(task("second", 4, shares="first"))
     one.carry_all()
-    one.tell(news.TurnAsked("second"))
+    one.tell(news.TurnRequested("second"))
     one.carry_all()
     assert one.states("first", "second") == ["parked", "running"]
     one.run(task("c", 2))
-    assert one.state("c") is State.waiting  # 4 and 1 of 6 are in use
-    assert one.why("c") is Code.quota
+    assert one.state("c") is TaskState.waiting  # 4 and 1 of 6 are in use
+    assert one.why("c") is ReasonCode.quota
     one.run(task("d", 1))
-    assert one.state("d") is State.running
+    assert one.state("d") is TaskState.running
 
 
 def test_the_next_tenant_has_its_turn_when_the_active_one_ends():
@@ -651,7 +663,7 @@ def test_the_next_tenant_has_its_turn_when_the_active_one_ends():
     active = one.running().pop()
     other = {"first": "second", "second": "first"}[active]
     one.end(active)
-    one.tell(news.TurnAsked(other))
+    one.tell(news.TurnRequested(other))
     one.carry_all()
     assert one.states(active, other) == ["done", "running"]
 
@@ -660,36 +672,36 @@ def test_a_sharer_stays_at_the_slots_it_waits_at_when_their_owner_starts_again_e
     one = world(8)
     one.run(task("owner", 1, room=(gpus(2),), restarts=1))
     one.submit(task("waits", 1, shares="owner"), task("active", 1, shares="owner"))
-    (park,) = one.tell(news.TurnAsked("active"))
+    (park,) = one.tell(news.TurnRequested("active"))
     one.carry(park, "badly")
     one.carry_all()
     one.tick(1.0)
     one.carry_all()
     assert one.states("owner", "active") == ["running", "running"]
     one.end("active")
-    one.tell(news.TurnAsked("waits"))
+    one.tell(news.TurnRequested("waits"))
     one.carry_all()
-    assert one.state("waits") is State.running
+    assert one.state("waits") is TaskState.running
 
 
 def test_a_sharer_of_an_unknown_task_is_refused():
     one = world(8)
-    one.refused(news.Submitted(task("b", 1, shares="nobody")))
+    one.refused(news.TaskSubmitted(task("b", 1, shares="nobody")))
 
 
 def test_a_sharer_that_is_larger_than_the_slot_is_refused():
     one = world(8)
     one.run(task("a", 2))
-    one.refused(news.Submitted(task("b", 4, shares="a")))
+    one.refused(news.TaskSubmitted(task("b", 4, shares="a")))
 
 
 def test_a_tenant_that_dies_in_its_turn_gives_the_slot_to_the_other():
     one = sharing()
     active = one.running().pop()
     other = {"first": "second", "second": "first"}[active]
-    one.tell(news.Died(active, 1, "killed"))
+    one.tell(news.TaskDied(active, 1, "killed"))
     one.carry_all()
-    one.tell(news.TurnAsked(other))
+    one.tell(news.TurnRequested(other))
     one.carry_all()
     assert one.states(active, other) == ["failed", "running"]
 
@@ -702,13 +714,13 @@ def test_nobody_is_evicted_until_a_policy_is_set():
     one.run(task("low", 2, priority=1), task("high", 2, priority=100))
     assert one.states("low", "high") == ["running", "waiting"]
     one.tell(news.PolicySet(policy()))
-    assert one.stops() == {"low": Code.priority}
+    assert one.stops() == {"low": ReasonCode.priority}
 
 
 @pytest.mark.parametrize("level", list(Aggressiveness))
 def test_the_gap_in_the_same_pool_is_what_the_aggressiveness_says(level: Aggressiveness):
     rules = policy(same_pool_gap=level.same_pool_gap, label_gap=level.label_gap)
-    for above, expected in ((level.same_pool_gap, {"low": Code.priority}), (level.same_pool_gap - 0.01, {})):
+    for above, expected in ((level.same_pool_gap, {"low": ReasonCode.priority}), (level.same_pool_gap - 0.01, {})):
         one = world(2, rules=rules)
         one.run(task("low", 2, priority=5))
         one.submit(task("high", 2, priority=5 + above))
@@ -720,7 +732,7 @@ def test_a_label_rule_needs_a_smaller_gap(level: Aggressiveness):
     rules = policy(
         {"role": {"train": ["rollout"]}}, same_pool_gap=level.same_pool_gap, label_gap=level.label_gap, same_pool=False
     )
-    for above, expected in ((level.label_gap, {"low": Code.label_rule}), (level.label_gap - 0.01, {})):
+    for above, expected in ((level.label_gap, {"low": ReasonCode.label_rule}), (level.label_gap - 0.01, {})):
         one = world(2, rules=rules)
         one.run(task("low", 2, priority=5, labels={"role": "rollout"}))
         one.submit(task("high", 2, priority=5 + above, labels={"role": "train"}))
@@ -731,7 +743,7 @@ def test_gaps_of_decimals_are_not_lost_to_rounding():
     one = world(2, rules=policy(same_pool_gap=0.1))
     one.run(task("low", 2, priority=0.7))
     one.submit(task("high", 2, priority=0.8))
-    assert one.stops() == {"low": Code.priority}
+    assert one.stops() == {"low": ReasonCode.priority}
 
 
 def test_a_label_rule_goes_one_way_only():
@@ -748,7 +760,7 @@ def test_a_rule_about_labels_that_nobody_has_changes_nothing():
     assert not one.stops()
 
 
-def two_pools(rules: Policy, **labels: dict[str, str]) -> World:
+def two_pools(rules: PreemptionPolicy, **labels: dict[str, str]) -> World:
     one = world(4, rules=rules)
     one.tell(news.PoolEnsured(pool("q")))
     one.run(task("low", 4, priority=1, labels=labels.get("low")))
@@ -772,7 +784,7 @@ def test_label_rules_do_not_make_the_cross_pool_gap_smaller():
     one.submit(task("high", 4, pool="q", priority=5.9, labels={"role": "train"}))
     assert not one.stops()
     one.submit(task("higher", 4, pool="q", priority=6, labels={"role": "train"}))
-    assert one.stops() == {"low": Code.cross_pool}
+    assert one.stops() == {"low": ReasonCode.cross_pool}
 
 
 def test_label_rules_do_not_reach_into_protected_pools():
@@ -786,7 +798,7 @@ def test_a_protected_pool_may_still_evict_in_itself():
     one = world(4, rules=policy(cross_pool=True, protected_pools=("p",)))
     one.run(task("low", 4, priority=1))
     one.submit(task("high", 4, priority=9))
-    assert one.stops() == {"low": Code.priority}
+    assert one.stops() == {"low": ReasonCode.priority}
 
 
 def test_cross_pool_preemption_ends_with_the_newcomer_running():
@@ -794,7 +806,7 @@ def test_cross_pool_preemption_ends_with_the_newcomer_running():
     one.run(task("high", 4, pool="q", priority=9))
     assert one.states("low", "high") == ["evicted", "running"]
     starting = [c.reason.code for c in one.machine.story("high") if c.state == "starting"]
-    assert starting == [Code.preempted]
+    assert starting == [ReasonCode.preempted]
 
 
 def test_evicting_in_another_pool_frees_no_quota_of_ones_own():
@@ -806,7 +818,7 @@ def test_evicting_in_another_pool_frees_no_quota_of_ones_own():
     one.run(task("mine", 4, priority=9, preemptible=False), task("theirs", 4, pool="q", priority=1))
     one.submit(task("high", 4, priority=10))
     assert not one.stops()
-    assert one.why("high") is Code.quota
+    assert one.why("high") is ReasonCode.quota
 
 
 def test_whoever_is_not_preemptible_stays():
@@ -817,7 +829,7 @@ def test_whoever_is_not_preemptible_stays():
 
 
 def test_a_gang_stays_unless_it_says_that_it_may_be_evicted():
-    for said, expected in ((None, {}), (True, {"g": Code.priority})):
+    for said, expected in ((None, {}), (True, {"g": ReasonCode.priority})):
         one = world(2, rules=policy())
         one.run(gang("g", 2, 1, priority=1, preemptible=said))
         one.submit(task("high", 2, priority=9))
@@ -829,7 +841,7 @@ def test_whoever_may_not_evict_waits():
     one.run(task("low", 2, priority=1))
     one.submit(task("high", 2, priority=9, may_evict=False))
     assert not one.stops()
-    assert one.state("high") is State.waiting
+    assert one.state("high") is TaskState.waiting
 
 
 def test_ageing_never_counts_towards_an_eviction():
@@ -839,7 +851,7 @@ def test_ageing_never_counts_towards_an_eviction():
     for _ in range(50):
         one.tick(1000)
     assert not one.stops()
-    assert one.state("low") is State.running
+    assert one.state("low") is TaskState.running
 
 
 def test_a_young_task_is_protected_for_its_minimum_runtime():
@@ -852,7 +864,7 @@ def test_a_young_task_is_protected_for_its_minimum_runtime():
     assert due is not None
     assert due <= 30
     one.tick(30.5 - one.now)
-    assert one.stops() == {"low": Code.priority}
+    assert one.stops() == {"low": ReasonCode.priority}
 
 
 def test_an_eviction_budget_stops_thrashing():
@@ -862,7 +874,7 @@ def test_an_eviction_budget_stops_thrashing():
     assert one.states("high0", "high1", "high2") == ["running", "running", "waiting"]
     one.tick(101)
     one.carry_all()
-    assert one.state("high2") is State.running
+    assert one.state("high2") is TaskState.running
 
 
 def test_a_choice_larger_than_the_budget_evicts_nobody():
@@ -879,10 +891,10 @@ def test_an_evicted_task_that_returns_does_not_preempt():
     assert one.states("low", "mid", "high") == ["evicted", "evicted", "running"]
     one.run(task("lowest", 0.5, priority=0.5))
     one.end("high")
-    assert one.state("mid") is State.running
-    one.tell(news.EvictAsked("mid"))
+    assert one.state("mid") is TaskState.running
+    one.tell(news.EvictRequested("mid"))
     one.carry_all()
-    assert {one.state("low"), one.state("mid")} <= {State.evicted, State.running}
+    assert {one.state("low"), one.state("mid")} <= {TaskState.evicted, TaskState.running}
     assert not one.stops()
 
 
@@ -895,14 +907,14 @@ def test_an_evicted_task_preempts_on_its_return_only_where_its_pool_says_so(may:
     one.end("high")
     one.node("n1", 2)
     one.tell(news.PolicySet(policy(same_pool_gap=100.0)))
-    one.tell(news.CancelAsked("mid"))
+    one.tell(news.CancelRequested("mid"))
     one.carry_all()
     one.run(task("victim", 2, priority=1), task("mid2", 2, priority=5))
     assert one.states("victim", "mid2") == ["running", "waiting"]
     one.tell(news.PolicySet(policy()))
     one.carry_all()
     assert one.states("victim", "mid2") == ["evicted", "running"]
-    one.tell(news.EvictAsked("mid2"))
+    one.tell(news.EvictRequested("mid2"))
     one.carry_all()
     # Whoever is first in the queue is back. The other may take its place only where its pool says so.
     running = one.running()
@@ -933,7 +945,7 @@ def test_an_eviction_tells_then_saves_with_time_outs_apart():
     one = world(2, rules=policy(cancel_timeout_s=3.0, save_timeout_s=120.0))
     one.run(task("low", 2, priority=1, saves=True))
     one.submit(task("high", 2, priority=9))
-    (stop,) = [x for x in one.pending if isinstance(x, Stop)]
+    (stop,) = [x for x in one.pending if isinstance(x, StopTask)]
     assert (stop.tell_s, stop.save_s, stop.notice) == (3.0, 120.0, False)
 
 
@@ -941,20 +953,20 @@ def test_notice_replaces_the_cancel_time_out():
     one = world(2, rules=policy(cancel_timeout_s=3.0))
     one.run(task("low", 2, priority=1, notice_s=45.0))
     one.submit(task("high", 2, priority=9))
-    (stop,) = [x for x in one.pending if isinstance(x, Stop)]
+    (stop,) = [x for x in one.pending if isinstance(x, StopTask)]
     assert (stop.tell_s, stop.notice) == (45.0, True)
 
 
 def test_an_eviction_by_hand_needs_no_policy_and_tells_the_task():
     one = world(2)
     one.run(task("a", 2))
-    (stop,) = one.tell(news.EvictAsked("a"))
-    assert stop.reason.code is Code.by_hand
+    (stop,) = one.tell(news.EvictRequested("a"))
+    assert stop.reason.code is ReasonCode.by_hand
     assert stop.tell_s > 0
     one.carry(stop)
     one.carry_all()
     assert one.machine.tasks["a"].evictions == 1
-    assert one.state("a") is State.running
+    assert one.state("a") is TaskState.running
     assert one.machine.tasks["a"].attempt == 2
 
 
@@ -980,10 +992,10 @@ def test_room_that_is_becoming_free_is_not_made_a_second_time():
     one = world(4, rules=policy())
     one.run(task("low", 4, priority=1))
     one.submit(task("high", 4, priority=9))
-    assert one.stops() == {"low": Code.priority}
+    assert one.stops() == {"low": ReasonCode.priority}
     one.tick(1)
     one.tick(1)
-    assert len([x for x in one.pending if isinstance(x, Stop)]) == 1
+    assert len([x for x in one.pending if isinstance(x, StopTask)]) == 1
 
 
 def test_a_part_of_what_is_asked_may_be_free_already():
@@ -997,7 +1009,7 @@ def test_several_victims_cover_together_what_none_covers_alone():
     one = world(4, rules=policy())
     one.run(*[task(f"t{at}", 1, priority=1) for at in range(4)])
     one.run(task("high", 3, priority=9))
-    assert one.state("high") is State.running
+    assert one.state("high") is TaskState.running
     assert sorted(one.states("t0", "t1", "t2", "t3")) == ["evicted", "evicted", "evicted", "running"]
 
 
@@ -1012,7 +1024,7 @@ def test_fewer_evictions_go_before_lower_priority():
     one = world(4, 4, rules=policy())
     one.run(task("big", 4, priority=5), *[task(f"t{at}", 1, priority=1) for at in range(4)])
     one.run(task("high", 4, priority=9))
-    assert one.state("big") is State.evicted
+    assert one.state("big") is TaskState.evicted
     assert one.states("t0", "t1", "t2", "t3") == ["running"] * 4
 
 
@@ -1022,7 +1034,7 @@ def test_of_equal_priority_the_one_that_saves_its_state_leaves():
         one.run(*[task(name, 1, priority=1, saves=name == saver) for name in "ab"])
         one.tick(100)
         one.run(task("high", 1, priority=9))
-        assert one.state(saver) is State.evicted
+        assert one.state(saver) is TaskState.evicted
 
 
 def test_of_equal_priority_the_one_that_has_done_the_least_leaves():
@@ -1032,7 +1044,7 @@ def test_of_equal_priority_the_one_that_has_done_the_least_leaves():
             one.run(task(name, 1, priority=1, estimate_s=1000))
             one.tick(100)
         one.run(task("high", 1, priority=9))
-        assert one.state(order[1]) is State.evicted
+        assert one.state(order[1]) is TaskState.evicted
 
 
 def test_whoever_is_nearly_done_is_spared():
@@ -1047,9 +1059,9 @@ def test_victims_leave_one_node_and_not_pieces_of_several():
     one = world(2, 2, rules=policy())
     one.run(*[task(f"t{at}", 1, priority=1) for at in range(4)])
     one.run(task("high", 2, priority=9))
-    evicted = [name for name in ("t0", "t1", "t2", "t3") if one.state(name) is State.evicted]
+    evicted = [name for name in ("t0", "t1", "t2", "t3") if one.state(name) is TaskState.evicted]
     assert len(evicted) == 2
-    assert one.state("high") is State.running
+    assert one.state("high") is TaskState.running
 
 
 def test_where_the_quota_decides_a_victim_of_the_pool_leaves_and_no_node_is_cleared():
@@ -1083,23 +1095,23 @@ def test_reserved_slots_of_others_are_untouched():
     before = dict(one.groups)
     one.run(task("high", 4, pool="q", priority=100))
     assert one.groups == before
-    assert one.state("high") is State.waiting
+    assert one.state("high") is TaskState.waiting
 
 
 def test_a_gang_evicts_nobody_who_could_be_spared():
     one = world(4, 4, 4, rules=policy())
     one.run(*[task(f"t{at}", 2, priority=1) for at in range(5)])  # one half of a node stays free
-    one.run(gang("g", 2, 4, priority=9, strategy=Strategy.spread))
-    evicted = [name for name in one.machine.tasks if one.state(name) is State.evicted]
-    assert one.state("g") is State.running
+    one.run(gang("g", 2, 4, priority=9, strategy=PlacementStrategy.spread))
+    evicted = [name for name in one.machine.tasks if one.state(name) is TaskState.evicted]
+    assert one.state("g") is TaskState.running
     assert len(evicted) == 3
 
 
 def test_a_duplicate_id_is_refused_and_evicts_nobody():
     one = world(2, rules=policy())
     one.run(task("innocent", 2, priority=1))
-    one.refused(news.Submitted(task("innocent", 2, priority=9)))
-    assert one.state("innocent") is State.running
+    one.refused(news.TaskSubmitted(task("innocent", 2, priority=9)))
+    assert one.state("innocent") is TaskState.running
     assert not one.pending
 
 
@@ -1108,9 +1120,9 @@ def test_late_news_of_an_ended_task_does_not_reach_a_new_one_of_the_same_id():
     one.run(task("a"))
     one.end("a")
     one.run(task("a", priority=7))
-    assert one.state("a") is State.running
-    one.echo(news.Died("a", 1, "killed"))
-    assert one.state("a") is State.running
+    assert one.state("a") is TaskState.running
+    one.echo(news.TaskDied("a", 1, "killed"))
+    assert one.state("a") is TaskState.running
 
 
 def test_a_dry_run_names_the_victims_and_changes_nothing():
@@ -1167,8 +1179,8 @@ def test_victims_are_the_fewest_and_then_the_lowest(case):
     for name in sorted(one.running())[:ended]:
         one.end(name)
     for name, state in [(name, x.state) for name, x in one.machine.tasks.items()]:
-        if state is State.waiting:
-            one.tell(news.CancelAsked(name))
+        if state is TaskState.waiting:
+            one.tell(news.CancelRequested(name))
     one.carry_all()
     if not one.could_fit(newcomer):
         return
@@ -1182,7 +1194,7 @@ def test_victims_are_the_fewest_and_then_the_lowest(case):
     assert dry == chosen
     if not best:
         assert not chosen
-        assert one.state("new") is State.waiting
+        assert one.state("new") is TaskState.waiting
         return
     assert len(chosen) == len(best[0]), f"{chosen} where {best[:3]} suffice"
     if chosen:
@@ -1191,14 +1203,14 @@ def test_victims_are_the_fewest_and_then_the_lowest(case):
         better = [x for x in best if dominated(mine, [one.specs[name].priority for name in x])]
         assert not better, f"{chosen} ({mine}) where {better[:3]} are lower"
     one.carry_all()
-    assert one.state("new") is State.running
+    assert one.state("new") is TaskState.running
 
 
 # ---- borrowing --------------------------------------------------------------------------------------------------
 
 
 def test_an_idle_reserved_slot_is_lent_only_where_the_pool_says_so():
-    for may, expected in ((False, State.waiting), (True, State.running)):
+    for may, expected in ((False, TaskState.waiting), (True, TaskState.running)):
         one = world(4, spec=pool(reserved=(gpus(4),), borrow=may))
         one.run(task("low", 4, priority=1))
         assert one.state("low") is expected
@@ -1207,13 +1219,13 @@ def test_an_idle_reserved_slot_is_lent_only_where_the_pool_says_so():
 def test_a_borrower_leaves_when_the_owner_comes_whatever_the_policy():
     one = world(4, spec=pool(reserved=(gpus(4),), borrow=True))
     one.run(task("low", 4, priority=7.9))
-    assert [c.reason.code for c in one.machine.story("low") if c.state == "starting"] == [Code.borrowed]
+    assert [c.reason.code for c in one.machine.story("low") if c.state == "starting"] == [ReasonCode.borrowed]
     one.submit(task("high", 4, priority=8))
-    assert one.stops() == {"low": Code.owner_returned}
+    assert one.stops() == {"low": ReasonCode.owner_returned}
     one.carry_all()
     assert one.states("low", "high") == ["evicted", "running"]
     one.end("high")
-    assert one.state("low") is State.running
+    assert one.state("low") is TaskState.running
 
 
 def test_free_room_goes_before_borrowing():
@@ -1226,13 +1238,13 @@ def test_free_room_goes_before_borrowing():
 def test_a_task_that_may_not_be_evicted_does_not_borrow():
     one = world(4, spec=pool(reserved=(gpus(4),), borrow=True))
     one.run(task("low", 4, priority=1, preemptible=False))
-    assert one.state("low") is State.waiting
+    assert one.state("low") is TaskState.waiting
 
 
 def test_borrowers_are_the_first_to_leave():
     one = world(4, spec=pool(reserved=(gpus(2),), borrow=True), rules=policy())
     one.run(task("cheap", 2, priority=1), task("borrower", 2, priority=5))
-    assert [c.reason.code for c in one.machine.story("borrower") if c.state == "starting"] == [Code.borrowed]
+    assert [c.reason.code for c in one.machine.story("borrower") if c.state == "starting"] == [ReasonCode.borrowed]
     one.run(task("high", 2, priority=9))
     assert one.states("cheap", "borrower", "high") == ["running", "evicted", "running"]
 
@@ -1242,7 +1254,7 @@ def test_an_owner_who_does_not_fit_the_slot_drives_no_borrower_out_without_a_pol
     one.run(task("filler", 6, priority=5, preemptible=False))
     one.end("filler")
     one.run(task("a", 4, priority=5), task("b", 2, priority=5))
-    borrowed = [n for n in "ab" if any(c.reason.code is Code.borrowed for c in one.machine.story(n))]
+    borrowed = [n for n in "ab" if any(c.reason.code is ReasonCode.borrowed for c in one.machine.story(n))]
     one.submit(task("high", 3, priority=9))
     assert not one.stops(), borrowed
 
@@ -1253,35 +1265,35 @@ def test_an_owner_who_does_not_fit_the_slot_drives_no_borrower_out_without_a_pol
 def test_a_task_that_asks_more_than_the_quota_says_so_at_once():
     one = world(8, spec=pool(quota=gpus(4)))
     assert one.submit(task("a", 5)) == []
-    assert one.state("a") is State.failed
-    assert one.why("a") is Code.never_fits
+    assert one.state("a") is TaskState.failed
+    assert one.why("a") is ReasonCode.never_fits
 
 
 def test_a_task_that_asks_more_than_any_node_has_says_so_at_once():
     one = world(4, 4)
     one.submit(task("a", 5))
     one.submit(gang("g", 2, 3))  # together on one node
-    one.submit(gang("h", 3, 1, strategy=Strategy.strict_spread))
-    assert [one.why(name) for name in "agh"] == [Code.never_fits] * 3
+    one.submit(gang("h", 3, 1, strategy=PlacementStrategy.strict_spread))
+    assert [one.why(name) for name in "agh"] == [ReasonCode.never_fits] * 3
     assert one.states("a", "g", "h") == ["failed"] * 3
 
 
 def test_a_task_that_asks_more_slots_than_the_pool_may_have_says_so_at_once():
     one = world(8, spec=pool(dynamic_limit=2))
     one.submit(gang("g", 3, 1))
-    assert one.why("g") is Code.never_fits
+    assert one.why("g") is ReasonCode.never_fits
     two = world(8, spec=pool(dynamic=False, reserved=(gpus(2),)))
     two.submit(task("low", 1, priority=1))
-    assert two.why("low") is Code.never_fits
+    assert two.why("low") is ReasonCode.never_fits
 
 
 def test_a_task_in_a_cluster_without_nodes_waits_for_one():
     one = world()
     one.submit(task("a"))
-    assert one.state("a") is State.waiting
+    assert one.state("a") is TaskState.waiting
     one.node("n", 8)
     one.carry_all()
-    assert one.state("a") is State.running
+    assert one.state("a") is TaskState.running
 
 
 def test_a_wait_ends_at_its_deadline():
@@ -1290,11 +1302,11 @@ def test_a_wait_ends_at_its_deadline():
     assert one.machine.explain("b", one.now).deadline == 30.0
     assert one.machine.explain("c", one.now).deadline == 3600.0
     one.tick(29.9)
-    assert one.state("b") is State.waiting
+    assert one.state("b") is TaskState.waiting
     one.tick(0.1)
-    assert one.state("b") is State.failed
-    assert one.why("b") is Code.too_late
-    assert one.state("c") is State.waiting
+    assert one.state("b") is TaskState.failed
+    assert one.why("b") is ReasonCode.too_late
+    assert one.state("c") is TaskState.waiting
 
 
 def test_the_machine_says_when_it_wants_to_be_called():
@@ -1309,14 +1321,14 @@ def test_at_once_or_not_at_all_is_refused_where_there_is_no_room():
     one = world(1)
     one.run(task("a"))
     one.submit(task("b", wait_s=0.0))
-    assert one.state("b") is State.failed
-    assert one.why("b") is Code.refused
+    assert one.state("b") is TaskState.failed
+    assert one.why("b") is ReasonCode.refused
 
 
 def test_at_once_or_not_at_all_starts_where_there_is_room():
     one = world(2)
     one.run(task("a"), task("b", wait_s=0.0))
-    assert one.state("b") is State.running
+    assert one.state("b") is TaskState.running
 
 
 def test_whoever_does_not_wait_for_quota_is_refused_whatever_could_be_evicted():
@@ -1324,15 +1336,15 @@ def test_whoever_does_not_wait_for_quota_is_refused_whatever_could_be_evicted():
     one.run(task("low", 2, priority=1))
     one.submit(task("high", 2, priority=9, over_quota_waits=False))
     assert not one.stops()
-    assert one.state("high") is State.failed
-    assert one.why("high") in (Code.refused, Code.quota)
+    assert one.state("high") is TaskState.failed
+    assert one.why("high") in (ReasonCode.refused, ReasonCode.quota)
 
 
 def test_whoever_does_not_wait_for_quota_still_waits_for_room():
     one = world(2)
     one.run(task("low", 2))
     one.submit(task("high", 2, over_quota_waits=False))
-    assert one.state("high") is State.waiting
+    assert one.state("high") is TaskState.waiting
 
 
 def test_the_queue_is_in_order_of_priority_and_then_of_arrival():
@@ -1358,7 +1370,7 @@ def test_an_old_waiters_turn_comes():
         if name == "old":
             break
         one.end(name)
-    assert one.state("old") is State.running
+    assert one.state("old") is TaskState.running
 
 
 def test_freed_capacity_is_not_taken_by_a_third():
@@ -1375,11 +1387,11 @@ def test_room_made_piece_by_piece_is_kept_until_it_is_whole():
     one.run(*[task(f"t{at}", 1, priority=1) for at in range(4)])
     one.submit(task("high", 4, priority=9))
     one.submit(task("sly", 1, priority=8))
-    stops = [x for x in one.pending if isinstance(x, Stop)]
+    stops = [x for x in one.pending if isinstance(x, StopTask)]
     assert len(stops) == 4
     for stop in stops:
         one.carry(stop)
-        assert one.state("sly") is State.waiting
+        assert one.state("sly") is TaskState.waiting
     one.carry_all()
     assert one.states("high", "sly") == ["running", "waiting"]
 
@@ -1388,7 +1400,7 @@ def test_whoever_withdraws_leaves_the_room_that_was_made_to_others():
     one = world(4, rules=policy())
     one.run(task("low", 4, priority=1))
     one.submit(task("high", 4, priority=9))
-    one.tell(news.CancelAsked("high"))
+    one.tell(news.CancelRequested("high"))
     one.carry_all()
     assert one.states("high", "low") == ["cancelled", "running"]
 
@@ -1396,19 +1408,19 @@ def test_whoever_withdraws_leaves_the_room_that_was_made_to_others():
 def test_a_waiting_task_can_be_cancelled():
     one = world(1)
     one.run(task("a"), task("b"))
-    assert one.tell(news.CancelAsked("b")) == []
-    assert one.state("b") is State.cancelled
-    assert one.why("b") is Code.by_hand
+    assert one.tell(news.CancelRequested("b")) == []
+    assert one.state("b") is TaskState.cancelled
+    assert one.why("b") is ReasonCode.by_hand
 
 
 def test_a_task_whose_slot_is_being_made_can_be_cancelled():
     one = world(1)
     one.submit(task("a"))
-    one.tell(news.CancelAsked("a"))
+    one.tell(news.CancelRequested("a"))
     one.carry_all()
-    assert one.state("a") is State.cancelled
+    assert one.state("a") is TaskState.cancelled
     one.run(task("b"))
-    assert one.state("b") is State.running
+    assert one.state("b") is TaskState.running
 
 
 # ---- evicted work comes back ------------------------------------------------------------------------------------
@@ -1419,11 +1431,11 @@ def test_evicted_tasks_return_in_order_of_priority():
     one.run(*[task(name, 1, priority=p) for name, p in zip("abcd", (2, 4, 1, 3), strict=True)])
     one.run(task("high", 4, priority=9))
     assert one.states("a", "b", "c", "d") == ["evicted"] * 4
-    one.tell(news.Ended("high", 1))
-    one.carry_all(Stop, RemoveGroup)
+    one.tell(news.TaskEnded("high", 1))
+    one.carry_all(StopTask, RemovePlacementGroup)
     order = []
     while one.pending:
-        order += [wanted.task for wanted in one.carry(one.ready()[0]) if isinstance(wanted, Start)]
+        order += [wanted.task for wanted in one.carry(one.ready()[0]) if isinstance(wanted, StartTask)]
     assert order[0] == "b"
     assert sorted(order) == list("abcd")
 
@@ -1433,13 +1445,13 @@ def test_state_that_was_saved_is_restored():
         one = world(2, rules=policy())
         one.run(task("low", 2, priority=1, saves=True))
         one.submit(task("high", 2, priority=9))
-        (stop,) = [x for x in one.pending if isinstance(x, Stop)]
+        (stop,) = [x for x in one.pending if isinstance(x, StopTask)]
         one.pending.remove(stop)
-        one.tell(news.Stopped("low", 1, "returned", saved=saved))
+        one.tell(news.TaskStopped("low", 1, "returned", saved=saved))
         one.carry_all()
-        one.tell(news.Ended("high", 1))
-        one.carry_all(Stop, RemoveGroup, MakeGroup)
-        (start,) = [x for x in one.pending if isinstance(x, Start)]
+        one.tell(news.TaskEnded("high", 1))
+        one.carry_all(StopTask, RemovePlacementGroup, CreatePlacementGroup)
+        (start,) = [x for x in one.pending if isinstance(x, StartTask)]
         assert (start.task, start.attempt, start.restore) == ("low", 2, saved)
 
 
@@ -1461,15 +1473,15 @@ def test_every_wait_of_an_evicted_task_has_a_deadline():
     deadline = one.machine.explain("low", one.now).deadline
     assert deadline is not None
     one.tick(deadline - one.now)
-    assert one.state("low") is State.failed
-    assert one.why("low") is Code.too_late
+    assert one.state("low") is TaskState.failed
+    assert one.why("low") is ReasonCode.too_late
 
 
 def test_a_cancel_that_times_out_gives_the_slot_on_all_the_same():
     one = world(2, rules=policy())
     one.run(task("low", 2, priority=1))
     one.submit(task("high", 2, priority=9))
-    (stop,) = [x for x in one.pending if isinstance(x, Stop)]
+    (stop,) = [x for x in one.pending if isinstance(x, StopTask)]
     one.carry(stop, "badly")
     one.carry_all()
     assert one.states("low", "high") == ["evicted", "running"]
@@ -1479,21 +1491,21 @@ def test_a_task_that_is_completed_while_it_is_evicted_is_done():
     one = world(2, rules=policy())
     one.run(task("low", 2, priority=1))
     one.submit(task("high", 2, priority=9))
-    one.tell(news.CompleteAsked("low"))
+    one.tell(news.CompleteRequested("low"))
     one.carry_all()
     assert one.states("low", "high") == ["done", "running"]
     one.end("high")
-    assert one.state("low") is State.done
+    assert one.state("low") is TaskState.done
 
 
 def test_a_task_that_is_cancelled_while_it_is_evicted_does_not_return():
     one = world(2, rules=policy())
     one.run(task("low", 2, priority=1))
     one.submit(task("high", 2, priority=9))
-    one.tell(news.CancelAsked("low"))
+    one.tell(news.CancelRequested("low"))
     one.carry_all()
     one.end("high")
-    assert one.state("low") is State.cancelled
+    assert one.state("low") is TaskState.cancelled
 
 
 # ---- faults -----------------------------------------------------------------------------------------------------
@@ -1503,22 +1515,22 @@ def test_a_process_that_dies_is_started_again_as_often_as_it_may():
     one = world(2)
     one.run(task("a", restarts=2))
     for attempt in (1, 2):
-        one.tell(news.Died("a", attempt, "killed"))
+        one.tell(news.TaskDied("a", attempt, "killed"))
         one.carry_all()
         one.tick(600)
         one.carry_all()
-        assert one.state("a") is State.running
+        assert one.state("a") is TaskState.running
         assert one.machine.tasks["a"].attempt == attempt + 1
-    one.tell(news.Died("a", 3, "killed"))
+    one.tell(news.TaskDied("a", 3, "killed"))
     one.carry_all()
-    assert one.state("a") is State.failed
-    assert one.why("a") in (Code.restarts_used, Code.process_died)
+    assert one.state("a") is TaskState.failed
+    assert one.why("a") in (ReasonCode.restarts_used, ReasonCode.process_died)
 
 
 def test_without_restarts_a_process_that_dies_is_the_end_of_its_task():
     one = world(2)
     one.run(task("a"), task("b", 2))
-    one.tell(news.Died("a", 1, "signal 9"))
+    one.tell(news.TaskDied("a", 1, "signal 9"))
     one.carry_all()
     assert one.states("a", "b") == ["failed", "running"]
     assert "signal 9" in one.machine.tasks["a"].reason.sentence
@@ -1527,47 +1539,47 @@ def test_without_restarts_a_process_that_dies_is_the_end_of_its_task():
 def test_a_constructor_that_raises_is_a_failure_and_frees_everything():
     one = world(2)
     one.submit(task("a", 2, restarts=5))
-    one.carry_all(MakeGroup)
+    one.carry_all(CreatePlacementGroup)
     (start,) = one.pending
     one.carry(start, "fatal")
-    assert one.state("a") is State.failed
-    assert one.why("a") is Code.start_failed
+    assert one.state("a") is TaskState.failed
+    assert one.why("a") is ReasonCode.start_failed
     one.run(task("b", 2))
-    assert one.state("b") is State.running
+    assert one.state("b") is TaskState.running
 
 
 def test_a_start_that_failed_by_bad_luck_is_tried_again():
     one = world(2)
     one.submit(task("a", 2))
-    one.carry_all(MakeGroup)
+    one.carry_all(CreatePlacementGroup)
     (start,) = one.pending
     one.carry(start, "badly")
     for _ in range(5):
         one.tick(60)
         one.carry_all()
-    assert one.state("a") is State.running
+    assert one.state("a") is TaskState.running
 
 
 def test_a_start_that_never_answers_is_stopped_at_its_deadline():
     one = world(2)
     one.submit(task("a", 2, start_timeout_s=30))
-    one.carry_all(MakeGroup)
+    one.carry_all(CreatePlacementGroup)
     (start,) = one.pending
     assert start.deadline == 30
     assert not one.tick(30)  # whoever starts it has a moment to say so
     said = one.tick(60)
-    assert [x.reason.code for x in said if isinstance(x, Stop)] == [Code.start_timeout]
-    one.carry_all(Stop)
-    assert one.state("a") is State.failed
-    assert one.why("a") is Code.start_timeout
+    assert [x.reason.code for x in said if isinstance(x, StopTask)] == [ReasonCode.start_timeout]
+    one.carry_all(StopTask)
+    assert one.state("a") is TaskState.failed
+    assert one.why("a") is ReasonCode.start_timeout
 
 
 def test_an_entry_method_that_raises_is_a_failure():
     one = world(2)
     one.run(task("a"))
     one.end("a", "ValueError: no")
-    assert one.state("a") is State.failed
-    assert one.why("a") is Code.raised
+    assert one.state("a") is TaskState.failed
+    assert one.why("a") is ReasonCode.raised
     assert "ValueError: no" in one.machine.tasks["a"].reason.sentence
 
 
@@ -1576,13 +1588,13 @@ def test_a_group_that_cannot_be_made_is_tried_again_and_blocks_nobody():
     (make,) = one.submit(task("a", 4))
     one.submit(task("b", 4))
     one.carry(make, "badly")
-    assert one.state("a") is State.waiting
+    assert one.state("a") is TaskState.waiting
     one.carry_all()
-    assert one.state("b") is State.running
+    assert one.state("b") is TaskState.running
     for _ in range(5):
         one.tick(60)
         one.carry_all()
-    assert one.state("a") is State.running
+    assert one.state("a") is TaskState.running
 
 
 def test_a_lost_node_takes_its_tasks_and_they_start_elsewhere():
@@ -1594,7 +1606,7 @@ def test_a_lost_node_takes_its_tasks_and_they_start_elsewhere():
     one.tell(news.NodeLost(node))
     one.tick(600)
     one.carry_all()
-    assert one.state("a") is State.running
+    assert one.state("a") is TaskState.running
     assert one.machine.tasks["a"].places[0].node == other
 
 
@@ -1606,7 +1618,7 @@ def test_a_task_whose_slot_is_lost_before_it_started_has_lost_nothing():
     one.node("n9", 2)
     one.tick(10)
     one.carry_all()
-    assert one.state("a") is State.running
+    assert one.state("a") is TaskState.running
     assert one.machine.tasks["a"].spec.restarts == 0
 
 
@@ -1615,19 +1627,19 @@ def test_a_lost_node_fails_tasks_that_may_not_be_started_again():
     one.run(task("a", 2))
     one.tell(news.NodeLost(one.machine.tasks["a"].places[0].node))
     one.carry_all()
-    assert one.state("a") is State.failed
-    assert one.why("a") in (Code.node_lost, Code.restarts_used)
+    assert one.state("a") is TaskState.failed
+    assert one.why("a") in (ReasonCode.node_lost, ReasonCode.restarts_used)
 
 
 def test_a_slot_that_was_lost_is_never_trusted_again():
     one = world(4)
     one.run(task("a", 2, restarts=1))
     group = one.machine.tasks["a"].places[0].group
-    one.tell(news.GroupLost(group, "Ray placed a bundle elsewhere"))
+    one.tell(news.PlacementGroupLost(group, "Ray placed a bundle elsewhere"))
     one.carry_all()
     one.tick(600)
     one.carry_all()
-    assert one.state("a") is State.running
+    assert one.state("a") is TaskState.running
     assert one.machine.tasks["a"].places[0].group != group
 
 
@@ -1636,30 +1648,30 @@ def test_an_idle_slot_that_was_lost_is_forgotten():
     one.run(task("a", 4))
     one.end("a")
     (group,) = one.groups
-    one.tell(news.GroupLost(group, "vanished"))
+    one.tell(news.PlacementGroupLost(group, "vanished"))
     one.carry_all()
     one.run(task("b", 4))
-    assert one.state("b") is State.running
+    assert one.state("b") is TaskState.running
     assert one.machine.tasks["b"].places[0].group != group
 
 
 def test_late_news_of_an_earlier_start_changes_nothing():
     one = world(2)
     one.run(task("a", restarts=1))
-    one.tell(news.Died("a", 1, "killed"))
+    one.tell(news.TaskDied("a", 1, "killed"))
     one.carry_all()
     one.tick(600)
     one.carry_all()
     assert one.machine.tasks["a"].attempt == 2
     for late in (
-        news.Died("a", 1, "killed"),
-        news.Ended("a", 1),
-        news.Ended("a", 1, "raised"),
-        news.Stopped("a", 1),
-        news.Started("a", 1),
-        news.StartFailed("a", 1, "no"),
-        news.Parked("a", 1),
-        news.Unparked("a", 1),
+        news.TaskDied("a", 1, "killed"),
+        news.TaskEnded("a", 1),
+        news.TaskEnded("a", 1, "raised"),
+        news.TaskStopped("a", 1),
+        news.TaskStarted("a", 1),
+        news.TaskStartFailed("a", 1, "no"),
+        news.TaskParked("a", 1),
+        news.TaskUnparked("a", 1),
     ):
         one.echo(late)
 
@@ -1668,13 +1680,13 @@ def test_news_of_unknown_things_changes_nothing():
     one = world(2)
     one.run(task("a"))
     for late in (
-        news.Died("nobody", 1, "killed"),
-        news.Stopped("nobody", 1),
-        news.Started("nobody", 3),
-        news.GroupMade("nothing"),
-        news.GroupGone("nothing"),
-        news.GroupFailed("nothing", "no"),
-        news.GroupLost("nothing", "no"),
+        news.TaskDied("nobody", 1, "killed"),
+        news.TaskStopped("nobody", 1),
+        news.TaskStarted("nobody", 3),
+        news.PlacementGroupReady("nothing"),
+        news.PlacementGroupRemoved("nothing"),
+        news.PlacementGroupFailed("nothing", "no"),
+        news.PlacementGroupLost("nothing", "no"),
         news.NodeLost("nowhere"),
     ):
         one.echo(late)
@@ -1684,22 +1696,22 @@ def test_a_task_that_returns_while_it_is_evicted_is_not_lost():
     one = world(2, rules=policy())
     one.run(task("low", 2, priority=1))
     one.submit(task("high", 2, priority=9))
-    one.tell(news.Ended("low", 1))
+    one.tell(news.TaskEnded("low", 1))
     one.carry_all()
-    assert one.state("high") is State.running
+    assert one.state("high") is TaskState.running
     one.end("high")
-    assert one.state("low") in (State.running, State.done)
+    assert one.state("low") in (TaskState.running, TaskState.done)
 
 
 def test_an_evicted_task_that_dies_while_it_stops_comes_back_all_the_same():
     one = world(2, rules=policy())
     one.run(task("low", 2, priority=1))
     one.submit(task("high", 2, priority=9))
-    one.tell(news.Died("low", 1, "killed"))
+    one.tell(news.TaskDied("low", 1, "killed"))
     one.carry_all()
-    assert one.state("high") is State.running
+    assert one.state("high") is TaskState.running
     one.end("high")
-    assert one.state("low") is State.running
+    assert one.state("low") is TaskState.running
 
 
 def test_a_node_that_shrinks_while_a_victim_stops_is_not_filled_beyond_what_it_has():
@@ -1725,10 +1737,10 @@ def test_the_node_of_a_victim_is_lost_while_it_stops():
     one.tell(news.NodeLost(one.machine.tasks["low"].places[0].node))
     one.carry_all()
     assert one.states("low", "high") == ["evicted", "waiting"]
-    assert one.why("high") is not Code.evicting
+    assert one.why("high") is not ReasonCode.evicting
     one.node("n9", 2)
     one.carry_all()
-    assert one.state("high") is State.running
+    assert one.state("high") is TaskState.running
 
 
 # ---- reasons and stories ----------------------------------------------------------------------------------------
@@ -1753,15 +1765,15 @@ def test_a_story_tells_every_turn_with_its_reason():
     assert all(chapter.reason.sentence for chapter in story)
     evicted = next(chapter for chapter in story if chapter.state == "evicted")
     assert "high" in evicted.reason.sentence
-    assert evicted.reason.code is Code.priority
+    assert evicted.reason.code is ReasonCode.priority
 
 
 def test_explain_says_what_would_have_to_end():
     one = world(2)
     one.run(task("a", 2), task("b", 2, wait_s=60))
     told = one.machine.explain("b", one.now)
-    assert told.state is State.waiting
-    assert told.reason.code is Code.no_room
+    assert told.state is TaskState.waiting
+    assert told.reason.code is ReasonCode.no_room
     assert told.position == 1
     assert told.deadline == 60
     assert told.waiting_since == 0
@@ -1787,7 +1799,7 @@ def test_whoever_waits_for_room_that_is_being_made_says_so():
     one = world(2, rules=policy())
     one.run(task("low", 2, priority=1))
     one.submit(task("high", 2, priority=9))
-    assert one.why("high") is Code.evicting
+    assert one.why("high") is ReasonCode.evicting
     assert "low" in one.machine.tasks["high"].reason.sentence
 
 
@@ -1796,7 +1808,7 @@ def test_whoever_waits_for_room_that_is_being_made_says_so():
 
 def test_an_unknown_pool_is_refused():
     one = world(2)
-    error = one.refused(news.Submitted(task("a", pool="q")))
+    error = one.refused(news.TaskSubmitted(task("a", pool="q")))
     assert "q" in str(error)
 
 
@@ -1827,10 +1839,10 @@ def test_resources_that_are_no_amounts_are_refused(bad: object):
 @pytest.mark.parametrize(
     "event",
     [
-        news.CompleteAsked("nobody"),
-        news.CancelAsked("nobody"),
-        news.EvictAsked("nobody"),
-        news.TurnAsked("nobody"),
+        news.CompleteRequested("nobody"),
+        news.CancelRequested("nobody"),
+        news.EvictRequested("nobody"),
+        news.TurnRequested("nobody"),
         news.PoolDrained("nowhere"),
         news.PoolDropped("nowhere"),
     ],
@@ -1846,7 +1858,7 @@ def test_a_task_that_has_ended_is_not_evicted_or_given_a_turn():
     one.run(task("a"))
     one.end("a")
     before = one.state("a")
-    for event in (news.EvictAsked("a"), news.TurnAsked("a")):
+    for event in (news.EvictRequested("a"), news.TurnRequested("a")):
         with contextlib.suppress(InputError):
             assert one.tell(event) == []
     assert one.state("a") is before
@@ -1882,11 +1894,11 @@ def test_a_machine_read_from_its_snapshot_looks_at_nobody_whom_the_other_passes_
     one = world(8, spec=pool(quota=gpus(4)))
     one.run(task("a", 1), task("b", 3), task("c", 3))
     said = one.machine.tasks["c"].reason
-    one.machine.handle(news.Ended("a", 1, None), one.now)
+    one.machine.handle(news.TaskEnded("a", 1, None), one.now)
     records = {key: value for key, value in one.dumped().items() if key not in ("gains", "kept", "blocked")}
     alike, otherwise = PoolMachine.load(one.dumped()), PoolMachine.load(records)
     for machine in (one.machine, alike, otherwise):
-        machine.handle(news.Stopped("a", 1, "not called", False), one.now)
+        machine.handle(news.TaskStopped("a", 1, "not called", False), one.now)
     assert alike.dump() == one.machine.dump()
     assert alike.tasks["c"].reason == said
     assert otherwise.tasks["c"].reason != said
@@ -1897,7 +1909,7 @@ def test_a_story_is_cut_in_its_middle_however_it_grows():
     one.run(task("a", 1))
     first = one.machine.story("a")[0]
     for _ in range(300):
-        (stop,) = one.tell(news.EvictAsked("a"))
+        (stop,) = one.tell(news.EvictRequested("a"))
         one.carry(stop, "badly")
         one.carry_all()
     story = one.machine.story("a")
@@ -1922,9 +1934,9 @@ def test_a_snapshot_from_before_verdicts_were_written_is_read():
     data = {key: value for key, value in data.items() if key not in ("gains", "kept")} | {"blocked": ["b", "c"]}
     again = PoolMachine.load(data)
     again.check()
-    again.handle(news.CancelAsked("a"), one.now)
-    again.handle(news.Stopped("a", 1, "not called", False), one.now)
-    assert again.tasks["b"].state is State.starting
+    again.handle(news.CancelRequested("a"), one.now)
+    again.handle(news.TaskStopped("a", 1, "not called", False), one.now)
+    assert again.tasks["b"].state is TaskState.starting
 
 
 def test_a_machine_read_from_its_snapshot_picks_the_same_idle_slot():
@@ -1962,10 +1974,10 @@ def test_a_tenant_that_was_parked_and_has_its_turn_again_may_be_evicted_again():
     one = world(4)
     one.tell(news.PolicySet(policy(same_pool_gap=1.0)))
     one.run(task("owner", 2, room=(gpus(4),), priority=1.0), task("sharer", 2, shares="owner", priority=1.0))
-    one.tell(news.TurnAsked("sharer"))
+    one.tell(news.TurnRequested("sharer"))
     one.carry_all()
     assert one.states("owner", "sharer") == ["parked", "running"]
-    one.tell(news.TurnAsked("owner"))
+    one.tell(news.TurnRequested("owner"))
     one.carry_all()
     assert one.states("owner", "sharer") == ["running", "parked"]
     one.end("sharer")

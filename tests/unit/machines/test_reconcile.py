@@ -11,23 +11,29 @@ import pytest
 
 from trimtab.core.resources import Resources
 from trimtab.machines.pool.events import (
-    CancelAsked,
-    Event,
-    MakeGroup,
+    CancelRequested,
+    CreatePlacementGroup,
     NodeJoined,
     PoolEnsured,
-    RemoveGroup,
-    Stop,
-    Submitted,
-    Tick,
+    PoolEvent,
+    PoolTick,
+    RemovePlacementGroup,
+    StopTask,
+    TaskSubmitted,
 )
 from trimtab.machines.pool.machine import PoolMachine
-from trimtab.machines.pool.reconcile import Reconciler, Watch, expected, key_of
-from trimtab.model.pool import PoolSpec, State, TaskSpec
-from trimtab.runtime.controller.executor import Deeds, write_payload
+from trimtab.machines.pool.reconcile import AwaitedEnd, PoolReconciler, expected, key_of
+from trimtab.model.pool import PoolSpec, TaskSpec, TaskState
+from trimtab.runtime.controller.executor import InstructionExecutor, write_payload
 from trimtab.runtime.procs.background import Background
-from trimtab.runtime.store.blobs import Shelf
-from trimtab.runtime.workers.task_workers import Member, Members, Outcome, Payload, StopOutcome
+from trimtab.runtime.store.blobs import BlobStore
+from trimtab.runtime.workers.task_workers import (
+    EntryOutcome,
+    TaskPayload,
+    TaskWorker,
+    TaskWorkerManager,
+    WorkerStopResult,
+)
 
 CPU = Resources.of(cpu=1)
 
@@ -39,7 +45,7 @@ class Processes:
         self.background = Background()
         self.asked: list[str] = []
         self.hangs: set[str] = set()
-        self.outcomes: dict[str, asyncio.Future[Outcome]] = {}
+        self.outcomes: dict[str, asyncio.Future[EntryOutcome]] = {}
 
     async def _do(self, what: str) -> None:
         self.asked.append(what)
@@ -54,20 +60,20 @@ class Processes:
 
     async def start(self, task: str, attempt: int, pool: str, places: Any, *_: Any, **__: Any) -> Any:
         await self._do("start")
-        return [Member(task, attempt, 0, 1, "host", "a", "n", places[0].node, 1, 1.0)], "a warm host"
+        return [TaskWorker(task, attempt, 0, 1, "host", "a", "n", places[0].node, 1, 1.0)], "a warm host"
 
-    async def ready(self, member: Member, timeout_s: float) -> bool:
+    async def ready(self, member: TaskWorker, timeout_s: float) -> bool:
         await self._do("ready")
         return True
 
-    async def outcome(self, member: Member) -> Outcome:
+    async def outcome(self, member: TaskWorker) -> EntryOutcome:
         await self._do("outcome")
         future = self.outcomes.setdefault(member.task, asyncio.get_running_loop().create_future())
         return await asyncio.shield(future)
 
-    async def stop(self, member: Member, *_: Any) -> StopOutcome:
+    async def stop(self, member: TaskWorker, *_: Any) -> WorkerStopResult:
         await self._do("stop")
-        return StopOutcome("returned")
+        return WorkerStopResult("returned")
 
 
 class Controller:
@@ -76,15 +82,15 @@ class Controller:
     def __init__(self, tmp_path: Path) -> None:
         self.processes = Processes()
         self.machine = PoolMachine()
-        self.shelf = Shelf(tmp_path, None)
-        self.deeds = Deeds(self, cast(Members, self.processes), self.shelf, hosts_save=False)
-        self.reconciler = Reconciler()
+        self.shelf = BlobStore(tmp_path, None)
+        self.deeds = InstructionExecutor(self, cast(TaskWorkerManager, self.processes), self.shelf, hosts_save=False)
+        self.reconciler = PoolReconciler()
         self.clock = 0.0
         self.refused: set[str] = set()  # events on which the machine fails
         self.feed(NodeJoined("n0", Resources.of(cpu=4), Resources.of(), ()))
         self.feed(PoolEnsured(PoolSpec("p", Resources.of(cpu=4), reuse=False)))
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: PoolEvent) -> None:
         if type(event).__name__ in self.refused:
             return
         for one in self.machine.handle(event, self.now()):
@@ -100,8 +106,8 @@ class Controller:
         pass
 
     def submit(self, entry: str | None = None) -> str:
-        self.shelf.put("payloads", "t", write_payload(Payload(b"", entry=entry), "token"))
-        self.feed(Submitted(TaskSpec("t", "p", (CPU,))))
+        self.shelf.put("payloads", "t", write_payload(TaskPayload(b"", entry=entry), "token"))
+        self.feed(TaskSubmitted(TaskSpec("t", "p", (CPU,))))
         return "t"
 
     def look(self) -> list[str]:
@@ -116,7 +122,7 @@ class Controller:
         [task] = [task for key, task in self.deeds._doing.items() if key[0] == kind]
         task.cancel()
 
-    async def until(self, state: State) -> None:
+    async def until(self, state: TaskState) -> None:
         for _ in range(10_000):
             if self.machine.tasks["t"].state is state:
                 return
@@ -133,8 +139,8 @@ async def settle() -> None:
 
 
 def test_only_what_is_missing_in_two_looks_in_a_row_is_lost() -> None:
-    reconciler = Reconciler()
-    remove, watch = RemoveGroup("g1"), Watch("t", 2)
+    reconciler = PoolReconciler()
+    remove, watch = RemovePlacementGroup("g1"), AwaitedEnd("t", 2)
     assert reconciler.lost([remove, watch], {key_of(watch)}) == []
     assert reconciler.lost([remove, watch], set()) == [remove]
     assert reconciler.lost([remove, watch], {key_of(remove)}) == [watch]
@@ -142,10 +148,10 @@ def test_only_what_is_missing_in_two_looks_in_a_row_is_lost() -> None:
 
 
 def test_another_attempt_is_another_instruction() -> None:
-    reconciler = Reconciler()
-    assert reconciler.lost([Watch("t", 1)], set()) == []
-    assert reconciler.lost([Watch("t", 2)], set()) == []
-    assert reconciler.lost([Watch("t", 2)], {key_of(Watch("t", 1))}) == [Watch("t", 2)]
+    reconciler = PoolReconciler()
+    assert reconciler.lost([AwaitedEnd("t", 1)], set()) == []
+    assert reconciler.lost([AwaitedEnd("t", 2)], set()) == []
+    assert reconciler.lost([AwaitedEnd("t", 2)], {key_of(AwaitedEnd("t", 1))}) == [AwaitedEnd("t", 2)]
 
 
 # ---- what comes of it -----------------------------------------------------------------------------------------------
@@ -180,8 +186,8 @@ async def test_a_start_that_was_lost_fails_with_a_reason_and_is_tried_again(tmp_
     assert (controller.look(), controller.look()) == ([], ["Start"])
     assert "its start was lost" in str(controller.machine.explain("t", controller.now()).story)
     controller.clock += 1000.0  # past the back-off
-    controller.feed(Tick())
-    await controller.until(State.running)
+    controller.feed(PoolTick())
+    await controller.until(TaskState.running)
     await controller.deeds.close()
 
 
@@ -190,12 +196,12 @@ async def test_a_group_whose_making_was_lost_is_made(tmp_path: Path) -> None:
     controller.processes.hangs = {"make"}
     controller.submit()
     await settle()
-    controller.lose("MakeGroup")
+    controller.lose("CreatePlacementGroup")
     await settle()
-    assert [type(one) for one in expected(controller.machine)] == [MakeGroup]
+    assert [type(one) for one in expected(controller.machine)] == [CreatePlacementGroup]
     controller.processes.hangs = set()
-    assert (controller.look(), controller.look()) == ([], ["MakeGroup"])
-    await controller.until(State.running)
+    assert (controller.look(), controller.look()) == ([], ["CreatePlacementGroup"])
+    await controller.until(TaskState.running)
     assert (controller.look(), controller.look()) == ([], [])
     await controller.deeds.close()
 
@@ -203,16 +209,16 @@ async def test_a_group_whose_making_was_lost_is_made(tmp_path: Path) -> None:
 async def test_a_stop_that_was_lost_is_done_again(tmp_path: Path) -> None:
     controller = Controller(tmp_path)
     controller.submit()
-    await controller.until(State.running)
+    await controller.until(TaskState.running)
     controller.processes.hangs = {"stop"}
-    controller.feed(CancelAsked("t"))
+    controller.feed(CancelRequested("t"))
     await settle()
-    controller.lose("Stop")
+    controller.lose("StopTask")
     await settle()
-    assert [type(one) for one in expected(controller.machine)] == [Stop]
+    assert [type(one) for one in expected(controller.machine)] == [StopTask]
     controller.processes.hangs = set()
-    assert (controller.look(), controller.look()) == ([], ["Stop"])
-    await controller.until(State.cancelled)
+    assert (controller.look(), controller.look()) == ([], ["StopTask"])
+    await controller.until(TaskState.cancelled)
     await controller.deeds.close()
 
 
@@ -224,11 +230,11 @@ async def test_a_start_of_which_the_machine_was_not_told_is_told_again(tmp_path:
         if controller.deeds.running:
             break
         await asyncio.sleep(0.001)
-    assert controller.machine.tasks["t"].state is State.starting
+    assert controller.machine.tasks["t"].state is TaskState.starting
     controller.refused = set()
     await settle()
     assert (controller.look(), controller.look()) == ([], ["Start"])
-    await controller.until(State.running)
+    await controller.until(TaskState.running)
     assert controller.processes.asked.count("start") == 1
     await controller.deeds.close()
 
@@ -236,23 +242,23 @@ async def test_a_start_of_which_the_machine_was_not_told_is_told_again(tmp_path:
 async def test_an_outcome_that_nothing_waits_for_any_more_is_waited_for_again(tmp_path: Path) -> None:
     controller = Controller(tmp_path)
     controller.submit(entry="run")
-    await controller.until(State.running)
+    await controller.until(TaskState.running)
     await settle()
     controller.lose("Outcome")
     await settle()
-    assert (controller.look(), controller.look()) == ([], ["Watch"])
+    assert (controller.look(), controller.look()) == ([], ["AwaitedEnd"])
     await settle()
-    controller.processes.outcomes["t"].set_result(Outcome(b"value"))
-    await controller.until(State.done)
+    controller.processes.outcomes["t"].set_result(EntryOutcome(b"value"))
+    await controller.until(TaskState.done)
     await controller.deeds.close()
 
 
 async def test_a_task_that_is_said_to_run_and_has_no_process_has_died(tmp_path: Path) -> None:
     controller = Controller(tmp_path)
     controller.submit()
-    await controller.until(State.running)
+    await controller.until(TaskState.running)
     controller.deeds.running.clear()
-    assert (controller.look(), controller.look()) == ([], ["Watch"])
-    await controller.until(State.failed)
+    assert (controller.look(), controller.look()) == ([], ["AwaitedEnd"])
+    await controller.until(TaskState.failed)
     assert "its process is not known any more" in str(controller.machine.tasks["t"].reason)
     await controller.deeds.close()

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from trimtab.machines.diagnose.rollout import examine, examine_settings
-from trimtab.machines.diagnose.rollout_findings import Ailment, Finding, Weight
+from trimtab.machines.diagnose.rollout_findings import RolloutFinding, RolloutIssue, Severity
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.rollout import Owner, Ownership, RolloutRules, WorkerSpec
-from trimtab.runtime.rollout.machine_loop import Core
+from trimtab.runtime.rollout.machine_loop import RolloutCore
 from trimtab.runtime.rollout.status import status as status_of
 
 
@@ -46,7 +46,7 @@ def decided(code: str, said: str = "so it was decided") -> dict[str, Any]:
     return {"by_hand": None, "holds": {}, "decision": decision}
 
 
-def only(found: tuple[Finding, ...]) -> Finding:
+def only(found: tuple[RolloutFinding, ...]) -> RolloutFinding:
     assert len(found) == 1, found
     return found[0]
 
@@ -61,26 +61,26 @@ def test_a_healthy_pool_has_no_findings() -> None:
 @pytest.mark.parametrize(
     ("more", "ailment", "words"),
     [
-        ({"scaling": decided("LOAD_FITS")}, Ailment.load_does_not_fit, "requests_per_worker_capacity"),
-        ({"scaling": decided("NOT_YET"), "steps": [{"ago_s": 20.0}]}, Ailment.cooldown, "scale_down_cooldown"),
-        ({"scaling": decided("NOT_YET"), "steps": [{"ago_s": 90.0}]}, Ailment.not_stable, "min_stable_period"),
-        ({"scaling": decided("NOT_YET")}, Ailment.not_stable, "min_stable_period"),
-        ({"rules": {"least": 2}}, Ailment.min_workers, "min_workers"),
-        ({"scaling": {"by_hand": None, "holds": {"validation": 2}, "decision": None}}, Ailment.held, "lets go"),
+        ({"scaling": decided("LOAD_FITS")}, RolloutIssue.load_does_not_fit, "requests_per_worker_capacity"),
+        ({"scaling": decided("NOT_YET"), "steps": [{"ago_s": 20.0}]}, RolloutIssue.cooldown, "scale_down_cooldown"),
+        ({"scaling": decided("NOT_YET"), "steps": [{"ago_s": 90.0}]}, RolloutIssue.not_stable, "min_stable_period"),
+        ({"scaling": decided("NOT_YET")}, RolloutIssue.not_stable, "min_stable_period"),
+        ({"rules": {"least": 2}}, RolloutIssue.min_workers, "min_workers"),
+        ({"scaling": {"by_hand": None, "holds": {"validation": 2}, "decision": None}}, RolloutIssue.held, "lets go"),
         (
             {"scaling": {"by_hand": {"workers": 2, "why": "a look", "left_s": 30.0}, "holds": {}, "decision": None}},
-            Ailment.set_by_hand,
+            RolloutIssue.set_by_hand,
             "--release",
         ),
-        ({"scaling": decided("NO_TAKER")}, Ailment.no_taker, "scale_down_requires_demand"),
-        ({"scaling": decided("SWITCHED_OFF")}, Ailment.switched_off, "enable_elastic"),
-        ({"scaling": decided("LOAD_UNKNOWN")}, Ailment.load_unknown, "metrics"),
-        ({"scaling": decided("POLICY_FAULT")}, Ailment.policy_fault, "mend the policy"),
-        ({"elastic": vars(ElasticConfig(policy="static"))}, Ailment.policy_fixed, "threshold"),
-        ({"membership": {"epoch": 3, "frozen": True}}, Ailment.refit_holds, "refit"),
+        ({"scaling": decided("NO_TAKER")}, RolloutIssue.no_taker, "scale_down_requires_demand"),
+        ({"scaling": decided("SWITCHED_OFF")}, RolloutIssue.switched_off, "enable_elastic"),
+        ({"scaling": decided("LOAD_UNKNOWN")}, RolloutIssue.load_unknown, "metrics"),
+        ({"scaling": decided("POLICY_FAULT")}, RolloutIssue.policy_fault, "mend the policy"),
+        ({"elastic": vars(ElasticConfig(policy="static"))}, RolloutIssue.policy_fixed, "threshold"),
+        ({"membership": {"epoch": 3, "frozen": True}}, RolloutIssue.refit_holds, "refit"),
     ],
 )
-def test_not_scaling_down_has_its_cause_by_name(more: dict[str, Any], ailment: Ailment, words: str) -> None:
+def test_not_scaling_down_has_its_cause_by_name(more: dict[str, Any], ailment: RolloutIssue, words: str) -> None:
     found = only(examine(status(load=0.1, **more)))
     assert found.ailment is ailment
     assert "load 0.10 is below 0.5, 2 serve" in found.sentence
@@ -109,7 +109,7 @@ def test_what_scales_down_by_itself_is_not_complained_of() -> None:
 def test_a_drain_that_does_not_end_says_what_holds_it(more: dict[str, Any], rules: dict[str, Any], words: str) -> None:
     late = worker("b", "draining", "LOAD_LOW", since_s=95.0, deadline_s=-65.0, **more)
     found = only(examine(status(worker(), late, rules=rules)))
-    assert (found.ailment, found.weight, found.who) == (Ailment.drain_late, Weight.stuck, ("b",))
+    assert (found.ailment, found.weight, found.who) == (RolloutIssue.drain_late, Severity.stuck, ("b",))
     assert "95 s, 30 s were allowed" in found.sentence
     assert words in found.sentence
 
@@ -126,7 +126,7 @@ def test_memory_that_was_kept_is_a_fault_with_who_computes_on_the_gpus() -> None
     asleep = worker("a", "inactive", "ASLEEP", asleep=True)
     seen = status(worker("b"), asleep, warnings=[{"ago_s": 3.0, "worker": "a", "sentence": f"sleep: {said}"}])
     found = only(examine(seen, {"0": [4711]}))
-    assert (found.ailment, found.weight) == (Ailment.memory_kept, Weight.fault)
+    assert (found.ailment, found.weight) == (RolloutIssue.memory_kept, Severity.fault)
     assert said in found.sentence
     assert "GPU 0: process 4711" in found.sentence
     assert "--enable-memory-saver" in found.do
@@ -142,64 +142,70 @@ def test_memory_that_was_kept_is_a_fault_with_who_computes_on_the_gpus() -> None
 @pytest.mark.parametrize(
     ("ill", "ailment", "words"),
     [
-        (worker("b", "lost", "PROCESS_DIED", "killed"), Ailment.engine_lost, "start it again at the same address"),
-        (worker("b", "lost", "PROCESS_DIED", startable=True), Ailment.engine_lost, "started again when it is needed"),
-        (worker("b", "suspect", "HUNG", "no token for 120 s"), Ailment.engine_wedged, "its own log"),
-        (worker("b", "lost", "HUNG", "no answer"), Ailment.engine_wedged, "its own log"),
-        (worker("b", "suspect", "FAULTY", "3 broke"), Ailment.engine_faulty, "until it has answered"),
-        (worker("b", "inactive", "RESTARTS_USED", "3 times"), Ailment.given_up, "trimtab rollout resume b"),
-        (worker("b", "stale", "REFIT_FAILED", "no file"), Ailment.refit_failed, "refit it again"),
+        (worker("b", "lost", "PROCESS_DIED", "killed"), RolloutIssue.engine_lost, "start it again at the same address"),
+        (
+            worker("b", "lost", "PROCESS_DIED", startable=True),
+            RolloutIssue.engine_lost,
+            "started again when it is needed",
+        ),
+        (worker("b", "suspect", "HUNG", "no token for 120 s"), RolloutIssue.engine_wedged, "its own log"),
+        (worker("b", "lost", "HUNG", "no answer"), RolloutIssue.engine_wedged, "its own log"),
+        (worker("b", "suspect", "FAULTY", "3 broke"), RolloutIssue.engine_faulty, "until it has answered"),
+        (worker("b", "inactive", "RESTARTS_USED", "3 times"), RolloutIssue.given_up, "trimtab rollout resume b"),
+        (worker("b", "stale", "REFIT_FAILED", "no file"), RolloutIssue.refit_failed, "refit it again"),
     ],
 )
-def test_an_engine_that_failed_is_a_fault(ill: dict[str, Any], ailment: Ailment, words: str) -> None:
+def test_an_engine_that_failed_is_a_fault(ill: dict[str, Any], ailment: RolloutIssue, words: str) -> None:
     found = only(examine(status(worker(), ill)))
-    assert (found.ailment, found.weight, found.who) == (ailment, Weight.fault, ("b",))
+    assert (found.ailment, found.weight, found.who) == (ailment, Severity.fault, ("b",))
     assert words in found.do
 
 
 def test_an_engine_that_was_never_reached_is_a_fault_until_it_is_there() -> None:
     warned = [{"ago_s": 500.0, "worker": "b", "sentence": "connection refused", "code": "NOT_REACHED"}]
     found = only(examine(status(worker(), warnings=warned)))
-    assert (found.ailment, found.weight, found.who) == (Ailment.engine_awaited, Weight.fault, ("b",))
+    assert (found.ailment, found.weight, found.who) == (RolloutIssue.engine_awaited, Severity.fault, ("b",))
     assert examine(status(worker(), worker("b"), warnings=warned)) == ()
 
 
-@pytest.mark.parametrize(("state", "ailment"), [("stale", Ailment.weights_old), ("empty", Ailment.weights_gone)])
-def test_an_engine_without_weights_says_whose_turn_it_is(state: str, ailment: Ailment) -> None:
+@pytest.mark.parametrize(
+    ("state", "ailment"), [("stale", RolloutIssue.weights_old), ("empty", RolloutIssue.weights_gone)]
+)
+def test_an_engine_without_weights_says_whose_turn_it_is(state: str, ailment: RolloutIssue) -> None:
     waits = worker("b", state, "OUTDATED", "it reports no version")
     found = only(examine(status(worker(), waits)))
-    assert (found.ailment, found.weight) == (ailment, Weight.stuck)
+    assert (found.ailment, found.weight) == (ailment, Severity.stuck)
     assert "refits are the trainer's" in found.sentence
     found = only(examine(status(worker(), waits, rules={"ownership": {"refit": "trimtab"}})))
     assert "refits are trimtab's" in found.sentence
     found = only(examine(status(worker(), waits, membership={"epoch": 1, "frozen": True})))
-    assert found.weight is Weight.note
+    assert found.weight is Severity.note
 
 
 def test_what_others_do_to_engines_is_explained() -> None:
     paused = only(examine(status(worker(), worker("b", paused_elsewhere=True))))
-    assert paused.ailment is Ailment.paused
+    assert paused.ailment is RolloutIssue.paused
     taken = only(examine(status(worker(), worker("b", "inactive", "TAKEN", taken=True))))
     assert "rollout resume b" in taken.do
     asleep = worker("b", "inactive", "ASLEEP", asleep=True)
     found = only(examine(status(worker(), asleep, rules={"ownership": {"sleep": "trainer"}})))
-    assert found.ailment is Ailment.asleep
+    assert found.ailment is RolloutIssue.asleep
 
 
 def test_nobody_serving_is_said_first_among_its_equals() -> None:
     found = examine(status(worker("a", "stale", "OUTDATED"), worker("b", "inactive", "JOINED")))
-    assert found[0].ailment is Ailment.nobody_serves
+    assert found[0].ailment is RolloutIssue.nobody_serves
     assert "1 stale, 1 inactive" in found[0].sentence
-    assert only(examine(status(worker("a", "starting")))).weight is Weight.note
+    assert only(examine(status(worker("a", "starting")))).weight is Severity.note
 
 
 def test_releases_that_were_never_tried_are_named_once() -> None:
     how = {"note": "vllm 0.99 is not among those that were looked at", "release": "untried"}
     found = only(examine(status(worker("a", **how), worker("b", **how))))
-    assert (found.ailment, found.who) == (Ailment.release_unknown, ("a", "b"))
+    assert (found.ailment, found.who) == (RolloutIssue.release_unknown, ("a", "b"))
     assert how["note"] in found.sentence
     silent = only(examine(status(worker("a", release="unsaid"))))
-    assert silent.ailment is Ailment.release_unknown
+    assert silent.ailment is RolloutIssue.release_unknown
 
 
 def test_what_a_note_says_in_words_decides_nothing() -> None:
@@ -210,18 +216,18 @@ def test_what_a_note_says_in_words_decides_nothing() -> None:
 @pytest.mark.parametrize(
     ("url", "weight"),
     [
-        ("http://8.8.8.8:80", Weight.stuck),
-        ("http://[2606:4700::1]:80", Weight.stuck),
-        ("http://0.0.0.0:80", Weight.stuck),
-        ("http://10.0.0.7:80", Weight.note),
+        ("http://8.8.8.8:80", Severity.stuck),
+        ("http://[2606:4700::1]:80", Severity.stuck),
+        ("http://0.0.0.0:80", Severity.stuck),
+        ("http://10.0.0.7:80", Severity.note),
         ("http://[::1]:80", None),
         ("http://engine.local:80", None),
     ],
 )
-def test_engines_that_others_can_reach_are_named(url: str, weight: Weight | None) -> None:
+def test_engines_that_others_can_reach_are_named(url: str, weight: Severity | None) -> None:
     found = examine(status(worker("a", url=url)))
     assert [one.weight for one in found] == ([] if weight is None else [weight])
-    assert all(one.ailment is Ailment.exposed for one in found)
+    assert all(one.ailment is RolloutIssue.exposed for one in found)
 
 
 # ---- scaling up, requests, settings
@@ -238,7 +244,7 @@ def test_load_that_nobody_can_take_is_stuck() -> None:
 def test_steps_that_do_not_come_true_again_and_again_are_told() -> None:
     step = {"ago_s": 500.0, "expects": "4 workers serve", "came_true": False, "changed": ["c"]}
     found = only(examine(status(steps=[step, step, {"ago_s": 1.0}])))
-    assert (found.ailment, found.who) == (Ailment.steps_untrue, ("c",))
+    assert (found.ailment, found.who) == (RolloutIssue.steps_untrue, ("c",))
     assert examine(status(steps=[step, {**step, "came_true": True}])) == ()
     assert examine(status(steps=[step])) == ()
 
@@ -246,25 +252,25 @@ def test_steps_that_do_not_come_true_again_and_again_are_told() -> None:
 def test_a_full_queue_is_stuck_and_one_that_was_full_a_note() -> None:
     line = {"class": "default", "limit": 4, "waiting": 4, "reason": {"code": "QUEUED", "sentence": "no room"}}
     found = only(examine(status(queue=[line], counters={"refused": 9})))
-    assert (found.ailment, found.weight, found.who) == (Ailment.queue_full, Weight.stuck, ("default",))
+    assert (found.ailment, found.weight, found.who) == (RolloutIssue.queue_full, Severity.stuck, ("default",))
     assert "no room" in found.sentence
     assert "classes.default.queue_limit" in found.do
     past = only(examine(status(queue=[{**line, "waiting": 1}], counters={"refused": 9})))
-    assert past.weight is Weight.note
+    assert past.weight is Severity.note
 
 
 def test_requests_that_wait_for_weights_nobody_brings_are_stuck() -> None:
     reason = {"code": "VERSION_AWAITED", "sentence": "version 9 has not come"}
     line = {"class": "default", "limit": 99, "waiting": 4, "oldest_s": 90.0, "reason": reason}
     found = only(examine(status(queue=[line])))
-    assert (found.ailment, found.weight) == (Ailment.weights_awaited, Weight.stuck)
+    assert (found.ailment, found.weight) == (RolloutIssue.weights_awaited, Severity.stuck)
     assert "version 9 has not come" in found.sentence
     assert examine(status(queue=[{**line, "oldest_s": 9.0}])) == ()
 
 
 def test_many_moves_are_worth_a_word_and_few_are_not() -> None:
     found = only(examine(status(counters={"answered_stop": 100, "moved": 8, "restarted": 4})))
-    assert (found.ailment, found.weight) == (Ailment.moved_often, Weight.note)
+    assert (found.ailment, found.weight) == (RolloutIssue.moved_often, Severity.note)
     assert "12 requests were cut" in found.sentence
     assert "drain_timeout" in found.do
     assert examine(status(counters={"answered_stop": 1000, "moved": 12})) == ()
@@ -273,26 +279,26 @@ def test_many_moves_are_worth_a_word_and_few_are_not() -> None:
 def test_requests_that_were_given_up_name_the_worker_and_the_cause() -> None:
     failed = {"code": "RETRIES_USED", "worker": "b", "sentence": "6 tries: it cut the stream"}
     found = only(examine(status(failed=[failed, failed])))
-    assert (found.ailment, found.who) == (Ailment.retries_used, ("b",))
+    assert (found.ailment, found.who) == (RolloutIssue.retries_used, ("b",))
     assert "2 requests broke too often on b" in found.sentence
     assert "it cut the stream" in found.sentence
     late = only(examine(status(failed=[{"code": "TOO_LATE", "worker": "", "sentence": "an hour"}])))
-    assert late.ailment is Ailment.requests_failed
-    assert only(examine(status(counters={"answered_failed": 3}))).weight is Weight.fault
+    assert late.ailment is RolloutIssue.requests_failed
+    assert only(examine(status(counters={"answered_failed": 3}))).weight is Severity.fault
 
 
 def test_settings_alone_can_be_examined() -> None:
     found = examine_settings(ElasticConfig(scale_down_threshold=0.75).warnings(), [("a", "8.8.8.8")])
     assert [(one.ailment, one.weight) for one in found] == [
-        (Ailment.exposed, Weight.stuck),
-        (Ailment.setting, Weight.note),
+        (RolloutIssue.exposed, Severity.stuck),
+        (RolloutIssue.setting, Severity.note),
     ]
     assert only(examine(status(advice=["the gap is narrow"]))).sentence == "the gap is narrow"
 
 
 def test_faults_come_before_what_is_stuck_and_notes_last() -> None:
     found = examine(status(worker(release="unsaid"), worker("b", "stale", "OUTDATED"), worker("c", "lost")))
-    assert [one.weight for one in found] == [Weight.fault, Weight.stuck, Weight.note]
+    assert [one.weight for one in found] == [Severity.fault, Severity.stuck, Severity.note]
     assert all(one.sentence and one.do for one in found)
 
 
@@ -308,8 +314,8 @@ def test_the_status_of_a_real_machine_is_understood() -> None:
     machine.handle(e.WorkerAdded(WorkerSpec("c", can_sleep=False), up=True, version=None), now)
 
     async def seen() -> dict[str, Any]:
-        return status_of(Core(machine, clock=lambda: 5.0), ElasticConfig())
+        return status_of(RolloutCore(machine, clock=lambda: 5.0), ElasticConfig())
 
-    machine.handle(e.Tick(), 5.0)
+    machine.handle(e.RolloutTick(), 5.0)
     found = {one.ailment for one in examine(asyncio.run(seen()))}
-    assert found == {Ailment.weights_old, Ailment.not_stable}
+    assert found == {RolloutIssue.weights_old, RolloutIssue.not_stable}

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.machines.rollout.policies.policy import Decision
-from trimtab.machines.rollout.routing import Predictor
+from trimtab.machines.rollout.routing import LengthPredictor
 from trimtab.machines.rollout.workers import EDGES
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.rollout import (
@@ -26,21 +26,21 @@ from trimtab.model.rollout import (
     RequestState,
     RolloutRules,
     Span,
-    Verb,
     WorkerSpec,
     WorkerState,
+    WorkerVerb,
 )
 
 S = WorkerState
 WRONG = [
-    e.Arrived(RequestSpec("new", 1, 1, class_="nonsense")),
-    e.Arrived(RequestSpec("r", 1, 1)),
+    e.RequestArrived(RequestSpec("new", 1, 1, class_="nonsense")),
+    e.RequestArrived(RequestSpec("r", 1, 1)),
     e.WorkerAdded(WorkerSpec("w0", limit=99)),
     e.WorkerRemoved("nobody"),
-    e.WorkerTaken("w0", 100.0, "the trainer needs it"),
-    e.Scaled(99),
-    e.Held("name", -1),
-    e.RangeSet(5, 2),
+    e.WorkerReclaimed("w0", 100.0, "the trainer needs it"),
+    e.ScaleRequested(99),
+    e.HoldRequested("name", -1),
+    e.WorkerRangeSet(5, 2),
 ]
 OURS = Ownership(refit=Owner.trimtab)
 
@@ -68,41 +68,41 @@ class Bench:
         return out
 
     def ask(self, name: str = "r", max_tokens: int = 100, **how: Any) -> list[Any]:
-        return self.tell(e.Arrived(RequestSpec(name, how.pop("prompt_tokens", 10), max_tokens, **how)))
+        return self.tell(e.RequestArrived(RequestSpec(name, how.pop("prompt_tokens", 10), max_tokens, **how)))
 
     def wait(self, seconds: float) -> list[Any]:
         until, out = self.now + seconds, []
         while (due := self.machine.next_deadline()) is not None and due <= until:
             self.now = max(self.now, due)
-            out += self.tell(e.Tick())
+            out += self.tell(e.RolloutTick())
         self.now = until
         return out
 
     def state(self, name: str) -> WorkerState:
         return next(one.state for one in self.machine.workers() if one.worker == name)
 
-    def act(self, name: str) -> e.Act:
-        return [one for one in self.said if isinstance(one, e.Act) and one.worker == name][-1]
+    def act(self, name: str) -> e.WorkerAction:
+        return [one for one in self.said if isinstance(one, e.WorkerAction) and one.worker == name][-1]
 
     def done(self, name: str, version: int | None = None) -> list[Any]:
-        return self.tell(e.ActDone(name, self.act(name).attempt, version))
+        return self.tell(e.ActionDone(name, self.act(name).attempt, version))
 
     def failed(self, name: str, why: str = "no") -> list[Any]:
-        return self.tell(e.ActFailed(name, self.act(name).attempt, why))
+        return self.tell(e.ActionFailed(name, self.act(name).attempt, why))
 
-    def send(self, name: str = "r") -> e.Send:
-        return [one for one in self.said if isinstance(one, e.Send) and one.request == name][-1]
+    def send(self, name: str = "r") -> e.SendRequest:
+        return [one for one in self.said if isinstance(one, e.SendRequest) and one.request == name][-1]
 
-    def answers(self, name: str = "r") -> list[e.Answer]:
-        return [one for one in self.said if isinstance(one, e.Answer) and one.request == name]
+    def answers(self, name: str = "r") -> list[e.AnswerRequest]:
+        return [one for one in self.said if isinstance(one, e.AnswerRequest) and one.request == name]
 
 
 def kinds(out: list[Any]) -> list[str]:
-    return [one.verb.value if isinstance(one, e.Act) else type(one).__name__ for one in out]
+    return [one.verb.value if isinstance(one, e.WorkerAction) else type(one).__name__ for one in out]
 
 
 def sent(out: list[Any]) -> dict[str, str]:
-    return {one.request: one.worker for one in out if isinstance(one, e.Send)}
+    return {one.request: one.worker for one in out if isinstance(one, e.SendRequest)}
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------
@@ -110,12 +110,12 @@ def sent(out: list[Any]) -> dict[str, str]:
 
 def test_a_request_is_sent_streamed_and_answered_once() -> None:
     bench = Bench()
-    assert kinds(bench.ask()) == ["Send"]
-    assert bench.tell(e.Streamed("r", 1, 4)) == []
+    assert kinds(bench.ask()) == ["SendRequest"]
+    assert bench.tell(e.TokensStreamed("r", 1, 4)) == []
     assert bench.machine.request("r").state is RequestState.streaming
-    (answer,) = bench.tell(e.Finished("r", 1, 9))
+    (answer,) = bench.tell(e.AttemptFinished("r", 1, 9))
     assert (answer.end, answer.tokens, answer.spans) == (End.stop, 9, (Span(0, 9),))
-    assert bench.tell(e.Finished("r", 1, 9)) == []
+    assert bench.tell(e.AttemptFinished("r", 1, 9)) == []
     assert [one.state for one in bench.machine.story("r")] == ["queued", "sent", "streaming", "done"]
 
 
@@ -123,26 +123,26 @@ def test_a_broken_stream_goes_on_elsewhere_with_the_tokens_it_has() -> None:
     bench = Bench()
     bench.ask(min_tokens=20)
     first = bench.send().worker
-    bench.tell(e.Streamed("r", 1, 15))
-    (again,) = bench.tell(e.Broke("r", 1, 16, "stream cut"))
+    bench.tell(e.TokensStreamed("r", 1, 15))
+    (again,) = bench.tell(e.AttemptFailed("r", 1, 16, "stream cut"))
     assert (again.resumed, again.max_tokens, again.min_tokens, again.attempt) == (16, 84, 4, 2)
     assert again.worker != first
-    (answer,) = bench.tell(e.Finished("r", 2, 10))
+    (answer,) = bench.tell(e.AttemptFinished("r", 2, 10))
     assert answer.tokens == 26
 
 
 def test_what_a_cut_would_change_restarts_from_the_prompt() -> None:
     bench = Bench()
     bench.ask(resumable=False)
-    (again,) = bench.tell(e.Broke("r", 1, 16, "500"))
+    (again,) = bench.tell(e.AttemptFailed("r", 1, 16, "500"))
     assert (again.resumed, again.max_tokens) == (0, 100)
-    assert bench.machine.story("r")[-2].reason.code is Code.restarted
+    assert bench.machine.story("r")[-2].reason.code is ReasonCode.restarted
 
 
 def test_a_stream_cut_after_its_last_token_is_whole() -> None:
     bench = Bench()
     bench.ask(max_tokens=16)
-    (answer,) = bench.tell(e.Broke("r", 1, 16, "stream cut"))
+    (answer,) = bench.tell(e.AttemptFailed("r", 1, 16, "stream cut"))
     assert (answer.end, answer.tokens) == (End.length, 16)
 
 
@@ -150,34 +150,34 @@ def test_retries_are_bounded_with_a_reason_at_the_end() -> None:
     bench = Bench(retries=2, faults=9)
     bench.ask()
     for attempt in (1, 2):
-        assert kinds(bench.tell(e.Broke("r", attempt, 0, "500"))) == ["Send"]
-    (answer,) = bench.tell(e.Broke("r", 3, 0, "500"))
-    assert (answer.end, answer.reason.code) == (End.failed, Code.retries_used)
+        assert kinds(bench.tell(e.AttemptFailed("r", attempt, 0, "500"))) == ["SendRequest"]
+    (answer,) = bench.tell(e.AttemptFailed("r", 3, 0, "500"))
+    assert (answer.end, answer.reason.code) == (End.failed, ReasonCode.retries_used)
 
 
 def test_a_request_that_the_engine_calls_wrong_is_not_tried_again() -> None:
     bench = Bench()
     bench.ask()
-    (answer,) = bench.tell(e.Broke("r", 1, 0, "400: too long", fatal=True))
-    assert (answer.end, answer.reason.code) == (End.failed, Code.refused)
+    (answer,) = bench.tell(e.AttemptFailed("r", 1, 0, "400: too long", fatal=True))
+    assert (answer.end, answer.reason.code) == (End.failed, ReasonCode.refused)
 
 
 def test_an_abort_of_others_is_passed_on_with_its_tokens_and_never_tried_again() -> None:
     bench = Bench()
     bench.ask()
-    (answer,) = bench.tell(e.AbortedElsewhere("r", 1, 7))
-    assert (answer.end, answer.tokens, answer.reason.code) == (End.abort, 7, Code.passed_on)
+    (answer,) = bench.tell(e.AbortedExternally("r", 1, 7))
+    assert (answer.end, answer.tokens, answer.reason.code) == (End.abort, 7, ReasonCode.passed_on)
 
 
 def test_news_of_an_old_attempt_changes_nothing() -> None:
     bench = Bench()
     bench.ask()
-    bench.tell(e.Broke("r", 1, 5, "500"))
+    bench.tell(e.AttemptFailed("r", 1, 5, "500"))
     for late in (
-        e.Streamed("r", 1, 50),
-        e.Finished("r", 1, 60),
-        e.AbortedElsewhere("r", 1, 60),
-        e.Broke("r", 1, 9, "?"),
+        e.TokensStreamed("r", 1, 50),
+        e.AttemptFinished("r", 1, 60),
+        e.AbortedExternally("r", 1, 60),
+        e.AttemptFailed("r", 1, 9, "?"),
     ):
         assert bench.tell(late) == []
     assert bench.machine.request("r").tokens == 5
@@ -187,8 +187,8 @@ def test_a_cancelled_request_is_answered_at_once_and_its_place_stays_taken_until
     bench = Bench(1, spec={"limit": 1})
     bench.ask()
     bench.ask("next")
-    assert kinds(bench.tell(e.Cancelled("r"))) == ["AbortSent", "Answer"]
-    assert kinds(bench.tell(e.AbortDone("r", 1, 3))) == ["Send"]
+    assert kinds(bench.tell(e.RequestCancelled("r"))) == ["AbortAttempt", "AnswerRequest"]
+    assert kinds(bench.tell(e.AbortDone("r", 1, 3))) == ["SendRequest"]
     assert len(bench.answers()) == 1
 
 
@@ -197,9 +197,9 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     bench.ask(deadline=5.0)
     bench.ask("waits", deadline=6.0)
     out = bench.wait(7.0)
-    assert {one.request: one.reason.code for one in out if isinstance(one, e.Answer)} == {
-        "r": Code.too_late,
-        "waits": Code.too_late,
+    assert {one.request: one.reason.code for one in out if isinstance(one, e.AnswerRequest)} == {
+        "r": ReasonCode.too_late,
+        "waits": ReasonCode.too_late,
     }
 
 
@@ -208,8 +208,8 @@ def test_a_full_queue_refuses_with_a_reason_and_a_time_to_come_back() -> None:
     bench.ask("a")
     bench.ask("b")
     (refuse,) = bench.ask("c")
-    assert isinstance(refuse, e.Refuse)
-    assert (refuse.reason.code, refuse.retry_after_s > 0) == (Code.queue_full, True)
+    assert isinstance(refuse, e.RefuseRequest)
+    assert (refuse.reason.code, refuse.retry_after_s > 0) == (ReasonCode.queue_full, True)
     assert bench.machine.request("c") is None
 
 
@@ -217,8 +217,8 @@ def test_only_an_explicit_key_makes_two_requests_one() -> None:
     bench = Bench()
     bench.ask("a", key="k")
     assert bench.ask("b", key="k") == []
-    assert kinds(bench.ask("c")) == ["Send"]
-    out = bench.tell(e.Finished("a", 1, 5))
+    assert kinds(bench.ask("c")) == ["SendRequest"]
+    out = bench.tell(e.AttemptFinished("a", 1, 5))
     assert [(one.request, one.of, one.tokens) for one in out] == [("a", "", 5), ("b", "a", 5)]
     (late,) = bench.ask("d", key="k")
     assert (late.of, late.tokens) == ("a", 5)
@@ -230,8 +230,8 @@ def test_whoever_shares_a_key_gets_the_answer_though_the_first_client_left() -> 
     bench = Bench()
     bench.ask("a", key="k")
     bench.ask("b", key="k")
-    assert kinds(bench.tell(e.Cancelled("a"))) == ["Answer"]
-    assert [one.request for one in bench.tell(e.Finished("a", 1, 5))] == ["b"]
+    assert kinds(bench.tell(e.RequestCancelled("a"))) == ["AnswerRequest"]
+    assert [one.request for one in bench.tell(e.AttemptFinished("a", 1, 5))] == ["b"]
 
 
 def test_a_wrong_ask_changes_nothing() -> None:
@@ -240,7 +240,7 @@ def test_a_wrong_ask_changes_nothing() -> None:
     with pytest.raises(InputError, match="no class"):
         bench.ask(class_="defualt")
     with pytest.raises(InputError, match="no worker"):
-        bench.tell(e.WorkerTaken("w9", 9.0, ""))
+        bench.tell(e.WorkerReclaimed("w9", 9.0, ""))
     assert bench.machine.dump() == before
 
 
@@ -253,14 +253,14 @@ def test_there_is_no_edge_from_lost_to_anything_that_serves() -> None:
 
 def test_an_engine_that_slept_when_it_was_lost_is_woken_and_refitted_before_it_serves() -> None:
     bench = Bench(2, ownership=OURS)
-    bench.tell(e.Scaled(1))
+    bench.tell(e.ScaleRequested(1))
     bench.done("w1")
     bench.tell(e.WorkerDied("w0", "killed"))
     bench.tell(e.WorkerDied("w1", "no answer"))
     bench.tell(e.WorkerUp("w1", 0, restarted=False))
     assert bench.state("w1") is S.inactive
     bench.wait(6.0)
-    assert bench.act("w1").verb is Verb.wake
+    assert bench.act("w1").verb is WorkerVerb.wake
     assert kinds(bench.done("w1", 0)) == ["refit"]
     bench.done("w1")
     assert bench.state("w1") is S.active
@@ -273,21 +273,21 @@ def test_only_a_confirmed_refit_leads_back_to_active(way_down: str) -> None:
         bench.tell(e.RefitBegun(1))
         bench.tell(e.RefitEnded(1))
     elif way_down == "empty":
-        bench.tell(e.WorkerEmptied("w0"))
+        bench.tell(e.WeightsDiscarded("w0"))
     else:
         bench.tell(e.WorkerDied("w0", "killed"))
         bench.tell(e.WorkerUp("w0", bench.machine.version))
     tries = [
         e.WorkerUp("w0", bench.machine.version, restarted=False),
-        e.WorkerWell("w0"),
-        e.WorkerGiven("w0"),
-        e.PausedElsewhere("w0"),
-        e.PausedElsewhere("w0", on=False),
+        e.WorkerHealthy("w0"),
+        e.WorkerReturned("w0"),
+        e.PausedExternally("w0"),
+        e.PausedExternally("w0", on=False),
         e.RefitConfirmed("w0", bench.machine.version + 1),
         e.RefitConfirmed("w0", bench.machine.version - 1),
         e.RefitFailed("w0", bench.machine.version, "no"),
-        e.Scaled(2),
-        e.Held("all", 2),
+        e.ScaleRequested(2),
+        e.HoldRequested("all", 2),
     ]
     for event in tries:
         bench.tell(event)
@@ -308,11 +308,11 @@ def test_an_engine_restarted_with_old_weights_serves_nobody() -> None:
 
 def test_a_sleep_that_discards_weights_leaves_the_worker_empty_until_a_refit() -> None:
     bench = Bench(2, spec={"sleep_keeps_weights": False})
-    bench.tell(e.Scaled(1))
+    bench.tell(e.ScaleRequested(1))
     assert bench.act("w1").keeps_weights is False
     bench.done("w1")
     assert bench.state("w1") is S.inactive
-    bench.tell(e.Scaled(2))
+    bench.tell(e.ScaleRequested(2))
     bench.done("w1", version=0)  # whatever it reports
     assert bench.state("w1") is S.empty
     bench.tell(e.RefitConfirmed("w1", 0))
@@ -324,19 +324,19 @@ def test_where_refits_are_trimtabs_a_returning_worker_is_refitted_first() -> Non
     bench.tell(e.WorkerDied("w0", "killed"))
     assert kinds(bench.tell(e.WorkerUp("w0", 0))) == ["refit"]
     assert bench.ask() == []
-    assert kinds(bench.done("w0")) == ["Send"]
+    assert kinds(bench.done("w0")) == ["SendRequest"]
 
 
 def test_a_drain_past_its_deadline_moves_what_is_left_with_its_tokens_and_only_then_sleeps() -> None:
     bench = Bench(2, drain_s=10.0)
     bench.ask()
     worker = bench.send().worker
-    bench.tell(e.Streamed("r", 1, 5))
-    assert bench.tell(e.WorkerTaken(worker, 100.0, "a trainer needs it")) == []
+    bench.tell(e.TokensStreamed("r", 1, 5))
+    assert bench.tell(e.WorkerReclaimed(worker, 100.0, "a trainer needs it")) == []
     assert bench.state(worker) is S.draining
-    assert kinds(bench.wait(10.5)) == ["AbortSent"]
+    assert kinds(bench.wait(10.5)) == ["AbortAttempt"]
     out = bench.tell(e.AbortDone("r", 1, 8))
-    assert kinds(out) == ["sleep", "Send"]
+    assert kinds(out) == ["sleep", "SendRequest"]
     assert (bench.send().resumed, bench.send().worker != worker) == (8, True)
     assert bench.machine.request("r").breaks == 0  # moves are not held against it
 
@@ -345,9 +345,9 @@ def test_a_draining_worker_can_be_called_back() -> None:
     bench = Bench(2)
     for name in ("a", "b"):
         bench.ask(name)
-    bench.tell(e.Scaled(1))
+    bench.tell(e.ScaleRequested(1))
     (drained,) = [one.worker for one in bench.machine.workers() if one.state is S.draining]
-    (step,) = bench.tell(e.Scaled(2))
+    (step,) = bench.tell(e.ScaleRequested(2))
     assert step.step.changed == (drained,)
     assert bench.state(drained) is S.active
 
@@ -356,10 +356,10 @@ def test_a_worker_called_back_after_a_refit_is_stale() -> None:
     bench = Bench(2)
     bench.ask("a")
     bench.ask("b")
-    bench.tell(e.Scaled(1))
+    bench.tell(e.ScaleRequested(1))
     (drained,) = [one.worker for one in bench.machine.workers() if one.state is S.draining]
     bench.tell(e.RefitBegun(1))
-    bench.tell(e.Scaled(2))
+    bench.tell(e.ScaleRequested(2))
     assert bench.state(drained) is S.stale
 
 
@@ -368,10 +368,10 @@ def test_a_worker_called_back_during_a_refit_waits_for_its_end() -> None:
     bench.ask()
     worker = bench.send().worker
     begin(bench, way=RefitWay.collective)
-    bench.tell(e.WorkerTaken(worker, 100.0, "needed", forced=True))
+    bench.tell(e.WorkerReclaimed(worker, 100.0, "needed", forced=True))
     bench.tell(e.RefitConfirmed(worker, 1))
-    bench.tell(e.WorkerGiven(worker))
-    bench.tell(e.Scaled(2))
+    bench.tell(e.WorkerReturned(worker))
+    bench.tell(e.ScaleRequested(2))
     assert bench.state(worker) is S.stale  # the trainer may still hold it paused
     bench.tell(e.RefitEnded(1))
     assert bench.state(worker) is S.active
@@ -383,7 +383,7 @@ def test_the_order_of_a_stop_is_route_off_drain_sleep_stop() -> None:
     worker = bench.send().worker
     assert bench.tell(e.WorkerRemoved(worker)) == []
     assert sent(bench.ask("other")) == {"other": "w1" if worker == "w0" else "w0"}
-    assert kinds(bench.tell(e.Finished("r", 1, 5))) == ["Answer", "sleep"]
+    assert kinds(bench.tell(e.AttemptFinished("r", 1, 5))) == ["AnswerRequest", "sleep"]
     assert kinds(bench.done(worker)) == ["stop"]
     bench.done(worker)
     assert worker not in [one.worker for one in bench.machine.workers()]
@@ -394,7 +394,7 @@ def test_a_wedged_worker_is_suspected_probed_and_lost_and_its_requests_go_elsewh
     bench.ask()
     worker = bench.send().worker
     out = bench.wait(20.5)
-    assert kinds(out)[:2] == ["AbortSent", "probe"]
+    assert kinds(out)[:2] == ["AbortAttempt", "probe"]
     assert sent(out)["r"] != worker
     assert bench.state(worker) is S.suspect
     bench.wait(20.0)
@@ -403,9 +403,9 @@ def test_a_wedged_worker_is_suspected_probed_and_lost_and_its_requests_go_elsewh
 
 def test_a_suspect_that_answers_its_probe_serves_again() -> None:
     bench = Bench(2)
-    bench.tell(e.WorkerUnwell("w0", 3.0, "no answer"))
+    bench.tell(e.WorkerUnhealthy("w0", 3.0, "no answer"))
     assert bench.state("w0") is S.suspect
-    bench.tell(e.WorkerWell("w0"))
+    bench.tell(e.WorkerHealthy("w0"))
     bench.done("w0")
     assert bench.state("w0") is S.active
 
@@ -414,16 +414,16 @@ def test_a_worker_that_breaks_requests_in_a_row_is_suspected() -> None:
     bench = Bench(1, faults=3)
     bench.ask()
     for attempt in (1, 2, 3):
-        bench.tell(e.Broke("r", attempt, 0, "500"))
+        bench.tell(e.AttemptFailed("r", attempt, 0, "500"))
     assert bench.state("w0") is S.suspect
     assert bench.machine.request("r").state is RequestState.queued
 
 
 def test_out_of_memory_on_wake_leaves_it_asleep_and_is_tried_again_later() -> None:
     bench = Bench(2, back_off_s=2.0, tries=3)
-    bench.tell(e.Scaled(1))
+    bench.tell(e.ScaleRequested(1))
     bench.done("w1")
-    bench.tell(e.Scaled(2))
+    bench.tell(e.ScaleRequested(2))
     bench.failed("w1", "out of memory")
     assert bench.state("w1") is S.inactive
     bench.wait(30.0)
@@ -439,23 +439,23 @@ def test_starts_are_bounded_and_the_last_failure_is_said() -> None:
     bench.add("w0", up=False, startable=True)
     bench.wait(1.0)
     for _ in range(2):
-        assert bench.act("w0").verb is Verb.start
+        assert bench.act("w0").verb is WorkerVerb.start
         bench.failed("w0", "no such file")
         bench.done("w0")  # the stop of what may be left of it
         bench.wait(20.0)
     warnings = [one.reason.code for one in bench.said if isinstance(one, e.Warn)]
-    assert warnings == [Code.restarts_used]
+    assert warnings == [ReasonCode.restarts_used]
     assert bench.state("w0") is S.lost
 
 
 def test_figures_that_are_old_are_not_believed() -> None:
     bench = Bench(2, spec={"limit": 4}, load_fresh_s=5.0)
     bench.now = 100.0
-    bench.tell(e.LoadSeen("w0", 4, 0, 0.2, at=90.0))
+    bench.tell(e.LoadReported("w0", 4, 0, 0.2, at=90.0))
     assert sent(bench.ask("a")) == {"a": "w0"}
-    bench.tell(e.LoadSeen("w0", 5, 0, 0.2, at=100.0))
+    bench.tell(e.LoadReported("w0", 5, 0, 0.2, at=100.0))
     assert [sent(bench.ask(name)) for name in "bc"] == [{"b": "w1"}, {"c": "w1"}]
-    bench.tell(e.LoadSeen("w1", 2, 0, 0.99, at=100.0))
+    bench.tell(e.LoadReported("w1", 2, 0, 0.99, at=100.0))
     assert bench.ask("d") == []
     assert sent(bench.wait(6.0)) == {"d": "w0"}
 
@@ -463,20 +463,20 @@ def test_figures_that_are_old_are_not_believed() -> None:
 def test_nothing_is_sent_to_an_engine_that_others_have_paused_and_nothing_there_is_given_up() -> None:
     bench = Bench(1, stall_s=10.0)
     bench.ask("a")
-    bench.tell(e.PausedElsewhere("w0"))
+    bench.tell(e.PausedExternally("w0"))
     assert bench.ask("b") == []
     assert bench.wait(100.0) == []
-    assert sent(bench.tell(e.PausedElsewhere("w0", on=False))) == {"b": "w0"}
+    assert sent(bench.tell(e.PausedExternally("w0", on=False))) == {"b": "w0"}
 
 
 def test_what_a_lost_engine_may_still_work_on_is_cut_before_it_can_sleep() -> None:
     bench = Bench(2, ownership=OURS)
     bench.ask()
     worker = bench.send().worker
-    bench.tell(e.WorkerUnwell(worker, 60.0, "no answer"))
-    assert kinds(bench.tell(e.WorkerUp(worker, 0, restarted=False))) == ["AbortSent", "refit"]
+    bench.tell(e.WorkerUnhealthy(worker, 60.0, "no answer"))
+    assert kinds(bench.tell(e.WorkerUp(worker, 0, restarted=False))) == ["AbortAttempt", "refit"]
     bench.done(worker)
-    bench.tell(e.WorkerTaken(worker, 100.0, "needed"))
+    bench.tell(e.WorkerReclaimed(worker, 100.0, "needed"))
     assert bench.state(worker) is S.draining
     assert kinds(bench.tell(e.AbortDone("r", 1, 50))) == ["sleep"]
 
@@ -485,9 +485,9 @@ def test_with_aborts_in_the_trainers_hands_a_drain_goes_on_past_its_deadline_and
     bench = Bench(2, drain_s=5.0, ownership=Ownership(abort=Owner.trainer))
     bench.ask()
     worker = bench.send().worker
-    bench.tell(e.WorkerTaken(worker, 100.0, "needed"))
+    bench.tell(e.WorkerReclaimed(worker, 100.0, "needed"))
     assert kinds(bench.wait(50.0)) == ["Warn"]
-    assert kinds(bench.tell(e.Finished("r", 1, 9))) == ["Answer", "sleep"]
+    assert kinds(bench.tell(e.AttemptFinished("r", 1, 9))) == ["AnswerRequest", "sleep"]
 
 
 # ---- refit -----------------------------------------------------------------------------------------------------------
@@ -507,7 +507,7 @@ def test_membership_is_frozen_from_begin_to_end_with_ranks_in_order() -> None:
     assert (membership.ranks, membership.frozen, membership.epoch) == (7, True, 1)
     bench.add("d")
     bench.tell(e.WorkerDied("b", "killed"))
-    bench.tell(e.WorkerTaken("c", 100.0, "needed", forced=True))
+    bench.tell(e.WorkerReclaimed("c", 100.0, "needed", forced=True))
     assert bench.machine.membership() == membership
     assert (bench.state("d"), bench.state("c")) == (S.stale, S.draining)
     for name in ("a", "c"):
@@ -580,8 +580,8 @@ def test_a_refit_that_reaches_nobody_is_said_and_can_be_begun_again() -> None:
     bench = Bench(2)
     begin(bench)
     out = bench.wait(700.0)
-    assert [kind for kind in kinds(out) if kind != "TellStep"] == ["RefitOver", "Warn"]
-    assert [one.reason.code for one in out if isinstance(one, e.Warn)] == [Code.below_min]
+    assert [kind for kind in kinds(out) if kind != "AnnounceScaleStep"] == ["RefitOver", "Warn"]
+    assert [one.reason.code for one in out if isinstance(one, e.Warn)] == [ReasonCode.below_min]
     assert bench.ask() == []
     begin(bench)
     assert sent(bench.tell(e.RefitConfirmed("w0", 1))) == {"r": "w0"}
@@ -590,23 +590,23 @@ def test_a_refit_that_reaches_nobody_is_said_and_can_be_begun_again() -> None:
 def test_requests_kept_over_a_refit_pause_in_place_and_record_both_versions() -> None:
     bench = Bench(1)
     bench.ask()
-    bench.tell(e.Streamed("r", 1, 5))
+    bench.tell(e.TokensStreamed("r", 1, 5))
     assert kinds(begin(bench)) == ["pause"]
-    bench.tell(e.Streamed("r", 1, 6))
+    bench.tell(e.TokensStreamed("r", 1, 6))
     assert kinds(bench.done("w0")) == ["RefitReady"]
     assert kinds(bench.tell(e.RefitConfirmed("w0", 1))) == ["resume"]
     assert bench.state("w0") is S.stale
     bench.done("w0")
     bench.tell(e.RefitEnded(1))
-    (answer,) = bench.tell(e.Finished("r", 1, 16))
+    (answer,) = bench.tell(e.AttemptFinished("r", 1, 16))
     assert answer.spans == (Span(0, 6), Span(1, 10))
 
 
 def test_requests_that_may_not_span_versions_restart_at_a_refit() -> None:
     bench = Bench(1)
     bench.ask(spans=False)
-    bench.tell(e.Streamed("r", 1, 5))
-    assert kinds(begin(bench)) == ["AbortSent", "pause"]
+    bench.tell(e.TokensStreamed("r", 1, 5))
+    assert kinds(begin(bench)) == ["AbortAttempt", "pause"]
     bench.tell(e.AbortDone("r", 1, 7))
     bench.done("w0")
     bench.tell(e.RefitConfirmed("w0", 1))
@@ -618,8 +618,8 @@ def test_what_waits_with_tokens_of_an_older_version_and_may_not_span_restarts() 
     bench = Bench(1)
     bench.ask("one", spans=False)
     bench.ask("several")
-    bench.tell(e.Streamed("one", 1, 5))
-    bench.tell(e.Streamed("several", 1, 5))
+    bench.tell(e.TokensStreamed("one", 1, 5))
+    bench.tell(e.TokensStreamed("several", 1, 5))
     bench.tell(e.WorkerDied("w0", "killed"))
     bench.tell(e.WorkerUp("w0", 0))
     begin(bench)
@@ -631,11 +631,11 @@ def test_an_answer_that_spans_versions_and_may_not_is_never_given() -> None:
     theirs = Ownership(abort=Owner.trainer, pause=Owner.trainer)
     bench = Bench(1, ownership=theirs)
     bench.ask(spans=False)
-    bench.tell(e.Streamed("r", 1, 5))
+    bench.tell(e.TokensStreamed("r", 1, 5))
     begin(bench)
     bench.tell(e.RefitConfirmed("w0", 1))
     bench.tell(e.RefitEnded(1))
-    (again,) = bench.tell(e.Finished("r", 1, 9))
+    (again,) = bench.tell(e.AttemptFinished("r", 1, 9))
     assert (again.resumed, again.attempt) == (0, 2)
 
 
@@ -643,7 +643,7 @@ def test_requests_moved_at_a_refit_go_on_with_what_they_have_on_whoever_is_first
     bench = Bench(2)
     bench.ask()
     worker = bench.send().worker
-    assert kinds(begin(bench, in_flight=InFlight.move)) == ["AbortSent"]
+    assert kinds(begin(bench, in_flight=InFlight.move)) == ["AbortAttempt"]
     assert kinds(bench.tell(e.AbortDone("r", 1, 7))) == ["RefitReady"]
     other = "w1" if worker == "w0" else "w0"
     assert sent(bench.tell(e.RefitConfirmed(other, 1))) == {"r": other}
@@ -663,12 +663,12 @@ def test_a_version_that_is_gone_fails_and_one_that_has_not_come_waits() -> None:
     bench = Bench(1)
     assert bench.ask("next", version=1) == []
     assert bench.ask("newer", at_least=1) == []
-    assert bench.machine.request("next").reason.code is Code.version_awaited
+    assert bench.machine.request("next").reason.code is ReasonCode.version_awaited
     begin(bench)
     bench.tell(e.RefitConfirmed("w0", 1))
     assert sent(bench.said) == {"next": "w0", "newer": "w0"}
     (answer,) = bench.ask("old", version=0)
-    assert answer.reason.code is Code.version_gone
+    assert answer.reason.code is ReasonCode.version_gone
 
 
 def test_with_everything_in_the_trainers_hands_trimtab_only_watches() -> None:
@@ -680,19 +680,19 @@ def test_with_everything_in_the_trainers_hands_trimtab_only_watches() -> None:
     bench.tell(e.RefitConfirmed("w0", 1))
     bench.tell(e.RefitConfirmed("w1", 1))
     bench.tell(e.RefitEnded(1))
-    bench.tell(e.WorkerTaken("w0", 50.0, "needed"))
+    bench.tell(e.WorkerReclaimed("w0", 50.0, "needed"))
     bench.wait(60.0)
-    assert not [one for one in bench.said if isinstance(one, (e.Act, e.AbortSent))]
+    assert not [one for one in bench.said if isinstance(one, (e.WorkerAction, e.AbortAttempt))]
 
 
 def test_weights_that_nobody_vouches_for_make_nothing_that_counts() -> None:
     bench = Bench(2)
     bench.ask()
     worker = bench.send().worker
-    bench.tell(e.Streamed("r", 1, 5))
-    assert kinds(bench.tell(e.WorkerEmptied(worker))) == ["AbortSent"]
-    assert bench.tell(e.Streamed("r", 1, 40, version=0)) == []
-    (again,) = bench.tell(e.Finished("r", 1, 60))
+    bench.tell(e.TokensStreamed("r", 1, 5))
+    assert kinds(bench.tell(e.WeightsDiscarded(worker))) == ["AbortAttempt"]
+    assert bench.tell(e.TokensStreamed("r", 1, 40, version=0)) == []
+    (again,) = bench.tell(e.AttemptFinished("r", 1, 60))
     assert again.resumed == 5
 
 
@@ -700,7 +700,7 @@ def test_weights_that_nobody_vouches_for_make_nothing_that_counts() -> None:
 
 
 def three(state: Any, sample: Any) -> Any:
-    return state, Decision(3, Reason(Code.load_high, "three are nice"), "three serve")
+    return state, Decision(3, Reason(ReasonCode.load_high, "three are nice"), "three serve")
 
 
 def test_the_policy_is_asked_at_every_look_and_several_workers_move_in_one_step() -> None:
@@ -708,13 +708,13 @@ def test_the_policy_is_asked_at_every_look_and_several_workers_move_in_one_step(
     for number in range(4):
         bench.add(f"s{number}", up=False, startable=True)
     out = bench.wait(5.0)
-    assert kinds(out) == ["start", "start", "TellStep"]
-    assert (out[-1].step.before, out[-1].step.workers, out[-1].step.reason.code) == (1, 3, Code.load_high)
+    assert kinds(out) == ["start", "start", "AnnounceScaleStep"]
+    assert (out[-1].step.before, out[-1].step.workers, out[-1].step.reason.code) == (1, 3, ReasonCode.load_high)
 
 
 def test_a_number_set_by_hand_wins_until_it_expires_or_is_released() -> None:
     bench = Bench(4, elastic=ElasticConfig(policy=three), monitor_s=5.0)
-    bench.tell(e.Scaled(1, until=60.0))
+    bench.tell(e.ScaleRequested(1, until=60.0))
     assert bench.machine.metrics()["active_workers"] == 1
     bench.wait(50.0)
     assert bench.machine.metrics()["active_workers"] == 1
@@ -724,11 +724,11 @@ def test_a_number_set_by_hand_wins_until_it_expires_or_is_released() -> None:
     bench.wait(20.0)
     assert bench.machine.sample().serving == 3
     with pytest.raises(InputError, match="range"):
-        bench.tell(e.Scaled(99))
+        bench.tell(e.ScaleRequested(99))
 
 
 def one_worker() -> Decision:
-    return Decision(1, Reason(Code.load_low, "one is enough"), "one serves")
+    return Decision(1, Reason(ReasonCode.load_low, "one is enough"), "one serves")
 
 
 def test_workers_are_held_ready_before_a_validation() -> None:
@@ -736,36 +736,36 @@ def test_workers_are_held_ready_before_a_validation() -> None:
     bench.wait(6.0)
     for number in (1, 2):
         bench.done(f"w{number}")
-    out = bench.tell(e.Held("validation", 3))
-    assert kinds(out) == ["wake", "wake", "TellStep"]
-    assert (out[-1].step.reason.code, out[-1].step.before) == (Code.held, 1)
+    out = bench.tell(e.HoldRequested("validation", 3))
+    assert kinds(out) == ["wake", "wake", "AnnounceScaleStep"]
+    assert (out[-1].step.reason.code, out[-1].step.before) == (ReasonCode.held, 1)
 
 
 def test_a_pool_takes_nobody_below_the_least_unless_the_node_goes_anyway() -> None:
     bench = Bench(2, least=2)
     with pytest.raises(InfeasibleError, match="at least 2 must"):
-        bench.tell(e.WorkerTaken("w0", 100.0, "a trainer needs it"))
-    bench.tell(e.WorkerTaken("w0", 100.0, "the node goes", forced=True))
+        bench.tell(e.WorkerReclaimed("w0", 100.0, "a trainer needs it"))
+    bench.tell(e.WorkerReclaimed("w0", 100.0, "the node goes", forced=True))
     assert bench.state("w0") is S.draining
 
 
 def test_a_taken_worker_is_not_woken_until_it_is_given_back() -> None:
     bench = Bench(2)
-    bench.tell(e.WorkerTaken("w0", 100.0, "needed"))
+    bench.tell(e.WorkerReclaimed("w0", 100.0, "needed"))
     bench.done("w0")
-    assert bench.tell(e.Scaled(2)) == []
-    bench.tell(e.WorkerGiven("w0"))
+    assert bench.tell(e.ScaleRequested(2)) == []
+    bench.tell(e.WorkerReturned("w0"))
     assert "wake" in kinds(bench.wait(6.0))
 
 
 def test_nobody_leaves_by_scaling_while_a_refit_is_open() -> None:
     bench = Bench(3)
     begin(bench)
-    assert bench.tell(e.Scaled(1)) == []
+    assert bench.tell(e.ScaleRequested(1)) == []
     for number in range(3):
         bench.tell(e.RefitConfirmed(f"w{number}", 1))
     bench.tell(e.RefitEnded(1))
-    assert "TellStep" in kinds(bench.wait(6.0))
+    assert "AnnounceScaleStep" in kinds(bench.wait(6.0))
 
 
 def test_metrics_have_the_seven_figures() -> None:
@@ -793,7 +793,7 @@ def test_tokens_count_not_requests() -> None:
 
 
 def test_the_length_of_answers_is_learnt_by_class_and_prompt_length() -> None:
-    predictor = Predictor()
+    predictor = LengthPredictor()
     short, long = RequestSpec("a", 10, 1_000, class_="x"), RequestSpec("b", 900, 1_000, class_="x")
     assert predictor.remaining(short, 0) == 1_000
     for _ in range(5):
@@ -818,8 +818,8 @@ def test_a_prefix_may_jump_the_queue_but_only_within_the_window() -> None:
     bench.ask("b0", group="b")
     for name, group in (("x", "x"), ("b1", "b"), ("y", "y"), ("z", "z"), ("b2", "b")):
         bench.ask(name, group=group)
-    assert sent(bench.tell(e.Finished("b0", 1, 5))) == {"b1": "w1"}
-    assert sent(bench.tell(e.Finished("b1", 1, 5))) == {"x": "w1"}
+    assert sent(bench.tell(e.AttemptFinished("b0", 1, 5))) == {"b1": "w1"}
+    assert sent(bench.tell(e.AttemptFinished("b1", 1, 5))) == {"x": "w1"}
 
 
 def test_a_higher_class_goes_first_and_whoever_comes_back_keeps_its_place() -> None:
@@ -828,8 +828,8 @@ def test_a_higher_class_goes_first_and_whoever_comes_back_keeps_its_place() -> N
     bench.ask("a")
     bench.ask("b")
     bench.ask("v", class_="validation")
-    assert sent(bench.tell(e.Broke("a", 1, 3, "500"))) == {"v": "w0"}
-    assert sent(bench.tell(e.Finished("v", 1, 5))) == {"a": "w0"}
+    assert sent(bench.tell(e.AttemptFailed("a", 1, 3, "500"))) == {"v": "w0"}
+    assert sent(bench.tell(e.AttemptFinished("v", 1, 5))) == {"a": "w0"}
 
 
 def test_a_worker_takes_no_more_than_its_limits() -> None:
@@ -866,7 +866,7 @@ def test_what_makes_no_sense_is_refused_where_it_is_made(wrong: Any) -> None:
 
 def test_a_step_by_hand_is_judged_by_its_own_number() -> None:
     bench = Bench(3, elastic=ElasticConfig(policy=three))
-    bench.tell(e.Scaled(2))
+    bench.tell(e.ScaleRequested(2))
     assert bench.machine.steps[-1].came_true is None  # one still drains
     for number in range(3):
         if bench.state(f"w{number}") is S.draining:
@@ -879,12 +879,14 @@ def test_a_request_of_which_engines_die_is_not_given_to_all_of_them() -> None:
     bench = Bench(5, retries=10, deadly=3)
     bench.ask()
     for attempt in (1, 2):
-        out = bench.tell(e.Broke("r", attempt, 0, "connection reset", gone=True))
-        assert "Send" in kinds(out)
+        out = bench.tell(e.AttemptFailed("r", attempt, 0, "connection reset", gone=True))
+        assert "SendRequest" in kinds(out)
     (answer,) = (
-        one for one in bench.tell(e.Broke("r", 3, 0, "connection reset", gone=True)) if kinds([one]) == ["Answer"]
+        one
+        for one in bench.tell(e.AttemptFailed("r", 3, 0, "connection reset", gone=True))
+        if kinds([one]) == ["AnswerRequest"]
     )
-    assert (answer.end, answer.reason.code) == (End.failed, Code.retries_used)
+    assert (answer.end, answer.reason.code) == (End.failed, ReasonCode.retries_used)
     assert "3 engines in a row were gone before its first token" in answer.reason.sentence
 
 
@@ -892,17 +894,17 @@ def test_an_engine_that_dies_after_a_token_is_not_held_against_the_request() -> 
     bench = Bench(5, retries=10, deadly=3)
     bench.ask()
     for attempt in range(1, 8):
-        bench.tell(e.Streamed("r", attempt, 1))
-        assert "Send" in kinds(bench.tell(e.Broke("r", attempt, 1, "connection reset", gone=True)))
+        bench.tell(e.TokensStreamed("r", attempt, 1))
+        assert "SendRequest" in kinds(bench.tell(e.AttemptFailed("r", attempt, 1, "connection reset", gone=True)))
 
 
 def test_a_drain_by_hand_has_all_the_time_it_was_given() -> None:
     bench = Bench(2, drain_s=10.0, abort_s=5.0)
     bench.ask()
     worker = bench.send().worker
-    bench.tell(e.WorkerTaken(worker, 100.0, "by hand", patient=True))
+    bench.tell(e.WorkerReclaimed(worker, 100.0, "by hand", patient=True))
     assert bench.wait(90.0) == []
-    assert kinds(bench.wait(6.0)) == ["AbortSent"]
+    assert kinds(bench.wait(6.0)) == ["AbortAttempt"]
 
 
 # ---- what is refused, and snapshots ------------------------------------------------------------------------------

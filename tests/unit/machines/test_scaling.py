@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.formats.rollout import elastic_config as elastic_config_file
 from trimtab.machines.rollout.policies import policy as scaling
-from trimtab.machines.rollout.policies.policy import Costs, Decision, LoadSample, PolicyState, Taker, consult
+from trimtab.machines.rollout.policies.policy import Decision, LoadSample, PolicyState, SleepCosts, Taker, consult
 from trimtab.model.elastic_config import ElasticConfig
 
 DEFAULTS = ElasticConfig()
-MEASURED_NOT = Costs()
+MEASURED_NOT = SleepCosts()
 
 
 def sample(now: float = 0.0, load: int = 0, active: int = 4, **others: Any) -> LoadSample:
@@ -41,7 +41,7 @@ class Fleet:
     wake_s: float = 0.0
     drain_s: float = 0.0
     takers: tuple[Taker, ...] = ()
-    costs: Costs = MEASURED_NOT
+    costs: SleepCosts = MEASURED_NOT
     least: int | None = None
     now: float = 0.0
     waking: list[float] = field(default_factory=list)  # when each will serve
@@ -226,7 +226,7 @@ def test_draining_workers_are_called_back_when_the_load_returns() -> None:
     fleet.run(60, running=8, draining=40)
     assert fleet.serving == 8
     assert "7 of them called back" in next(
-        one.reason.sentence for one in fleet.decisions if one.reason.code is Code.load_high
+        one.reason.sentence for one in fleet.decisions if one.reason.code is ReasonCode.load_high
     )
 
 
@@ -346,10 +346,10 @@ def test_limits_hold_at_once_and_leave_cooldowns_alone() -> None:
     fleet.run(30, running=2)
     fleet.least = 6
     assert fleet.look(running=2).workers == 6
-    assert fleet.decisions[-1].reason.code is Code.limits
+    assert fleet.decisions[-1].reason.code is ReasonCode.limits
     assert fleet.state.memory.last_up is None
     _, decision = consult(scaling.begin(DEFAULTS), sample(active=6, most=2))
-    assert (decision.workers, decision.reason.code) == (2, Code.limits)
+    assert (decision.workers, decision.reason.code) == (2, ReasonCode.limits)
 
 
 def test_requests_that_nobody_serves_are_not_kept_waiting() -> None:
@@ -363,7 +363,7 @@ def test_at_the_greatest_number_a_reason_says_how_many_would_be_right() -> None:
     fleet = Fleet(active=8)
     fleet.run(60, queued=100)
     assert fleet.steps == []
-    assert fleet.decisions[-1].reason.code is Code.limits
+    assert fleet.decisions[-1].reason.code is ReasonCode.limits
     assert "20 workers would be right" in fleet.decisions[-1].reason.sentence
 
 
@@ -372,7 +372,7 @@ def test_the_master_switch_leaves_the_workers_as_they_are() -> None:
     fleet.run(300, queued=500)
     fleet.run(300)
     assert fleet.steps == []
-    assert {one.reason.code for one in fleet.decisions} == {Code.switched_off}
+    assert {one.reason.code for one in fleet.decisions} == {ReasonCode.switched_off}
 
 
 # ---- what is not known -----------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def test_a_load_that_is_not_known_moves_nobody() -> None:
     for _ in range(60):
         fleet.look(fresh=False)
     assert fleet.steps == []
-    assert {one.reason.code for one in fleet.decisions} == {Code.load_unknown}
+    assert {one.reason.code for one in fleet.decisions} == {ReasonCode.load_unknown}
 
 
 def test_one_failed_look_starts_the_evidence_of_little_load_anew() -> None:
@@ -417,14 +417,14 @@ def test_two_looks_far_apart_are_no_evidence_of_what_was_between(load: int) -> N
 # ---- somebody who needs the workers ----------------------------------------------------------------------------------
 
 WANTED = replace(DEFAULTS, scale_down_requires_demand=True)
-MEASURED = Costs(sleep_s=4.0, wake_s=6.0)
+MEASURED = SleepCosts(sleep_s=4.0, wake_s=6.0)
 
 
 def test_nobody_needs_a_worker_so_none_is_given_up() -> None:
     fleet = Fleet(WANTED, active=8, costs=MEASURED)
     fleet.run(300, running=1)
     assert fleet.steps == []
-    assert fleet.decisions[-1].reason.code is Code.no_taker
+    assert fleet.decisions[-1].reason.code is ReasonCode.no_taker
 
 
 def test_a_taker_that_needs_it_for_less_than_sleep_and_wake_gets_none() -> None:
@@ -439,7 +439,7 @@ def test_no_more_is_given_up_than_somebody_named_can_use() -> None:
     fleet = Fleet(WANTED, active=8, costs=MEASURED, takers=takers)
     fleet.run(30, running=1)
     assert [(before, after) for _, before, after in fleet.steps] == [(8, 5)]
-    told = next(one.reason for one in fleet.decisions if one.reason.code is Code.load_low).sentence
+    told = next(one.reason for one in fleet.decisions if one.reason.code is ReasonCode.load_low).sentence
     assert "trainer (30 s), eval (11 s)" in told
     assert "reward" not in told
 
@@ -454,7 +454,7 @@ def test_until_sleep_and_wake_are_measured_one_worker_is_given_up_to_a_taker_tha
     fleet = Fleet(WANTED, active=8, takers=(Taker("trainer", 4, 300.0),))
     fleet.run(30, running=1)
     assert [(before, after) for _, before, after in fleet.steps] == [(8, 7)]
-    assert "assumed" in next(one.reason for one in fleet.decisions if one.reason.code is Code.load_low).sentence
+    assert "assumed" in next(one.reason for one in fleet.decisions if one.reason.code is ReasonCode.load_low).sentence
     fleet = Fleet(WANTED, active=8, takers=(Taker("trainer", 4, 50.0),))
     fleet.run(300, running=1)
     assert fleet.steps == []
@@ -481,7 +481,7 @@ def test_the_next_step_tells_what_became_of_the_last_one() -> None:
     fleet.run(20, running=16)
     fleet.run(120, running=60)
     assert [(before, after) for _, before, after in fleet.steps] == [(1, 4), (4, 8)]
-    reasons = [one.reason.sentence for one in fleet.decisions if one.reason.code is Code.load_high]
+    reasons = [one.reason.sentence for one in fleet.decisions if one.reason.code is ReasonCode.load_high]
     assert "came true" not in reasons[0]
     assert "the last step came true (4 workers, load 0.50)" in reasons[1]
 
@@ -514,7 +514,7 @@ def test_what_a_look_without_a_step_expected_is_checked_too() -> None:
 def two_more(state: PolicyState, seen: LoadSample) -> tuple[PolicyState, Decision]:
     """Two workers more than before, whatever happens; counts its calls."""
     memory = replace(state.memory, kept=(state.memory.kept or 0) + 1)
-    decision = Decision(seen.serving + 2, Reason(Code.by_hand, "two more"), "two more serve")
+    decision = Decision(seen.serving + 2, Reason(ReasonCode.by_hand, "two more"), "two more serve")
     return replace(state, memory=memory), decision
 
 
@@ -523,7 +523,7 @@ def test_a_users_function_decides_within_the_limits() -> None:
     fleet.run(25)
     assert [after for _, _, after in fleet.steps] == [3, 5, 7, 8]
     assert fleet.state.memory.kept == 6
-    assert fleet.decisions[-1].reason.code is Code.limits
+    assert fleet.decisions[-1].reason.code is ReasonCode.limits
     assert "10 workers were wanted, at most 8 are allowed" in fleet.decisions[-1].reason.sentence
 
 
@@ -580,16 +580,16 @@ def raises(state: PolicyState, seen: LoadSample) -> Any:
         (raises, "policy raises: it raised ZeroDivisionError: division by zero"),
         (lambda state, seen: None, "it raised TypeError"),
         (lambda state, seen: (state, 3), "a state and a decision"),
-        (lambda state, seen: (None, Decision(1, Reason(Code.by_hand, "x"), "y")), "a state and a decision"),
-        (lambda state, seen: (state, Decision(-1, Reason(Code.by_hand, "x"), "y")), "-1 is no number"),
-        (lambda state, seen: (state, Decision(2.5, Reason(Code.by_hand, "x"), "y")), "2.5 is no number"),  # type: ignore[arg-type]
-        (lambda state, seen: (state, Decision(1, Reason(Code.by_hand, ""), "y")), "no reason"),
+        (lambda state, seen: (None, Decision(1, Reason(ReasonCode.by_hand, "x"), "y")), "a state and a decision"),
+        (lambda state, seen: (state, Decision(-1, Reason(ReasonCode.by_hand, "x"), "y")), "-1 is no number"),
+        (lambda state, seen: (state, Decision(2.5, Reason(ReasonCode.by_hand, "x"), "y")), "2.5 is no number"),  # type: ignore[arg-type]
+        (lambda state, seen: (state, Decision(1, Reason(ReasonCode.by_hand, ""), "y")), "no reason"),
     ],
 )
 def test_a_policy_that_fails_moves_nobody_and_is_named(policy: Callable[..., Any], said: str) -> None:
     state = scaling.begin(replace(DEFAULTS, policy=policy))
     after, decision = consult(state, sample(load=60, active=3))
-    assert (after, decision.workers, decision.reason.code) == (state, 3, Code.policy_fault)
+    assert (after, decision.workers, decision.reason.code) == (state, 3, ReasonCode.policy_fault)
     assert said in decision.reason.sentence
 
 
@@ -666,7 +666,7 @@ def test_no_decision_is_outside_the_limits_or_without_reason_and_expectation(
         assert decision.expects
         if not fresh and config.min_workers <= before <= config.max_workers:
             assert decision.workers == before
-        if decision.reason.code is Code.load_low:
+        if decision.reason.code is ReasonCode.load_low:
             remaining = decision.workers * config.requests_per_worker_capacity
             assert sum(load) <= config.scale_up_threshold * remaining, "the load would not fit"
             assert known_since is not None or config.min_stable_period == 0

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from rollout_scenes import QUICK, Scene, play
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.machines.rollout.policies import policy as scaling
 from trimtab.machines.rollout.policies import predictive, stream
-from trimtab.machines.rollout.policies.load import Costs, LoadSample, Taker
-from trimtab.machines.rollout.policies.stream import Stream
+from trimtab.machines.rollout.policies.load import LoadSample, SleepCosts, Taker
+from trimtab.machines.rollout.policies.stream import StreamMemory
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.rollout import SamplingParams, WorkerState
 
 CONFIG = ElasticConfig(policy="predictive", max_workers=4, monitoring_interval=1.0)
-MEASURED = Costs(2.0, 4.0, 1.0)
+MEASURED = SleepCosts(2.0, 4.0, 1.0)
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Looks:
     """A policy that is asked again and again; whoever it wants serves at the next look."""
 
     config: ElasticConfig = CONFIG
-    costs: Costs = MEASURED
+    costs: SleepCosts = MEASURED
     active: int = 4
     now: float = 0.0
     said: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Looks:
             costs=self.costs, **more,
         )  # fmt: skip
         self.state, decision = scaling.consult(self.state, seen)
-        assert decision.reason.code is not Code.policy_fault, decision.reason.sentence
+        assert decision.reason.code is not ReasonCode.policy_fault, decision.reason.sentence
         self.active = decision.workers
         self.said.append(decision.reason.sentence)
         return decision.workers
@@ -100,8 +100,8 @@ def test_the_more_alike_pauses_were_the_longer_it_sleeps_and_where_they_were_not
     assert irregular == 0
 
 
-@pytest.mark.parametrize("costs", [Costs(8.0, 60.0, 1.0), Costs(2.0, 25.0, 1.0)])
-def test_nobody_goes_where_it_could_not_be_back_before_the_next_step(costs: Costs) -> None:
+@pytest.mark.parametrize("costs", [SleepCosts(8.0, 60.0, 1.0), SleepCosts(2.0, 25.0, 1.0)])
+def test_nobody_goes_where_it_could_not_be_back_before_the_next_step(costs: SleepCosts) -> None:
     looks = Looks(costs=costs)
     for _ in range(3):
         looks.step(pause_s=30)
@@ -109,7 +109,7 @@ def test_nobody_goes_where_it_could_not_be_back_before_the_next_step(costs: Cost
 
 
 def test_until_waking_has_been_measured_one_idle_worker_sleeps_and_is_woken_at_once_and_nobody_else() -> None:
-    looks = Looks(costs=Costs())
+    looks = Looks(costs=SleepCosts())
     looks.look(30)
     assert looks.look(3, idle=2) == 3
     assert "what that takes" in looks.said[-1]
@@ -206,7 +206,7 @@ def test_a_worker_that_has_more_is_slower_so_fewer_have_more_than_their_share() 
     assert stream.on(32, 55.0, 4, 3) == pytest.approx(64, abs=1)
     assert stream.on(32, 64.0, 3, 4) == pytest.approx(55, abs=1)
     assert stream.on(32, 200.0, 4, 1) == float("inf")
-    assert len(Stream().look(seen).look(replace(seen, now=1.0)).loads) == 1  # one for every few seconds
+    assert len(StreamMemory().look(seen).look(replace(seen, now=1.0)).loads) == 1  # one for every few seconds
 
 
 # ---- whatever happens -----------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ moments = st.tuples(
 def test_whatever_is_seen_it_decides_within_the_limits_and_the_same_after_a_snapshot(
     story: list[tuple[int, int, float, bool, bool]], measured: bool, cut: int
 ) -> None:
-    costs = MEASURED if measured else Costs()
+    costs = MEASURED if measured else SleepCosts()
     one, other = Looks(costs=costs), Looks(costs=costs)
     for turn, (load, idle, after_s, fresh, queued) in enumerate(story):
         if turn == cut:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trimtab.formats.load import load
-from trimtab.machines.diagnose.snapshot import Foreign, Job, SeenNode, Survey, Waiting
+from trimtab.machines.diagnose.snapshot import GcsSnapshot, NodeSnapshot, NonRayGpuUser, PendingWorkload, RayJob
 from trimtab.machines.diagnose.why import diagnose
 from trimtab.machines.diagnose.would_fit import KIND_LABEL, WouldFit, would_fit
 from trimtab.plan.placement.planner import best_plan
@@ -28,7 +28,7 @@ workflow:
 """
 
 
-def said(seen: Survey, capsys: pytest.CaptureFixture[str]) -> str:
+def said(seen: GcsSnapshot, capsys: pytest.CaptureFixture[str]) -> str:
     why_text.print_why(seen, diagnose(seen))
     return capsys.readouterr().out
 
@@ -41,7 +41,7 @@ def test_the_cause_comes_first_then_the_nodes_then_what_helps(capsys: pytest.Cap
         [node("n1", gpu=2), node("n2", gpu=2), node("head", cpu=1)],
         [actor("wide", gpu=2)],
         [holds("x", "n1", gpu=1), holds("y", "n2", gpu=1)],
-        jobs=(Job("job", "python train.py", 77, "10.0.0.1"),),
+        jobs=(RayJob("job", "python train.py", 77, "10.0.0.1"),),
     )
     assert said(seen, capsys).splitlines()[2:] == [
         "WAITS   actor wide, 2 gpu for 1 min",
@@ -65,7 +65,7 @@ def test_long_lists_are_cut_and_counted(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_whose_each_wait_is_stands_beside_it_where_there_are_several_jobs(capsys: pytest.CaptureFixture[str]) -> None:
-    jobs = (Job("a", "python a.py", 1, "h"), Job("b", "python b.py", 2, "h"))
+    jobs = (RayJob("a", "python a.py", 1, "h"), RayJob("b", "python b.py", 2, "h"))
     waiting = [actor("x", gpu=9, job="a"), actor("y", gpu=8, job="b")]
     text = said(survey([node("n1", gpu=1)], waiting, jobs=jobs), capsys)
     assert "        asked by python a.py" in text
@@ -81,7 +81,7 @@ def test_times_that_ray_does_not_tell_are_said_to_be_unknown_or_at_least(capsys:
 
 def test_names_are_never_taken_for_markup(capsys: pytest.CaptureFixture[str]) -> None:
     waiting = [actor("[red]x[/red]", gpu=9)]
-    seen = survey([node("[bold]n", gpu=1)], waiting, foreign=(Foreign("[bold]n", 0, 5, "sh [/x]"),))
+    seen = survey([node("[bold]n", gpu=1)], waiting, foreign=(NonRayGpuUser("[bold]n", 0, 5, "sh [/x]"),))
     text = said(seen, capsys)
     for name in ("[red]x[/red]", "[bold]n", "sh [/x]"):
         assert name in text
@@ -111,7 +111,7 @@ def test_data_is_plain_and_has_everything_that_text_has() -> None:
 
 
 @pytest.mark.parametrize(("waiting", "status"), [([], "nothing waits"), ([actor("a", gpu=1)], "waits")])
-def test_the_status_says_whether_anything_waits(waiting: list[Waiting], status: str) -> None:
+def test_the_status_says_whether_anything_waits(waiting: list[PendingWorkload], status: str) -> None:
     seen = survey([node("n1", gpu=1)], waiting)
     assert why_text.as_data(seen, diagnose(seen))["status"] == status
 
@@ -119,7 +119,7 @@ def test_the_status_says_whether_anything_waits(waiting: list[Waiting], status: 
 # ---- would it fit ---------------------------------------------------------------------------------------------------
 
 
-def checked(folder: Path, nodes: list[SeenNode], kind: str = "") -> WouldFit:
+def checked(folder: Path, nodes: list[NodeSnapshot], kind: str = "") -> WouldFit:
     path = folder / "job.yaml"
     path.write_text(JOB.replace("KIND", f", gpu: {kind}" if kind else ""))
     loaded = load(path)

@@ -9,7 +9,7 @@ import pytest
 from ray.core.generated import common_pb2, gcs_pb2
 
 from trimtab.core.resources import Resources
-from trimtab.machines.diagnose.snapshot import Kind, Selector, Stage
+from trimtab.machines.diagnose.snapshot import LabelSelector, PendingStage, WorkloadKind
 from trimtab.runtime.rayapi import gcs_records as records
 
 NOW = 1_000.0
@@ -26,13 +26,15 @@ def actor(number: int, state: int = 1, **required: float) -> Any:
     return made
 
 
-def waiting(actors: list[Any], requests: dict[records.Shape, int] | None = None, began: float = NOW - 60) -> list[Any]:
+def waiting(
+    actors: list[Any], requests: dict[records.DemandShape, int] | None = None, began: float = NOW - 60
+) -> list[Any]:
     since = {one.actor_id.hex(): began for one in actors}
     return records.actors_waiting(actors, since, Counter(requests or {}), BIG, NOW)
 
 
-def shape(**amounts: float) -> records.Shape:
-    return records.Shape(records.Needs(Resources.of(amounts)))
+def shape(**amounts: float) -> records.DemandShape:
+    return records.DemandShape(records.ResourceNeeds(Resources.of(amounts)))
 
 
 def test_amounts_are_told_in_our_words_without_what_belongs_to_groups() -> None:
@@ -42,21 +44,21 @@ def test_amounts_are_told_in_our_words_without_what_belongs_to_groups() -> None:
 
 def test_amounts_of_a_group_are_told_once_with_the_bundle_where_there_is_one() -> None:
     told = {f"GPU_group_{GROUP}": 1.0, f"GPU_group_3_{GROUP}": 1.0, f"bundle_group_{GROUP}": 0.001}
-    assert records.Needs.of(told) == records.Needs(Resources.of(gpu=1), GROUP, 3)
+    assert records.ResourceNeeds.of(told) == records.ResourceNeeds(Resources.of(gpu=1), GROUP, 3)
     anywhere = {f"CPU_group_{GROUP}": 2.0, f"bundle_group_{GROUP}": 0.001}
-    assert records.Needs.of(anywhere) == records.Needs(Resources.of(cpu=2), GROUP, None)
+    assert records.ResourceNeeds.of(anywhere) == records.ResourceNeeds(Resources.of(cpu=2), GROUP, None)
 
 
 @pytest.mark.parametrize(
     ("text", "selector"),
     [
-        ("a", Selector("zone", ("a",))),
-        ("!a", Selector("zone", ("a",), negated=True)),
-        ("in(a, b)", Selector("zone", ("a", "b"))),
-        ("!in(a,b)", Selector("zone", ("a", "b"), negated=True)),
+        ("a", LabelSelector("zone", ("a",))),
+        ("!a", LabelSelector("zone", ("a",), negated=True)),
+        ("in(a, b)", LabelSelector("zone", ("a", "b"))),
+        ("!in(a,b)", LabelSelector("zone", ("a", "b"), negated=True)),
     ],
 )
-def test_conditions_on_labels_are_read_as_ray_writes_them(text: str, selector: Selector) -> None:
+def test_conditions_on_labels_are_read_as_ray_writes_them(text: str, selector: LabelSelector) -> None:
     made = actor(1, CPU=1)
     made.label_selector["zone"] = text
     option = made.fallback_strategy.options.add()
@@ -64,7 +66,7 @@ def test_conditions_on_labels_are_read_as_ray_writes_them(text: str, selector: S
         label_key="zone", operator=common_pb2.LABEL_OPERATOR_NOT_IN, label_values=["x"]
     )
     (one,) = waiting([made])
-    assert one.asks[0].labels == ((selector,), (Selector("zone", ("x",), negated=True),))
+    assert one.asks[0].labels == ((selector,), (LabelSelector("zone", ("x",), negated=True),))
 
 
 def test_an_actor_that_ray_does_not_count_as_waiting_is_bound_to_the_node_that_was_asked() -> None:
@@ -94,12 +96,12 @@ def test_how_far_an_actor_has_come_is_told_by_its_state_and_process() -> None:
     starting.address.worker_id = WORKER
     told = {one.id: one for one in waiting([actor(1, state=0), starting, actor(3, state=3, GPU=1), actor(4, state=2)])}
     stages = [told[(bytes([i]) * 16).hex()].stage for i in (1, 2, 3)]
-    assert stages == [Stage.inputs, Stage.starting, Stage.room]
+    assert stages == [PendingStage.inputs, PendingStage.starting, PendingStage.room]
     assert told[(bytes([3]) * 16).hex()].began_over
     assert len(told) == 3
 
 
-def task(number: int, *states: int, kind: int = 0, **required: float) -> records.TaskRecord:
+def task(number: int, *states: int, kind: int = 0, **required: float) -> records.RayTaskRecord:
     made = gcs_pb2.TaskEvents(task_id=bytes([number]) * 24, job_id=b"\1" * 4)
     made.task_info.type = kind
     made.task_info.func_or_class_name = "work"
@@ -108,7 +110,7 @@ def task(number: int, *states: int, kind: int = 0, **required: float) -> records
     for at, state in enumerate(states):
         made.state_updates.state_ts_ns[state] = int((NOW - 50 + at) * 1e9)
     made.state_updates.node_id = NODE
-    return records.TaskRecord.of(made)
+    return records.RayTaskRecord.of(made)
 
 
 def test_tasks_are_named_as_far_as_ray_remembers_them_and_the_rest_is_counted() -> None:
@@ -119,7 +121,7 @@ def test_tasks_are_named_as_far_as_ray_remembers_them_and_the_rest_is_counted() 
         ("that Ray does not name", 2, None),
     ]
     (runs,) = [one for each in seen for one in each.holders({NODE.hex()})]
-    assert (runs.kind, runs.amounts) == (Kind.task, Resources.of(cpu=1))
+    assert (runs.kind, runs.amounts) == (WorkloadKind.task, Resources.of(cpu=1))
 
 
 def test_a_task_that_waits_for_others_has_given_its_cpus_back() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.model.pipeline import DeviceType, Host, Link, ModelChain, PipelineJob
+from trimtab.model.pipeline import DeviceType, Host, HostLink, ModelChain, PipelineJob
 from trimtab.plan.partition import order as partition_order
 from trimtab.plan.partition import paths as partition_paths
 from trimtab.plan.partition import planner as partition
@@ -127,7 +127,7 @@ def test_latency_asks_for_the_fewest_hops() -> None:
 def test_links_move_stages_to_hosts_that_are_well_joined() -> None:
     model = ModelChain("m", (10.0,) * 2, 0, (MIB, 0))
     pairs = (("box0", "box1"), ("box0", "box2"))
-    slow = tuple(Link(pair, 1.0) for pair in pairs)
+    slow = tuple(HostLink(pair, 1.0) for pair in pairs)
     of = job(("box", 1000, 25, (1.0,) * 2, 3), model=model, element_bytes=1, links=slow, buffers_in=0, buffers_out=0)
     assert set(hosts(of)) == {"box1", "box2"}
 
@@ -135,7 +135,9 @@ def test_links_move_stages_to_hosts_that_are_well_joined() -> None:
 def test_a_pipeline_of_unlike_links_that_is_too_large_says_it_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partition_order, "EFFORT", 0)
     names = [f"box{i}" for i in range(26)]
-    links = tuple(Link((a, b), 100.0 + 7 * i + j) for i, a in enumerate(names) for j, b in enumerate(names[i + 1 :]))
+    links = tuple(
+        HostLink((a, b), 100.0 + 7 * i + j) for i, a in enumerate(names) for j, b in enumerate(names[i + 1 :])
+    )
     of = job(("box", 1000, 60, tuple(1.0 + i % 3 for i in range(30)), 26), model=chain(30), links=links)
     answer = plan_partition(of, frontier=True)
     assert "not proven" in answer.method
@@ -193,7 +195,7 @@ def test_the_three_ways_of_breaking_ties_agree(objective: str, monkeypatch: pyte
     assert len(priced.schedule.stages) == len(plain.stages)
     # Out of memory, it gives a good schedule and says that ties were not all compared.
     monkeypatch.setattr(partition_paths, "MOST_LABELS", 0)
-    monkeypatch.setattr(partition_paths._Searches, "beam", _beam_without_limit)
+    monkeypatch.setattr(partition_paths._LabelSearches, "beam", _beam_without_limit)
     given_up = plan_partition(unlike(), objective)
     assert not given_up.ties_proven
     assert given_up.schedule.latency_seconds >= plain.latency_seconds * (1 - 1e-9)

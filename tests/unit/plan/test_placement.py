@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from jobs import cluster, component, ppo_job, seed_job
 from random_jobs import random_job
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.model.plan import AllowedGroup, CurrentPlacement, Plan, Rules
-from trimtab.model.workflow import Cluster, GpuCurve, Job, Memory, Node, Variant, WeightSync, Workflow
+from trimtab.model.plan import AllowedGroup, CurrentPlacement, FrameworkRules, Plan
+from trimtab.model.workflow import Cluster, GpuCurve, Memory, Node, PlacementJob, Variant, WeightSync, Workflow
 from trimtab.plan.placement.cost import is_extrapolated, seconds_at
 from trimtab.plan.placement.planner import best_plan, plan_placement
 from trimtab.plan.placement.search import search
-from trimtab.plan.placement.space import Space
+from trimtab.plan.placement.space import PlanSpace
 
 
-def seconds(job: Job) -> float:
+def seconds(job: PlacementJob) -> float:
     return best_plan(job)[1].best.seconds
 
 
@@ -42,7 +42,7 @@ def test_no_plan_is_worse_than_sharing_on_sizes_that_are_no_powers_of_two(gpus: 
 
 
 def test_an_all_separate_chain_takes_the_fill_plus_the_slowest() -> None:
-    job = Job(
+    job = PlacementJob(
         cluster(3),
         Workflow(
             (
@@ -73,7 +73,7 @@ def test_eight_components_on_sixty_four_gpus_plan() -> None:
         )
         for i in range(8)
     )
-    space, outcome = best_plan(Job(cluster(64), Workflow(chain, batches=64)))
+    space, outcome = best_plan(PlacementJob(cluster(64), Workflow(chain, batches=64)))
     assert outcome.optimal
     shared = search(space, [g for g in space.groupings() if len(g.tables) == 1]).best
     assert outcome.best.seconds <= shared.seconds
@@ -90,7 +90,7 @@ def test_more_gpus_never_make_the_predicted_time_worse(seed: int, n: int, gpus: 
         first = job.cluster.nodes[0]
         node = replace(node, host_memory_gb=first.host_memory_gb / first.gpus * more)
     larger = replace(job, cluster=Cluster((*job.cluster.nodes, node)))
-    before, after = search(Space(job)).best, search(Space(larger)).best
+    before, after = search(PlanSpace(job)).best, search(PlanSpace(larger)).best
     if before is not None:
         assert after is not None
         assert after.seconds <= before.seconds * (1 + 1e-9)
@@ -111,7 +111,7 @@ def test_a_plan_keeps_its_promises(seed: int, n: int, gpus: int) -> None:
     assert plan_placement(job) == answer  # deterministic
 
 
-def check_plan(job: Job, plan: Plan) -> None:
+def check_plan(job: PlacementJob, plan: Plan) -> None:
     taken = [rank for group in plan.groups for rank in group.gpus]
     assert len(taken) == len(set(taken)), "groups have disjoint GPUs"
     for group in plan.groups:
@@ -135,7 +135,7 @@ def check_plan(job: Job, plan: Plan) -> None:
 
 def test_memory_that_does_not_fit_together_keeps_components_apart() -> None:
     big = Memory(active=GpuCurve(per_gpu=70.0), resident=GpuCurve(per_gpu=30.0))
-    job = Job(
+    job = PlacementJob(
         cluster(4, gpu_memory_gb=80.0),
         Workflow((component("a", {4: 10.0}, memory=big), component("b", {4: 10.0}, ("a",), memory=big)), batches=1),
     )
@@ -155,14 +155,14 @@ def test_a_slower_variant_is_chosen_and_named_where_memory_asks_for_it() -> None
     )
     other = component("a", {2: 10.0}, memory=Memory(active=GpuCurve(per_gpu=60.0)))
     trainer = replace(component("b", {2: 1.0}, ("a",), granularity=None), variants=(fast, lean))
-    job = Job(cluster(2, gpu_memory_gb=80.0), Workflow((other, trainer), batches=4))
+    job = PlacementJob(cluster(2, gpu_memory_gb=80.0), Workflow((other, trainer), batches=4))
     plan = plan_placement(job).best
     assert plan.mode == "collocated"
     assert plan.placed("b").variant == "tp2"
 
 
 def test_host_memory_of_parked_components_forbids_sharing() -> None:
-    job = Job(
+    job = PlacementJob(
         Cluster((Node("n", 2, host_memory_gb=40.0),)),
         Workflow(
             (component("a", {2: 10.0}, host_memory_gb=30.0), component("b", {2: 10.0}, ("a",), host_memory_gb=30.0))
@@ -173,7 +173,7 @@ def test_host_memory_of_parked_components_forbids_sharing() -> None:
 
 def test_a_model_that_fits_nowhere_is_named() -> None:
     big = Memory(active=GpuCurve(per_gpu=99.0))
-    job = Job(
+    job = PlacementJob(
         cluster(4, gpu_memory_gb=80.0),
         Workflow((component("a", {4: 10.0}), component("b", {4: 10.0}, ("a",), memory=big))),
     )
@@ -182,14 +182,16 @@ def test_a_model_that_fits_nowhere_is_named() -> None:
 
 
 def test_no_allowed_count_is_named() -> None:
-    job = Job(cluster(4), Workflow((component("a", {8: 10.0}, multiple_of=8), component("b", {4: 10.0}, ("a",)))))
+    job = PlacementJob(
+        cluster(4), Workflow((component("a", {8: 10.0}, multiple_of=8), component("b", {4: 10.0}, ("a",))))
+    )
     with pytest.raises(InfeasibleError, match="no GPU count is allowed for a: it asks for a multiple of 8"):
         plan_placement(job)
 
 
 def test_too_few_gpus_to_be_apart_and_no_memory_to_share_is_said() -> None:
     big = Memory(active=GpuCurve(per_gpu=50.0), resident=GpuCurve(per_gpu=50.0))
-    job = Job(
+    job = PlacementJob(
         cluster(2, gpu_memory_gb=80.0),
         Workflow(tuple(component(n, {1: 10.0}, memory=big) for n in ("a", "b", "c"))),
     )
@@ -201,14 +203,14 @@ def test_too_few_gpus_to_be_apart_and_no_memory_to_share_is_said() -> None:
 
 def test_a_profile_of_another_kind_of_gpu_is_refused_by_name() -> None:
     a = replace(component("a", {1: 1.0}), variants=(Variant(seconds={"H20": ((4, 9.0),)}),))
-    job = Job(Cluster((Node("n", 4, "H100"),)), Workflow((a, component("b", {4: 1.0}, ("a",)))))
+    job = PlacementJob(Cluster((Node("n", 4, "H100"),)), Workflow((a, component("b", {4: 1.0}, ("a",)))))
     with pytest.raises(InfeasibleError, match="a was measured on H20, and the cluster has H100"):
         plan_placement(job)
 
 
 def test_a_group_uses_one_kind_of_gpu_and_the_better_one_goes_where_it_pays() -> None:
     fast_on_b = replace(component("a", {1: 1.0}), variants=(Variant(seconds={"A": ((2, 100.0),), "B": ((2, 10.0),)}),))
-    job = Job(
+    job = PlacementJob(
         Cluster((Node("n0", 2, "A"), Node("n1", 2, "B"))),
         Workflow((fast_on_b, component("b", {2: 20.0}, ("a",))), batches=8),
     )
@@ -219,12 +221,12 @@ def test_a_group_uses_one_kind_of_gpu_and_the_better_one_goes_where_it_pays() ->
 
 
 def test_switches_are_paid_once_around_the_clock_and_not_within_an_engine() -> None:
-    def job(engines: tuple[str | None, ...]) -> Job:
+    def job(engines: tuple[str | None, ...]) -> PlacementJob:
         parts = tuple(
             component(n, {1: 10.0}, after, engine=e, switch_seconds=3.0, granularity=None)
             for (n, after), e in zip((("a", ()), ("b", ("a",)), ("c", ("b",))), engines, strict=True)
         )
-        return Job(cluster(1), Workflow(parts))
+        return PlacementJob(cluster(1), Workflow(parts))
 
     assert seconds(job((None, None, None))) == pytest.approx(39)
     assert seconds(job(("x", "x", "x"))) == pytest.approx(30)
@@ -234,23 +236,23 @@ def test_switches_are_paid_once_around_the_clock_and_not_within_an_engine() -> N
 def test_the_sync_costs_what_the_grouping_says() -> None:
     parts = (component("a", {1: 10.0}), component("b", {1: 10.0}, ("a",), granularity=None))
     sync = WeightSync("b", "a", shared_seconds=1.0, separate_seconds=5.0)
-    assert seconds(Job(cluster(1), Workflow(parts, weight_sync=sync))) == pytest.approx(21)
+    assert seconds(PlacementJob(cluster(1), Workflow(parts, weight_sync=sync))) == pytest.approx(21)
 
 
 def test_staleness_overlaps_iterations() -> None:
     parts = (component("a", {4: 30.0}), component("b", {4: 30.0}, ("a",), granularity=None))
     sync = WeightSync("b", "a", 0.0, 0.0)
-    on_policy = seconds(Job(cluster(8), Workflow(parts, batches=8, weight_sync=sync)))
-    one_off = seconds(Job(cluster(8), Workflow(parts, batches=8, weight_sync=sync, staleness=1)))
+    on_policy = seconds(PlacementJob(cluster(8), Workflow(parts, batches=8, weight_sync=sync)))
+    one_off = seconds(PlacementJob(cluster(8), Workflow(parts, batches=8, weight_sync=sync, staleness=1)))
     assert on_policy == pytest.approx(30.0)  # shared on eight
     assert one_off == pytest.approx(30.0)
     slow = (component("a", {4: 30.0}, gpus=(4,)), component("b", {4: 30.0}, ("a",), granularity=None, gpus=(4,)))
-    assert seconds(Job(cluster(8), Workflow(slow, 8, 0, sync))) == pytest.approx(60.0)
-    assert seconds(Job(cluster(8), Workflow(slow, 8, 1, sync))) == pytest.approx(30.0)
+    assert seconds(PlacementJob(cluster(8), Workflow(slow, 8, 0, sync))) == pytest.approx(60.0)
+    assert seconds(PlacementJob(cluster(8), Workflow(slow, 8, 1, sync))) == pytest.approx(30.0)
 
 
 def test_rules_of_a_framework_keep_the_search_inside_and_the_price_is_said() -> None:
-    job = Job(
+    job = PlacementJob(
         cluster(8),
         Workflow(
             (
@@ -260,7 +262,7 @@ def test_rules_of_a_framework_keep_the_search_inside_and_the_price_is_said() -> 
             batches=64,
         ),
     )
-    shared = Rules("toy", ((AllowedGroup(frozenset({"rollout", "trainer"}), (8,)),),))
+    shared = FrameworkRules("toy", ((AllowedGroup(frozenset({"rollout", "trainer"}), (8,)),),))
     answer = plan_placement(job, shared)
     assert answer.best.mode == "collocated"
     assert answer.unrestricted is not None
@@ -269,7 +271,7 @@ def test_rules_of_a_framework_keep_the_search_inside_and_the_price_is_said() -> 
 
 def test_even_node_rules_give_a_group_as_many_gpus_on_each_of_its_nodes() -> None:
     names = ("rollout", "trainer", "reward")
-    job = Job(
+    job = PlacementJob(
         cluster(16),
         Workflow(
             (
@@ -280,7 +282,7 @@ def test_even_node_rules_give_a_group_as_many_gpus_on_each_of_its_nodes() -> Non
             batches=64,
         ),
     )
-    separate = Rules("toy", (tuple(AllowedGroup(frozenset({n})) for n in names),), even_nodes=True)
+    separate = FrameworkRules("toy", (tuple(AllowedGroup(frozenset({n})) for n in names),), even_nodes=True)
     plan = plan_placement(job, separate).best
     for group in plan.groups:
         on_each = Counter(rank // 8 for rank in group.gpus)
@@ -316,23 +318,25 @@ def test_costs_follow_the_measured_points() -> None:
 
 
 def test_a_count_that_is_worse_than_a_smaller_one_uses_the_smaller() -> None:
-    job = Job(cluster(8), Workflow((component("a", {4: 10.0, 8: 30.0}), component("b", {8: 5.0}, ("a",))), batches=1))
+    job = PlacementJob(
+        cluster(8), Workflow((component("a", {4: 10.0, 8: 30.0}), component("b", {8: 5.0}, ("a",))), batches=1)
+    )
     plan = best_plan(job)[1].best
     assert plan.seconds <= 15.0
 
 
 def test_an_early_stop_says_how_far_it_is_from_the_optimum() -> None:
     job = ppo_job()
-    space = Space(job)
+    space = PlanSpace(job)
     stopped = search(space, limit=1, settle_ties=False)
-    exact = search(Space(job))
+    exact = search(PlanSpace(job))
     assert stopped.best is not None
     assert stopped.lower_bound <= exact.best.seconds * (1 + 1e-9)
     assert stopped.best.seconds >= exact.best.seconds * (1 - 1e-9)
 
 
 def test_sensitivity_tells_when_another_plan_would_be_better() -> None:
-    job = Job(
+    job = PlacementJob(
         cluster(16),
         Workflow(
             (
@@ -368,11 +372,11 @@ def test_too_many_configurations_leave_a_bound_instead_of_a_false_proof(monkeypa
         replace(component(n, {2: 1.0}, after, granularity=None), variants=ways(n))
         for n, after in (("a", ()), ("b", ("a",)), ("c", ("b",)))
     )
-    job = Job(cluster(2, gpu_memory_gb=75.0), Workflow(parts))
-    exact = search(Space(job))
+    job = PlacementJob(cluster(2, gpu_memory_gb=75.0), Workflow(parts))
+    exact = search(PlanSpace(job))
     assert exact.optimal
     monkeypatch.setattr("trimtab.plan.placement.space.MAX_CONFIGURATIONS", 6)
-    cut = search(Space(job))
+    cut = search(PlanSpace(job))
     assert not cut.optimal
     assert cut.lower_bound <= exact.best.seconds <= cut.best.seconds * (1 + 1e-9)
 
@@ -387,8 +391,8 @@ def test_very_many_batches_stay_within_the_effort() -> None:
 
 def test_a_plan_slower_than_the_placement_in_the_file_is_never_the_answer() -> None:
     chain = (component("rollout", {4: 60.0, 8: 50.0}), component("trainer", {4: 60.0, 8: 50.0}, ("rollout",)))
-    job = Job(cluster(8), Workflow(chain, batches=64))
-    shared = Rules("toy", ((AllowedGroup(frozenset({"rollout", "trainer"}), (8,)),),))
+    job = PlacementJob(cluster(8), Workflow(chain, batches=64))
+    shared = FrameworkRules("toy", ((AllowedGroup(frozenset({"rollout", "trainer"}), (8,)),),))
     apart = CurrentPlacement({"rollout": (0, 1, 2, 3), "trainer": (4, 5, 6, 7)}, "job.yaml: placement")
     answer = plan_placement(job, shared, current=apart)
     assert answer.kept
@@ -400,9 +404,9 @@ def test_a_plan_slower_than_the_placement_in_the_file_is_never_the_answer() -> N
     assert other.plan.iteration_seconds == pytest.approx(100.0)
 
 
-def one_point_each() -> Job:
+def one_point_each() -> PlacementJob:
     chain = (component("rollout", {16: 60.0}), component("trainer", {16: 60.0}, ("rollout",)))
-    return Job(cluster(16), Workflow(chain, batches=512))
+    return PlacementJob(cluster(16), Workflow(chain, batches=512))
 
 
 def test_with_one_measured_point_the_plan_is_made_for_perfect_and_for_lesser_scaling() -> None:
@@ -425,7 +429,7 @@ def test_with_one_measured_point_the_plan_is_made_for_perfect_and_for_lesser_sca
 def test_where_both_scalings_give_the_same_plan_it_is_proven_and_said() -> None:
     chain = (component("rollout", {16: 60.0}, granularity=None), component("trainer", {16: 60.0}, ("rollout",)))
     whole = tuple(replace(c, granularity=None) for c in chain)
-    answer = plan_placement(Job(cluster(16), Workflow(whole, batches=512)))
+    answer = plan_placement(PlacementJob(cluster(16), Workflow(whole, batches=512)))
     assert answer.optimal
     assert answer.scaling is not None
     assert answer.scaling.plan is None
@@ -434,14 +438,14 @@ def test_where_both_scalings_give_the_same_plan_it_is_proven_and_said() -> None:
 
 def test_two_measured_points_or_a_stated_floor_make_scaling_known() -> None:
     measured = (component("rollout", {8: 100.0, 16: 60.0}), component("trainer", {16: 60.0}, ("rollout",)))
-    assert plan_placement(Job(cluster(16), Workflow(measured, batches=8))).scaling.components == ("trainer",)
+    assert plan_placement(PlacementJob(cluster(16), Workflow(measured, batches=8))).scaling.components == ("trainer",)
     known = (measured[0], component("trainer", {16: 60.0}, ("rollout",), floor_seconds=10.0))
-    assert plan_placement(Job(cluster(16), Workflow(known, batches=8))).scaling is None
+    assert plan_placement(PlacementJob(cluster(16), Workflow(known, batches=8))).scaling is None
 
 
 def test_the_component_whose_scaling_tells_the_plans_apart_is_the_one_to_measure() -> None:
     chain = (component("rollout", {16: 10.0}), component("trainer", {16: 110.0}, ("rollout",)))
-    scaling = plan_placement(Job(cluster(16), Workflow(chain, batches=512))).scaling
+    scaling = plan_placement(PlacementJob(cluster(16), Workflow(chain, batches=512))).scaling
     assert scaling is not None
     assert scaling.plan is not None
     name, gpus = scaling.measure

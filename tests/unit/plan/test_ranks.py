@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from jobs import cluster, component
 from trimtab.core.ranks import ranks_text
-from trimtab.model.workflow import Job, Workflow
+from trimtab.model.workflow import PlacementJob, Workflow
 from trimtab.plan.placement.planner import plan_placement
-from trimtab.plan.placement.ranks import Strip, lay_out, straddles
+from trimtab.plan.placement.ranks import RankStrip, lay_out, straddles
 
 
 @settings(max_examples=200, deadline=None)
@@ -20,7 +20,7 @@ from trimtab.plan.placement.ranks import Strip, lay_out, straddles
     st.integers(0, 4),
 )
 def test_no_order_of_the_groups_straddles_fewer_nodes(groups: list[tuple[int, int]], spare: int) -> None:
-    strips = tuple(Strip(block * count, ((block, block * count),)) for block, count in groups)
+    strips = tuple(RankStrip(block * count, ((block, block * count),)) for block, count in groups)
     total = sum(strip.size for strip in strips)
     nodes = (4,) * -(-(total + spare) // 4)
     edges = [0, *itertools.accumulate(nodes)]
@@ -39,14 +39,14 @@ def test_no_order_of_the_groups_straddles_fewer_nodes(groups: list[tuple[int, in
 
 
 def test_an_idle_gpu_keeps_a_block_inside_its_node() -> None:
-    strips = (Strip(3, ((1, 3),)), Strip(4, ((4, 4),)))
+    strips = (RankStrip(3, ((1, 3),)), RankStrip(4, ((4, 4),)))
     first, second = lay_out(strips, (4, 4))
     assert second % 4 == 0
     assert first in (0, 4)
 
 
 def test_model_parallel_blocks_of_a_plan_stay_inside_nodes() -> None:
-    job = Job(
+    job = PlacementJob(
         cluster(16),
         Workflow(
             (

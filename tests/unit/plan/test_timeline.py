@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import plans_for_pictures as samples
 from trimtab.core.ranks import ranks_text
 from trimtab.model.plan import Plan
-from trimtab.render.html.kit.chart import Chart, Mark, Row, Stretch, gaps, joined
+from trimtab.render.html.kit.chart import Chart, ChartBar, ChartMark, ChartRow, gaps, joined
 from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width, ticks, wrap
 from trimtab.render.html.kit.timeline import JOIN_PX, plan_chart, svg
 
@@ -36,8 +36,8 @@ def words(root: ElementTree.Element) -> str:
     return " ".join("".join(text.itertext()) for text in root.iter(f"{SVG}text"))
 
 
-def one_row(*stretches: Stretch, seconds: float = 100.0) -> Chart:
-    return Chart("one row", (Row("row", stretches),), ("a", "b"), seconds)
+def one_row(*stretches: ChartBar, seconds: float = 100.0) -> Chart:
+    return Chart("one row", (ChartRow("row", stretches),), ("a", "b"), seconds)
 
 
 @pytest.mark.parametrize("compact", [False, True])
@@ -132,7 +132,7 @@ def test_with_staleness_every_period_is_marked() -> None:
 
 def test_charts_with_one_axis_have_one_scale_and_what_is_longer_is_cut_at_it() -> None:
     short, long = samples.shared(), samples.eight_components()
-    mark = Mark(short.iteration_seconds, "chosen")
+    mark = ChartMark(short.iteration_seconds, "chosen")
     first = drawn(plan_chart(short, "", axis_seconds=400.0), standalone=False)
     second = drawn(plan_chart(long, "", axis_seconds=400.0, marks=(mark,)), standalone=False)
     (left, _, right, _), (_, _, edge, _) = box(rects(first, "track")[0]), box(rects(second, "track")[0])
@@ -180,15 +180,15 @@ def test_what_is_fitted_or_wrapped_is_never_wider_than_its_room(text: str, width
 
 
 def test_a_label_is_left_out_where_its_bar_is_too_small() -> None:
-    wide = one_row(Stretch(0, 60, "a"))
-    thin = one_row(Stretch(0, 2, "a"))
+    wide = one_row(ChartBar(0, 60, "a"))
+    thin = one_row(ChartBar(0, 2, "a"))
     assert " inside " in svg(wide).replace('"', " ").split("a · 60.0 s")[0]
     assert "a · 2.0 s" not in words(drawn(thin))
     assert "idle 98.0 s" in words(drawn(thin))
 
 
 def test_the_shading_covers_exactly_the_gaps() -> None:
-    chart = one_row(Stretch(10, 30, "a"), Stretch(30, 35, "b", "switch"), Stretch(60, 90, "b"))
+    chart = one_row(ChartBar(10, 30, "a"), ChartBar(30, 35, "b", "switch"), ChartBar(60, 90, "b"))
     root = drawn(chart)
     left, _, right, _ = box(rects(root, "idle")[-1])
     scale = (right - left) / 100
@@ -205,7 +205,7 @@ def test_the_shading_covers_exactly_the_gaps() -> None:
 
 rows_of_stretches = st.lists(
     st.builds(
-        lambda start, lasts, key, look: Stretch(start, start + lasts, key, look),
+        lambda start, lasts, key, look: ChartBar(start, start + lasts, key, look),
         st.floats(0, 100),
         st.one_of(st.floats(0, 0.2), st.floats(0, 30)),
         st.sampled_from("ab"),
@@ -216,9 +216,9 @@ rows_of_stretches = st.lists(
 
 
 @given(rows_of_stretches, st.floats(0, 5))
-def test_joining_keeps_the_order_and_loses_no_work(stretches: tuple[Stretch, ...], least: float) -> None:
+def test_joining_keeps_the_order_and_loses_no_work(stretches: tuple[ChartBar, ...], least: float) -> None:
     end = max((stretch.end for stretch in stretches), default=0.0)
-    busy = end - sum(b - a for a, b in gaps(Row("", stretches), end))
+    busy = end - sum(b - a for a, b in gaps(ChartRow("", stretches), end))
     out = joined(stretches, least)
     assert sum((piece.end - piece.start) * piece.busy for piece in out) == pytest.approx(busy, abs=1e-6)
     assert all(first.end <= second.start for first, second in pairwise(out))
@@ -229,7 +229,7 @@ def test_joining_keeps_the_order_and_loses_no_work(stretches: tuple[Stretch, ...
 
 
 def test_a_joined_stretch_tells_how_much_of_it_is_work() -> None:
-    chart = one_row(*(Stretch(i * 0.01, i * 0.01 + 0.005, "a") for i in range(10_000)))
+    chart = one_row(*(ChartBar(i * 0.01, i * 0.01 + 0.005, "a") for i in range(10_000)))
     (bar,) = rects(drawn(chart), "bar")
     assert float(bar.get("fill-opacity", "1")) == pytest.approx(0.5, abs=0.01)
     assert "of which 50.0 s busy" in "".join(bar.itertext())
@@ -242,7 +242,7 @@ def test_thousands_of_bars_stay_a_small_file(batches: int) -> None:
 
 
 def test_stretches_of_two_kinds_below_a_pixel_do_not_all_become_one() -> None:
-    chart = one_row(*(Stretch(i * 0.01, (i + 1) * 0.01, "ab"[i % 2]) for i in range(10_000)))
+    chart = one_row(*(ChartBar(i * 0.01, (i + 1) * 0.01, "ab"[i % 2]) for i in range(10_000)))
     bars = rects(drawn(chart), "bar")
     assert {"k0", "k1"} <= {css for bar in bars for css in bar.get("class", "").split()}
     assert len(bars) < 960 / JOIN_PX

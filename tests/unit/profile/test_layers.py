@@ -89,13 +89,13 @@ def test_memory_counts_what_a_block_holds_besides_input_and_output() -> None:
             del wide
             return doubled[:, :1].clone()
 
-    _, used = layers._measured_memory(Wide(), layers.Carried(torch.ones(256, 1)), torch.device("cpu"))
+    _, used = layers._measured_memory(Wide(), layers.BlockOutput(torch.ones(256, 1)), torch.device("cpu"))
     # Both wide tensors at once, of which a plan counts as much as the output takes by itself.
     assert used == 2 * 256 * 1024 * 4 - 256 * 4
 
 
 def test_a_view_of_the_input_or_of_a_weight_is_no_new_memory() -> None:
-    _, used = layers._measured_memory(torch.nn.Flatten(), layers.Carried(torch.ones(4, 8, 8)), torch.device("cpu"))
+    _, used = layers._measured_memory(torch.nn.Flatten(), layers.BlockOutput(torch.ones(4, 8, 8)), torch.device("cpu"))
     assert used == 0
 
 

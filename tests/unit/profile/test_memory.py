@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.profile import architecture, memory
-from trimtab.profile.memory import GB, Settings
+from trimtab.profile.memory import GB, MemorySettings
 
 ROOT = Path(__file__).parents[3]
 
@@ -141,16 +141,16 @@ KEYS = sorted({key for config, _ in MODELS.values() for key in config})
 def test_no_configuration_makes_a_traceback(change: dict[str, Any]) -> None:
     try:
         read = architecture.from_config({**MODELS["Mixtral-8x7B"][0], **change}, "x")
-        memory.estimate(read, Settings())
+        memory.estimate(read, MemorySettings())
     except TrimtabError:
         pass
 
 
-def needs(model: architecture.Architecture = LLAMA, **options: Any) -> dict[str, memory.Need]:
-    return {need.component: need for need in memory.estimate(model, Settings(**options))}
+def needs(model: architecture.Architecture = LLAMA, **options: Any) -> dict[str, memory.MemoryNeed]:
+    return {need.component: need for need in memory.estimate(model, MemorySettings(**options))}
 
 
-def term(need: memory.Need, name: str) -> float:
+def term(need: memory.MemoryNeed, name: str) -> float:
     return next(term.gb for term in need.active if term.name == name)
 
 
@@ -299,7 +299,7 @@ def test_a_sharded_block_holds_on_other_counts_too() -> None:
 )  # fmt: skip
 def test_a_wrong_option_is_named(options: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
-        memory.estimate(LLAMA, replace(Settings(), **options))
+        memory.estimate(LLAMA, replace(MemorySettings(), **options))
 
 
 def test_every_term_shows_how_it_was_reckoned() -> None:

@@ -24,14 +24,14 @@ from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool import instructions as orders
 from trimtab.machines.pool.machine import PoolMachine
-from trimtab.model.pool import Policy, PoolSpec, TaskSpec
+from trimtab.model.pool import PoolSpec, PreemptionPolicy, TaskSpec
 from trimtab.replay.common.churn import Churn
 from trimtab.replay.common.timing import Distribution
 from trimtab.replay.journal.policies import fitted, read_others
-from trimtab.replay.journal.record import Record, read_record
-from trimtab.replay.journal.replay import UNCHANGED, Other, agreement, recorded, run_other
+from trimtab.replay.journal.record import JournalRecord, read_record
+from trimtab.replay.journal.replay import UNCHANGED, AlternativePolicy, agreement, recorded, run_other
 from trimtab.replay.journal.world import length_s, world_of
-from trimtab.replay.pool.driver import Outcome, PoolReplay, Reality
+from trimtab.replay.pool.driver import PoolOutcome, PoolReality, PoolReplay
 from trimtab.replay.pool.figures import figures
 from trimtab.replay.pool.policies import KNOWN, PoolPolicy, scheduler
 from trimtab.replay.pool.workload import TaskGenerator, works
@@ -40,48 +40,50 @@ from trimtab.runtime.store.journal import NODE_EVENTS, Journal, read_journal
 
 BUSY = TaskGenerator(50, 40.0, Distribution(1_500.0, 1.0), ((1, 0.7), (2, 0.2), (8, 0.08), (16, 0.02)))
 NODES = ("n0", "n1", "n2")
-Heard = list[tuple[float, e.Event, list[e.Instruction]]]
+Heard = list[tuple[float, e.PoolEvent, list[e.PoolInstruction]]]
 EPOCH = 1.7e9  # a controller's clock
 
 
 class Play:
     """A pool as a controller would drive it, by hand: what is told goes to the machine and is kept."""
 
-    def __init__(self, *, gpus: int = 2, policy: Policy | None = None, **pool: object) -> None:
+    def __init__(self, *, gpus: int = 2, policy: PreemptionPolicy | None = None, **pool: object) -> None:
         self.machine, self.now, self.heard = PoolMachine(), EPOCH, Heard()
         self.tell(e.NodeJoined("n0", Resources.of(gpu=gpus)), after=0.0)
         self.tell(e.PoolEnsured(PoolSpec("p", Resources.of(gpu=gpus), **pool)))  # type: ignore[arg-type]
         if policy is not None:
             self.tell(e.PolicySet(policy))
 
-    def tell(self, event: e.Event, *, after: float = 1.0) -> list[e.Instruction]:
+    def tell(self, event: e.PoolEvent, *, after: float = 1.0) -> list[e.PoolInstruction]:
         self.now += after
         out = self.machine.handle(event, self.now)
         self.heard.append((self.now, event, out))
         return out
 
-    def submit(self, name: str, gpus: float = 1, **more: object) -> list[e.Instruction]:
-        return self.tell(e.Submitted(TaskSpec(name, "p", (Resources.of(gpu=gpus),), **more)))  # type: ignore[arg-type]
+    def submit(self, name: str, gpus: float = 1, **more: object) -> list[e.PoolInstruction]:
+        return self.tell(e.TaskSubmitted(TaskSpec(name, "p", (Resources.of(gpu=gpus),), **more)))  # type: ignore[arg-type]
 
-    def answer(self, out: Sequence[e.Instruction], *, saved: bool = True, after: float = 1.0) -> list[e.Instruction]:
+    def answer(
+        self, out: Sequence[e.PoolInstruction], *, saved: bool = True, after: float = 1.0
+    ) -> list[e.PoolInstruction]:
         """Do what was said, each deed in a second, and whatever follows from it."""
-        more: list[e.Instruction] = []
+        more: list[e.PoolInstruction] = []
         for one in out:
-            if isinstance(one, e.MakeGroup):
-                more += self.tell(e.GroupMade(one.group), after=after)
-            elif isinstance(one, e.RemoveGroup):
-                more += self.tell(e.GroupGone(one.group), after=after)
-            elif isinstance(one, e.Start):
-                more += self.tell(e.Started(one.task, one.attempt), after=after)
-            elif isinstance(one, e.Stop):
+            if isinstance(one, e.CreatePlacementGroup):
+                more += self.tell(e.PlacementGroupReady(one.group), after=after)
+            elif isinstance(one, e.RemovePlacementGroup):
+                more += self.tell(e.PlacementGroupRemoved(one.group), after=after)
+            elif isinstance(one, e.StartTask):
+                more += self.tell(e.TaskStarted(one.task, one.attempt), after=after)
+            elif isinstance(one, e.StopTask):
                 kept = saved and one.save_s > 0
-                more += self.tell(e.Stopped(one.task, one.attempt, "returned", kept), after=after)
+                more += self.tell(e.TaskStopped(one.task, one.attempt, "returned", kept), after=after)
         return [*out, *self.answer(more, saved=saved, after=after)] if more else list(out)
 
     def ended(self, name: str, *, after: float) -> None:
-        self.answer(self.tell(e.Ended(name, self.machine.tasks[name].attempt), after=after))
+        self.answer(self.tell(e.TaskEnded(name, self.machine.tasks[name].attempt), after=after))
 
-    def record(self) -> Record:
+    def record(self) -> JournalRecord:
         return record_of(self.heard)
 
     def story(self, name: str) -> tuple[float | None, str]:
@@ -90,18 +92,18 @@ class Play:
         return length_s(one, record.end_s), one.end
 
 
-def record_of(heard: Heard, *, marked: bool = True) -> Record:
+def record_of(heard: Heard, *, marked: bool = True) -> JournalRecord:
     told = [tuple(orders.lines(out)) if marked else None for _, _, out in heard]
     return read_record(None, [(now, event) for now, event, _ in heard], told, 0.0)
 
 
-def simulated(seed: int, *, saves: bool = True, clock: float = 0.0) -> tuple[Heard, Outcome]:
+def simulated(seed: int, *, saves: bool = True, clock: float = 0.0) -> tuple[Heard, PoolOutcome]:
     """A busy pool with failures and drains, as a journal would have it."""
     heard = Heard()
     churn = Churn(0.2, Distribution(600.0), drained=0.5).events(list(NODES), 30_000, seed)
     asked = works(BUSY.rows(seed), seed=seed, node_gpus=8, saves=saves)
     machine, first = scheduler(PoolPolicy("trimtab", "trimtab"), 8, 24)
-    reality = Reality(NODES, 8, churn=tuple(churn), checkpoint_s=0.0, seed=seed)
+    reality = PoolReality(NODES, 8, churn=tuple(churn), checkpoint_s=0.0, seed=seed)
     replay = PoolReplay(
         machine, asked, reality, first=first, heard=lambda now, event, out: heard.append((clock + now, event, out))
     )
@@ -168,7 +170,7 @@ def test_the_policy_that_ran_does_the_same_again_in_the_world_of_its_journal(see
 def test_every_policy_finishes_the_tasks_of_a_journal_and_loses_none() -> None:
     world = world_of(record_of(simulated(2, saves=False)[0]))
     for name in KNOWN:
-        run = run_other(world, Other(PoolPolicy(name, name)))
+        run = run_other(world, AlternativePolicy(PoolPolicy(name, name)))
         assert [one.work.spec.id for one in run.outcome.lives] == [one.spec.id for one in world.works]
         assert all(one.done_s is not None for one in run.outcome.lives)
 
@@ -178,7 +180,7 @@ def test_a_journal_that_does_not_say_what_was_instructed_is_held_to_its_answers(
     record = record_of(heard, marked=False)
     assert record.same
     assert record.marked == 0
-    gone = [one for one in heard if not (isinstance(one[1], e.Submitted) and one[1].spec.id == "t5")]
+    gone = [one for one in heard if not (isinstance(one[1], e.TaskSubmitted) and one[1].spec.id == "t5")]
     assert any("t5" in one for one in record_of(gone, marked=False).unasked)
 
 
@@ -198,7 +200,7 @@ class Recalled(Fate):
             recorded(there)
             for name in KNOWN:
                 with contextlib.suppress(InfeasibleError):  # what is not repeated had made the room
-                    lives = run_other(there, Other(PoolPolicy(name, name))).outcome.lives
+                    lives = run_other(there, AlternativePolicy(PoolPolicy(name, name))).outcome.lives
                     assert all(one.done_s is not None for one in lives)
 
 
@@ -220,11 +222,11 @@ def test_whatever_happened_its_journal_can_be_replayed_with_every_policy(runs: i
 
 
 def test_the_work_of_an_evicted_task_is_what_it_saved_and_what_it_did_after() -> None:
-    play = Play(gpus=1, policy=Policy())
+    play = Play(gpus=1, policy=PreemptionPolicy())
     play.answer(play.submit("low", priority=2.0, saves=True))
     play.now += 99.0
     high = play.answer(play.submit("high", priority=8.0))  # 100 s after low began
-    assert any(isinstance(one, e.Stop) and one.task == "low" for one in high)
+    assert any(isinstance(one, e.StopTask) and one.task == "low" for one in high)
     play.ended("high", after=10.0)
     play.ended("low", after=50.0)
     assert play.story("low") == (150.0, "done")
@@ -234,7 +236,7 @@ def test_the_work_of_an_evicted_task_is_what_it_saved_and_what_it_did_after() ->
 
 
 def test_work_that_was_not_saved_counts_for_nothing_in_the_length() -> None:
-    play = Play(gpus=1, policy=Policy())
+    play = Play(gpus=1, policy=PreemptionPolicy())
     play.answer(play.submit("low", priority=2.0))
     play.now += 99.0
     play.answer(play.submit("high", priority=8.0), saved=False)
@@ -247,8 +249,8 @@ def test_work_that_was_not_saved_counts_for_nothing_in_the_length() -> None:
 def test_a_task_whose_process_died_is_as_long_as_its_last_attempt() -> None:
     play = Play()
     play.answer(play.submit("a", restarts=1))
-    play.answer(play.tell(e.Died("a", 1, "killed"), after=30.0))
-    play.answer(play.tell(e.Tick(), after=60.0))
+    play.answer(play.tell(e.TaskDied("a", 1, "killed"), after=30.0))
+    play.answer(play.tell(e.PoolTick(), after=60.0))
     play.ended("a", after=20.0)
     assert play.story("a") == (20.0, "done")
     assert "processes that died (1)" in " ".join(world_of(play.record()).assumed)
@@ -259,7 +261,7 @@ def test_a_task_that_had_not_ended_has_done_its_work_or_says_how_long_it_takes()
     for name, estimate_s in (("a", 0.0), ("b", 500.0)):
         play.answer(play.submit(name, estimate_s=estimate_s))
     play.submit("never", gpus=3)
-    play.tell(e.Tick(), after=100.0)
+    play.tell(e.PoolTick(), after=100.0)
     record = play.record()
     lengths = {one.name: length_s(one, record.end_s) for one in record.tasks}
     assert lengths == {"a": 104.0, "b": 500.0, "never": None}
@@ -274,9 +276,9 @@ def test_a_task_that_was_cancelled_or_raised_is_as_long_as_it_ran() -> None:
     play = Play(gpus=3)
     for name in ("cancelled", "raised", "complete"):
         play.answer(play.submit(name), after=0.0)
-    play.answer(play.tell(e.CancelAsked("cancelled"), after=10.0))
-    play.answer(play.tell(e.Ended("raised", 1, "ValueError"), after=10.0))
-    play.answer(play.tell(e.CompleteAsked("complete"), after=10.0))
+    play.answer(play.tell(e.CancelRequested("cancelled"), after=10.0))
+    play.answer(play.tell(e.TaskEnded("raised", 1, "ValueError"), after=10.0))
+    play.answer(play.tell(e.CompleteRequested("complete"), after=10.0))
     assert play.story("cancelled") == (12.0, "cancelled")
     assert play.story("raised") == (22.0, "failed")
     assert play.story("complete") == (32.0, "done")
@@ -321,7 +323,7 @@ def test_shares_of_a_gpu_and_clusters_without_any_are_counted_in_units() -> None
         play.answer(play.submit(name, gpus=0.5))
     for name in ("a", "b"):
         play.ended(name, after=100.0)
-    play.answer(play.tell(e.Tick()))
+    play.answer(play.tell(e.PoolTick()))
     play.ended("c", after=100.0)
     world = world_of(play.record())
     assert (world.units.resource, world.units.each) == ("gpu", 0.5)
@@ -332,7 +334,7 @@ def test_shares_of_a_gpu_and_clusters_without_any_are_counted_in_units() -> None
     assert again.figures.utilisation == pytest.approx(was.figures.utilisation)
     assert 0.5 < was.figures.utilisation < 1.0
     assert max(was.figures.curves.used_gpus) == 1  # of one GPU
-    fifo = run_other(world, Other(PoolPolicy("fifo", "fifo")))
+    fifo = run_other(world, AlternativePolicy(PoolPolicy("fifo", "fifo")))
     assert all(one.done_s is not None for one in fifo.outcome.lives)
 
 
@@ -343,11 +345,11 @@ def test_where_nobody_asks_for_gpus_cpus_are_counted_and_that_is_said() -> None:
     for event in (
         e.NodeJoined("n0", Resources.of(cpu=4)),
         e.PoolEnsured(PoolSpec("p", Resources.of(cpu=4))),
-        e.Submitted(spec),
-        e.GroupMade("g2"),
-        e.Started("a", 1),
-        e.Ended("a", 1),
-        e.Stopped("a", 1),
+        e.TaskSubmitted(spec),
+        e.PlacementGroupReady("g2"),
+        e.TaskStarted("a", 1),
+        e.TaskEnded("a", 1),
+        e.TaskStopped("a", 1),
     ):
         now += 1.0
         heard.append((now, event, machine.handle(event, now)))
@@ -361,18 +363,18 @@ def test_nodes_of_different_sizes_that_drain_come_back_and_go_are_as_they_were_f
     play = Play(gpus=4)
     play.tell(e.NodeJoined("n1", Resources.of(gpu=1)))
     play.answer(play.submit("a", gpus=1))
-    play.answer(play.tell(e.NodeEmptied("n1")))
+    play.answer(play.tell(e.NodeDrained("n1")))
     play.answer(play.tell(e.NodeCordoned("n1", on=False)))
     play.answer(play.submit("b", gpus=2))
     play.tell(e.NodeLost("n1", "gone"))
-    play.answer(play.tell(e.Tick()))
+    play.answer(play.tell(e.PoolTick()))
     for name in ("a", "b"):
         play.ended(name, after=30.0)
     play.tell(e.NodeLost("n0", "the cluster ends"))
     world = world_of(play.record())
     assert world.node_units == {"n0": 4, "n1": 1}
     for name in KNOWN:
-        run = run_other(world, Other(PoolPolicy(name, name)))
+        run = run_other(world, AlternativePolicy(PoolPolicy(name, name)))
         assert all(one.done_s is not None for one in run.outcome.lives)
 
 
@@ -399,9 +401,9 @@ def test_a_task_ends_in_a_replay_as_it_ended_then() -> None:
     play = Play(gpus=3)
     for name in ("cancelled", "raised", "complete"):
         play.answer(play.submit(name), after=0.0)
-    play.answer(play.tell(e.CancelAsked("cancelled", keep_slot=False), after=10.0))
-    play.answer(play.tell(e.Ended("raised", 1, "ValueError"), after=10.0))
-    play.answer(play.tell(e.CompleteAsked("complete", keep_slot=False), after=10.0))
+    play.answer(play.tell(e.CancelRequested("cancelled", keep_slot=False), after=10.0))
+    play.answer(play.tell(e.TaskEnded("raised", 1, "ValueError"), after=10.0))
+    play.answer(play.tell(e.CompleteRequested("complete", keep_slot=False), after=10.0))
     world = world_of(play.record())
     near = agreement(world, recorded(world), run_other(world, UNCHANGED))
     assert (near.first, near.same) == ("", near.instructions)
@@ -410,18 +412,18 @@ def test_a_task_ends_in_a_replay_as_it_ended_then() -> None:
 # ---- other policies -------------------------------------------------------------------------------------------------
 
 
-def contended() -> Record:
+def contended() -> JournalRecord:
     """A long task of low priority, then a short one of high priority, on one GPU; nobody may evict."""
     play = Play(gpus=1)
     play.answer(play.submit("low", priority=2.0, saves=True))
     out = play.submit("high", priority=8.0)
-    play.answer(play.tell(e.Ended("low", 1), after=100.0))
+    play.answer(play.tell(e.TaskEnded("low", 1), after=100.0))
     play.answer(out)
     play.ended("high", after=10.0)
     return play.record()
 
 
-def tried(record: Record, *said: str) -> dict[str, float]:
+def tried(record: JournalRecord, *said: str) -> dict[str, float]:
     """The mean wait of the class of high priority, by policy."""
     world = world_of(record)
     return {
@@ -547,7 +549,7 @@ def test_replay_answers_as_json_csv_and_a_page(kept: Path, tmp_path: Path, capsy
 def test_a_journal_that_was_changed_is_told_with_the_event(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = segment(copy)
     lines = path.read_text().splitlines(keepends=True)
-    at = next(number for number, line in enumerate(lines) if '"Ended"' in line)
+    at = next(number for number, line in enumerate(lines) if '"TaskEnded"' in line)
     path.write_text("".join([*lines[:at], *lines[at + 1 :]]))
     assert run(["replay", str(copy)]) == 2
     text = said(capsys)
@@ -604,7 +606,7 @@ def test_what_is_no_journal_of_pools_is_refused_with_what_it_is(
         refused(tmp_path / "text", "this is no journal")
     Journal(tmp_path / "nodes", kinds=NODE_EVENTS).close()
     with segment(tmp_path / "nodes").open("a") as file:
-        file.write(json.dumps([1.0, next(name for name in NODE_EVENTS if name != "Tick"), {}]) + "\n")
+        file.write(json.dumps([1.0, next(name for name in NODE_EVENTS if name != "NodeTick"), {}]) + "\n")
     refused(tmp_path / "nodes", "a journal of nodes, not of pools")
     newer = Path(shutil.copytree(kept, tmp_path / "newer"))
     segment(newer).write_text(segment(kept).read_text().replace('"version":1', '"version":9', 1))

@@ -19,44 +19,51 @@ from run_moves import AUTO, cluster, events, workflow
 from trimtab.cli.app import run
 from trimtab.core.codec import decode
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.replan import events as e
-from trimtab.machines.replan.machine import LoopMachine
-from trimtab.machines.replan.placed_plan import Sited
-from trimtab.model.run import Iteration, Numbers, RunRules, Stage
-from trimtab.model.workflow import Cluster, Job, Node
+from trimtab.machines.replan.machine import ReplanMachine
+from trimtab.machines.replan.placed_plan import PlacedPlan
+from trimtab.model.run import DecisionNumbers, Iteration, MigrationStage, ReplanRules
+from trimtab.model.workflow import Cluster, Node, PlacementJob
 from trimtab.render.html.simulate.replan import rows
 from trimtab.replay.common.churn import Churn
 from trimtab.replay.common.recommend import recommend
 from trimtab.replay.common.timing import Distribution
-from trimtab.replay.pool.invariants import UntrueError
+from trimtab.replay.pool.invariants import InvariantError
 from trimtab.replay.replan import scenario as loop_scenario
-from trimtab.replay.replan.baselines import Kept
-from trimtab.replay.replan.driver import LoopOutcome, LoopReplay
-from trimtab.replay.replan.invariants import LoopTruths
-from trimtab.replay.replan.noise import DrawnNoise, Factors, MadeUpNoise, TraceNoise, minibatches
-from trimtab.replay.replan.reality import Drift, Happening, LoopReality, MoveTimes, Periodic, Truth
+from trimtab.replay.replan.baselines import KeptPlanPolicy
+from trimtab.replay.replan.driver import ReplanOutcome, ReplanReplay
+from trimtab.replay.replan.invariants import ReplanInvariants
+from trimtab.replay.replan.noise import DrawnNoise, Factors, SyntheticNoise, TraceNoise, minibatches
+from trimtab.replay.replan.reality import (
+    Drift,
+    MigrationTimes,
+    PeriodicWork,
+    ReplanReality,
+    ScheduledNodeEvent,
+    TrueCosts,
+)
 from trimtab.replay.replan.runner import loop_run, run_policy
-from trimtab.replay.replan.scenario import LoopScenario, read
+from trimtab.replay.replan.scenario import ReplanScenario, read
 from trimtab.runtime.run.clock import VirtualClock
 from trimtab.runtime.run.emulated import Disturbance
-from trimtab.runtime.run.job import Part, RunJob
+from trimtab.runtime.run.job import ComponentCode, RunJob
 from trimtab.runtime.run.local_run import LocalRun
 
 ROOT = Path(__file__).parents[3]
 NOTHING = Distribution(0.0)
-FREE = MoveTimes(NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING)
-QUIET = MadeUpNoise(0.0, 0.0, 0.0)
+FREE = MigrationTimes(NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING)
+QUIET = SyntheticNoise(0.0, 0.0, 0.0)
 GROWS = {"rollout": Drift(3.0, 40)}
 
 
-def job(*gpus: int, staleness: int = 0) -> Job:
-    return Job(cluster(*(gpus or (4, 4))), replace(workflow(), staleness=staleness))
+def job(*gpus: int, staleness: int = 0) -> PlacementJob:
+    return PlacementJob(cluster(*(gpus or (4, 4))), replace(workflow(), staleness=staleness))
 
 
-def truth(*gpus: int, iterations: int = 50, **more: Any) -> Truth:
+def truth(*gpus: int, iterations: int = 50, **more: Any) -> TrueCosts:
     drift, noise = more.pop("drift", GROWS), more.pop("noise", QUIET)
-    return Truth(LoopReality(job(*gpus), iterations, drift, noise, **more))
+    return TrueCosts(ReplanReality(job(*gpus), iterations, drift, noise, **more))
 
 
 # ---- live and in replay -------------------------------------------------------------------------------------------
@@ -73,12 +80,12 @@ class Given:
 
 
 @pytest.fixture(scope="module")
-def lived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Job, Factors, list[float]]:
+def lived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PlacementJob, Factors, list[float]]:
     """The folder of an emulated run in one process, its job and noise, and what its iterations took."""
     asked = job(8, staleness=1)
-    factors = MadeUpNoise().factors(asked.workflow.names, 60, 3)
+    factors = SyntheticNoise().factors(asked.workflow.names, 60, 3)
     parts = {
-        name: Part(
+        name: ComponentCode(
             disturbance=Disturbance(
                 factors=tuple(float(one) for one in factors[name][1:]),
                 in_order=True,
@@ -101,20 +108,20 @@ def decided(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_same_events_give_the_same_instructions_live_and_in_replay(
-    lived: tuple[Path, Job, Factors, list[float]],
+    lived: tuple[Path, PlacementJob, Factors, list[float]],
 ) -> None:
     folder, asked, _, _ = lived
-    first = Truth(LoopReality(asked, 60)).first()
-    machine = LoopMachine(asked.workflow, asked.cluster, first.plan, AUTO)
+    first = TrueCosts(ReplanReality(asked, 60)).first()
+    machine = ReplanMachine(asked.workflow, asked.cluster, first.plan, AUTO)
     said: list[dict[str, Any]] = []
 
-    def tell(event: e.LoopEvent, now: float) -> None:
+    def tell(event: e.ReplanEvent, now: float) -> None:
         for one in machine.handle(event, now):
-            if isinstance(one, e.Stay):
+            if isinstance(one, e.KeepPlan):
                 said.append(facts("stay", one.reason, one.numbers))
-            elif isinstance(one, e.BeginMove):
+            elif isinstance(one, e.BeginMigration):
                 said.append({**facts("begun", one.move.reason, one.move.numbers), "plan": one.move.after.describe()})
-        if isinstance(event, e.MoveStageDone) and event.stage is Stage.resume:
+        if isinstance(event, e.MigrationStageDone) and event.stage is MigrationStage.resume:
             said.append({"what": "arrived", "plan": machine.plan.describe()})
 
     tell(e.RunResumed(0, 60), 0.0)
@@ -122,7 +129,7 @@ def test_the_same_events_give_the_same_instructions_live_and_in_replay(
         if one["event"] == "iteration":
             tell(e.IterationDone(decode(Iteration, one["iteration"])), one["t_s"])
         elif one["state"] == "stage":
-            tell(e.MoveStageDone(one["move"], Stage(one["stage"]), one["took_s"]), one["t_s"])
+            tell(e.MigrationStageDone(one["move"], MigrationStage(one["stage"]), one["took_s"]), one["t_s"])
     live = [
         {"what": "arrived", "plan": one["reason"]}
         if one.get("state") == "arrived"
@@ -140,7 +147,7 @@ def test_the_same_events_give_the_same_instructions_live_and_in_replay(
     assert said == live
 
 
-def facts(what: str, reason: Reason, numbers: Numbers) -> dict[str, Any]:
+def facts(what: str, reason: Reason, numbers: DecisionNumbers) -> dict[str, Any]:
     return {"what": what, "code": reason.code.value, "reason": reason.sentence, "numbers": plain(vars(numbers))}
 
 
@@ -158,16 +165,16 @@ def told_live(folder: Path) -> list[tuple[int, str, str]]:
     ]
 
 
-def decisions_of(world: Truth, rules: RunRules) -> tuple[list[tuple[int, str, str]], LoopOutcome]:
+def decisions_of(world: TrueCosts, rules: ReplanRules) -> tuple[list[tuple[int, str, str]], ReplanOutcome]:
     """The same of a simulated one, and what became of it."""
     said: list[tuple[int, str, str]] = []
 
-    def told(event: e.LoopEvent, now: float, out: list[e.LoopInstruction]) -> None:
+    def told(event: e.ReplanEvent, now: float, out: list[e.ReplanInstruction]) -> None:
         if isinstance(event, e.IterationDone):
             for one in out:
-                if isinstance(one, e.Stay):
+                if isinstance(one, e.KeepPlan):
                     said.append((event.iteration.number, "stay", one.reason.code.value))
-                elif isinstance(one, e.BeginMove):
+                elif isinstance(one, e.BeginMigration):
                     said.append((event.iteration.number, one.move.after.describe(), one.move.reason.code.value))
 
     outcome = loop_run(world, rules, told=told)
@@ -175,23 +182,23 @@ def decisions_of(world: Truth, rules: RunRules) -> tuple[list[tuple[int, str, st
 
 
 def test_a_simulated_run_decides_what_the_live_one_decided_after_the_same_iterations_and_takes_as_long(
-    lived: tuple[Path, Job, Factors, list[float]],
+    lived: tuple[Path, PlacementJob, Factors, list[float]],
 ) -> None:
     folder, asked, factors, walls = lived
-    reality = LoopReality(asked, 60, {"rollout": Drift(3.0, 40, after=1)}, Given(factors), FREE)  # type: ignore[arg-type]
-    said, outcome = decisions_of(Truth(reality), AUTO)
+    reality = ReplanReality(asked, 60, {"rollout": Drift(3.0, 40, after=1)}, Given(factors), FREE)  # type: ignore[arg-type]
+    said, outcome = decisions_of(TrueCosts(reality), AUTO)
     assert said == told_live(folder)
     assert outcome.total_s == pytest.approx(sum(walls), rel=0.02)
 
 
 def test_a_run_that_saves_after_every_iteration_is_watched_all_the_same(tmp_path: Path) -> None:
     asked = job(8, staleness=1)
-    grows = {"rollout": Part(disturbance=Disturbance(drift_to=3.0, drift_over=10)), "trainer": Part()}
+    grows = {"rollout": ComponentCode(disturbance=Disturbance(drift_to=3.0, drift_over=10)), "trainer": ComponentCode()}
     saving = RunJob(asked, grows, iterations=20, save_every=1, rules=AUTO)
     end = LocalRun(saving, tmp_path / "run", clock=VirtualClock()).run()
     live = [one["iteration"] for one in events(tmp_path / "run", "move") if one["state"] == "begun"]
-    reality = LoopReality(asked, 20, {"rollout": Drift(3.0, 10, after=1)}, QUIET, FREE, save_every=1)
-    outcome = loop_run(Truth(reality), AUTO)
+    reality = ReplanReality(asked, 20, {"rollout": Drift(3.0, 10, after=1)}, QUIET, FREE, save_every=1)
+    outcome = loop_run(TrueCosts(reality), AUTO)
     assert live
     assert [one.after - 1 for one in outcome.moves] == live
     assert outcome.total_s == pytest.approx(sum(one.wall_s for one in end.iterations), rel=0.02)
@@ -212,7 +219,7 @@ run: {iterations: 60, loop: {mode: auto, assumed_move_s: 1.0, least_iterations: 
 
 
 def test_the_folder_of_a_run_is_a_job_and_in_replay_the_loop_moves_as_it_did_then(
-    lived: tuple[Path, Job, Factors, list[float]], tmp_path: Path
+    lived: tuple[Path, PlacementJob, Factors, list[float]], tmp_path: Path
 ) -> None:
     folder, _, _, walls = lived
     (folder / "job.yaml").write_text(PAST, encoding="utf-8")
@@ -258,7 +265,7 @@ def test_a_run_on_a_real_ray_and_its_replay_decide_the_same(tmp_path: Path) -> N
 
 
 def test_a_folder_of_a_run_that_is_damaged_or_too_short_is_refused(
-    lived: tuple[Path, Job, Factors, list[float]], tmp_path: Path
+    lived: tuple[Path, PlacementJob, Factors, list[float]], tmp_path: Path
 ) -> None:
     lines = (lived[0] / "events.jsonl").read_text(encoding="utf-8").splitlines()
     path = tmp_path / "again.yaml"
@@ -281,7 +288,7 @@ def test_a_folder_of_a_run_that_is_damaged_or_too_short_is_refused(
 
 @pytest.mark.parametrize("use", ["trimtab", "kept", "static", "oracle"])
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(use: str) -> None:
-    first, again, other = (run_policy(use, truth(noise=MadeUpNoise(), seed=seed), AUTO) for seed in (1, 1, 2))
+    first, again, other = (run_policy(use, truth(noise=SyntheticNoise(), seed=seed), AUTO) for seed in (1, 1, 2))
     assert first == again
     assert first.total_s != other.total_s
 
@@ -309,7 +316,7 @@ def test_time_in_moves_is_time_of_the_run_and_not_of_iterations() -> None:
 
 def test_a_node_lost_under_the_plan_takes_what_was_not_saved_and_every_iteration_counts_once() -> None:
     node = cluster(4, 4).nodes[1]
-    happens = (Happening(node, "lost", before=18),)
+    happens = (ScheduledNodeEvent(node, "lost", before=18),)
     for use in ("trimtab", "kept"):
         outcome = run_policy(use, truth(drift={}, happens=happens, save_every=5, moves=FREE), AUTO)
         assert (outcome.finished, len(outcome.walls_s), outcome.void) == (True, 50, 2)
@@ -321,7 +328,9 @@ def test_an_iteration_under_way_goes_with_its_node() -> None:
     world = truth(drift={}, save_every=0, moves=FREE)
     walls = run_policy("kept", world, AUTO).walls_s
     midway = sum(walls[:9]) + walls[9] / 2
-    lost = truth(drift={}, save_every=0, moves=FREE, happens=(Happening(cluster(4, 4).nodes[1], "lost", at_s=midway),))
+    lost = truth(
+        drift={}, save_every=0, moves=FREE, happens=(ScheduledNodeEvent(cluster(4, 4).nodes[1], "lost", at_s=midway),)
+    )
     outcome = run_policy("kept", lost, AUTO)
     assert outcome.spent["void"] == pytest.approx(walls[9] / 2)
     assert outcome.void == 0  # it had not ended
@@ -329,7 +338,7 @@ def test_an_iteration_under_way_goes_with_its_node() -> None:
 
 def test_a_node_that_drains_is_left_in_time_and_nothing_is_lost() -> None:
     node = cluster(4, 4).nodes[1]
-    happens = (Happening(node, "draining", at_s=30.0, notice_s=120.0),)
+    happens = (ScheduledNodeEvent(node, "draining", at_s=30.0, notice_s=120.0),)
     outcome = loop_run(truth(drift={}, happens=happens), AUTO)
     assert [one.code for one in outcome.moves] == ["PLAN_GONE"]
     assert outcome.spent["void"] == 0
@@ -338,8 +347,8 @@ def test_a_node_that_drains_is_left_in_time_and_nothing_is_lost() -> None:
 @pytest.mark.parametrize("use", ["trimtab", "kept", "oracle"])
 def test_a_run_that_has_no_node_waits_for_one_and_goes_on_or_ends_unfinished(use: str) -> None:
     node = cluster(8).nodes[0]
-    gone = Happening(node, "lost", at_s=20.0)
-    back = Happening(node, "joined", at_s=20.0 + 4 * AUTO.wait_s)  # the loop has told the run to stop by then
+    gone = ScheduledNodeEvent(node, "lost", at_s=20.0)
+    back = ScheduledNodeEvent(node, "joined", at_s=20.0 + 4 * AUTO.wait_s)  # the loop has told the run to stop by then
     outcome = run_policy(use, truth(8, drift={}, happens=(gone, back)), AUTO)
     assert (outcome.finished, len(outcome.walls_s)) == (True, 50)
     assert outcome.spent["waiting"] == pytest.approx(4 * AUTO.wait_s, rel=0.02)
@@ -352,14 +361,17 @@ def test_a_run_that_has_no_node_waits_for_one_and_goes_on_or_ends_unfinished(use
 def test_iterations_that_last_far_longer_than_a_stage_may_neither_fail_a_move_nor_stop_the_run(staleness: int) -> None:
     hasty = replace(AUTO, stage_limit_s=0.01, rollback_limit_s=0.01)  # iterations take seconds
     node, new = cluster(4, 4).nodes[1], Node("node2", 8)
-    drains = (Happening(node, "draining", at_s=1.0, notice_s=100.0),)
-    world = Truth(LoopReality(job(4, 4, staleness=staleness), 20, {}, QUIET, FREE, drains))
+    drains = (ScheduledNodeEvent(node, "draining", at_s=1.0, notice_s=100.0),)
+    world = TrueCosts(ReplanReality(job(4, 4, staleness=staleness), 20, {}, QUIET, FREE, drains))
     outcome = loop_run(world, hasty)
     assert [(one.code, one.arrived) for one in outcome.moves] == [("PLAN_GONE", True)]
     assert (outcome.finished, outcome.void) == (True, 0)
     at_s = sum(outcome.walls_s[:5])
-    comes_and_goes = (Happening(new, "joined", at_s=at_s + 1.0), Happening(new, "lost", at_s=at_s + 1.1))
-    world = Truth(LoopReality(job(4, 4, staleness=staleness), 20, {}, QUIET, FREE, comes_and_goes))
+    comes_and_goes = (
+        ScheduledNodeEvent(new, "joined", at_s=at_s + 1.0),
+        ScheduledNodeEvent(new, "lost", at_s=at_s + 1.1),
+    )
+    world = TrueCosts(ReplanReality(job(4, 4, staleness=staleness), 20, {}, QUIET, FREE, comes_and_goes))
     outcome = loop_run(world, hasty)
     assert [one.arrived for one in outcome.moves] == [False]
     assert (outcome.finished, outcome.void) == (True, 0)
@@ -373,8 +385,8 @@ def test_a_move_that_fails_is_undone_and_the_run_goes_on() -> None:
 
 def test_periodic_work_moves_nothing() -> None:
     for announced in (False, True):
-        periodic = Periodic(5, "rollout", 0.6, announced)
-        assert not loop_run(truth(drift={}, noise=MadeUpNoise(), periodic=periodic), AUTO).moves
+        periodic = PeriodicWork(5, "rollout", 0.6, announced)
+        assert not loop_run(truth(drift={}, noise=SyntheticNoise(), periodic=periodic), AUTO).moves
 
 
 def test_what_must_be_true_holds_through_losses_drains_returns_and_moves_that_fail() -> None:
@@ -385,11 +397,11 @@ def test_what_must_be_true_holds_through_losses_drains_returns_and_moves_that_fa
         nodes = cluster(4, 4, 2).nodes
         by_name = {node.name: node for node in nodes}
         happens = tuple(
-            Happening(by_name[one.node], one.what, one.at_s, None, one.notice_s)
+            ScheduledNodeEvent(by_name[one.node], one.what, one.at_s, None, one.notice_s)
             for one in churn.events(list(by_name), 3_000.0, seed)
         )
-        more = {"happens": happens, "moves": MoveTimes(fails=0.3), "save_every": 4, "iterations": 25, "seed": seed}
-        world = truth(4, 4, 2, noise=MadeUpNoise(), **more)
+        more = {"happens": happens, "moves": MigrationTimes(fails=0.3), "save_every": 4, "iterations": 25, "seed": seed}
+        world = truth(4, 4, 2, noise=SyntheticNoise(), **more)
         for use in ("trimtab", "kept", "static", "oracle"):
             outcome = run_policy(use, world, AUTO)
             assert outcome.finished
@@ -403,50 +415,50 @@ def test_what_must_be_true_holds_through_losses_drains_returns_and_moves_that_fa
 # ---- lies ---------------------------------------------------------------------------------------------------------
 
 
-class Liar(Kept):
+class Liar(KeptPlanPolicy):
     """Keeps its plan, and does one thing that must not be."""
 
-    lie: Callable[[Liar, e.LoopEvent, list[e.LoopInstruction]], None]
+    lie: Callable[[Liar, e.ReplanEvent, list[e.ReplanInstruction]], None]
 
-    def handle(self, event: e.LoopEvent, now: float) -> list[e.LoopInstruction]:
+    def handle(self, event: e.ReplanEvent, now: float) -> list[e.ReplanInstruction]:
         said = super().handle(event, now)
         if isinstance(event, e.IterationDone) and event.iteration.number == 3:
             Liar.lie(self, event, said)
         return said
 
 
-def _counts_twice(liar: Liar, event: e.LoopEvent, said: list[e.LoopInstruction]) -> None:
+def _counts_twice(liar: Liar, event: e.ReplanEvent, said: list[e.ReplanInstruction]) -> None:
     liar._done += 1
 
 
-def _says_nothing(liar: Liar, event: e.LoopEvent, said: list[e.LoopInstruction]) -> None:
+def _says_nothing(liar: Liar, event: e.ReplanEvent, said: list[e.ReplanInstruction]) -> None:
     said.clear()
 
 
-def _no_reason(liar: Liar, event: e.LoopEvent, said: list[e.LoopInstruction]) -> None:
-    said.append(e.Stay(Reason(Code.no_gain, " "), Numbers(iteration_s=1.0, horizon=1)))
+def _no_reason(liar: Liar, event: e.ReplanEvent, said: list[e.ReplanInstruction]) -> None:
+    said.append(e.KeepPlan(Reason(ReasonCode.no_gain, " "), DecisionNumbers(iteration_s=1.0, horizon=1)))
 
 
-def _no_numbers(liar: Liar, event: e.LoopEvent, said: list[e.LoopInstruction]) -> None:
-    said.append(e.Stay(Reason(Code.no_gain, "it is so"), Numbers()))
+def _no_numbers(liar: Liar, event: e.ReplanEvent, said: list[e.ReplanInstruction]) -> None:
+    said.append(e.KeepPlan(Reason(ReasonCode.no_gain, "it is so"), DecisionNumbers()))
 
 
-def _is_elsewhere(liar: Liar, event: e.LoopEvent, said: list[e.LoopInstruction]) -> None:
+def _is_elsewhere(liar: Liar, event: e.ReplanEvent, said: list[e.ReplanInstruction]) -> None:
     plan = liar._sited.plan
     other = {group.components: group.gpus for group in plan.groups}
     a, b = plan.groups
     groups = tuple(replace(one, gpus=other[(b if one is a else a).components]) for one in plan.groups)
     ranks = {name: group.gpus for group in groups for name in group.components}
     placed = tuple(replace(one, gpus=ranks[one.name]) for one in plan.components)
-    liar._sited = Sited(replace(plan, groups=groups, components=placed), liar._sited.cluster)
+    liar._sited = PlacedPlan(replace(plan, groups=groups, components=placed), liar._sited.cluster)
 
 
-def _moves_for_nothing(liar: Liar, event: e.LoopEvent, said: list[e.LoopInstruction]) -> None:
+def _moves_for_nothing(liar: Liar, event: e.ReplanEvent, said: list[e.ReplanInstruction]) -> None:
     liar._lost = ("node0",)
     liar._go(0.0)
-    (begin,) = [one for one in liar._out if isinstance(one, e.BeginMove)]
-    numbers = Numbers(gain_s=1.0, sure_gain_s=1.0, horizon=10, cost_s=60.0, margin=0.5)
-    said.append(e.BeginMove(replace(begin.move, forced=False, numbers=numbers), begin.deadline))
+    (begin,) = [one for one in liar._out if isinstance(one, e.BeginMigration)]
+    numbers = DecisionNumbers(gain_s=1.0, sure_gain_s=1.0, horizon=10, cost_s=60.0, margin=0.5)
+    said.append(e.BeginMigration(replace(begin.move, forced=False, numbers=numbers), begin.deadline))
 
 
 @pytest.mark.parametrize(
@@ -466,33 +478,33 @@ def test_a_policy_that_does_what_must_never_be_done_is_found_out(
     monkeypatch.setattr(Liar, "lie", lie, raising=False)
     world = truth()
     liar = Liar(world.plans, world.first(), world.reality.job.cluster, AUTO)
-    with pytest.raises(UntrueError, match=said):
-        LoopReplay(liar, world, AUTO).run()
+    with pytest.raises(InvariantError, match=said):
+        ReplanReplay(liar, world, AUTO).run()
 
 
 def test_two_groups_on_one_gpu_and_gpus_that_are_not_there_are_found_out() -> None:
     first = truth().first()
     here = first.cluster
-    LoopTruths.of(first, AUTO).iterates(1, here)
+    ReplanInvariants.of(first, AUTO).iterates(1, here)
     a, b = (group.components[0] for group in first.plan.groups)
-    doubled = LoopTruths.of(first, AUTO)
+    doubled = ReplanInvariants.of(first, AUTO)
     doubled.seats[b] = doubled.seats[a]
-    with pytest.raises(UntrueError, match="two groups are on GPU"):
+    with pytest.raises(InvariantError, match="two groups are on GPU"):
         doubled.iterates(1, here)
-    with pytest.raises(UntrueError, match="which is not there"):
-        LoopTruths.of(first, AUTO).iterates(1, Cluster(here.nodes[:1]))
-    with pytest.raises(UntrueError, match="iteration 2 is run after 0"):
-        LoopTruths.of(first, AUTO).iterates(2, here)
+    with pytest.raises(InvariantError, match="which is not there"):
+        ReplanInvariants.of(first, AUTO).iterates(1, Cluster(here.nodes[:1]))
+    with pytest.raises(InvariantError, match="iteration 2 is run after 0"):
+        ReplanInvariants.of(first, AUTO).iterates(2, here)
 
 
 def test_time_and_iterations_that_do_not_add_up_are_found_out() -> None:
-    books = LoopTruths.of(truth().first(), AUTO)
+    books = ReplanInvariants.of(truth().first(), AUTO)
     books.done(1)
     books.passed(3.0, "iterations")
     books.whole(3.0, 1, True)
-    with pytest.raises(UntrueError, match="3 s are accounted for, and 4 s have passed"):
+    with pytest.raises(InvariantError, match="3 s are accounted for, and 4 s have passed"):
         books.whole(4.0, 1, True)
-    with pytest.raises(UntrueError, match="1 of 2 iterations are counted"):
+    with pytest.raises(InvariantError, match="1 of 2 iterations are counted"):
         books.whole(3.0, 2, True)
 
 
@@ -759,7 +771,7 @@ def test_a_recommendation_needs_more_than_chance() -> None:
 
 
 def test_the_example_shows_the_loop_ahead_of_every_plan_that_is_kept() -> None:
-    asked: LoopScenario = loop_scenario.read(ROOT / "examples" / "simulate" / "loop.yaml")
+    asked: ReplanScenario = loop_scenario.read(ROOT / "examples" / "simulate" / "loop.yaml")
     asked = replace(asked, seeds=(1,))
     runs = [asked.run(at, 1) for at in range(len(asked.policies))]
     by_name = {one.policy: one for one in rows(asked, runs)}

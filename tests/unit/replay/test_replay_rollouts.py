@@ -14,18 +14,18 @@ from trimtab.cli.app import run as command
 from trimtab.core.errors import InputError
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
-from trimtab.machines.rollout.policies.load import Costs, LoadSample, PolicyState
+from trimtab.machines.rollout.policies.load import LoadSample, PolicyState, SleepCosts
 from trimtab.machines.rollout.policies.policy import begin, consult
 from trimtab.machines.rollout.policies.predictive import cost_aware
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.replay.common.traces import RequestRow
-from trimtab.replay.pool.invariants import UntrueError
+from trimtab.replay.pool.invariants import InvariantError
 from trimtab.replay.rollout import scenario as rollout_scenario
-from trimtab.replay.rollout.driver import Fleet, RolloutOutcome, RolloutReplay
-from trimtab.replay.rollout.engine_model import Engine, EngineSpeed, least_engine_s
+from trimtab.replay.rollout.driver import RolloutOutcome, RolloutReplay, SimulatedFleet
+from trimtab.replay.rollout.engine_model import EngineSpeed, SimulatedEngine, least_engine_s
 from trimtab.replay.rollout.policies import as_documented, ray_serve
 from trimtab.replay.rollout.runner import clairvoyant_engine_s, run_rollout
-from trimtab.replay.rollout.workload import PROFILES, Profile
+from trimtab.replay.rollout.workload import PROFILES, LengthProfile
 
 QUICK: dict[str, Any] = {
     "monitoring_interval": 1.0,
@@ -34,7 +34,7 @@ QUICK: dict[str, Any] = {
     "scale_down_cooldown": 10.0,
     "drain_timeout": 5.0,
 }
-FLEET = Fleet(4, 32, training_s=40.0)
+FLEET = SimulatedFleet(4, 32, training_s=40.0)
 SHORT = PROFILES["short"]
 
 
@@ -46,7 +46,7 @@ def static(count: int) -> ElasticConfig:
     return replace(elastic("static"), min_workers=count, max_workers=count)
 
 
-def closed(config: ElasticConfig, steps: int = 5, profile: Profile = SHORT) -> RolloutOutcome:
+def closed(config: ElasticConfig, steps: int = 5, profile: LengthProfile = SHORT) -> RolloutOutcome:
     return RolloutReplay(config, FLEET, check_every=200).closed(profile, profile.lengths(steps, 12, 8, 1))
 
 
@@ -55,7 +55,7 @@ def closed(config: ElasticConfig, steps: int = 5, profile: Profile = SHORT) -> R
 
 def test_an_engine_makes_a_token_for_everybody_in_each_step_and_is_slower_the_fuller_it_is() -> None:
     speed = EngineSpeed(decode_s=1.0, request_s=0.1, cached_s=0.0, read_s=0.01)
-    engine = Engine(speed)
+    engine = SimulatedEngine(speed)
     engine.add(("a", 1), "", 100, 0, 10, 0.0)  # read in 1 s, then 10 steps of 1.1 s
     assert engine.next_end() == (pytest.approx(12.0), ("a", 1))
     engine.add(("b", 1), "", 100, 0, 2, 1.0 + 1.1 * 4)
@@ -65,7 +65,7 @@ def test_an_engine_makes_a_token_for_everybody_in_each_step_and_is_slower_the_fu
 
 
 def test_a_prompt_that_its_group_has_brought_is_not_read_again_until_the_cache_is_flushed() -> None:
-    engine = Engine(EngineSpeed(1.0, 0.0, 0.0, 0.01))
+    engine = SimulatedEngine(EngineSpeed(1.0, 0.0, 0.0, 0.01))
     engine.add(("a", 1), "g", 100, 0, 5, 0.0)
     engine.add(("b", 1), "g", 100, 0, 5, 0.0)
     assert engine.reading_until == 1.0
@@ -120,18 +120,18 @@ def test_of_a_trace_only_the_part_that_counts_is_counted_and_all_of_it_is_run() 
 def test_an_answer_that_is_short_or_comes_twice_is_found_out() -> None:
     replay = RolloutReplay(static(4), FLEET)
     replay._arrive("r", 10, 20, 20, "")
-    with pytest.raises(UntrueError, match="comes twice"):
+    with pytest.raises(InvariantError, match="comes twice"):
         replay._arrive("r", 10, 20, 20, "")
     replay._asked["r"].tokens = 25
-    with pytest.raises(UntrueError, match="answered with 20 of 25 tokens"):
-        replay._tell(e.Finished("r", 1, 20))
+    with pytest.raises(InvariantError, match="answered with 20 of 25 tokens"):
+        replay._tell(e.AttemptFinished("r", 1, 20))
 
 
 # ---- policies ------------------------------------------------------------
 
 
 def sample(now: float, load: int, *, active: int = 4, queued: int = 0) -> LoadSample:
-    return LoadSample(now, queued, load - queued, 0, active, 0, 0, 4 - active, 8, 1, 4, costs=Costs(2.0, 4.0, 1.0))
+    return LoadSample(now, queued, load - queued, 0, active, 0, 0, 4 - active, 8, 1, 4, costs=SleepCosts(2.0, 4.0, 1.0))
 
 
 def looks(policy: Any, *loads: tuple[float, int, int]) -> list[int]:
@@ -165,7 +165,7 @@ def test_predictive_is_as_fast_as_all_engines_and_takes_far_fewer_engine_seconds
         replace(FLEET, training_s=60.0, training_p99_s=76.0),
     ],
 )
-def test_predictive_slows_no_step_where_pauses_are_short_or_vary_or_waking_is_slow(fleet: Fleet) -> None:
+def test_predictive_slows_no_step_where_pauses_are_short_or_vary_or_waking_is_slow(fleet: SimulatedFleet) -> None:
     batches = SHORT.lengths(5, 12, 8, 1)
     every = RolloutReplay(static(4), fleet).closed(SHORT, batches)
     less = RolloutReplay(elastic("predictive"), fleet).closed(SHORT, batches)

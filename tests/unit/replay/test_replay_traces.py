@@ -126,7 +126,7 @@ def test_a_distribution_that_makes_no_sense_is_refused(said: object, why: str) -
 SMALLEST = "cluster: {nodes: 2}\ntasks: {generate: {count: 3, per_hour: 10, duration_s: 60}}\n"
 
 
-def read(folder: Path, text: str) -> scenario.Scenario:
+def read(folder: Path, text: str) -> scenario.PoolScenario:
     return scenario.read(written(folder, text, "scenario.yaml"))
 
 

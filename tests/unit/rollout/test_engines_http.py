@@ -13,20 +13,20 @@ from engine_answers import answer, greedy, run
 from engine_scenes import BOTH, LONG, PROMPT, expected, reached, running, scene
 from engine_stubs import VllmStub
 from trimtab.core.errors import InputError, UnreachableError
-from trimtab.model.rollout import Release
+from trimtab.model.rollout import ReleaseSupport
 from trimtab.runtime.engines.detect import KINDS, attach, detect
 from trimtab.runtime.engines.engine import (
-    Deadlines,
     Engine,
+    EngineDeadlines,
     EngineError,
     EngineFailedError,
     EngineGoneError,
-    EngineNonsenseError,
+    EngineMalformedError,
+    EngineRefusedError,
     EngineWedgedError,
-    Finish,
-    GenerateOrder,
-    OrderRefusedError,
-    SoFar,
+    FinishReason,
+    GenerateRequest,
+    PartialOutput,
 )
 from trimtab.runtime.engines.http_engine import HttpEngine
 from trimtab.runtime.engines.wire import open_session
@@ -40,7 +40,7 @@ def test_stop_ids_are_watched_for_where_the_engine_forgets_them_with_the_end_tok
         until = expected(expected(5).index(stop) + 1)
         order = greedy("a", PROMPT, 5000, stop_ids=(stop,), logprobs=1, extra={"ignore_eos": True})
         got = await answer(engine, order)
-        assert (got.ids, got.finish, got.pieces[-1].stopped_by) == (until, Finish.stop, stop)
+        assert (got.ids, got.finish, got.pieces[-1].stopped_by) == (until, FinishReason.stop, stop)
         assert len(got.so_far.logprobs or ()) == len(until)
         while stub.running:
             await asyncio.sleep(0.01)
@@ -55,7 +55,7 @@ def test_an_answer_streams_as_ids_with_log_probabilities_and_text(kind: str) -> 
         assert isinstance(engine, Engine)
         got = await answer(engine, greedy("a", PROMPT, 6, logprobs=2))
         assert got.ids == expected(6)
-        assert got.finish is Finish.length
+        assert got.finish is FinishReason.length
         assert got.so_far.logprobs == (-0.5,) * 6
         assert [best for piece in got.pieces for best in piece.best or ()] == [
             ((one, -0.5), (1, -1.5)) for one in got.ids
@@ -67,7 +67,7 @@ def test_an_answer_streams_as_ids_with_log_probabilities_and_text(kind: str) -> 
 
 
 def test_what_is_ordered_reaches_the_engines_in_their_words() -> None:
-    order = GenerateOrder(
+    order = GenerateRequest(
         "a", PROMPT, 9, min_tokens=2, stop=("x",), stop_ids=(7,), temperature=0.5, top_p=0.9, top_k=3, seed=11,
         extra={"ignore_eos": True},
     )  # fmt: skip
@@ -106,7 +106,7 @@ def test_tokens_made_by_two_weights_are_told_apart() -> None:
     async def play(stub: Any, engine: HttpEngine) -> None:
         got: list[int] = []
 
-        def each(so_far: SoFar) -> None:
+        def each(so_far: PartialOutput) -> None:
             if len(so_far.token_ids) == 4:
                 stub.loaded = "v2"
 
@@ -128,8 +128,8 @@ FAULTS = {
     "cut": (EngineGoneError, "POST /"),
     "silent": (EngineWedgedError, "no bytes for 3 s"),
     "failure": (EngineFailedError, "the scheduler died"),
-    "nonsense": (EngineNonsenseError, "no object"),
-    "miscount": (EngineNonsenseError, "it counts"),
+    "nonsense": (EngineMalformedError, "no object"),
+    "miscount": (EngineMalformedError, "it counts"),
 }
 
 
@@ -171,7 +171,7 @@ def test_a_500_is_the_engines_fault_and_a_400_the_orders(kind: str) -> None:
             await answer(engine, greedy("a", PROMPT, 4))
         for fault, said in (("refuse", "too many tokens"), ("late refusal", "no such grammar")):
             stub.fault = fault
-            with pytest.raises(OrderRefusedError, match=said):
+            with pytest.raises(EngineRefusedError, match=said):
                 await answer(engine, greedy("a", PROMPT, 4))
         if kind == "sglang":
             original, status = stub.event, 400
@@ -182,7 +182,7 @@ def test_a_500_is_the_engines_fault_and_a_400_the_orders(kind: str) -> None:
                 return told
 
             stub.event = refusing
-            with pytest.raises(OrderRefusedError, match="no room"):
+            with pytest.raises(EngineRefusedError, match="no room"):
                 await answer(engine, greedy("a", PROMPT, 4))
             status = 503
             with pytest.raises(EngineFailedError, match="no room"):
@@ -263,7 +263,7 @@ def test_an_abort_ends_only_the_streams_that_it_names(kind: str) -> None:
             await engine.abort([])
             await engine.abort(["other", "unknown"])
             ended = await other
-            assert ended.finish is Finish.aborted
+            assert ended.finish is FinishReason.aborted
             assert ended.ids == expected(len(ended.ids))
             assert (await task).ids == expected(40)
 
@@ -276,7 +276,7 @@ def test_an_abort_that_the_engine_does_not_know_of_closes_the_connection() -> No
         stub.development = False
         async with reached(stub) as engine, running(stub, engine) as task:
             await engine.abort()
-            assert (await task).finish is Finish.aborted
+            assert (await task).finish is FinishReason.aborted
             while stub.running:
                 await asyncio.sleep(0.01)
 
@@ -289,7 +289,7 @@ def test_an_abort_of_somebody_else_is_told_apart_and_keeps_the_tokens(kind: str)
         async with running(stub, engine) as task:
             stub.abort(None)
             ended = await task
-            assert ended.finish is Finish.aborted_elsewhere
+            assert ended.finish is FinishReason.aborted_elsewhere
             assert ended.ids == expected(len(ended.ids))
 
     scene(kind, play)
@@ -329,11 +329,11 @@ def test_the_dialect_and_its_release_are_found_and_unknown_ones_said(kind: str) 
         async with open_session() as session:
             found, dialect = await attach("one", stub.url, session)
             assert (found.kind, dialect.release, dialect.note) == (kind, stub.release, "")
-            assert found.release is Release.tried
+            assert found.release is ReleaseSupport.tried
             stub.release = "9.1.0"
             assert "9.1.0 was never tried" in (await detect(stub.url, session)).note
             again, _ = await attach("two", stub.url, session)
-            assert again.release is Release.untried
+            assert again.release is ReleaseSupport.untried
             assert (await engine.ready()).dialect == f"{kind} 9.1.0"
 
     scene(kind, play)
@@ -369,9 +369,9 @@ def test_orders_and_deadlines_that_make_no_sense_are_refused_where_they_are_made
         {"stop": ("",)},
     ):
         with pytest.raises(InputError):
-            GenerateOrder(**({"id": "a", "token_ids": (1,), "max_tokens": 4} | wrong))  # type: ignore[arg-type]
+            GenerateRequest(**({"id": "a", "token_ids": (1,), "max_tokens": 4} | wrong))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="silence_s"):
-        Deadlines(silence_s=0)
+        EngineDeadlines(silence_s=0)
 
 
 # Redirects.

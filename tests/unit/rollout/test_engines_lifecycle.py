@@ -10,19 +10,19 @@ import pytest
 from engine_answers import answer, greedy, run
 from engine_scenes import BOTH, PAUSES, PROMPT, RELEASES, expected, reached, running, scene
 from engine_stubs import VllmStub
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.runtime.engines.detect import KINDS
 from trimtab.runtime.engines.engine import (
     EngineBusyError,
     EngineFailedError,
-    EngineNonsenseError,
+    EngineMalformedError,
     EnginePausedError,
-    Finish,
-    NotOfferedError,
-    OrderRefusedError,
-    Part,
-    Pause,
-    Refit,
+    EngineRefusedError,
+    FinishReason,
+    MemoryTag,
+    NotSupportedError,
+    PauseMode,
+    WeightUpdate,
 )
 from trimtab.runtime.engines.http_engine import HttpEngine
 from trimtab.runtime.engines.memory import sleep_and_look, used_bytes
@@ -35,8 +35,8 @@ from trimtab.runtime.engines.wire import open_session
 def test_nothing_is_sent_to_a_paused_engine(kind: str) -> None:
     async def play(stub: Any, engine: HttpEngine) -> None:
         async with running(stub, engine) as task:
-            await engine.pause(Pause.abort)
-            assert (await task).finish is Finish.aborted
+            await engine.pause(PauseMode.abort)
+            assert (await task).finish is FinishReason.aborted
         sent = len(stub.calls("/generate", "/v1/completions"))
         with pytest.raises(EnginePausedError, match=r"paused \(abort\)"):
             await answer(engine, greedy("b", PROMPT, 2))
@@ -55,11 +55,11 @@ def test_nothing_is_sent_to_a_paused_engine(kind: str) -> None:
 def test_a_pause_that_waits_lets_running_requests_end_and_one_that_keeps_holds_them(kind: str) -> None:
     async def play(stub: Any, engine: HttpEngine) -> None:
         async with running(stub, engine, 30) as task:
-            await engine.pause(Pause.wait)
+            await engine.pause(PauseMode.wait)
             assert (await task).ids == expected(30)
         await engine.resume()
         async with running(stub, engine, 30) as task:
-            await engine.pause(Pause.keep)
+            await engine.pause(PauseMode.keep)
             assert not task.done()
             await engine.resume()
             assert (await task).ids == expected(30)
@@ -198,7 +198,7 @@ def test_loads_of_a_paused_engine_are_not_believed(kind: str) -> None:
             load = await engine.load()
             assert (load.running, load.waiting, load.fresh) == (1, 0, True)
             assert load.kv_used_share is not None
-            await engine.pause(Pause.keep)
+            await engine.pause(PauseMode.keep)
             assert (await engine.load()).fresh is False
 
     scene(kind, play)
@@ -260,19 +260,19 @@ def test_memory_is_never_released_with_requests_running(kind: str, whose: str) -
 def test_requests_that_only_stand_still_keep_vllm_from_sleeping_and_sglang_not() -> None:
     async def vllm(stub: Any, engine: HttpEngine) -> None:
         async with running(stub, engine):
-            await engine.pause(Pause.keep)
+            await engine.pause(PauseMode.keep)
             with pytest.raises(EngineBusyError, match="hold their memory"):
                 await engine.sleep(1)
             assert not stub.calls(*RELEASES)
 
     async def sglang(stub: Any, engine: HttpEngine) -> None:
         async with running(stub, engine, 40) as task:
-            await engine.pause(Pause.keep)
+            await engine.pause(PauseMode.keep)
             await engine.sleep(2)
             assert stub.released == {"weights", "kv_cache"}
-            await engine.wake([Part.weights])
-            await engine.refit(Refit("v2", "v2"))
-            await engine.wake([Part.kv_cache])
+            await engine.wake([MemoryTag.weights])
+            await engine.refit(WeightUpdate("v2", "v2"))
+            await engine.wake([MemoryTag.kv_cache])
             ended = await task
             assert len(ended.ids) == 40
             assert {piece.version for piece in ended.pieces} == {"default", "v2"}
@@ -306,16 +306,16 @@ def test_discarded_weights_have_no_version_until_a_refit_is_confirmed(kind: str)
         await engine.sleep(2)
         assert await engine.version() is None, "whatever it reports"
         with pytest.raises(EnginePausedError, match="weights are asleep"):
-            await engine.refit(Refit("v2", "v2"))
-        await engine.wake([Part.weights])
-        await engine.wake([Part.kv_cache])
+            await engine.refit(WeightUpdate("v2", "v2"))
+        await engine.wake([MemoryTag.weights])
+        await engine.wake([MemoryTag.kv_cache])
         assert await engine.version() is None
         assert (await engine.ready()).version is None
         with pytest.raises(EnginePausedError, match="discarded"):
             await engine.resume()
         with pytest.raises(EnginePausedError):
             await answer(engine, greedy("a", PROMPT, 2))
-        await engine.refit(Refit("v2", "v2"))
+        await engine.refit(WeightUpdate("v2", "v2"))
         await engine.resume()
         assert await engine.version() == "v2"
         assert (await answer(engine, greedy("a", PROMPT, 5))).ids == expected(5, "v2")
@@ -326,14 +326,14 @@ def test_discarded_weights_have_no_version_until_a_refit_is_confirmed(kind: str)
 @BOTH
 def test_a_refit_changes_the_answers_and_one_with_requests_running_is_refused(kind: str) -> None:
     async def play(stub: Any, engine: HttpEngine) -> None:
-        await engine.refit(Refit("v7", "v7"))
+        await engine.refit(WeightUpdate("v7", "v7"))
         assert (await answer(engine, greedy("a", PROMPT, 5))).ids == expected(5, "v7")
         async with running(stub, engine):
             with pytest.raises(EngineBusyError):
-                await engine.refit(Refit("v8", "v8"))
+                await engine.refit(WeightUpdate("v8", "v8"))
         assert stub.loaded == "v7"
-        with pytest.raises(NotOfferedError, match="trainer's to send"):
-            await engine.refit(Refit("", "v9", way="nccl"))
+        with pytest.raises(NotSupportedError, match="trainer's to send"):
+            await engine.refit(WeightUpdate("", "v9", way="nccl"))
 
     scene(kind, play)
 
@@ -358,11 +358,11 @@ def test_weights_that_the_trainer_sent_itself_count_when_the_engine_says_so_too(
 def test_a_200_that_says_success_false_is_a_failure() -> None:
     async def sglang(stub: Any, engine: HttpEngine) -> None:
         with pytest.raises(EngineFailedError, match="success: false"):
-            await engine.refit(Refit("nowhere", "v2"))
+            await engine.refit(WeightUpdate("nowhere", "v2"))
         assert await engine.version() is None, "nobody knows what it has now"
         with pytest.raises(EnginePausedError):
             await answer(engine, greedy("a", PROMPT, 2))
-        await engine.refit(Refit("v2", "v2"))
+        await engine.refit(WeightUpdate("v2", "v2"))
         assert (await answer(engine, greedy("a", PROMPT, 2))).ids == expected(2, "v2")
 
     async def vllm(stub: Any, engine: HttpEngine) -> None:
@@ -380,7 +380,7 @@ def test_a_200_that_says_success_false_is_a_failure() -> None:
 def test_a_cache_that_cannot_be_flushed_is_said() -> None:
     async def play(stub: Any, engine: HttpEngine) -> None:
         async with running(stub, engine):
-            with pytest.raises(OrderRefusedError, match="running requests"):
+            with pytest.raises(EngineRefusedError, match="running requests"):
                 await engine.flush()
 
     scene("sglang", play)
@@ -392,7 +392,7 @@ def test_a_refit_whose_version_is_not_confirmed_has_failed(kind: str) -> None:
         path = "/weight_info" if kind == "vllm" else "/model_info"
         stub.refuse[path] = (200, {"weight_version": "default"})
         with pytest.raises(EngineFailedError, match="says version 'default' and not 'v2'"):
-            await engine.refit(Refit("v2", "v2"))
+            await engine.refit(WeightUpdate("v2", "v2"))
         assert await engine.version() is None
         assert not (await engine.ready()).up
 
@@ -444,7 +444,7 @@ def test_memory_that_a_sleep_did_not_release_is_said(
         slept = await sleep_and_look(engine, [0, 1], within_s=0.3, used=lambda gpus: next(left, readings[-1]))
         assert slept.released is released
         assert said in slept.reason.sentence
-        assert (slept.reason.code is Code.memory_kept) == (released is False)
+        assert (slept.reason.code is ReasonCode.memory_kept) == (released is False)
         assert stub.asleep
 
     scene("vllm", play)
@@ -464,9 +464,9 @@ def test_loads_that_cannot_be_read_are_nonsense_and_not_zero(kind: str) -> None:
         path = "/metrics" if kind == "vllm" else "/v1/loads"
         for answered in ({"loads": "many"}, {"loads": [{}]}, []):
             stub.refuse[path] = (200, answered)
-            with pytest.raises(EngineNonsenseError):
+            with pytest.raises(EngineMalformedError):
                 await engine.load()
-            with pytest.raises(EngineNonsenseError):
+            with pytest.raises(EngineMalformedError):
                 await engine.sleep(1)
         assert not stub.calls(*RELEASES)
 
@@ -494,7 +494,7 @@ def test_an_engine_out_of_memory_on_waking_stays_shut(kind: str) -> None:
 @BOTH
 def test_an_engine_restarted_with_old_weights_says_its_old_version(kind: str) -> None:
     async def play(stub: Any, engine: HttpEngine) -> None:
-        await engine.refit(Refit("v5", "v5"))
+        await engine.refit(WeightUpdate("v5", "v5"))
         assert (await engine.ready()).version == "v5"
         stub.loaded = stub.version = "default"  # as after a restart
         state = await engine.ready()

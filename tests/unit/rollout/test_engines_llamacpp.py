@@ -16,18 +16,18 @@ from tiny_gguf import END, pieces, tiny_gguf
 from trimtab.core.errors import InputError
 from trimtab.runtime.engines.detect import attach, detect
 from trimtab.runtime.engines.engine import (
-    Deadlines,
     Engine,
+    EngineDeadlines,
     EngineGoneError,
     EnginePausedError,
+    EngineRefusedError,
     EngineWedgedError,
-    Finish,
-    GenerateOrder,
-    NotOfferedError,
-    OrderRefusedError,
-    Pause,
-    Refit,
-    SoFar,
+    FinishReason,
+    GenerateRequest,
+    NotSupportedError,
+    PartialOutput,
+    PauseMode,
+    WeightUpdate,
 )
 from trimtab.runtime.engines.llamacpp import LlamaCppEngine, samplers
 from trimtab.runtime.engines.vocabulary import Vocabulary
@@ -54,7 +54,7 @@ def broken_text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaServe
 @asynccontextmanager
 async def reached(server: LlamaServer, **seconds: float) -> AsyncIterator[LlamaCppEngine]:
     async with open_session() as session:
-        engine = LlamaCppEngine("one", server.url, session, Deadlines(**seconds))
+        engine = LlamaCppEngine("one", server.url, session, EngineDeadlines(**seconds))
         yield engine
         await engine.close()
 
@@ -91,7 +91,7 @@ def test_a_stream_gives_the_ids_that_a_plain_call_gives(here: LlamaServer) -> No
         async with reached(here) as engine:
             got = await answer(engine, greedy("a", PROMPT, 40))
             assert got.ids == await whole(engine, PROMPT, 40)
-            assert got.finish in (Finish.length, Finish.stop)
+            assert got.finish in (FinishReason.length, FinishReason.stop)
             written = pieces()
             assert got.so_far.text.encode() == b"".join(written[one] for one in got.ids)
 
@@ -121,7 +121,7 @@ def test_a_stop_string_that_spans_tokens_ends_the_answer_and_is_named(here: Llam
             text = free.so_far.text
             stop = text[5:8]
             cut = await answer(engine, greedy("b", PROMPT, 30, stop=(stop,)))
-            assert cut.finish is Finish.stop
+            assert cut.finish is FinishReason.stop
             assert cut.pieces[-1].stopped_by == stop
             assert cut.so_far.text == text[: text.index(stop)]
             # The ids go on to the token that completed it: whoever needs them can cut, nobody can add.
@@ -138,7 +138,7 @@ def test_a_stop_id_ends_the_answer_here_and_the_work_there(here: LlamaServer) ->
             stop = free.ids[6]
             cut = await answer(engine, greedy("b", PROMPT, LONG, stop_ids=(stop,)))
             assert cut.ids == free.ids[: free.ids.index(stop) + 1]
-            assert (cut.finish, cut.pieces[-1].stopped_by) == (Finish.stop, stop)
+            assert (cut.finish, cut.pieces[-1].stopped_by) == (FinishReason.stop, stop)
             await idle(engine)
 
     run(scene())
@@ -148,7 +148,7 @@ def test_an_end_token_is_the_last_id_unless_it_is_forbidden(here: LlamaServer) -
     async def scene() -> None:
         async with reached(here) as engine:
             ended = await answer(engine, greedy("a", PROMPT, 9, extra={"logit_bias": [[END, 100]]}))
-            assert (ended.ids, ended.finish) == ((END,), Finish.stop)
+            assert (ended.ids, ended.finish) == ((END,), FinishReason.stop)
             forced = await answer(engine, greedy("b", PROMPT, 9, min_tokens=9, extra={"logit_bias": [[END, 100]]}))
             assert len(forced.ids) == 9
             assert END not in forced.ids
@@ -163,9 +163,9 @@ def test_an_answer_that_fills_the_context_says_so(broken_text: LlamaServer) -> N
         async with reached(broken_text) as engine:
             almost = PROMPT * 203  # nine places are left
             got = await answer(engine, greedy("a", almost, 50, min_tokens=50))
-            assert got.finish is Finish.full
+            assert got.finish is FinishReason.full
             assert 0 < len(got.ids) < 50
-            with pytest.raises(OrderRefusedError, match="exceeds the available context"):
+            with pytest.raises(EngineRefusedError, match="exceeds the available context"):
                 await answer(engine, greedy("b", PROMPT * 1000, 5))
 
     run(scene())
@@ -175,7 +175,7 @@ def test_a_seed_repeats_an_answer_and_two_seeds_differ(here: LlamaServer) -> Non
     async def scene() -> None:
         async with reached(here) as engine:
             one, two, other = [
-                (await answer(engine, GenerateOrder(key, PROMPT, 24, min_tokens=24, seed=seed))).ids
+                (await answer(engine, GenerateRequest(key, PROMPT, 24, min_tokens=24, seed=seed))).ids
                 for key, seed in (("a", 5), ("b", 5), ("c", 6))
             ]
             assert one == two != other
@@ -203,7 +203,7 @@ def test_ids_that_nobody_can_name_are_counted_as_missing_and_never_guessed(broke
         async with reached(broken_text) as engine:
             told = 0
             for index, prompt in enumerate(prompts(8)):
-                order = GenerateOrder(f"{index}", prompt, 30, min_tokens=30, seed=index)
+                order = GenerateRequest(f"{index}", prompt, 30, min_tokens=30, seed=index)
                 got = await answer(engine, order)
                 plain = {"temperature": 1, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "ignore_eos": True, "seed": index}
                 samplers = {"samplers": ["temperature", "top_k", "top_p"]}
@@ -212,7 +212,7 @@ def test_ids_that_nobody_can_name_are_counted_as_missing_and_never_guessed(broke
                 left = iter(truth)
                 assert all(one in left for one in got.ids), "an id that was not generated there"
                 told += got.so_far.missing
-                exact = await answer(engine, GenerateOrder("x", prompt, 30, min_tokens=30, seed=index, logprobs=0))
+                exact = await answer(engine, GenerateRequest("x", prompt, 30, min_tokens=30, seed=index, logprobs=0))
                 # With log-probabilities the bytes are told; only a tail that never became text stays unknown.
                 assert exact.ids == truth[: len(exact.ids)]
                 assert exact.so_far.missing == 30 - len(exact.ids) <= 4
@@ -252,9 +252,9 @@ def test_a_killed_engine_leaves_what_it_had_said_and_another_carries_on(here: Ll
     async def scene(victim: LlamaServer) -> None:
         async with reached(here) as engine, reached(victim) as doomed:
             order = greedy("a", PROMPT, 2000, min_tokens=2000, logprobs=2)
-            seen: list[SoFar] = []
+            seen: list[PartialOutput] = []
 
-            def each(so_far: SoFar) -> None:
+            def each(so_far: PartialOutput) -> None:
                 seen.append(so_far)
                 if len(so_far.token_ids) == 20:
                     victim.kill()
@@ -322,8 +322,8 @@ def test_an_abort_ends_the_stream_with_what_it_has(here: LlamaServer) -> None:
                 got.append(piece)
                 if len(got) == 3:
                     await engine.abort(["a", "somebody else's"])
-            assert got[-1].finish is Finish.aborted
-            assert 3 <= len(SoFar.of(got).token_ids) < LONG
+            assert got[-1].finish is FinishReason.aborted
+            assert 3 <= len(PartialOutput.of(got).token_ids) < LONG
             await idle(engine)
 
     run(scene())
@@ -340,7 +340,7 @@ def test_an_abort_reaches_a_request_that_has_not_begun(tmp_path: Path) -> None:
                 assert not waits.done()
                 await engine.abort(["b"])
                 ended = await waits
-                assert (ended.finish, ended.ids) == (Finish.aborted, ())
+                assert (ended.finish, ended.ids) == (FinishReason.aborted, ())
                 server.thaw()
             await idle(engine)
 
@@ -354,8 +354,8 @@ def test_a_paused_engine_is_sent_nothing_until_it_is_resumed(here: LlamaServer) 
             running = asyncio.ensure_future(answer(engine, greedy("a", PROMPT, LONG, min_tokens=LONG)))
             while not (await engine.load()).running:
                 await asyncio.sleep(0.01)
-            await engine.pause(Pause.abort)
-            assert (await running).finish is Finish.aborted
+            await engine.pause(PauseMode.abort)
+            assert (await running).finish is FinishReason.aborted
             before = await engine.wire.get("/metrics")
             with pytest.raises(EnginePausedError, match="nothing is sent to it"):
                 await answer(engine, greedy("b", PROMPT, 2))
@@ -375,9 +375,9 @@ def test_what_it_cannot_do_is_refused_by_name(here: LlamaServer) -> None:
         async with reached(here) as engine:
             for verb, call in (
                 ("sleep", engine.sleep()), ("sleep", engine.wake()), ("flush", engine.flush()),
-                ("refit", engine.refit(Refit("somewhere", "v2"))),
+                ("refit", engine.refit(WeightUpdate("somewhere", "v2"))),
             ):  # fmt: skip
-                with pytest.raises(NotOfferedError, match=f"no way to {verb}"):
+                with pytest.raises(NotSupportedError, match=f"no way to {verb}"):
                     await call
             assert await engine.version() is None
 

@@ -20,24 +20,24 @@ from rollout_commands import python
 from rollout_scenes import PROMPT, Scene, play
 from trimtab.cli.rollout import serve as rollout_serve
 from trimtab.core.errors import UnreachableError
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.formats.rollout.settings import AttachedEngine
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.model.rollout import RolloutRules
 from trimtab.render.text import rollout as rollout_text
 from trimtab.rollout import RolloutPool, SamplingParams, WorkerState
-from trimtab.runtime.engines.engine import Deadlines
+from trimtab.runtime.engines.engine import EngineDeadlines
 from trimtab.runtime.procs.background import RestartPolicy
 from trimtab.runtime.rollout import journal as journaling
-from trimtab.runtime.rollout.launch.launcher import Seen
+from trimtab.runtime.rollout.launch.launcher import EngineProcessState
 from trimtab.runtime.rollout.launch.process_engine import EngineProcess
 from trimtab.runtime.rollout.launch.processes import ProcessLauncher
-from trimtab.runtime.rollout.machine_loop import Core
+from trimtab.runtime.rollout.machine_loop import RolloutCore
 from trimtab.runtime.store import journal as journal_file
 from trimtab.runtime.store.journal import ROLLOUT_EVENTS, read_journal
 
-WELL = Reason(Code.sent, "as asked")
+WELL = Reason(ReasonCode.sent, "as asked")
 
 
 async def until(true: Callable[[], Any], within_s: float = 50.0) -> None:
@@ -103,7 +103,7 @@ def test_an_engine_that_can_never_be_looked_at_is_lost_and_not_active_for_ever()
 async def test_an_instruction_that_cannot_be_carried_out_does_not_drop_the_others_nor_the_timer() -> None:
     told, done = [], []
     instructions: dict[type, list[Any]] = {
-        e.WorkerGiven: [e.Warn(WELL, "a"), e.Act("a", 3, cast(Any, "probe"), 9.0, WELL), e.Warn(WELL, "b")]
+        e.WorkerReturned: [e.Warn(WELL, "a"), e.WorkerAction("a", 3, cast(Any, "probe"), 9.0, WELL), e.Warn(WELL, "b")]
     }
 
     class Machine:
@@ -112,17 +112,19 @@ async def test_an_instruction_that_cannot_be_carried_out_does_not_drop_the_other
             return instructions.pop(type(event), [])
 
         def next_deadline(self) -> float | None:
-            return 0.0 if not any(isinstance(one, e.Tick) for one in told) else None
+            return 0.0 if not any(isinstance(one, e.RolloutTick) for one in told) else None
 
-    def act(instruction: e.Act) -> None:
+    def act(instruction: e.WorkerAction) -> None:
         raise ValueError("a surprise")
 
-    core = Core(cast(RolloutMachine, Machine()), handlers={e.Warn: lambda warn: done.append(warn.worker), e.Act: act})
+    core = RolloutCore(
+        cast(RolloutMachine, Machine()), handlers={e.Warn: lambda warn: done.append(warn.worker), e.WorkerAction: act}
+    )
     core.listeners.append(lambda what, now: cast(None, 1 / 0))
-    core.tell(e.WorkerGiven("a"))
+    core.tell(e.WorkerReturned("a"))
     assert done == ["a", "b"]
-    await until(lambda: {e.ActFailed, e.Tick} <= set(map(type, told)))
-    [failed] = [one for one in told if isinstance(one, e.ActFailed)]
+    await until(lambda: {e.ActionFailed, e.RolloutTick} <= set(map(type, told)))
+    [failed] = [one for one in told if isinstance(one, e.ActionFailed)]
     assert (failed.worker, failed.attempt) == ("a", 3)
     assert "a surprise" in failed.why
     assert core.counters["instructions_failed"] == 1
@@ -142,7 +144,7 @@ async def test_a_tick_that_fails_is_told_again() -> None:
         def next_deadline(self) -> float | None:
             return 0.0 if len(ticks) < 3 else None
 
-    core = Core(cast(RolloutMachine, Machine()))
+    core = RolloutCore(cast(RolloutMachine, Machine()))
     core._arm()
     await until(lambda: len(ticks) == 3)
     assert core.counters["ticks_failed"] == 2
@@ -163,7 +165,7 @@ def broken_once(pool: RolloutPool, kind: type) -> list[Any]:
 
 def test_a_request_that_could_not_be_sent_is_sent_again() -> None:
     async def act(scene: Scene) -> None:
-        hit = broken_once(scene.pool, e.Send)
+        hit = broken_once(scene.pool, e.SendRequest)
         assert (await scene.one(4)).ok
         assert hit
 
@@ -173,7 +175,7 @@ def test_a_request_that_could_not_be_sent_is_sent_again() -> None:
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_client_whose_answer_could_not_be_given_is_told(streams: bool) -> None:
     async def act(scene: Scene) -> None:
-        broken_once(scene.pool, e.Answer)
+        broken_once(scene.pool, e.AnswerRequest)
         params = SamplingParams(max_tokens=4)
         if streams:
             chunks = [one async for one in scene.pool.stream(PROMPT, params)]
@@ -198,8 +200,8 @@ def test_an_act_that_ends_in_a_surprise_has_failed() -> None:
         engine = scene.pool.engine(scene.names[0])
         engine.sleep = surprise  # type: ignore[union-attr,method-assign]
         scene.pool.drain(scene.names[0], 0.0)
-        await until(lambda: any(isinstance(one, e.ActFailed) for one in heard))
-        [failed] = [one for one in heard if isinstance(one, e.ActFailed)]
+        await until(lambda: any(isinstance(one, e.ActionFailed) for one in heard))
+        [failed] = [one for one in heard if isinstance(one, e.ActionFailed)]
         assert "a surprise" in failed.why
 
     play(act, kinds=("vllm", "vllm"))
@@ -213,8 +215,8 @@ def test_an_attempt_that_no_task_carries_out_is_failed_and_done_again() -> None:
 
     async def act(scene: Scene) -> None:
         core = scene.pool._core
-        before = core.handlers[e.Send]
-        core.handlers[e.Send] = lambda send: core.handlers.update({e.Send: before})  # forgotten
+        before = core.handlers[e.SendRequest]
+        core.handlers[e.SendRequest] = lambda send: core.handlers.update({e.SendRequest: before})  # forgotten
         assert (await asyncio.wait_for(scene.one(4), 50)).ok
         assert core.counters["reconciled"] == 1
 
@@ -225,10 +227,10 @@ def test_an_act_that_no_task_carries_out_has_failed() -> None:
     async def act(scene: Scene) -> None:
         core, heard = scene.pool._core, []
         scene.pool.add_listener(lambda what, now: heard.append(what))
-        before = core.handlers[e.Act]
-        core.handlers[e.Act] = lambda act: core.handlers.update({e.Act: before})
+        before = core.handlers[e.WorkerAction]
+        core.handlers[e.WorkerAction] = lambda act: core.handlers.update({e.WorkerAction: before})
         scene.pool.drain(scene.names[0], 0.0)
-        await until(lambda: any(isinstance(one, e.ActFailed) for one in heard))
+        await until(lambda: any(isinstance(one, e.ActionFailed) for one in heard))
         assert core.counters["reconciled"] == 1
 
     play(act, kinds=("vllm", "vllm"), rules=RolloutRules(sleep_s=10_000.0), reconcile_s=0.05)
@@ -237,8 +239,8 @@ def test_an_act_that_no_task_carries_out_has_failed() -> None:
 def test_a_client_that_the_machine_does_not_know_is_told() -> None:
     async def act(scene: Scene) -> None:
         core = scene.pool._core
-        before = core.handlers[e.Answer]
-        core.handlers[e.Answer] = lambda answer: core.handlers.update({e.Answer: before})  # forgotten
+        before = core.handlers[e.AnswerRequest]
+        core.handlers[e.AnswerRequest] = lambda answer: core.handlers.update({e.AnswerRequest: before})  # forgotten
         sample = await asyncio.wait_for(scene.one(4), 50)
         assert not sample.ok
 
@@ -317,7 +319,7 @@ def test_an_address_that_does_not_answer_holds_up_no_other_that_joins() -> None:
     other = VllmStub()
 
     async def act(front: Front) -> None:
-        front.pool._deadlines = Deadlines(call_s=45.0)
+        front.pool._deadlines = EngineDeadlines(call_s=45.0)
         reached, hangs = asyncio.Event(), asyncio.Event()
 
         async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -342,7 +344,9 @@ def test_an_address_that_does_not_answer_holds_up_no_other_that_joins() -> None:
 async def test_processes_are_looked_at_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[threading.Thread] = []
     monkeypatch.setattr(
-        EngineProcess, "seen", lambda self, port: looked.append(threading.current_thread()) or Seen("it ended")
+        EngineProcess,
+        "seen",
+        lambda self, port: looked.append(threading.current_thread()) or EngineProcessState("it ended"),
     )
     pool = SimpleNamespace(died=lambda worker, why: None)
     launcher = ProcessLauncher(cast(Any, pool), python("import time; time.sleep(600)", stop_s=0.1), logs=tmp_path)
@@ -389,7 +393,7 @@ def test_an_engine_of_the_file_that_joined_by_itself_meanwhile_does_not_end_the_
 
         scene.pool.attach = attach  # type: ignore[method-assign]
         settings = cast(Any, SimpleNamespace(engines=()))
-        crew = rollout_serve.Crew(scene.pool, settings, {})
+        crew = rollout_serve.ServedEngines(scene.pool, settings, {})
         engine = AttachedEngine(url.replace("127.0.0.1", "localhost"), "other", 8, None, 1, "", (), "job.yaml:3")
         await asyncio.wait_for(crew._attach(engine), 50)
         assert [one.worker for one in scene.pool.workers()] == scene.names

@@ -11,7 +11,7 @@ import pytest
 from engine_servers import servers
 from rollout_scenes import PROMPT, QUICK, Scene, expected, play, run
 from trimtab.core.errors import InputError, UnreachableError
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.model.rollout import RequestSpec
 from trimtab.rollout import (
@@ -25,10 +25,10 @@ from trimtab.rollout import (
     WorkerSpec,
     WorkerState,
 )
-from trimtab.runtime.engines.engine import EngineGoneError, Piece
+from trimtab.runtime.engines.engine import EngineGoneError, StreamDelta
 from trimtab.runtime.engines.llamacpp import LlamaCppEngine
-from trimtab.runtime.rollout.pending_request import Asked
-from trimtab.runtime.rollout.stop_strings import AcrossCut, Stopped
+from trimtab.runtime.rollout.pending_request import PendingRequest
+from trimtab.runtime.rollout.stop_strings import StopMatch, StopStringBuffer
 from trimtab.runtime.store.journal import ROLLOUT_EVENTS, read_journal
 
 S = WorkerState
@@ -147,7 +147,7 @@ def test_what_the_engine_refuses_is_not_tried_again() -> None:
     async def act(scene: Scene) -> None:
         scene.stubs[0].fault = scene.stubs[1].fault = "refuse"
         sample = await scene.one(8)
-        assert (sample.end, sample.reason.code) == (End.failed, Code.refused)
+        assert (sample.end, sample.reason.code) == (End.failed, ReasonCode.refused)
         assert "too many tokens" in sample.reason.sentence
         assert sum(len(stub.calls("/generate")) for stub in scene.stubs) == 1
 
@@ -159,7 +159,7 @@ def test_retries_are_bounded_and_the_reason_names_the_last_one() -> None:
         for stub in scene.stubs:
             stub.refuse["/generate"] = (500, {"error": {"message": "out of memory"}})
         sample = await scene.one(8)
-        assert (sample.end, sample.reason.code) == (End.failed, Code.retries_used)
+        assert (sample.end, sample.reason.code) == (End.failed, ReasonCode.retries_used)
         assert "out of memory" in sample.reason.sentence
 
     play(act, rules=replace(QUICK, retries=2, faults=10))
@@ -194,7 +194,7 @@ def test_an_abort_by_others_is_passed_on_with_its_tokens_and_never_tried_again()
         async with scene.running(600) as task:
             scene.stubs[scene.busy()].abort(None)
             sample = await task
-        assert (sample.end, sample.reason.code, sample.moves) == (End.abort, Code.passed_on, 0)
+        assert (sample.end, sample.reason.code, sample.moves) == (End.abort, ReasonCode.passed_on, 0)
         assert 0 < len(sample.token_ids) < 600
         assert sample.token_ids == expected(len(sample.token_ids))
         assert sum(len(stub.calls("/generate")) for stub in scene.stubs) == 1
@@ -343,8 +343,8 @@ def test_a_stop_string_across_a_cut_ends_the_answer_where_it_would_have_ended(tm
 @pytest.mark.parametrize(
     ("before", "after", "found"),
     [
-        ("some E", "ND more", Stopped("END", 5, 2)),
-        ("some EN", "D", Stopped("END", 5, 1)),
+        ("some E", "ND more", StopMatch("END", 5, 2)),
+        ("some EN", "D", StopMatch("END", 5, 1)),
         ("some ", "END", None),  # the engine sees that one itself
         ("END", "x", None),  # it would have ended before
         ("E", "EN", None),
@@ -352,9 +352,9 @@ def test_a_stop_string_across_a_cut_ends_the_answer_where_it_would_have_ended(tm
     ],
 )
 def test_a_stop_string_is_found_where_it_begins_before_the_cut_and_ends_after_it(
-    before: str, after: str, found: Stopped | None
+    before: str, after: str, found: StopMatch | None
 ) -> None:
-    assert AcrossCut(before, ("END",)).found(after) == found
+    assert StopStringBuffer(before, ("END",)).found(after) == found
 
 
 # ---- queue, keys, deadlines -----------------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ def test_a_request_past_its_deadline_is_answered_with_what_it_has() -> None:
     async def act(scene: Scene) -> None:
         answers = await scene.pool.generate([PROMPT], SamplingParams(max_tokens=5000), deadline_s=0.5)
         sample = answers[0].samples[0]
-        assert (sample.end, sample.reason.code) == (End.failed, Code.too_late)
+        assert (sample.end, sample.reason.code) == (End.failed, ReasonCode.too_late)
         assert sample.token_ids == expected(len(sample.token_ids))
         await scene.pool.until(lambda: not scene.pool._core.attempts, 5.0)
         assert not any(stub.running for stub in scene.stubs)
@@ -494,10 +494,10 @@ def test_what_is_cut_back_to_fewer_tokens_is_given_out_anew() -> None:
     async def act(scene: Scene) -> None:
         spec = RequestSpec("r", 3, 10)
         queue: asyncio.Queue[Chunk] = asyncio.Queue()
-        asked = Asked(spec, PROMPT, SamplingParams(), 0, asyncio.get_running_loop().create_future(), queue)
+        asked = PendingRequest(spec, PROMPT, SamplingParams(), 0, asyncio.get_running_loop().create_future(), queue)
         asked.begin(1, "one", 0)
         for token, text in ((7, "a"), (8, "b"), (9, "c")):
-            asked.take(Piece((token,), text=text))
+            asked.take(StreamDelta((token,), text=text))
         asked.begin(2, "two", 2)  # the machine counts two of them
         chunks = [queue.get_nowait() for _ in range(queue.qsize())]
         assert [chunk.restarted for chunk in chunks] == [False, False, False, True, False]

@@ -20,7 +20,7 @@ from rollout_commands import HERE, llama, python
 from tiny_gguf import tiny_gguf
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
 from trimtab.rollout import RolloutPool, RolloutRules, SamplingParams, WorkerState
-from trimtab.runtime.procs.processes import Process, below, gone, process
+from trimtab.runtime.procs.processes import ProcessIdentity, below, gone, process
 from trimtab.runtime.rollout.launch.launcher import EngineCommand, Launcher
 from trimtab.runtime.rollout.launch.process_engine import EngineProcess
 from trimtab.runtime.rollout.launch.processes import ProcessLauncher
@@ -71,7 +71,7 @@ def nothing_left() -> Iterator[None]:
     assert not [one for one in below(os.getpid()) if one not in before]
 
 
-def family(launcher: ProcessLauncher, worker: str) -> list[Process]:
+def family(launcher: ProcessLauncher, worker: str) -> list[ProcessIdentity]:
     """The guard and all below it."""
     guard = launcher._running[worker].pid
     return [process(guard), *below(guard)]

@@ -11,7 +11,7 @@ import pytest
 
 from rollout_scenes import DEADLINES, PROMPT, QUICK, Scene, expected, play
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.model.rollout import Owner, Ownership, WorkerSpec
 from trimtab.rollout import ElasticConfig, RefitSession, SamplingParams, Span, Taker, WorkerState
 from trimtab.runtime.engines.detect import attach
@@ -238,7 +238,7 @@ def test_a_request_may_wait_for_the_weights_it_asks_for() -> None:
             await refit.load("/weights/1")
         assert (await task).token_ids == expected(5, "/weights/1")
         gone = await scene.one(5, version=0)
-        assert gone.reason.code is Code.version_gone
+        assert gone.reason.code is ReasonCode.version_gone
 
     play(act)
 
@@ -259,7 +259,7 @@ def test_scaling_down_never_releases_memory_under_a_running_request_and_wakes_ag
         await scene.pool.until(lambda: all(one.state is S.active for one in scene.pool.workers()), 10.0)
         assert not any(stub.dead for stub in scene.stubs)
         steps = scene.pool.steps
-        assert [one.reason.code for one in steps[-2:]] == [Code.by_hand, Code.by_hand]
+        assert [one.reason.code for one in steps[-2:]] == [ReasonCode.by_hand, ReasonCode.by_hand]
 
     play(act, kinds=(kind, kind), limit=4)
 

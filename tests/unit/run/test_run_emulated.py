@@ -10,11 +10,11 @@ import pytest
 from jobs import cluster, component, seed_job
 from run_parts import Bare, Noting
 from trimtab.core.errors import InputError
-from trimtab.model.workflow import Job, WeightSync, Workflow
+from trimtab.model.workflow import PlacementJob, WeightSync, Workflow
 from trimtab.plan.placement.planner import plan_placement
 from trimtab.runtime.run.clock import VirtualClock, WallClock
 from trimtab.runtime.run.component import Batch, Place
-from trimtab.runtime.run.emulated import OPTIONAL, Disturbance, EmulatedComponent, Paced, emulated_settings
+from trimtab.runtime.run.emulated import OPTIONAL, Disturbance, EmulatedComponent, PacedComponent, emulated_settings
 
 ONE = Place("rollout", gpus=8, seed=3, emulated=True)
 
@@ -54,7 +54,7 @@ def test_completion_switches_and_weight_syncs_take_their_time() -> None:
         component("rollout", {1: 10.0}, completion=((0.5, 0.2), (1.0, 1.0)), switch_seconds=1.5),
         component("trainer", {1: 5.0}, ("rollout",), switch_seconds=0.5),
     )
-    job = Job(cluster(1), Workflow(chain, 2, 0, WeightSync("trainer", "rollout", 0.25, 9.0)))
+    job = PlacementJob(cluster(1), Workflow(chain, 2, 0, WeightSync("trainer", "rollout", 0.25, 9.0)))
     plan = plan_placement(job).best
     rollout = emulated_settings(job.workflow, plan, "rollout")
     assert rollout["batch_s"] == pytest.approx((2.0, 8.0))
@@ -172,10 +172,10 @@ class Working:
         return "weights"
 
 
-def paced(takes_s: float, **settings) -> tuple[Paced, VirtualClock]:
+def paced(takes_s: float, **settings) -> tuple[PacedComponent, VirtualClock]:
     clock = VirtualClock()
     given = {"batch_s": (1.0, 1.0), "switch_s": 2.0, "sync_s": 3.0, **settings}
-    return Paced(Working(clock, takes_s), place=ONE, clock=clock, **given), clock
+    return PacedComponent(Working(clock, takes_s), place=ONE, clock=clock, **given), clock
 
 
 def test_paced_code_gives_what_it_gives_and_lasts_as_long_as_the_emulated_one() -> None:
@@ -216,17 +216,17 @@ def test_paced_code_has_the_methods_that_it_has_and_no_others(tmp_path: Path) ->
 
     settings = {"place": ONE, "batch_s": (0.0,), "clock": VirtualClock()}
     noting, bare = Noting(place=ONE), Bare(ONE)
-    assert methods(Paced(noting, **settings)) == methods(noting) >= {"save", "load", "onload", "sync"}
-    assert methods(Paced(bare, **settings)) == methods(bare) == set()
-    assert methods(Paced(bare, switch_s=1.0, **settings)) == {"onload"}  # its turns take time all the same
+    assert methods(PacedComponent(noting, **settings)) == methods(noting) >= {"save", "load", "onload", "sync"}
+    assert methods(PacedComponent(bare, **settings)) == methods(bare) == set()
+    assert methods(PacedComponent(bare, switch_s=1.0, **settings)) == {"onload"}  # its turns take time all the same
     noting.total = 7
-    Paced(noting, **settings).save(tmp_path)
+    PacedComponent(noting, **settings).save(tmp_path)
     assert (tmp_path / "total").read_text() == "7"
 
 
 def test_a_step_that_raises_is_not_waited_for() -> None:
     clock = VirtualClock()
-    one = Paced(Noting(place=ONE, fail={"how": "raise"}), place=ONE, clock=clock, batch_s=(5.0,))
+    one = PacedComponent(Noting(place=ONE, fail={"how": "raise"}), place=ONE, clock=clock, batch_s=(5.0,))
     with pytest.raises(RuntimeError, match="out of memory"):
         one.step(Batch(1, 0, 1))
     assert clock.now() == 0.0

@@ -9,7 +9,7 @@ import pytest
 
 from trimtab.core.errors import InputError
 from trimtab.formats import yaml_text
-from trimtab.model.run import RunMode, RunRules
+from trimtab.model.run import ReplanMode, ReplanRules
 from trimtab.runtime.run.emulated import Disturbance
 from trimtab.runtime.run.job_file import check_same, load_run
 
@@ -48,10 +48,10 @@ def test_real_code_may_be_paced_by_an_emulated_curve(tmp_path: Path) -> None:
 
 def test_the_run_section_holds_priority_modules_and_the_rules_of_the_loop(tmp_path: Path) -> None:
     run = load_run(written(tmp_path))
-    assert run.rules == RunRules(mode=RunMode.auto, dwell_iterations=2, margin=0.25, elastic=("rollout",))
+    assert run.rules == ReplanRules(mode=ReplanMode.auto, dwell_iterations=2, margin=0.25, elastic=("rollout",))
     assert (run.priority, run.near) == (6.0, tmp_path / "code")
     plain = load_run(written(tmp_path, FILE.partition("run:")[0]))
-    assert (plain.rules, plain.iterations, plain.near) == (RunRules(), 1, tmp_path)
+    assert (plain.rules, plain.iterations, plain.near) == (ReplanRules(), 1, tmp_path)
 
 
 def test_the_copy_that_a_folder_keeps_is_the_same_job_wherever_it_lies(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_the_copy_that_a_folder_keeps_is_the_same_job_wherever_it_lies(tmp_path:
     away.mkdir(parents=True)
     kept = load_run(written(away, run.text or ""))
     assert replace(kept, name=run.name, text=run.text) == run
-    assert (kept.iterations, kept.seed, kept.rules.mode, kept.near) == (9, 3, RunMode.advise, tmp_path / "code")
+    assert (kept.iterations, kept.seed, kept.rules.mode, kept.near) == (9, 3, ReplanMode.advise, tmp_path / "code")
 
 
 def test_what_may_change_in_a_run_that_goes_on_and_what_may_not(tmp_path: Path) -> None:

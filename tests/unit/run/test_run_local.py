@@ -23,42 +23,43 @@ from jobs import cluster, component
 from random_jobs import random_job
 from run_plans import any_separate
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.core.reasons import Code
-from trimtab.model.workflow import Job, WeightSync, Workflow
-from trimtab.plan.placement.order import Act, Step
+from trimtab.core.reasons import ReasonCode
+from trimtab.model.workflow import PlacementJob, WeightSync, Workflow
+from trimtab.plan.placement.order import BatchStep, PlanAction
 from trimtab.runtime.run import local_run as local
-from trimtab.runtime.run.checkpoints import Saving
+from trimtab.runtime.run.checkpoints import Checkpointer
 from trimtab.runtime.run.clock import VirtualClock
-from trimtab.runtime.run.components import Crew, CrewLike
+from trimtab.runtime.run.components import ComponentSet, LocalComponents
 from trimtab.runtime.run.emulated import Disturbance
 from trimtab.runtime.run.folder import RunFolder, read_run
-from trimtab.runtime.run.iteration import Acting
-from trimtab.runtime.run.job import Part, RunJob, shared_plan
+from trimtab.runtime.run.iteration import IterationRunner
+from trimtab.runtime.run.job import ComponentCode, RunJob, shared_plan
 from trimtab.runtime.run.job_file import load_run
 from trimtab.runtime.run.local_run import LocalRun, RunEnd
 from trimtab.runtime.run.ray_run import ClusterRun
 
 
-def chain(batches: int = 2, staleness: int = 0, gpus: int = 2, **trainer) -> Job:
+def chain(batches: int = 2, staleness: int = 0, gpus: int = 2, **trainer) -> PlacementJob:
     parts = (
         component("rollout", {1: 3.0}),
         component("reward", 0.5, ("rollout",)),
         component("trainer", {1: 2.0}, ("rollout", "reward"), **trainer),
     )
-    return Job(cluster(gpus), Workflow(parts, batches, staleness, WeightSync("trainer", "rollout", 0.25, 0.5)))
+    return PlacementJob(cluster(gpus), Workflow(parts, batches, staleness, WeightSync("trainer", "rollout", 0.25, 0.5)))
 
 
-def noting(job: Job, **more) -> RunJob:
+def noting(job: PlacementJob, **more) -> RunJob:
     fail = more.pop("fail", {})
     pause_s = more.pop("pause_s", 0.0)
     parts = {
-        name: Part("run_parts:Noting", {"fail": fail.get(name), "pause_s": pause_s}) for name in job.workflow.names
+        name: ComponentCode("run_parts:Noting", {"fail": fail.get(name), "pause_s": pause_s})
+        for name in job.workflow.names
     }
     return RunJob(job, parts, **{"iterations": 3, "save_every": 1, "step_limit_s": 20.0, **more})
 
 
-def emulated(job: Job, **more) -> RunJob:
-    return RunJob(job, {name: Part() for name in job.workflow.names}, **{"iterations": 4, **more})
+def emulated(job: PlacementJob, **more) -> RunJob:
+    return RunJob(job, {name: ComponentCode() for name in job.workflow.names}, **{"iterations": 4, **more})
 
 
 def events(folder: Path, kind: str) -> list[dict]:
@@ -182,11 +183,11 @@ def test_weights_that_arrive_in_the_midst_of_an_iteration_wait_for_its_end() -> 
 @pytest.mark.parametrize(
     ("how", "code", "what"),
     [
-        ("raise", Code.raised, "the step of reward raised RuntimeError: out of memory"),
-        ("exit", Code.raised, "wanted to end the process"),
-        ("none", Code.faulty, "reward returned nothing, and trainer needs its output"),
-        ("generator", Code.faulty, "reward returned a generator"),
-        ("hang", Code.hung, "the step of reward was not over after 0.3 s"),
+        ("raise", ReasonCode.raised, "the step of reward raised RuntimeError: out of memory"),
+        ("exit", ReasonCode.raised, "wanted to end the process"),
+        ("none", ReasonCode.faulty, "reward returned nothing, and trainer needs its output"),
+        ("generator", ReasonCode.faulty, "reward returned a generator"),
+        ("hang", ReasonCode.hung, "the step of reward was not over after 0.3 s"),
     ],
 )
 def test_a_component_that_misbehaves_ends_the_run_with_a_reason(tmp_path: Path, how, code, what) -> None:
@@ -215,14 +216,14 @@ def test_a_run_that_failed_goes_on_when_the_fault_is_gone(tmp_path: Path) -> Non
 
 def test_a_component_that_is_not_well_ends_the_run() -> None:
     job = chain()
-    run = replace(noting(job), parts={**noting(job).parts, "reward": Part("run_parts:Unwell")})
+    run = replace(noting(job), parts={**noting(job).parts, "reward": ComponentCode("run_parts:Unwell")})
     end = LocalRun(run).run()
-    assert end.reason == replace(end.reason, code=Code.unhealthy, sentence="reward is not well: the disk is full")
+    assert end.reason == replace(end.reason, code=ReasonCode.unhealthy, sentence="reward is not well: the disk is full")
 
 
 def test_a_component_that_cannot_be_made_ends_the_run_before_its_first_iteration(tmp_path: Path) -> None:
     job = chain()
-    run = replace(noting(job), parts={**noting(job).parts, "trainer": Part("run_parts:Noting", {"sise": 3})})
+    run = replace(noting(job), parts={**noting(job).parts, "trainer": ComponentCode("run_parts:Noting", {"sise": 3})})
     end = LocalRun(run, tmp_path / "run").run()
     assert (end.state, numbers(end)) == ("failed", [])
     assert "cannot be made with these settings" in end.error.what
@@ -230,7 +231,7 @@ def test_a_component_that_cannot_be_made_ends_the_run_before_its_first_iteration
 
 def test_components_need_nothing_but_step() -> None:
     job = chain(gpus=1)
-    run = RunJob(job, {name: Part("run_parts:Bare") for name in job.workflow.names}, iterations=2)
+    run = RunJob(job, {name: ComponentCode("run_parts:Bare") for name in job.workflow.names}, iterations=2)
     assert numbers(LocalRun(run).run()) == [1, 2]
 
 
@@ -274,7 +275,7 @@ def test_ctrl_c_ends_the_run_after_the_iteration_under_way_with_its_state_saved(
     folder = tmp_path / "run"
     fail = {"trainer": {"how": "interrupt", "iteration": 2}}
     end = LocalRun(noting(chain(), fail=fail, iterations=5, save_every=100), folder).run()
-    assert (end.state, end.reason.code, numbers(end)) == ("stopped", Code.by_hand, [1, 2])
+    assert (end.state, end.reason.code, numbers(end)) == ("stopped", ReasonCode.by_hand, [1, 2])
     assert read_run(folder).saved == 2
     on = LocalRun(noting(chain(), iterations=5), folder, resume=True).run()
     assert (on.state, numbers(on)) == ("done", [1, 2, 3, 4, 5])
@@ -424,9 +425,9 @@ def test_a_folder_that_cannot_be_understood_is_refused(tmp_path: Path) -> None:
 class SideBySide(LocalRun):
     """Drives the same acts in threads, as a cluster does."""
 
-    def _drive(self, acting: Acting) -> None:
+    def _drive(self, acting: IterationRunner) -> None:
         began = time.perf_counter()
-        running: dict[Future, Act] = {}
+        running: dict[Future, PlanAction] = {}
         with ThreadPoolExecutor(8) as threads:
             while True:
                 with acting.lock:
@@ -465,7 +466,7 @@ def test_costs_that_are_not_stated_are_measured_first_and_then_planned_with(tmp_
     folder = tmp_path / "run"
     truth = {"rollout": {1: 8.0}, "trainer": {1: 2.0}}
     job = chain(gpus=2)
-    parts = {name: Part(curve=truth.get(name)) for name in job.workflow.names}
+    parts = {name: ComponentCode(curve=truth.get(name)) for name in job.workflow.names}
     unmeasured = frozenset({"rollout", "trainer"})
     run = RunJob(job, parts, iterations=8, profile_iterations=3, unmeasured=unmeasured, save_every=2)
     end = LocalRun(run, folder, clock=VirtualClock()).run()
@@ -582,14 +583,14 @@ def test_acts_end_while_components_are_asked_how_they_are_and_states_are_deleted
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = chain(staleness=1, gpus=3)
-    perform, began, ended = Acting.perform, {}, {}
+    perform, began, ended = IterationRunner.perform, {}, {}
     slow = ("health after iteration 1", "state after iteration 2")
     for name in slow:
         began[name], ended[name] = threading.Event(), threading.Event()
 
-    def act(self: Acting, act: Act, now_s: float) -> float:
+    def act(self: IterationRunner, act: PlanAction, now_s: float) -> float:
         """The rollout of iterations 2 and 3 ends only while something slow is under way."""
-        slowly = {2: slow[0], 3: slow[1]}.get(act.iteration) if isinstance(act, Step) else None
+        slowly = {2: slow[0], 3: slow[1]}.get(act.iteration) if isinstance(act, BatchStep) else None
         if slowly is None or act.component != "rollout":
             return perform(self, act, now_s)
         assert began[slowly].wait(60)
@@ -597,27 +598,27 @@ def test_acts_end_while_components_are_asked_how_they_are_and_states_are_deleted
         ended[slowly].set()
         return took_s
 
-    monkeypatch.setattr(Acting, "perform", act)
+    monkeypatch.setattr(IterationRunner, "perform", act)
     waited = []
 
     def wait_for_an_act(name: str) -> None:
         began[name].set()
         waited.append(ended[name].wait(30))
 
-    class Asked(Crew):
+    class Asked(LocalComponents):
         def check_health(self, names: Sequence[str]) -> None:
             if not began[slow[0]].is_set():
                 wait_for_an_act(slow[0])
 
-    complete = Saving.complete
+    complete = Checkpointer.complete
 
-    def delete(self: Saving, crew: CrewLike, iteration: int) -> None:
+    def delete(self: Checkpointer, crew: ComponentSet, iteration: int) -> None:
         if iteration == 2:
             wait_for_an_act(slow[1])
         complete(self, crew, iteration)
 
-    monkeypatch.setattr(Saving, "complete", delete)
-    monkeypatch.setattr(local, "Crew", Asked)
+    monkeypatch.setattr(Checkpointer, "complete", delete)
+    monkeypatch.setattr(local, "LocalComponents", Asked)
     end = InThreads(noting(job, iterations=4), tmp_path / "run", plan=any_separate(job)).run()
     assert end.state == "done"
     assert waited == [True, True]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from run_moves import drifting, events, moves_of, parts_that_move, trained
-from trimtab.model.run import STAGES, Stage
+from trimtab.model.run import STAGES, MigrationStage
 from trimtab.runtime.run.clock import VirtualClock
-from trimtab.runtime.run.components import Crew, CrewLike
+from trimtab.runtime.run.components import ComponentSet, LocalComponents
 from trimtab.runtime.run.local_run import LocalRun
-from trimtab.runtime.run.migration import Moving
+from trimtab.runtime.run.migration import MigrationExecutor
 
 
 def run(folder: Path, **more: Any) -> LocalRun:
@@ -56,15 +56,15 @@ def test_a_move_keeps_what_the_components_have_learned(tmp_path: Path) -> None:
     assert trained(end) == 60 * 4
 
 
-class Breaks(Moving):
+class Breaks(MigrationExecutor):
     """A move of which one stage fails, so many times."""
 
-    at, times = Stage.drain, 1
+    at, times = MigrationStage.drain, 1
 
-    def do(self, stage: Stage) -> None:
+    def do(self, stage: MigrationStage) -> None:
         if stage is Breaks.at and Breaks.times:
             Breaks.times -= 1
-            if stage in (Stage.release, Stage.place):
+            if stage in (MigrationStage.release, MigrationStage.place):
                 super().do(stage)  # half done, or done and found wrong
             raise OSError(5, f"the disk is gone at {stage.value}")
         super().do(stage)
@@ -72,11 +72,11 @@ class Breaks(Moving):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_move_that_fails_at_any_stage_is_undone_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: Stage
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: MigrationStage
 ) -> None:
     monkeypatch.setattr(Breaks, "at", stage)
     monkeypatch.setattr(Breaks, "times", 1)
-    monkeypatch.setattr("trimtab.runtime.run.local_run.Moving", Breaks)
+    monkeypatch.setattr("trimtab.runtime.run.local_run.MigrationExecutor", Breaks)
     end = LocalRun(parts_that_move(), tmp_path / "run", clock=VirtualClock()).run()
     assert (end.state, [one.number for one in end.iterations]) == ("done", list(range(1, 61))), end.reason
     assert trained(end) == 60 * 4  # nothing lost, nothing twice
@@ -101,7 +101,7 @@ def test_a_component_that_fails_in_a_move_has_it_undone(tmp_path: Path, wrong: s
 def test_a_way_back_that_fails_too_ends_the_run_with_its_reason_and_it_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class NoWayBack(Crew):
+    class NoWayBack(LocalComponents):
         broken = True
 
         def place(self, *arguments: Any) -> None:
@@ -110,7 +110,7 @@ def test_a_way_back_that_fails_too_ends_the_run_with_its_reason_and_it_can_be_re
             super().place(*arguments)
 
     class Here(LocalRun):
-        def _make_crew(self) -> CrewLike:
+        def _make_crew(self) -> ComponentSet:
             return NoWayBack(self._job, self._clock, self._path)
 
     end = Here(parts_that_move(), tmp_path / "run", clock=VirtualClock()).run()

@@ -12,18 +12,27 @@ from jobs import cluster, component, seed_job
 from random_jobs import random_job
 from run_plans import any_plan, any_separate
 from trimtab.model.plan import Plan
-from trimtab.model.workflow import Job, WeightSync, Workflow
-from trimtab.plan.placement.order import Act, Order, Played, Step, Sync, Turn, planned_seconds, play
+from trimtab.model.workflow import PlacementJob, WeightSync, Workflow
+from trimtab.plan.placement.order import (
+    BatchStep,
+    ExecutionOrder,
+    GpuTurn,
+    PlanAction,
+    PlayedAction,
+    WeightSyncStep,
+    planned_seconds,
+    play,
+)
 from trimtab.plan.placement.planner import plan_placement
 
 UNLIMITED = 10**9
 
 
-def played(workflow: Workflow, plan: Plan, iterations: int, most_open: int | None = UNLIMITED) -> list[Played]:
+def played(workflow: Workflow, plan: Plan, iterations: int, most_open: int | None = UNLIMITED) -> list[PlayedAction]:
     seconds = planned_seconds(workflow, plan)
-    order = Order(workflow, plan, last=iterations, most_open=most_open)
+    order = ExecutionOrder(workflow, plan, last=iterations, most_open=most_open)
 
-    def perform(act: Act, now: float) -> float:
+    def perform(act: PlanAction, now: float) -> float:
         order.check()
         return seconds(act)
 
@@ -34,9 +43,11 @@ def played(workflow: Workflow, plan: Plan, iterations: int, most_open: int | Non
     return acts
 
 
-def step_ends(acts: list[Played], name: str, iteration: int) -> list[float]:
+def step_ends(acts: list[PlayedAction], name: str, iteration: int) -> list[float]:
     return [
-        p.end_s for p in acts if isinstance(p.act, Step) and (p.act.component, p.act.iteration) == (name, iteration)
+        p.end_s
+        for p in acts
+        if isinstance(p.act, BatchStep) and (p.act.component, p.act.iteration) == (name, iteration)
     ]
 
 
@@ -89,7 +100,7 @@ def test_the_limit_of_open_iterations_does_not_change_the_period(staleness: int)
             continue
         plan, source = made[2], job.workflow.weight_sync.source
         acts = played(job.workflow, plan, 100, most_open=None)
-        ends = [p.end_s for p in acts if isinstance(p.act, Step) and p.act.component == source]
+        ends = [p.end_s for p in acts if isinstance(p.act, BatchStep) and p.act.component == source]
         ends = ends[job.workflow.batches - 1 :: job.workflow.batches]
         # It repeats with some whole number of iterations: over a common multiple of the small ones the mean is exact.
         assert (ends[99] - ends[39]) / 60 == pytest.approx(plan.iteration_seconds, rel=1e-6)
@@ -103,9 +114,9 @@ def test_a_source_that_receives_no_weights_does_not_run_ahead_for_ever() -> None
         component("rollout", {1: 1.0}, ("env",)),
         component("trainer", {1: 10.0}, ("rollout",)),
     )
-    job = Job(cluster(3), Workflow(chain, 2, 1, WeightSync("trainer", "rollout")))
+    job = PlacementJob(cluster(3), Workflow(chain, 2, 1, WeightSync("trainer", "rollout")))
     plan = plan_placement(job).best
-    order = Order(job.workflow, plan, last=50)
+    order = ExecutionOrder(job.workflow, plan, last=50)
     seconds = planned_seconds(job.workflow, plan)
     ahead = [p.act.iteration - order.finished for p in play(order, lambda act, now: seconds(act))]
     assert max(ahead) <= order.most_open
@@ -117,16 +128,16 @@ def test_components_of_one_group_take_turns_and_leave_the_gpus_first() -> None:
     plan = plan_placement(replace(job, workflow=workflow)).best
     assert plan.mode == "collocated"
     acts = [p.act for p in played(workflow, plan, 2)]
-    turns = [act for act in acts if isinstance(act, Turn)]
+    turns = [act for act in acts if isinstance(act, GpuTurn)]
     assert turns == [
-        Turn("rollout", 1, ()),
-        Turn("inference", 1, ("rollout",)),
-        Turn("trainer", 1, ("inference",)),
-        Turn("rollout", 2, ("trainer",)),
-        Turn("inference", 2, ("rollout",)),
-        Turn("trainer", 2, ("inference",)),
+        GpuTurn("rollout", 1, ()),
+        GpuTurn("inference", 1, ("rollout",)),
+        GpuTurn("trainer", 1, ("inference",)),
+        GpuTurn("rollout", 2, ("trainer",)),
+        GpuTurn("inference", 2, ("rollout",)),
+        GpuTurn("trainer", 2, ("inference",)),
     ]
-    assert acts.index(Turn("inference", 1, ("rollout",))) > acts.index(Step("rollout", 1, 1))
+    assert acts.index(GpuTurn("inference", 1, ("rollout",))) > acts.index(BatchStep("rollout", 1, 1))
 
 
 def test_neighbours_of_one_engine_stay_together_and_leave_together() -> None:
@@ -135,13 +146,13 @@ def test_neighbours_of_one_engine_stay_together_and_leave_together() -> None:
         component("reference", {1: 1.0}, ("rollout",), engine="megatron"),
         component("trainer", {1: 1.0}, ("reference",), engine="megatron"),
     )
-    job = Job(cluster(1), Workflow(chain))
-    turns = [p.act for p in played(job.workflow, plan_placement(job).best, 2) if isinstance(p.act, Turn)]
+    job = PlacementJob(cluster(1), Workflow(chain))
+    turns = [p.act for p in played(job.workflow, plan_placement(job).best, 2) if isinstance(p.act, GpuTurn)]
     assert turns[:4] == [
-        Turn("rollout", 1, ()),
-        Turn("reference", 1, ("rollout",)),
-        Turn("trainer", 1, ()),
-        Turn("rollout", 2, ("reference", "trainer")),
+        GpuTurn("rollout", 1, ()),
+        GpuTurn("reference", 1, ("rollout",)),
+        GpuTurn("trainer", 1, ()),
+        GpuTurn("rollout", 2, ("reference", "trainer")),
     ]
 
 
@@ -149,12 +160,12 @@ def test_weights_go_once_an_iteration_and_as_late_as_staleness_says() -> None:
     chain = (component("rollout", {1: 3.0}), component("trainer", {1: 1.0}, ("rollout",), granularity=None))
     sync = WeightSync("trainer", "rollout", 0.5, 0.5)
     for staleness in (0, 1, 2):
-        job = Job(cluster(2), Workflow(chain, 3, staleness, sync))
+        job = PlacementJob(cluster(2), Workflow(chain, 3, staleness, sync))
         acts = played(job.workflow, any_separate(job), 5)
-        syncs = [p for p in acts if isinstance(p.act, Sync)]
+        syncs = [p for p in acts if isinstance(p.act, WeightSyncStep)]
         assert [p.act.iteration for p in syncs] == [1, 2, 3, 4, 5]
         for p in acts:
-            if isinstance(p.act, Step) and p.act.component == "rollout":
+            if isinstance(p.act, BatchStep) and p.act.component == "rollout":
                 arrived = sum(s.end_s <= p.start_s for s in syncs)
                 assert arrived >= p.act.iteration - 1 - staleness
 
@@ -169,7 +180,7 @@ def test_asked_to_stop_at_any_moment_everybody_comes_to_the_same_iteration(seed:
             break
     plan = made[2]
     seconds = planned_seconds(job.workflow, plan)
-    order = Order(job.workflow, plan)
+    order = ExecutionOrder(job.workflow, plan)
     stop_at, last = rng.randint(1, 60), 0
     for number, _ in enumerate(play(order, lambda act, now: seconds(act))):
         order.check()
@@ -182,19 +193,19 @@ def test_asked_to_stop_at_any_moment_everybody_comes_to_the_same_iteration(seed:
 
 def test_an_order_begins_where_it_is_told_to() -> None:
     job = seed_job()
-    order = Order(job.workflow, plan_placement(job).best, first=7, last=8)
+    order = ExecutionOrder(job.workflow, plan_placement(job).best, first=7, last=8)
     assert order.finished == 6
-    assert order.ready() == (Turn("rollout", 7),)
+    assert order.ready() == (GpuTurn("rollout", 7),)
 
 
 def test_an_act_that_may_not_begin_or_has_not_begun_is_refused() -> None:
     job = seed_job()
-    order = Order(job.workflow, plan_placement(job).best)
+    order = ExecutionOrder(job.workflow, plan_placement(job).best)
     with pytest.raises(ValueError, match="may not begin"):
-        order.begin(Step("trainer", 1, 0))
+        order.begin(BatchStep("trainer", 1, 0))
     with pytest.raises(ValueError, match="had not begun"):
-        order.end(Step("trainer", 1, 0))
+        order.end(BatchStep("trainer", 1, 0))
     with pytest.raises(ValueError, match="had not begun"):
-        order.end(Turn("rollout", 1))
+        order.end(GpuTurn("rollout", 1))
     with pytest.raises(ValueError, match="had not begun"):
-        order.end(Sync("trainer", "rollout", 1))
+        order.end(WeightSyncStep("trainer", "rollout", 1))

@@ -11,7 +11,7 @@ import pytest
 from run_report_samples import Writing, plan_of
 from trimtab.cli import app as cli
 from trimtab.core.errors import InputError
-from trimtab.model.run import Iteration, Measured
+from trimtab.model.run import ComponentTiming, Iteration
 from trimtab.model.workflow import Component, Variant, WeightSync, Workflow
 from trimtab.runtime.run.folder import PastRun
 from trimtab.runtime.run.past_costs import measured_workflow
@@ -33,8 +33,8 @@ def ran(*stretches: tuple[int, Sequence[float], list[dict[str, Any]]], **more: A
         for seconds in times:
             number = len(iterations) + 1
             measured = (
-                Measured("rollout", seconds, gpus, batches=4, offload_s=0.1, onload_s=0.4),
-                Measured("trainer", 5.0, 8 - gpus or 8, batches=4),
+                ComponentTiming("rollout", seconds, gpus, batches=4, offload_s=0.1, onload_s=0.4),
+                ComponentTiming("trainer", 5.0, 8 - gpus or 8, batches=4),
             )
             iterations.append(Iteration(number, seconds + 5.0, measured, more.get("extra", {}).get(number, ())))
             plans[number] = {"groups": groups, "variants": more.get("variants", {})}

@@ -18,7 +18,7 @@ import run_report_samples as samples
 from run_report_samples import NODES, SEPARATE, WIDER, Writing, plan_of
 from trimtab.cli.app import run as command
 from trimtab.core.errors import InputError
-from trimtab.render.html.kit.lines import Curve, Curves, curves_svg, thinned
+from trimtab.render.html.kit.lines import CurveChart, ReportCurve, curves_svg, thinned
 from trimtab.render.html.plan_report import page_head
 from trimtab.render.html.run.figures import (
     costs,
@@ -30,23 +30,23 @@ from trimtab.render.html.run.figures import (
     runs_of_equal,
 )
 from trimtab.render.html.run.report import run_report, script
-from trimtab.render.html.run.story import Story, read_story
+from trimtab.render.html.run.story import RunStory, read_story
 from trimtab.render.html.run.summary import MOST_LINES, in_words, is_elsewhere, standing
 from trimtab.render.html.run.timeline import RunChart, chart_data, run_chart, static_svg
 from trimtab.runtime.run.clock import VirtualClock
 from trimtab.runtime.run.local_run import LocalRun
 
 
-def page_of(story: Story, **more: Any) -> str:
+def page_of(story: RunStory, **more: Any) -> str:
     return run_report(story, title="run", command="trimtab report run", **more)
 
 
-def words_of(story: Story) -> list[str]:
+def words_of(story: RunStory) -> list[str]:
     return in_words(story, run_chart(story), costs(story, idle_shares(story)), metric_names(story))
 
 
 @pytest.fixture(scope="module")
-def eventful(tmp_path_factory: pytest.TempPathFactory) -> Story:
+def eventful(tmp_path_factory: pytest.TempPathFactory) -> RunStory:
     return read_story(samples.eventful(tmp_path_factory.mktemp("runs") / "run"))
 
 
@@ -65,14 +65,14 @@ def rows_of(chart: RunChart) -> dict[tuple[int, int], list[tuple[float, float, s
 # ---- what is read ----------------------------------------------------------------------------------------------------
 
 
-def test_every_iteration_counts_once_and_void_ones_stay_visible(eventful: Story) -> None:
+def test_every_iteration_counts_once_and_void_ones_stay_visible(eventful: RunStory) -> None:
     assert [one.iteration.number for one in eventful.iterations] == list(range(1, 41))
     assert [one.iteration.number for one in eventful.done if one.void] == [26, 27]
     assert {bar.iteration for bar in eventful.bars if bar.void} == {26, 27}
     assert {bar.iteration for bar in eventful.bars if not bar.void} == set(range(1, 41))
 
 
-def test_plans_moves_and_decisions_are_told_with_reasons_and_numbers(eventful: Story) -> None:
+def test_plans_moves_and_decisions_are_told_with_reasons_and_numbers(eventful: RunStory) -> None:
     assert [plan.why for plan in eventful.plans] == ["first", "move", "move"]
     assert [(move.id, move.state, move.forced) for move in eventful.moves] == [
         (1, "rolled back", False),
@@ -90,7 +90,7 @@ def test_plans_moves_and_decisions_are_told_with_reasons_and_numbers(eventful: S
     assert (runs[0][0].code, runs[0][2]) == ("TOO_FEW", 8)
 
 
-def test_ranks_of_a_plan_count_through_the_nodes_of_its_time(eventful: Story) -> None:
+def test_ranks_of_a_plan_count_through_the_nodes_of_its_time(eventful: RunStory) -> None:
     first, wider, fewer = eventful.plans
     assert first.seats("trainer") == tuple(("beta", gpu) for gpu in range(4))
     assert wider.seats("rollout") == (*(("alpha", g) for g in range(4)), ("beta", 0), ("beta", 1))
@@ -131,7 +131,7 @@ def test_a_move_that_the_run_died_in_ends_where_it_is_resumed(tmp_path: Path, to
     assert move.ended_s == pytest.approx(move.began_s + 2, abs=1e-3)
 
 
-def test_nodes_have_the_times_in_which_they_were_there(eventful: Story) -> None:
+def test_nodes_have_the_times_in_which_they_were_there(eventful: RunStory) -> None:
     lives = {node.name: node.lives for node in eventful.nodes}
     assert lives["alpha"] == [(0.0, None)]
     assert lives["beta"][0][0] == 0.0
@@ -149,7 +149,7 @@ def test_a_node_that_comes_back_has_two_lives(tmp_path: Path) -> None:
     assert story.nodes[1].lives == [(0.0, 5.0), (9.0, None)]
 
 
-def test_what_happened_stands_in_lanes_with_codes_and_reasons(eventful: Story) -> None:
+def test_what_happened_stands_in_lanes_with_codes_and_reasons(eventful: RunStory) -> None:
     found = {(one.lane, one.kind) for one in eventful.happenings}
     assert found >= {
         ("nodes", "joined"), ("nodes", "draining"), ("nodes", "lost"), ("tasks", "evicted"), ("workers", "left"),
@@ -341,7 +341,7 @@ EVENTFUL = eventful_lines()
 # ---- the timeline ----------------------------------------------------------------------------------------------------
 
 
-def test_a_row_does_one_thing_at_a_time_and_only_while_its_node_is_there(eventful: Story) -> None:
+def test_a_row_does_one_thing_at_a_time_and_only_while_its_node_is_there(eventful: RunStory) -> None:
     chart = run_chart(eventful)
     rows = rows_of(chart)
     assert {row for row in rows if row[0] >= 0} == {(node, gpu) for node in range(3) for gpu in range(4)}
@@ -352,7 +352,7 @@ def test_a_row_does_one_thing_at_a_time_and_only_while_its_node_is_there(eventfu
             assert all(any(a - 1e-6 <= bar[0] and bar[1] <= b + 1e-6 for a, b in lives) for bar in bars)
 
 
-def test_busy_and_idle_add_up_to_the_time_that_gpus_were_there(eventful: Story) -> None:
+def test_busy_and_idle_add_up_to_the_time_that_gpus_were_there(eventful: RunStory) -> None:
     chart = run_chart(eventful)
     busy = sum(end - start for (node, _), bars in rows_of(chart).items() if node >= 0 for start, end, _, _ in bars)
     assert chart.used_gpu_s == pytest.approx(busy)
@@ -380,7 +380,7 @@ def test_a_component_on_fewer_gpus_than_its_group_has_leaves_the_others_idle(tmp
     ]  # fmt: skip
 
 
-def test_the_data_of_the_script_hold_every_bar_and_mark(eventful: Story) -> None:
+def test_the_data_of_the_script_hold_every_bar_and_mark(eventful: RunStory) -> None:
     chart = run_chart(eventful)
     data = json.loads(json.dumps(chart_data(chart), allow_nan=False))
     assert sum(len(track["bars"]) for track in data["tracks"]) == 5 * sum(len(track.bars) for track in chart.tracks)
@@ -413,7 +413,7 @@ def test_what_was_expected_is_held_against_the_iteration_after(tmp_path: Path) -
     assert "expected by costs as measured then" in page_of(story)
 
 
-def test_idle_shares_are_those_of_the_group(eventful: Story) -> None:
+def test_idle_shares_are_those_of_the_group(eventful: RunStory) -> None:
     idle = idle_shares(eventful)
     # Before the first move rollout and the trainers take turns by their data: what one works the other is idle.
     for number in range(2, 10):
@@ -426,7 +426,7 @@ def test_idle_shares_are_those_of_the_group(eventful: Story) -> None:
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_says_it_in_ten_lines_at_most(eventful: Story) -> None:
+def test_the_page_says_it_in_ten_lines_at_most(eventful: RunStory) -> None:
     lines = words_of(eventful)
     assert len(lines) <= MOST_LINES
     said = "\n".join(lines)
@@ -438,7 +438,7 @@ def test_the_page_says_it_in_ten_lines_at_most(eventful: Story) -> None:
         assert part in said
 
 
-def test_the_page_has_plans_moves_decisions_and_curves(eventful: Story) -> None:
+def test_the_page_has_plans_moves_decisions_and_curves(eventful: RunStory) -> None:
     page = page_of(eventful)
     for heading in (
         "Timeline", "What happened", "Plans", "Moves", "Decisions", "Predicted against measured", "Cost of components",
@@ -452,7 +452,7 @@ def test_the_page_has_plans_moves_decisions_and_curves(eventful: Story) -> None:
     assert "gamma 0-3" in page
 
 
-def test_metrics_are_rewards_or_those_asked_for(eventful: Story) -> None:
+def test_metrics_are_rewards_or_those_asked_for(eventful: RunStory) -> None:
     assert metric_names(eventful) == ["reward.reward"]
     assert metric_names(eventful, ["trainer.loss", "perfect"]) == ["trainer.loss", "reward.perfect"]
     page = page_of(eventful, metrics=["trainer.loss"])
@@ -482,7 +482,7 @@ def test_names_and_reasons_never_become_markup(tmp_path: Path) -> None:
     assert "alert(1)</script>" not in page
 
 
-def test_nothing_is_loaded_and_only_our_script_may_run(eventful: Story) -> None:
+def test_nothing_is_loaded_and_only_our_script_may_run(eventful: RunStory) -> None:
     page = page_of(eventful)
     assert "default-src 'none'" in page
     assert "'sha256-" in page
@@ -499,8 +499,8 @@ def test_a_curve_keeps_its_extremes_and_shows_one_far_out_at_the_edge() -> None:
         mine = [y for x, y in points if int(x) == column]
         shown = [y for x, y in kept if int(x) == column]
         assert (min(shown), max(shown)) == (min(mine), max(mine))
-    curve = Curve("measured", tuple((float(i), 100.0 if i == 1 else 1.0) for i in range(1, 40)))
-    drawn = curves_svg(Curves("t", (curve,), "seconds", "d"), 960, "p")
+    curve = ReportCurve("measured", tuple((float(i), 100.0 if i == 1 else 1.0) for i in range(1, 40)))
+    drawn = curves_svg(CurveChart("t", (curve,), "seconds", "d"), 960, "p")
     assert "100.0 s" in drawn
     assert "100 s<" not in drawn  # the axis is made for the others
 
@@ -508,7 +508,7 @@ def test_a_curve_keeps_its_extremes_and_shows_one_far_out_at_the_edge() -> None:
 @pytest.mark.parametrize("points", [(), ((3.0, 0.0),), ((1.0, -2.0), (2.0, -2.0)), ((1.0, 1e-9), (2.0, 1e9))])
 @pytest.mark.parametrize("unit", ["seconds", "share", "number"])
 def test_curves_of_little_or_of_much_are_drawn(points: Any, unit: Any) -> None:
-    drawn = curves_svg(Curves("t", (Curve("c", points),), unit, "d", ((1.0, "plan"),)), 420, "p")
+    drawn = curves_svg(CurveChart("t", (ReportCurve("c", points),), unit, "d", ((1.0, "plan"),)), 420, "p")
     assert "nan" not in drawn
     assert "inf" not in drawn.replace("info", "")
 

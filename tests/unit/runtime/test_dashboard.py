@@ -20,10 +20,10 @@ from dashboard_pages import Growing
 from trimtab.cli import app as cli
 from trimtab.core.errors import InputError
 from trimtab.render.html.dashboard import page as dashboard
-from trimtab.render.html.dashboard.board import Board
+from trimtab.render.html.dashboard.board import RunBoard
 from trimtab.render.html.dashboard.source import DashboardSource
 from trimtab.render.text.top import picture
-from trimtab.runtime.dashboard.tail import Tail
+from trimtab.runtime.dashboard.tail import EventTail
 
 
 def applied(before: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def test_stories_of_a_task_a_worker_a_node_a_component_a_move_and_a_mark(tmp_pat
 
 def test_what_is_told_late_does_not_take_the_place_of_what_is_newer(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run").start()
-    board = Board()
+    board = RunBoard()
     for line in run.lines:
         board.take(json.loads(line))
     late = {
@@ -173,7 +173,7 @@ def test_torn_lines_wait_odd_ones_are_counted_and_a_shorter_file_is_another_run(
 
 def test_what_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such folder"):
-        Tail(tmp_path / "nowhere")
+        EventTail(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="a file, not the folder"):
         DashboardSource(tmp_path / "file")

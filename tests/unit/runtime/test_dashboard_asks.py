@@ -15,7 +15,7 @@ import run_report_samples as samples
 from dashboard_pages import Growing
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.render.html.dashboard.source import DashboardSource
-from trimtab.render.html.run.story import Story
+from trimtab.render.html.run.story import RunStory
 from trimtab.rollout import EngineRollout
 from trimtab.runtime.run import control_files as asks
 from trimtab.runtime.run.component import Place
@@ -189,7 +189,7 @@ def test_a_deadline_is_a_number_of_seconds(tmp_path: Path, given: object) -> Non
 
 
 def test_a_move_that_was_broken_off_and_is_told_on_is_one_move() -> None:
-    story = Story()
+    story = RunStory()
     at = {"at": samples.AT, "t_s": 1.0}
     for event in (
         {"event": "move", "move": 2, "state": "begun", "changes": []},

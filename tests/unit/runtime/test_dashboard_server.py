@@ -230,13 +230,13 @@ def test_one_who_does_not_read_is_dropped_and_nobody_waits_for_it(run: Growing, 
 
 def test_queues_of_a_client_are_bounded_in_number_and_bytes() -> None:
     async def scene() -> None:
-        client = feed.Client()
+        client = feed.FeedClient()
         client.put(b"x" * (feed.WAITING_BYTES + 1))
         assert not client.behind
         client.put(b"y")
         assert client.behind
         assert await client.get(0.01) is None
-        many = feed.Client()
+        many = feed.FeedClient()
         for _ in range(feed.WAITING + 1):
             many.put(b"z")
         assert many.behind

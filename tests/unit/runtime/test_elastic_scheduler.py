@@ -16,7 +16,7 @@ from trimtab.compat.elastic_scheduler import scheduler as elastic_scheduler
 from trimtab.compat.elastic_scheduler.mixin import ElasticRolloutMixin
 from trimtab.compat.elastic_scheduler.scheduler import ElasticConfig, ElasticScheduler, Taker
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.formats.rollout import elastic_config as elastic_config_file
 from trimtab.machines.rollout.policies.policy import Decision, LoadSample, PolicyState
 from waiting import until_async
@@ -246,7 +246,7 @@ def test_with_demand_asked_for_workers_go_to_a_named_taker_and_to_nobody_else() 
 
 def test_a_policy_of_ones_own_is_asked() -> None:
     def two(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decision]:
-        return state, Decision(2, Reason(Code.by_hand, "two are enough"), "two serve")
+        return state, Decision(2, Reason(ReasonCode.by_hand, "two are enough"), "two serve")
 
     async def story() -> None:
         group = Group(4)

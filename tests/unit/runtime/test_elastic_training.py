@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Code, Reason
-from trimtab.demos.elastic_training import TOLERANCE, Trainer, batch_of, fixed_run, model_of, share_of
+from trimtab.core.reasons import Reason, ReasonCode
+from trimtab.demos.elastic_training import TOLERANCE, ElasticTrainer, batch_of, fixed_run, model_of, share_of
 from trimtab.model.nodes import World
 from trimtab.runtime.elastic.member import MemberWorld
 from trimtab.runtime.elastic.view import StepResult
@@ -19,11 +19,11 @@ ROWS = 30  # few, so that shares of seven members differ in size
 
 def trained(backends: list[list[str]], rows: int = ROWS) -> list[float]:
     """The losses of a run whose members change after every third step, as groups have it: newcomers load."""
-    members: list[Trainer] = []
+    members: list[ElasticTrainer] = []
     losses: list[float] = []
     for world in backends:
         kept = members[: len(world)]
-        members = kept + [Trainer(backend, rows) for backend in world[len(kept) :]]
+        members = kept + [ElasticTrainer(backend, rows) for backend in world[len(kept) :]]
         for newcomer in members[len(kept) or 1 :]:
             newcomer.load(members[0].save())
         for rank, member in enumerate(members):
@@ -95,5 +95,5 @@ def test_a_backend_that_there_is_not_is_said() -> None:
     ],
 )
 def test_what_members_say_is_combined_where_it_is_numbers(values: tuple[Any, ...], combined: Any) -> None:
-    world = World(1, ("a", "b"), ("n", "n"), Reason(Code.began, "the first"))
+    world = World(1, ("a", "b"), ("n", "n"), Reason(ReasonCode.began, "the first"))
     assert StepResult(1, world, values, (), (), 0.1).combined == combined

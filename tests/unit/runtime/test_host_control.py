@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trimtab.runtime.workers import worker_process as host
-from trimtab.runtime.workers.worker_process import ControlDoor, Tenancy, frame, make_run_dir, read_frame
+from trimtab.runtime.workers.worker_process import ControlServer, HostedObject, frame, make_run_dir, read_frame
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_the_control_socket_answers_again_after_descriptors_ran_out(
         return real(self)
 
     monkeypatch.setattr(socket.socket, "accept", accept)
-    ControlDoor(tmp_path, "host", "actor", "namespace", "node", Tenancy())
+    ControlServer(tmp_path, "host", "actor", "namespace", "node", HostedObject())
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(60)
         connection.connect(str(tmp_path / f"{os.getpid()}.sock"))

@@ -14,27 +14,36 @@ from pathlib import Path
 import pytest
 
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.core.resources import Resources
-from trimtab.machines.pool.events import CancelAsked, Event, NodeJoined, PoolEnsured, Started, Stopped, Submitted, Tick
+from trimtab.machines.pool.events import (
+    CancelRequested,
+    NodeJoined,
+    PoolEnsured,
+    PoolEvent,
+    PoolTick,
+    TaskStarted,
+    TaskStopped,
+    TaskSubmitted,
+)
 from trimtab.machines.pool.machine import PoolMachine
-from trimtab.model.pool import Place, PoolSpec, TaskSpec
+from trimtab.model.pool import BundlePlacement, PoolSpec, TaskSpec
 from trimtab.runtime.procs import locks
-from trimtab.runtime.store.blobs import Shelf, file_name, header_of, pack, unpack
+from trimtab.runtime.store.blobs import BlobStore, file_name, header_of, pack, unpack
 from trimtab.runtime.store.journal import Journal, read_journal
 
-EVENTS: list[Event] = [
+EVENTS: list[PoolEvent] = [
     NodeJoined("n0", Resources.of(cpu=8, memory=2**33), Resources.of(cpu=0.5), (("zone", "a"),)),
     PoolEnsured(PoolSpec("p", Resources.of(cpu=4), reserved=(Resources.of(cpu=1),))),
-    Submitted(TaskSpec("täsk 1", "p", (Resources.of(cpu=1), Resources.of(gpu=0.25)), labels=(("role", "train"),))),
-    Started("täsk 1", 1, "a warm host"),
-    CancelAsked("täsk 1", keep_slot=False, code=Code.client_died),
-    Stopped("täsk 1", 1, "timed out", saved=True, note="line\nbreak"),
-    Tick(),
+    TaskSubmitted(TaskSpec("täsk 1", "p", (Resources.of(cpu=1), Resources.of(gpu=0.25)), labels=(("role", "train"),))),
+    TaskStarted("täsk 1", 1, "a warm host"),
+    CancelRequested("täsk 1", keep_slot=False, code=ReasonCode.client_died),
+    TaskStopped("täsk 1", 1, "timed out", saved=True, note="line\nbreak"),
+    PoolTick(),
 ]
 
 
-def written(directory: Path, events: list[Event] = EVENTS, start: float = 100.0) -> None:
+def written(directory: Path, events: list[PoolEvent] = EVENTS, start: float = 100.0) -> None:
     journal = Journal(directory)
     for number, event in enumerate(events):
         journal.append(start + number, event)
@@ -65,7 +74,7 @@ def test_it_is_plain_json_lines_with_a_header(tmp_path: Path) -> None:
     written(tmp_path)
     lines = [json.loads(line) for line in segment(tmp_path).read_text().splitlines()]
     assert lines[0]["version"] == 1
-    assert lines[4] == [103.0, "Started", {"task": "täsk 1", "attempt": 1, "how": "a warm host"}]
+    assert lines[4] == [103.0, "TaskStarted", {"task": "täsk 1", "attempt": 1, "how": "a warm host"}]
 
 
 @pytest.mark.parametrize("tail", [b'[107.0,"Tick"', b'[107.0,"Tick",{}]', b"\0\0\0\0", b'[107.0,"Ti\n'])
@@ -77,10 +86,10 @@ def test_a_torn_last_line_is_dropped_said_and_written_over(tmp_path: Path, tail:
     assert len(found.events) == len(EVENTS)
     assert found.torn is not None
     assert "line 9" in found.torn
-    written(tmp_path, [Tick()], start=200.0)
+    written(tmp_path, [PoolTick()], start=200.0)
     again = read_journal(tmp_path)
     assert again.torn is None
-    assert again.events[-1] == (200.0, Tick())
+    assert again.events[-1] == (200.0, PoolTick())
     assert len(again.events) == len(EVENTS) + 1
 
 
@@ -91,7 +100,7 @@ def test_a_torn_header_is_an_empty_journal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [b"garbage\n", b'[1.0,"NoSuchEvent",{}]\n', b'[1.0,"Started",{"no_such":1}]\n', b"{}\n"]
+    "damage", [b"garbage\n", b'[1.0,"NoSuchEvent",{}]\n', b'[1.0,"TaskStarted",{"no_such":1}]\n', b"{}\n"]
 )
 def test_a_damaged_line_in_the_middle_is_refused_with_file_and_line(tmp_path: Path, damage: bytes) -> None:
     written(tmp_path)
@@ -115,15 +124,15 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
 def test_after_a_snapshot_only_what_followed_is_read(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     for number in range(50):
-        journal.append(float(number), Tick())
+        journal.append(float(number), PoolTick())
     journal.note("history was lost")
     journal.snapshot(50.0, {"tasks": ["a"]})
-    journal.append(51.0, Tick())
+    journal.append(51.0, PoolTick())
     journal.close()
     found = read_journal(tmp_path)
     assert found.snapshot == {"tasks": ["a"]}
     assert found.last_time == 51.0
-    assert found.events == ((51.0, Tick()),)
+    assert found.events == ((51.0, PoolTick()),)
     assert found.notes == ("history was lost",)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "journal-00000001.jsonl",
@@ -134,9 +143,9 @@ def test_after_a_snapshot_only_what_followed_is_read(tmp_path: Path) -> None:
 
 def test_a_crash_before_a_snapshot_stands_loses_nothing(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    journal.append(1.0, Tick())
+    journal.append(1.0, PoolTick())
     assert journal.rotate() == 1
-    journal.append(3.0, Tick())
+    journal.append(3.0, PoolTick())
     journal.close()
     found = read_journal(tmp_path)
     assert found.snapshot is None
@@ -152,7 +161,7 @@ def test_compacting_gives_the_state_that_replaying_gives_and_the_writer_goes_on(
         live.handle(event, 100.0 + number)
     before = journal.rotate()
     state = live.dump()
-    last = CancelAsked("täsk 1")
+    last = CancelRequested("täsk 1")
     journal.append(200.0, last)
     live.handle(last, 200.0)
     compact = [sys.executable, "-m", "trimtab.runtime.store.compact", str(tmp_path), str(before)]
@@ -176,10 +185,10 @@ def test_a_full_disk_keeps_the_segment_that_it_could_not_finish(
     journal = Journal(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", full)
-        journal.append(1.0, Tick())
+        journal.append(1.0, PoolTick())
         assert journal.rotate() == 0
     journal.close()
-    assert read_journal(tmp_path).events == ((1.0, Tick()),)
+    assert read_journal(tmp_path).events == ((1.0, PoolTick()),)
 
 
 def test_a_missing_segment_is_refused(tmp_path: Path) -> None:
@@ -197,13 +206,13 @@ def test_a_damaged_snapshot_is_refused(tmp_path: Path) -> None:
 
 def test_a_deleted_journal_is_noticed_and_made_whole_by_a_snapshot(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j")
-    journal.append(1.0, Tick())
+    journal.append(1.0, PoolTick())
     assert not journal.vanished
     segment(tmp_path / "j").unlink()
     assert journal.vanished
     journal.snapshot(2.0, {"tasks": ["a"]})
     assert not journal.vanished
-    journal.append(3.0, Tick())
+    journal.append(3.0, PoolTick())
     journal.close()
     assert read_journal(tmp_path / "j").snapshot == {"tasks": ["a"]}
 
@@ -221,20 +230,20 @@ def test_a_full_disk_is_said_and_nothing_is_lost_once_there_is_room(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", full)
-        journal.append(1.0, Tick())
+        journal.append(1.0, PoolTick())
         assert journal.fault is not None
         assert "No space left" in journal.fault
-    journal.append(2.0, Tick())
+    journal.append(2.0, PoolTick())
     assert journal.fault is None
     journal.close()
-    assert read_journal(tmp_path).events == ((1.0, Tick()), (2.0, Tick()))
+    assert read_journal(tmp_path).events == ((1.0, PoolTick()), (2.0, PoolTick()))
 
 
 def test_a_disk_that_dropped_what_it_was_forced_to_keep_is_a_fault_until_all_of_it_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = Journal(tmp_path)
-    journal.append(1.0, Tick())
+    journal.append(1.0, PoolTick())
     until(lambda: journal.synced)
     kept = segment(tmp_path).stat().st_size
     beside = tmp_path / "payload"
@@ -249,14 +258,14 @@ def test_a_disk_that_dropped_what_it_was_forced_to_keep_is_a_fault_until_all_of_
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", lost)
         journal.beside(beside)
-        journal.append(2.0, Tick())
+        journal.append(2.0, PoolTick())
         until(lambda: journal.fault is not None and "forced to disk" in journal.fault)
-        journal.append(3.0, Tick())
+        journal.append(3.0, PoolTick())
         assert journal.fault is not None
         assert journal.rotate() == 0  # what the disk does not have cannot be left behind
         assert not journal.synced
     until(lambda: journal.fault is None and journal.synced)
-    assert read_journal(tmp_path).events == ((1.0, Tick()), (2.0, Tick()), (3.0, Tick()))
+    assert read_journal(tmp_path).events == ((1.0, PoolTick()), (2.0, PoolTick()), (3.0, PoolTick()))
     assert beside.read_text() == "whole"
     assert journal.rotate() == 1
     journal.close()
@@ -271,13 +280,13 @@ def test_a_snapshot_that_cannot_be_written_loses_nothing_of_what_waits_to_be(
     journal = Journal(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", full)
-        journal.append(1.0, Tick())
+        journal.append(1.0, PoolTick())
         with monkeypatch.context() as worse:
             worse.setattr("trimtab.runtime.store.journal.write_file", lambda *_, **__: full(0, b""))
             journal.snapshot(2.0, {"tasks": []})
-    journal.append(3.0, Tick())
+    journal.append(3.0, PoolTick())
     journal.close()
-    assert read_journal(tmp_path).events == ((1.0, Tick()), (3.0, Tick()))
+    assert read_journal(tmp_path).events == ((1.0, PoolTick()), (3.0, PoolTick()))
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -338,7 +347,7 @@ def test_without_flock_a_claim_file_does_the_same(tmp_path: Path, monkeypatch: p
 
 
 def test_files_of_tasks_are_whole_or_not_there_and_go_with_their_task(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
+    shelf = BlobStore(tmp_path)
     staged = shelf.stage("payloads", "a", b"class")
     assert shelf.get("payloads", "a") is None
     staged.commit()
@@ -354,7 +363,7 @@ def test_files_of_tasks_are_whole_or_not_there_and_go_with_their_task(tmp_path: 
 
 
 def test_a_gang_returns_with_the_newest_state_that_every_member_saved(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path, str(tmp_path / "elsewhere"))
+    shelf = BlobStore(tmp_path, str(tmp_path / "elsewhere"))
     assert shelf.latest_state("g", 2) is None
     for attempt, rank in ((1, 0), (1, 1), (2, 0)):  # in its second life only one member got its state out
         shelf.put_state("g", attempt, rank, b"")
@@ -373,7 +382,10 @@ def test_every_id_is_a_file_name_of_its_own() -> None:
 
 
 def test_parts_are_packed_with_a_header_and_come_out_as_they_were() -> None:
-    header, parts = {"entry": "run", "place": list(Place("g", 0, "n").__dict__.values())}, [b"a\nb", None, b"", b"\0c"]
+    header, parts = (
+        {"entry": "run", "place": list(BundlePlacement("g", 0, "n").__dict__.values())},
+        [b"a\nb", None, b"", b"\0c"],
+    )
     assert unpack(pack(header, parts)) == (header, parts)
     assert header_of(pack(header, parts))["entry"] == "run"
 
@@ -387,9 +399,9 @@ def test_parts_are_packed_with_a_header_and_come_out_as_they_were() -> None:
         (1, '["soon","Tick",{}]', "a finite number is expected"),
         (1, f'[{"9" * 400},"Tick",{{}}]', "400 digits"),
         (1, '[1.0,"Tick",[]]', "keys with values are expected"),
-        (1, '[1.0,"Started",{"task":["a"],"attempt":1}]', "str is expected"),
-        (1, '[1.0,"Started",{"task":"a","attempt":"1"}]', "int is expected"),
-        (1, '[1.0,"Started",{"task":"a","attempt":1.5}]', "int is expected"),
+        (1, '[1.0,"TaskStarted",{"task":["a"],"attempt":1}]', "str is expected"),
+        (1, '[1.0,"TaskStarted",{"task":"a","attempt":"1"}]', "int is expected"),
+        (1, '[1.0,"TaskStarted",{"task":"a","attempt":1.5}]', "int is expected"),
         (1, '[1.0,"NodeJoined",{"node":"n","total":{"cpu":"8"}}]', "amounts of resources"),
         (1, '[1.0,"NodeJoined",{"node":"n","total":{"cpu":-8}}]', "amounts of resources"),
         (
@@ -400,7 +412,7 @@ def test_parts_are_packed_with_a_header_and_come_out_as_they_were() -> None:
         (1, '[1.0,"Tick",{},"make"]', "a list is expected"),
         (1, '[1.0,"Tick",{},[1]]', "str is expected"),
         (1, '[1.0,"Trick",{}]', "'Trick' is not known"),
-        (1, '[1.0,"Started",{"task":"\\ud800","attempt":1}]', "lone surrogate"),
+        (1, '[1.0,"TaskStarted",{"task":"\\ud800","attempt":1}]', "lone surrogate"),
         (1, "[" * 100_000, "nested too deeply"),
         (0, '{"format":"trimtab-journal","version":"1"}', "int is expected"),
         (0, '{"format":"trimtab-journal","version":1,"notes":7}', "a list is expected"),
@@ -423,7 +435,7 @@ def test_a_value_of_a_wrong_type_or_a_number_that_is_none_is_refused_with_its_li
 def test_what_callers_in_python_write_for_a_yes_or_half_a_character_is_read_again(tmp_path: Path) -> None:
     one = TaskSpec("a", "p", (Resources.of(cpu=1),), restarts=2, saves=1)  # type: ignore[arg-type]
     half = TaskSpec("b\ud800", "p", (Resources.of(cpu=1),))
-    written(tmp_path, [Submitted(one), Submitted(half)])
+    written(tmp_path, [TaskSubmitted(one), TaskSubmitted(half)])
     specs = [event.spec for _, event in read_journal(tmp_path).events]
     assert specs[0] == one
     assert specs[1].id == "b?"

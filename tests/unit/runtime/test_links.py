@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from trimtab.machines.nodes.events import LinkHeard, NodeEvent
-from trimtab.runtime.controller.client_registry import Board
-from trimtab.runtime.controller.heartbeats import Links, Place, beat_forever
+from trimtab.machines.nodes.events import HeartbeatReceived, NodeEvent
+from trimtab.runtime.controller.client_registry import ClientRegistry
+from trimtab.runtime.controller.heartbeats import AgentAddress, NodeHeartbeats, beat_forever
 from trimtab.runtime.procs.background import Background
 
 
@@ -22,13 +22,13 @@ async def test_beats_are_heard_after_an_event_that_could_not_be_told() -> None:
 
     server, place = await beat_forever("127.0.0.1")
 
-    async def where(node: str) -> Place:
+    async def where(node: str) -> AgentAddress:
         return place
 
-    links = Links(tell, where, 60.0, background)
+    links = NodeHeartbeats(tell, where, 60.0, background)
     links.open("node", place)
     await asyncio.wait_for(heard.wait(), 60)
-    assert told == [LinkHeard("node")] * 2
+    assert told == [HeartbeatReceived("node")] * 2
     assert [row["failures"] for row in background.status() if row["name"] == "beats of node node"] == [1]
     links.close()
     server.close()
@@ -55,7 +55,7 @@ async def test_the_autoscaler_is_asked_again_when_it_could_not_be(monkeypatch: A
 
     monkeypatch.setattr(sdk, "request_resources", request)
     background = Background()
-    board = Board(background)
+    board = ClientRegistry(background)
     board.want("client", [{"gpu": 2}])
     await asyncio.wait_for(answered.wait(), 60)
     assert asked == [[{"GPU": 2}], [{"GPU": 2}]]

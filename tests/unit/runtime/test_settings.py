@@ -14,23 +14,23 @@ from trimtab.core.errors import InputError
 from trimtab.core.resources import Resources
 from trimtab.machines.rollout.policies.load import Taker
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.model.nodes import GroupSpec, NodePolicy
-from trimtab.model.pool import Policy, PoolSpec, TaskSpec
+from trimtab.model.nodes import ElasticSpec, NodePolicy
+from trimtab.model.pool import PoolSpec, PreemptionPolicy, TaskSpec
 from trimtab.model.rollout import RequestClass, RolloutRules, WorkerSpec
-from trimtab.model.run import RunRules
+from trimtab.model.run import ReplanRules
 
 GPU = Resources.of(gpu=1)
 NEEDED: dict[type, dict[str, Any]] = {
     PoolSpec: {"name": "p", "quota": GPU},
     TaskSpec: {"id": "t", "pool": "p", "bundles": (GPU,)},
-    Policy: {},
+    PreemptionPolicy: {},
     ElasticConfig: {},
     RolloutRules: {},
     RequestClass: {},
     WorkerSpec: {"id": "w"},
     NodePolicy: {},
-    GroupSpec: {"name": "g", "unit": GPU},
-    RunRules: {},
+    ElasticSpec: {"name": "g", "unit": GPU},
+    ReplanRules: {},
     Taker: {"name": "t", "workers": 1, "use_s": 1.0},
 }
 CALLED = {  # settings that users write under another name
@@ -39,13 +39,13 @@ CALLED = {  # settings that users write under another name
     "hosts_each": "warm_each",
     "estimate_s": "estimated_duration",
     "budget": "eviction budget",
-    ("GroupSpec", "least"): "min",
-    ("GroupSpec", "most"): "max",
+    ("ElasticSpec", "least"): "min",
+    ("ElasticSpec", "most"): "max",
 }
 MAY_BE_ENDLESS = {(Taker, "use_s")}
 MAY_BE_NEGATIVE = {"priority", "reserved_priority", "restarts", "version"}
 MAY_BE_ANY = {"version"}
-INTERVALS = {(ElasticConfig, "monitoring_interval"), (RolloutRules, "monitor_s"), (GroupSpec, "health_every_s")}
+INTERVALS = {(ElasticConfig, "monitoring_interval"), (RolloutRules, "monitor_s"), (ElasticSpec, "health_every_s")}
 
 
 class AnyGroup:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime.http.tokens import own_folder, write_private
-from trimtab.runtime.procs.processes import Process, this
+from trimtab.runtime.procs.processes import ProcessIdentity, this
 
 TOKEN = "TRIMTAB_ROLLOUT_TOKEN"
 URL = "TRIMTAB_ROLLOUT_URL"
@@ -28,7 +28,7 @@ START_ONE = "start one: trimtab rollout serve JOB"
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningGateway:
     """A gateway of this user on this machine."""
 
     url: str
@@ -40,11 +40,11 @@ class Running:
     @property
     def lives(self) -> bool:
         """Whether its process is there."""
-        return Process(self.pid, self.born).lives
+        return ProcessIdentity(self.pid, self.born).lives
 
 
 @dataclass(frozen=True)
-class Reached:
+class GatewayTarget:
     """A gateway to talk to: where, and with which token."""
 
     url: str
@@ -87,7 +87,7 @@ def said(environment: Mapping[str, str], url: str, job: Path, token_file: str) -
     """Others can find the gateway as long as the block lasts."""
     me = this()
     target = folder(environment) / f"rollout-{urlsplit(url).port}.json"
-    record = Running(url, me.pid, me.born, str(job.resolve()), token_file)
+    record = RunningGateway(url, me.pid, me.born, str(job.resolve()), token_file)
     write_private(target, json.dumps(asdict(record)))
     try:
         yield target
@@ -96,12 +96,12 @@ def said(environment: Mapping[str, str], url: str, job: Path, token_file: str) -
             target.unlink()
 
 
-def running(environment: Mapping[str, str]) -> list[Running]:
+def running(environment: Mapping[str, str]) -> list[RunningGateway]:
     """The gateways that run here, by their ports."""
     found = []
     for path in sorted(folder(environment).glob("rollout-*.json")):
         try:
-            one = Running(**json.loads(path.read_text(encoding="utf-8")))
+            one = RunningGateway(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             continue  # half written, or of another release
         if one.lives:
@@ -112,7 +112,7 @@ def running(environment: Mapping[str, str]) -> list[Running]:
     return found
 
 
-def reached(environment: Mapping[str, str], url: str | None, token_file: Path | None) -> Reached:
+def reached(environment: Mapping[str, str], url: str | None, token_file: Path | None) -> GatewayTarget:
     """The gateway that is meant: the one named, or the only one of this user here."""
     url = url or environment.get(URL)
     there = running(environment)
@@ -131,11 +131,11 @@ def reached(environment: Mapping[str, str], url: str | None, token_file: Path | 
                 f"'{url}' is no address of a gateway", where="command line: --url", hint="http://HOST:PORT"
             )
         found = [one for one in there if one.url == url]
-        chosen = found[0] if found else Running(url, 0, 0.0, "", "")
-    return Reached(chosen.url, _secret(environment, token_file, chosen), chosen.job)
+        chosen = found[0] if found else RunningGateway(url, 0, 0.0, "", "")
+    return GatewayTarget(chosen.url, _secret(environment, token_file, chosen), chosen.job)
 
 
-def _secret(environment: Mapping[str, str], token_file: Path | None, chosen: Running) -> str | None:
+def _secret(environment: Mapping[str, str], token_file: Path | None, chosen: RunningGateway) -> str | None:
     if token_file is None and environment.get(TOKEN):
         return environment[TOKEN]
     path = token_file or (Path(chosen.token_file) if chosen.token_file else None)

@@ -13,7 +13,7 @@ import urllib.request
 from typing import Any
 from urllib.parse import quote
 
-from trimtab.cli.rollout.address_files import START_ONE, TOKEN, Reached
+from trimtab.cli.rollout.address_files import START_ONE, TOKEN, GatewayTarget
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError, UnreachableError
 
 ANSWER_S = 30.0
@@ -28,7 +28,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 class GatewayClient:
     """One gateway."""
 
-    def __init__(self, at: Reached, answer_s: float = ANSWER_S) -> None:
+    def __init__(self, at: GatewayTarget, answer_s: float = ANSWER_S) -> None:
         self.at = at
         self._answer_s = answer_s
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
@@ -94,7 +94,7 @@ def _understood(raw: bytes, url: str) -> dict[str, Any]:
     return found
 
 
-def _refused(status: int, raw: bytes, at: Reached) -> TrimtabError:
+def _refused(status: int, raw: bytes, at: GatewayTarget) -> TrimtabError:
     """A refusal as the error that a command ends with."""
     said = _message(raw)
     if status == 401:

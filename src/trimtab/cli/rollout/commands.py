@@ -19,7 +19,7 @@ from trimtab.render.output import Format, answer, warn
 
 if TYPE_CHECKING:
     from trimtab.cli.rollout.client import GatewayClient
-    from trimtab.machines.diagnose.rollout_findings import Finding
+    from trimtab.machines.diagnose.rollout_findings import RolloutFinding
 
 app = typer.Typer(
     help="Rollout engines behind one door, and as many of them as the load asks for.", no_args_is_help=True
@@ -208,7 +208,7 @@ def doctor(
 
         trimtab rollout doctor --config job.yaml
     """
-    from trimtab.machines.diagnose.rollout_findings import Weight
+    from trimtab.machines.diagnose.rollout_findings import Severity
     from trimtab.render.text import rollout as rollout_text
 
     if config is not None:
@@ -220,23 +220,23 @@ def doctor(
         found, of_what = _examined(client), client.at.url
     answer(rollout_text.doctor_data(found, of_what), form, lambda: rollout_text.print_findings(found, of_what))
     worst = {one.weight for one in found}
-    if Weight.fault in worst:
+    if Severity.fault in worst:
         raise typer.Exit(UnreachableError.exit_status)
-    if Weight.stuck in worst:
+    if Severity.stuck in worst:
         raise typer.Exit(InfeasibleError.exit_status)
 
 
 # ---- the parts of commands ----------------------------------------------------------------------------------------
 
 
-def _examined(client: GatewayClient) -> tuple[Finding, ...]:
+def _examined(client: GatewayClient) -> tuple[RolloutFinding, ...]:
     from trimtab.machines.diagnose.rollout import examine
     from trimtab.runtime.localcluster import gpus
 
     return examine(_status(client), gpus.users())
 
 
-def _examined_file(path: Path) -> tuple[Finding, ...]:
+def _examined_file(path: Path) -> tuple[RolloutFinding, ...]:
     from trimtab.formats.rollout import job_section as rollout_file
     from trimtab.machines.diagnose.rollout import examine_settings
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.cli.pool import looking
 from trimtab.cli.rollout import address_files as rollout_place
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.formats.rollout.settings import AttachedEngine, RolloutSettings, StartedEngines
 from trimtab.model.rollout import WorkerSpec
 from trimtab.render.live import rollout as rollout_live
@@ -43,7 +43,7 @@ HURRY_S = 2.0
 HURRIED = 130
 
 
-class Stops:
+class StopRequests:
     """How often somebody asked for the end. The first is an order, the second a hurry."""
 
     def __init__(self) -> None:
@@ -119,8 +119,8 @@ async def serve(
         pool = RolloutPool(
             settings.rules, settings.elastic, journal=settings.journal, gpus_of=lambda worker: crew.gpus_of(worker)
         )
-        crew = Crew(pool, settings, lines, session)
-        stops = Stops()
+        crew = ServedEngines(pool, settings, lines, session)
+        stops = StopRequests()
         stack.enter_context(stops.on_signals())
         gateway = gateway_of(pool, settings, token, host, port)
         await pool.start()
@@ -141,10 +141,10 @@ async def serve(
 async def _until_over(
     pool: RolloutPool,
     gateway: Gateway,
-    crew: Crew,
+    crew: ServedEngines,
     logs: Path,
     settings: RolloutSettings,
-    stops: Stops,
+    stops: StopRequests,
     hints: Sequence[str],
 ) -> None:
     def look() -> dict[str, Any]:
@@ -176,7 +176,7 @@ async def _follow(pool: RolloutPool) -> None:
     await follow(pool)
 
 
-async def _end(pool: RolloutPool, gateway: Gateway, drain_s: float, stops: Stops) -> None:
+async def _end(pool: RolloutPool, gateway: Gateway, drain_s: float, stops: StopRequests) -> None:
     """In order; once somebody is in a hurry, only as far as it goes at once: engines' guards do the rest."""
     await _unless_hurried(gateway.stop(drain_s), stops, math.inf)
     if stops.hurry.is_set():
@@ -184,7 +184,7 @@ async def _end(pool: RolloutPool, gateway: Gateway, drain_s: float, stops: Stops
     await _unless_hurried(pool.stop(), stops, HURRY_S)
 
 
-async def _unless_hurried(deed: Coroutine[Any, Any, None], stops: Stops, allowed_s: float) -> None:
+async def _unless_hurried(deed: Coroutine[Any, Any, None], stops: StopRequests, allowed_s: float) -> None:
     """Until it is done; after somebody is in a hurry for no longer than allowed, or at once where that is not said."""
     doing, hurry = asyncio.ensure_future(deed), asyncio.ensure_future(stops.hurry.wait())
     await asyncio.wait({doing, hurry}, return_when=asyncio.FIRST_COMPLETED)
@@ -211,7 +211,7 @@ def _greeting(url: str, token_file: str, logs: Path | None) -> list[str]:
     return lines
 
 
-class Crew:
+class ServedEngines:
     """The engines of a job file: attached, or started when they are needed."""
 
     def __init__(
@@ -285,7 +285,7 @@ class Crew:
             except UnreachableError as fault:  # noqa: PERF203 - it waits anyway
                 if fault.what != before:
                     said = f"it is not there: {fault.what}; tried again every {TRY_AGAIN_S:g} s"
-                    self._pool.warn(said, one.label, Code.not_reached)
+                    self._pool.warn(said, one.label, ReasonCode.not_reached)
                 before = fault.what
                 await asyncio.sleep(TRY_AGAIN_S)
             except TrimtabError as fault:

@@ -41,7 +41,7 @@ class Placement:
                 future.set_result(None)
 
 
-class Completion:
+class RequestCompletion:
     """Whether the request was open. Known at once; may be awaited all the same."""
 
     def __init__(self, was_open: bool) -> None:

@@ -19,11 +19,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
-from trimtab.compat.elastic_scheduler.answers import Completion, Placement
+from trimtab.compat.elastic_scheduler.answers import Placement, RequestCompletion
 from trimtab.compat.elastic_scheduler.worker_group import (
-    GroupCalls,
+    CallTimeoutError,
     NotIdleError,
-    TooLongError,
+    WorkerGroupCalls,
     WorkerId,
     WorkerStatus,
     in_time,
@@ -32,7 +32,7 @@ from trimtab.core.errors import InfeasibleError, InputError, UnreachableError, n
 from trimtab.core.numbers import SHORTEST_S, check_number
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
-from trimtab.machines.rollout.policies.policy import Decision, LoadSample, Policy, PolicyState, Taker, policy_of
+from trimtab.machines.rollout.policies.policy import Decision, LoadSample, PolicyState, ScalingPolicy, Taker, policy_of
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.rollout import (
     End,
@@ -43,9 +43,9 @@ from trimtab.model.rollout import (
     RequestState,
     RolloutRules,
     ScaleStep,
-    Verb,
     WorkerSpec,
     WorkerState,
+    WorkerVerb,
     WorkerView,
 )
 from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background, describe
@@ -84,7 +84,7 @@ class ElasticScheduler:
         self.background = Background(prefix="elastic-scheduler")
         self.faults: list[str] = []  # what went wrong, the last ones, oldest first
         self._clock = clock
-        self._calls = GroupCalls(worker_group, call_timeout_s)
+        self._calls = WorkerGroupCalls(worker_group, call_timeout_s)
         self._load_known = True  # False: the last status failed, or left a worker out
         self._machine = RolloutMachine(_rules(self.config, self._calls), replace(self.config, policy=self._policy()))
         self._ids: dict[str, WorkerId] = {}  # by the machine's name
@@ -104,7 +104,7 @@ class ElasticScheduler:
         for worker in self._calls.workers or ():
             self._join(worker)
 
-    def _policy(self) -> Policy:
+    def _policy(self) -> ScalingPolicy:
         """The policy of the settings, told what only is known here.
 
         When the last status failed, the figures before it are old; and takers have the workers that are off already.
@@ -165,8 +165,8 @@ class ElasticScheduler:
         """Have draining workers serve again, and wake nobody: what is being flushed already is left to end."""
         draining = [one for one in self._workers(WorkerState.draining) if one.doing is None]
         if draining:
-            self._handle(e.Held(STOPPED, self._machine.sample().serving + len(draining)))
-            self._handle(e.Unheld(STOPPED))
+            self._handle(e.HoldRequested(STOPPED, self._machine.sample().serving + len(draining)))
+            self._handle(e.HoldReleased(STOPPED))
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -178,26 +178,26 @@ class ElasticScheduler:
         name = f"{request_id}@{self._added}"  # an id may come again, a name never does
         placement = self._placements[name] = Placement(request_id)
         self._open[request_id] = name
-        self._handle(e.Arrived(RequestSpec(name, prompt_tokens=0, max_tokens=1)))
+        self._handle(e.RequestArrived(RequestSpec(name, prompt_tokens=0, max_tokens=1)))
         if placement.error is not None:
             raise placement.error
         return placement
 
-    def complete_request(self, request_id: str) -> Completion:
+    def complete_request(self, request_id: str) -> RequestCompletion:
         """The request is answered, or was given up; its place is free. False where that was known already."""
         name = self._open.get(request_id)
         if name is None:
             if request_id in self._completed:
-                return Completion(False)
+                return RequestCompletion(False)
             near = nearest(request_id, self._open)
             raise InputError(f"there is no request {request_id}", hint=f"did you mean {near}?" if near else None)
         view = self._machine.request(name)
         assert view is not None
         if view.state is RequestState.queued:
-            self._handle(e.Cancelled(name, "it was completed while it waited"))
+            self._handle(e.RequestCancelled(name, "it was completed while it waited"))
         else:
-            self._handle(e.Finished(name, view.attempt, 1, End.stop))
-        return Completion(True)
+            self._handle(e.AttemptFinished(name, view.attempt, 1, End.stop))
+        return RequestCompletion(True)
 
     def worker_of(self, request_id: str) -> WorkerId | None:
         """The worker that has the request now; None: it waits, or is answered."""
@@ -212,7 +212,7 @@ class ElasticScheduler:
         Raises UnreachableError where one does not come in time; those that came serve.
         """
         wanted = min(len(self._machine.workers()), self.config.max_workers)
-        self._handle(e.Held(HOLD, wanted))
+        self._handle(e.HoldRequested(HOLD, wanted))
         if not await self._until(lambda: len(self._workers(WorkerState.active)) >= wanted):
             others = [one for one in self._machine.workers() if one.state is not WorkerState.active]
             told = "; ".join(f"{one.worker} is {one.state.value} ({one.reason.sentence})" for one in others[:3])
@@ -220,11 +220,11 @@ class ElasticScheduler:
 
     async def resume_elastic_scheduling(self) -> None:
         """Let the policy decide again."""
-        self._handle(e.Unheld(HOLD))
+        self._handle(e.HoldReleased(HOLD))
 
     def set_takers(self, *takers: Taker) -> None:
         """Say who could use workers that are given up, how many in all and for how long, from now on."""
-        self._handle(e.TakersSeen(takers))
+        self._handle(e.DemandSeen(takers))
 
     # ---- what is going on ----------------------------------------------------------------------------------------
 
@@ -255,25 +255,25 @@ class ElasticScheduler:
 
     def _carry_out(self, instruction: e.RolloutInstruction) -> None:
         match instruction:
-            case e.Send():
+            case e.SendRequest():
                 self._send(instruction)
-            case e.AbortSent():
+            case e.AbortAttempt():
                 self._spawn(f"abort {instruction.request}", lambda: self._abort(instruction))
-            case e.Act():
+            case e.WorkerAction():
                 self._spawn(f"{instruction.verb.value} {instruction.worker}", lambda: self._act(instruction))
-            case e.Answer():
+            case e.AnswerRequest():
                 self._answered(instruction)
-            case e.Refuse():
+            case e.RefuseRequest():
                 placement = self._ended(instruction.request)
                 placement.settle(None, InfeasibleError(f"request {placement.request}: {instruction.reason.sentence}"))
-            case e.TellStep():
+            case e.AnnounceScaleStep():
                 log.info("workers: %s", instruction.step.reason)
             case e.Warn():
                 self._say(f"worker {instruction.worker}: {instruction.reason}")
             case _:
                 pass  # refits are between the trainer and the group
 
-    def _send(self, send: e.Send) -> None:
+    def _send(self, send: e.SendRequest) -> None:
         worker = self._ids[send.worker]
         placement = self._placements[send.request]
         if placement.worker is not None:
@@ -283,7 +283,7 @@ class ElasticScheduler:
         else:
             placement.settle(worker)
 
-    async def _assign(self, send: e.Send) -> None:
+    async def _assign(self, send: e.SendRequest) -> None:
         worker = self._ids[send.worker]
         async with self._lock(f"request {send.request}"):
             if not self._is_current(send):
@@ -291,7 +291,7 @@ class ElasticScheduler:
             try:
                 await self._calls.assign(_asked(send.request), worker)
             except UnreachableError as error:
-                self._handle(e.Broke(send.request, send.attempt, 0, error.what))
+                self._handle(e.AttemptFailed(send.request, send.attempt, 0, error.what))
                 return
             if self._is_current(send):
                 self._placements[send.request].settle(worker)
@@ -299,11 +299,11 @@ class ElasticScheduler:
                 with contextlib.suppress(UnreachableError):
                     await self._calls.abort(_asked(send.request), worker)
 
-    def _is_current(self, send: e.Send) -> bool:
+    def _is_current(self, send: e.SendRequest) -> bool:
         view = self._machine.request(send.request)
         return view is not None and (view.attempt, view.worker) == (send.attempt, send.worker)
 
-    async def _abort(self, abort: e.AbortSent) -> None:
+    async def _abort(self, abort: e.AbortAttempt) -> None:
         if not self._calls.can_abort:
             return
         try:
@@ -314,7 +314,7 @@ class ElasticScheduler:
             return
         self._handle(e.AbortDone(abort.request, abort.attempt, 0))
 
-    def _answered(self, answer: e.Answer) -> None:
+    def _answered(self, answer: e.AnswerRequest) -> None:
         placement = self._ended(answer.request)
         if answer.end is End.failed:
             error = UnreachableError(f"request {placement.request}: {answer.reason.sentence}")
@@ -334,25 +334,25 @@ class ElasticScheduler:
             del self._completed[next(iter(self._completed))]
         return placement
 
-    async def _act(self, act: e.Act) -> None:
+    async def _act(self, act: e.WorkerAction) -> None:
         worker = self._ids[act.worker]
         try:
             async with self._lock(act.worker):
-                if act.verb is Verb.sleep:
+                if act.verb is WorkerVerb.sleep:
                     await self._flush_when_idle(act.worker, act.deadline)
-                elif act.verb in (Verb.wake, Verb.start):
+                elif act.verb in (WorkerVerb.wake, WorkerVerb.start):
                     if act.worker not in self._unflushed:  # who was not flushed has its memory still
                         await self._calls.resume(worker)
                     self._unflushed.discard(act.worker)
-                elif act.verb is Verb.probe:
+                elif act.verb is WorkerVerb.probe:
                     await self._calls.status()
                 else:
                     raise UnreachableError(f"a worker group has no {act.verb.value}")
         except UnreachableError as error:
             self._say(error.what)
-            self._handle(e.ActFailed(act.worker, act.attempt, error.what))
+            self._handle(e.ActionFailed(act.worker, act.attempt, error.what))
             return
-        self._handle(e.ActDone(act.worker, act.attempt, VERSION))
+        self._handle(e.ActionDone(act.worker, act.attempt, VERSION))
         self._vouch(act.worker)
 
     async def _flush_when_idle(self, name: str, deadline: float) -> None:
@@ -394,12 +394,12 @@ class ElasticScheduler:
 
     async def _keep_time(self) -> None:
         while True:
-            self._handle(e.Tick())
+            self._handle(e.RolloutTick())
             self._say_late()
             self._sleeps_until = due = self._machine.next_deadline()
             self._wake.clear()
             wait_s = None if due is None else max(due - self._clock(), LEAST_WAIT_S)
-            with contextlib.suppress(TooLongError):
+            with contextlib.suppress(CallTimeoutError):
                 await in_time(self._wake.wait(), wait_s)
 
     def _say_late(self) -> None:
@@ -438,7 +438,7 @@ class ElasticScheduler:
                 self._handle(e.WorkerSlept(str(worker)))
                 for view in self._machine.requests():
                     if view.worker == str(worker):
-                        self._handle(e.Broke(view.request, view.attempt, 0, f"worker {worker} was off"))
+                        self._handle(e.AttemptFailed(view.request, view.attempt, 0, f"worker {worker} was off"))
 
     async def _look(self) -> dict[WorkerId, WorkerStatus] | None:
         """Ask the group once. What fails is said, and changes nothing."""
@@ -454,7 +454,7 @@ class ElasticScheduler:
             self._say(f"get_worker_status says nothing of worker {', '.join(missing[:8])}")
         for worker, status in said.items():
             if str(worker) in self._ids:
-                self._handle(e.LoadSeen(str(worker), status.active_requests, 0, 0.0, self._clock()))
+                self._handle(e.LoadReported(str(worker), status.active_requests, 0, 0.0, self._clock()))
         for name in self._unflushed & {str(worker) for worker, one in said.items() if not one.active_requests}:
             if not self._lock(name).locked():
                 self._spawn(f"late flush of {name}", functools.partial(self._flush_late, name))
@@ -518,7 +518,7 @@ def _asked(name: str) -> str:
     return name.rpartition("@")[0]
 
 
-def _rules(config: ElasticConfig, calls: GroupCalls) -> RolloutRules:
+def _rules(config: ElasticConfig, calls: WorkerGroupCalls) -> RolloutRules:
     """The machine's rules that these settings mean."""
     call_s = calls.timeout_s + 1.0  # the machine's deadline comes after the call's own
     return RolloutRules(

@@ -52,7 +52,7 @@ class NotIdleError(UnreachableError):
     """A worker has requests, or nobody knows whether it has; nothing was done to it."""
 
 
-class GroupCalls:
+class WorkerGroupCalls:
     """The calls of one worker group."""
 
     def __init__(self, group: Any, timeout_s: float) -> None:
@@ -118,18 +118,18 @@ class GroupCalls:
         method = getattr(self._group, name)
         try:
             return await in_time(_answer(method, *arguments), self.timeout_s)
-        except TooLongError:
+        except CallTimeoutError:
             raise UnreachableError(f"{shown} has not returned after {self.timeout_s:g} s") from None
         except Exception as error:  # whatever the group's code raises
             raise UnreachableError(f"{shown} raised {type(error).__name__}: {_short(error)}") from error
 
 
-class TooLongError(Exception):
+class CallTimeoutError(Exception):
     """Something did not end in time."""
 
 
 async def in_time(coroutine: Coroutine[Any, Any, Any], timeout_s: float | None) -> Any:
-    """Its result, or TooLongError. Unlike `asyncio.wait_for` before 3.12 it never swallows its own cancellation."""
+    """Its result, or CallTimeoutError. Unlike `asyncio.wait_for` before 3.12 it never swallows its own cancellation."""
     task = asyncio.ensure_future(coroutine)
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
@@ -139,7 +139,7 @@ async def in_time(coroutine: Coroutine[Any, Any, Any], timeout_s: float | None) 
         raise
     if not done:
         task.cancel()
-        raise TooLongError
+        raise CallTimeoutError
     return task.result()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from trimtab.core.errors import TrimtabError
 from trimtab.runtime.client.task_errors import TaskError
-from trimtab.runtime.controller.rpc import TaskSeen
+from trimtab.runtime.controller.rpc import TaskSnapshot
 
 # The name of an agent that is not called like its task travels with the task, so that every client sees it.
 AGENT_LABEL = "trimtab/agent"
@@ -52,7 +52,7 @@ class HostMethod:
         return self._host.call.options(**self._options).remote(self._method, *args, **kwargs)
 
 
-def handle_of(ray: Any, seen: TaskSeen) -> Any:
+def handle_of(ray: Any, seen: TaskSnapshot) -> Any:
     """What calls the task's object; None where it does not run."""
     if not seen.members:
         return None
@@ -64,7 +64,7 @@ def handle_of(ray: Any, seen: TaskSeen) -> Any:
     return HostHandle(actor, seen.id) if member.kind == "host" else actor
 
 
-def name_of(seen: TaskSeen) -> str:
+def name_of(seen: TaskSnapshot) -> str:
     """What a task's agent is called."""
     return dict(seen.labels).get(AGENT_LABEL, seen.id)
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from trimtab.core.errors import InputError, nearest
-from trimtab.model.pool import Aggressiveness, Policy, rules_of
+from trimtab.model.pool import Aggressiveness, PreemptionPolicy, rules_of
 
 
 class PreemptionAggressiveness(str, enum.Enum):
@@ -68,7 +68,7 @@ class PreemptionSettings:
     eviction_budget: int | None = None  # evictions within the window; None: as many as needed
     eviction_window: float = 60.0
 
-    def policy(self) -> Policy:
+    def policy(self) -> PreemptionPolicy:
         """The policy for the controller; InputError where a setting is wrong."""
         where = "configure_preemption"
         for field in dataclasses.fields(self):
@@ -81,7 +81,7 @@ class PreemptionSettings:
             raise InputError("label_preemption_rules is {label: {value: [values it may evict]}}", where=where)
         level = Aggressiveness(PreemptionAggressiveness.of(self.preemption_aggressiveness).value)
         same, label = self.same_pool_priority_threshold, self.label_priority_threshold
-        return Policy(
+        return PreemptionPolicy(
             same_pool=self.enable_same_pool_preemption,
             same_pool_gap=level.same_pool_gap if same is None else same,
             label_rules=rules_of(self.label_preemption_rules) if self.enable_label_preemption else (),

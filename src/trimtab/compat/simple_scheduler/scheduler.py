@@ -37,12 +37,12 @@ from trimtab.compat.simple_scheduler.input import (
 )
 from trimtab.compat.simple_scheduler.preemption import PreemptionAggressiveness, PreemptionSettings
 from trimtab.core.errors import InputError, TrimtabError, nearest
-from trimtab.core.reasons import Code
-from trimtab.model.pool import ENDED, State
+from trimtab.core.reasons import ReasonCode
+from trimtab.model.pool import ENDED, TaskState
 from trimtab.runtime.client.session import Session, connect
 from trimtab.runtime.client.task import Task
 from trimtab.runtime.client.task_errors import TaskError
-from trimtab.runtime.controller.rpc import TaskSeen
+from trimtab.runtime.controller.rpc import TaskSnapshot
 
 __all__ = ["PreemptionAggressiveness", "PreemptionSettings", "SimpleScheduler", "SimpleTaskSpec"]
 
@@ -290,7 +290,7 @@ class SimpleScheduler:
             "total_preemptions": totals["evictions"],
             "same_pool_preemptions": totals["same_pool"],
             "cross_pool_preemptions": totals["cross_pool"],
-            "running_tasks": by_state.get(State.running.value, 0),
+            "running_tasks": by_state.get(TaskState.running.value, 0),
             "tasks": by_state,
             "recent_preemptions": [eviction_of(one) for one in totals.get("latest", ())],
         }
@@ -342,7 +342,7 @@ class SimpleScheduler:
         except TrimtabError as fault:
             return refused(fault, facts)
         preempted: list[Answer] = []
-        if seen.reason.code is Code.preempted:
+        if seen.reason.code is ReasonCode.preempted:
             with contextlib.suppress(TrimtabError):  # it runs, whatever else can be told
                 preempted = [one for one in self.stats()["recent_preemptions"] if one["by"] == spec.task_id]
         return {
@@ -355,7 +355,7 @@ class SimpleScheduler:
             "preempted": preempted,
         }
 
-    def _started(self, task: Task) -> TaskSeen:
+    def _started(self, task: Task) -> TaskSnapshot:
         """The task, as it runs; TaskError where it cannot, and then nothing of it is left."""
         settings = self._preemption
         patience_s = self._start_timeout_s + settings.cancel_timeout + settings.save_timeout + ROOM_S
@@ -367,7 +367,7 @@ class SimpleScheduler:
             raise
         until = time.monotonic() + NEWS_S
         seen = task.seen
-        while seen.state is State.running and not seen.members and time.monotonic() < until:
+        while seen.state is TaskState.running and not seen.members and time.monotonic() < until:
             time.sleep(POLL_S)
             seen = task.seen
         return seen
@@ -378,7 +378,7 @@ class SimpleScheduler:
             seen = self._named(word_of("a task", name), agents=not to_complete)
             facts["task_id"] = seen.id
             if seen.state in ENDED:
-                if to_complete and seen.state is not State.done:
+                if to_complete and seen.state is not TaskState.done:
                     raise InputError(f"task {seen.id} is {seen.state.value}: {seen.reason}")
                 return {"success": True, **facts, "state": seen.state.value, "reason": str(seen.reason), "error": None}
             task = self._open().task(seen.id)
@@ -390,7 +390,7 @@ class SimpleScheduler:
             return refused(fault, facts)
         return {"success": True, **facts, "state": seen.state.value, "reason": seen.reason.sentence, "error": None}
 
-    def _named(self, name: str, agents: bool) -> TaskSeen:
+    def _named(self, name: str, agents: bool) -> TaskSnapshot:
         """The task of this id, or with `agents` the living one whose agent is called so."""
         session = self._open()
         if agents:
@@ -409,7 +409,7 @@ class SimpleScheduler:
                 raise InputError(f"the agent {name} exists: it is that of task {one.id}", where=f"task {spec.task_id}")
         return name
 
-    def _agent(self, seen: TaskSeen, with_handle: bool) -> Answer:
+    def _agent(self, seen: TaskSnapshot, with_handle: bool) -> Answer:
         member = seen.members[0] if seen.members else None
         agent: Answer = {
             "name": name_of(seen),

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from trimtab.core.errors import InfeasibleError, InputError, nearest
-from trimtab.formats.frameworks.hydra_config import MOST_COUNT, Reader
-from trimtab.model.plan import AllowedGroup, Plan, Rules
+from trimtab.formats.frameworks.hydra_config import MOST_COUNT, ConfigReader
+from trimtab.model.plan import AllowedGroup, FrameworkRules, Plan
 from trimtab.model.profile import ComponentProfile, Profile
 from trimtab.model.workflow import ANY_KIND, Cluster, Component, Node, Variant, WeightSync
 from trimtab.plan.placement.spread import even_splits
@@ -25,7 +25,7 @@ WEIGHT_SYNC = "weight_sync"
 
 
 @dataclass(frozen=True)
-class Sizes:
+class AllowedGpuCounts:
     """On how many GPUs a component can run: multiples of a model-parallel size, and only listed counts if any."""
 
     multiple_of: int = 1
@@ -48,7 +48,7 @@ def component(
     measured: ComponentProfile,
     *,
     after: Sequence[str] = (),
-    sizes: Sizes | None = None,
+    sizes: AllowedGpuCounts | None = None,
     granularity: int | None = None,
     on_cpu: bool = False,
 ) -> Component:
@@ -61,7 +61,7 @@ def component(
             completion=measured.completion,
             cpu_seconds=measured.seconds[-1][1],
         )
-    sizes = sizes or Sizes()
+    sizes = sizes or AllowedGpuCounts()
     variant = Variant(seconds={ANY_KIND: measured.seconds}, gpus=sizes.gpus, multiple_of=sizes.multiple_of)
     return Component(
         name=measured.name,
@@ -160,7 +160,7 @@ def groupings(
     return tuple(allowed)
 
 
-def check_expressible(plan: Plan, rules: Rules) -> None:
+def check_expressible(plan: Plan, rules: FrameworkRules) -> None:
     """Raise InputError where the framework cannot run a plan."""
     groups = {frozenset(group.components): len(group.gpus) for group in plan.groups}
     near: str | None = None
@@ -196,7 +196,7 @@ def divisors_of_batch(batch: int, model_parallel: int, most: int) -> tuple[int, 
     return tuple(dp * model_parallel for dp in range(1, most // model_parallel + 1) if batch % dp == 0)
 
 
-def product(reader: Reader, keys: Iterable[str]) -> int:
+def product(reader: ConfigReader, keys: Iterable[str]) -> int:
     """The product of parallel sizes; what is not stated counts 1."""
     result = 1
     for key in keys:

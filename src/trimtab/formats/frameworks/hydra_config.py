@@ -1,6 +1,6 @@
 """Framework configs as Hydra and OmegaConf mean them: defaults, interpolations, overrides, resolved files.
 
-`compose` gives a `Composed`, whose `reader` resolves a key only when somebody reads it: a big framework config is
+`compose` gives a `ComposedConfig`, whose `reader` resolves a key only when somebody reads it: a big framework config is
 full of resolvers and environment variables that planning does not need, and those must never stop it. A key that is
 read and cannot be resolved is an InputError that names the file and the key. Hydra is imported only here and only when
 a framework config is really read, because it costs start-up time that plain job files must not pay.
@@ -62,7 +62,7 @@ def _resolvers() -> Iterator[None]:
             OmegaConf.clear_resolver(name)
 
 
-class Reader:
+class ConfigReader:
     """Typed access to a composed config by dotted keys; resolves only what is asked for."""
 
     def __init__(self, config: Any, path: Path) -> None:
@@ -198,11 +198,11 @@ class Reader:
 
 
 @dataclass(frozen=True)
-class Composed:
+class ComposedConfig:
     """A framework config with everything merged, and which of its keys can be edited in the file itself."""
 
     path: Path
-    reader: Reader
+    reader: ConfigReader
     overridden: frozenset[str] = field(default_factory=frozenset)
 
     @property
@@ -238,11 +238,11 @@ class Composed:
         return yaml_text.read_text(self.path)
 
     @cached_property
-    def _own(self) -> Reader:
-        return Reader(_load(self.path), self.path)
+    def _own(self) -> ConfigReader:
+        return ConfigReader(_load(self.path), self.path)
 
 
-def compose(path: Path, overrides: Sequence[str] = ()) -> Composed:
+def compose(path: Path, overrides: Sequence[str] = ()) -> ComposedConfig:
     """Read a framework config with its parents and with `key=value` overrides applied."""
     own = _load(path)
     defaults = _raw(own).get("defaults")
@@ -255,7 +255,7 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> Composed:
         else:
             config = _compose_with_hydra(path, _with_search_path(path, own, overrides))
     keys = frozenset(str(override.key_or_group) for override in parsed)
-    return Composed(path=path, reader=Reader(config, path), overridden=keys)
+    return ComposedConfig(path=path, reader=ConfigReader(config, path), overridden=keys)
 
 
 def _load(path: Path) -> Any:

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trimtab.formats.logs.follow_bytes import EventBytes, LineBytes, is_event_head
-from trimtab.formats.logs.reader import Joined, disagree, periodic_work
-from trimtab.formats.logs.records import Framework, Line, Parser, Record
+from trimtab.formats.logs.reader import JoinedSteps, disagree, periodic_work
+from trimtab.formats.logs.records import LogFramework, LogLine, LogParser, StepRecord
 
 NEAR_LINES = 50
 """Two processes that log the same step without a mark of their own do so within so many lines; a restart takes more."""
@@ -27,7 +27,7 @@ CHECKPOINTS = ("save_checkpoint", "checkpointing")
 
 
 @dataclass(frozen=True)
-class Step:
+class LoggedStep:
     """One whole step.
 
     `restart`: the run was started anew before it. `extra` is periodic work that made it longer; `saved`: a checkpoint
@@ -42,23 +42,23 @@ class Step:
 
 
 @dataclass
-class _Process:
+class _LogProcess:
     """One process that logs steps."""
 
-    parser: Parser
+    parser: LogParser
     named: bool  # it has a mark; lines without one may be of several
     newest: int = -1  # the last step that it told; -1: none
 
 
 @dataclass
-class _File:
+class _LogFile:
     """One file, from where it was last started anew."""
 
     head: bytes = b""  # until it is known what kind of file it is
     lines: LineBytes | None = None
     events: EventBytes | None = None
-    processes: dict[str, _Process] = field(default_factory=dict)  # by the mark before their lines
-    open_event: Record | None = None  # the step whose scalars are coming
+    processes: dict[str, _LogProcess] = field(default_factory=dict)  # by the mark before their lines
+    open_event: StepRecord | None = None  # the step whose scalars are coming
     at_line: int = 0
     told_at: int = -NEAR_LINES  # the line of the newest step
 
@@ -66,22 +66,24 @@ class _File:
 class RunLog:
     """The log of one run, which may be several files."""
 
-    def __init__(self, framework: Framework) -> None:
+    def __init__(self, framework: LogFramework) -> None:
         self.framework = framework
-        self.joined = Joined(framework)
+        self.joined = JoinedSteps(framework)
         self.others = 0  # records that another process told already
-        self._files: dict[str, _File] = {}
-        self._waiting: list[tuple[Record, bool]] = []  # not given out yet, oldest first; whether a restart is before it
+        self._files: dict[str, _LogFile] = {}
+        self._waiting: list[
+            tuple[StepRecord, bool]
+        ] = []  # not given out yet, oldest first; whether a restart is before it
         self._changes = self._changes_seen = 0
         self._arrived = self._arrived_seen = 0  # bytes
-        self._leader: _Process | None = None  # who told the newest step
+        self._leader: _LogProcess | None = None  # who told the newest step
 
     # ---- what comes ------------------------------------------------------------------------------------------------
 
-    def take(self, name: str, data: bytes) -> list[Step]:
+    def take(self, name: str, data: bytes) -> list[LoggedStep]:
         """More bytes of a file; the steps that are whole now."""
         self._arrived += len(data)
-        file = self._files.setdefault(name, _File())
+        file = self._files.setdefault(name, _LogFile())
         if file.lines is None and file.events is None:
             file.head += data
             kind = is_event_head(file.head)
@@ -98,14 +100,14 @@ class RunLog:
             return
         self._end_of(file, cut=True)
         processes = file.processes
-        self._files[name] = again = _File()
+        self._files[name] = again = _LogFile()
         # They are remembered, so that one which begins again from an earlier step is known to have been restarted.
         again.processes = {
-            mark: _Process(self.framework.parser(), process.named, process.newest)
+            mark: _LogProcess(self.framework.parser(), process.named, process.newest)
             for mark, process in processes.items()
         }
 
-    def settle(self) -> list[Step]:
+    def settle(self) -> list[LoggedStep]:
         """To be called now and then: a step to which nothing was added since the last call is whole."""
         if self._arrived == self._arrived_seen:
             for file in self._files.values():
@@ -116,7 +118,7 @@ class RunLog:
         self._changes_seen = self._changes
         return self._given(all_of=quiet)
 
-    def end(self) -> list[Step]:
+    def end(self) -> list[LoggedStep]:
         """Nothing more will come."""
         for file in self._files.values():
             if file.head and file.lines is None and file.events is None:
@@ -132,7 +134,7 @@ class RunLog:
 
     # ---- files -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, file: _File, kind: bool) -> bytes:
+    def _begin(self, file: _LogFile, kind: bool) -> bytes:
         if kind:
             file.events = EventBytes(self.framework.keeps)
         else:
@@ -140,37 +142,37 @@ class RunLog:
         data, file.head = file.head, b""
         return data
 
-    def _read(self, file: _File, data: bytes) -> None:
+    def _read(self, file: _LogFile, data: bytes) -> None:
         if file.events is not None:
             for scalar in file.events.take(data):
                 record = file.open_event
                 if record is None or scalar.step != record.step or scalar.tag in record.values:
                     self._close_event(file)
-                    record = file.open_event = Record(scalar.step)
+                    record = file.open_event = StepRecord(scalar.step)
                 record.values[scalar.tag] = scalar.value
         elif file.lines is not None:
             for at, mark, line in file.lines.take(data):
                 self._take_line(file, at, mark, line)
 
-    def _take_line(self, file: _File, at: int, mark: str, line: Line) -> None:
+    def _take_line(self, file: _LogFile, at: int, mark: str, line: LogLine) -> None:
         file.at_line = at
         process = self._process(file, mark)
         for record in process.parser.take(line):
             self._take_record(file, process, record)
 
-    def _process(self, file: _File, mark: str) -> _Process:
+    def _process(self, file: _LogFile, mark: str) -> _LogProcess:
         if mark not in file.processes:
             while len(file.processes) >= MOST_PROCESSES:
                 del file.processes[next(iter(file.processes))]
-            file.processes[mark] = _Process(self.framework.parser(), named=bool(mark))
+            file.processes[mark] = _LogProcess(self.framework.parser(), named=bool(mark))
         return file.processes[mark]
 
-    def _close_event(self, file: _File) -> None:
+    def _close_event(self, file: _LogFile) -> None:
         record, file.open_event = file.open_event, None
         if record is not None:
             self._take_record(file, self._process(file, ""), record)
 
-    def _end_of(self, file: _File, *, cut: bool) -> None:
+    def _end_of(self, file: _LogFile, *, cut: bool) -> None:
         """A file has ended; where it was cut, what its processes had begun is not whole."""
         if file.events is not None:
             if file.events.end():
@@ -185,7 +187,7 @@ class RunLog:
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
-    def _take_record(self, file: _File, process: _Process, record: Record) -> None:
+    def _take_record(self, file: _LogFile, process: _LogProcess, record: StepRecord) -> None:
         newest = self.joined.newest
         timed = any(name.startswith(self.framework.prefix) for name in record.values)
         if record.whole and timed and newest is not None and self._told_already(file, process, record, newest):
@@ -202,7 +204,7 @@ class RunLog:
         elif newest is not None and newest.values != before:
             self._changes += 1
 
-    def _told_already(self, file: _File, process: _Process, record: Record, newest: Record) -> bool:
+    def _told_already(self, file: _LogFile, process: _LogProcess, record: StepRecord, newest: StepRecord) -> bool:
         """Whether another process told this step, and this is not the run started anew."""
         if record.step > newest.step:
             return False
@@ -213,7 +215,7 @@ class RunLog:
             return record.step > process.newest  # it goes on, a little behind; else it has begun again
         return record.step >= newest.step - LATE_STEPS
 
-    def _given(self, *, all_of: bool) -> list[Step]:
+    def _given(self, *, all_of: bool) -> list[LoggedStep]:
         """The steps that are whole and were not given out yet; of the newest one more may come."""
         until = len(self._waiting) if all_of else len(self._waiting) - 1
         given = [_step(self.framework, record, restart) for record, restart in self._waiting[: max(until, 0)]]
@@ -221,6 +223,6 @@ class RunLog:
         return given
 
 
-def _step(framework: Framework, record: Record, restart: bool) -> Step:
+def _step(framework: LogFramework, record: StepRecord, restart: bool) -> LoggedStep:
     saved = any(record.values.get(framework.prefix + name, 0.0) > 0 for name in CHECKPOINTS)
-    return Step(record.step, dict(record.values), restart, periodic_work(framework, record.values), saved)
+    return LoggedStep(record.step, dict(record.values), restart, periodic_work(framework, record.values), saved)

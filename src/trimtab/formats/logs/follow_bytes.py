@@ -11,9 +11,9 @@ import re
 import struct
 from collections.abc import Callable, Iterator
 
-from trimtab.formats.logs.records import MAX_LINE_BYTES, Line
+from trimtab.formats.logs.records import MAX_LINE_BYTES, LogLine
 from trimtab.formats.logs.tensorboard import MAX_RECORD_BYTES, Scalar, scalars_of
-from trimtab.formats.logs.wrapped_lines import Wraps
+from trimtab.formats.logs.wrapped_lines import WrappedLines
 
 HEAD_BYTES = 64
 _EVENT_FILE = b"brain.Event:"
@@ -26,10 +26,10 @@ class LineBytes:
     def __init__(self, needles: tuple[bytes, ...], starts: re.Pattern[str] | None = None) -> None:
         self.count = 0
         self._needles = needles
-        self._wraps = Wraps(starts)
+        self._wraps = WrappedLines(starts)
         self._rest = b""
 
-    def take(self, data: bytes) -> Iterator[tuple[int, str, Line]]:
+    def take(self, data: bytes) -> Iterator[tuple[int, str, LogLine]]:
         """The lines that end in these bytes. A carriage return ends one too: progress bars redraw themselves so."""
         # A file that was truncated under its writer begins with zeros.
         data = data.replace(b"\r", b"\n").replace(b"\0", b"")
@@ -43,11 +43,11 @@ class LineBytes:
             if self._wraps.holds or any(needle in one for needle in self._needles):
                 yield from self._numbered(self._wraps.take(_text(one[:MAX_LINE_BYTES])))
 
-    def quiet(self) -> Iterator[tuple[int, str, Line]]:
+    def quiet(self) -> Iterator[tuple[int, str, LogLine]]:
         """Nothing came for a while: a line that was held back as it might go on, does not."""
         yield from self._numbered(self._wraps.end())
 
-    def end(self) -> Iterator[tuple[int, str, Line]]:
+    def end(self) -> Iterator[tuple[int, str, LogLine]]:
         """The last line, where it never ended: it may have been cut off."""
         rest, self._rest = self._rest, b""
         if rest.strip():
@@ -55,7 +55,7 @@ class LineBytes:
             yield from self._numbered(self._wraps.take(_text(rest), whole=False))
         yield from self._numbered(self._wraps.end())
 
-    def _numbered(self, lines: Iterator[tuple[str, Line]]) -> Iterator[tuple[int, str, Line]]:
+    def _numbered(self, lines: Iterator[tuple[str, LogLine]]) -> Iterator[tuple[int, str, LogLine]]:
         for mark, line in lines:
             yield self.count, mark, line
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from trimtab.core.errors import InputError
 from trimtab.formats.load import load
-from trimtab.formats.loaded import Loaded
+from trimtab.formats.loaded import LoadedJob
 from trimtab.formats.logs import measured
 from trimtab.formats.logs import reader as logs
-from trimtab.formats.logs.follow import Step
+from trimtab.formats.logs.follow import LoggedStep
 from trimtab.formats.logs.gpus import RunFacts
-from trimtab.formats.logs.records import Framework, Record
+from trimtab.formats.logs.records import LogFramework, StepRecord
 from trimtab.model.plan import CurrentPlacement
 from trimtab.model.profile import ComponentProfile, Profile
 from trimtab.model.workflow import Cluster
@@ -42,7 +42,7 @@ class RunConfig:
     path: Path
     overrides: tuple[str, ...] = ()
 
-    def load(self, profile: Profile | None) -> Loaded:
+    def load(self, profile: Profile | None) -> LoadedJob:
         """The job with these costs."""
         return load(self.path, self.overrides, profile)
 
@@ -92,56 +92,56 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class Reading:
+class TimerReading:
     """What the timers of one run mean. `waits` says why, by component; `derived`: the last one's timer is no cost."""
 
-    framework: Framework
+    framework: LogFramework
     facts: RunFacts
     waits: Mapping[str, str]
     derived: bool = False
 
-    def seconds(self, step: Step) -> dict[str, float]:
+    def seconds(self, step: LoggedStep) -> dict[str, float]:
         """What the log says of each component in a step, waits among it."""
-        record = Record(step.number, dict(step.values))
+        record = StepRecord(step.number, dict(step.values))
         samples = logs.samples_of(self.framework, [record], self.facts)
         if self.derived and not logs.derive_last(self.framework, [record], samples, self.waits):
             # Its own timer contains waiting, and with periodic work in the step what the others leave is no cost.
             samples.pop(self.framework.last, None)
         return {name: one.seconds for name, (one,) in samples.items()}
 
-    def costs(self, step: Step) -> dict[str, float]:
+    def costs(self, step: LoggedStep) -> dict[str, float]:
         """What each component cost in a step, where that is known."""
         waits = {*self.waits, *self.framework.waiting(frozenset(step.values))}
         return {name: taken for name, taken in self.seconds(step).items() if name not in waits and taken > 0}
 
-    def total(self, step: Step) -> float | None:
+    def total(self, step: LoggedStep) -> float | None:
         """How long a step took; None where it says nothing of one, or periodic work fell into it."""
         total = step.values.get(self.framework.prefix + self.framework.total, 0.0)
         return total if total > 0 and not step.extra else None
 
-    def length(self, step: Step) -> float | None:
+    def length(self, step: LoggedStep) -> float | None:
         """The mean length of its answers, in tokens."""
         return self.framework.amounts(step.values)[1]
 
 
-def reading_of(framework: Framework, steps: Sequence[Step], facts: RunFacts) -> Reading:
+def reading_of(framework: LogFramework, steps: Sequence[LoggedStep], facts: RunFacts) -> TimerReading:
     """What the timers mean, by the first steps that count."""
-    records = [Record(step.number, dict(step.values)) for step in steps]
+    records = [StepRecord(step.number, dict(step.values)) for step in steps]
     samples = logs.samples_of(framework, records, facts)
     if not samples:
         raise InputError(
             f"no component's time is among what this {framework.name} log holds", hint=f"read are: {framework.reads}"
         )
     waits, derived = logs.waits_of(framework, records, samples, facts)
-    return Reading(framework, facts, waits, derived)
+    return TimerReading(framework, facts, waits, derived)
 
 
-def profile_of(reading: Reading, steps: Sequence[Step], gpus: Mapping[str, int]) -> Profile:
+def profile_of(reading: TimerReading, steps: Sequence[LoggedStep], gpus: Mapping[str, int]) -> Profile:
     """What everything costs in these steps, on as many GPUs as it has; waits are left out."""
-    samples: dict[str, list[measured.Sample]] = {}
+    samples: dict[str, list[measured.CostSample]] = {}
     for step in steps:
         for name, seconds in reading.costs(step).items():
-            samples.setdefault(name, []).append(measured.Sample(seconds))
+            samples.setdefault(name, []).append(measured.CostSample(seconds))
     most = max(gpus.values(), default=1)
     found = [measured.summarise(name, gpus.get(name) or most, taken) for name, taken in samples.items()]
     return Profile(reading.framework.name, tuple(found))

@@ -14,7 +14,7 @@ from typing import Any
 
 from trimtab.core.errors import InputError, nearest
 from trimtab.formats import yaml_text
-from trimtab.formats.frameworks.hydra_config import Reader, compose
+from trimtab.formats.frameworks.hydra_config import ConfigReader, compose
 from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
 
 HOW_TO_SAY = "--gpus 16, or per component --gpus rollout=8 --gpus trainer=8, or --config with the run's configuration"
@@ -128,7 +128,7 @@ def _openrlhf(config: Mapping[str, Any], name: str) -> RunFacts:
     return RunFacts(by_name={"rollout": rollout, "trainer": training}, answers_per_step=answers)
 
 
-def _nemo_rl(reader: Reader) -> RunFacts:
+def _nemo_rl(reader: ConfigReader) -> RunFacts:
     try:
         gpus = nemo_rl.gpus_of(reader)
     except InputError as error:

@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import InputError
-from trimtab.formats.logs.records import Line, read_lines
+from trimtab.formats.logs.records import LogLine, read_lines
 
 TOKEN_KEYS = ("response_tokens", "response_length", "output_tokens", "completion_tokens", "num_tokens")
 TEXT_KEYS = ("output", "response", "completion")
 MOST_TOKENS = 1e12
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 
-Curve = tuple[tuple[float, float], ...]
+CompletionCurve = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _AnswerLength:
     length: float
     prompt: str | None
 
@@ -39,7 +39,7 @@ def looks_like_dump(path: Path) -> bool:
     return first is not None and _answer(_json(first), set()) is not None
 
 
-def read(paths: Sequence[Path], group_size: int | None = None) -> tuple[Curve, tuple[str, ...]]:
+def read(paths: Sequence[Path], group_size: int | None = None) -> tuple[CompletionCurve, tuple[str, ...]]:
     """The completion curve [share of batches done, share of time] of some dumps, and what to know about it.
 
     Without a group size, samples of one step with the same prompt text are a group; without prompts each is its own.
@@ -48,7 +48,7 @@ def read(paths: Sequence[Path], group_size: int | None = None) -> tuple[Curve, t
         raise InputError("--group-size is 1 or more")
     files = [file for path in paths for file in _dump_files(path)]
     units: set[str] = set()
-    steps: dict[tuple[str, str], list[_Answer]] = {}
+    steps: dict[tuple[str, str], list[_AnswerLength]] = {}
     skipped = 0
     for file in files:
         for line in read_lines(file):
@@ -84,7 +84,7 @@ def read(paths: Sequence[Path], group_size: int | None = None) -> tuple[Curve, t
     return curve(rollouts), tuple(notes)
 
 
-def curve(rollouts: Sequence[Sequence[float]]) -> Curve:
+def curve(rollouts: Sequence[Sequence[float]]) -> CompletionCurve:
     """The mean curve of rollouts, each the ascending lengths of its groups: never falling, ending in (1, 1)."""
     points: list[tuple[float, float]] = []
     for share in SHARES:
@@ -102,7 +102,7 @@ def _time_of(share: float, lengths: Sequence[float]) -> float:
     return (below + (lengths[whole] - below) * (position - whole)) / lengths[-1]
 
 
-def _group_lengths(answers: Sequence[_Answer], group_size: int | None) -> list[float]:
+def _group_lengths(answers: Sequence[_AnswerLength], group_size: int | None) -> list[float]:
     if group_size is None and all(answer.prompt is not None for answer in answers):
         by_prompt: dict[str | None, float] = {}
         for answer in answers:
@@ -124,7 +124,7 @@ def _dump_files(path: Path) -> Iterator[Path]:
     yield from inside
 
 
-def _json(line: Line) -> Mapping[str, Any] | None:
+def _json(line: LogLine) -> Mapping[str, Any] | None:
     if not line.text.lstrip().startswith("{"):
         return None
     try:
@@ -134,7 +134,7 @@ def _json(line: Line) -> Mapping[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def _answer(data: Mapping[str, Any] | None, units: set[str]) -> _Answer | None:
+def _answer(data: Mapping[str, Any] | None, units: set[str]) -> _AnswerLength | None:
     if data is None or isinstance(data.get("data"), dict):
         return None
     prompt = data.get("input", data.get("prompt"))
@@ -145,10 +145,10 @@ def _answer(data: Mapping[str, Any] | None, units: set[str]) -> _Answer | None:
             value = len(value)
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MOST_TOKENS:
             units.add("tokens")
-            return _Answer(float(value), prompt)
+            return _AnswerLength(float(value), prompt)
     for key in TEXT_KEYS:
         value = data.get(key)
         if isinstance(value, str):
             units.add("characters, as the dump has no token counts")
-            return _Answer(float(len(value)), prompt)
+            return _AnswerLength(float(len(value)), prompt)
     return None

@@ -25,7 +25,7 @@ SHORTEST = 1e-9
 
 
 @dataclass(frozen=True)
-class Sample:
+class CostSample:
     """One component in one step. `tokens` are all response tokens of the step, `length` the mean answer's."""
 
     seconds: float
@@ -33,7 +33,9 @@ class Sample:
     length: float | None = None
 
 
-def summarise(name: str, gpus: int, samples: Sequence[Sample], kind: str = "", waits: bool = False) -> ComponentProfile:
+def summarise(
+    name: str, gpus: int, samples: Sequence[CostSample], kind: str = "", waits: bool = False
+) -> ComponentProfile:
     """A component's cost on so many GPUs: median, spread and drift of at least one sample."""
     seconds = [sample.seconds for sample in samples]
     per_1k = [1000 * sample.seconds / sample.tokens for sample in samples if sample.tokens and sample.tokens >= 1]
@@ -67,7 +69,7 @@ def drift(values: Sequence[float]) -> float | None:
     return (last - first) / first if first > SHORTEST else None
 
 
-def drift_note(component: ComponentProfile, samples: Sequence[Sample], by_length: bool = True) -> str | None:
+def drift_note(component: ComponentProfile, samples: Sequence[CostSample], by_length: bool = True) -> str | None:
     """A sentence on where a drift comes from: longer answers, or a dearer token (where length matters at all)."""
     if component.drift is None or abs(component.drift) < DRIFT_WORTH_TELLING:
         return None

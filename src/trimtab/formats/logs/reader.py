@@ -23,12 +23,12 @@ from trimtab.formats.logs import lengths as rollout_lengths
 from trimtab.formats.logs import measured
 from trimtab.formats.logs import tensorboard as tensorboard_events
 from trimtab.formats.logs.gpus import RunFacts
-from trimtab.formats.logs.measured import Sample
-from trimtab.formats.logs.records import Framework, Record, raw_lines
+from trimtab.formats.logs.measured import CostSample
+from trimtab.formats.logs.records import LogFramework, StepRecord, raw_lines
 from trimtab.formats.logs.wrapped_lines import unwrapped
 from trimtab.model.profile import ComponentProfile, Profile
 
-FRAMEWORKS: Mapping[str, Framework] = {framework.name: framework for framework in (VERL, RLINF, NEMO_RL, OPENRLHF)}
+FRAMEWORKS: Mapping[str, LogFramework] = {framework.name: framework for framework in (VERL, RLINF, NEMO_RL, OPENRLHF)}
 
 OVERLAP = 1.15
 """Components that together take so much longer than their step cannot have run one after another."""
@@ -42,21 +42,21 @@ _NOT_WAITING = (*_FIRST_IN_CHAIN, "weight_sync")
 
 
 @dataclass
-class Joined:
+class JoinedSteps:
     """The steps with timings of one run in order, cut where it was started anew; repeated lines are dropped."""
 
-    framework: Framework
-    pieces: list[list[Record]] = field(default_factory=list)
+    framework: LogFramework
+    pieces: list[list[StepRecord]] = field(default_factory=list)
     repeated: int = 0
     cut_off: int = 0
     _known: dict[int, list[dict[str, float]]] = field(default_factory=dict)
 
     @property
-    def newest(self) -> Record | None:
+    def newest(self) -> StepRecord | None:
         """The step that came last; what else is said of it goes into it."""
         return self.pieces[-1][-1] if self.pieces else None
 
-    def take(self, record: Record) -> bool:
+    def take(self, record: StepRecord) -> bool:
         """Count a record; whether a step begins with it."""
         framework, newest = self.framework, self.newest
         if not record.whole:
@@ -81,7 +81,7 @@ class Joined:
         self._known.setdefault(record.step, []).append(record.values)
         return True
 
-    def steps(self, warmup: int) -> list[Record]:
+    def steps(self, warmup: int) -> list[StepRecord]:
         """The steps that count: without the warm-up of every piece."""
         return [record for piece in self.pieces for record in piece[warmup:]]
 
@@ -127,7 +127,7 @@ def read(
     return _profile(source, run, steps, samples, facts, warmup, kind, curve)
 
 
-def detect(files: Sequence[Path]) -> Framework:
+def detect(files: Sequence[Path]) -> LogFramework:
     """The framework that wrote these files, by the first line or tag that only one of them writes."""
     for path in files:
         if tensorboard_events.is_event_file(path):
@@ -147,7 +147,7 @@ def detect(files: Sequence[Path]) -> Framework:
     raise InputError("no framework that trimtab knows wrote these timings", where=_named(files), hint=hint)
 
 
-def framework_named(name: str) -> Framework:
+def framework_named(name: str) -> LogFramework:
     """The framework of that name, or an InputError."""
     known = {**FRAMEWORKS, "nemo-rl": NEMO_RL, "nemo": NEMO_RL}
     if name.lower() not in known:
@@ -173,7 +173,7 @@ def files_of(path: Path) -> list[Path]:
     return inside
 
 
-def _records(framework: Framework, path: Path, run: Joined) -> Iterator[Record]:
+def _records(framework: LogFramework, path: Path, run: JoinedSteps) -> Iterator[StepRecord]:
     if not tensorboard_events.is_event_file(path):
         yield from framework.parse(unwrapped(raw_lines(path), framework.starts))
         return
@@ -181,26 +181,26 @@ def _records(framework: Framework, path: Path, run: Joined) -> Iterator[Record]:
     def cut_off() -> None:
         run.cut_off += 1
 
-    record: Record | None = None
+    record: StepRecord | None = None
     for scalar in tensorboard_events.read_scalars(path, framework.keeps, cut_off):
         if record is None or scalar.step != record.step or scalar.tag in record.values:
             if record is not None:
                 yield record
-            record = Record(scalar.step)
+            record = StepRecord(scalar.step)
         record.values[scalar.tag] = scalar.value
     if record is not None:
         yield record
 
 
-def _join(framework: Framework, files: Iterable[Path]) -> Joined:
+def _join(framework: LogFramework, files: Iterable[Path]) -> JoinedSteps:
     """All steps with timings of these files, read one after another."""
-    run = Joined(framework)
+    run = JoinedSteps(framework)
     for record in itertools.chain.from_iterable(_records(framework, path, run) for path in files):
         run.take(record)
     return run
 
 
-def disagree(framework: Framework, record: Record, other: Record) -> bool:
+def disagree(framework: LogFramework, record: StepRecord, other: StepRecord) -> bool:
     """Whether two records of one step hold different times: then the step was run twice."""
     return any(
         name.startswith(framework.prefix) and other.values.get(name, value) != value
@@ -209,14 +209,14 @@ def disagree(framework: Framework, record: Record, other: Record) -> bool:
 
 
 def _profile(
-    framework: Framework,
-    run: Joined,
-    steps: list[Record],
-    samples: dict[str, list[Sample]],
+    framework: LogFramework,
+    run: JoinedSteps,
+    steps: list[StepRecord],
+    samples: dict[str, list[CostSample]],
     facts: RunFacts,
     warmup: int,
     kind: str,
-    completion: tuple[rollout_lengths.Curve, tuple[str, ...]],
+    completion: tuple[rollout_lengths.CompletionCurve, tuple[str, ...]],
 ) -> Profile:
     if not samples:
         raise InputError(
@@ -260,7 +260,7 @@ def _profile(
 
 
 def waits_of(
-    framework: Framework, steps: Sequence[Record], samples: dict[str, list[Sample]], facts: RunFacts
+    framework: LogFramework, steps: Sequence[StepRecord], samples: dict[str, list[CostSample]], facts: RunFacts
 ) -> tuple[dict[str, str], bool]:
     """The components whose times are waits, and why; and whether the last one's samples were derived from the others'.
 
@@ -280,9 +280,9 @@ def waits_of(
     return waits, False
 
 
-def samples_of(framework: Framework, steps: Iterable[Record], facts: RunFacts) -> dict[str, list[Sample]]:
+def samples_of(framework: LogFramework, steps: Iterable[StepRecord], facts: RunFacts) -> dict[str, list[CostSample]]:
     """What each component took in each step that has it."""
-    samples: dict[str, list[Sample]] = {}
+    samples: dict[str, list[CostSample]] = {}
     for record in steps:
         tokens, length = framework.amounts(record.values)
         if tokens is None and length is not None and facts.answers_per_step:
@@ -290,16 +290,16 @@ def samples_of(framework: Framework, steps: Iterable[Record], facts: RunFacts) -
         for name in framework.parts:
             seconds = seconds_of(framework, name, record)
             if seconds is not None and seconds >= 0:
-                sample = Sample(seconds) if name in _NO_TOKENS else Sample(seconds, tokens, length)
+                sample = CostSample(seconds) if name in _NO_TOKENS else CostSample(seconds, tokens, length)
                 samples.setdefault(name, []).append(sample)
     return samples
 
 
 def derive_last(
-    framework: Framework, steps: Iterable[Record], samples: dict[str, list[Sample]], waits: Mapping[str, str]
+    framework: LogFramework, steps: Iterable[StepRecord], samples: dict[str, list[CostSample]], waits: Mapping[str, str]
 ) -> bool:
     """Replace the last component's samples by what the others leave of each step; false where nothing is left."""
-    derived: list[Sample] = []
+    derived: list[CostSample] = []
     for record in _plain_steps(framework, steps):
         others = [name for name in samples if name != framework.last and name not in waits]
         taken = sum(seconds_of(framework, name, record) or 0.0 for name in others)
@@ -307,12 +307,12 @@ def derive_last(
         left = record.values[framework.prefix + framework.total] - taken
         if left <= 0:
             return False
-        derived.append(Sample(left, *framework.amounts(record.values)))
+        derived.append(CostSample(left, *framework.amounts(record.values)))
     samples[framework.last] = derived
     return bool(derived)
 
 
-def seconds_of(framework: Framework, component: str, record: Record) -> float | None:
+def seconds_of(framework: LogFramework, component: str, record: StepRecord) -> float | None:
     """What a component's timers say of a step; None where it logs none."""
     for timers in framework.parts[component]:
         found = [record.values[framework.prefix + t] for t in timers if framework.prefix + t in record.values]
@@ -322,7 +322,7 @@ def seconds_of(framework: Framework, component: str, record: Record) -> float | 
     return None
 
 
-def _timers(framework: Framework) -> list[str]:
+def _timers(framework: LogFramework) -> list[str]:
     return [timers[0] for alternatives in framework.parts.values() for timers in alternatives]
 
 
@@ -330,25 +330,25 @@ def _first(samples: Mapping[str, object]) -> str:
     return next((name for name in _FIRST_IN_CHAIN if name in samples), next(iter(samples)))
 
 
-def periodic_work(framework: Framework, values: Mapping[str, float]) -> tuple[str, ...]:
+def periodic_work(framework: LogFramework, values: Mapping[str, float]) -> tuple[str, ...]:
     """Timers of validation, checkpoints and the like that make a step's total another than an iteration's."""
     total = values.get(framework.prefix + framework.total, 0.0)
     return tuple(n for n in framework.periodic if values.get(framework.prefix + n, 0.0) > NOTICEABLE * max(total, 0.0))
 
 
-def _plain_steps(framework: Framework, steps: Iterable[Record]) -> list[Record]:
+def _plain_steps(framework: LogFramework, steps: Iterable[StepRecord]) -> list[StepRecord]:
     """Steps without periodic work that state their total: only their totals are an iteration's."""
     total = framework.prefix + framework.total
     return [r for r in steps if r.values.get(total, 0.0) > 0 and not periodic_work(framework, r.values)]
 
 
-def _iteration(framework: Framework, steps: Iterable[Record]) -> float | None:
+def _iteration(framework: LogFramework, steps: Iterable[StepRecord]) -> float | None:
     totals = [r.values[framework.prefix + framework.total] for r in _plain_steps(framework, steps)]
     return statistics.median(totals) if totals else None
 
 
 def _overlap(
-    framework: Framework, steps: Iterable[Record], samples: Mapping[str, object], waits: Mapping[str, str]
+    framework: LogFramework, steps: Iterable[StepRecord], samples: Mapping[str, object], waits: Mapping[str, str]
 ) -> str | None:
     """Why the components' times overlap, where they do: then all but the first contain waiting for their input."""
     ratios = []
@@ -360,7 +360,7 @@ def _overlap(
     return f"the components together take {statistics.median(ratios):.2f} times their step, so they ran side by side"
 
 
-def _step_notes(framework: Framework, run: Joined, steps: list[Record], warmup: int) -> list[str]:
+def _step_notes(framework: LogFramework, run: JoinedSteps, steps: list[StepRecord], warmup: int) -> list[str]:
     notes: list[str] = []
     found = sum(len(piece) for piece in run.pieces)
     numbers = f"steps {steps[0].step} to {steps[-1].step}" if len(run.pieces) == 1 else "all pieces"

@@ -1,6 +1,6 @@
 """What every log comes down to: numbered records of named values, whatever wrote them.
 
-A `Framework` says how its lines are read and what its timers mean; `logs` does the rest for all of them alike. Lines
+A `LogFramework` says how its lines are read and what its timers mean; `logs` does the rest for all of them alike. Lines
 are cleaned here once (colours, Ray's prefixes, carriage returns of progress bars). Garbage is never an error: a
 line that is not understood is not a record.
 """
@@ -38,7 +38,7 @@ LARGEST_VALUE = 1e15
 
 
 @dataclass
-class Record:
+class StepRecord:
     """The values one step logged, under the framework's own names. `whole` is false where the line was cut off."""
 
     step: int
@@ -46,20 +46,20 @@ class Record:
     whole: bool = True
 
 
-class Parser(Protocol):
+class LogParser(Protocol):
     """Lines in, records out: one process's lines of one log, in order, as they come."""
 
-    def take(self, line: Line) -> Iterable[Record]:
+    def take(self, line: LogLine) -> Iterable[StepRecord]:
         """The records that end with this line."""
         ...
 
-    def end(self) -> Iterable[Record]:
+    def end(self) -> Iterable[StepRecord]:
         """What has begun and will not end, as no line follows."""
         ...
 
 
 @dataclass(frozen=True)
-class Framework:
+class LogFramework:
     """How one training framework logs.
 
     A line without any of the `needles` says nothing to the parser, whatever else is in it.
@@ -77,7 +77,7 @@ class Framework:
     prefix: str
     kept: tuple[str, ...]
     marker: re.Pattern[str]
-    parser: Callable[[], Parser]
+    parser: Callable[[], LogParser]
     needles: tuple[bytes, ...]
     parts: Mapping[str, tuple[tuple[str, ...], ...]]
     total: str
@@ -95,7 +95,7 @@ class Framework:
         """Whether a logged value matters here; the rest is thrown away early, logs being large."""
         return name.startswith(self.kept)
 
-    def parse(self, lines: Iterable[Line]) -> Iterator[Record]:
+    def parse(self, lines: Iterable[LogLine]) -> Iterator[StepRecord]:
         """The records of a whole log."""
         parser = self.parser()
         for line in lines:
@@ -104,16 +104,16 @@ class Framework:
 
 
 @dataclass(frozen=True)
-class Line:
+class LogLine:
     """One cleaned line. `whole` is false for a last line without its end: it may have been cut off."""
 
     text: str
     whole: bool = True
 
 
-def read_lines(path: Path) -> Iterator[Line]:
+def read_lines(path: Path) -> Iterator[LogLine]:
     """The cleaned lines of a log, one at a time and of bounded length, or an InputError."""
-    return (Line(clean(raw), whole) for raw, whole in raw_lines(path))
+    return (LogLine(clean(raw), whole) for raw, whole in raw_lines(path))
 
 
 def raw_lines(path: Path) -> Iterator[tuple[str, bool]]:

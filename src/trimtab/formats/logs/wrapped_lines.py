@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from trimtab.formats.logs.records import Line, clean, number, process_of, uncoloured
+from trimtab.formats.logs.records import LogLine, clean, number, process_of, uncoloured
 
 NARROWEST, WIDEST = 40, 320
 """Columns of windows from which logs are copied; a line that is wider was not broken."""
@@ -23,7 +23,7 @@ TRIMMED = 2
 _WORDS = frozenset(("nan", "inf", "-inf", "True", "False", "None"))
 
 
-class Wraps:
+class WrappedLines:
     """Lines in, whole lines out. `starts` finds the beginning of a line that may be broken."""
 
     def __init__(self, starts: re.Pattern[str] | None) -> None:
@@ -37,7 +37,7 @@ class Wraps:
         """Whether a line is held back."""
         return self._pieces > 0
 
-    def take(self, raw: str, whole: bool = True) -> Iterator[tuple[str, Line]]:
+    def take(self, raw: str, whole: bool = True) -> Iterator[tuple[str, LogLine]]:
         """The lines that are whole now, each with the mark of the process that wrote it."""
         if self._pieces and self._goes_on(raw):
             self._join(raw)
@@ -50,16 +50,16 @@ class Wraps:
         if whole and self._starts and NARROWEST <= len(text) <= WIDEST and self._starts.search(text):
             self._open, self._pieces, self._width, self._last = text, 1, len(text), len(text)
         else:
-            yield process_of(raw), Line(clean(raw), whole)
+            yield process_of(raw), LogLine(clean(raw), whole)
 
-    def end(self) -> Iterator[tuple[str, Line]]:
+    def end(self) -> Iterator[tuple[str, LogLine]]:
         """What was held back, as nothing follows."""
         yield from self._given(whole=True)
 
-    def _given(self, whole: bool) -> Iterator[tuple[str, Line]]:
+    def _given(self, whole: bool) -> Iterator[tuple[str, LogLine]]:
         if self._pieces:
             raw, self._open, self._pieces = self._open, "", 0
-            yield process_of(raw), Line(clean(raw), whole)
+            yield process_of(raw), LogLine(clean(raw), whole)
 
     def _goes_on(self, raw: str) -> bool:
         text = uncoloured(raw)
@@ -83,9 +83,9 @@ class Wraps:
         self._last = len(text)
 
 
-def unwrapped(lines: Iterable[tuple[str, bool]], starts: re.Pattern[str] | None) -> Iterator[Line]:
+def unwrapped(lines: Iterable[tuple[str, bool]], starts: re.Pattern[str] | None) -> Iterator[LogLine]:
     """The lines of a log, as written, with those put together that were broken."""
-    wraps = Wraps(starts)
+    wraps = WrappedLines(starts)
     for raw, whole in lines:
         for _, line in wraps.take(raw, whole):
             yield line

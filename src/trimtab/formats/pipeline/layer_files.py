@@ -35,7 +35,7 @@ _BOOLEAN_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLayers:
     """The part of a layer profile that the files hold."""
 
     model: str
@@ -49,7 +49,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergedFiles:
     """What was written where, and what a person should know about it."""
 
     model: str
@@ -74,7 +74,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def measured(data: Mapping[str, Any], name: str = "the profile") -> Measured:
+def measured(data: Mapping[str, Any], name: str = "the profile") -> MeasuredLayers:
     """The checked figures of a layer profile."""
     model, dtype = _word(data, "model", name), _word(data, "dtype", name)
     times = tuple(_number(value, f"{name}: time_s") for value in _list(data, "time_s", name))
@@ -88,7 +88,7 @@ def measured(data: Mapping[str, Any], name: str = "the profile") -> Measured:
     batch_size = _count(data.get("batch_size"), f"{name}: batch_size")
     if not batch_size:
         raise InputError("a batch size is 1 or more", where=f"{name}: batch_size")
-    return Measured(
+    return MeasuredLayers(
         model=model,
         dtype=dtype,
         batch_size=batch_size,
@@ -110,7 +110,7 @@ def merge(
     bw_mbps: float | None = None,
     mem_mb: float | None = None,
     force: bool = False,
-) -> Merged:
+) -> MergedFiles:
     """Add a layer profile to both files, or to neither. Raises InputError where it contradicts what stands there."""
     profile = measured(data)
     model = model_name or profile.model
@@ -129,7 +129,7 @@ def merge(
     texts = [(document, document.text()) for document in (models, types)]
     changed = any(text != document.old for document, text in texts)
     _write_both(texts)
-    return Merged(model, device_type, models_file, types_file, changed, tuple(notes))
+    return MergedFiles(model, device_type, models_file, types_file, changed, tuple(notes))
 
 
 class _Document:
@@ -192,7 +192,7 @@ class _Document:
         return text
 
 
-def _merge_model(document: _Document, model: str, profile: Measured, force: bool, notes: dict[str, None]) -> None:
+def _merge_model(document: _Document, model: str, profile: MeasuredLayers, force: bool, notes: dict[str, None]) -> None:
     where = f"{document.path}: {model}"
     layers = len(profile.time_s)
     entry = document.expected.get(model)
@@ -243,7 +243,7 @@ def _merge_type(
     document: _Document,
     name: str,
     model: str,
-    profile: Measured,
+    profile: MeasuredLayers,
     bw_mbps: float | None,
     mem_mb: float | None,
     force: bool,

@@ -20,7 +20,7 @@ from ruamel.yaml.error import YAMLError
 
 from trimtab.core.errors import InputError, nearest
 from trimtab.formats import yaml_text
-from trimtab.model.pipeline import DeviceType, Host, Link, ModelChain, PipelineJob, Schedule
+from trimtab.model.pipeline import DeviceType, Host, HostLink, ModelChain, PipelineJob, Schedule
 
 MOST = float(2**53)
 """Numbers beyond this are mistakes, and would not add up exactly."""
@@ -52,7 +52,7 @@ ELEMENT_BYTES: dict[str, int] = {
 
 
 @dataclass(frozen=True)
-class Request:
+class PartitionRequest:
     """What a user asks of the files: which model, measured how, and how the schedule may look."""
 
     model: str
@@ -75,7 +75,9 @@ class LoadedPipeline:
     warnings: tuple[str, ...]
 
 
-def load(models: Path, types: Path, devices: Path, request: Request, links: Path | None = None) -> LoadedPipeline:
+def load(
+    models: Path, types: Path, devices: Path, request: PartitionRequest, links: Path | None = None
+) -> LoadedPipeline:
     """The job that three files, or four, describe. Raises InputError."""
     warnings: list[str] = []
     dtype = canonical_dtype(request.dtype)
@@ -281,10 +283,10 @@ def _profile(
     return found, seen
 
 
-def _links(path: Path, known: list[str]) -> tuple[Link, ...]:
+def _links(path: Path, known: list[str]) -> tuple[HostLink, ...]:
     """Links by pair of hosts; of entries that speak of the same pair the last one counts."""
     entries = _as_written(path, list)
-    found: dict[tuple[str, str], Link] = {}
+    found: dict[tuple[str, str], HostLink] = {}
     for at, entry in enumerate(entries):
         where = f"{path}: [{at}]"
         entry = _mapping(entry, where)
@@ -312,7 +314,7 @@ def _links(path: Path, known: list[str]) -> tuple[Link, ...]:
             if a == b:
                 raise InputError(f"host {a} is linked to itself", where=where)
             pair = (a, b) if a < b else (b, a)
-            found[pair] = Link(pair, speed, delay)
+            found[pair] = HostLink(pair, speed, delay)
     return tuple(found.values())
 
 

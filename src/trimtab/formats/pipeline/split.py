@@ -13,7 +13,7 @@ from trimtab.core.errors import InfeasibleError
 from trimtab.model.pipeline import Schedule
 
 
-class Engine(str, enum.Enum):
+class SplitTarget(str, enum.Enum):
     """Who is to run the stages."""
 
     vllm = "vllm"
@@ -21,7 +21,7 @@ class Engine(str, enum.Enum):
     megatron = "megatron"
 
 
-def split_lines(schedule: Schedule, engine: Engine, layers_per_block: int = 1) -> str:
+def split_lines(schedule: Schedule, engine: SplitTarget, layers_per_block: int = 1) -> str:
     """Shell text: the split as an environment variable or as flags, with the hosts in rank order as a comment."""
     sizes = [(stage.last - stage.first + 1) // layers_per_block for stage in schedule.stages]
     if not sizes:
@@ -29,9 +29,9 @@ def split_lines(schedule: Schedule, engine: Engine, layers_per_block: int = 1) -
     listed = ",".join(map(str, sizes))
     hosts = " ".join(stage.host for stage in schedule.stages)
     count = len(sizes)
-    if engine is Engine.vllm:
+    if engine is SplitTarget.vllm:
         lines = [f'export VLLM_PP_LAYER_PARTITION="{listed}"', f"# vllm serve ... --pipeline-parallel-size {count}"]
-    elif engine is Engine.sglang:
+    elif engine is SplitTarget.sglang:
         lines = [
             f'export SGLANG_PP_LAYER_PARTITION="{listed}"',
             f"# python -m sglang.launch_server ... --pp-size {count}",

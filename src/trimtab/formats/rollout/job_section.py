@@ -21,8 +21,14 @@ from pydantic import BaseModel, ValidationError
 from trimtab.core.errors import InputError, nearest
 from trimtab.formats import yaml_text
 from trimtab.formats.rollout import elastic_config as elastic_config_file
-from trimtab.formats.rollout.schema import MOST_ENGINES, ClassSection, EngineSection, GatewaySection, RolloutSection
-from trimtab.formats.rollout.settings import AttachedEngine, DoorSettings, RolloutSettings, StartedEngines, place
+from trimtab.formats.rollout.schema import (
+    MOST_ENGINES,
+    EngineSection,
+    GatewaySection,
+    RequestClassSection,
+    RolloutSection,
+)
+from trimtab.formats.rollout.settings import AttachedEngine, GatewayFileSettings, RolloutSettings, StartedEngines, place
 from trimtab.machines.rollout.machine import STATIC
 from trimtab.machines.rollout.policies import policy as scaling
 from trimtab.model.elastic_config import ElasticConfig
@@ -89,7 +95,7 @@ def from_data(data: Any, text: str, path: Path) -> RolloutSettings:
         raise _explained(error, text, name) from None
     except RecursionError:
         raise InputError("the file is nested too deeply", where=name) from None
-    at = _At(text, name)
+    at = _FileLocation(text, name)
     elastic = _elastic(data, at)
     engines = _engines(section, at)
     return RolloutSettings(
@@ -98,7 +104,7 @@ def from_data(data: Any, text: str, path: Path) -> RolloutSettings:
         rules=_rules(section, elastic, engines, at),
         elastic=elastic or STATIC,
         elastic_said=elastic is not None,
-        gateway=DoorSettings(**section.gateway.model_dump()),
+        gateway=GatewayFileSettings(**section.gateway.model_dump()),
         follow_weights=section.follow_weights,
         journal=None if section.journal is None else path.parent / section.journal,
         logs=None if section.logs is None else path.parent / section.logs,
@@ -117,7 +123,7 @@ def _no_section(data: Any, name: str) -> InputError:
 
 
 @dataclass(frozen=True)
-class _At:
+class _FileLocation:
     """Says where in the file something is wrong."""
 
     text: str
@@ -130,7 +136,7 @@ class _At:
         return place(self.text, self.name, keys)
 
 
-def _elastic(data: Mapping[Any, Any], at: _At) -> ElasticConfig | None:
+def _elastic(data: Mapping[Any, Any], at: _FileLocation) -> ElasticConfig | None:
     block = elastic_config_file.BLOCK
     try:
         elastic = elastic_config_file.from_data(data, at.name)
@@ -143,7 +149,7 @@ def _elastic(data: Mapping[Any, Any], at: _At) -> ElasticConfig | None:
     return elastic
 
 
-def _engines(section: RolloutSection, at: _At) -> tuple[AttachedEngine | StartedEngines, ...]:
+def _engines(section: RolloutSection, at: _FileLocation) -> tuple[AttachedEngine | StartedEngines, ...]:
     found: list[AttachedEngine | StartedEngines] = []
     for index, one in enumerate(section.engines):
         entry = EngineSection(url=one) if isinstance(one, str) else one
@@ -153,7 +159,7 @@ def _engines(section: RolloutSection, at: _At) -> tuple[AttachedEngine | Started
     return tuple(found)
 
 
-def _attached(entry: EngineSection, at: _At, keys: tuple[str | int, ...]) -> AttachedEngine:
+def _attached(entry: EngineSection, at: _FileLocation, keys: tuple[str | int, ...]) -> AttachedEngine:
     url = (entry.url or "").rstrip("/")
     try:
         parts = urlsplit(url if "//" in url else f"//{url}")
@@ -174,7 +180,7 @@ def _attached(entry: EngineSection, at: _At, keys: tuple[str | int, ...]) -> Att
     )
 
 
-def _started(entry: EngineSection, at: _At, keys: tuple[str | int, ...]) -> StartedEngines:
+def _started(entry: EngineSection, at: _FileLocation, keys: tuple[str | int, ...]) -> StartedEngines:
     if entry.kind is None and entry.command is None:
         raise at.wrong(
             "an engine has a url (it runs already), or a kind or command (trimtab starts it)",
@@ -233,7 +239,7 @@ def _started(entry: EngineSection, at: _At, keys: tuple[str | int, ...]) -> Star
     )
 
 
-def _check_names(found: Sequence[AttachedEngine | StartedEngines], at: _At) -> None:
+def _check_names(found: Sequence[AttachedEngine | StartedEngines], at: _FileLocation) -> None:
     """No two workers of one name, and no engine twice."""
     seen: dict[str, int] = {}
     for index, one in enumerate(found):
@@ -251,7 +257,7 @@ def _rules(
     section: RolloutSection,
     elastic: ElasticConfig | None,
     engines: Sequence[AttachedEngine | StartedEngines],
-    at: _At,
+    at: _FileLocation,
 ) -> RolloutRules:
     known = {one.name: one.type for one in fields(RolloutRules) if one.name not in SAID_ELSEWHERE}
     hints = get_type_hints(RolloutRules)
@@ -305,7 +311,7 @@ def _classes(section: RolloutSection) -> tuple[RequestClass, ...]:
     return tuple({DEFAULT_CLASS: RequestClass(), **stated}.values())
 
 
-def _ownership(section: RolloutSection, at: _At) -> Ownership:
+def _ownership(section: RolloutSection, at: _FileLocation) -> Ownership:
     owners: dict[str, Owner] = {}
     verbs = [one.name for one in fields(Ownership)]
     for verb, owner in section.ownership.items():
@@ -361,7 +367,7 @@ def _is_branch(part: int | str) -> bool:
 def _known_keys(keys: Sequence[str | int]) -> list[str]:
     """The keys that a section may have."""
     models: dict[str, type[BaseModel]] = {
-        "engines": EngineSection, "classes": ClassSection, "gateway": GatewaySection
+        "engines": EngineSection, "classes": RequestClassSection, "gateway": GatewaySection
     }  # fmt: skip
     model = models.get(str(keys[0]), RolloutSection) if keys else RolloutSection
     return list(model.model_fields)

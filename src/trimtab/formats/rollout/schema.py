@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from trimtab.formats.job import Name, Seconds
-from trimtab.formats.rollout.settings import USUAL_PORT, DoorSettings
+from trimtab.formats.rollout.settings import USUAL_PORT, GatewayFileSettings
 
 MOST_ENGINES = 4_096
 LEAST_S = 0.001  # of a time that something has to be done in
@@ -87,7 +87,7 @@ class EngineSection(_Section):
     priority: Annotated[float, BeforeValidator(_no_bool), Field(ge=-1e9, le=1e9, allow_inf_nan=False)] | None = None
 
 
-class ClassSection(_Section):
+class RequestClassSection(_Section):
     """One entry of `classes`."""
 
     priority: Annotated[int, BeforeValidator(_no_bool), Field(ge=-1_000_000, le=1_000_000, strict=True)] = 0
@@ -98,19 +98,19 @@ class ClassSection(_Section):
 class GatewaySection(_Section):
     """The `gateway` section."""
 
-    host: Name = DoorSettings.host
+    host: Name = GatewayFileSettings.host
     port: Annotated[int, BeforeValidator(_no_bool), Field(ge=0, le=65_535, strict=True)] = USUAL_PORT
     allowed_hosts: Names = ()
-    worker_hosts: Names = DoorSettings.worker_hosts
+    worker_hosts: Names = GatewayFileSettings.worker_hosts
     open_requests: bool | None = None
     model_name: str = ""
     max_body_bytes: Annotated[int, BeforeValidator(_no_bool), Field(ge=1, le=2**32, strict=True)] = (
-        DoorSettings.max_body_bytes
+        GatewayFileSettings.max_body_bytes
     )
-    max_concurrent: Whole = DoorSettings.max_concurrent
-    default_max_tokens: Whole = DoorSettings.default_max_tokens
+    max_concurrent: Whole = GatewayFileSettings.max_concurrent
+    default_max_tokens: Whole = GatewayFileSettings.default_max_tokens
     deadline_s: Annotated[Seconds, Field(ge=LEAST_S)] | None = None
-    stop_s: Seconds = DoorSettings.stop_s
+    stop_s: Seconds = GatewayFileSettings.stop_s
 
 
 class RolloutSection(_Section):
@@ -120,7 +120,7 @@ class RolloutSection(_Section):
         default_factory=list
     )
     version: Version = 0
-    classes: dict[Name, ClassSection] = Field(default_factory=dict)
+    classes: dict[Name, RequestClassSection] = Field(default_factory=dict)
     ownership: dict[str, str] = Field(default_factory=dict)
     rules: dict[str, Any] = Field(default_factory=dict)
     gateway: GatewaySection = Field(default_factory=GatewaySection)

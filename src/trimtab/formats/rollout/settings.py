@@ -85,7 +85,7 @@ class StartedEngines:
 
 
 @dataclass(frozen=True)
-class DoorSettings:
+class GatewayFileSettings:
     """Where the gateway listens, whom it answers, and how much of it. Seconds, unless said otherwise."""
 
     host: str = "127.0.0.1"
@@ -110,7 +110,7 @@ class RolloutSettings:
     rules: RolloutRules
     elastic: ElasticConfig
     elastic_said: bool  # the file has an elastic_config block
-    gateway: DoorSettings = DoorSettings()
+    gateway: GatewayFileSettings = GatewayFileSettings()
     follow_weights: bool = False  # a trainer refits engines by itself: what they report is followed
     journal: Path | None = None
     logs: Path | None = None  # of engines that are started; None: beside the file that says where the gateway is

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.core.resources import NOTHING, Resources, total
-from trimtab.machines.diagnose.fitting import Space, place
-from trimtab.machines.diagnose.snapshot import Holder, Kind, Survey, Waiting
+from trimtab.machines.diagnose.fitting import NodeSpace, place
+from trimtab.machines.diagnose.snapshot import GcsSnapshot, PendingWorkload, ResourceHolder, WorkloadKind
 
 MOST_TRIED = 60  # holders; of more, the largest
 
@@ -21,10 +21,10 @@ class Blocker:
     """All that somebody holds on nodes: an actor, a task, or a whole placement group."""
 
     id: str
-    kind: Kind
+    kind: WorkloadKind
     name: str
     job: str
-    parts: tuple[Holder, ...]
+    parts: tuple[ResourceHolder, ...]
 
     @property
     def amounts(self) -> Resources:
@@ -32,16 +32,16 @@ class Blocker:
         return total([one.amounts for one in self.parts])
 
 
-def blockers_of(holders: Iterable[Holder]) -> list[Blocker]:
+def blockers_of(holders: Iterable[ResourceHolder]) -> list[Blocker]:
     """Holders of nodes, each told once."""
-    parts: dict[str, list[Holder]] = {}
+    parts: dict[str, list[ResourceHolder]] = {}
     for one in holders:
         if one.group is None and one.amounts:
             parts.setdefault(one.id, []).append(one)
     return [Blocker(id, each[0].kind, each[0].name, each[0].job, tuple(each)) for id, each in parts.items()]
 
 
-def without(spaces: Sequence[Space], gone: Iterable[Blocker]) -> list[Space]:
+def without(spaces: Sequence[NodeSpace], gone: Iterable[Blocker]) -> list[NodeSpace]:
     """The spaces as they would be without those."""
     freed: dict[str, Resources] = {}
     for blocker in gone:
@@ -50,7 +50,9 @@ def without(spaces: Sequence[Space], gone: Iterable[Blocker]) -> list[Space]:
     return [replace(one, free=one.free.plus(freed.get(one.node, NOTHING))) for one in spaces]
 
 
-def who_would_free(waiting: Waiting, spaces: Sequence[Space], holders: Iterable[Holder]) -> tuple[Blocker, ...]:
+def who_would_free(
+    waiting: PendingWorkload, spaces: Sequence[NodeSpace], holders: Iterable[ResourceHolder]
+) -> tuple[Blocker, ...]:
     """A small set of holders without whom the asks fit; empty where no set of known holders will do."""
     wanted = {name for ask in waiting.asks for name, _ in ask.amounts}
     nodes = {one.node for one in spaces}
@@ -67,7 +69,7 @@ def who_would_free(waiting: Waiting, spaces: Sequence[Space], holders: Iterable[
     return _smallest(waiting, spaces, known[:MOST_TRIED])
 
 
-def _on_one_node(waiting: Waiting, spaces: Sequence[Space], known: list[Blocker]) -> tuple[Blocker, ...]:
+def _on_one_node(waiting: PendingWorkload, spaces: Sequence[NodeSpace], known: list[Blocker]) -> tuple[Blocker, ...]:
     best: tuple[Blocker, ...] = ()
     for space in spaces:
         there = [one for one in known if any(part.node == space.node for part in one.parts)]
@@ -77,7 +79,7 @@ def _on_one_node(waiting: Waiting, spaces: Sequence[Space], known: list[Blocker]
     return best
 
 
-def _smallest(waiting: Waiting, spaces: Sequence[Space], known: list[Blocker]) -> tuple[Blocker, ...]:
+def _smallest(waiting: PendingWorkload, spaces: Sequence[NodeSpace], known: list[Blocker]) -> tuple[Blocker, ...]:
     def fits(gone: list[Blocker]) -> bool:
         return place(waiting.asks, without(spaces, gone), waiting.strategy).nodes is not None
 
@@ -100,11 +102,11 @@ def _units(blockers: tuple[Blocker, ...]) -> int:
 
 
 @dataclass(frozen=True)
-class Claim:
+class WorkloadHoldings:
     """What belongs together: actors of one class and job, or the placement groups of a job; what it holds meanwhile."""
 
     job: str
-    kind: Kind
+    kind: WorkloadKind
     like: str
     held: tuple[Blocker, ...]
 
@@ -114,7 +116,7 @@ class Claim:
         return total([one.amounts for one in self.held])
 
 
-def claim_of(waiting: Waiting, survey: Survey) -> Claim:
+def claim_of(waiting: PendingWorkload, survey: GcsSnapshot) -> WorkloadHoldings:
     """What waits, with what its siblings hold."""
     held = [
         one
@@ -123,12 +125,15 @@ def claim_of(waiting: Waiting, survey: Survey) -> Claim:
         and one.group is None
         and (one.id == waiting.id or (one.job == waiting.job and bool(waiting.job) and one.like == waiting.like))
     ]
-    return Claim(waiting.job, waiting.kind, waiting.like, tuple(blockers_of(held)))
+    return WorkloadHoldings(waiting.job, waiting.kind, waiting.like, tuple(blockers_of(held)))
 
 
 def rival(
-    waiting: Waiting, others: Iterable[Waiting], survey: Survey, spaces: Callable[[Waiting], Sequence[Space]]
-) -> tuple[Waiting, Claim, Claim] | None:
+    waiting: PendingWorkload,
+    others: Iterable[PendingWorkload],
+    survey: GcsSnapshot,
+    spaces: Callable[[PendingWorkload], Sequence[NodeSpace]],
+) -> tuple[PendingWorkload, WorkloadHoldings, WorkloadHoldings] | None:
     """Somebody else who waits, each of the two holding what the other needs; with what each of them holds.
 
     A placement group that lost a bundle blocks others by what it still holds, whether they block it or not.
@@ -139,7 +144,7 @@ def rival(
         if (other.job, other.kind, other.like) == (waiting.job, waiting.kind, waiting.like):
             continue
         theirs = claim_of(other, survey)
-        broken = other.kind is Kind.group and any(ask.node is not None for ask in other.asks)
+        broken = other.kind is WorkloadKind.group and any(ask.node is not None for ask in other.asks)
         if not theirs.held or not (mine.held or broken):
             continue
         if place(waiting.asks, without(spaces(waiting), theirs.held), waiting.strategy).nodes is None:

@@ -10,10 +10,10 @@ import enum
 from dataclasses import dataclass
 
 from trimtab.core.resources import NOTHING, Resources
-from trimtab.machines.diagnose.snapshot import Waiting
+from trimtab.machines.diagnose.snapshot import PendingWorkload
 
 
-class Cause(str, enum.Enum):
+class WaitCause(str, enum.Enum):
     """Why something waits: stable constants."""
 
     # never, on the nodes that are here and stay
@@ -39,7 +39,7 @@ class Cause(str, enum.Enum):
     fits = "FITS"  # there is room: Ray places it at its next try
 
 
-class Remark(str, enum.Enum):
+class NoteKind(str, enum.Enum):
     """What is worth knowing though nobody waits for it."""
 
     draining = "NODE_DRAINING"
@@ -49,11 +49,11 @@ class Remark(str, enum.Enum):
     not_seen = "NOT_SEEN"  # something could not be looked at
 
 
-UNDER_WAY = (Cause.starting, Cause.fits)
+UNDER_WAY = (WaitCause.starting, WaitCause.fits)
 
 
 @dataclass(frozen=True)
-class Row:
+class NodeFit:
     """One node beside one ask: what is free there, and what the ask lacks."""
 
     node: str  # its name
@@ -68,15 +68,15 @@ class Row:
 class Finding:
     """Why some things alike wait. `never`: they cannot start on the nodes that are here and stay."""
 
-    cause: Cause
-    who: tuple[Waiting, ...]
+    cause: WaitCause
+    who: tuple[PendingWorkload, ...]
     sentence: str
     never: bool = False
     asked: Resources = NOTHING  # by the ask that the rows are about
-    rows: tuple[Row, ...] = ()
+    rows: tuple[NodeFit, ...] = ()
     frees: tuple[str, ...] = ()  # what would help, the best first
     blockers: tuple[str, ...] = ()  # ids of those who would have to end
-    followers: tuple[Waiting, ...] = ()  # wait for these, and for nothing else
+    followers: tuple[PendingWorkload, ...] = ()  # wait for these, and for nothing else
     rival: str | None = None  # HALF_HELD: the id of the other one that waits
 
     @property
@@ -91,10 +91,10 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Note:
+class DiagnosisNote:
     """Something worth knowing."""
 
-    remark: Remark
+    remark: NoteKind
     sentence: str
 
 
@@ -103,7 +103,7 @@ class Diagnosis:
     """What a survey comes to: findings (those that never end first, then the oldest), and notes."""
 
     findings: tuple[Finding, ...]
-    notes: tuple[Note, ...] = ()
+    notes: tuple[DiagnosisNote, ...] = ()
 
     @property
     def waits(self) -> int:

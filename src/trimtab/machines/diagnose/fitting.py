@@ -11,32 +11,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trimtab.core.resources import Resources, total
-from trimtab.machines.diagnose.snapshot import Ask
-from trimtab.model.pool import Labels, Strategy
+from trimtab.machines.diagnose.snapshot import ResourceRequest
+from trimtab.model.pool import Labels, PlacementStrategy
 
 EFFORT = 20_000  # places tried before the search is given up
 MOST_SEARCHED = 400  # asks; more are placed largest first and not searched further
 
 
 @dataclass(frozen=True)
-class Space:
+class NodeSpace:
     """Room on one node. Labels of a node that is not there yet are unknown (None): any will do."""
 
     node: str
     free: Resources
     labels: Labels | None = ()
 
-    def accepts(self, ask: Ask) -> bool:
+    def accepts(self, ask: ResourceRequest) -> bool:
         """Whether the labels will do."""
         return self.labels is None or ask.accepts(self.labels)
 
-    def takes(self, ask: Ask) -> bool:
+    def takes(self, ask: ResourceRequest) -> bool:
         """Whether one ask alone fits."""
         return self.accepts(ask) and ask.amounts.within(self.free)
 
 
 @dataclass(frozen=True)
-class Fit:
+class FitResult:
     """Where each ask goes (`nodes`, in the order of the asks), or None; `proven` false: none was found in time."""
 
     nodes: tuple[str, ...] | None
@@ -48,18 +48,22 @@ class Fit:
         return self.nodes is not None or not self.proven
 
 
-NO_FIT = Fit(None)
+NO_FIT = FitResult(None)
 
 
 def place(
-    asks: Sequence[Ask], spaces: Sequence[Space], strategy: Strategy = Strategy.pack, *, effort: int = EFFORT
-) -> Fit:
+    asks: Sequence[ResourceRequest],
+    spaces: Sequence[NodeSpace],
+    strategy: PlacementStrategy = PlacementStrategy.pack,
+    *,
+    effort: int = EFFORT,
+) -> FitResult:
     """Put every ask on a node by the rules of the strategy. Asks that have their place already keep it."""
     todo = [ask for ask in asks if ask.node is None]
     settled = {ask.node for ask in asks if ask.node is not None}
-    if strategy is Strategy.strict_pack:
+    if strategy is PlacementStrategy.strict_pack:
         found = _on_one(todo, [one for one in spaces if not settled or one.node in settled])
-    elif strategy is Strategy.strict_spread:
+    elif strategy is PlacementStrategy.strict_spread:
         found = _on_different(todo, [one for one in spaces if one.node not in settled])
     elif len({(ask.amounts, ask.labels) for ask in todo}) <= 1:
         found = _alike(todo, spaces)
@@ -68,25 +72,25 @@ def place(
     if found.nodes is None:
         return found
     placed = iter(found.nodes)
-    return Fit(tuple(next(placed) if ask.node is None else ask.node for ask in asks))
+    return FitResult(tuple(next(placed) if ask.node is None else ask.node for ask in asks))
 
 
-def room_for(ask: Ask, space: Space) -> int:
+def room_for(ask: ResourceRequest, space: NodeSpace) -> int:
     """How many asks alike fit on a node; asks for nothing count as one."""
     if not space.takes(ask):
         return 0
     return min((space.free.get(name) // units for name, units in ask.amounts), default=1)
 
 
-def _on_one(asks: list[Ask], spaces: Sequence[Space]) -> Fit:
+def _on_one(asks: list[ResourceRequest], spaces: Sequence[NodeSpace]) -> FitResult:
     together = total([ask.amounts for ask in asks])
     for space in spaces:
         if together.within(space.free) and all(space.accepts(ask) for ask in asks):
-            return Fit((space.node,) * len(asks))
-    return Fit(()) if not asks else NO_FIT
+            return FitResult((space.node,) * len(asks))
+    return FitResult(()) if not asks else NO_FIT
 
 
-def _on_different(asks: list[Ask], spaces: Sequence[Space]) -> Fit:
+def _on_different(asks: list[ResourceRequest], spaces: Sequence[NodeSpace]) -> FitResult:
     """A matching of asks to nodes: each ask in turn takes a free node, at the end of a chain of others that move."""
     if len(asks) > len(spaces):
         return NO_FIT
@@ -103,7 +107,7 @@ def _on_different(asks: list[Ask], spaces: Sequence[Space]) -> Fit:
             on[end] = mover
             end = left
     node_of = {ask: spaces[at].node for at, ask in on.items()}
-    return Fit(tuple(node_of[ask] for ask in range(len(asks))))
+    return FitResult(tuple(node_of[ask] for ask in range(len(asks))))
 
 
 def _free_node(ask: int, options: list[list[int]], on: dict[int, int]) -> tuple[int | None, dict[int, int]]:
@@ -121,17 +125,17 @@ def _free_node(ask: int, options: list[list[int]], on: dict[int, int]) -> tuple[
     return None, came_from
 
 
-def _alike(asks: list[Ask], spaces: Sequence[Space]) -> Fit:
+def _alike(asks: list[ResourceRequest], spaces: Sequence[NodeSpace]) -> FitResult:
     if not asks:
-        return Fit(())
+        return FitResult(())
     nodes: list[str] = []
     for space in spaces:
         room = len(asks) if not asks[0].amounts and space.accepts(asks[0]) else room_for(asks[0], space)
         nodes += [space.node] * min(room, len(asks) - len(nodes))
-    return Fit(tuple(nodes)) if len(nodes) == len(asks) else NO_FIT
+    return FitResult(tuple(nodes)) if len(nodes) == len(asks) else NO_FIT
 
 
-def _unlike(asks: list[Ask], spaces: Sequence[Space], effort: int) -> Fit:
+def _unlike(asks: list[ResourceRequest], spaces: Sequence[NodeSpace], effort: int) -> FitResult:
     """Largest first; where that fails, every way there is, until the effort is spent."""
     if not all(any(space.takes(ask) for space in spaces) for ask in asks):
         return NO_FIT
@@ -141,19 +145,19 @@ def _unlike(asks: list[Ask], spaces: Sequence[Space], effort: int) -> Fit:
     most = {name: max(space.free.get(name) for space in spaces) for name, _ in everything}
     sizes = [max((units / most[name] for name, units in ask.amounts), default=0.0) for ask in asks]
     order = sorted(range(len(asks)), key=lambda i: (-sizes[i], asks[i].amounts.units, str(asks[i].labels)))
-    search = _Search([asks[i] for i in order], spaces, effort if len(asks) <= MOST_SEARCHED else len(asks) + 1)
+    search = _FitSearch([asks[i] for i in order], spaces, effort if len(asks) <= MOST_SEARCHED else len(asks) + 1)
     placed = search.run()
     if placed is None:
-        return Fit(None, proven=not search.spent)
+        return FitResult(None, proven=not search.spent)
     node_of = dict(zip(order, placed, strict=True))
-    return Fit(tuple(spaces[node_of[i]].node for i in range(len(asks))))
+    return FitResult(tuple(spaces[node_of[i]].node for i in range(len(asks))))
 
 
-class _Search:
+class _FitSearch:
     """Depth first over nodes for each ask in turn. Of asks alike, a later one is never on an earlier node, so that no
     placement is looked at twice; of nodes alike, only the first is tried."""
 
-    def __init__(self, asks: list[Ask], spaces: Sequence[Space], effort: int) -> None:
+    def __init__(self, asks: list[ResourceRequest], spaces: Sequence[NodeSpace], effort: int) -> None:
         self._asks = asks
         self._spaces = spaces
         self._free = [space.free for space in spaces]

@@ -10,18 +10,24 @@ from collections.abc import Sequence
 
 from trimtab.core.errors import nearest
 from trimtab.core.resources import Resources, amount_text, total
-from trimtab.machines.diagnose.findings import Cause, Finding
-from trimtab.machines.diagnose.fitting import Space
-from trimtab.machines.diagnose.snapshot import Ask, Kind, SeenNode, Waiting, asked_in_all
-from trimtab.model.pool import Strategy
+from trimtab.machines.diagnose.findings import Finding, WaitCause
+from trimtab.machines.diagnose.fitting import NodeSpace
+from trimtab.machines.diagnose.snapshot import (
+    NodeSnapshot,
+    PendingWorkload,
+    ResourceRequest,
+    WorkloadKind,
+    asked_in_all,
+)
+from trimtab.model.pool import PlacementStrategy
 
 
-def impossible(who: tuple[Waiting, ...], nodes: Sequence[SeenNode]) -> Finding:
+def impossible(who: tuple[PendingWorkload, ...], nodes: Sequence[NodeSnapshot]) -> Finding:
     """The cause, where nothing fits even on empty nodes."""
     first = who[0]
     if not nodes:
         sentence = "there is no node that could take anything"
-        return Finding(Cause.no_node, who, sentence, True, frees=("start a node: `ray start --address=...`",))
+        return Finding(WaitCause.no_node, who, sentence, True, frees=("start a node: `ray start --address=...`",))
     for number, ask in enumerate(first.asks):
         if ask.node is None:
             found = _alone(who, ask, f"bundle {number}" if len(first.asks) > 1 else "it", nodes)
@@ -30,7 +36,9 @@ def impossible(who: tuple[Waiting, ...], nodes: Sequence[SeenNode]) -> Finding:
     return _together(who, nodes)
 
 
-def _alone(who: tuple[Waiting, ...], ask: Ask, name: str, nodes: Sequence[SeenNode]) -> Finding | None:
+def _alone(
+    who: tuple[PendingWorkload, ...], ask: ResourceRequest, name: str, nodes: Sequence[NodeSnapshot]
+) -> Finding | None:
     for resource, units in ask.amounts:
         if not any(one.total.get(resource) for one in nodes):
             return _nobody_has(who, name, resource, units, nodes)
@@ -47,19 +55,23 @@ def _alone(who: tuple[Waiting, ...], ask: Ask, name: str, nodes: Sequence[SeenNo
     asks = ", ".join(amount_text(resource, ask.amounts.get(resource)) for resource, _ in lacks)
     sentence = f"{name} asks {asks} on one node, and {where} has {has} even when empty"
     frees = (f"ask less: at most {has} on one node", f"add a node with {ask.amounts}")
-    return Finding(Cause.too_big, who, sentence, True, frees=frees)
+    return Finding(WaitCause.too_big, who, sentence, True, frees=frees)
 
 
-def _nobody_has(who: tuple[Waiting, ...], name: str, resource: str, units: int, nodes: Sequence[SeenNode]) -> Finding:
+def _nobody_has(
+    who: tuple[PendingWorkload, ...], name: str, resource: str, units: int, nodes: Sequence[NodeSnapshot]
+) -> Finding:
     known = {one for node in nodes for one, _ in node.total if not one.startswith("node:")}
     near = nearest(resource, known - {resource})
     sentence = f"{name} asks {amount_text(resource, units)}, and no node has any {resource}"
     start = "--num-gpus" if resource == "gpu" else f"""--resources='{{"{resource}": {units / 10_000:g}}}'"""
     frees = (*([f"did you mean {near}?"] if near else []), f"start a node with `ray start ... {start}`")
-    return Finding(Cause.no_resource, who, sentence, True, frees=frees)
+    return Finding(WaitCause.no_resource, who, sentence, True, frees=frees)
 
 
-def _no_label(who: tuple[Waiting, ...], ask: Ask, name: str, nodes: Sequence[SeenNode]) -> Finding:
+def _no_label(
+    who: tuple[PendingWorkload, ...], ask: ResourceRequest, name: str, nodes: Sequence[NodeSnapshot]
+) -> Finding:
     keys = sorted({one.key for each in ask.labels for one in each})
     there = []
     for key in keys:
@@ -67,45 +79,45 @@ def _no_label(who: tuple[Waiting, ...], ask: Ask, name: str, nodes: Sequence[See
         there.append(f"{key} is {' or '.join(values[:5])}" if values else f"no node has a label {key}")
     sentence = f"{name} asks for a node with {_labels(ask)}, and there is none: {'; '.join(there)}"
     frees = ("ask for a label that is there", f"start a node with `ray start ... --labels {keys[0]}=...`")
-    return Finding(Cause.no_label, who, sentence, True, frees=frees)
+    return Finding(WaitCause.no_label, who, sentence, True, frees=frees)
 
 
-def _together(who: tuple[Waiting, ...], nodes: Sequence[SeenNode]) -> Finding:
+def _together(who: tuple[PendingWorkload, ...], nodes: Sequence[NodeSnapshot]) -> Finding:
     first = who[0]
     todo = [ask for ask in first.asks if ask.node is None]
     asked = asked_in_all(first.asks)
-    parts = f"{len(first.asks)} {'bundles' if first.kind is Kind.group else 'parts'}"
-    if first.strategy is Strategy.strict_spread:
-        able = sum(1 for one in nodes if any(Space(one.id, one.total, one.labels).takes(ask) for ask in todo))
+    parts = f"{len(first.asks)} {'bundles' if first.kind is WorkloadKind.group else 'parts'}"
+    if first.strategy is PlacementStrategy.strict_spread:
+        able = sum(1 for one in nodes if any(NodeSpace(one.id, one.total, one.labels).takes(ask) for ask in todo))
         sentence = (
             f"STRICT_SPREAD asks a node for each of its {len(first.asks)} bundles, and {_of(able)} could take one"
         )
         frees = ("SPREAD in place of STRICT_SPREAD", f"{max(1, len(first.asks) - able)} more nodes")
-        return Finding(Cause.too_few_nodes, who, sentence, True, frees=frees)
-    if first.strategy is Strategy.strict_pack:
+        return Finding(WaitCause.too_few_nodes, who, sentence, True, frees=frees)
+    if first.strategy is PlacementStrategy.strict_pack:
         near = min(nodes, key=lambda one: _size(asked.minus(one.total)))
         lacks = asked.minus(near.total)
         has = f"{near.name} comes nearest and lacks {lacks} even when empty" if lacks else "labels rule the others out"
         sentence = f"STRICT_PACK asks all {len(first.asks)} bundles, {asked}, on one node; {has}"
         frees = ("PACK in place of STRICT_PACK", f"a node with {asked}")
-        return Finding(Cause.too_big_together, who, sentence, True, frees=frees)
+        return Finding(WaitCause.too_big_together, who, sentence, True, frees=frees)
     whole = total([one.total for one in nodes])
     lacks = asked.minus(whole)
     if lacks:
         has = ", ".join(amount_text(resource, whole.get(resource)) for resource, _ in lacks)
         asks = ", ".join(amount_text(resource, asked.get(resource)) for resource, _ in lacks)
         sentence = f"its {parts} ask {asks} together, and all nodes have {has}, were they empty"
-        return Finding(Cause.too_big_together, who, sentence, True, frees=(f"add nodes with {lacks}", "ask less"))
+        return Finding(WaitCause.too_big_together, who, sentence, True, frees=(f"add nodes with {lacks}", "ask less"))
     sentence = f"its {parts}, {asked} together, do not go into the nodes, were they empty"
     frees = ("smaller bundles", f"a node with {_largest(todo)}")
-    return Finding(Cause.too_big_together, who, sentence, True, frees=frees)
+    return Finding(WaitCause.too_big_together, who, sentence, True, frees=frees)
 
 
-def _largest(asks: Sequence[Ask]) -> Resources:
+def _largest(asks: Sequence[ResourceRequest]) -> Resources:
     return max((ask.amounts for ask in asks), key=_size)
 
 
-def _labels(ask: Ask) -> str:
+def _labels(ask: ResourceRequest) -> str:
     return " or ".join(" and ".join(str(one) for one in each) or "any labels" for each in ask.labels)
 
 

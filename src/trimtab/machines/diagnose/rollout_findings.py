@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core.codec import decode
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.model.rollout import Owner, RolloutRules
 
 Data = Mapping[str, Any]
@@ -19,7 +19,7 @@ Data = Mapping[str, Any]
 NAMED = 4  # workers in one sentence
 
 
-class Weight(str, enum.Enum):
+class Severity(str, enum.Enum):
     """How much a finding stops."""
 
     fault = "fault"  # an engine or a request failed
@@ -27,7 +27,7 @@ class Weight(str, enum.Enum):
     note = "note"  # explains; passes by itself, or was asked for
 
 
-class Ailment(str, enum.Enum):
+class RolloutIssue(str, enum.Enum):
     """What was found: stable constants."""
 
     # engines
@@ -76,17 +76,17 @@ class Ailment(str, enum.Enum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class RolloutFinding:
     """One cause: whom it concerns, what was seen, what to do."""
 
-    ailment: Ailment
-    weight: Weight
+    ailment: RolloutIssue
+    weight: Severity
     sentence: str
     do: str
     who: tuple[str, ...] = ()  # workers or request classes
 
 
-class Seen:
+class StatusReader:
     """A status, read with defaults where something is missing: an older gateway says less."""
 
     def __init__(self, status: Data, holders: Mapping[str, Sequence[int]]) -> None:
@@ -137,10 +137,10 @@ class Seen:
     def memory_kept(self, worker: Data) -> str:
         """What was seen when it slept and kept its memory; empty: nothing of the kind."""
         kept = worker.get("memory") or {}
-        if kept.get("code") == Code.memory_kept.value:
+        if kept.get("code") == ReasonCode.memory_kept.value:
             return str(kept["sentence"])
         code, said = reason_of(worker)
-        if code == Code.memory_kept.value:
+        if code == ReasonCode.memory_kept.value:
             return said
         if not worker.get("asleep"):
             return ""
@@ -148,7 +148,7 @@ class Seen:
         return next((str(one).removeprefix("sleep: ") for one in reversed(told) if one.startswith("sleep: ")), "")
 
 
-Check = Callable[[Seen], Iterator[Finding]]
+RolloutCheck = Callable[[StatusReader], Iterator[RolloutFinding]]
 """One look at a status for one kind of ailment."""
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.machines.diagnose.rollout_findings import (
-    Ailment,
-    Check,
-    Finding,
-    Seen,
-    Weight,
+    RolloutCheck,
+    RolloutFinding,
+    RolloutIssue,
+    Severity,
+    StatusReader,
     reason_of,
     requests_text,
     some,
@@ -22,26 +22,37 @@ from trimtab.machines.diagnose.rollout_findings import (
 
 UNTRUE_STEPS = 2  # in a row that did not come true: not chance
 
-NOT_DOWN: dict[str, tuple[Ailment, Weight, str]] = {
-    Code.load_fits.value: (
-        Ailment.load_does_not_fit, Weight.note,
+NOT_DOWN: dict[str, tuple[RolloutIssue, Severity, str]] = {
+    ReasonCode.load_fits.value: (
+        RolloutIssue.load_does_not_fit,
+        Severity.note,
         "nothing: one worker fewer would be above the middle of the thresholds; a higher "
         "requests_per_worker_capacity, if the engines can take it, lets one go",
     ),
-    Code.no_taker.value: (
-        Ailment.no_taker, Weight.note,
+    ReasonCode.no_taker.value: (
+        RolloutIssue.no_taker,
+        Severity.note,
         "name a taker that can use a worker longer than sleep and wake take, or scale_down_requires_demand: false",
     ),
-    Code.switched_off.value: (Ailment.switched_off, Weight.note, "enable_elastic: true, if that is not meant"),
-    Code.load_unknown.value: (
-        Ailment.load_unknown, Weight.stuck,
+    ReasonCode.switched_off.value: (
+        RolloutIssue.switched_off,
+        Severity.note,
+        "enable_elastic: true, if that is not meant",
+    ),
+    ReasonCode.load_unknown.value: (
+        RolloutIssue.load_unknown,
+        Severity.stuck,
         "an engine's figures are old or cannot be had: see that its metrics answer (SGLang --enable-metrics)",
     ),
-    Code.policy_fault.value: (Ailment.policy_fault, Weight.stuck, "mend the policy: nothing is scaled until then"),
-}  # fmt: skip
+    ReasonCode.policy_fault.value: (
+        RolloutIssue.policy_fault,
+        Severity.stuck,
+        "mend the policy: nothing is scaled until then",
+    ),
+}
 
 
-def not_scaling_down(seen: Seen) -> Iterator[Finding]:
+def not_scaling_down(seen: StatusReader) -> Iterator[RolloutFinding]:
     """The load is low, and the workers stay: for which of all reasons?"""
     if not seen.low:
         return
@@ -51,64 +62,78 @@ def not_scaling_down(seen: Seen) -> Iterator[Finding]:
     scaled = seen.by_hand
     if scaled is not None:
         until = f" for {scaled['left_s']:.0f} s more" if scaled.get("left_s") is not None else " until released"
-        yield Finding(
-            Ailment.set_by_hand, Weight.note,
+        yield RolloutFinding(
+            RolloutIssue.set_by_hand,
+            Severity.note,
             f"{spare}: {scaled['workers']} workers were set by hand{until} ({scaled.get('why') or 'no reason given'})",
             "`trimtab rollout scale --release` gives the number back to the policy",
-        )  # fmt: skip
+        )
         return
     if seen.refits:
-        yield Finding(
-            Ailment.refit_holds, Weight.note, f"{spare}: a refit is under way, and nobody leaves during it",
+        yield RolloutFinding(
+            RolloutIssue.refit_holds,
+            Severity.note,
+            f"{spare}: a refit is under way, and nobody leaves during it",
             "it goes on when the refit has ended",
-        )  # fmt: skip
+        )
         return
     holds, most_held = seen.holds, max(seen.holds.values(), default=0)
     if most_held >= seen.serving:
-        yield Finding(
-            Ailment.held, Weight.note, f"{spare}: {most_held} are held ready by {some(tuple(holds))}",
-            "whoever holds them lets go (a validation that has ended?)", tuple(holds),
-        )  # fmt: skip
+        yield RolloutFinding(
+            RolloutIssue.held,
+            Severity.note,
+            f"{spare}: {most_held} are held ready by {some(tuple(holds))}",
+            "whoever holds them lets go (a validation that has ended?)",
+            tuple(holds),
+        )
         return
     least = seen.rules.least
     if seen.serving <= least:
-        yield Finding(
-            Ailment.min_workers, Weight.note, f"{spare}: at least {least} are to (min_workers, or the plan's range)",
+        yield RolloutFinding(
+            RolloutIssue.min_workers,
+            Severity.note,
+            f"{spare}: at least {least} are to (min_workers, or the plan's range)",
             "a lower min_workers, if so many are not needed",
-        )  # fmt: skip
+        )
         return
     yield from _by_decision(seen, spare)
 
 
-def _by_decision(seen: Seen, spare: str) -> Iterator[Finding]:
+def _by_decision(seen: StatusReader, spare: str) -> Iterator[RolloutFinding]:
     policy = seen.elastic.get("policy")
     if policy == "static":
-        yield Finding(
-            Ailment.policy_fixed, Weight.note, f"{spare}: the policy is static, which never scales by load",
+        yield RolloutFinding(
+            RolloutIssue.policy_fixed,
+            Severity.note,
+            f"{spare}: the policy is static, which never scales by load",
             "`elastic_config: {policy: threshold}` in the job file scales them",
-        )  # fmt: skip
+        )
         return
     if seen.decision is None:
         return
     code, said = reason_of(seen.decision)
     if code in NOT_DOWN:
         ailment, weight, do = NOT_DOWN[code]
-        yield Finding(ailment, weight, f"{spare}: {said}", do)
-    elif code == Code.not_yet.value:
+        yield RolloutFinding(ailment, weight, f"{spare}: {said}", do)
+    elif code == ReasonCode.not_yet.value:
         cooldown_s = float(seen.elastic.get("scale_down_cooldown", 0.0))
         ago_s = min((one["ago_s"] for one in seen.steps if one.get("ago_s") is not None), default=None)
         if ago_s is not None and ago_s < cooldown_s:
             left = f"{cooldown_s - ago_s:.0f} s of scale_down_cooldown {cooldown_s:g} s are left"
-            yield Finding(Ailment.cooldown, Weight.note, f"{spare}: {left}", "wait, or a shorter scale_down_cooldown")
+            yield RolloutFinding(
+                RolloutIssue.cooldown, Severity.note, f"{spare}: {left}", "wait, or a shorter scale_down_cooldown"
+            )
         else:
-            yield Finding(
-                Ailment.not_stable, Weight.note, f"{spare}: {said}",
+            yield RolloutFinding(
+                RolloutIssue.not_stable,
+                Severity.note,
+                f"{spare}: {said}",
                 "wait; if it never is so for long enough, the load swings: a shorter min_stable_period, or a lower "
                 "scale_down_threshold",
-            )  # fmt: skip
+            )
 
 
-def drains_that_do_not_end(seen: Seen) -> Iterator[Finding]:
+def drains_that_do_not_end(seen: StatusReader) -> Iterator[RolloutFinding]:
     """Draining for longer than a drain may take: what is it that does not end?"""
     limit_s = seen.rules.drain_s
     for one in seen.of("draining"):
@@ -133,10 +158,10 @@ def drains_that_do_not_end(seen: Seen) -> Iterator[Finding]:
             cause, do = "a refit counts on it", "it goes on when the refit has ended"
         else:
             cause, do = "its own figures are old, so nobody knows that it is idle", "see that its metrics answer"
-        yield Finding(Ailment.drain_late, Weight.stuck, f"{late}: {cause}", do, (one["name"],))
+        yield RolloutFinding(RolloutIssue.drain_late, Severity.stuck, f"{late}: {cause}", do, (one["name"],))
 
 
-def not_scaling_up(seen: Seen) -> Iterator[Finding]:
+def not_scaling_up(seen: StatusReader) -> Iterator[RolloutFinding]:
     """The load is high, and no worker comes."""
     if not seen.high or seen.of("starting"):
         return
@@ -144,12 +169,16 @@ def not_scaling_up(seen: Seen) -> Iterator[Finding]:
     load = f"load {seen.metrics['load_ratio']:.2f}"
     full = f"{load} is above {seen.elastic['scale_up_threshold']:g}, {seen.serving} serve"
     if seen.serving >= most:
-        yield Finding(Ailment.all_in_use, Weight.stuck, f"{full}: at most {most} may", "a higher max_workers")
+        yield RolloutFinding(
+            RolloutIssue.all_in_use, Severity.stuck, f"{full}: at most {most} may", "a higher max_workers"
+        )
     elif seen.serving >= seen.range.get("most", seen.serving + 1):
-        yield Finding(Ailment.all_in_use, Weight.stuck, f"{full}: no other engine can be had", "add engines")
+        yield RolloutFinding(
+            RolloutIssue.all_in_use, Severity.stuck, f"{full}: no other engine can be had", "add engines"
+        )
 
 
-def steps_that_did_not_come_true(seen: Seen) -> Iterator[Finding]:
+def steps_that_did_not_come_true(seen: StatusReader) -> Iterator[RolloutFinding]:
     """The last steps expected something that did not happen."""
     judged = [one for one in seen.steps if one.get("came_true") is not None]
     untrue = 0
@@ -159,15 +188,16 @@ def steps_that_did_not_come_true(seen: Seen) -> Iterator[Finding]:
         untrue += 1
     if untrue >= UNTRUE_STEPS:
         last = judged[-1]
-        yield Finding(
-            Ailment.steps_untrue, Weight.stuck,
+        yield RolloutFinding(
+            RolloutIssue.steps_untrue,
+            Severity.stuck,
             f"the last {untrue} steps did not come true (expected: {last.get('expects') or 'nothing said'})",
             "so many workers were asked for and did not come, or did not help: look at the engines that do not start",
             tuple(last.get("changed") or ()),
-        )  # fmt: skip
+        )
 
 
-SCALING_CHECKS: tuple[Check, ...] = (
+SCALING_CHECKS: tuple[RolloutCheck, ...] = (
     not_scaling_down,
     drains_that_do_not_end,
     not_scaling_up,

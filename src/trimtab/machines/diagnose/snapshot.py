@@ -13,12 +13,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.core.resources import NOTHING, Resources, total
-from trimtab.model.pool import Labels, Strategy
+from trimtab.model.pool import Labels, PlacementStrategy
 
 SHORT_ID = 12  # digits of an id that people are shown
 
 
-class Kind(str, enum.Enum):
+class WorkloadKind(str, enum.Enum):
     """What sort of thing waits or holds."""
 
     actor = "actor"
@@ -27,7 +27,7 @@ class Kind(str, enum.Enum):
     plan = "plan"  # what a job would ask, if it were started
 
 
-class Stage(str, enum.Enum):
+class PendingStage(str, enum.Enum):
     """How far something that does not run yet has come."""
 
     inputs = "inputs"  # its arguments are not there yet
@@ -36,7 +36,7 @@ class Stage(str, enum.Enum):
 
 
 @dataclass(frozen=True)
-class Selector:
+class LabelSelector:
     """One condition on a node's labels: the value of `key` is one of `values`, or with `negated` none of them."""
 
     key: str
@@ -54,15 +54,15 @@ class Selector:
         return f"{self.key}={several}" if len(self.values) == 1 else f"{self.key} in {several}"
 
 
-Selectors = tuple[Selector, ...]
+LabelSelectors = tuple[LabelSelector, ...]
 
 
 @dataclass(frozen=True)
-class Ask:
+class ResourceRequest:
     """What has to be found on one node: amounts, and labels by any one of several sets of conditions (none: any)."""
 
     amounts: Resources
-    labels: tuple[Selectors, ...] = ()
+    labels: tuple[LabelSelectors, ...] = ()
     node: str | None = None  # this one has its place already: of a group that lost another bundle
 
     def accepts(self, labels: Labels) -> bool:
@@ -71,7 +71,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Drain:
+class DrainNotice:
     """A node will go."""
 
     deadline: float | None = None
@@ -79,7 +79,7 @@ class Drain:
 
 
 @dataclass(frozen=True)
-class SeenNode:
+class NodeSnapshot:
     """A living node. `name` is what people are shown: unique, see `named`."""
 
     id: str
@@ -89,11 +89,11 @@ class SeenNode:
     labels: Labels = ()
     address: str = ""
     head: bool = False
-    drain: Drain | None = None
+    drain: DrainNotice | None = None
 
 
 @dataclass(frozen=True)
-class NodeKind:
+class NodeType:
     """A kind of node that the autoscaler may add: what it has, how many more, how many are on their way."""
 
     name: str
@@ -103,7 +103,7 @@ class NodeKind:
 
 
 @dataclass(frozen=True)
-class Job:
+class RayJob:
     """Whoever submitted something."""
 
     id: str
@@ -114,14 +114,14 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Holder:
+class ResourceHolder:
     """Somebody who holds amounts on a node: an actor, a running task, or the part of a placement group that is there.
 
     Whoever runs inside a placement group holds of the group (`group`, `bundle`), not of the node.
     """
 
     id: str
-    kind: Kind
+    kind: WorkloadKind
     name: str
     node: str
     amounts: Resources
@@ -133,15 +133,15 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class PendingWorkload:
     """Something that does not run. A placement group has one ask for each bundle; everything else has one ask."""
 
     id: str
-    kind: Kind
+    kind: WorkloadKind
     name: str
-    asks: tuple[Ask, ...]
-    stage: Stage = Stage.room
-    strategy: Strategy = Strategy.pack
+    asks: tuple[ResourceRequest, ...]
+    stage: PendingStage = PendingStage.room
+    strategy: PlacementStrategy = PlacementStrategy.pack
     since: float | None = None
     at_least: bool = False  # it may have waited for longer: `since` is when it was first seen to
     job: str = ""
@@ -156,7 +156,7 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class SeenGroup:
+class PlacementGroupSnapshot:
     """A placement group that stands: bundle by bundle what it has, what of that nobody uses, and where it is."""
 
     id: str
@@ -168,7 +168,7 @@ class SeenGroup:
 
 
 @dataclass(frozen=True)
-class Foreign:
+class NonRayGpuUser:
     """A process that holds a GPU and was not started by Ray."""
 
     node: str | None  # the node whose GPU it is; None: no node of this cluster has it
@@ -181,33 +181,33 @@ class Foreign:
 
 
 @dataclass(frozen=True)
-class GivenUp:
+class AbandonedWorkload:
     """Something that Ray does not try to place any more."""
 
     id: str
-    kind: Kind
+    kind: WorkloadKind
     name: str
     why: str
     at: float | None = None
 
 
 @dataclass(frozen=True)
-class Survey:
+class GcsSnapshot:
     """One look at a cluster."""
 
     at: float
-    nodes: tuple[SeenNode, ...]
-    waiting: tuple[Waiting, ...] = ()
-    holders: tuple[Holder, ...] = ()
-    groups: tuple[SeenGroup, ...] = ()
-    jobs: tuple[Job, ...] = ()
-    foreign: tuple[Foreign, ...] = ()
-    kinds: tuple[NodeKind, ...] = ()
-    given_up: tuple[GivenUp, ...] = ()
+    nodes: tuple[NodeSnapshot, ...]
+    waiting: tuple[PendingWorkload, ...] = ()
+    holders: tuple[ResourceHolder, ...] = ()
+    groups: tuple[PlacementGroupSnapshot, ...] = ()
+    jobs: tuple[RayJob, ...] = ()
+    foreign: tuple[NonRayGpuUser, ...] = ()
+    kinds: tuple[NodeType, ...] = ()
+    given_up: tuple[AbandonedWorkload, ...] = ()
     address: str = ""
     faults: tuple[str, ...] = ()  # what could not be looked at
 
-    def node(self, id: str | None) -> SeenNode | None:
+    def node(self, id: str | None) -> NodeSnapshot | None:
         """The node of that id, if it lives."""
         return next((one for one in self.nodes if one.id == id), None)
 
@@ -216,26 +216,26 @@ class Survey:
         found = self.node(id)
         return found.name if found else (id or "")[:SHORT_ID] or "somewhere"
 
-    def job(self, id: str) -> Job | None:
+    def job(self, id: str) -> RayJob | None:
         """The job of that id."""
         return next((one for one in self.jobs if one.id == id), None)
 
-    def group(self, id: str | None) -> SeenGroup | None:
+    def group(self, id: str | None) -> PlacementGroupSnapshot | None:
         """The placement group of that id, if it stands."""
         return next((one for one in self.groups if one.id == id), None)
 
-    def unexplained(self, node: SeenNode) -> Resources:
+    def unexplained(self, node: NodeSnapshot) -> Resources:
         """What is taken on a node by nobody that Ray names: processes that are being started, short tasks."""
         known = total([one.amounts for one in self.holders if one.node == node.id and one.group is None])
         return node.total.minus(node.free).minus(known)
 
 
-def named(nodes: Iterable[SeenNode]) -> tuple[SeenNode, ...]:
+def named(nodes: Iterable[NodeSnapshot]) -> tuple[NodeSnapshot, ...]:
     """Nodes with names that tell them apart: the given name, else the address, else the beginning of the id."""
     nodes = tuple(nodes)
     names, addresses = Counter(one.name for one in nodes), Counter(one.address for one in nodes)
 
-    def name(one: SeenNode) -> str:
+    def name(one: NodeSnapshot) -> str:
         if one.name and names[one.name] == 1:
             return one.name
         return one.address if one.address and addresses[one.address] == 1 else one.id[:SHORT_ID]
@@ -243,6 +243,6 @@ def named(nodes: Iterable[SeenNode]) -> tuple[SeenNode, ...]:
     return tuple(replace(one, name=name(one)) for one in nodes)
 
 
-def asked_in_all(asks: Sequence[Ask]) -> Resources:
+def asked_in_all(asks: Sequence[ResourceRequest]) -> Resources:
     """What asks come to together, without those that have their place."""
     return total([one.amounts for one in asks if one.node is None]) if asks else NOTHING

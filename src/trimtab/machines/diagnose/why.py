@@ -14,29 +14,46 @@ from dataclasses import replace
 
 from trimtab.core.resources import NOTHING, Resources, amount_text, total
 from trimtab.machines.diagnose.blockers import Blocker, claim_of, rival, who_would_free
-from trimtab.machines.diagnose.findings import UNDER_WAY, Cause, Diagnosis, Finding, Note, Remark, Row
-from trimtab.machines.diagnose.fitting import Fit, Space, place, room_for
+from trimtab.machines.diagnose.findings import (
+    UNDER_WAY,
+    Diagnosis,
+    DiagnosisNote,
+    Finding,
+    NodeFit,
+    NoteKind,
+    WaitCause,
+)
+from trimtab.machines.diagnose.fitting import FitResult, NodeSpace, place, room_for
 from trimtab.machines.diagnose.impossible import impossible
-from trimtab.machines.diagnose.snapshot import Ask, Foreign, Kind, SeenNode, Stage, Survey, Waiting, asked_in_all
-from trimtab.model.pool import Strategy
+from trimtab.machines.diagnose.snapshot import (
+    GcsSnapshot,
+    NodeSnapshot,
+    NonRayGpuUser,
+    PendingStage,
+    PendingWorkload,
+    ResourceRequest,
+    WorkloadKind,
+    asked_in_all,
+)
+from trimtab.model.pool import PlacementStrategy
 
 LONG_S = 30.0  # Ray places what fits within seconds; after so long something else is wrong
 BLOCKERS_NAMED = 4
 
 
-def diagnose(survey: Survey) -> Diagnosis:
+def diagnose(survey: GcsSnapshot) -> Diagnosis:
     """The cause of every wait, what would help, and what else is worth knowing."""
-    alike: dict[object, list[Waiting]] = {}
-    groups = {one.id for one in survey.waiting if one.kind is Kind.group}
-    followers: dict[str, list[Waiting]] = {}
+    alike: dict[object, list[PendingWorkload]] = {}
+    groups = {one.id for one in survey.waiting if one.kind is WorkloadKind.group}
+    followers: dict[str, list[PendingWorkload]] = {}
     for one in survey.waiting:
-        if one.stage is Stage.room and one.group in groups:
+        if one.stage is PendingStage.room and one.group in groups:
             followers.setdefault(str(one.group), []).append(one)
         else:
             alike.setdefault(_sort(one), []).append(one)
     findings = []
     for who in alike.values():
-        behind = [one for each in who for one in followers.get(each.id, ()) if each.kind is Kind.group]
+        behind = [one for each in who for one in followers.get(each.id, ()) if each.kind is WorkloadKind.group]
         findings.append(_finding(survey, tuple(who), tuple(behind)))
     findings = _pairs(findings)
     findings.sort(key=lambda one: (not one.never, one.cause in UNDER_WAY, one.since or survey.at))
@@ -57,25 +74,25 @@ def _pairs(findings: list[Finding]) -> list[Finding]:
     return told
 
 
-def judge(survey: Survey, waiting: Waiting) -> Finding:
+def judge(survey: GcsSnapshot, waiting: PendingWorkload) -> Finding:
     """The cause of one wait."""
     return _finding(survey, (waiting,), ())
 
 
-def _sort(one: Waiting) -> object:
+def _sort(one: PendingWorkload) -> object:
     """Things with the same are told as one."""
     return (
         one.kind, one.job, one.like, one.asks, one.stage, one.strategy, one.pinned, one.group, one.bundle,
-        one.node if one.stage is Stage.starting or not one.queued else None, one.began_over, one.queued,
+        one.node if one.stage is PendingStage.starting or not one.queued else None, one.began_over, one.queued,
     )  # fmt: skip
 
 
-def _finding(survey: Survey, who: tuple[Waiting, ...], followers: tuple[Waiting, ...]) -> Finding:
+def _finding(survey: GcsSnapshot, who: tuple[PendingWorkload, ...], followers: tuple[PendingWorkload, ...]) -> Finding:
     first = who[0]
-    if first.stage is Stage.inputs:
+    if first.stage is PendingStage.inputs:
         sentence = "its arguments are not there yet: whatever makes them has not ended, or waits itself"
-        found = Finding(Cause.inputs, who, sentence, frees=("look for the tasks whose results it was given",))
-    elif first.stage is Stage.starting:
+        found = Finding(WaitCause.inputs, who, sentence, frees=("look for the tasks whose results it was given",))
+    elif first.stage is PendingStage.starting:
         found = _starting(survey, who)
     elif first.group is not None:
         found = _in_group(survey, who)
@@ -87,7 +104,7 @@ def _finding(survey: Survey, who: tuple[Waiting, ...], followers: tuple[Waiting,
 # ---- it has its place -----------------------------------------------------------------------------------------------
 
 
-def _starting(survey: Survey, who: tuple[Waiting, ...]) -> Finding:
+def _starting(survey: GcsSnapshot, who: tuple[PendingWorkload, ...]) -> Finding:
     first = who[0]
     node = survey.node_name(first.node)
     if any(ask.amounts.get("gpu") for ask in first.asks):
@@ -96,24 +113,26 @@ def _starting(survey: Survey, who: tuple[Waiting, ...]) -> Finding:
             if one.node == first.node and one.node is not None and (not mine or one.place is None or one.place in mine):
                 sentence = f"it has GPU {one.gpu} on {node}, but {foreign_text(one)}; Ray does not know that"
                 end = f"process {one.pid} ends, or the node is started without that GPU (CUDA_VISIBLE_DEVICES)"
-                return Finding(Cause.gpu_outside, who, sentence, frees=(end,))
+                return Finding(WaitCause.gpu_outside, who, sentence, frees=(end,))
     again = "is started again" if first.began_over else "is started"
     sentence = f"it has its room on {node} and {again}: its process or constructor is not ready"
     late = _longest(survey, who)
     hint = f"its constructor takes long, or its runtime environment: the logs of {node} say (`ray logs`)"
-    return Finding(Cause.starting, who, sentence, frees=(hint,) if late is not None and late > LONG_S else ())
+    return Finding(WaitCause.starting, who, sentence, frees=(hint,) if late is not None and late > LONG_S else ())
 
 
 # ---- inside a placement group ---------------------------------------------------------------------------------------
 
 
-def _in_group(survey: Survey, who: tuple[Waiting, ...]) -> Finding:
+def _in_group(survey: GcsSnapshot, who: tuple[PendingWorkload, ...]) -> Finding:
     first = who[0]
     group = survey.group(first.group)
     asked = asked_in_all(first.asks)
     if group is None:
         sentence = f"it is to run in placement group {(first.group or '')[:12]}, which is not there"
-        return Finding(Cause.group_gone, who, sentence, True, asked, frees=("end it, and submit it to a group again",))
+        return Finding(
+            WaitCause.group_gone, who, sentence, True, asked, frees=("end it, and submit it to a group again",)
+        )
     name = f"placement group {group.name or group.id[:12]}"
     bundles: Sequence[int] = range(len(group.bundles)) if first.bundle is None else (first.bundle,)
     bundles = [i for i in bundles if i < len(group.bundles)]
@@ -122,17 +141,17 @@ def _in_group(survey: Survey, who: tuple[Waiting, ...]) -> Finding:
     if not any(asked.within(size) for size in sizes):
         largest = max(sizes, key=lambda size: sum(units for _, units in size), default=NOTHING)
         sentence = f"it asks {asked} in {name}, whose {_bundle(first.bundle)} {largest}"
-        return Finding(Cause.too_big, who, sentence, True, asked, frees=("a bundle as large as what runs in it",))
+        return Finding(WaitCause.too_big, who, sentence, True, asked, frees=("a bundle as large as what runs in it",))
     if any(asked.within(group.free[i]) for i in bundles):
         sentence = f"there is room for it in {name}: Ray is about to start it"
-        return Finding(Cause.fits, who, sentence, asked=asked, frees=_if_late(survey, who))
+        return Finding(WaitCause.fits, who, sentence, asked=asked, frees=_if_late(survey, who))
     inside = [one for one in survey.holders if one.group == group.id and one.bundle in (None, *bundles)]
     held = total([group.bundles[i].minus(group.free[i]) for i in bundles])
     names = _some([f"{one.kind.value} {one.name}" for one in inside]) or "a process that is being started"
     parts = [f"{_number(one, held.get(one))} of {amount_text(one, total(sizes).get(one))}" for one, _ in asked]
     sentence = f"it asks {asked} in {name}, where {_some(parts)} {_is(parts)} taken by {names}"
     frees = (f"{names} ends", "a group with more bundles")
-    return Finding(Cause.group_full, who, sentence, False, asked, frees=frees, blockers=tuple(x.id for x in inside))
+    return Finding(WaitCause.group_full, who, sentence, False, asked, frees=frees, blockers=tuple(x.id for x in inside))
 
 
 def _bundle(bundle: int | None) -> str:
@@ -142,17 +161,17 @@ def _bundle(bundle: int | None) -> str:
 # ---- it looks for room ----------------------------------------------------------------------------------------------
 
 
-def _for_room(survey: Survey, who: tuple[Waiting, ...]) -> Finding:
+def _for_room(survey: GcsSnapshot, who: tuple[PendingWorkload, ...]) -> Finding:
     first = who[0]
     allowed = [one for one in survey.nodes if first.pinned in (None, one.id)]
     staying = [one for one in allowed if one.drain is None]
     if not allowed and first.pinned is not None:
         sentence = f"it may run on node {first.pinned[:12]} alone, and that node is not there"
-        return Finding(Cause.no_node, who, sentence, True, frees=("let it run elsewhere, too (soft affinity)",))
+        return Finding(WaitCause.no_node, who, sentence, True, frees=("let it run elsewhere, too (soft affinity)",))
     ready = _set_aside(survey, first)
     if ready is not None:
         sentence = f"room is set aside for it on {ready.name}: its process is being started"
-        return Finding(Cause.starting, who, sentence, frees=_if_late(survey, who))
+        return Finding(WaitCause.starting, who, sentence, frees=_if_late(survey, who))
     now = _fit(first, staying)
     if now.nodes is not None:
         return _fits_now(survey, who, now)
@@ -165,7 +184,7 @@ def _for_room(survey: Survey, who: tuple[Waiting, ...]) -> Finding:
         found = _taken(survey, who, staying)
     else:
         found = impossible(who, [one for one in allowed if one.drain is None] or allowed)
-    if found.cause is not Cause.draining:
+    if found.cause is not WaitCause.draining:
         found = _beside_goers(survey, found, [one for one in allowed if one.drain is not None])
     if found.never:
         found = _unless_nodes_come(survey, found, staying)
@@ -174,11 +193,11 @@ def _for_room(survey: Survey, who: tuple[Waiting, ...]) -> Finding:
     return replace(found, sentence=sentence, rows=rows, asked=_hardest(first, staying or allowed).amounts)
 
 
-def _spaces(nodes: Iterable[SeenNode], *, empty: bool = False) -> list[Space]:
-    return [Space(one.id, one.total if empty else one.free, one.labels) for one in nodes]
+def _spaces(nodes: Iterable[NodeSnapshot], *, empty: bool = False) -> list[NodeSpace]:
+    return [NodeSpace(one.id, one.total if empty else one.free, one.labels) for one in nodes]
 
 
-def _fit(waiting: Waiting, nodes: Iterable[SeenNode], *, empty: bool = False) -> Fit:
+def _fit(waiting: PendingWorkload, nodes: Iterable[NodeSnapshot], *, empty: bool = False) -> FitResult:
     """Whether it fits. Bundles that have their place count as taken also where nodes are thought empty."""
     spaces = _spaces(nodes, empty=empty)
     kept: dict[str, Resources] = {}
@@ -186,11 +205,11 @@ def _fit(waiting: Waiting, nodes: Iterable[SeenNode], *, empty: bool = False) ->
         for ask in waiting.asks:
             if ask.node is not None:
                 kept[ask.node] = kept.get(ask.node, NOTHING).plus(ask.amounts)
-    spaces = [Space(one.node, one.free.minus(kept.get(one.node, NOTHING)), one.labels) for one in spaces]
+    spaces = [NodeSpace(one.node, one.free.minus(kept.get(one.node, NOTHING)), one.labels) for one in spaces]
     return place(waiting.asks, spaces, waiting.strategy)
 
 
-def _set_aside(survey: Survey, waiting: Waiting) -> SeenNode | None:
+def _set_aside(survey: GcsSnapshot, waiting: PendingWorkload) -> NodeSnapshot | None:
     """The node that has given it room though Ray does not say so yet: more is taken there than holders explain."""
     node = survey.node(waiting.node)
     if node is None or waiting.queued or len(waiting.asks) != 1 or not waiting.asks[0].amounts:
@@ -198,15 +217,17 @@ def _set_aside(survey: Survey, waiting: Waiting) -> SeenNode | None:
     return node if waiting.asks[0].amounts.within(survey.unexplained(node)) else None
 
 
-def _fits_now(survey: Survey, who: tuple[Waiting, ...], fit: Fit) -> Finding:
+def _fits_now(survey: GcsSnapshot, who: tuple[PendingWorkload, ...], fit: FitResult) -> Finding:
     nodes = dict.fromkeys(survey.node_name(node) for node in fit.nodes or ())
     sentence = f"there is room for it on {_some(list(nodes))}: Ray is about to start it"
     if who[0].pinned is not None:
         sentence = f"there is room for it on {_some(list(nodes))}, the only node it may use: Ray is about to start it"
-    return Finding(Cause.fits, who, sentence, asked=asked_in_all(who[0].asks), frees=_if_late(survey, who))
+    return Finding(WaitCause.fits, who, sentence, asked=asked_in_all(who[0].asks), frees=_if_late(survey, who))
 
 
-def _drains(survey: Survey, who: tuple[Waiting, ...], allowed: list[SeenNode], fit: Fit, can_stay: bool) -> Finding:
+def _drains(
+    survey: GcsSnapshot, who: tuple[PendingWorkload, ...], allowed: list[NodeSnapshot], fit: FitResult, can_stay: bool
+) -> Finding:
     going = [one for one in allowed if one.drain is not None]
     if fit.nodes is not None:
         used = [one for one in going if one.id in fit.nodes]
@@ -219,10 +240,10 @@ def _drains(survey: Survey, who: tuple[Waiting, ...], allowed: list[SeenNode], f
     frees = ["a node like it joins"]
     if can_stay:
         frees.insert(0, "what runs on the other nodes ends")
-    return Finding(Cause.draining, who, f"it {verb} on {names}; {rest}", not can_stay, frees=tuple(frees))
+    return Finding(WaitCause.draining, who, f"it {verb} on {names}; {rest}", not can_stay, frees=tuple(frees))
 
 
-def _beside_goers(survey: Survey, found: Finding, going: list[SeenNode]) -> Finding:
+def _beside_goers(survey: GcsSnapshot, found: Finding, going: list[NodeSnapshot]) -> Finding:
     """Nodes that will go are not counted: that is said, where they could take some of it."""
     of_use = [one for one in going if any(_space(one, empty=True).takes(ask) for ask in found.who[0].asks)]
     if not of_use:
@@ -231,14 +252,16 @@ def _beside_goers(survey: Survey, found: Finding, going: list[SeenNode]) -> Find
     return replace(found, sentence=f"{found.sentence}; not counted: {names}")
 
 
-def _space(node: SeenNode, *, empty: bool = False) -> Space:
+def _space(node: NodeSnapshot, *, empty: bool = False) -> NodeSpace:
     return _spaces([node], empty=empty)[0]
 
 
-def _taken(survey: Survey, who: tuple[Waiting, ...], staying: list[SeenNode]) -> Finding:
+def _taken(survey: GcsSnapshot, who: tuple[PendingWorkload, ...], staying: list[NodeSnapshot]) -> Finding:
     """It would fit, were the nodes empty: who holds what it needs?"""
     first = who[0]
-    others = [one for one in survey.waiting if one.stage is Stage.room and one.group is None and one.id != first.id]
+    others = [
+        one for one in survey.waiting if one.stage is PendingStage.room and one.group is None and one.id != first.id
+    ]
     match = rival(first, others, survey, lambda one: _spaces([n for n in staying if one.pinned in (None, n.id)]))
     if match is not None:
         other, mine, theirs = match
@@ -249,7 +272,7 @@ def _taken(survey: Survey, who: tuple[Waiting, ...], staying: list[SeenNode]) ->
         one_yields = f"{title(other)} lets go of what it holds, or {title(first)} does, and starts whole later"
         at_once = "take all of it at once: one placement group for each of them, or a gang of a pool"
         blocks = tuple(one.id for one in theirs.held)
-        return Finding(Cause.half_held, who, sentence, frees=(one_yields, at_once), blockers=blocks, rival=other.id)
+        return Finding(WaitCause.half_held, who, sentence, frees=(one_yields, at_once), blockers=blocks, rival=other.id)
     frees, leaves = _who_frees(survey, first, staying)
     lacking = _hardest(first, staying)
     able = [one for one in staying if any(_space(one, empty=True).takes(ask) for ask in first.asks)]
@@ -257,10 +280,10 @@ def _taken(survey: Survey, who: tuple[Waiting, ...], staying: list[SeenNode]) ->
     names = [name for name, _ in asked]
     if asked.within(free):
         sentence = f"{_of(names, free, able)}, but in pieces: {_pieces(first, lacking, able)}"
-        cause = Cause.fragmented
+        cause = WaitCause.fragmented
     else:
         sentence = f"it asks {asked}, and {_of(names, free, able)}"
-        cause = Cause.busy
+        cause = WaitCause.busy
     if first.pinned is not None:
         sentence += ", the only node it may use"
     if any(kind.coming for kind in survey.kinds):
@@ -268,10 +291,12 @@ def _taken(survey: Survey, who: tuple[Waiting, ...], staying: list[SeenNode]) ->
     return Finding(cause, who, sentence, frees=frees, blockers=tuple(one.id for one in leaves))
 
 
-def _who_frees(survey: Survey, waiting: Waiting, nodes: list[SeenNode]) -> tuple[tuple[str, ...], tuple[Blocker, ...]]:
+def _who_frees(
+    survey: GcsSnapshot, waiting: PendingWorkload, nodes: list[NodeSnapshot]
+) -> tuple[tuple[str, ...], tuple[Blocker, ...]]:
     """What would make room, and who would have to end for it: others, if that is enough, before its own siblings."""
     # Actors of one class are asked for by number; placement groups of a job have nothing else in common.
-    siblings = claim_of(waiting, survey).held if waiting.kind is Kind.actor else ()
+    siblings = claim_of(waiting, survey).held if waiting.kind is WorkloadKind.actor else ()
     own = {waiting.id, *(one.id for one in siblings)}
     others = [one for one in survey.holders if one.id not in own]
     leaves = who_would_free(waiting, _spaces(nodes), others) or who_would_free(waiting, _spaces(nodes), survey.holders)
@@ -283,7 +308,7 @@ def _who_frees(survey: Survey, waiting: Waiting, nodes: list[SeenNode]) -> tuple
     return (_leaving(survey, leaves),), leaves
 
 
-def _of(names: list[str], free: Resources, nodes: list[SeenNode]) -> str:
+def _of(names: list[str], free: Resources, nodes: list[NodeSnapshot]) -> str:
     """`1 of 4 gpu is free on 2 nodes`, of everything that is asked."""
     whole = total([one.total for one in nodes])
     parts = [f"{_number(name, free.get(name))} of {amount_text(name, whole.get(name))}" for name in names]
@@ -299,19 +324,19 @@ def _number(name: str, units: int) -> str:
     return amount_text(name, units).removesuffix(f" {name}")
 
 
-def _pieces(waiting: Waiting, ask: Ask, nodes: list[SeenNode]) -> str:
-    if waiting.strategy is Strategy.strict_pack and len(waiting.asks) > 1:
+def _pieces(waiting: PendingWorkload, ask: ResourceRequest, nodes: list[NodeSnapshot]) -> str:
+    if waiting.strategy is PlacementStrategy.strict_pack and len(waiting.asks) > 1:
         return f"no node has {asked_in_all(waiting.asks)} for all of its bundles"
     if not any(_space(one).takes(ask) for one in nodes):
         most = min(nodes, key=lambda one: sum(units for _, units in ask.amounts.minus(one.free)))
         return f"no node has {ask.amounts} at once; {most.name} comes nearest and lacks {ask.amounts.minus(most.free)}"
-    if waiting.strategy is Strategy.strict_spread:
+    if waiting.strategy is PlacementStrategy.strict_spread:
         fit = sum(1 for one in nodes if _space(one).takes(ask))
         return f"its {len(waiting.asks)} bundles need a node each, and {fit} of {len(nodes)} have {ask.amounts} free"
     return f"its {len(waiting.asks)} bundles do not fit into them"
 
 
-def _unless_nodes_come(survey: Survey, found: Finding, staying: list[SeenNode]) -> Finding:
+def _unless_nodes_come(survey: GcsSnapshot, found: Finding, staying: list[NodeSnapshot]) -> Finding:
     """What no node here can take is no lost cause where the autoscaler can add one that can."""
     first = found.who[0]
     if first.pinned is not None or not survey.kinds:
@@ -319,7 +344,7 @@ def _unless_nodes_come(survey: Survey, found: Finding, staying: list[SeenNode]) 
     spaces = _spaces(staying, empty=True)
     for kind in survey.kinds:
         more = len(first.asks) if kind.more is None else min(kind.more + kind.coming, len(first.asks))
-        spaces += [Space(f"{kind.name} {i}", kind.total, None) for i in range(more)]
+        spaces += [NodeSpace(f"{kind.name} {i}", kind.total, None) for i in range(more)]
     fit = place(first.asks, spaces, first.strategy)
     if not fit.possible:
         return found
@@ -327,17 +352,17 @@ def _unless_nodes_come(survey: Survey, found: Finding, staying: list[SeenNode]) 
     coming = sum(kind.coming for kind in survey.kinds if kind.name in names)
     adds = f"is starting {coming}" if coming else "can add one"
     sentence = f"{found.sentence}; the autoscaler {adds} ({_some(sorted(names)) or 'a new node'})"
-    return replace(found, cause=Cause.nodes_coming, never=False, sentence=sentence)
+    return replace(found, cause=WaitCause.nodes_coming, never=False, sentence=sentence)
 
 
 # ---- node by node ---------------------------------------------------------------------------------------------------
 
 
-def _hardest(waiting: Waiting, nodes: Sequence[SeenNode]) -> Ask:
+def _hardest(waiting: PendingWorkload, nodes: Sequence[NodeSnapshot]) -> ResourceRequest:
     """The ask that the fewest nodes have room for; of those, the largest."""
     todo = [ask for ask in waiting.asks if ask.node is None] or list(waiting.asks)
 
-    def rank(ask: Ask) -> tuple[int, int, int]:
+    def rank(ask: ResourceRequest) -> tuple[int, int, int]:
         spaces, empty = _spaces(nodes), _spaces(nodes, empty=True)
         return (
             sum(one.takes(ask) for one in empty),
@@ -348,7 +373,7 @@ def _hardest(waiting: Waiting, nodes: Sequence[SeenNode]) -> Ask:
     return min(dict.fromkeys(todo), key=rank)
 
 
-def _rows(survey: Survey, waiting: Waiting, nodes: Sequence[SeenNode]) -> tuple[Row, ...]:
+def _rows(survey: GcsSnapshot, waiting: PendingWorkload, nodes: Sequence[NodeSnapshot]) -> tuple[NodeFit, ...]:
     """Every node beside the hardest ask, the nearest to taking it first."""
     ask = _hardest(waiting, nodes)
     rows = []
@@ -362,7 +387,7 @@ def _rows(survey: Survey, waiting: Waiting, nodes: Sequence[SeenNode]) -> tuple[
         if fits and len(waiting.asks) > 1:
             notes.append(f"room for {min(fits, len(waiting.asks))} of its {len(waiting.asks)} bundles")
         lacks, lacks_empty = ask.amounts.minus(one.free), ask.amounts.minus(one.total)
-        rows.append(Row(one.name, one.free, one.total, lacks, lacks_empty, "; ".join(notes)))
+        rows.append(NodeFit(one.name, one.free, one.total, lacks, lacks_empty, "; ".join(notes)))
     return tuple(sorted(rows, key=lambda row: (_size(row.lacks_empty), _size(row.lacks), row.node)))
 
 
@@ -370,7 +395,7 @@ def _size(amounts: Resources) -> tuple[int, int]:
     return len(amounts.units), sum(units for _, units in amounts)
 
 
-def _labels_text(ask: Ask, node: SeenNode) -> str:
+def _labels_text(ask: ResourceRequest, node: NodeSnapshot) -> str:
     keys = dict.fromkeys(one.key for each in ask.labels for one in each if not one.matches(node.labels))
     labels = dict(node.labels)
     return ", ".join(f"{key} is {labels[key]}" if key in labels else f"no label {key}" for key in keys)
@@ -379,13 +404,13 @@ def _labels_text(ask: Ask, node: SeenNode) -> str:
 # ---- words ----------------------------------------------------------------------------------------------------------
 
 
-def title(one: Waiting) -> str:
+def title(one: PendingWorkload) -> str:
     """What people call it: `actor Trainer`, `placement group left`."""
-    sort = "placement group" if one.kind is Kind.group else one.kind.value
+    sort = "placement group" if one.kind is WorkloadKind.group else one.kind.value
     return f"{sort} {one.name or one.id[:12]}"
 
 
-def drain_text(node: SeenNode, now: float) -> str:
+def drain_text(node: NodeSnapshot, now: float) -> str:
     """`drains, deadline in 40 s (preemption)`."""
     assert node.drain is not None
     text = "drains"
@@ -395,7 +420,7 @@ def drain_text(node: SeenNode, now: float) -> str:
     return text + (f" ({node.drain.cause})" if node.drain.cause else "")
 
 
-def foreign_text(one: Foreign) -> str:
+def foreign_text(one: NonRayGpuUser) -> str:
     """`process 4711 (python train.py) holds 61 of 80 GiB of it, outside Ray`."""
     who = f"process {one.pid}" + (f" ({one.command})" if one.command else "")
     if not one.used_bytes:
@@ -404,26 +429,26 @@ def foreign_text(one: Foreign) -> str:
     return f"{who} holds {one.used_bytes / 2**30:.3g}{of} GiB of it, outside Ray"
 
 
-def _leaving(survey: Survey, blockers: tuple[Blocker, ...]) -> str:
+def _leaving(survey: GcsSnapshot, blockers: tuple[Blocker, ...]) -> str:
     busy = {one.group for one in survey.holders if one.group is not None}
     names = []
     for one in blockers:
-        sort = "placement group" if one.kind is Kind.group else one.kind.value
-        idle = " (nothing runs in it)" if one.kind is Kind.group and one.id not in busy else ""
+        sort = "placement group" if one.kind is WorkloadKind.group else one.kind.value
+        idle = " (nothing runs in it)" if one.kind is WorkloadKind.group and one.id not in busy else ""
         job = survey.job(one.job)
         ended = " of a job that has ended" if job is not None and job.ended else ""
         names.append(f"{sort} {one.name or one.id[:12]}{ended}{idle}, which holds {one.amounts}")
     return f"{_some(names)}, {'ends' if len(names) == 1 else 'end'}"
 
 
-def _if_late(survey: Survey, who: tuple[Waiting, ...]) -> tuple[str, ...]:
+def _if_late(survey: GcsSnapshot, who: tuple[PendingWorkload, ...]) -> tuple[str, ...]:
     late = _longest(survey, who)
     if late is None or late <= LONG_S:
         return ()
     return ("Ray should have started it by now: it may be bound to one node, or wait for its process (`ray logs`)",)
 
 
-def _longest(survey: Survey, who: tuple[Waiting, ...]) -> float | None:
+def _longest(survey: GcsSnapshot, who: tuple[PendingWorkload, ...]) -> float | None:
     return max((survey.at - one.since for one in who if one.since is not None), default=None)
 
 
@@ -435,29 +460,31 @@ def _some(words: Sequence[str]) -> str:
     return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else "".join(shown)
 
 
-def _notes(survey: Survey) -> tuple[Note, ...]:
+def _notes(survey: GcsSnapshot) -> tuple[DiagnosisNote, ...]:
     notes = [
-        Note(Remark.draining, f"node {one.name} {drain_text(one, survey.at)}")
+        DiagnosisNote(NoteKind.draining, f"node {one.name} {drain_text(one, survey.at)}")
         for one in survey.nodes
         if one.drain is not None
     ]
     for foreign in survey.foreign:
         gpu = f"GPU {foreign.gpu}" + (f" on {survey.node_name(foreign.node)}" if foreign.node else " of this machine")
         counted = _counted(survey, foreign)
-        notes.append(Note(Remark.gpu_outside, f"{gpu}: {foreign_text(foreign)}; {counted}"))
+        notes.append(DiagnosisNote(NoteKind.gpu_outside, f"{gpu}: {foreign_text(foreign)}; {counted}"))
     for kind in survey.kinds:
         if kind.coming:
             nodes = "a node" if kind.coming == 1 else f"{kind.coming} nodes"
-            notes.append(Note(Remark.nodes_coming, f"the autoscaler is starting {nodes} of kind {kind.name}"))
+            notes.append(
+                DiagnosisNote(NoteKind.nodes_coming, f"the autoscaler is starting {nodes} of kind {kind.name}")
+            )
     notes += [
-        Note(Remark.given_up, f"{gone.kind.value} {gone.name} was given up by Ray: {gone.why}")
+        DiagnosisNote(NoteKind.given_up, f"{gone.kind.value} {gone.name} was given up by Ray: {gone.why}")
         for gone in survey.given_up
     ]
-    notes += [Note(Remark.not_seen, fault) for fault in survey.faults]
+    notes += [DiagnosisNote(NoteKind.not_seen, fault) for fault in survey.faults]
     return tuple(notes)
 
 
-def _counted(survey: Survey, foreign: Foreign) -> str:
+def _counted(survey: GcsSnapshot, foreign: NonRayGpuUser) -> str:
     if foreign.node is None:
         return "no node of this cluster has that GPU"
     users = [

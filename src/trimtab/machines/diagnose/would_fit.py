@@ -13,11 +13,18 @@ from dataclasses import dataclass
 
 from trimtab.core.resources import NOTHING, Resources, total
 from trimtab.machines.diagnose.findings import Finding
-from trimtab.machines.diagnose.fitting import Space, place
-from trimtab.machines.diagnose.snapshot import Ask, Kind, Selector, Selectors, Survey, Waiting
+from trimtab.machines.diagnose.fitting import NodeSpace, place
+from trimtab.machines.diagnose.snapshot import (
+    GcsSnapshot,
+    LabelSelector,
+    LabelSelectors,
+    PendingWorkload,
+    ResourceRequest,
+    WorkloadKind,
+)
 from trimtab.machines.diagnose.why import judge
 from trimtab.model.plan import Plan
-from trimtab.model.workflow import Job
+from trimtab.model.workflow import PlacementJob
 
 KIND_LABEL = "ray.io/accelerator-type"
 MOST_CPU_ASKS = 64
@@ -30,7 +37,7 @@ class PlannedGroup:
     name: str
     gpus: int
     block: int  # so many GPUs on one node
-    asks: tuple[Ask, ...]
+    asks: tuple[ResourceRequest, ...]
 
 
 @dataclass(frozen=True)
@@ -64,13 +71,13 @@ class WouldFit:
         return all(one.ever for one in self.groups)
 
 
-def would_fit(name: str, job: Job, plan: Plan, survey: Survey) -> WouldFit:
+def would_fit(name: str, job: PlacementJob, plan: Plan, survey: GcsSnapshot) -> WouldFit:
     """Whether the groups of a plan find room together."""
     notes: list[str] = []
     groups = planned(job, plan, survey, notes)
     staying = [one for one in survey.nodes if one.drain is None]
-    now = _one_by_one(groups, [Space(one.id, one.free, one.labels) for one in staying])
-    ever = _one_by_one(groups, [Space(one.id, one.total, one.labels) for one in staying])
+    now = _one_by_one(groups, [NodeSpace(one.id, one.free, one.labels) for one in staying])
+    ever = _one_by_one(groups, [NodeSpace(one.id, one.total, one.labels) for one in staying])
     fits = tuple(
         GroupFit(
             group, not a.lacks, not b.lacks, tuple(dict.fromkeys(map(survey.node_name, a.nodes))), a.lacks, b.lacks
@@ -80,25 +87,27 @@ def would_fit(name: str, job: Job, plan: Plan, survey: Survey) -> WouldFit:
     asks = tuple(ask for group in groups for ask in group.asks)
     fine = all(one.now for one in fits)
     return WouldFit(
-        fits, None if fine else judge(survey, Waiting(name, Kind.plan, name, asks)), tuple(dict.fromkeys(notes))
+        fits,
+        None if fine else judge(survey, PendingWorkload(name, WorkloadKind.plan, name, asks)),
+        tuple(dict.fromkeys(notes)),
     )
 
 
-def planned(job: Job, plan: Plan, survey: Survey, notes: list[str]) -> tuple[PlannedGroup, ...]:
+def planned(job: PlacementJob, plan: Plan, survey: GcsSnapshot, notes: list[str]) -> tuple[PlannedGroup, ...]:
     """What each group of a plan asks of nodes."""
     kinds = {dict(one.labels).get(KIND_LABEL) for one in survey.nodes if one.total.get("gpu")} - {None}
     widest = max((node.gpus for node in job.cluster.nodes), default=1) or 1
     groups = []
     for group in plan.groups:
-        labels: tuple[Selectors, ...] = ()
+        labels: tuple[LabelSelectors, ...] = ()
         if group.kind and kinds:
-            labels = ((Selector(KIND_LABEL, (group.kind,)),),)
+            labels = ((LabelSelector(KIND_LABEL, (group.kind,)),),)
         elif group.kind:
             notes.append(f"no node says of which kind its GPUs are: whether they are {group.kind} was not checked")
         block = _block(job, plan, group.components, widest)
         whole, rest = divmod(len(group.gpus), block)
         sizes = [block] * whole + ([rest] if rest else [])
-        asks = tuple(Ask(Resources.of(gpu=size), labels) for size in sizes)
+        asks = tuple(ResourceRequest(Resources.of(gpu=size), labels) for size in sizes)
         groups.append(PlannedGroup(", ".join(group.components), len(group.gpus), block, asks))
     for component in job.workflow.components:
         if component.on_cpu and component.cpus:
@@ -106,11 +115,13 @@ def planned(job: Job, plan: Plan, survey: Survey, notes: list[str]) -> tuple[Pla
             full = int(component.cpus // each)
             left = component.cpus - full * each
             cpus = [float(each)] * full + ([left] if left else [])
-            groups.append(PlannedGroup(component.name, 0, 0, tuple(Ask(Resources.of(cpu=size)) for size in cpus)))
+            groups.append(
+                PlannedGroup(component.name, 0, 0, tuple(ResourceRequest(Resources.of(cpu=size)) for size in cpus))
+            )
     return tuple(groups)
 
 
-def _block(job: Job, plan: Plan, components: Sequence[str], widest: int) -> int:
+def _block(job: PlacementJob, plan: Plan, components: Sequence[str], widest: int) -> int:
     """GPUs that have to be on one node: the largest model-parallel size of the members, as far as a node reaches."""
     sizes = [1]
     for name in components:
@@ -121,25 +132,25 @@ def _block(job: Job, plan: Plan, components: Sequence[str], widest: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Room:
+class _RoomFound:
     nodes: tuple[str, ...]
     lacks: Resources
 
 
-def _one_by_one(groups: Sequence[PlannedGroup], spaces: Sequence[Space]) -> list[_Room]:
+def _one_by_one(groups: Sequence[PlannedGroup], spaces: Sequence[NodeSpace]) -> list[_RoomFound]:
     """Each group beside those before it: where it goes, and what it lacks."""
-    before: list[Ask] = []
+    before: list[ResourceRequest] = []
     rooms = []
     for group in groups:
         count = _most(before, group.asks, spaces)
         fit = place([*before, *group.asks[:count]], spaces)
         nodes = (fit.nodes or ())[len(before) :] if count == len(group.asks) else ()
-        rooms.append(_Room(nodes, total([ask.amounts for ask in group.asks[count:]])))
+        rooms.append(_RoomFound(nodes, total([ask.amounts for ask in group.asks[count:]])))
         before += group.asks[:count]
     return rooms
 
 
-def _most(before: Sequence[Ask], asks: Sequence[Ask], spaces: Sequence[Space]) -> int:
+def _most(before: Sequence[ResourceRequest], asks: Sequence[ResourceRequest], spaces: Sequence[NodeSpace]) -> int:
     """How many of the asks find room beside those before them: fewer do whenever more do."""
     low, high = 0, len(asks)
     if place([*before, *asks], spaces).nodes is not None:

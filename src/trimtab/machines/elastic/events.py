@@ -24,7 +24,7 @@ class NodesChanged:
 
 
 @dataclass(frozen=True)
-class MemberWaits:
+class MemberPending:
     """The member's task waits in its pool (or was evicted), and why."""
 
     member: str
@@ -56,7 +56,7 @@ class MemberLeft:
 
 
 @dataclass(frozen=True)
-class MemberTaken:
+class MemberPreempted:
     """The pool wants the member's room: it has to go within so many seconds (eviction with notice)."""
 
     member: str
@@ -65,7 +65,7 @@ class MemberTaken:
 
 
 @dataclass(frozen=True)
-class HealthAnswered:
+class HealthChecked:
     """A member's health call returned, or `fault` says what was wrong (raised, no answer in time)."""
 
     member: str
@@ -73,7 +73,7 @@ class HealthAnswered:
 
 
 @dataclass(frozen=True)
-class Boundary:
+class StepBoundary:
     """No step is under way: the world may change. `step`: the number of steps that are complete.
 
     `wanted`: the next step is to run. False takes back one that was asked for, begun or not, while nobody has committed
@@ -117,38 +117,38 @@ class StepInterrupted:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ResizeRequested:
     """A person wants so many members (None: no longer)."""
 
     size: int | None
 
 
 @dataclass(frozen=True)
-class Closed:
+class GroupClosed:
     """The group ends."""
 
 
 @dataclass(frozen=True)
-class Tick:
+class ElasticTick:
     """Time has passed."""
 
 
-GroupEvent = (
+ElasticEvent = (
     NodesChanged
-    | MemberWaits
+    | MemberPending
     | MemberStarted
     | MemberLost
     | MemberLeft
-    | MemberTaken
-    | HealthAnswered
-    | Boundary
+    | MemberPreempted
+    | HealthChecked
+    | StepBoundary
     | WorldEntered
     | WorldFailed
     | StepDone
     | StepInterrupted
-    | Asked
-    | Closed
-    | Tick
+    | ResizeRequested
+    | GroupClosed
+    | ElasticTick
 )
 
 
@@ -157,14 +157,14 @@ GroupEvent = (
 
 @dataclass(frozen=True)
 class StartMember:
-    """Submit a member's task. Ends in MemberStarted or MemberLost; MemberWaits may come before."""
+    """Submit a member's task. Ends in MemberStarted or MemberLost; MemberPending may come before."""
 
     member: str
     reason: Reason
 
 
 @dataclass(frozen=True)
-class EndMember:
+class StopMember:
     """Have the member's task end. Ends in MemberLeft."""
 
     member: str
@@ -176,7 +176,8 @@ class EnterWorld:
     """Tell all members of the world. Ends in WorldEntered or WorldFailed.
 
     Leavers are saved first (`leavers`, still alive); each newcomer loads the state of its source: a leaver that it
-    replaces, or a member that was there before; None: there is no state yet. Leavers are ended afterwards by EndMember.
+    replaces, or a member that was there before; None: there is no state yet. Leavers are ended afterwards by
+    StopMember.
     """
 
     world: World
@@ -206,22 +207,22 @@ class InterruptStep:
 
 
 @dataclass(frozen=True)
-class AskHealth:
-    """Call the member's health. Ends in HealthAnswered."""
+class CheckHealth:
+    """Call the member's health. Ends in HealthChecked."""
 
     member: str
     timeout_s: float
 
 
 @dataclass(frozen=True)
-class Want:
+class RequestUnits:
     """The group could use so many units in all: for autoscalers."""
 
     units: int
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitForMembers:
     """The group is below its least and waits, until the deadline; the reason says for what."""
 
     reason: Reason
@@ -229,10 +230,20 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class GiveUp:
+class FailGroup:
     """The group cannot go on; nothing more is started."""
 
     reason: Reason
 
 
-GroupInstruction = StartMember | EndMember | EnterWorld | RunStep | InterruptStep | AskHealth | Want | Wait | GiveUp
+ElasticInstruction = (
+    StartMember
+    | StopMember
+    | EnterWorld
+    | RunStep
+    | InterruptStep
+    | CheckHealth
+    | RequestUnits
+    | WaitForMembers
+    | FailGroup
+)

@@ -24,10 +24,10 @@ from typing import Any
 
 from trimtab.core.codec import decode, encode
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.elastic import events as e
-from trimtab.machines.elastic.members import FATAL_WEIGHT, GRACE_S, Members
-from trimtab.machines.elastic.state import OVER, Member, Phase, plain
+from trimtab.machines.elastic.members import FATAL_WEIGHT, GRACE_S, MemberTransitions
+from trimtab.machines.elastic.state import OVER, ElasticMember, ElasticPhase, plain
 from trimtab.machines.nodes.state import title
 from trimtab.model.nodes import MemberState, NodeState, World
 
@@ -35,12 +35,12 @@ INTERRUPT_S = 30.0  # until an interruption that nobody confirmed is said again
 FRUITLESS_MOST = 6  # failures in a row with nobody to blame
 
 
-class GroupMachine(Members):
+class ElasticMachine(MemberTransitions):
     """An elastic group. Events in, instructions out."""
 
     # ---- the door --------------------------------------------------------------------------------------------------
 
-    def handle(self, event: e.GroupEvent, now: float) -> list[e.GroupInstruction]:
+    def handle(self, event: e.ElasticEvent, now: float) -> list[e.ElasticInstruction]:
         """What is to be done about the event. Raises InputError for a wrong ask, with nothing changed."""
         now = max(float(now), self.now)
         self._out = []
@@ -48,17 +48,17 @@ class GroupMachine(Members):
         self.now = now
         if self.phase not in OVER:
             self._settle(now)
-        return self._out if self.phase is not Phase.closed or isinstance(event, e.Closed) else []
+        return self._out if self.phase is not ElasticPhase.closed or isinstance(event, e.GroupClosed) else []
 
     def _settle(self, now: float) -> None:
         """What follows from how things are now, whatever the event was."""
         self._ready_to_gone_with_nodes(now)
         self._fill(now)
         if self.fatal and not self.ever_started and not any(one.end_by is None for one in self.members.values()):
-            self._give_up(Reason(Code.start_failed, f"no member could be started: {self.fatal}"), now)
-        elif self.phase is Phase.stepping:
+            self._give_up(Reason(ReasonCode.start_failed, f"no member could be started: {self.fatal}"), now)
+        elif self.phase is ElasticPhase.stepping:
             self._interrupt_if_needed(now)
-        elif self.phase is Phase.waiting or (self.phase is Phase.idle and self._leaving()):
+        elif self.phase is ElasticPhase.waiting or (self.phase is ElasticPhase.idle and self._leaving()):
             # Between two steps nobody who is to leave has to wait for the next one.
             self._go_on(now)
 
@@ -69,7 +69,7 @@ class GroupMachine(Members):
         dues = [self._replace_due()]
         if self.deadline is not None:
             dues.append(self.deadline + (GRACE_S if self.interrupting is None else 0.0))
-        if self.phase is Phase.waiting:
+        if self.phase is ElasticPhase.waiting:
             dues.append(self.wait_deadline)
         if self.retry_at > self.now:
             dues.append(self.retry_at)
@@ -89,15 +89,15 @@ class GroupMachine(Members):
             if node is None and (member.node in before or member.state is not MemberState.ready):
                 # Its process may live on where nobody sees it: it is told to end as well.
                 name = before.get(member.node, title(member.node, None))
-                self._to_lost(member, Reason(Code.node_lost, f"node {name} is gone"), now, end=True)
+                self._to_lost(member, Reason(ReasonCode.node_lost, f"node {name} is gone"), now, end=True)
             elif node is not None and node.state is NodeState.draining:
                 self._to_leaving(member, self._draining(member.node), node.deadline, now)
-            elif node is not None and any(one.reason.code is Code.node_draining for one in member.causes):
+            elif node is not None and any(one.reason.code is ReasonCode.node_draining for one in member.causes):
                 sentence = f"node {self._called(member.node)} stays after all"
-                self._leaving_to_staying(member, Code.node_draining, Reason(Code.drain_over, sentence), now)
+                self._leaving_to_staying(member, ReasonCode.node_draining, Reason(ReasonCode.drain_over, sentence), now)
         self._excuse(before.keys() - there.keys())
 
-    def _on_member_waits(self, event: e.MemberWaits, now: float) -> None:
+    def _on_member_waits(self, event: e.MemberPending, now: float) -> None:
         member = self._living(event.member)
         if member is None:
             return
@@ -117,7 +117,7 @@ class GroupMachine(Members):
             return
         if member.state is not MemberState.asked:
             sentence = f"it was started again on node {self._called(event.node)}"
-            self._back_to_asked(member, Reason(Code.process_died, sentence), now)
+            self._back_to_asked(member, Reason(ReasonCode.process_died, sentence), now)
         self._asked_to_ready(member, event.node, now)
 
     def _on_member_lost(self, event: e.MemberLost, now: float) -> None:
@@ -129,7 +129,7 @@ class GroupMachine(Members):
             return
         if event.fatal:
             self.fatal = event.why
-        code = Code.start_failed if event.fatal else Code.process_died
+        code = ReasonCode.start_failed if event.fatal else ReasonCode.process_died
         weight = FATAL_WEIGHT if event.fatal else 1
         self._to_lost(member, Reason(code, event.why), now, end=False, weight=weight)
 
@@ -138,14 +138,14 @@ class GroupMachine(Members):
         if member is not None and member.state is MemberState.gone:
             self._gone_to_forgotten(member)
         elif member is not None:
-            self._to_lost(member, Reason(Code.process_died, "it ended without being told to"), now, end=False)
+            self._to_lost(member, Reason(ReasonCode.process_died, "it ended without being told to"), now, end=False)
 
-    def _on_member_taken(self, event: e.MemberTaken, now: float) -> None:
+    def _on_member_taken(self, event: e.MemberPreempted, now: float) -> None:
         member = self._living(event.member)
         if member is not None:
             self._to_leaving(member, event.reason, now + max(0.0, event.within_s), now)
 
-    def _on_health_answered(self, event: e.HealthAnswered, now: float) -> None:
+    def _on_health_answered(self, event: e.HealthChecked, now: float) -> None:
         member = self._living(event.member)
         if member is None or member.state is MemberState.asked:
             return
@@ -155,36 +155,36 @@ class GroupMachine(Members):
             member.health_by = None
             member.health_due = now + self.spec.health_every_s if member.state is not MemberState.leaving else None
 
-    def _living(self, name: str) -> Member | None:
+    def _living(self, name: str) -> ElasticMember | None:
         """The member, if it is not on its way out of the books: late news of others changes nothing."""
         member = self.members.get(name)
         return member if member is not None and member.state is not MemberState.gone else None
 
     # ---- news of steps ---------------------------------------------------------------------------------------------
 
-    def _on_boundary(self, event: e.Boundary, now: float) -> None:
+    def _on_boundary(self, event: e.StepBoundary, now: float) -> None:
         if not event.wanted:
             self._withdraw()
             return
-        if self.phase is Phase.stepping or self.phase in OVER:
+        if self.phase is ElasticPhase.stepping or self.phase in OVER:
             return
         if self.epoch == 0 and not self.wants_step:
             self.step = event.step  # training goes on where an earlier run ended
         elif event.step != self.step:
             raise InputError(f"group {self.spec.name} has completed {self.step} steps, not {event.step}")
         self.wants_step = True
-        if self.phase is Phase.idle:
-            self.phase = Phase.waiting
+        if self.phase is ElasticPhase.idle:
+            self.phase = ElasticPhase.waiting
 
     def _withdraw(self) -> None:
         """The step that was asked for is not wanted any more; nobody has committed it."""
         if self.phase in OVER:
             return
         self.wants_step = self.redo = False
-        if self.phase is Phase.stepping:
-            self._stepping_to(Phase.idle)
-        elif self.phase is Phase.waiting:
-            self.phase = Phase.idle
+        if self.phase is ElasticPhase.stepping:
+            self._stepping_to(ElasticPhase.idle)
+        elif self.phase is ElasticPhase.waiting:
+            self.phase = ElasticPhase.idle
         self._waited_out()
 
     def _on_world_entered(self, event: e.WorldEntered, now: float) -> None:
@@ -192,7 +192,7 @@ class GroupMachine(Members):
             return
         world, leavers = self.coming, self.leavers
         self.world, self.outs = world, [one for one in self.outs if one[0] in world.members]
-        self._entering_to(Phase.waiting if self.wants_step else Phase.idle)
+        self._entering_to(ElasticPhase.waiting if self.wants_step else ElasticPhase.idle)
         self._waited_out()
         for name in world.members:
             member = self._living(name)
@@ -220,25 +220,27 @@ class GroupMachine(Members):
         for name in blamed:
             member = self._living(name)
             if member is not None:
-                self._to_lost(member, Reason(Code.hung, f"world {self.epoch} was not entered: {why}"), now, end=True)
-        self._entering_to(Phase.waiting if self.wants_step else Phase.idle)
+                self._to_lost(
+                    member, Reason(ReasonCode.hung, f"world {self.epoch} was not entered: {why}"), now, end=True
+                )
+        self._entering_to(ElasticPhase.waiting if self.wants_step else ElasticPhase.idle)
         for member in self._leaving():
             if not self._ranked(member.id):  # it was about to get a rank, and to leave again
                 self._leaving_to_gone(member, now)
         if not known:
             self._fruitless(f"world {self.epoch} could not be entered: {why}", now)
 
-    def _entering_to(self, phase: Phase) -> None:
+    def _entering_to(self, phase: ElasticPhase) -> None:
         self.phase, self.deadline, self.coming, self.leavers = phase, None, None, ()
 
     def _on_step_done(self, event: e.StepDone, now: float) -> None:
-        if self.phase is not Phase.stepping or event.step != self.step + 1:
+        if self.phase is not ElasticPhase.stepping or event.step != self.step + 1:
             return
         assert self.world is not None
         self.step += 1
         self.fruitless = 0
         self.redo = self.wants_step = False
-        self._stepping_to(Phase.idle)
+        self._stepping_to(ElasticPhase.idle)
         for name in self.world.members:
             member = self._living(name)
             if member is None or member.state is MemberState.asked:
@@ -248,21 +250,21 @@ class GroupMachine(Members):
             member.proven, member.step = True, self.step
 
     def _on_step_interrupted(self, event: e.StepInterrupted, now: float) -> None:
-        if self.phase is not Phase.stepping or event.step != self.step + 1:
+        if self.phase is not ElasticPhase.stepping or event.step != self.step + 1:
             return
         known = self.interrupting is not None or self._broken()
         for name in event.hung:
             member = self._living(name)
             if member is not None:
                 known = True
-                self._to_lost(member, Reason(Code.hung, f"step {event.step}: {event.why}"), now, end=True)
+                self._to_lost(member, Reason(ReasonCode.hung, f"step {event.step}: {event.why}"), now, end=True)
         self.redo = True
-        self._stepping_to(Phase.waiting)
-        self._tell(self.spec.name, "interrupted", Reason(Code.redone, f"step {event.step}: {event.why}"), now)
+        self._stepping_to(ElasticPhase.waiting)
+        self._tell(self.spec.name, "interrupted", Reason(ReasonCode.redone, f"step {event.step}: {event.why}"), now)
         if not known:
             self._fruitless(f"step {event.step} was interrupted: {event.why}", now)
 
-    def _stepping_to(self, phase: Phase) -> None:
+    def _stepping_to(self, phase: ElasticPhase) -> None:
         self.phase, self.deadline, self.interrupting = phase, None, None
 
     def _fruitless(self, sentence: str, now: float) -> None:
@@ -271,36 +273,36 @@ class GroupMachine(Members):
         self.retry_at = now + self._back_off(self.fruitless)
         if self.fruitless >= FRUITLESS_MOST:
             self._give_up(
-                Reason(Code.cap, f"{sentence}; {self.fruitless} times in a row, with no member at fault"), now
+                Reason(ReasonCode.cap, f"{sentence}; {self.fruitless} times in a row, with no member at fault"), now
             )
 
     # ---- asks, and time --------------------------------------------------------------------------------------------
 
-    def _on_asked(self, event: e.Asked, now: float) -> None:
+    def _on_asked(self, event: e.ResizeRequested, now: float) -> None:
         least, most = self.spec.least, self.spec.most
         if event.size is not None and (event.size < least or (most is not None and event.size > most)):
             limits = f"at least {least}" + (f" and at most {most}" if most is not None else "")
             raise InputError(f"group {self.spec.name} cannot have {event.size} members", hint=f"it has {limits}")
         self.asked = event.size
 
-    def _on_closed(self, event: e.Closed, now: float) -> None:
-        reason = Reason(Code.completed, "the group ends")
+    def _on_closed(self, event: e.GroupClosed, now: float) -> None:
+        reason = Reason(ReasonCode.completed, "the group ends")
         for member in [one for one in self.members.values() if one.state is not MemberState.gone]:
             self._to_gone(member, reason, now, end=True)
-        self._over(Phase.closed, reason, now)
+        self._over(ElasticPhase.closed, reason, now)
 
-    def _on_tick(self, event: e.Tick, now: float) -> None:
+    def _on_tick(self, event: e.ElasticTick, now: float) -> None:
         if self.phase in OVER:
             return
         self._end_again(now)
         self._ask_health(now)
         if self.deadline is None:
             return
-        if self.phase is Phase.stepping and self.interrupting is not None and self.deadline <= now:
+        if self.phase is ElasticPhase.stepping and self.interrupting is not None and self.deadline <= now:
             self._interrupt(self.interrupting, now)
-        elif self.phase is Phase.stepping and self.deadline + GRACE_S <= now:
-            self._interrupt(Reason(Code.hung, f"not complete after {self.spec.step_timeout_s:g} s"), now)
-        elif self.phase is Phase.entering and self.deadline + GRACE_S <= now and self.coming is not None:
+        elif self.phase is ElasticPhase.stepping and self.deadline + GRACE_S <= now:
+            self._interrupt(Reason(ReasonCode.hung, f"not complete after {self.spec.step_timeout_s:g} s"), now)
+        elif self.phase is ElasticPhase.entering and self.deadline + GRACE_S <= now and self.coming is not None:
             fresh = tuple(name for name in self.coming.members if not self._ranked(name))
             self._world_failed(fresh, f"not entered after {self.spec.step_timeout_s:g} s", now)
 
@@ -321,7 +323,7 @@ class GroupMachine(Members):
         elif self.wants_step:
             self._waiting_to_stepping(now)
 
-    def _next_members(self, now: float) -> tuple[list[Member], list[Member]]:
+    def _next_members(self, now: float) -> tuple[list[ElasticMember], list[ElasticMember]]:
         """Who has a rank in the next world, in the order of ranks, and who leaves."""
         order = {one.node: at for at, one in enumerate(self.nodes)}
         usable = {one.node for one in self.nodes if one.state is NodeState.ready}
@@ -338,18 +340,18 @@ class GroupMachine(Members):
         stay.sort(key=lambda one: (order[one.node], one.number))
         return stay, [one for one in leaving if one not in stay]
 
-    def _to_entering(self, stay: list[Member], drop: list[Member], now: float) -> None:
+    def _to_entering(self, stay: list[ElasticMember], drop: list[ElasticMember], now: float) -> None:
         newcomers = [one for one in stay if one.state is MemberState.ready]
         reason = self._world_reason(newcomers, drop)
         self.epoch += 1
         self.coming = World(self.epoch, tuple(one.id for one in stay), tuple(one.node for one in stay), reason)
         self.leavers = tuple(one.id for one in drop)
-        self.phase, self.deadline = Phase.entering, now + self.spec.step_timeout_s
+        self.phase, self.deadline = ElasticPhase.entering, now + self.spec.step_timeout_s
         sources = self._sources(newcomers, stay, drop)
         self._out.append(e.EnterWorld(self.coming, sources, self.leavers, self.deadline))
 
     def _sources(
-        self, newcomers: list[Member], stay: list[Member], drop: list[Member]
+        self, newcomers: list[ElasticMember], stay: list[ElasticMember], drop: list[ElasticMember]
     ) -> tuple[tuple[str, str | None], ...]:
         """Whose state each newcomer takes over: its leaver's, or that of the member that has come furthest.
 
@@ -365,23 +367,23 @@ class GroupMachine(Members):
             named.append((one.id, source if source != one.id else None))
         return tuple(named)
 
-    def _world_reason(self, newcomers: list[Member], drop: list[Member]) -> Reason:
+    def _world_reason(self, newcomers: list[ElasticMember], drop: list[ElasticMember]) -> Reason:
         said = [f"{name} is gone ({reason.sentence})" for name, reason in self.outs]
         said += [f"{one.id} leaves ({one.reason.sentence})" for one in drop]
         said += [f"{one.id} is new on node {self._called(one.node)}" for one in newcomers]
         if self.world is None:
-            code = Code.began
+            code = ReasonCode.began
         elif self.outs:
-            code = Code.redone if self.redo else self.outs[0][1].code
+            code = ReasonCode.redone if self.redo else self.outs[0][1].code
         elif drop:
             code = drop[0].reason.code
         else:
-            code = Code.replaced if any(one.restart_at is not None for one in newcomers) else Code.grow
+            code = ReasonCode.replaced if any(one.restart_at is not None for one in newcomers) else ReasonCode.grow
         return Reason(code, "; ".join(said) or "ranks follow the order of nodes")
 
     def _waiting_to_stepping(self, now: float) -> None:
         assert self.world is not None
-        self.phase, self.deadline = Phase.stepping, now + self.spec.step_timeout_s
+        self.phase, self.deadline = ElasticPhase.stepping, now + self.spec.step_timeout_s
         self.redone_count += self.redo
         self._waited_out()
         self._out.append(e.RunStep(self.step + 1, self.world.epoch, self.redo))
@@ -395,10 +397,10 @@ class GroupMachine(Members):
         ranked = (MemberState.working, MemberState.leaving)
         return any((one := self.members.get(name)) is None or one.state not in ranked for name in self.world.members)
 
-    def _leaving(self) -> list[Member]:
+    def _leaving(self) -> list[ElasticMember]:
         return [one for one in self.members.values() if one.state is MemberState.leaving]
 
-    def _overdue_leavers(self, now: float) -> list[Member]:
+    def _overdue_leavers(self, now: float) -> list[ElasticMember]:
         return [one for one in self.members.values() if one.leave_by is not None and one.leave_by <= now]
 
     def _interrupt_if_needed(self, now: float) -> None:
@@ -406,7 +408,7 @@ class GroupMachine(Members):
             return
         overdue = self._overdue_leavers(now)
         if self._broken():
-            name, why = self.outs[-1] if self.outs else ("a member", Reason(Code.process_died, "it is gone"))
+            name, why = self.outs[-1] if self.outs else ("a member", Reason(ReasonCode.process_died, "it is gone"))
             self._interrupt(Reason(why.code, f"{name} is gone: {why.sentence}"), now)
         elif overdue:
             self._interrupt(Reason(overdue[0].reason.code, f"{overdue[0].id} has to leave first"), now)
@@ -419,17 +421,19 @@ class GroupMachine(Members):
 
     def _wait(self, there: int, now: float) -> None:
         cause = self._why_too_few(now)
-        reason = Reason(Code.below_min, f"{there} of at least {self.spec.least} members are there; {cause.sentence}")
+        reason = Reason(
+            ReasonCode.below_min, f"{there} of at least {self.spec.least} members are there; {cause.sentence}"
+        )
         if self.wait_deadline is None:
             self.wait_deadline = now + self.spec.wait_s
         self.wait_reason = reason
         if self.wait_deadline <= now:
-            waited = Reason(Code.too_late, f"waited {self.spec.wait_s:g} s, as long as it may: {reason.sentence}")
+            waited = Reason(ReasonCode.too_late, f"waited {self.spec.wait_s:g} s, as long as it may: {reason.sentence}")
             self._give_up(waited, now)
         elif self.wait_key != cause.code.value:
             self.wait_key = cause.code.value
             self._tell(self.spec.name, "waiting", reason, now)
-            self._out.append(e.Wait(reason, self.wait_deadline))
+            self._out.append(e.WaitForMembers(reason, self.wait_deadline))
 
     def _waited_out(self) -> None:
         self.wait_deadline = self.wait_reason = None
@@ -437,23 +441,23 @@ class GroupMachine(Members):
 
     def _why_too_few(self, now: float) -> Reason:
         if self.fatal and not self.ever_started:
-            return Reason(Code.start_failed, self.fatal)
+            return Reason(ReasonCode.start_failed, self.fatal)
         if self.debts and self.capped:
-            return Reason(Code.cap, f"started again {len(self.restarts)} times: no more are tried for now")
+            return Reason(ReasonCode.cap, f"started again {len(self.restarts)} times: no more are tried for now")
         if self.debts:
-            return Reason(Code.back_off, f"{self.debts[0].member} is replaced in {self.not_before - now:.3g} s")
+            return Reason(ReasonCode.back_off, f"{self.debts[0].member} is replaced in {self.not_before - now:.3g} s")
         asked = [one for one in self.members.values() if one.state is MemberState.asked]
         if asked:
             return Reason(asked[0].reason.code, f"{asked[0].id} is on its way ({asked[0].reason})")
-        return Reason(Code.no_node, "those that run are on nodes that cannot be used now")
+        return Reason(ReasonCode.no_node, "those that run are on nodes that cannot be used now")
 
     def _give_up(self, reason: Reason, now: float) -> None:
-        """Members are left as they are, for whoever wants to save something; `Closed` ends them."""
+        """Members are left as they are, for whoever wants to save something; `GroupClosed` ends them."""
         if self.phase not in OVER:
-            self._over(Phase.given_up, reason, now)
-            self._out.append(e.GiveUp(reason))
+            self._over(ElasticPhase.given_up, reason, now)
+            self._out.append(e.FailGroup(reason))
 
-    def _over(self, phase: Phase, reason: Reason, now: float) -> None:
+    def _over(self, phase: ElasticPhase, reason: Reason, now: float) -> None:
         self._entering_to(phase)
         self._stepping_to(phase)
         self.wants_step = False
@@ -477,41 +481,41 @@ class GroupMachine(Members):
         return data
 
     @classmethod
-    def load(cls, data: dict[str, Any]) -> GroupMachine:
+    def load(cls, data: dict[str, Any]) -> ElasticMachine:
         """A machine that goes on from a snapshot."""
         return decode(cls, data)
 
     def check(self) -> None:
         """Raise AssertionError where the machine contradicts itself."""
         self.check_members()
-        in_flight = self.phase in (Phase.entering, Phase.stepping)
+        in_flight = self.phase in (ElasticPhase.entering, ElasticPhase.stepping)
         assert (self.deadline is not None) == in_flight, f"{self.phase} with deadline {self.deadline}"
-        assert (self.coming is not None) == (self.phase is Phase.entering)
-        assert self.interrupting is None or self.phase is Phase.stepping
-        assert self.wants_step or self.phase not in (Phase.waiting, Phase.stepping)
-        if self.phase is Phase.waiting:
+        assert (self.coming is not None) == (self.phase is ElasticPhase.entering)
+        assert self.interrupting is None or self.phase is ElasticPhase.stepping
+        assert self.wants_step or self.phase not in (ElasticPhase.waiting, ElasticPhase.stepping)
+        if self.phase is ElasticPhase.waiting:
             assert self.wait_deadline is not None or self.retry_at > self.now, "waits without a deadline"
-        if self.phase is Phase.stepping:
+        if self.phase is ElasticPhase.stepping:
             assert self.interrupting is not None or not self._broken(), "a step that nobody can complete"
         for world in (self.world, self.coming):
             assert world is None or world.size >= self.spec.least, "a world that is too small"
             assert world is None or len(set(world.members)) == world.size, "a member with two ranks"
 
 
-_DOORS: dict[type, Callable[[GroupMachine, Any, float], None]] = {
-    e.NodesChanged: GroupMachine._on_nodes_changed,
-    e.MemberWaits: GroupMachine._on_member_waits,
-    e.MemberStarted: GroupMachine._on_member_started,
-    e.MemberLost: GroupMachine._on_member_lost,
-    e.MemberLeft: GroupMachine._on_member_left,
-    e.MemberTaken: GroupMachine._on_member_taken,
-    e.HealthAnswered: GroupMachine._on_health_answered,
-    e.Boundary: GroupMachine._on_boundary,
-    e.WorldEntered: GroupMachine._on_world_entered,
-    e.WorldFailed: GroupMachine._on_world_failed,
-    e.StepDone: GroupMachine._on_step_done,
-    e.StepInterrupted: GroupMachine._on_step_interrupted,
-    e.Asked: GroupMachine._on_asked,
-    e.Closed: GroupMachine._on_closed,
-    e.Tick: GroupMachine._on_tick,
+_DOORS: dict[type, Callable[[ElasticMachine, Any, float], None]] = {
+    e.NodesChanged: ElasticMachine._on_nodes_changed,
+    e.MemberPending: ElasticMachine._on_member_waits,
+    e.MemberStarted: ElasticMachine._on_member_started,
+    e.MemberLost: ElasticMachine._on_member_lost,
+    e.MemberLeft: ElasticMachine._on_member_left,
+    e.MemberPreempted: ElasticMachine._on_member_taken,
+    e.HealthChecked: ElasticMachine._on_health_answered,
+    e.StepBoundary: ElasticMachine._on_boundary,
+    e.WorldEntered: ElasticMachine._on_world_entered,
+    e.WorldFailed: ElasticMachine._on_world_failed,
+    e.StepDone: ElasticMachine._on_step_done,
+    e.StepInterrupted: ElasticMachine._on_step_interrupted,
+    e.ResizeRequested: ElasticMachine._on_asked,
+    e.GroupClosed: ElasticMachine._on_closed,
+    e.ElasticTick: ElasticMachine._on_tick,
 }

@@ -9,9 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 
-from trimtab.core.reasons import Chapter, Code, Reason, add_chapter
+from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, add_chapter
 from trimtab.machines.elastic import events as e
-from trimtab.machines.elastic.state import OVER, Cause, Debt, GroupBooks, Member, Phase, Room, room_on
+from trimtab.machines.elastic.state import (
+    OVER,
+    ElasticMember,
+    ElasticPhase,
+    ElasticState,
+    LeaveCause,
+    LostMember,
+    MemberCapacity,
+    room_on,
+)
 from trimtab.machines.nodes.state import title
 from trimtab.model.nodes import MemberState, NodeView
 
@@ -21,11 +30,11 @@ END_S = 60.0  # until an end that nobody confirmed is said again
 FATAL_WEIGHT = 3  # restarts that a start counts for when the next one would fail the same way
 
 
-class Members(GroupBooks):
+class MemberTransitions(ElasticState):
     """Transitions of members over the books."""
 
-    _out: list[e.GroupInstruction]  # of the event that is being handled
-    _offer: tuple[tuple[NodeView, ...], Room] | None = None  # of the nodes that it was worked out for
+    _out: list[e.ElasticInstruction]  # of the event that is being handled
+    _offer: tuple[tuple[NodeView, ...], MemberCapacity] | None = None  # of the nodes that it was worked out for
 
     # ---- how many --------------------------------------------------------------------------------------------------
 
@@ -37,12 +46,12 @@ class Members(GroupBooks):
         room = self._room().capacity(self.members)
         return max(self.spec.least, room if self.spec.most is None else min(self.spec.most, room))
 
-    def _room(self) -> Room:
+    def _room(self) -> MemberCapacity:
         if self._offer is None or self._offer[0] is not self.nodes:
             self._offer = (self.nodes, room_on(self.nodes, self.spec.unit))
         return self._offer[1]
 
-    def _staying(self) -> list[Member]:
+    def _staying(self) -> list[ElasticMember]:
         """Those that are there or on their way, and are to stay."""
         return [one for one in self.members.values() if one.state not in (MemberState.leaving, MemberState.gone)]
 
@@ -68,14 +77,14 @@ class Members(GroupBooks):
         want = self.wanted if self.asked is not None or self.spec.most is None else self.spec.most
         if want != self.want:
             self.want = want
-            self._out.append(e.Want(want))
+            self._out.append(e.RequestUnits(want))
 
     def _end_surplus(self, now: float) -> None:
         staying = self._staying()
         over = len(staying) - self.wanted
         if over <= 0:
             return
-        reason = Reason(Code.shrink, f"members wanted: {self.wanted}; there or on their way: {len(staying)}")
+        reason = Reason(ReasonCode.shrink, f"members wanted: {self.wanted}; there or on their way: {len(staying)}")
         waiting = [one for one in reversed(staying) if one.state is MemberState.asked and not self._irreplaceable(one)]
         for member in waiting[:over]:
             self._asked_to_gone(member, reason, now)
@@ -88,20 +97,20 @@ class Members(GroupBooks):
     def _call_back(self, now: float) -> None:
         """Whoever was to leave only because fewer were wanted stays, as far as more are wanted again."""
         missing = self.wanted - len(self._staying())
-        reason = Reason(Code.grow, f"members wanted again: {self.wanted}")
+        reason = Reason(ReasonCode.grow, f"members wanted again: {self.wanted}")
         spared = [
             one
             for one in self.members.values()
-            if one.state is MemberState.leaving and all(cause.reason.code is Code.shrink for cause in one.causes)
+            if one.state is MemberState.leaving and all(cause.reason.code is ReasonCode.shrink for cause in one.causes)
         ]
         for member in spared[: max(0, missing)]:
-            self._leaving_to_staying(member, Code.shrink, reason, now)
+            self._leaving_to_staying(member, ReasonCode.shrink, reason, now)
 
-    def _last_first(self, members: list[Member]) -> list[Member]:
+    def _last_first(self, members: list[ElasticMember]) -> list[ElasticMember]:
         """Newcomers before those that work, then the highest rank first; the only one that has the state last."""
         ranks = {name: at for at, name in enumerate(self.world.members)} if self.world is not None else {}
 
-        def order(one: Member) -> tuple[bool, bool, int, int]:
+        def order(one: ElasticMember) -> tuple[bool, bool, int, int]:
             working = one.state is MemberState.working
             return self._irreplaceable(one), working, -ranks.get(one.id, 0), -one.number
 
@@ -114,12 +123,12 @@ class Members(GroupBooks):
         for leaver in leavers[:count]:
             sentence = f"in place of {leaver.id}, which leaves: {leaver.reason.sentence}"
             self._new_to_asked(Reason(leaver.reason.code, sentence), leaver.id, now)
-        grow = Reason(Code.grow, f"members wanted: {self.wanted}")
+        grow = Reason(ReasonCode.grow, f"members wanted: {self.wanted}")
         for _ in range(count - len(leavers)):
             self._new_to_asked(grow, "", now)
 
-    def _start_instead(self, debt: Debt, now: float) -> None:
-        reason = Reason(Code.replaced, f"in place of {debt.member}: {debt.reason.sentence}")
+    def _start_instead(self, debt: LostMember, now: float) -> None:
+        reason = Reason(ReasonCode.replaced, f"in place of {debt.member}: {debt.reason.sentence}")
         member = self._new_to_asked(reason, debt.member, now)
         member.restart_at, member.restart_weight, member.restart_node = now, debt.weight, debt.node
         self.restarts += [now] * debt.weight
@@ -132,7 +141,7 @@ class Members(GroupBooks):
         capped = len(self.restarts) >= self.spec.restarts
         if capped and not self.capped:
             sentence = f"members were started again {len(self.restarts)} times within {self.spec.restart_window_s:g} s"
-            self._tell(self.spec.name, "capped", Reason(Code.cap, f"{sentence}: no more are tried for now"), now)
+            self._tell(self.spec.name, "capped", Reason(ReasonCode.cap, f"{sentence}: no more are tried for now"), now)
         self.capped = capped
         return not capped and self.not_before <= now
 
@@ -149,16 +158,16 @@ class Members(GroupBooks):
 
     # ---- transitions -----------------------------------------------------------------------------------------------
 
-    def _new_to_asked(self, reason: Reason, stands_in: str, now: float) -> Member:
+    def _new_to_asked(self, reason: Reason, stands_in: str, now: float) -> ElasticMember:
         self.made += 1
-        member = Member(f"{self.spec.name}-{self.made:04d}", self.made, MemberState.asked, reason, now)
+        member = ElasticMember(f"{self.spec.name}-{self.made:04d}", self.made, MemberState.asked, reason, now)
         member.stands_in = stands_in
         self.members[member.id] = member
         self._to(member, MemberState.asked, reason, now)
         self._out.append(e.StartMember(member.id, reason))
         return member
 
-    def _asked_to_ready(self, member: Member, node: str, now: float) -> None:
+    def _asked_to_ready(self, member: ElasticMember, node: str, now: float) -> None:
         member.node = node
         member.health_due = now + self.spec.health_every_s if self.spec.health_every_s else None
         self.ever_started = True
@@ -171,16 +180,16 @@ class Members(GroupBooks):
             if member.state is MemberState.ready and member.node in draining:
                 self._to_leaving(member, self._draining(member.node), None, now)
 
-    def _back_to_asked(self, member: Member, reason: Reason, now: float) -> None:
+    def _back_to_asked(self, member: ElasticMember, reason: Reason, now: float) -> None:
         """The pool took its room and will give it another: its state is kept for it, its rank is not."""
         self._left_world(member, reason)
         member.node, member.health_due, member.health_by, member.causes = "", None, None, ()
         self._to(member, MemberState.asked, reason, now)
 
-    def _ready_to_working(self, member: Member, now: float) -> None:
+    def _ready_to_working(self, member: ElasticMember, now: float) -> None:
         self._to(member, MemberState.working, Reason(member.reason.code, f"it has a rank in world {self.epoch}"), now)
 
-    def _to_leaving(self, member: Member, reason: Reason, deadline: float | None, now: float) -> None:
+    def _to_leaving(self, member: ElasticMember, reason: Reason, deadline: float | None, now: float) -> None:
         """It goes at the next boundary; at once if it has no rank to give up.
 
         One whom the pool gave back the only state that there is, and no rank yet, is left to the pool, which keeps it.
@@ -191,7 +200,7 @@ class Members(GroupBooks):
             if not self._irreplaceable(member):
                 self._to_gone(member, reason, now, end=True)
         else:
-            cause = Cause(reason, None if deadline is None else deadline - self.spec.handover_s)
+            cause = LeaveCause(reason, None if deadline is None else deadline - self.spec.handover_s)
             codes = [one.reason.code for one in member.causes]
             member.health_due = None  # an answer that is due stays due
             if reason.code in codes:
@@ -201,7 +210,7 @@ class Members(GroupBooks):
                 member.causes = (*member.causes, cause)
                 self._to(member, MemberState.leaving, reason, now)
 
-    def _leaving_to_staying(self, member: Member, over: Code, reason: Reason, now: float) -> None:
+    def _leaving_to_staying(self, member: ElasticMember, over: ReasonCode, reason: Reason, now: float) -> None:
         """One cause is over; where there is another one, it leaves for that."""
         member.causes = tuple(one for one in member.causes if one.reason.code is not over)
         if member.causes:
@@ -211,14 +220,14 @@ class Members(GroupBooks):
         ranked = self.world is not None and member.id in self.world.members
         self._to(member, MemberState.working if ranked else MemberState.ready, reason, now)
 
-    def _leaving_to_gone(self, member: Member, now: float) -> None:
+    def _leaving_to_gone(self, member: ElasticMember, now: float) -> None:
         self._to_gone(member, member.reason, now, end=True)
 
-    def _asked_to_gone(self, member: Member, reason: Reason, now: float) -> None:
+    def _asked_to_gone(self, member: ElasticMember, reason: Reason, now: float) -> None:
         self._was_no_restart(member)  # it never ran
         self._to_gone(member, reason, now, end=True)
 
-    def _was_no_restart(self, member: Member) -> None:
+    def _was_no_restart(self, member: ElasticMember) -> None:
         if member.restart_at is not None:
             for _ in range(min(member.restart_weight, self.restarts.count(member.restart_at))):
                 self.restarts.remove(member.restart_at)
@@ -232,7 +241,7 @@ class Members(GroupBooks):
             if member.restart_node in gone:
                 self._was_no_restart(member)
 
-    def _to_lost(self, member: Member, reason: Reason, now: float, *, end: bool, weight: int = 1) -> None:
+    def _to_lost(self, member: ElasticMember, reason: Reason, now: float, *, end: bool, weight: int = 1) -> None:
         """Unplanned: it is to be replaced, unless it was to go anyway."""
         planned, node = member.state is MemberState.leaving, member.node
         self._left_world(member, reason)
@@ -240,41 +249,41 @@ class Members(GroupBooks):
         self.retry_at = now  # now it is known why it failed
         if planned:
             return
-        self.debts.append(Debt(member.id, node, reason, weight))
+        self.debts.append(LostMember(member.id, node, reason, weight))
         if not self.round_open:
             self.round_open = True
             self.rounds += 1
             self.not_before = now + (self._back_off(self.rounds - 1) if self.rounds > 1 else 0.0)
 
-    def _to_gone(self, member: Member, reason: Reason, now: float, *, end: bool) -> None:
+    def _to_gone(self, member: ElasticMember, reason: Reason, now: float, *, end: bool) -> None:
         member.health_due, member.health_by, member.causes = None, None, ()
         self._to(member, MemberState.gone, reason, now)
         if end:
             member.end_by = now + END_S
-            self._out.append(e.EndMember(member.id, reason))
+            self._out.append(e.StopMember(member.id, reason))
         else:
             del self.members[member.id]
 
-    def _gone_to_forgotten(self, member: Member) -> None:
+    def _gone_to_forgotten(self, member: ElasticMember) -> None:
         del self.members[member.id]
 
-    def _to(self, member: Member, state: MemberState, reason: Reason, now: float) -> None:
+    def _to(self, member: ElasticMember, state: MemberState, reason: Reason, now: float) -> None:
         if state is not member.state:
             member.since = now
         member.state, member.reason = state, reason
         self._tell(member.id, state.value, reason, now)
 
-    def _left_world(self, member: Member, reason: Reason) -> None:
+    def _left_world(self, member: ElasticMember, reason: Reason) -> None:
         if self._ranked(member.id) or self._being_entered(member):
             self.outs = [*(one for one in self.outs if one[0] != member.id), (member.id, reason)]
 
     def _ranked(self, name: str) -> bool:
         return self.world is not None and name in self.world.members
 
-    def _being_entered(self, member: Member) -> bool:
+    def _being_entered(self, member: ElasticMember) -> bool:
         return self.coming is not None and member.id in self.coming.members
 
-    def _irreplaceable(self, member: Member) -> bool:
+    def _irreplaceable(self, member: ElasticMember) -> bool:
         """Whether nobody else has the state that it has."""
         others = [one.step for one in self.members.values() if one is not member and one.state is not MemberState.gone]
         return member.step is not None and all(step is None or step < member.step for step in others)
@@ -284,7 +293,7 @@ class Members(GroupBooks):
 
     def _draining(self, node: str) -> Reason:
         why = next((f": {one.reason.sentence}" for one in self.nodes if one.node == node), "")
-        return Reason(Code.node_draining, f"node {self._called(node)} will go{why}")
+        return Reason(ReasonCode.node_draining, f"node {self._called(node)} will go{why}")
 
     # ---- health ----------------------------------------------------------------------------------------------------
 
@@ -294,26 +303,26 @@ class Members(GroupBooks):
                 self._unhealthy(member, "no answer to the health call, nor that it timed out", now)
             elif member.health_by is None and member.health_due is not None and member.health_due <= now:
                 member.health_by = now + self.spec.health_timeout_s + GRACE_S
-                self._out.append(e.AskHealth(member.id, self.spec.health_timeout_s))
+                self._out.append(e.CheckHealth(member.id, self.spec.health_timeout_s))
 
-    def _unhealthy(self, member: Member, fault: str, now: float) -> None:
-        self._to_lost(member, Reason(Code.unhealthy, fault), now, end=True)
+    def _unhealthy(self, member: ElasticMember, fault: str, now: float) -> None:
+        self._to_lost(member, Reason(ReasonCode.unhealthy, fault), now, end=True)
 
     def _end_again(self, now: float) -> None:
         for member in self.members.values():
             if member.end_by is not None and member.end_by <= now:
                 member.end_by = now + END_S
-                self._out.append(e.EndMember(member.id, member.reason))
+                self._out.append(e.StopMember(member.id, member.reason))
 
     # ---- stories ---------------------------------------------------------------------------------------------------
 
-    def story(self, name: str) -> tuple[Chapter, ...]:
+    def story(self, name: str) -> tuple[StoryEntry, ...]:
         """What became of the group (by its name) or of a member, as long as it is remembered."""
         return tuple(self.stories.get(name, ()))
 
     def _tell(self, name: str, state: str, reason: Reason, now: float) -> None:
         story = self.stories.setdefault(name, [])
-        add_chapter(story, Chapter(now, state, reason))
+        add_chapter(story, StoryEntry(now, state, reason))
         if len(self.stories) > STORIES_KEPT + len(self.members):
             kept = self.members.keys() | {self.spec.name, name}
             del self.stories[next(one for one in self.stories if one not in kept)]
@@ -339,6 +348,6 @@ class Members(GroupBooks):
             # Whoever waits with the only state that there is waits on, however few are wanted.
             spared = sum(one.state is MemberState.asked and self._irreplaceable(one) for one in self._staying())
             assert -spared <= missing - len(self.debts) <= 0, f"{missing} are missing, {len(self.debts)} with a reason"
-            assert self.phase is not Phase.entering or self.coming is not None
+            assert self.phase is not ElasticPhase.entering or self.coming is not None
         assert len(self.restarts) <= self.spec.restarts + FATAL_WEIGHT * max(1, self.made)
         assert len(self.stories) <= STORIES_KEPT + len(self.members) + 2, "stories without end"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from trimtab.core.reasons import Chapter, Reason
+from trimtab.core.reasons import Reason, StoryEntry
 from trimtab.core.resources import Resources
-from trimtab.model.nodes import GroupSpec, MemberState, NodeState, NodeView, World
+from trimtab.model.nodes import ElasticSpec, MemberState, NodeState, NodeView, World
 
 
-class Phase(str, enum.Enum):
+class ElasticPhase(str, enum.Enum):
     """What a group is doing."""
 
     idle = "idle"  # no step is under way, and none was asked for
@@ -21,11 +21,11 @@ class Phase(str, enum.Enum):
     closed = "closed"
 
 
-OVER = (Phase.given_up, Phase.closed)
+OVER = (ElasticPhase.given_up, ElasticPhase.closed)
 
 
 @dataclass(frozen=True)
-class Cause:
+class LeaveCause:
     """Why a member has to leave, and by when no step is begun with it any more; None: it can take its time."""
 
     reason: Reason
@@ -33,7 +33,7 @@ class Cause:
 
 
 @dataclass(eq=False)
-class Member:
+class ElasticMember:
     """One member."""
 
     id: str
@@ -48,7 +48,7 @@ class Member:
     restart_node: str = ""  # ... for one that was lost there
     step: int | None = None  # whose outcome it has; None: nobody's, it is new
     proven: bool = False  # it has completed a step
-    causes: tuple[Cause, ...] = ()  # of a leaving one, one of each code; in the order they came
+    causes: tuple[LeaveCause, ...] = ()  # of a leaving one, one of each code; in the order they came
     health_due: float | None = None
     health_by: float | None = None  # when the answer is due
     end_by: float | None = None  # of one that is gone: when its end is due to be confirmed
@@ -60,7 +60,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Debt:
+class LostMember:
     """A member that was lost unplanned, and not replaced yet."""
 
     member: str
@@ -70,12 +70,12 @@ class Debt:
 
 
 @dataclass(eq=False)
-class GroupBooks:
+class ElasticState:
     """One group."""
 
-    spec: GroupSpec
+    spec: ElasticSpec
     now: float = 0.0
-    phase: Phase = Phase.idle
+    phase: ElasticPhase = ElasticPhase.idle
     step: int = 0  # complete ones
     epoch: int = 0  # of the last world that was to be entered
     world: World | None = None  # the last one that was entered
@@ -93,14 +93,16 @@ class GroupBooks:
     fruitless: int = 0  # such failures in a row
     # Members.
     made: int = 0
-    members: dict[str, Member] = field(default_factory=dict)  # in order of number; gone ones until that is confirmed
+    members: dict[str, ElasticMember] = field(
+        default_factory=dict
+    )  # in order of number; gone ones until that is confirmed
     nodes: tuple[NodeView, ...] = ()
     nodes_known: bool = False
     change: int = 0
     asked: int | None = None  # what a person wants
     want: int = 0  # as it was said last
     # Replacements.
-    debts: list[Debt] = field(default_factory=list)
+    debts: list[LostMember] = field(default_factory=list)
     restarts: list[float] = field(default_factory=list)  # within the window
     rounds: int = 0  # of replacements in a row, none of which has completed a step
     round_open: bool = False  # a loss that belongs to the last round: nothing was started since
@@ -113,7 +115,7 @@ class GroupBooks:
     restart_count: int = 0
     redone_count: int = 0
     end_reason: Reason | None = None
-    stories: dict[str, list[Chapter]] = field(default_factory=dict)  # of the group and its members
+    stories: dict[str, list[StoryEntry]] = field(default_factory=dict)  # of the group and its members
 
 
 def units_on(node: NodeView, unit: Resources) -> int:
@@ -123,14 +125,14 @@ def units_on(node: NodeView, unit: Resources) -> int:
 
 
 @dataclass(frozen=True)
-class Room:
+class MemberCapacity:
     """What nodes offer to members; worked out once for each news of nodes."""
 
     ready: int  # members that nodes have room for which may be used
     silent: tuple[tuple[str, int], ...]  # nodes whose link says nothing, and how many each has room for
     draining: frozenset[str]
 
-    def capacity(self, members: dict[str, Member]) -> int:
+    def capacity(self, members: dict[str, ElasticMember]) -> int:
         """How many members there is room for. A silent node counts while it holds some."""
         if not self.silent:
             return self.ready
@@ -138,17 +140,17 @@ class Room:
         return self.ready + sum(units for node, units in self.silent if node in holding)
 
 
-def room_on(nodes: tuple[NodeView, ...], unit: Resources) -> Room:
+def room_on(nodes: tuple[NodeView, ...], unit: Resources) -> MemberCapacity:
     """What these nodes offer."""
     states = NodeState
-    return Room(
+    return MemberCapacity(
         sum(units_on(one, unit) for one in nodes if one.state is states.ready),
         tuple((one.node, units_on(one, unit)) for one in nodes if one.state is states.suspect),
         frozenset(one.node for one in nodes if one.state is states.draining),
     )
 
 
-def plain(books: GroupBooks, size: int, wanted: int) -> dict[str, object]:
+def plain(books: ElasticState, size: int, wanted: int) -> dict[str, object]:
     """A group as people and programs see it."""
     ranks = {name: rank for rank, name in enumerate(books.world.members)} if books.world is not None else {}
     return {
@@ -164,8 +166,8 @@ def plain(books: GroupBooks, size: int, wanted: int) -> dict[str, object]:
         "change": books.change,
         "restarts": books.restart_count,
         "redone": books.redone_count,
-        "waiting": str(books.wait_reason) if books.phase is Phase.waiting and books.wait_reason else None,
-        "wait_deadline": books.wait_deadline if books.phase is Phase.waiting else None,
+        "waiting": str(books.wait_reason) if books.phase is ElasticPhase.waiting and books.wait_reason else None,
+        "wait_deadline": books.wait_deadline if books.phase is ElasticPhase.waiting else None,
         "ended": str(books.end_reason) if books.end_reason is not None else None,
         "members": [
             {

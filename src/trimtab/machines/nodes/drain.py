@@ -5,13 +5,13 @@ Decides nothing else. Whoever drives the machine of nodes asks it when a node is
 
 from __future__ import annotations
 
-from trimtab.model.pool import Policy
+from trimtab.model.pool import PreemptionPolicy
 
 AFTER_S = 30.0  # a node that drains without a deadline: those who leave by themselves have so long
 SLACK_S = 5.0  # beyond telling and saving
 
 
-def evict_after_s(left_s: float | None, policy: Policy) -> float:
+def evict_after_s(left_s: float | None, policy: PreemptionPolicy) -> float:
     """Seconds from now, with so many left until the deadline (None: there is none).
 
     Early enough to be told and saved as the policy allows, but never before half of the time is over.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from trimtab.core.reasons import Reason
 from trimtab.core.resources import NOTHING, Resources
-from trimtab.model.nodes import Change, NodeFacts
+from trimtab.model.nodes import NodeChange, NodeFacts
 
 # ---- events -----------------------------------------------------------------------------------------------------
 
@@ -33,14 +33,14 @@ class NodeGone:
 
 
 @dataclass(frozen=True)
-class LinkHeard:
+class HeartbeatReceived:
     """The node's own link speaks (again)."""
 
     node: str
 
 
 @dataclass(frozen=True)
-class LinkSilent:
+class HeartbeatMissed:
     """The node's own link is there, but has said nothing for so long."""
 
     node: str
@@ -48,7 +48,7 @@ class LinkSilent:
 
 
 @dataclass(frozen=True)
-class LinkBroken:
+class ConnectionBroken:
     """The link broke and the node's raylet does not listen any more: the node is dead."""
 
     node: str
@@ -56,7 +56,7 @@ class LinkBroken:
 
 
 @dataclass(frozen=True)
-class DrainAsked:
+class DrainRequested:
     """The node will go at `deadline` (None: whenever it is empty). `by_ray`: Ray said so, else a person or a hook."""
 
     node: str
@@ -66,18 +66,27 @@ class DrainAsked:
 
 
 @dataclass(frozen=True)
-class DrainOver:
+class DrainCancelled:
     """The node stays after all."""
 
     node: str
 
 
 @dataclass(frozen=True)
-class Tick:
+class NodeTick:
     """Time has passed."""
 
 
-NodeEvent = NodeSeen | NodeGone | LinkHeard | LinkSilent | LinkBroken | DrainAsked | DrainOver | Tick
+NodeEvent = (
+    NodeSeen
+    | NodeGone
+    | HeartbeatReceived
+    | HeartbeatMissed
+    | ConnectionBroken
+    | DrainRequested
+    | DrainCancelled
+    | NodeTick
+)
 
 
 # ---- instructions -----------------------------------------------------------------------------------------------
@@ -94,7 +103,7 @@ class UseNode:
 
 
 @dataclass(frozen=True)
-class SpareNode:
+class CordonNode:
     """Nothing new goes to the node; what runs there goes on."""
 
     node: str
@@ -102,7 +111,7 @@ class SpareNode:
 
 
 @dataclass(frozen=True)
-class EmptyNode:
+class DrainNode:
     """Nothing new goes to the node, and what is there has to be elsewhere by the deadline (None: when it can)."""
 
     node: str
@@ -111,7 +120,7 @@ class EmptyNode:
 
 
 @dataclass(frozen=True)
-class LoseNode:
+class RemoveNode:
     """The node is gone, and everything on it."""
 
     node: str
@@ -119,10 +128,10 @@ class LoseNode:
 
 
 @dataclass(frozen=True)
-class TellChange:
+class AnnounceNodeChange:
     """Tell those who grow and shrink with nodes what happened within a window, as one."""
 
-    change: Change
+    change: NodeChange
 
 
-NodeInstruction = UseNode | SpareNode | EmptyNode | LoseNode | TellChange
+NodeInstruction = UseNode | CordonNode | DrainNode | RemoveNode | AnnounceNodeChange

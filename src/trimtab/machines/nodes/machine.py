@@ -23,11 +23,11 @@ from typing import Any
 
 from trimtab.core.codec import decode, encode
 from trimtab.core.errors import InputError, nearest
-from trimtab.core.reasons import STORY_KEPT, Chapter, Code, Reason, add_chapter
+from trimtab.core.reasons import STORY_KEPT, Reason, ReasonCode, StoryEntry, add_chapter
 from trimtab.machines.nodes import events as e
 from trimtab.machines.nodes import state as words
-from trimtab.machines.nodes.state import Drain, Kind, Node, Told
-from trimtab.model.nodes import Change, NodePolicy, NodeState, NodeView
+from trimtab.machines.nodes.state import Announced, NodeDrain, NodeShape, TrackedNode
+from trimtab.model.nodes import NodeChange, NodePolicy, NodeState, NodeView
 
 SAME_S = 1.0  # two deadlines that are not further apart are the same one, read from two clocks
 
@@ -40,15 +40,15 @@ class NodeMachine:
         self.now = 0.0
         self.version = 0  # grows with every change that `views` shows
         self.last_change = 0
-        self.nodes: dict[str, Node] = {}  # that are there, or were not long ago
+        self.nodes: dict[str, TrackedNode] = {}  # that are there, or were not long ago
         # What follows can be worked out from the above, and is not in a snapshot.
-        self._kinds: Counter[Kind] = Counter()  # of nodes that are there; none of them zero
+        self._kinds: Counter[NodeShape] = Counter()  # of nodes that are there; none of them zero
         self._timers: list[tuple[float, str]] = []  # a heap; has every node's `_due`, and some that have changed since
         self._armed: dict[str, float] = {}  # by node: the timer set last, so that none is set twice in a row
         self._places: dict[str, str] = {}  # by name: the node that had it last
-        self._order: list[Node] = []  # all, in node order
-        self._untold: dict[str, Node] = {}  # that have a `tell_by`
-        self._common: Kind | None = None
+        self._order: list[TrackedNode] = []  # all, in node order
+        self._untold: dict[str, TrackedNode] = {}  # that have a `tell_by`
+        self._common: NodeShape | None = None
         self._common_known = False
         self._views: dict[str, NodeView] = {}  # those that have not changed since they were looked at
         self._seen: tuple[int, tuple[NodeView, ...]] = (-1, ())  # by version
@@ -57,12 +57,12 @@ class NodeMachine:
         self._doors: dict[type, Callable[[Any, float], None]] = {
             e.NodeSeen: self._on_node_seen,
             e.NodeGone: self._on_node_gone,
-            e.LinkHeard: self._on_link_heard,
-            e.LinkSilent: self._on_link_silent,
-            e.LinkBroken: self._on_link_broken,
-            e.DrainAsked: self._on_drain_asked,
-            e.DrainOver: self._on_drain_over,
-            e.Tick: self._on_tick,
+            e.HeartbeatReceived: self._on_link_heard,
+            e.HeartbeatMissed: self._on_link_silent,
+            e.ConnectionBroken: self._on_link_broken,
+            e.DrainRequested: self._on_drain_asked,
+            e.DrainCancelled: self._on_drain_over,
+            e.NodeTick: self._on_tick,
         }
 
     # ---- the door --------------------------------------------------------------------------------------------------
@@ -99,9 +99,9 @@ class NodeMachine:
             self._figures(node, event)
         if not node.listed:
             node.listed = True
-            self._gone_to_there(node, Reason(Code.returned, "Ray has it again"), now)
+            self._gone_to_there(node, Reason(ReasonCode.returned, "Ray has it again"), now)
         elif changed and node.state is NodeState.ready:
-            self._use(node, Reason(Code.changed, words.figures(node.facts, node.outside)))
+            self._use(node, Reason(ReasonCode.changed, words.figures(node.facts, node.outside)))
         if changed:
             self._changed(node)
 
@@ -112,18 +112,18 @@ class NodeMachine:
         announced = event.expected or node.drain is not None
         node.listed = False
         if node.there and announced:
-            self._there_to_left(node, Reason(Code.left, words.went(node, "Ray says that it ended in order")), now)
+            self._there_to_left(node, Reason(ReasonCode.left, words.went(node, "Ray says that it ended in order")), now)
         elif node.there:
-            self._there_to_lost(node, Reason(Code.ray_lost, "Ray does not have it any more"), now)
+            self._there_to_lost(node, Reason(ReasonCode.ray_lost, "Ray does not have it any more"), now)
         elif event.expected and node.state is NodeState.lost:
-            self._lost_to_left(node, Reason(Code.left, "its link broke because it ended in order"), now)
+            self._lost_to_left(node, Reason(ReasonCode.left, "its link broke because it ended in order"), now)
         node.drain = None  # whoever comes back under this id is not on its way out
         self._changed(node)
         self._arm(node)
 
     # ---- news of links ---------------------------------------------------------------------------------------------
 
-    def _on_link_heard(self, event: e.LinkHeard, now: float) -> None:
+    def _on_link_heard(self, event: e.HeartbeatReceived, now: float) -> None:
         node = self.nodes.get(event.node)
         if node is None:
             return
@@ -131,14 +131,14 @@ class NodeMachine:
         if node.state is NodeState.suspect:
             self._suspect_to_ready(node, now)
         elif not node.there and node.listed:
-            self._gone_to_there(node, Reason(Code.returned, "its link speaks again"), now)
+            self._gone_to_there(node, Reason(ReasonCode.returned, "its link speaks again"), now)
 
-    def _on_link_silent(self, event: e.LinkSilent, now: float) -> None:
+    def _on_link_silent(self, event: e.HeartbeatMissed, now: float) -> None:
         node = self.nodes.get(event.node)
         if node is None or not node.there or event.silent_s < self.policy.suspect_s:
             return
         node.silent = True
-        reason = Reason(Code.link_silent, f"its link has said nothing for {event.silent_s:.3g} s")
+        reason = Reason(ReasonCode.link_silent, f"its link has said nothing for {event.silent_s:.3g} s")
         if event.silent_s >= self.policy.lost_s:
             self._there_to_lost(node, reason, now)
         elif node.state is NodeState.ready:
@@ -146,38 +146,38 @@ class NodeMachine:
         elif node.state is NodeState.held:
             self._hold_longer(node, now)
 
-    def _on_link_broken(self, event: e.LinkBroken, now: float) -> None:
+    def _on_link_broken(self, event: e.ConnectionBroken, now: float) -> None:
         node = self.nodes.get(event.node)
         if node is None or not node.there:
             return
         if node.state is NodeState.draining:
-            self._there_to_left(node, Reason(Code.left, words.went(node, event.why)), now)
+            self._there_to_left(node, Reason(ReasonCode.left, words.went(node, event.why)), now)
         else:
-            self._there_to_lost(node, Reason(Code.link_broken, event.why), now)
+            self._there_to_lost(node, Reason(ReasonCode.link_broken, event.why), now)
 
     # ---- drains ----------------------------------------------------------------------------------------------------
 
-    def _on_drain_asked(self, event: e.DrainAsked, now: float) -> None:
+    def _on_drain_asked(self, event: e.DrainRequested, now: float) -> None:
         node = self._to_be_drained(event)
         if not node.there:
             return
         before = node.drain
-        code = Code.drain_seen if event.by_ray else Code.drain_asked
+        code = ReasonCode.drain_seen if event.by_ray else ReasonCode.drain_asked
         deadline = None if event.deadline is None else max(float(event.deadline), now)
-        drain = Drain(deadline, event.deadline, Reason(code, event.cause + words.until("given", deadline, now)))
+        drain = NodeDrain(deadline, event.deadline, Reason(code, event.cause + words.until("given", deadline, now)))
         if before is None:
             node.drain = drain
             self._to_draining(node, now)
         elif (before.asked, before.reason.code) == (drain.asked, code):
             return
-        elif words.sooner(deadline, before.deadline, SAME_S) or code is before.reason.code is Code.drain_asked:
+        elif words.sooner(deadline, before.deadline, SAME_S) or code is before.reason.code is ReasonCode.drain_asked:
             # Ray repeats itself and what we told it, by another clock; and nobody puts off what Ray said.
             node.drain = drain
             self._write(node, node.state, drain.reason, now)
             self._empty(node)
             self._note(node, now)
 
-    def _to_be_drained(self, event: e.DrainAsked) -> Node:
+    def _to_be_drained(self, event: e.DrainRequested) -> TrackedNode:
         node = self.nodes.get(event.node)
         if node is None:
             known = [name for name, one in self.nodes.items() if one.there]
@@ -192,17 +192,17 @@ class NodeMachine:
             raise InputError(f"node {node.title} is gone already", hint=str(node.reason))
         return node
 
-    def _on_drain_over(self, event: e.DrainOver, now: float) -> None:
+    def _on_drain_over(self, event: e.DrainCancelled, now: float) -> None:
         node = self.nodes.get(event.node)
         if node is None or node.drain is None:
             return
         node.drain = None
         if node.state is NodeState.draining:
-            self._draining_to_there(node, Reason(Code.drain_over, "it stays after all"), now)
+            self._draining_to_there(node, Reason(ReasonCode.drain_over, "it stays after all"), now)
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
-    def _on_tick(self, event: e.Tick, now: float) -> None:
+    def _on_tick(self, event: e.NodeTick, now: float) -> None:
         while (at := self.next_deadline()) is not None and at <= now:
             node = self.nodes[self._pop_timer()]
             if node.tell_by is not None and node.tell_by <= now:
@@ -218,7 +218,7 @@ class NodeMachine:
                 self._changed(node)
             self._arm(node)
 
-    def _due(self, node: Node) -> float | None:
+    def _due(self, node: TrackedNode) -> float | None:
         """When time alone changes something about the node."""
         dues = []
         if node.tell_by is not None:
@@ -231,7 +231,7 @@ class NodeMachine:
             dues.append(node.since + self.policy.forget_s)
         return min(dues, default=None)
 
-    def _arm(self, node: Node) -> None:
+    def _arm(self, node: TrackedNode) -> None:
         due = self._due(node)
         if due is not None and self._armed.get(node.id) != due:
             self._armed[node.id] = due
@@ -246,9 +246,9 @@ class NodeMachine:
     # ---- transitions -----------------------------------------------------------------------------------------------
 
     def _new_to_there(self, event: e.NodeSeen, now: float) -> None:
-        reason = Reason(Code.joined, "Ray has it for the first time")
+        reason = Reason(ReasonCode.joined, "Ray has it for the first time")
         place = words.name_of(event.facts)
-        node = Node(event.node, event.facts, event.outside, now, NodeState.lost, reason, now, place)
+        node = TrackedNode(event.node, event.facts, event.outside, now, NodeState.lost, reason, now, place)
         before = self.nodes.get(self._places.get(place, ""))
         if before is not None and not before.there:
             # The same one, started again: what it did under its other id is not forgotten.
@@ -256,7 +256,7 @@ class NodeMachine:
         self._remember(node)
         self._gone_to_there(node, reason, now)
 
-    def _gone_to_there(self, node: Node, reason: Reason, now: float) -> None:
+    def _gone_to_there(self, node: TrackedNode, reason: Reason, now: float) -> None:
         node.silent = False
         self._forget_losses(node, now)
         over = len(node.losses) - self.policy.free_losses
@@ -270,21 +270,24 @@ class NodeMachine:
         else:
             self._to_ready(node, self._with_what(node, reason), now)
 
-    def _to_ready(self, node: Node, reason: Reason, now: float) -> None:
+    def _to_ready(self, node: TrackedNode, reason: Reason, now: float) -> None:
         self._to(node, NodeState.ready, reason, now)
         self._use(node, reason)
 
-    def _to_held(self, node: Node, now: float) -> None:
+    def _to_held(self, node: TrackedNode, now: float) -> None:
         sentence = f"it was lost {len(node.losses)} times within {self.policy.forget_s:g} s"
         self._to(
-            node, NodeState.held, Reason(Code.flapping, sentence + words.until("held for", node.hold_until, now)), now
+            node,
+            NodeState.held,
+            Reason(ReasonCode.flapping, sentence + words.until("held for", node.hold_until, now)),
+            now,
         )
 
-    def _held_to_ready(self, node: Node, now: float) -> None:
+    def _held_to_ready(self, node: TrackedNode, now: float) -> None:
         node.hold_until = None
-        self._to_ready(node, Reason(Code.steady, f"it has been steady for {now - node.since:.3g} s"), now)
+        self._to_ready(node, Reason(ReasonCode.steady, f"it has been steady for {now - node.since:.3g} s"), now)
 
-    def _hold_longer(self, node: Node, now: float) -> None:
+    def _hold_longer(self, node: TrackedNode, now: float) -> None:
         """It fell silent while it was to show that it is steady: that begins again."""
         hold_until = max(node.hold_until or 0.0, now + self.policy.hold_s)
         if hold_until != node.hold_until:
@@ -292,43 +295,43 @@ class NodeMachine:
             self._changed(node)
             self._arm(node)
 
-    def _ready_to_suspect(self, node: Node, reason: Reason, now: float) -> None:
+    def _ready_to_suspect(self, node: TrackedNode, reason: Reason, now: float) -> None:
         self._to(node, NodeState.suspect, reason, now)
         self._spare(node, reason)
 
-    def _suspect_to_ready(self, node: Node, now: float) -> None:
-        self._to_ready(node, Reason(Code.returned, "its link speaks again"), now)
+    def _suspect_to_ready(self, node: TrackedNode, now: float) -> None:
+        self._to_ready(node, Reason(ReasonCode.returned, "its link speaks again"), now)
 
-    def _to_draining(self, node: Node, now: float) -> None:
+    def _to_draining(self, node: TrackedNode, now: float) -> None:
         assert node.drain is not None
         self._to(node, NodeState.draining, node.drain.reason, now)
         self._empty(node)
 
-    def _draining_to_there(self, node: Node, reason: Reason, now: float) -> None:
+    def _draining_to_there(self, node: TrackedNode, reason: Reason, now: float) -> None:
         if node.hold_until is not None and node.hold_until > now and not node.in_use:
             self._to_held(node, now)
         elif node.silent:
-            self._ready_to_suspect(node, Reason(Code.link_silent, "it stays, but its link says nothing"), now)
+            self._ready_to_suspect(node, Reason(ReasonCode.link_silent, "it stays, but its link says nothing"), now)
         else:
             self._to_ready(node, reason, now)
 
-    def _there_to_lost(self, node: Node, reason: Reason, now: float) -> None:
+    def _there_to_lost(self, node: TrackedNode, reason: Reason, now: float) -> None:
         self._forget_losses(node, now)
         node.losses.append(now)
         self._to(node, NodeState.lost, reason, now)
         self._lose(node)
 
-    def _there_to_left(self, node: Node, reason: Reason, now: float) -> None:
+    def _there_to_left(self, node: TrackedNode, reason: Reason, now: float) -> None:
         self._to(node, NodeState.left, reason, now)
         self._lose(node)
 
-    def _lost_to_left(self, node: Node, reason: Reason, now: float) -> None:
+    def _lost_to_left(self, node: TrackedNode, reason: Reason, now: float) -> None:
         """It was no loss: the link was only faster than the news that the node would end."""
         if node.losses and node.losses[-1] == node.since:
             node.losses.pop()
         self._to(node, NodeState.left, reason, now)
 
-    def _gone_to_forgotten(self, node: Node) -> None:
+    def _gone_to_forgotten(self, node: TrackedNode) -> None:
         del self.nodes[node.id]
         self._order.remove(node)
         self._changed(node)
@@ -337,7 +340,7 @@ class NodeMachine:
 
     # ---- what every transition does --------------------------------------------------------------------------------
 
-    def _to(self, node: Node, state: NodeState, reason: Reason, now: float) -> None:
+    def _to(self, node: TrackedNode, state: NodeState, reason: Reason, now: float) -> None:
         self._count(node, -1)
         if state is not node.state or not node.story:
             node.since = now
@@ -346,22 +349,22 @@ class NodeMachine:
         self._count(node, 1)
         self._note(node, now)
 
-    def _write(self, node: Node, state: NodeState, reason: Reason, now: float) -> None:
+    def _write(self, node: TrackedNode, state: NodeState, reason: Reason, now: float) -> None:
         node.reason = reason
-        add_chapter(node.story, Chapter(now, state.value, reason))
+        add_chapter(node.story, StoryEntry(now, state.value, reason))
         self._changed(node)
 
-    def _remember(self, node: Node) -> None:
+    def _remember(self, node: TrackedNode) -> None:
         self.nodes[node.id] = node
         insort(self._order, node, key=words.rank)
         if node.place:
             self._places[node.place] = node.id
 
-    def _changed(self, node: Node) -> None:
+    def _changed(self, node: TrackedNode) -> None:
         self._views.pop(node.id, None)
         self.version += 1
 
-    def _figures(self, node: Node, event: e.NodeSeen) -> None:
+    def _figures(self, node: TrackedNode, event: e.NodeSeen) -> None:
         self._count(node, -1)
         head = node.facts.head
         node.facts, node.outside = event.facts, event.outside
@@ -369,41 +372,41 @@ class NodeMachine:
             self._order.sort(key=words.rank)
         self._count(node, 1)
 
-    def _count(self, node: Node, sign: int) -> None:
+    def _count(self, node: TrackedNode, sign: int) -> None:
         if node.kind is not None:
             self._kinds[node.kind] += sign
             if not self._kinds[node.kind]:
                 del self._kinds[node.kind]
             self._common_known = False
 
-    def _forget_losses(self, node: Node, now: float) -> None:
+    def _forget_losses(self, node: TrackedNode, now: float) -> None:
         node.losses = [at for at in node.losses if at + self.policy.forget_s > now]
 
     # ---- instructions: only the pool's nodes are spared, emptied and lost ----
 
-    def _use(self, node: Node, reason: Reason) -> None:
+    def _use(self, node: TrackedNode, reason: Reason) -> None:
         node.in_use = True
         self._out.append(e.UseNode(node.id, node.facts, node.outside, reason))
 
-    def _spare(self, node: Node, reason: Reason) -> None:
+    def _spare(self, node: TrackedNode, reason: Reason) -> None:
         if node.in_use:
-            self._out.append(e.SpareNode(node.id, reason))
+            self._out.append(e.CordonNode(node.id, reason))
 
-    def _empty(self, node: Node) -> None:
+    def _empty(self, node: TrackedNode) -> None:
         if node.in_use and node.drain is not None:
-            self._out.append(e.EmptyNode(node.id, node.drain.deadline, node.drain.reason))
+            self._out.append(e.DrainNode(node.id, node.drain.deadline, node.drain.reason))
 
-    def _lose(self, node: Node) -> None:
+    def _lose(self, node: TrackedNode) -> None:
         if node.in_use:
             node.in_use = False
-            self._out.append(e.LoseNode(node.id, node.reason))
+            self._out.append(e.RemoveNode(node.id, node.reason))
 
     # ---- changes ---------------------------------------------------------------------------------------------------
 
-    def _note(self, node: Node, now: float) -> None:
+    def _note(self, node: TrackedNode, now: float) -> None:
         """Groups are to be told of the node by and by, at once, or not at all if it is again as they believe."""
-        if node.state is NodeState.left and node.told is Told.draining:
-            node.told = Told.absent  # it was said that it would go
+        if node.state is NodeState.left and node.told is Announced.draining:
+            node.told = Announced.absent  # it was said that it would go
         what = words.to_be_told(node)
         if what is node.told:
             node.tell_by = None
@@ -415,21 +418,21 @@ class NodeMachine:
             self._telling = self._telling or node.tell_by <= now
         self._arm(node)
 
-    def _window_s(self, node: Node, what: Told, now: float) -> float:
+    def _window_s(self, node: TrackedNode, what: Announced, now: float) -> float:
         """How long the news may wait for more of its kind."""
-        if what is Told.used:
+        if what is Announced.used:
             return self.policy.join_window_s
         deadline = node.drain.deadline if node.drain is not None else None
-        if what is Told.absent or (deadline is not None and deadline - now < self.policy.hurry_s):
+        if what is Announced.absent or (deadline is not None and deadline - now < self.policy.hurry_s):
             return 0.0
         return self.policy.drain_window_s
 
     def _tell(self, now: float) -> None:
         """One change of all that is pending; joins whose window is over leave drains their own, longer one."""
         pending = list(self._untold.values())
-        if all(words.to_be_told(node) is Told.used for node in pending if (node.tell_by or 0.0) <= now):
-            pending = [node for node in pending if words.to_be_told(node) is Told.used]
-        told: dict[Told, list[Node]] = {what: [] for what in Told}
+        if all(words.to_be_told(node) is Announced.used for node in pending if (node.tell_by or 0.0) <= now):
+            pending = [node for node in pending if words.to_be_told(node) is Announced.used]
+        told: dict[Announced, list[TrackedNode]] = {what: [] for what in Announced}
         for node in sorted(pending, key=words.rank):
             node.told, node.tell_by = words.to_be_told(node), None
             del self._untold[node.id]
@@ -439,11 +442,11 @@ class NodeMachine:
         self._telling = False
         if not pending:
             return
-        joined, draining, lost = told[Told.used], told[Told.draining], told[Told.absent]
+        joined, draining, lost = told[Announced.used], told[Announced.draining], told[Announced.absent]
         self.last_change += 1
         self._out.append(
-            e.TellChange(
-                Change(
+            e.AnnounceNodeChange(
+                NodeChange(
                     self.last_change,
                     now,
                     tuple(node.id for node in joined),
@@ -465,11 +468,11 @@ class NodeMachine:
             self._seen = (self.version, tuple(self._view(node) for node in self._order if node.there))
         return tuple(self._view(node) for node in self._order) if gone else self._seen[1]
 
-    def story(self, node: str) -> tuple[Chapter, ...]:
+    def story(self, node: str) -> tuple[StoryEntry, ...]:
         """What became of a node, as long as it is remembered."""
         return tuple(self.nodes[node].story) if node in self.nodes else ()
 
-    def _view(self, node: Node) -> NodeView:
+    def _view(self, node: TrackedNode) -> NodeView:
         common = self._most_common()  # clears all views where it is another than before
         view = self._views.get(node.id)
         if view is None:
@@ -490,7 +493,7 @@ class NodeMachine:
             )
         return view
 
-    def _most_common(self) -> Kind | None:
+    def _most_common(self) -> NodeShape | None:
         """What most nodes with accelerators have; among equals, what the first of them in node order has."""
         if not self._common_known:
             most = max(self._kinds.values(), default=0)
@@ -501,14 +504,15 @@ class NodeMachine:
             self._common, self._common_known = common, True
         return self._common
 
-    def _with_what(self, node: Node, reason: Reason) -> Reason:
+    def _with_what(self, node: TrackedNode, reason: Reason) -> Reason:
         """Why it is used, and what is particular about it. The node does not count itself."""
         mine, common = (node.facts.kind, node.facts.total.get("gpu")), self._most_common()
         if not mine[1]:
             return Reason(reason.code, f"{reason.sentence}; it has no GPU")
         if common is not None and mine != common:
             return Reason(
-                Code.unlike, f"{reason.sentence}; it has {words.gpu_text(mine)}, most have {words.gpu_text(common)}"
+                ReasonCode.unlike,
+                f"{reason.sentence}; it has {words.gpu_text(mine)}, most have {words.gpu_text(common)}",
             )
         return Reason(reason.code, f"{reason.sentence}; it has {words.gpu_text(mine)}")
 
@@ -530,7 +534,7 @@ class NodeMachine:
         machine = cls(decode(NodePolicy, data["policy"]) if policy is None else policy)
         machine.now, machine.version, machine.last_change = data["now"], data["version"], data["last_change"]
         for one in data["nodes"]:
-            node = decode(Node, one)
+            node = decode(TrackedNode, one)
             machine._remember(node)
             machine._count(node, 1)
             machine._arm(node)

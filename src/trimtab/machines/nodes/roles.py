@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.core.errors import InfeasibleError, InputError, nearest
-from trimtab.core.reasons import Code, Reason
-from trimtab.model.plan import CurrentPlacement, Group, Placed, Plan, Rules
-from trimtab.model.workflow import ANY_KIND, Cluster, Job, Node
-from trimtab.plan.placement.boxes import Found
+from trimtab.core.reasons import Reason, ReasonCode
+from trimtab.model.plan import ComponentGroup, CurrentPlacement, FrameworkRules, PlacedComponent, Plan
+from trimtab.model.workflow import ANY_KIND, Cluster, Node, PlacementJob
+from trimtab.plan.placement.boxes import FoundPlan
 from trimtab.plan.placement.compare import current_plan
 from trimtab.plan.placement.planner import NOISE, best_plan
 from trimtab.plan.placement.search import search
@@ -26,11 +26,11 @@ SAME_S = 1e-9
 
 
 @dataclass(frozen=True)
-class Setting:
+class PlanningContext:
     """A job, before or after nodes came or went. `current`: where it runs now, if that is known."""
 
-    job: Job
-    rules: Rules | None = None
+    job: PlacementJob
+    rules: FrameworkRules | None = None
     current: CurrentPlacement | None = None
 
 
@@ -52,11 +52,11 @@ class RoleChange:
     @property
     def changed(self) -> bool:
         """Whether anything is to be done about it."""
-        return self.reason.code is not Code.stay
+        return self.reason.code is not ReasonCode.stay
 
 
 @dataclass(frozen=True)
-class Advice:
+class RoleAdvice:
     """What to do about nodes that came or went.
 
     `before` is how it runs (None: it did not fit), `after` what is advised; `best` is the best plan of the new cluster,
@@ -74,10 +74,10 @@ class Advice:
     @property
     def stay(self) -> bool:
         """Whether nothing is to be changed."""
-        return self.reason.code is Code.stay
+        return self.reason.code is ReasonCode.stay
 
 
-def advise(before: Setting, after: Setting, *, noise: float = NOISE) -> Advice:
+def advise(before: PlanningContext, after: PlanningContext, *, noise: float = NOISE) -> RoleAdvice:
     """What to change now that the cluster of `before` has become that of `after`.
 
     Raises InfeasibleError where nothing fits on the new cluster, InputError where a job is wrong.
@@ -98,7 +98,7 @@ def advise(before: Setting, after: Setting, *, noise: float = NOISE) -> Advice:
         elif same_groups is not None and same_groups.seconds <= ceiling:
             chosen = to_plan(space, same_groups, _kept_ranks(running, same_groups, before, after))
     changes = tuple(_change(running, chosen, placed) for placed in chosen.components)
-    return Advice(
+    return RoleAdvice(
         before=running,
         after=chosen,
         best=best,
@@ -189,7 +189,7 @@ def _usual(cluster: Cluster, kind: str | None) -> Node:
     return usual
 
 
-def _kinds_said(before: Job, after: Job) -> tuple[str, ...]:
+def _kinds_said(before: PlacementJob, after: PlacementJob) -> tuple[str, ...]:
     """What is to be said of kinds of GPU that are new: whether anything was measured on them."""
     notes = []
     for kind in after.cluster.kinds:
@@ -215,7 +215,7 @@ def _guessed(plan: Plan) -> tuple[str, ...]:
 # ---- what changes -----------------------------------------------------------------------------------------------
 
 
-def _running(before: Setting, noise: float) -> tuple[Plan | None, tuple[str, ...]]:
+def _running(before: PlanningContext, noise: float) -> tuple[Plan | None, tuple[str, ...]]:
     """How the job runs: where its file puts it, else the best plan; None where it does not fit at all."""
     try:
         space, outcome = best_plan(before.job, before.rules)
@@ -248,7 +248,9 @@ def _shape(plan: Plan, order: Sequence[str]) -> set[tuple[tuple[int, ...], str]]
     return {(tuple(sorted(order.index(name) for name in group.components)), group.kind) for group in plan.groups}
 
 
-def _kept_ranks(plan: Plan, found: Found, before: Setting, after: Setting) -> tuple[tuple[int, ...], ...] | None:
+def _kept_ranks(
+    plan: Plan, found: FoundPlan, before: PlanningContext, after: PlanningContext
+) -> tuple[tuple[int, ...], ...] | None:
     """Ranks for the same groups in other sizes where as few as possible move, or None: then they are laid out anew.
 
     Ranks count through the nodes, so they mean the same GPUs only while the nodes from before stand first; and a
@@ -270,7 +272,7 @@ def _kept_ranks(plan: Plan, found: Found, before: Setting, after: Setting) -> tu
     return tuple(ranks)
 
 
-def _change(before: Plan | None, after: Plan, now: Placed) -> RoleChange:
+def _change(before: Plan | None, after: Plan, now: PlacedComponent) -> RoleChange:
     then = before.placed(now.name) if before else None
     group_before, group_after = _group(before, now.name), _group(after, now.name)
     return RoleChange(
@@ -288,29 +290,34 @@ def _change(before: Plan | None, after: Plan, now: Placed) -> RoleChange:
 
 
 def _why(
-    before: Plan | None, after: Plan, then: Placed | None, now: Placed, was: Group | None, becomes: Group | None
+    before: Plan | None,
+    after: Plan,
+    then: PlacedComponent | None,
+    now: PlacedComponent,
+    was: ComponentGroup | None,
+    becomes: ComponentGroup | None,
 ) -> Reason:
     name, gpus = now.name, len(now.gpus)
     if before is None or then is None:
-        return Reason(Code.grow, f"{name} can run now, on {_gpus(gpus) if gpus else 'CPUs'}")
+        return Reason(ReasonCode.grow, f"{name} can run now, on {_gpus(gpus) if gpus else 'CPUs'}")
     had = len(then.gpus)
     company = _company(name, was, becomes)
     takes = f"it takes {now.seconds:.1f} s there instead of {then.seconds:.1f} s"
     if gpus > had:
         cause = f"{_held_up(before, was)}; {takes}" if was is not None and was == _bottleneck(before) else takes
-        return Reason(Code.grow, f"{name} grows from {had} to {_gpus(gpus)}{company}: {cause}")
+        return Reason(ReasonCode.grow, f"{name} grows from {had} to {_gpus(gpus)}{company}: {cause}")
     if gpus < had:
         growing = [c.name for c in after.components if len(c.gpus) > len(before.placed(c.name).gpus)]
         cause = "an iteration is shortest with these shares"
         if growing:
             cause = f"{' and '.join(growing)} can use them better"
-        return Reason(Code.shrink, f"{name} shrinks from {had} to {_gpus(gpus)}{company}: {cause}; {takes}")
+        return Reason(ReasonCode.shrink, f"{name} shrinks from {had} to {_gpus(gpus)}{company}: {cause}; {takes}")
     if company:
-        return Reason(Code.regroup, f"{name} keeps {_gpus(gpus)}{company}")
-    return Reason(Code.stay, f"{name} stays as it is")
+        return Reason(ReasonCode.regroup, f"{name} keeps {_gpus(gpus)}{company}")
+    return Reason(ReasonCode.stay, f"{name} stays as it is")
 
 
-def _held_up(plan: Plan, group: Group) -> str:
+def _held_up(plan: Plan, group: ComponentGroup) -> str:
     """Why more GPUs help here: this group's work is what the iteration waits for."""
     busy, whole = _busy(plan, group), plan.iteration_seconds
     who = "it" if len(group.components) == 1 else f"{', '.join(group.components)} take turns on the same GPUs and"
@@ -319,7 +326,7 @@ def _held_up(plan: Plan, group: Group) -> str:
     return f"{who} held up the iteration, busy {busy:.1f} of {whole:.1f} s"
 
 
-def _company(name: str, was: Group | None, becomes: Group | None) -> str:
+def _company(name: str, was: ComponentGroup | None, becomes: ComponentGroup | None) -> str:
     """With whom it shares its GPUs and of which kind they are, where that is not as before."""
     if was is None or becomes is None:
         return ""
@@ -334,16 +341,16 @@ def _gpus(count: int) -> str:
     return f"{count} GPU{'' if count == 1 else 's'}"
 
 
-def _group(plan: Plan | None, name: str) -> Group | None:
+def _group(plan: Plan | None, name: str) -> ComponentGroup | None:
     return next((group for group in plan.groups if name in group.components), None) if plan else None
 
 
-def _bottleneck(plan: Plan) -> Group:
+def _bottleneck(plan: Plan) -> ComponentGroup:
     """The group that is busy longest: what the iteration waits for."""
     return max(plan.groups, key=lambda group: _busy(plan, group))
 
 
-def _busy(plan: Plan, group: Group) -> float:
+def _busy(plan: Plan, group: ComponentGroup) -> float:
     return sum(c.seconds + c.switch_seconds for c in plan.components if c.name in group.components)
 
 
@@ -357,14 +364,14 @@ def _verdict(
 ) -> Reason:
     seconds = after.iteration_seconds
     if before is None:
-        return Reason(Code.grow, f"nothing fitted before; now an iteration takes {seconds:.1f} s")
+        return Reason(ReasonCode.grow, f"nothing fitted before; now an iteration takes {seconds:.1f} s")
     was = before.iteration_seconds
     if after is before:
         gain = 1 - best.iteration_seconds / was if was else 0.0
         if gain <= SAME_S:
-            return Reason(Code.stay, f"stay: no plan of the new cluster is faster than the {was:.1f} s of now")
+            return Reason(ReasonCode.stay, f"stay: no plan of the new cluster is faster than the {was:.1f} s of now")
         return Reason(
-            Code.stay,
+            ReasonCode.stay,
             f"stay: the best plan of the new cluster saves {gain:.1%}; real runs do not show less than {noise:.0%}",
         )
     grow = [c for c in changes if c.gpus_after > c.gpus_before]
@@ -373,11 +380,11 @@ def _verdict(
     if seconds > was * (1 + SAME_S) or (shrink and not grow):
         what = f"{_names(shrink)} {_verb(shrink, 'give')} GPUs back" if shrink else "fewer GPUs are shared by more"
         forced = "" if can_stay else "; as it is it does not fit any more"
-        return Reason(Code.shrink, f"{what}: {whole}{forced}")
+        return Reason(ReasonCode.shrink, f"{what}: {whole}{forced}")
     if grow:
         less = f" ({1 - seconds / was:.0%} less)" if was else ""
-        return Reason(Code.grow, f"{_names(grow)} {_verb(grow, 'get')} the GPUs: {whole}{less}")
-    return Reason(Code.regroup, f"the same GPUs are shared otherwise: {whole}")
+        return Reason(ReasonCode.grow, f"{_names(grow)} {_verb(grow, 'get')} the GPUs: {whole}{less}")
+    return Reason(ReasonCode.regroup, f"the same GPUs are shared otherwise: {whole}")
 
 
 def _names(changes: Sequence[RoleChange]) -> str:

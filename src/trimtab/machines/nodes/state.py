@@ -5,16 +5,16 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from trimtab.core.reasons import Chapter, Reason
+from trimtab.core.reasons import Reason, StoryEntry
 from trimtab.core.resources import GRAIN, Resources
 from trimtab.model.nodes import THERE, NodeFacts, NodeState
 
 NAMED = 5  # nodes in a sentence
 
-Kind = tuple[str, int]  # of accelerators, and units of them
+NodeShape = tuple[str, int]  # of accelerators, and units of them
 
 
-class Told(str, enum.Enum):
+class Announced(str, enum.Enum):
     """What groups believe of a node."""
 
     absent = "absent"
@@ -23,7 +23,7 @@ class Told(str, enum.Enum):
 
 
 @dataclass(frozen=True)
-class Drain:
+class NodeDrain:
     """That a node will go."""
 
     deadline: float | None  # never before the moment it was asked
@@ -32,7 +32,7 @@ class Drain:
 
 
 @dataclass(eq=False)
-class Node:
+class TrackedNode:
     """One node."""
 
     id: str
@@ -46,12 +46,12 @@ class Node:
     listed: bool = True  # Ray has it
     in_use: bool = False  # a UseNode was said, and no LoseNode after it
     silent: bool = False  # what its link last said
-    drain: Drain | None = None  # may outlast a loss, as long as Ray lists the node
+    drain: NodeDrain | None = None  # may outlast a loss, as long as Ray lists the node
     hold_until: float | None = None
     losses: list[float] = field(default_factory=list)  # when; of its name, too; not older than the policy remembers
-    told: Told = Told.absent
+    told: Announced = Announced.absent
     tell_by: float | None = None  # exactly when groups believe something else than what is
-    story: list[Chapter] = field(default_factory=list)
+    story: list[StoryEntry] = field(default_factory=list)
 
     @property
     def there(self) -> bool:
@@ -59,7 +59,7 @@ class Node:
         return self.state in THERE
 
     @property
-    def kind(self) -> Kind | None:
+    def kind(self) -> NodeShape | None:
         """Its accelerators, if it is there and has any."""
         gpus = self.facts.total.get("gpu")
         return (self.facts.kind, gpus) if gpus and self.there else None
@@ -70,13 +70,13 @@ class Node:
         return title(self.id, self.facts)
 
 
-def to_be_told(node: Node) -> Told:
+def to_be_told(node: TrackedNode) -> Announced:
     """What groups ought to believe: who drains is news only to those who knew it."""
     if node.state in (NodeState.ready, NodeState.suspect):
-        return Told.used
-    if node.state is NodeState.draining and node.told is not Told.absent:
-        return Told.draining
-    return Told.absent
+        return Announced.used
+    if node.state is NodeState.draining and node.told is not Announced.absent:
+        return Announced.draining
+    return Announced.absent
 
 
 def name_of(facts: NodeFacts) -> str:
@@ -89,12 +89,12 @@ def title(node: str, facts: NodeFacts | None) -> str:
     return (name_of(facts) if facts is not None else "") or (node[:12] if len(node) > 20 else node)
 
 
-def rank(node: Node) -> tuple[bool, float, str]:
+def rank(node: TrackedNode) -> tuple[bool, float, str]:
     """Node order."""
     return not node.facts.head, node.joined, node.id
 
 
-def change_reason(joined: list[Node], draining: list[Node], lost: list[Node]) -> Reason:
+def change_reason(joined: list[TrackedNode], draining: list[TrackedNode], lost: list[TrackedNode]) -> Reason:
     """The gravest cause; all of them in the sentence."""
     said = ((lost, "gone"), (draining, "draining"), (joined, "joined"))
     first = next(nodes[0] for nodes, _ in said if nodes)
@@ -102,12 +102,12 @@ def change_reason(joined: list[Node], draining: list[Node], lost: list[Node]) ->
     return Reason(first.reason.code, f"{'; '.join(words)} ({first.reason.sentence})")
 
 
-def _titles(nodes: list[Node]) -> str:
+def _titles(nodes: list[TrackedNode]) -> str:
     more = f" and {len(nodes) - NAMED} more" if len(nodes) > NAMED else ""
     return ", ".join(node.title for node in nodes[:NAMED]) + more
 
 
-def went(node: Node, why: str) -> str:
+def went(node: TrackedNode, why: str) -> str:
     """Why a node is gone that was to go, or ended in order."""
     return f"it went as announced ({node.drain.reason.sentence})" if node.drain is not None else why
 
@@ -127,6 +127,6 @@ def figures(facts: NodeFacts, outside: Resources) -> str:
     return f"it has {facts.total}" + (f", of which others hold {outside}" if outside else "")
 
 
-def gpu_text(kind: Kind) -> str:
+def gpu_text(kind: NodeShape) -> str:
     """Accelerators as people say them."""
     return f"{kind[1] / GRAIN:g} {kind[0] or 'GPU'}" + ("s" if not kind[0] and kind[1] != GRAIN else "")

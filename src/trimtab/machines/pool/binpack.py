@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimtab.machines.pool.capacity import Vector
-from trimtab.model.pool import Strategy
+from trimtab.model.pool import PlacementStrategy
 
 CPU, GPU = 0, 1  # columns of the ledger
 
@@ -38,17 +38,17 @@ def tightest(free: Vector, usable: NDArray[np.bool_], ask: Vector) -> int | None
 
 
 def place(
-    free: Vector, usable: NDArray[np.bool_], bundles: Sequence[Vector], strategy: Strategy
+    free: Vector, usable: NDArray[np.bool_], bundles: Sequence[Vector], strategy: PlacementStrategy
 ) -> tuple[int, ...] | None:
     """A row for each bundle, or None where there is no room for all of them."""
     if len(bundles) == 1:
         row = tightest(free, usable, bundles[0])
         return None if row is None else (row,)
-    if strategy in (Strategy.strict_pack, Strategy.pack):
+    if strategy in (PlacementStrategy.strict_pack, PlacementStrategy.pack):
         row = tightest(free, usable, np.sum(bundles, axis=0, dtype=np.int64))
         if row is not None:
             return (row,) * len(bundles)
-        if strategy is Strategy.strict_pack:
+        if strategy is PlacementStrategy.strict_pack:
             return None
     free = free.copy()
     usable = usable[: len(free)].copy()
@@ -57,11 +57,11 @@ def place(
     taken = np.zeros(len(usable), np.bool_)
     for at in order:
         row = None
-        if strategy is Strategy.pack:
+        if strategy is PlacementStrategy.pack:
             row = tightest(free, usable & taken, bundles[at])
-        elif strategy in (Strategy.spread, Strategy.strict_spread):
+        elif strategy in (PlacementStrategy.spread, PlacementStrategy.strict_spread):
             row = tightest(free, usable & ~taken, bundles[at])
-        if row is None and strategy is not Strategy.strict_spread:
+        if row is None and strategy is not PlacementStrategy.strict_spread:
             row = tightest(free, usable, bundles[at])
         if row is None:
             return None
@@ -71,19 +71,21 @@ def place(
     return tuple(rows[at] for at in range(len(bundles)))
 
 
-def could_ever(total: Vector, there: NDArray[np.bool_], bundles: Sequence[Vector], strategy: Strategy) -> str | None:
+def could_ever(
+    total: Vector, there: NDArray[np.bool_], bundles: Sequence[Vector], strategy: PlacementStrategy
+) -> str | None:
     """Why these bundles could not even be placed on the empty cluster, or None. Only certainties."""
     nodes = total[there[: len(total)]]
     if not len(nodes):
         return "there is no node"
-    if strategy is Strategy.strict_pack and len(bundles) > 1:
+    if strategy is PlacementStrategy.strict_pack and len(bundles) > 1:
         if not (nodes >= np.sum(bundles, axis=0)).all(axis=1).any():
             return "no node is large enough for all of it together (STRICT_PACK)"
         return None
     for at, bundle in enumerate(bundles):
         if not (nodes >= bundle).all(axis=1).any():
             return "no node is large enough" if len(bundles) == 1 else f"no node is large enough for bundle {at + 1}"
-    if strategy is Strategy.strict_spread and len(bundles) > len(nodes):
+    if strategy is PlacementStrategy.strict_spread and len(bundles) > len(nodes):
         return f"it needs {len(bundles)} nodes (STRICT_SPREAD), and there are {len(nodes)}"
     if (np.sum(bundles, axis=0) > nodes.sum(axis=0)).any():
         return "all nodes together are too small for it"

@@ -20,7 +20,7 @@ Vector = NDArray[np.int64]
 FIRST_COLUMNS = ("cpu", "gpu", "memory")
 
 
-class Ledger:
+class ClusterCapacity:
     """Nodes and pools as matrices of whole numbers."""
 
     def __init__(self) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.core.resources import NOTHING, Resources
-from trimtab.model.pool import Labels, Place, Policy, PoolSpec, Strategy, TaskSpec
+from trimtab.model.pool import BundlePlacement, Labels, PlacementStrategy, PoolSpec, PreemptionPolicy, TaskSpec
 
 # ---- events: what users ask -------------------------------------------------------------------------------------
 
@@ -50,18 +50,18 @@ class PoolDropped:
 class PolicySet:
     """From now on this decides who may evict whom."""
 
-    policy: Policy
+    policy: PreemptionPolicy
 
 
 @dataclass(frozen=True)
-class Submitted:
+class TaskSubmitted:
     """A task is to run. A duplicate id, an unknown pool or bad shares are refused before anything is touched."""
 
     spec: TaskSpec
 
 
 @dataclass(frozen=True)
-class CompleteAsked:
+class CompleteRequested:
     """The task has done its work: it is stopped and counts as done. `keep_slot` false: its slot is removed, too."""
 
     task: str
@@ -69,23 +69,23 @@ class CompleteAsked:
 
 
 @dataclass(frozen=True)
-class CancelAsked:
+class CancelRequested:
     """The task is to end; it counts as cancelled."""
 
     task: str
     keep_slot: bool = True
-    code: Code = Code.by_hand
+    code: ReasonCode = ReasonCode.by_hand
 
 
 @dataclass(frozen=True)
-class EvictAsked:
+class EvictRequested:
     """The task is to stop now and return later; needs no policy, for a person asked."""
 
     task: str
 
 
 @dataclass(frozen=True)
-class TurnAsked:
+class TurnRequested:
     """The task wants to be the active tenant of its slots; those active now are parked."""
 
     task: str
@@ -113,7 +113,7 @@ class NodeCordoned:
 
 
 @dataclass(frozen=True)
-class NodeEmptied:
+class NodeDrained:
     """The node will go soon: whatever is on it leaves now and returns elsewhere, and nothing new goes there.
 
     No rule is asked, for nobody can stay. NodeCordoned with `on` false opens the node again.
@@ -135,14 +135,14 @@ class NodeLost:
 
 
 @dataclass(frozen=True)
-class GroupMade:
+class PlacementGroupReady:
     """The placement group stands, every bundle on the node it was meant for."""
 
     group: str
 
 
 @dataclass(frozen=True)
-class GroupFailed:
+class PlacementGroupFailed:
     """The placement group could not be made, and nothing of it is left."""
 
     group: str
@@ -150,14 +150,14 @@ class GroupFailed:
 
 
 @dataclass(frozen=True)
-class GroupGone:
+class PlacementGroupRemoved:
     """The placement group is removed."""
 
     group: str
 
 
 @dataclass(frozen=True)
-class GroupLost:
+class PlacementGroupLost:
     """The placement group vanished, or Ray re-placed a bundle of it; it is not to be trusted any more."""
 
     group: str
@@ -165,7 +165,7 @@ class GroupLost:
 
 
 @dataclass(frozen=True)
-class Started:
+class TaskStarted:
     """All members are constructed. `how` says in what (a warm host, a plain actor) and why."""
 
     task: str
@@ -174,7 +174,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class StartFailed:
+class TaskStartFailed:
     """The start failed, and nothing of it is left. `fatal`: trying again would fail the same way."""
 
     task: str
@@ -185,7 +185,7 @@ class StartFailed:
 
 
 @dataclass(frozen=True)
-class Ended:
+class TaskEnded:
     """The entry method returned (or raised `error`) in every member; the processes are still there."""
 
     task: str
@@ -194,7 +194,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Died:
+class TaskDied:
     """A process of the task is gone, unasked; members that still live are to be stopped."""
 
     task: str
@@ -203,7 +203,7 @@ class Died:
 
 
 @dataclass(frozen=True)
-class Stopped:
+class TaskStopped:
     """Every process of the task is gone. `cancel`: returned, raised, timed out, or was not called."""
 
     task: str
@@ -214,7 +214,7 @@ class Stopped:
 
 
 @dataclass(frozen=True)
-class Parked:
+class TaskParked:
     """The task gave its devices up, as far as its residual."""
 
     task: str
@@ -222,7 +222,7 @@ class Parked:
 
 
 @dataclass(frozen=True)
-class Unparked:
+class TaskUnparked:
     """The task has its devices again."""
 
     task: str
@@ -230,7 +230,7 @@ class Unparked:
 
 
 @dataclass(frozen=True)
-class FoundTask:
+class RecoveredTask:
     """A task that runs though nothing is remembered of it; `reserved`: which of its pool's reserved slots it is in."""
 
     spec: TaskSpec
@@ -241,46 +241,46 @@ class FoundTask:
 
 
 @dataclass(frozen=True)
-class Found:
+class StateRecovered:
     """The journal was lost, and these pools and tasks are there. What cannot be taken up is left to be ended."""
 
     pools: tuple[PoolSpec, ...]
-    tasks: tuple[FoundTask, ...]
+    tasks: tuple[RecoveredTask, ...]
 
 
 @dataclass(frozen=True)
-class Tick:
+class PoolTick:
     """Time has passed: deadlines are looked at."""
 
 
-Event = (
+PoolEvent = (
     PoolEnsured
     | QuotaSet
     | PoolDrained
     | PoolDropped
     | PolicySet
-    | Submitted
-    | CompleteAsked
-    | CancelAsked
-    | EvictAsked
-    | TurnAsked
+    | TaskSubmitted
+    | CompleteRequested
+    | CancelRequested
+    | EvictRequested
+    | TurnRequested
     | NodeJoined
     | NodeCordoned
-    | NodeEmptied
+    | NodeDrained
     | NodeLost
-    | GroupMade
-    | GroupFailed
-    | GroupGone
-    | GroupLost
-    | Started
-    | StartFailed
-    | Ended
-    | Died
-    | Stopped
-    | Parked
-    | Unparked
-    | Found
-    | Tick
+    | PlacementGroupReady
+    | PlacementGroupFailed
+    | PlacementGroupRemoved
+    | PlacementGroupLost
+    | TaskStarted
+    | TaskStartFailed
+    | TaskEnded
+    | TaskDied
+    | TaskStopped
+    | TaskParked
+    | TaskUnparked
+    | StateRecovered
+    | PoolTick
 )
 
 
@@ -288,37 +288,37 @@ Event = (
 
 
 @dataclass(frozen=True)
-class MakeGroup:
-    """Make a placement group, each bundle on its node. Ends in GroupMade or GroupFailed."""
+class CreatePlacementGroup:
+    """Make a placement group, each bundle on its node. Ends in PlacementGroupReady or PlacementGroupFailed."""
 
     group: str
     pool: str
     bundles: tuple[Resources, ...]
     nodes: tuple[str, ...]
-    strategy: Strategy
+    strategy: PlacementStrategy
     deadline: float
 
 
 @dataclass(frozen=True)
-class RemoveGroup:
-    """Remove the placement group. Ends in GroupGone."""
+class RemovePlacementGroup:
+    """Remove the placement group. Ends in PlacementGroupRemoved."""
 
     group: str
 
 
 @dataclass(frozen=True)
-class Start:
-    """Start the task, a member in each place. Ends in Started or StartFailed; later Ended or Died may follow."""
+class StartTask:
+    """Start the task, a member in each place. Ends in Started or TaskStartFailed; later Ended or Died may follow."""
 
     task: str
     attempt: int
-    places: tuple[Place, ...]
+    places: tuple[BundlePlacement, ...]
     restore: bool  # it was saved before
     deadline: float
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopTask:
     """Stop every process of the task: tell it, save it, then end it for certain. Ends in Stopped."""
 
     task: str
@@ -330,7 +330,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Park:
+class ParkTask:
     """Have the task give up its devices. Ends in Parked, or in Died."""
 
     task: str
@@ -339,7 +339,7 @@ class Park:
 
 
 @dataclass(frozen=True)
-class Unpark:
+class UnparkTask:
     """Have the task take its devices again. Ends in Unparked, or in Died."""
 
     task: str
@@ -347,4 +347,4 @@ class Unpark:
     deadline: float
 
 
-Instruction = MakeGroup | RemoveGroup | Start | Stop | Park | Unpark
+PoolInstruction = CreatePlacementGroup | RemovePlacementGroup | StartTask | StopTask | ParkTask | UnparkTask

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Chapter, Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode, StoryEntry
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool import feasibility as room
-from trimtab.machines.pool.records import Eviction, Kind, Stand, Task
-from trimtab.machines.pool.state import Books
-from trimtab.model.pool import IN_QUEUE, Explanation, State
+from trimtab.machines.pool.records import Eviction, PgState, PlacementGroupKind, PoolTask
+from trimtab.machines.pool.state import PoolState
+from trimtab.model.pool import IN_QUEUE, TaskExplanation, TaskState
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class PoolView:
 
 
 @dataclass(frozen=True)
-class Totals:
+class PoolTotals:
     """All pools together."""
 
     evictions: int
@@ -42,7 +42,7 @@ class Totals:
     latest: tuple[Eviction, ...] = ()
 
 
-def explain(books: Books, name: str, now: float) -> Explanation:
+def explain(books: PoolState, name: str, now: float) -> TaskExplanation:
     """Why a task is where it is, and what would have to happen."""
     task = room.known_task(books, name)
     reason = task.reason
@@ -54,16 +54,16 @@ def explain(books: Books, name: str, now: float) -> Explanation:
             found = room.spot(books, task)
             if isinstance(found, Reason):
                 reason = found
-                if found.code is Code.no_room:
+                if found.code is ReasonCode.no_room:
                     reason = Reason(found.code, room.shortage(books, task.spec))
                 needs = tuple(victim for victim, _ in room.choose(books, task, now, everyone=True).victims)
                 reason = _with_spared(books, task, needs, reason)
             else:
-                reason = Reason(Code.behind, "there is room, kept for one who has waited longer")
+                reason = Reason(ReasonCode.behind, "there is room, kept for one who has waited longer")
     elif task.id in books.claims:
         needs = tuple(books.claims[task.id].tasks)
-    out_s = task.evicted_s + (now - task.since if task.state is State.evicted else 0.0)
-    return Explanation(
+    out_s = task.evicted_s + (now - task.since if task.state is TaskState.evicted else 0.0)
+    return TaskExplanation(
         task=name,
         pool=task.spec.pool,
         state=task.state,
@@ -83,7 +83,7 @@ def explain(books: Books, name: str, now: float) -> Explanation:
     )
 
 
-def _with_spared(books: Books, task: Task, needs: tuple[str, ...], reason: Reason) -> Reason:
+def _with_spared(books: PoolState, task: PoolTask, needs: tuple[str, ...], reason: Reason) -> Reason:
     """The reason, and that a task which was evicted itself does not evict its equals."""
     if not books.may_evict(task):
         return reason
@@ -95,7 +95,7 @@ def _with_spared(books: Books, task: Task, needs: tuple[str, ...], reason: Reaso
     return Reason(reason.code, f"{reason.sentence}; {rule}: that of {', '.join(names)} is not")
 
 
-def story(books: Books, name: str) -> tuple[Chapter, ...]:
+def story(books: PoolState, name: str) -> tuple[StoryEntry, ...]:
     """The history of a task or a node."""
     if name in books.tasks:
         return tuple(books.tasks[name].story)
@@ -104,13 +104,13 @@ def story(books: Books, name: str) -> tuple[Chapter, ...]:
     raise InputError(f"nothing is known of {name}", hint="a task's id, or a node's")
 
 
-def pool_view(books: Books, name: str) -> PoolView:
+def pool_view(books: PoolState, name: str) -> PoolView:
     """One pool."""
     pool = room.known_pool(books, name)
     ledger, shelf = books.ledger, books.shelves[name]
     groups = shelf.groups.values()
-    standing = [group for group in groups if group.stand is Stand.standing]
-    reserved = sum(1 for group in groups if group.kind is Kind.reserved)
+    standing = [group for group in groups if group.stand is PgState.standing]
+    reserved = sum(1 for group in groups if group.kind is PlacementGroupKind.reserved)
     by_state: dict[str, int] = {}
     for task in books.tasks.values():
         if task.spec.pool == name:
@@ -127,8 +127,10 @@ def pool_view(books: Books, name: str) -> PoolView:
             "dynamic": shelf.dynamic_bundles,
             "idle": sum(len(group.bundles) for group in standing if not group.tenants),
             "taken": sum(len(group.bundles) for group in standing if group.tenants),
-            "making": sum(len(group.bundles) for group in groups if group.stand is Stand.making),
-            "removing": sum(len(group.bundles) for group in groups if group.stand in (Stand.removing, Stand.broken)),
+            "making": sum(len(group.bundles) for group in groups if group.stand is PgState.making),
+            "removing": sum(
+                len(group.bundles) for group in groups if group.stand in (PgState.removing, PgState.broken)
+            ),
             "wanted": len(pool.spec.reserved) - len(pool.retired) - reserved,
         },
         reuse_count=pool.reuse_count,
@@ -139,16 +141,18 @@ def pool_view(books: Books, name: str) -> PoolView:
     )
 
 
-def totals(books: Books) -> Totals:
+def totals(books: PoolState) -> PoolTotals:
     """All pools together."""
     by_state: dict[str, int] = {}
     for task in books.tasks.values():
         by_state[task.state.value] = by_state.get(task.state.value, 0) + 1
-    across = sum(pool.evictions.get(Code.cross_pool.value, 0) for pool in books.pools.values())
-    return Totals(books.eviction_count, books.eviction_count - across, across, by_state, tuple(books.evictions[-10:]))
+    across = sum(pool.evictions.get(ReasonCode.cross_pool.value, 0) for pool in books.pools.values())
+    return PoolTotals(
+        books.eviction_count, books.eviction_count - across, across, by_state, tuple(books.evictions[-10:])
+    )
 
 
-def warm_targets(books: Books) -> dict[str, dict[str, int]]:
+def warm_targets(books: PoolState) -> dict[str, dict[str, int]]:
     """How many warm hosts each node is to keep, by pool.
 
     Those of a pool that are for all nodes together are spread evenly.
@@ -164,26 +168,26 @@ def warm_targets(books: Books) -> dict[str, dict[str, int]]:
     return targets
 
 
-def outstanding(books: Books, start_grace_s: float) -> list[e.Instruction]:
+def outstanding(books: PoolState, start_grace_s: float) -> list[e.PoolInstruction]:
     """All that has been instructed and not answered, to be carried out again by a driver that comes back."""
-    found: list[e.Instruction] = []
+    found: list[e.PoolInstruction] = []
     for group in books.groups.values():
-        if group.stand is Stand.making:
+        if group.stand is PgState.making:
             spec = books.tasks[group.tenants[0]].spec if group.tenants else None
             strategy = spec.strategy if spec is not None else None
             strategy = strategy or books.pools[group.pool].spec.strategy
             deadline = group.deadline or 0.0
-            found.append(e.MakeGroup(group.id, group.pool, group.bundles, group.nodes, strategy, deadline))
-        elif group.stand is Stand.removing:
-            found.append(e.RemoveGroup(group.id))
+            found.append(e.CreatePlacementGroup(group.id, group.pool, group.bundles, group.nodes, strategy, deadline))
+        elif group.stand is PgState.removing:
+            found.append(e.RemovePlacementGroup(group.id))
     for task in books.tasks.values():
         deadline = task.deadline or 0.0
-        if task.state is State.starting and task.started:
-            found.append(e.Start(task.id, task.attempt, task.places, task.saved, deadline - start_grace_s))
-        elif task.state is State.cancelling:
-            found.append(e.Stop(task.id, task.attempt, task.reason, task.tell_s, task.notice, task.save_s))
+        if task.state is TaskState.starting and task.started:
+            found.append(e.StartTask(task.id, task.attempt, task.places, task.saved, deadline - start_grace_s))
+        elif task.state is TaskState.cancelling:
+            found.append(e.StopTask(task.id, task.attempt, task.reason, task.tell_s, task.notice, task.save_s))
         elif task.moving == "parking":
-            found.append(e.Park(task.id, task.attempt, deadline))
+            found.append(e.ParkTask(task.id, task.attempt, deadline))
         elif task.moving == "unparking":
-            found.append(e.Unpark(task.id, task.attempt, deadline))
+            found.append(e.UnparkTask(task.id, task.attempt, deadline))
     return found

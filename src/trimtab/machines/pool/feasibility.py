@@ -1,7 +1,7 @@
 """Looks for room: where a task could go as things are, who would have to leave, and whether it can ever run.
 
 Reads the books and changes nothing they say, so that everything here can be asked as a dry run; answers that take long
-are remembered beside them. What is to be kept or given back is the caller's to write down (`Books.hold_back`).
+are remembered beside them. What is to be kept or given back is the caller's to write down (`PoolState.hold_back`).
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.core.errors import InputError, nearest
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.core.resources import total
 from trimtab.machines.pool.binpack import could_ever, fitting, place
 from trimtab.machines.pool.capacity import Vector
-from trimtab.machines.pool.events import FoundTask
-from trimtab.machines.pool.preemption import Choice, Victims
-from trimtab.machines.pool.queue import Line
-from trimtab.machines.pool.queueing_hints import Gains, Verdict
-from trimtab.machines.pool.records import Claim, Group, Kind, Pool, Task
-from trimtab.machines.pool.state import Books, Kept
-from trimtab.model.pool import ENDED, Strategy, TaskSpec
+from trimtab.machines.pool.events import RecoveredTask
+from trimtab.machines.pool.preemption import PreemptionPlan, PreemptionPlanner
+from trimtab.machines.pool.queue import ClassQueue
+from trimtab.machines.pool.queueing_hints import QueueingHints, Unschedulable
+from trimtab.machines.pool.records import PlacementGroup, PlacementGroupKind, PoolRecord, PoolTask, ResourceClaim
+from trimtab.machines.pool.state import PoolState, StarvationReserve
+from trimtab.model.pool import ENDED, PlacementStrategy, TaskSpec
 
 CLOSED_NAMED = 4  # nodes in a sentence that take nothing new
 
 
 @dataclass(frozen=True)
-class Spot:
+class Assignment:
     """Where a task can go: a group that is there, or nodes for a new one; and why."""
 
     group: str | None
@@ -36,32 +36,34 @@ class Spot:
     reason: Reason
 
 
-def strategy_of(books: Books, spec: TaskSpec) -> Strategy:
+def strategy_of(books: PoolState, spec: TaskSpec) -> PlacementStrategy:
     """How the task's bundles are to lie."""
     return spec.strategy or books.pools[spec.pool].spec.strategy
 
 
-def alike(books: Books, spec: TaskSpec) -> tuple[object, ...]:
+def alike(books: PoolState, spec: TaskSpec) -> tuple[object, ...]:
     """What the answer of `spot` rests on: tasks that are alike in it find room together, or do not."""
     owner = spec.priority >= books.pools[spec.pool].spec.reserved_priority
     return spec.pool, spec.bundles, spec.room, spec.strategy, owner, spec.evictable
 
 
-def spot(books: Books, task: Task) -> Spot | Reason:
+def spot(books: PoolState, task: PoolTask) -> Assignment | Reason:
     """Where the task could go with nobody leaving, or why it cannot."""
     spec, ledger = task.spec, books.ledger
     pool = books.pools[spec.pool].spec
     short_of = ledger.sum_vector(spec.bundles) - ledger.quota_left(spec.pool)
     if (short_of > 0).any():
         lacking = ledger.resources(short_of)
-        return Reason(Code.quota, f"the quota of pool {spec.pool} is short of {lacking} for {total(spec.bundles)}")
+        return Reason(
+            ReasonCode.quota, f"the quota of pool {spec.pool} is short of {lacking} for {total(spec.bundles)}"
+        )
     owner = spec.priority >= pool.reserved_priority
     reserved = _idle_reserved(books, spec) if owner or (pool.borrow and spec.evictable) else None
     if reserved is not None and owner:
-        return Spot(reserved.id, (), Reason(Code.reserved, "a reserved slot of its pool was free"))
+        return Assignment(reserved.id, (), Reason(ReasonCode.reserved, "a reserved slot of its pool was free"))
     for group in books.shelves[spec.pool].idle.get(spec.size, ()):
         if books.usable(group) and _lies_as(group, strategy_of(books, spec)):
-            return Spot(group.id, (), Reason(Code.reused, "an idle slot of its size was there"))
+            return Assignment(group.id, (), Reason(ReasonCode.reused, "an idle slot of its size was there"))
     left = slots_left(books, spec.pool)
     if pool.dynamic and (left is None or left >= len(spec.size)):
         asks = _asks(books, spec)
@@ -71,34 +73,34 @@ def spot(books: Books, task: Task) -> Spot | Reason:
             ledger.tighten()
         if rows is not None:
             nodes = tuple(str(ledger.nodes[row]) for row in rows)
-            return Spot(None, nodes, Reason(Code.placed, f"{_on(nodes)} had room"))
+            return Assignment(None, nodes, Reason(ReasonCode.placed, f"{_on(nodes)} had room"))
     if reserved is not None:
-        return Spot(reserved.id, (), Reason(Code.borrowed, "borrows an idle reserved slot"))
+        return Assignment(reserved.id, (), Reason(ReasonCode.borrowed, "borrows an idle reserved slot"))
     if not pool.dynamic:
-        return Reason(Code.slot_limit, f"every reserved slot of pool {spec.pool} that it may use is taken")
+        return Reason(ReasonCode.slot_limit, f"every reserved slot of pool {spec.pool} that it may use is taken")
     if left is not None and left < len(spec.size):
-        return Reason(Code.slot_limit, f"pool {spec.pool} has all of its {pool.dynamic_limit} dynamic slots")
+        return Reason(ReasonCode.slot_limit, f"pool {spec.pool} has all of its {pool.dynamic_limit} dynamic slots")
     never = never_on_nodes(books, spec)
     if never is not None:
-        return Reason(Code.no_node, never)
-    return Reason(Code.no_room, f"no node has room for {'it' if len(spec.size) == 1 else 'all of it'} now")
+        return Reason(ReasonCode.no_node, never)
+    return Reason(ReasonCode.no_room, f"no node has room for {'it' if len(spec.size) == 1 else 'all of it'} now")
 
 
-def soon(books: Books, task: Task) -> Choice:
+def soon(books: PoolState, task: PoolTask) -> PreemptionPlan:
     """Room that is there as soon as slots that are going, for nobody in particular, are gone."""
     claimed = {name for claim in books.claims.values() for name in claim.groups}
     going = sorted((group for name, group in books.going.items() if name not in claimed), key=lambda one: one.seq)
     spec, ledger = task.spec, books.ledger
-    own = [group.id for group in going if group.pool == spec.pool and group.kind is Kind.dynamic]
+    own = [group.id for group in going if group.pool == spec.pool and group.kind is PlacementGroupKind.dynamic]
     left = slots_left(books, spec.pool)
     if left is not None:
         left += sum(len(books.groups[name].bundles) for name in own)
     limited = left is not None and left < len(spec.size)
     if not going or limited or not books.pools[spec.pool].spec.dynamic:
-        return Choice()
+        return PreemptionPlan()
     asks = _asks(books, spec)
     if (ledger.sum_vector(spec.bundles) > ledger.quota_left(spec.pool)).any():
-        return Choice()
+        return PreemptionPlan()
     free = ledger.free.copy()
     for group in going:
         for node, bundle in zip(group.nodes, group.bundles, strict=True):
@@ -106,35 +108,35 @@ def soon(books: Books, task: Task) -> Choice:
                 free[ledger.row_of[node]] += ledger.vector(bundle)
     rows = place(free, ledger.usable, asks, strategy_of(books, spec))
     if rows is None:
-        return Choice()
+        return PreemptionPlan()
     nodes = tuple(str(ledger.nodes[row]) for row in rows)
     there = [group.id for group in going if set(group.nodes) & set(nodes)]
-    return Choice(nodes, awaits=tuple(dict.fromkeys([*there, *(own if left is not None else ())])))
+    return PreemptionPlan(nodes, awaits=tuple(dict.fromkeys([*there, *(own if left is not None else ())])))
 
 
-def choose(books: Books, task: Task, now: float, *, everyone: bool = False) -> Choice:
+def choose(books: PoolState, task: PoolTask, now: float, *, everyone: bool = False) -> PreemptionPlan:
     """Who would have to leave for the task; with `everyone`, as if anybody could."""
-    in_a_moment = soon(books, task) if not everyone and books.going else Choice()
+    in_a_moment = soon(books, task) if not everyone and books.going else PreemptionPlan()
     if in_a_moment.found:
         return in_a_moment
     policy = books.policy
     shelf = books.shelves[task.spec.pool]
     may_evict = books.may_evict(task)
     if not everyone and not may_evict and not any(one.idle for one in books.shelves.values()):
-        return Choice()
+        return PreemptionPlan()
     if not everyone and not shelf.reserved and (not may_evict or books.candidates.nobody(task.spec.priority, policy)):
         asks = _asks(books, task.spec)
         books.ledger.tighten()
         if not books.pools[task.spec.pool].spec.dynamic or any(
             books.ledger.too_large(ask, with_idle=True) for ask in asks[:1] + asks[-1:]
         ):
-            return Choice()  # nobody leaves, and idle slots are not enough
+            return PreemptionPlan()  # nobody leaves, and idle slots are not enough
     budget_left, recent = None, []
     if policy is not None and policy.budget is not None and not everyone:
         begin = now - policy.budget_window_s
         recent = [one.at for one in books.evictions if one.at > begin and one.by is not None]
         budget_left = max(0, policy.budget - len(recent))
-    choice = Victims(books).choose(
+    choice = PreemptionPlanner(books).choose(
         task,
         now,
         may_evict=may_evict,
@@ -149,7 +151,7 @@ def choose(books: Books, task: Task, now: float, *, everyone: bool = False) -> C
     return choice
 
 
-def could_help(books: Books, line: Line, verdict: Verdict, gains: Gains) -> bool:
+def could_help(books: PoolState, line: ClassQueue, verdict: Unschedulable, gains: QueueingHints) -> bool:
     """Whether any of this may give room to those of a line, who found none before; False is certain."""
     if gains.anything:
         return True
@@ -169,7 +171,7 @@ def could_help(books: Books, line: Line, verdict: Verdict, gains: Gains) -> bool
     )
 
 
-def quota_alone(books: Books, line: Line) -> bool:
+def quota_alone(books: PoolState, line: ClassQueue) -> bool:
     """Of a line whose quota is short: whether nodes might have room for it, if all who may leave did; False is certain.
 
     Where they have none, it does not matter how much of the quota is left.
@@ -189,19 +191,19 @@ def quota_alone(books: Books, line: Line) -> bool:
     return bool(found.any())
 
 
-def _evicts(books: Books, line: Line) -> bool:
+def _evicts(books: PoolState, line: ClassQueue) -> bool:
     """Whether anybody might have to leave for those of the line."""
     return line.kind.may_evict and not books.candidates.nobody(line.kind.priority, books.policy)
 
 
-def _wanted(books: Books, line: Line) -> list[tuple[int, int]]:
+def _wanted(books: PoolState, line: ClassQueue) -> list[tuple[int, int]]:
     """What a bundle of the line asks, by column of the ledger."""
     if line.wanted is None:
         line.wanted = [(books.ledger.columns[name], units) for name, units in line.size[0]]
     return line.wanted
 
 
-def _could_take(books: Books, row: int, line: Line, *, evicts: bool) -> bool:
+def _could_take(books: PoolState, row: int, line: ClassQueue, *, evicts: bool) -> bool:
     """Whether a row might take a bundle, with what is going, and if all who may leave for it did."""
     ledger = books.ledger
     if not ledger.usable[row]:
@@ -223,7 +225,7 @@ def _could_take(books: Books, row: int, line: Line, *, evicts: bool) -> bool:
     return True
 
 
-def still_there(books: Books, claim: Claim) -> bool:
+def still_there(books: PoolState, claim: ResourceClaim) -> bool:
     """Whether the room that was made for a claim is there, with nothing kept for it any more."""
     if claim.group is not None:
         return books.usable(books.groups[claim.group])
@@ -237,14 +239,14 @@ def still_there(books: Books, claim: Claim) -> bool:
     return all((left >= 0).all() for left in free.values())
 
 
-def slots_left(books: Books, pool: str) -> int | None:
+def slots_left(books: PoolState, pool: str) -> int | None:
     """Dynamic bundles that the pool may still make; those being removed count until they are gone."""
     limit = books.pools[pool].spec.dynamic_limit
     shelf = books.shelves[pool]
     return None if limit is None else limit - shelf.dynamic_bundles - shelf.kept_bundles
 
 
-def would_fit_alone(books: Books, spec: TaskSpec) -> bool:
+def would_fit_alone(books: PoolState, spec: TaskSpec) -> bool:
     """Whether it would find room if every task ended: reserved slots and what others hold may stand in its way."""
     strategy = strategy_of(books, spec)
     known = books.alone.get((spec.size, strategy))
@@ -255,7 +257,7 @@ def would_fit_alone(books: Books, spec: TaskSpec) -> bool:
     return known[1]
 
 
-def _fits_alone(books: Books, spec: TaskSpec, strategy: Strategy) -> bool:
+def _fits_alone(books: PoolState, spec: TaskSpec, strategy: PlacementStrategy) -> bool:
     ledger = books.ledger
     empty = ledger.total - ledger.outside
     for shelf in books.shelves.values():
@@ -266,12 +268,14 @@ def _fits_alone(books: Books, spec: TaskSpec, strategy: Strategy) -> bool:
     return place(empty, ledger.usable, _asks(books, spec), strategy) is not None
 
 
-def to_keep(books: Books, task: Task) -> Kept:
+def to_keep(books: PoolState, task: PoolTask) -> StarvationReserve:
     """What the task could use of what is free: where it lacks least, of its quota, and of its pool's slots."""
     spec, ledger = task.spec, books.ledger
     quota = np.minimum(ledger.sum_vector(spec.bundles), np.maximum(0, ledger.quota_left(spec.pool)))
     left = slots_left(books, spec.pool)
-    kept = Kept(spec.id, spec.pool, [], quota, 0 if left is None else max(0, min(left, len(spec.size))), [])
+    kept = StarvationReserve(
+        spec.id, spec.pool, [], quota, 0 if left is None else max(0, min(left, len(spec.size))), []
+    )
     rows = np.flatnonzero(ledger.usable[: len(ledger.nodes)])
     free = np.maximum(0, ledger.free)
     idle = ledger.idle.copy()
@@ -301,10 +305,10 @@ def to_keep(books: Books, task: Task) -> Kept:
     return kept
 
 
-def _idle_by_node(books: Books) -> dict[str, list[Group]]:
+def _idle_by_node(books: PoolState) -> dict[str, list[PlacementGroup]]:
     """Idle dynamic groups by the nodes they lie on, the oldest first."""
     lines = [line for shelf in books.shelves.values() for line in shelf.idle.values()]
-    found: dict[str, list[Group]] = {}
+    found: dict[str, list[PlacementGroup]] = {}
     for group in sorted((group for line in lines for group in line), key=lambda group: group.seq):
         for node in dict.fromkeys(group.nodes):
             found.setdefault(node, []).append(group)
@@ -314,7 +318,7 @@ def _idle_by_node(books: Books) -> dict[str, list[Group]]:
 # ---- certainties ----
 
 
-def never(books: Books, spec: TaskSpec) -> str | None:
+def never(books: PoolState, spec: TaskSpec) -> str | None:
     """Why the task can never run as things are, if that is certain."""
     pool = books.pools[spec.pool].spec
     whole = total(spec.bundles)
@@ -332,7 +336,7 @@ def never(books: Books, spec: TaskSpec) -> str | None:
     return never_on_nodes(books, spec) if books.nodes and not spec.awaits_node else None
 
 
-def never_on_nodes(books: Books, spec: TaskSpec) -> str | None:
+def never_on_nodes(books: PoolState, spec: TaskSpec) -> str | None:
     """Why the nodes that are there could not take it even if they were empty."""
     strategy = strategy_of(books, spec)
     known = books.nevers.get((spec.size, strategy))
@@ -346,7 +350,7 @@ def never_on_nodes(books: Books, spec: TaskSpec) -> str | None:
     return known[1]
 
 
-def can_be_taken_up(books: Books, found: FoundTask) -> bool:
+def can_be_taken_up(books: PoolState, found: RecoveredTask) -> bool:
     """Whether a task that nobody remembers fits into the books as it is found."""
     spec = found.spec
     if spec.pool not in books.pools or spec.id in books.tasks or found.group in books.groups:
@@ -362,7 +366,7 @@ def can_be_taken_up(books: Books, found: FoundTask) -> bool:
     return bool((books.ledger.sum_vector(spec.bundles) <= books.ledger.quota_left(spec.pool)).all())
 
 
-def check_submission(books: Books, spec: TaskSpec) -> None:
+def check_submission(books: PoolState, spec: TaskSpec) -> None:
     """Raise for a task that cannot be taken, with nothing changed."""
     pool = known_pool(books, spec.pool)
     if pool.dropped:
@@ -374,7 +378,7 @@ def check_submission(books: Books, spec: TaskSpec) -> None:
         _check_sharing(books, spec)
 
 
-def _check_sharing(books: Books, spec: TaskSpec) -> None:
+def _check_sharing(books: PoolState, spec: TaskSpec) -> None:
     where = f"task {spec.id}"
     owner = books.tasks.get(spec.shares or "")
     if owner is None or owner.state in ENDED:
@@ -400,7 +404,7 @@ def _check_sharing(books: Books, spec: TaskSpec) -> None:
                 )
 
 
-def known_pool(books: Books, name: str) -> Pool:
+def known_pool(books: PoolState, name: str) -> PoolRecord:
     """The pool, or an error that names those that exist."""
     pool = books.pools.get(name)
     if pool is None:
@@ -410,7 +414,7 @@ def known_pool(books: Books, name: str) -> Pool:
     return pool
 
 
-def known_task(books: Books, name: str) -> Task:
+def known_task(books: PoolState, name: str) -> PoolTask:
     """The task, or an error."""
     task = books.tasks.get(name)
     if task is None:
@@ -424,13 +428,13 @@ def short(node: str) -> str:
     return node[:8] if len(node) > 24 else node
 
 
-def _asks(books: Books, spec: TaskSpec) -> list[Vector]:
+def _asks(books: PoolState, spec: TaskSpec) -> list[Vector]:
     for bundle in spec.size:
         books.ledger.vector(bundle)
     return [books.ledger.vector(bundle) for bundle in spec.size]  # all of one width now
 
 
-def _idle_reserved(books: Books, spec: TaskSpec) -> Group | None:
+def _idle_reserved(books: PoolState, spec: TaskSpec) -> PlacementGroup | None:
     """The smallest idle reserved slot that the task fits into."""
     if spec.gang:
         return None
@@ -442,14 +446,14 @@ def _idle_reserved(books: Books, spec: TaskSpec) -> Group | None:
     return min(fitting, key=lambda group: (group.bundles[0].units, group.spec_index or 0), default=None)
 
 
-def _lies_as(group: Group, strategy: Strategy) -> bool:
+def _lies_as(group: PlacementGroup, strategy: PlacementStrategy) -> bool:
     distinct = len(set(group.nodes))
-    if strategy is Strategy.strict_pack:
+    if strategy is PlacementStrategy.strict_pack:
         return distinct == 1
-    return strategy is not Strategy.strict_spread or distinct == len(group.nodes)
+    return strategy is not PlacementStrategy.strict_spread or distinct == len(group.nodes)
 
 
-def shortage(books: Books, spec: TaskSpec) -> str:
+def shortage(books: PoolState, spec: TaskSpec) -> str:
     """Where most of it would fit, and what is missing there."""
     ledger = books.ledger
     ask = ledger.vector(max(spec.size, key=lambda one: (one.get("gpu"), one.get("cpu"))))
@@ -457,7 +461,7 @@ def shortage(books: Books, spec: TaskSpec) -> str:
     if not len(rows):
         return "no node takes anything new"
     goers = _closed(books, spec)
-    if strategy_of(books, spec) is Strategy.strict_spread and len(spec.size) > 1:
+    if strategy_of(books, spec) is PlacementStrategy.strict_spread and len(spec.size) > 1:
         able = int(fitting(ledger.free, ask)[rows].sum())
         each = f"its {len(spec.size)} bundles need a node each, and {able} of {len(rows)} have room for one"
         return f"no room for all of it at once: {each}{goers}"
@@ -471,7 +475,7 @@ def shortage(books: Books, spec: TaskSpec) -> str:
     return f"no node has room for {what}; node {node} comes nearest and lacks {lacking}{goers}"
 
 
-def _closed(books: Books, spec: TaskSpec) -> str:
+def _closed(books: PoolState, spec: TaskSpec) -> str:
     """Nodes that take nothing new, where they could take some of it."""
     ledger = books.ledger
     names = [

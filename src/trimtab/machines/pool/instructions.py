@@ -11,23 +11,23 @@ from collections.abc import Sequence
 from trimtab.machines.pool import events as e
 
 
-def lines(instructions: Sequence[e.Instruction]) -> list[str]:
+def lines(instructions: Sequence[e.PoolInstruction]) -> list[str]:
     """All of them, in their order."""
     return [line(one) for one in instructions]
 
 
-def line(one: e.Instruction) -> str:
+def line(one: e.PoolInstruction) -> str:
     """One of them."""
-    if isinstance(one, e.MakeGroup):
+    if isinstance(one, e.CreatePlacementGroup):
         bundles = " + ".join(f"{bundle} on {node}" for bundle, node in zip(one.bundles, one.nodes, strict=True))
         return f"make {one.group} of {one.pool}: {bundles}"
-    if isinstance(one, e.RemoveGroup):
+    if isinstance(one, e.RemovePlacementGroup):
         return f"remove {one.group}"
-    if isinstance(one, e.Start):
+    if isinstance(one, e.StartTask):
         places = " ".join(f"{place.group}/{place.bundle}" for place in one.places)
         return f"start {one.task} #{one.attempt} in {places}" + (" from its saved state" if one.restore else "")
-    if isinstance(one, e.Stop):
+    if isinstance(one, e.StopTask):
         ways = (f"tell {one.tell_s:g} s" if one.tell_s else "", f"save {one.save_s:g} s" if one.save_s else "")
         said = ", ".join(word for word in (*ways, "with notice" if one.notice else "") if word)
         return f"stop {one.task} #{one.attempt} for {one.reason.code.value}" + (f": {said}" if said else "")
-    return f"{'park' if isinstance(one, e.Park) else 'unpark'} {one.task} #{one.attempt}"
+    return f"{'park' if isinstance(one, e.ParkTask) else 'unpark'} {one.task} #{one.attempt}"

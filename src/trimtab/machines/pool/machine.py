@@ -18,22 +18,29 @@ from typing import Any
 
 from trimtab.core.codec import encode
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Chapter, Code, Reason, add_chapter
+from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, add_chapter
 from trimtab.core.resources import NOTHING
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool import explain as telling
 from trimtab.machines.pool import feasibility as room
-from trimtab.machines.pool.feasibility import Spot
-from trimtab.machines.pool.preemption import Choice
-from trimtab.machines.pool.queue import Line
-from trimtab.machines.pool.queueing_hints import Log, Verdict
-from trimtab.machines.pool.records import After, Group, Kind, Pool, Stand, Task
-from trimtab.machines.pool.state import Kept
-from trimtab.machines.pool.transitions import BACK_OFF_S, ENDED_KEPT, MAKE_GROUP_S, START_GRACE_S, TURN_S, Lives
-from trimtab.model.pool import ENDED, IN_QUEUE, Explanation, PoolSpec, State, TaskSpec
+from trimtab.machines.pool.feasibility import Assignment
+from trimtab.machines.pool.preemption import PreemptionPlan
+from trimtab.machines.pool.queue import ClassQueue
+from trimtab.machines.pool.queueing_hints import HintLog, Unschedulable
+from trimtab.machines.pool.records import PgState, PlacementGroup, PlacementGroupKind, PoolRecord, PoolTask, StopOutcome
+from trimtab.machines.pool.state import StarvationReserve
+from trimtab.machines.pool.transitions import (
+    BACK_OFF_S,
+    ENDED_KEPT,
+    MAKE_GROUP_S,
+    START_GRACE_S,
+    TURN_S,
+    TaskTransitions,
+)
+from trimtab.model.pool import ENDED, IN_QUEUE, PoolSpec, TaskExplanation, TaskSpec, TaskState
 
 
-class PoolMachine(Lives):
+class PoolMachine(TaskTransitions):
     """Pools, tasks and slots. Events in, instructions out."""
 
     @classmethod
@@ -44,9 +51,9 @@ class PoolMachine(Lives):
         if "gains" not in data:  # written before verdicts were: everybody is looked at
             machine._freed()
             return machine
-        machine.gains = Log(data["gains"])
-        machine._kept = [Kept.of(one) for one in data["kept"]]
-        machine._blocked = {machine.waiting.line_of(name): Verdict(*verdict) for name, verdict in data["blocked"]}
+        machine.gains = HintLog(data["gains"])
+        machine._kept = [StarvationReserve.of(one) for one in data["kept"]]
+        machine._blocked = {machine.waiting.line_of(name): Unschedulable(*verdict) for name, verdict in data["blocked"]}
         return machine
 
     def dump(self) -> dict[str, Any]:
@@ -75,12 +82,12 @@ class PoolMachine(Lives):
             if not line.entries or verdict.kept or verdict.timed or self._helped(line, verdict):
                 continue
             task = self.tasks[line.entries[0][2]]
-            starts = not self.pools[task.spec.pool].drained and isinstance(room.spot(self, task), Spot)
+            starts = not self.pools[task.spec.pool].drained and isinstance(room.spot(self, task), Assignment)
             assert not starts, f"{task.id} waits, and there is room for it"
 
     # ---- the door --------------------------------------------------------------------------------------------------
 
-    def handle(self, event: e.Event, now: float) -> list[e.Instruction]:
+    def handle(self, event: e.PoolEvent, now: float) -> list[e.PoolInstruction]:
         """What is to be done about the event. Raises InputError for a wrong ask, with nothing changed."""
         now = max(float(now), self.now)
         self._out = []
@@ -104,7 +111,7 @@ class PoolMachine(Lives):
                 known.retired.clear()
                 self._freed()
             return
-        self.add_pool(Pool(spec))
+        self.add_pool(PoolRecord(spec))
         self._freed()
 
     def _on_quota_set(self, event: e.QuotaSet, now: float) -> None:
@@ -121,10 +128,10 @@ class PoolMachine(Lives):
     def _on_pool_dropped(self, event: e.PoolDropped, now: float) -> None:
         pool = room.known_pool(self, event.pool)
         pool.dropped = pool.drained = True
-        reason = Reason(Code.pool_dropped, f"pool {event.pool} was removed")
+        reason = Reason(ReasonCode.pool_dropped, f"pool {event.pool} was removed")
         for task in [task for task in self.tasks.values() if task.spec.pool == event.pool]:
             if task.state not in ENDED:
-                self._end(task, After.cancelled, reason, now, keep_slot=False)
+                self._end(task, StopOutcome.cancelled, reason, now, keep_slot=False)
         for group in list(self.shelves[event.pool].groups.values()):
             if group.idle:
                 self._standing_to_removing(group, now)
@@ -135,7 +142,7 @@ class PoolMachine(Lives):
         self.policy = event.policy
         self._freed()
 
-    def _on_submitted(self, event: e.Submitted, now: float) -> None:
+    def _on_submitted(self, event: e.TaskSubmitted, now: float) -> None:
         spec = event.spec
         room.check_submission(self, spec)
         self.seq += 1
@@ -144,15 +151,15 @@ class PoolMachine(Lives):
             self.ended.remove(spec.id)
         pool = self.pools[spec.pool]
         wait_s = pool.spec.wait_s if spec.wait_s is None else spec.wait_s
-        queued = Reason(Code.queued, "just submitted")
-        task = Task(spec, self.seq, now, State.waiting, queued, now, now + wait_s, shares=spec.shares)
+        queued = Reason(ReasonCode.queued, "just submitted")
+        task = PoolTask(spec, self.seq, now, TaskState.waiting, queued, now, now + wait_s, shares=spec.shares)
         # Late news of an earlier task of this id must not be taken for news of this one.
         task.attempt = before.attempt if before is not None else 0
         self.tasks[spec.id] = task
         self._write(task, task.state.value, queued, now)
         never = room.never(self, spec)
         if never is not None:
-            self._to_ended(task, State.failed, Reason(Code.never_fits, never), now)
+            self._to_ended(task, TaskState.failed, Reason(ReasonCode.never_fits, never), now)
             return
         self.timer(task.deadline, "task", spec.id)
         if spec.shares is not None:
@@ -160,29 +167,31 @@ class PoolMachine(Lives):
         else:
             self._enqueue(task)
 
-    def _on_complete_asked(self, event: e.CompleteAsked, now: float) -> None:
+    def _on_complete_asked(self, event: e.CompleteRequested, now: float) -> None:
         task = room.known_task(self, event.task)
         if task.state in ENDED:
             return
-        after = After.done if task.holds or task.evictions or task.losses else After.cancelled
-        reason = Reason(Code.completed, "said to be complete")
+        after = StopOutcome.done if task.holds or task.evictions or task.losses else StopOutcome.cancelled
+        reason = Reason(ReasonCode.completed, "said to be complete")
         self._end(task, after, reason, now, keep_slot=event.keep_slot, tell=False)
 
-    def _on_cancel_asked(self, event: e.CancelAsked, now: float) -> None:
+    def _on_cancel_asked(self, event: e.CancelRequested, now: float) -> None:
         task = room.known_task(self, event.task)
         if task.state in ENDED:
             return
-        sentence = "the client that submitted it is gone" if event.code is Code.client_died else "cancelled on request"
-        self._end(task, After.cancelled, Reason(event.code, sentence), now, keep_slot=event.keep_slot)
+        sentence = (
+            "the client that submitted it is gone" if event.code is ReasonCode.client_died else "cancelled on request"
+        )
+        self._end(task, StopOutcome.cancelled, Reason(event.code, sentence), now, keep_slot=event.keep_slot)
 
-    def _on_evict_asked(self, event: e.EvictAsked, now: float) -> None:
+    def _on_evict_asked(self, event: e.EvictRequested, now: float) -> None:
         task = room.known_task(self, event.task)
-        if task.state not in (State.running, State.starting, State.parked):
+        if task.state not in (TaskState.running, TaskState.starting, TaskState.parked):
             raise InputError(f"task {event.task} is {task.state.value}", hint="only a task that runs can be evicted")
-        self._evict(task, None, Reason(Code.by_hand, "evicted on request"), now)
+        self._evict(task, None, Reason(ReasonCode.by_hand, "evicted on request"), now)
         self._freed()
 
-    def _on_turn_asked(self, event: e.TurnAsked, now: float) -> None:
+    def _on_turn_asked(self, event: e.TurnRequested, now: float) -> None:
         task = room.known_task(self, event.task)
         group = self._group_shared_by(task)
         if group is None:
@@ -216,10 +225,10 @@ class PoolMachine(Lives):
         )
         self._freed()
 
-    def _on_node_emptied(self, event: e.NodeEmptied, now: float) -> None:
+    def _on_node_emptied(self, event: e.NodeDrained, now: float) -> None:
         self._known_node(event.node)
         self.ledger.cordon(event.node, True)
-        reason = Reason(Code.node_draining, f"node {room.short(event.node)} will go: {event.why}")
+        reason = Reason(ReasonCode.node_draining, f"node {room.short(event.node)} will go: {event.why}")
         for claim in [claim for claim in self.claims.values() if event.node in claim.nodes]:
             self._drop_claim(claim, now, requeue=True)
         hit = [group for group in self.groups.values() if event.node in group.nodes]
@@ -235,7 +244,7 @@ class PoolMachine(Lives):
         del self.nodes[event.node]
         self.node_epoch += 1
         self.changed_nodes.discard(event.node)
-        reason = Reason(Code.node_lost, f"node {room.short(event.node)} was lost{event.why and ': '}{event.why}")
+        reason = Reason(ReasonCode.node_lost, f"node {room.short(event.node)} was lost{event.why and ': '}{event.why}")
         hit = [group for group in self.groups.values() if event.node in group.nodes]
         for group in hit:
             self.set_idle(group, False)
@@ -253,91 +262,91 @@ class PoolMachine(Lives):
 
     def _tell_node(self, node: str, now: float, what: str, sentence: str) -> None:
         story = self.node_stories.setdefault(node, [])
-        add_chapter(story, Chapter(now, what, Reason(_NODE_CODES[what], sentence or what)))
+        add_chapter(story, StoryEntry(now, what, Reason(_NODE_CODES[what], sentence or what)))
         if len(self.node_stories) > ENDED_KEPT:
             del self.node_stories[next(iter(self.node_stories))]
 
     # ---- news of groups --------------------------------------------------------------------------------------------
 
-    def _on_group_made(self, event: e.GroupMade, now: float) -> None:
+    def _on_group_made(self, event: e.PlacementGroupReady, now: float) -> None:
         group = self.groups.get(event.group)
-        if group is None or group.stand is not Stand.making:
+        if group is None or group.stand is not PgState.making:
             return
         self._making_to_standing(group, now)
 
-    def _on_group_failed(self, event: e.GroupFailed, now: float) -> None:
+    def _on_group_failed(self, event: e.PlacementGroupFailed, now: float) -> None:
         group = self.groups.get(event.group)
-        if group is None or group.stand is not Stand.making:
+        if group is None or group.stand is not PgState.making:
             return
-        reason = Reason(Code.back_off, f"its placement group could not be made: {event.why}")
+        reason = Reason(ReasonCode.back_off, f"its placement group could not be made: {event.why}")
         self._gone(group, now)
         pool = self.pools[group.pool]
-        if group.kind is Kind.reserved:
+        if group.kind is PlacementGroupKind.reserved:
             pool.not_before = now + BACK_OFF_S * 4
             self.recheck(pool.not_before)
         self._send_back(group, reason, now)
 
-    def _on_group_gone(self, event: e.GroupGone, now: float) -> None:
+    def _on_group_gone(self, event: e.PlacementGroupRemoved, now: float) -> None:
         group = self.groups.get(event.group)
-        if group is not None and group.stand is Stand.removing:
+        if group is not None and group.stand is PgState.removing:
             self.pools[group.pool].destroyed_count += 1
             self._gone(group, now)
 
-    def _on_group_lost(self, event: e.GroupLost, now: float) -> None:
+    def _on_group_lost(self, event: e.PlacementGroupLost, now: float) -> None:
         group = self.groups.get(event.group)
-        if group is None or group.stand not in (Stand.making, Stand.standing):
+        if group is None or group.stand not in (PgState.making, PgState.standing):
             return
         self.set_idle(group, False)
-        self._break(group, Reason(Code.slot_lost, f"its placement group was lost: {event.why}"), now)
+        self._break(group, Reason(ReasonCode.slot_lost, f"its placement group was lost: {event.why}"), now)
         self._freed()
 
     # ---- news of tasks ---------------------------------------------------------------------------------------------
 
-    def _on_started(self, event: e.Started, now: float) -> None:
+    def _on_started(self, event: e.TaskStarted, now: float) -> None:
         task = self._current(event.task, event.attempt)
-        if task is None or task.state is not State.starting or not task.started:
+        if task is None or task.state is not TaskState.starting or not task.started:
             return
         task.how = event.how
         task.started_at = now
-        self._to(task, State.running, task.reason, now, None)
+        self._to(task, TaskState.running, task.reason, now, None)
         self.candidate(task)
         group = self.groups[task.places[0].group]
         if group.turns:
             self._next_turn(group, now)
 
-    def _on_start_failed(self, event: e.StartFailed, now: float) -> None:
+    def _on_start_failed(self, event: e.TaskStartFailed, now: float) -> None:
         task = self._current(event.task, event.attempt)
-        if task is None or task.state not in (State.starting, State.cancelling) or not task.started:
+        if task is None or task.state not in (TaskState.starting, TaskState.cancelling) or not task.started:
             return
-        if task.state is State.starting:
-            reason = Reason(Code.start_timeout if event.timed_out else Code.start_failed, event.why)
-            self._set_after(task, After.failed if event.fatal else After.again, reason)
+        if task.state is TaskState.starting:
+            reason = Reason(ReasonCode.start_timeout if event.timed_out else ReasonCode.start_failed, event.why)
+            self._set_after(task, StopOutcome.failed if event.fatal else StopOutcome.again, reason)
         self._stopped(task, now)
 
-    def _on_ended(self, event: e.Ended, now: float) -> None:
+    def _on_ended(self, event: e.TaskEnded, now: float) -> None:
         task = self._current(event.task, event.attempt)
         if task is None:
             return
         if event.error is None:
-            after, reason = After.done, Reason(Code.completed, "its work is done")
+            after, reason = StopOutcome.done, Reason(ReasonCode.completed, "its work is done")
         else:
-            after, reason = After.failed, Reason(Code.raised, event.error)
-        if task.state in (State.starting, State.running, State.parked):
+            after, reason = StopOutcome.failed, Reason(ReasonCode.raised, event.error)
+        if task.state in (TaskState.starting, TaskState.running, TaskState.parked):
             self._to_cancelling(task, after, reason, now, tell=False)
-        elif task.state is State.cancelling and task.after is After.again:
+        elif task.state is TaskState.cancelling and task.after is StopOutcome.again:
             self._set_after(task, after, reason)
         # One that was told to leave may return early from its work: that is not its end.
 
-    def _on_died(self, event: e.Died, now: float) -> None:
+    def _on_died(self, event: e.TaskDied, now: float) -> None:
         task = self._current(event.task, event.attempt)
-        if task is None or task.state not in (State.starting, State.running, State.parked):
+        if task is None or task.state not in (TaskState.starting, TaskState.running, TaskState.parked):
             return
-        code = Code.gang_broken if task.spec.gang else Code.process_died
-        self._to_cancelling(task, After.again, Reason(code, event.why), now, tell=False)
+        code = ReasonCode.gang_broken if task.spec.gang else ReasonCode.process_died
+        self._to_cancelling(task, StopOutcome.again, Reason(code, event.why), now, tell=False)
 
-    def _on_stopped(self, event: e.Stopped, now: float) -> None:
+    def _on_stopped(self, event: e.TaskStopped, now: float) -> None:
         task = self._current(event.task, event.attempt)
-        if task is None or task.state is not State.cancelling:
+        if task is None or task.state is not TaskState.cancelling:
             return
         task.saved = task.saved or event.saved
         if event.cancel in ("raised", "timed out") or event.note:
@@ -345,42 +354,42 @@ class PoolMachine(Lives):
             self._write(task, "stopped", Reason(task.reason.code, note), now)
         self._stopped(task, now)
 
-    def _on_parked(self, event: e.Parked, now: float) -> None:
+    def _on_parked(self, event: e.TaskParked, now: float) -> None:
         task = self._current(event.task, event.attempt)
         if task is None or task.moving != "parking":
             return
         group = self.groups[task.places[0].group]
         task.moving = None
         self.use(task, task.spec.residual or (NOTHING,) * len(task.spec.bundles))
-        self._to(task, State.parked, Reason(Code.turn, "another tenant of its slot has its turn"), now, None)
+        self._to(task, TaskState.parked, Reason(ReasonCode.turn, "another tenant of its slot has its turn"), now, None)
         self.candidate(task)
         group.active = None
         self._next_turn(group, now)
         self._freed()
 
-    def _on_unparked(self, event: e.Unparked, now: float) -> None:
+    def _on_unparked(self, event: e.TaskUnparked, now: float) -> None:
         task = self._current(event.task, event.attempt)
         if task is None or task.moving != "unparking":
             return
         task.moving = None
-        self._to(task, State.running, Reason(Code.turn, "it has its turn"), now, None)
+        self._to(task, TaskState.running, Reason(ReasonCode.turn, "it has its turn"), now, None)
         self.candidate(task)
         self._next_turn(self.groups[task.places[0].group], now)
 
-    def _on_found(self, event: e.Found, now: float) -> None:
+    def _on_found(self, event: e.StateRecovered, now: float) -> None:
         for spec in event.pools:
             if spec.name not in self.pools:
-                self.add_pool(Pool(spec))
+                self.add_pool(PoolRecord(spec))
         for found in event.tasks:
             if room.can_be_taken_up(self, found):
                 self._to_found(found, now)
         self._freed()
 
-    def _on_tick(self, event: e.Tick, now: float) -> None:
+    def _on_tick(self, event: e.PoolTick, now: float) -> None:
         due = []
         while self.timers and self.timers[0][0] <= now:
             due.append(heapq.heappop(self.timers))
-        waiting: list[tuple[float, Task]] = []
+        waiting: list[tuple[float, PoolTask]] = []
         for at, kind, name in due:
             if kind == "recheck":
                 self.rechecks.discard(at)
@@ -389,7 +398,7 @@ class PoolMachine(Lives):
             record = self.groups.get(name) if kind == "group" else self.tasks.get(name)
             if record is None or record.deadline != at:
                 continue
-            if isinstance(record, Group):
+            if isinstance(record, PlacementGroup):
                 self._group_overdue(record, now)
             elif record.id in self.waiting:
                 waiting.append((at, record))
@@ -404,28 +413,28 @@ class PoolMachine(Lives):
 
     # ---- deadlines -------------------------------------------------------------------------------------------------
 
-    def _task_overdue(self, task: Task, now: float) -> None:
+    def _task_overdue(self, task: PoolTask, now: float) -> None:
         if task.state in IN_QUEUE:
             if task.id in self.claims:
                 self._drop_claim(self.claims[task.id], now, requeue=False)
             waited = f"waited {now - task.since:.3g} s, as long as it may; {task.reason.sentence}"
-            self._end(task, After.failed, Reason(Code.too_late, waited), now)
-        elif task.state is State.starting:
-            reason = Reason(Code.start_timeout, f"not started within {task.spec.start_timeout_s:g} s")
-            self._to_cancelling(task, After.again, reason, now, tell=False)
-        elif task.state is State.cancelling:
+            self._end(task, StopOutcome.failed, Reason(ReasonCode.too_late, waited), now)
+        elif task.state is TaskState.starting:
+            reason = Reason(ReasonCode.start_timeout, f"not started within {task.spec.start_timeout_s:g} s")
+            self._to_cancelling(task, StopOutcome.again, reason, now, tell=False)
+        elif task.state is TaskState.cancelling:
             task.tell_s = task.save_s = 0.0
             self._issue_stop(task, now)
         elif task.moving is not None:
-            reason = Reason(Code.process_died, f"{task.moving} took more than {TURN_S:g} s")
-            self._to_cancelling(task, After.again, reason, now, tell=False)
+            reason = Reason(ReasonCode.process_died, f"{task.moving} took more than {TURN_S:g} s")
+            self._to_cancelling(task, StopOutcome.again, reason, now, tell=False)
 
-    def _group_overdue(self, group: Group, now: float) -> None:
-        if group.stand is Stand.making:
-            reason = Reason(Code.back_off, f"its placement group was not ready within {MAKE_GROUP_S:g} s")
+    def _group_overdue(self, group: PlacementGroup, now: float) -> None:
+        if group.stand is PgState.making:
+            reason = Reason(ReasonCode.back_off, f"its placement group was not ready within {MAKE_GROUP_S:g} s")
             self._send_back(group, reason, now)
             self._standing_to_removing(group, now)
-        elif group.stand is Stand.removing:
+        elif group.stand is PgState.removing:
             self._issue_remove(group, now)
 
     # ---- the queue -------------------------------------------------------------------------------------------------
@@ -458,9 +467,11 @@ class PoolMachine(Lives):
 
     def _look(self, now: float) -> None:
         """Look once at the first of every line, and at those behind one who starts."""
-        patient: dict[str, Kept] = {}  # by pool: what is kept for its first waiter, while all are looked at
-        waits: list[tuple[Task, Reason]] = []
-        passed: list[tuple[Task, Line, Verdict]] = []  # whom nothing could help beside what was kept
+        patient: dict[
+            str, StarvationReserve
+        ] = {}  # by pool: what is kept for its first waiter, while all are looked at
+        waits: list[tuple[PoolTask, Reason]] = []
+        passed: list[tuple[PoolTask, ClassQueue, Unschedulable]] = []  # whom nothing could help beside what was kept
         before, self._blocked = self._blocked, {}
         covered = 0  # of those who were patient at the last look, so many have as much kept for them as then
         heap = self.waiting.heads()
@@ -475,10 +486,12 @@ class PoolMachine(Lives):
                     if following is not None:
                         heapq.heappush(heap, (following, line))
                     continue
-            elif patient and task.reason.code is not Code.behind:
+            elif patient and task.reason.code is not ReasonCode.behind:
                 passed.append((task, line, verdict))
             if line.entries[0] is entry:  # nobody who came back meanwhile is before it
-                self._blocked[line] = Verdict(self.gains.position, verdict.quota_alone, verdict.timed, len(patient))
+                self._blocked[line] = Unschedulable(
+                    self.gains.position, verdict.quota_alone, verdict.timed, len(patient)
+                )
             if self._be_patient(task, patient, now):
                 covered = self._covered(patient)
         for kept in patient.values():
@@ -495,29 +508,33 @@ class PoolMachine(Lives):
             if task.id in self.waiting:
                 self._wait(task, reason, now)
 
-    def _helped(self, line: Line, verdict: Verdict) -> bool:
+    def _helped(self, line: ClassQueue, verdict: Unschedulable) -> bool:
         """Whether those of the line might find room with what was gained since none of them did."""
         return room.could_help(self, line, verdict, self.gains.since(verdict.since))
 
-    def _verdict(self, line: Line, task: Task, waits: list[tuple[Task, Reason]], now: float) -> Verdict | None:
+    def _verdict(
+        self, line: ClassQueue, task: PoolTask, waits: list[tuple[PoolTask, Reason]], now: float
+    ) -> Unschedulable | None:
         """Have a task of the line start or make room for it; or why nobody of the line can."""
         self._timed = False
         reason = self._try(task, now)
         if reason is None:
             return None
         if task.spec.wait_s == 0 and not task.came_back:
-            self._end(task, After.failed, Reason(Code.refused, f"cannot start at once: {reason.sentence}"), now)
+            self._end(
+                task, StopOutcome.failed, Reason(ReasonCode.refused, f"cannot start at once: {reason.sentence}"), now
+            )
             return None
         waits.append((task, reason))
-        return Verdict(0, reason.code is Code.quota and room.quota_alone(self, line), self._timed, 0)
+        return Unschedulable(0, reason.code is ReasonCode.quota and room.quota_alone(self, line), self._timed, 0)
 
-    def _covered(self, patient: dict[str, Kept]) -> int:
+    def _covered(self, patient: dict[str, StarvationReserve]) -> int:
         for at, kept in enumerate(self._kept):
             if kept.pool not in patient or not patient[kept.pool].covers(kept):
                 return at
         return len(self._kept)
 
-    def _be_patient(self, task: Task, patient: dict[str, Kept], now: float) -> bool:
+    def _be_patient(self, task: PoolTask, patient: dict[str, StarvationReserve], now: float) -> bool:
         """One who has waited too long has what is free kept for it, while those behind it are looked at."""
         pool = self.pools[task.spec.pool]
         overdue = now - task.since >= pool.patience_s and task.spec.pool not in patient and not pool.drained
@@ -527,31 +544,31 @@ class PoolMachine(Lives):
         self.hold_back(kept)
         return True
 
-    def _behind(self, waits: list[tuple[Task, Reason]]) -> list[tuple[Task, Reason]]:
+    def _behind(self, waits: list[tuple[PoolTask, Reason]]) -> list[tuple[PoolTask, Reason]]:
         """With room kept for the patient: whoever would find some otherwise says so."""
-        kept = Reason(Code.behind, "there is room, kept for one who has waited longer")
+        kept = Reason(ReasonCode.behind, "there is room, kept for one who has waited longer")
         found: dict[tuple[object, ...], bool] = {}
         said = []
         for task, reason in waits:
             alike = room.alike(self, task.spec)
             if alike not in found:
-                found[alike] = isinstance(room.spot(self, task), Spot)
+                found[alike] = isinstance(room.spot(self, task), Assignment)
             said.append((task, kept if found[alike] else reason))
         return said
 
-    def _try(self, task: Task, now: float) -> Reason | None:
+    def _try(self, task: PoolTask, now: float) -> Reason | None:
         """Start the task, or begin to make room for it; else why it waits."""
         pool = self.pools[task.spec.pool]
         if pool.drained:
-            return Reason(Code.drained, f"pool {pool.spec.name} takes nothing new")
+            return Reason(ReasonCode.drained, f"pool {pool.spec.name} takes nothing new")
         alike = room.alike(self, task.spec)
         spot = self._no_spot.get(alike) or room.spot(self, task)
-        if isinstance(spot, Spot):
+        if isinstance(spot, Assignment):
             self.waiting.remove(task.id)
             self._to_starting(task, spot, now)
             return None
-        if spot.code is Code.quota and not task.spec.over_quota_waits and not task.came_back:
-            self._end(task, After.failed, Reason(Code.refused, spot.sentence), now)
+        if spot.code is ReasonCode.quota and not task.spec.over_quota_waits and not task.came_back:
+            self._end(task, StopOutcome.failed, Reason(ReasonCode.refused, spot.sentence), now)
             return None
         self._no_spot[alike] = spot
         rest = (*alike[:4], alike[5], task.spec.labels, self.may_evict(task), task.evictions > 0)
@@ -572,29 +589,29 @@ class PoolMachine(Lives):
         if name not in self.nodes:
             raise InputError(f"there is no node {name}", hint="nodes: " + (", ".join(self.nodes) or "none"))
 
-    def _current(self, name: str, attempt: int) -> Task | None:
+    def _current(self, name: str, attempt: int) -> PoolTask | None:
         """The task, if the news is of the start that is on now."""
         task = self.tasks.get(name)
         return task if task is not None and task.attempt == attempt and task.places else None
 
     # ---- what can be asked -----------------------------------------------------------------------------------------
 
-    def would_evict(self, spec: TaskSpec, now: float) -> Choice:
+    def would_evict(self, spec: TaskSpec, now: float) -> PreemptionPlan:
         """Who would leave if the task were submitted now: nothing is changed."""
         room.check_submission(self, spec)
-        task = Task(spec, self.seq + 1, now, State.waiting, Reason(Code.queued, "asked only"), now, None)
+        task = PoolTask(spec, self.seq + 1, now, TaskState.waiting, Reason(ReasonCode.queued, "asked only"), now, None)
         if room.never(self, spec) is not None or self.pools[spec.pool].drained:
-            return Choice()
+            return PreemptionPlan()
         spot = room.spot(self, task)
-        if isinstance(spot, Spot):
-            return Choice(spot.nodes, spot.group)
+        if isinstance(spot, Assignment):
+            return PreemptionPlan(spot.nodes, spot.group)
         return room.choose(self, task, now)
 
-    def explain(self, name: str, now: float) -> Explanation:
+    def explain(self, name: str, now: float) -> TaskExplanation:
         """Why a task is where it is, and what would have to happen."""
         return telling.explain(self, name, now)
 
-    def story(self, name: str) -> tuple[Chapter, ...]:
+    def story(self, name: str) -> tuple[StoryEntry, ...]:
         """The history of a task or a node."""
         return telling.story(self, name)
 
@@ -602,7 +619,7 @@ class PoolMachine(Lives):
         """A pool as people and programs see it."""
         return telling.pool_view(self, name)
 
-    def totals(self) -> telling.Totals:
+    def totals(self) -> telling.PoolTotals:
         """All pools together."""
         return telling.totals(self)
 
@@ -614,7 +631,7 @@ class PoolMachine(Lives):
         """How many warm hosts each node is to keep, by pool."""
         return telling.warm_targets(self)
 
-    def outstanding(self) -> list[e.Instruction]:
+    def outstanding(self) -> list[e.PoolInstruction]:
         """All that has been instructed and not answered, to be carried out again by a driver that comes back."""
         return telling.outstanding(self, START_GRACE_S)
 
@@ -633,11 +650,11 @@ def _said(value: object) -> str:
 
 
 _NODE_CODES = {
-    "joined": Code.joined,
-    "cordoned": Code.by_hand,
-    "open": Code.by_hand,
-    "emptied": Code.node_draining,
-    "lost": Code.node_lost,
+    "joined": ReasonCode.joined,
+    "cordoned": ReasonCode.by_hand,
+    "open": ReasonCode.by_hand,
+    "emptied": ReasonCode.node_draining,
+    "lost": ReasonCode.node_lost,
 }
 _SNAKE: dict[str, str] = {}
 

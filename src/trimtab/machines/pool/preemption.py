@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.machines.pool.binpack import place, tightest
 from trimtab.machines.pool.capacity import Vector
-from trimtab.machines.pool.records import Group, Stand, Task
-from trimtab.machines.pool.state import Books
-from trimtab.model.pool import Strategy
+from trimtab.machines.pool.records import PgState, PlacementGroup, PoolTask
+from trimtab.machines.pool.state import PoolState
+from trimtab.model.pool import PlacementStrategy
 
 # Effort: nodes that are solved exactly after a solution is known, subsets that are tried on one node, and tasks of one
 # pool among which subsets are tried. Beyond them the choice is still sufficient and has nobody to spare in it.
@@ -29,16 +29,16 @@ NODES_COMPARED = 16
 SUBSETS_TRIED = 500
 POOL_TRIED = 24
 
-Cost = tuple[int, tuple[tuple[int, float], ...], float, tuple[int, ...]]
+PreemptionCost = tuple[int, tuple[tuple[int, float], ...], float, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Choice:
+class PreemptionPlan:
     """Who would leave, and where the task would go then. Empty `nodes` and no `group`: nothing helps."""
 
     nodes: tuple[str, ...] = ()  # of the group to be made
     group: str | None = None  # the slot to be taken over
-    victims: tuple[tuple[str, Code], ...] = ()
+    victims: tuple[tuple[str, ReasonCode], ...] = ()
     reclaims: tuple[str, ...] = ()  # idle groups to be removed
     awaits: tuple[str, ...] = ()  # groups that are going anyway
     again_at: float | None = None  # when time alone might change the answer
@@ -50,7 +50,7 @@ class Choice:
 
 
 @dataclass
-class _Way:
+class _PreemptionOption:
     """One way to make room, by lines of the candidates."""
 
     rows: tuple[int, ...]
@@ -58,15 +58,15 @@ class _Way:
     lines: list[int]
 
 
-class Victims:
+class PreemptionPlanner:
     """Chooses, over the machine's books."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: PoolState) -> None:
         self._books = books
 
     def choose(
         self,
-        task: Task,
+        task: PoolTask,
         now: float,
         *,
         may_evict: bool,
@@ -74,7 +74,7 @@ class Victims:
         slots_left: int | None,
         idle_slots: int,
         everyone: bool = False,
-    ) -> Choice:
+    ) -> PreemptionPlan:
         """The cheapest way for the task to start.
 
         `everyone`: as if anybody could leave, which tells what would have to end. `slots_left`: dynamic bundles the
@@ -82,7 +82,7 @@ class Victims:
         """
         books, policy = self._books, self._books.policy
         candidates = books.candidates
-        search = _Search(books, task, now)
+        search = _PreemptionSearch(books, task, now)
         spec = task.spec
         pool = books.pools[spec.pool]
         owner = spec.priority >= pool.spec.reserved_priority
@@ -93,7 +93,7 @@ class Victims:
         if everyone:
             search.may = np.array([name is not None for name in candidates.names], np.bool_)
         search.slots_left = None if slots_left is None else slots_left + idle_slots
-        ways: list[_Way] = []
+        ways: list[_PreemptionOption] = []
         if len(spec.bundles) == 1:
             slots = list(books.shelves[spec.pool].reserved.values())
             ways += search.into_slots(slots, owner=owner, borrow=pool.spec.borrow and spec.evictable)
@@ -105,26 +105,26 @@ class Victims:
         if budget_left is not None:
             ways = [way for way in ways if len(way.lines) <= budget_left]
         if not ways:
-            return Choice(again_at=again_at)
+            return PreemptionPlan(again_at=again_at)
         best = min(ways, key=lambda way: (search.cost(way.lines), way.group is None))
         tenants = books.groups[best.group].tenants if best.group else []
 
-        def why(line: int) -> Code:
+        def why(line: int) -> ReasonCode:
             # Whoever borrowed the very slot leaves because its owner is back, whatever the policy says.
             here = candidates["borrowed"][line] and candidates.names[line] in tenants
-            return Code.owner_returned if here else candidates.reason(line, task, policy)
+            return ReasonCode.owner_returned if here else candidates.reason(line, task, policy)
 
         order = sorted(best.lines, key=search.price)
         victims = tuple((str(candidates.names[line]), why(line)) for line in order)
         nodes = tuple(str(books.ledger.nodes[row]) for row in best.rows)
         reclaims = () if best.group else search.reclaims(best, slots_left)
-        return Choice(nodes, best.group, victims, reclaims)
+        return PreemptionPlan(nodes, best.group, victims, reclaims)
 
 
-class _Search:
+class _PreemptionSearch:
     """One search, for one task."""
 
-    def __init__(self, books: Books, task: Task, now: float) -> None:
+    def __init__(self, books: PoolState, task: PoolTask, now: float) -> None:
         ledger, candidates = books.ledger, books.candidates
         self.books, self.ledger, self.candidates = books, ledger, candidates
         self.task = task
@@ -155,7 +155,7 @@ class _Search:
             )
         return known
 
-    def cost(self, lines: Sequence[int]) -> Cost:
+    def cost(self, lines: Sequence[int]) -> PreemptionCost:
         """What a set costs: how many, how high (the highest first), how much work, and then who came last."""
         prices = [self.price(at) for at in lines]
         levels = sorted([(one[0], one[1]) for one in prices], reverse=True)
@@ -174,12 +174,12 @@ class _Search:
 
     # ---- slots that are there ----
 
-    def into_slots(self, reserved: Sequence[Group], *, owner: bool, borrow: bool) -> list[_Way]:
+    def into_slots(self, reserved: Sequence[PlacementGroup], *, owner: bool, borrow: bool) -> list[_PreemptionOption]:
         """Take over a reserved slot, or an idle dynamic one of just the right size."""
         spec = self.task.spec
         ways = []
         for group in reserved:
-            if group.stand is not Stand.standing or not spec.bundles[0].within(group.bundles[0]):
+            if group.stand is not PgState.standing or not spec.bundles[0].within(group.bundles[0]):
                 continue
             if not self.books.usable(group):
                 continue
@@ -191,7 +191,7 @@ class _Search:
                 continue
             lines = self._cover_pool(base, slots_needed=0)
             if lines is not None:
-                ways.append(_Way((), group.id, lines))
+                ways.append(_PreemptionOption((), group.id, lines))
         return ways
 
     def _may_leave_slot(self, task: str) -> bool:
@@ -204,7 +204,7 @@ class _Search:
 
     # ---- nodes ----
 
-    def onto_nodes(self, strategy: Strategy) -> _Way | None:
+    def onto_nodes(self, strategy: PlacementStrategy) -> _PreemptionOption | None:
         """Make a new group, where others leave."""
         ledger = self.ledger
         available = ledger.free + ledger.idle
@@ -213,16 +213,16 @@ class _Search:
         rows = None if none else place(available, ledger.usable, self.asks, strategy)
         if rows is not None:
             lines = self._cover_pool([], slots_needed)
-            return None if lines is None else _Way(rows, None, lines)
+            return None if lines is None else _PreemptionOption(rows, None, lines)
         if not self.may.any():
             return None
-        if len(self.asks) == 1 or strategy is Strategy.strict_pack:
+        if len(self.asks) == 1 or strategy is PlacementStrategy.strict_pack:
             ask: Vector = np.asarray(np.sum(self.asks, axis=0, dtype=np.int64))
             found = self._one_node(available, ledger.usable, ask, slots_needed, [])
             if found is None:
                 return None
             row, lines = found
-            return _Way((row,) * len(self.asks), None, lines)
+            return _PreemptionOption((row,) * len(self.asks), None, lines)
         return self._many_nodes(available, strategy, slots_needed)
 
     def _one_node(
@@ -272,7 +272,7 @@ class _Search:
         if needed.size:
             least = np.maximum(least, needed.max(axis=1).astype(np.int64))
         order = np.lexsort((hopeful, lowest[hopeful], least))
-        best: tuple[Cost, int, list[int]] | None = None
+        best: tuple[PreemptionCost, int, list[int]] | None = None
         solved = 0
         by_gang: dict[int, list[int]] = {row: [] for at in gangs for row, _ in columns.parts[at]}
         for at in gangs:
@@ -472,7 +472,9 @@ class _Search:
 
     # ---- gangs over several nodes ----
 
-    def _many_nodes(self, available: Vector, strategy: Strategy, slots_needed: int) -> _Way | None:
+    def _many_nodes(
+        self, available: Vector, strategy: PlacementStrategy, slots_needed: int
+    ) -> _PreemptionOption | None:
         """Bundle by bundle, largest first; then whoever could be spared is taken back."""
         columns = self.candidates
         begun = available.copy()
@@ -483,11 +485,11 @@ class _Search:
         taken = np.zeros(len(usable), np.bool_)
         for at in order:
             ask = self.asks[at]
-            open_rows = usable & ~taken if strategy is Strategy.strict_spread else usable
+            open_rows = usable & ~taken if strategy is PlacementStrategy.strict_spread else usable
             row = None
-            if strategy is Strategy.pack:
+            if strategy is PlacementStrategy.pack:
                 row = tightest(available, open_rows & taken, ask)
-            elif strategy is Strategy.spread:
+            elif strategy is PlacementStrategy.spread:
                 row = tightest(available, open_rows & ~taken, ask)
             if row is None:
                 row = tightest(available, open_rows, ask)
@@ -533,11 +535,11 @@ class _Search:
             lines, lambda some: self._pool_covered(some, slots_needed) and rows_without(some) is not None
         )
         rows = rows_without(kept)
-        return None if rows is None else _Way(rows, None, kept)
+        return None if rows is None else _PreemptionOption(rows, None, kept)
 
     # ---- idle groups that have to go ----
 
-    def reclaims(self, way: _Way, slots_left: int | None) -> tuple[str, ...]:
+    def reclaims(self, way: _PreemptionOption, slots_left: int | None) -> tuple[str, ...]:
         """The idle groups whose room or number is needed, and none that is not."""
         ledger, columns = self.ledger, self.candidates
         lacks: dict[int, Vector] = {}
@@ -551,7 +553,7 @@ class _Search:
             if self.mine[line]:
                 slots -= int(columns["slots"][line])
         pool = self.task.spec.pool
-        chosen: list[Group] = []
+        chosen: list[PlacementGroup] = []
         if slots > 0 or any((lack > 0).any() for lack in lacks.values()):
             shelves = self.books.shelves.values()
             idle = [group for shelf in shelves for line in shelf.idle.values() for group in line]
@@ -562,7 +564,7 @@ class _Search:
                 if on_rows or (slots > 0 and group.pool == pool):
                     chosen.append(group)
 
-        def enough(kept: list[Group]) -> bool:
+        def enough(kept: list[PlacementGroup]) -> bool:
             left = {row: lack.copy() for row, lack in lacks.items()}
             for group in kept:
                 for node, bundle in zip(group.nodes, group.bundles, strict=True):

@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.core.reasons import Code
-from trimtab.machines.pool.capacity import Ledger, Vector
-from trimtab.machines.pool.records import Group, Kind, Task
-from trimtab.model.pool import Labels, Policy
+from trimtab.core.reasons import ReasonCode
+from trimtab.machines.pool.capacity import ClusterCapacity, Vector
+from trimtab.machines.pool.records import PlacementGroup, PlacementGroupKind, PoolTask
+from trimtab.model.pool import Labels, PreemptionPolicy
 
 GAP_GRAIN = 1e-9  # gaps are differences of decimals such as 8.5 and 9.0
 ABROAD, SPREAD = -1, -2  # rows of tasks that free no node (in reserved slots), and of gangs
 
 
-class Candidates:
+class PreemptionCandidates:
     """Columns over the tasks that hold slots."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: ClusterCapacity) -> None:
         self._ledger = ledger
         self.at: dict[str, int] = {}
         self.names: list[str | None] = []
@@ -34,7 +34,7 @@ class Candidates:
         self._lowest: float | None = None  # priority of anybody who may be evicted at all
         self._pools: dict[str, int] = {}
         self._label_sets: dict[Labels, int] = {}
-        self._rules_of: Policy | None = None
+        self._rules_of: PreemptionPolicy | None = None
         self._rules_found: dict[Labels, list[bool]] = {}  # by the newcomer's labels, for every label set
         self.parts: dict[int, tuple[tuple[int, Vector], ...]] = {}  # what goes free, by row
         width = ledger.total.shape[1]
@@ -57,7 +57,7 @@ class Candidates:
     def __getitem__(self, column: str) -> NDArray[Any]:
         return self._columns[column][: len(self.names)]
 
-    def add(self, task: Task, group: Group, alone: bool) -> None:
+    def add(self, task: PoolTask, group: PlacementGroup, alone: bool) -> None:
         """The task holds slots now; `alone`: nobody shares them."""
         self._lowest = None
         ledger = self._ledger
@@ -68,7 +68,7 @@ class Candidates:
         at = self._holes.pop() if self._holes else self._new_line()
         self.names[at] = task.id
         self.at[task.id] = at
-        dynamic = group.kind is Kind.dynamic and alone
+        dynamic = group.kind is PlacementGroupKind.dynamic and alone
         parts: dict[int, Vector] = {}
         if dynamic:
             for node, bundle in zip(group.nodes, group.bundles, strict=True):
@@ -119,7 +119,7 @@ class Candidates:
         at = self.at.get(task)
         return at is not None and bool(self._columns["evictable"][at])
 
-    def nobody(self, priority: float, policy: Policy | None) -> bool:
+    def nobody(self, priority: float, policy: PreemptionPolicy | None) -> bool:
         """Whether it is certain that nobody may leave for one of this priority; False says nothing."""
         if policy is None:
             return True
@@ -128,7 +128,7 @@ class Candidates:
             self._lowest = float(self["priority"][evictable].min()) if evictable.any() else math.inf
         return priority - self._lowest + GAP_GRAIN < least_gap(policy)
 
-    def releases(self, row: int, column: int, priority: float, policy: Policy | None) -> int:
+    def releases(self, row: int, column: int, priority: float, policy: PreemptionPolicy | None) -> int:
         """The most of a resource that could go free on a row for one of this priority."""
         if policy is None:
             return 0
@@ -143,7 +143,9 @@ class Candidates:
                 freed += sum(int(vector[column]) for there, vector in self.parts[at] if there == row)
         return freed
 
-    def allowed(self, task: Task, now: float, policy: Policy | None) -> tuple[NDArray[np.bool_], float | None]:
+    def allowed(
+        self, task: PoolTask, now: float, policy: PreemptionPolicy | None
+    ) -> tuple[NDArray[np.bool_], float | None]:
         """Whom the policy lets leave for the task; and when `min_runtime_s` first protects another one no longer.
 
         A task that was evicted itself has only those leave whose priority is lower, however small a gap the policy asks
@@ -163,17 +165,17 @@ class Candidates:
                 may &= ~young
         return may, again_at
 
-    def spared(self, task: Task, policy: Policy | None) -> set[str]:
+    def spared(self, task: PoolTask, policy: PreemptionPolicy | None) -> set[str]:
         """Who might have to leave for the task, had it not been evicted itself."""
         if policy is None or not task.evictions:
             return set()
         return {str(self.names[at]) for at in np.flatnonzero(self._by_policy(task, policy) & self._as_high(task))}
 
-    def _as_high(self, task: Task) -> NDArray[np.bool_]:
+    def _as_high(self, task: PoolTask) -> NDArray[np.bool_]:
         """Whose priority is not lower than the task's."""
         return np.asarray(task.spec.priority - self["priority"] <= GAP_GRAIN)
 
-    def _by_policy(self, task: Task, policy: Policy) -> NDArray[np.bool_]:
+    def _by_policy(self, task: PoolTask, policy: PreemptionPolicy) -> NDArray[np.bool_]:
         """Whom rules and gaps let leave for the task."""
         spec = task.spec
         same = self.same_pool(spec.pool)
@@ -189,7 +191,7 @@ class Candidates:
             may |= ~same & (gap >= policy.cross_pool_gap) & ~shielded[self["pool"]]
         return np.asarray(may & self["evictable"])
 
-    def add_releases(self, room: Vector, column: int, priority: float, policy: Policy | None) -> None:
+    def add_releases(self, room: Vector, column: int, priority: float, policy: PreemptionPolicy | None) -> None:
         """To what rows have of a resource, add the most that could go free for one of this priority."""
         if policy is None:
             return
@@ -201,15 +203,15 @@ class Candidates:
                 for row, vector in self.parts[at]:
                     room[row] += vector[column]
 
-    def reason(self, at: int, task: Task, policy: Policy | None) -> Code:
+    def reason(self, at: int, task: PoolTask, policy: PreemptionPolicy | None) -> ReasonCode:
         """What allows this eviction."""
         spec = task.spec
         if self["pool"][at] != self._pools.get(spec.pool, -1):
-            return Code.cross_pool
+            return ReasonCode.cross_pool
         gap = spec.priority - float(self["priority"][at]) + GAP_GRAIN
         if policy is not None and gap >= policy.label_gap and self._by_rule(spec.labels, policy)[self["labels"][at]]:
-            return Code.label_rule
-        return Code.priority
+            return ReasonCode.label_rule
+        return ReasonCode.priority
 
     def same_pool(self, pool: str) -> NDArray[np.bool_]:
         """Who is in the pool."""
@@ -229,7 +231,7 @@ class Candidates:
         estimate = float(columns["estimate"][at])
         return elapsed * (min(1.0, elapsed / estimate) if estimate > 0 else 0.5)
 
-    def _by_rule(self, labels: Labels, policy: Policy) -> NDArray[np.bool_]:
+    def _by_rule(self, labels: Labels, policy: PreemptionPolicy) -> NDArray[np.bool_]:
         """Which label sets may be evicted by somebody with these labels."""
         if policy is not self._rules_of:
             self._rules_of, self._rules_found = policy, {}
@@ -267,7 +269,7 @@ class Candidates:
                 self.parts[at] = tuple((row, np.concatenate([one, np.zeros(missing, np.int64)])) for row, one in parts)
 
 
-def least_gap(policy: Policy) -> float:
+def least_gap(policy: PreemptionPolicy) -> float:
     """The least gap in priority under which anybody may have to leave."""
     gaps = [policy.same_pool_gap] if policy.same_pool else []
     gaps += [policy.label_gap] if policy.label_rules else []

@@ -13,19 +13,19 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from trimtab.core.resources import Resources
-from trimtab.machines.pool.records import Task
-from trimtab.model.pool import Labels, Strategy
+from trimtab.machines.pool.records import PoolTask
+from trimtab.model.pool import Labels, PlacementStrategy
 
 AGEING_S_PER_POINT = 60.0
 
 
-class Kind(NamedTuple):
+class SchedulingClass(NamedTuple):
     """All that decides where a task could go and whom it could have leave."""
 
     pool: str
     bundles: tuple[Resources, ...]
     room: tuple[Resources, ...]
-    strategy: Strategy | None
+    strategy: PlacementStrategy | None
     priority: float
     labels: Labels
     may_evict: bool
@@ -36,43 +36,43 @@ class Kind(NamedTuple):
     was_evicted: bool
 
 
-Entry = tuple[float, int, str]
+QueueEntry = tuple[float, int, str]
 
 
-class Line:
+class ClassQueue:
     """Those of one kind who wait, in their order. It stands for its kind as long as somebody waits in it."""
 
     __slots__ = ("entries", "kind", "size", "uniform", "wanted")
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: SchedulingClass) -> None:
         self.kind = kind
-        self.entries: list[Entry] = []
+        self.entries: list[QueueEntry] = []
         self.size = kind.room or kind.bundles
         self.uniform = all(bundle == self.size[0] for bundle in self.size)
         self.wanted: list[tuple[int, int]] | None = None  # of a bundle, by column of the ledger; once it is asked for
 
 
-class Queue:
+class PendingQueue:
     """Waiting tasks by kind."""
 
     def __init__(self) -> None:
-        self._lines: dict[Kind, Line] = {}
-        self._line_of: dict[str, tuple[Line, Entry]] = {}
+        self._lines: dict[SchedulingClass, ClassQueue] = {}
+        self._line_of: dict[str, tuple[ClassQueue, QueueEntry]] = {}
 
     def __len__(self) -> int:
         return len(self._line_of)
 
-    def lines(self) -> Iterable[Line]:
+    def lines(self) -> Iterable[ClassQueue]:
         """All lines in which somebody waits."""
         return self._lines.values()
 
     def __contains__(self, task: str) -> bool:
         return task in self._line_of
 
-    def add(self, task: Task, may_evict: bool) -> tuple[Line, bool]:
+    def add(self, task: PoolTask, may_evict: bool) -> tuple[ClassQueue, bool]:
         """The task waits; its line, and whether it is the first of it."""
         spec = task.spec
-        kind = Kind(
+        kind = SchedulingClass(
             spec.pool,
             spec.bundles,
             spec.room,
@@ -89,12 +89,12 @@ class Queue:
         entry = (age_key(task), task.seq, task.id)
         line = self._lines.get(kind)
         if line is None:
-            line = self._lines[kind] = Line(kind)
+            line = self._lines[kind] = ClassQueue(kind)
         bisect.insort(line.entries, entry)
         self._line_of[task.id] = (line, entry)
         return line, line.entries[0] is entry
 
-    def line_of(self, task: str) -> Line:
+    def line_of(self, task: str) -> ClassQueue:
         """The line in which a task waits."""
         return self._line_of[task][0]
 
@@ -108,7 +108,7 @@ class Queue:
         if not line.entries:
             del self._lines[line.kind]
 
-    def heads(self) -> list[tuple[Entry, Line]]:
+    def heads(self) -> list[tuple[QueueEntry, ClassQueue]]:
         """The first of every line, as a heap."""
         heap = [(line.entries[0], line) for line in self._lines.values()]
         # Entries differ in their second part at the latest, so lines are never compared.
@@ -116,7 +116,7 @@ class Queue:
         return heap
 
     @staticmethod
-    def after(line: Line, entry: Entry) -> Entry | None:
+    def after(line: ClassQueue, entry: QueueEntry) -> QueueEntry | None:
         """The next of the line behind the entry."""
         at = bisect.bisect_right(line.entries, entry)
         return line.entries[at] if at < len(line.entries) else None
@@ -128,6 +128,6 @@ class Queue:
             yield task
 
 
-def age_key(task: Task) -> float:
+def age_key(task: PoolTask) -> float:
     """Lower is earlier."""
     return task.submitted_at / AGEING_S_PER_POINT - task.spec.priority

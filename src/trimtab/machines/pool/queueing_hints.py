@@ -13,7 +13,7 @@ from typing import NamedTuple
 MOST = 256  # of them in the log; beyond that it is everything
 
 
-class Gains(NamedTuple):
+class QueueingHints(NamedTuple):
     """All that was gained behind some point."""
 
     rows: frozenset[int]  # something is free or idle there, or will be in a moment
@@ -27,7 +27,7 @@ class Gains(NamedTuple):
         return self.anything or bool(self.rows or self.pools)
 
 
-class Verdict(NamedTuple):
+class Unschedulable(NamedTuple):
     """Nobody of a line could start, nor have others leave for it."""
 
     since: int  # what had been gained by then
@@ -36,13 +36,13 @@ class Verdict(NamedTuple):
     kept: int  # of those who were patient then, so many had room kept for them before it was looked at
 
 
-class Log:
+class HintLog:
     """What was gained, in order. Positions in it only grow."""
 
     def __init__(self, entries: Iterable[tuple[str, int | str]] = ()) -> None:
         self._entries: list[tuple[str, int | str]] = [(what, where) for what, where in entries]
         self._begin = 0
-        self._summed: tuple[int, int, Gains] | None = None
+        self._summed: tuple[int, int, QueueingHints] | None = None
 
     @property
     def position(self) -> int:
@@ -71,7 +71,7 @@ class Log:
             self._begin += len(self._entries) - 1
             self._entries = [("anything", "")]
 
-    def since(self, position: int) -> Gains:
+    def since(self, position: int) -> QueueingHints:
         """All that was gained behind a position."""
         if self._summed is None or self._summed[:2] != (position, self.position):
             self._summed = (position, self.position, _sum(self.entries(position)))
@@ -94,12 +94,12 @@ class Log:
         self._begin += at
 
 
-def _sum(entries: Iterable[tuple[str, int | str]]) -> Gains:
+def _sum(entries: Iterable[tuple[str, int | str]]) -> QueueingHints:
     by_what: dict[str, set[int | str]] = {}
     for what, where in entries:
         by_what.setdefault(what, set()).add(where)
     nothing: set[int | str] = set()
-    return Gains(
+    return QueueingHints(
         frozenset(int(one) for one in by_what.get("row", nothing)),
         frozenset(int(one) for one in by_what.get("leaver", nothing)),
         frozenset(str(one) for one in by_what.get("pool", nothing)),

@@ -9,45 +9,47 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from trimtab.machines.pool.events import Instruction, MakeGroup, RemoveGroup
+from trimtab.machines.pool.events import CreatePlacementGroup, PoolInstruction, RemovePlacementGroup
 from trimtab.machines.pool.machine import PoolMachine
-from trimtab.model.pool import State
+from trimtab.model.pool import TaskState
 
-Key = tuple[str, str, int]  # kind, group or task, attempt
+AwaitedKey = tuple[str, str, int]  # kind, group or task, attempt
 
 
 @dataclass(frozen=True)
-class Watch:
+class AwaitedEnd:
     """No instruction, but waited for as well: that a task which runs ends or dies."""
 
     task: str
     attempt: int
 
 
-def key_of(one: Instruction | Watch) -> Key:
+def key_of(one: PoolInstruction | AwaitedEnd) -> AwaitedKey:
     """What makes two instructions the same."""
-    if isinstance(one, (MakeGroup, RemoveGroup)):
+    if isinstance(one, (CreatePlacementGroup, RemovePlacementGroup)):
         return type(one).__name__, one.group, 0
     return type(one).__name__, one.task, one.attempt
 
 
-def expected(machine: PoolMachine) -> list[Instruction | Watch]:
+def expected(machine: PoolMachine) -> list[PoolInstruction | AwaitedEnd]:
     """All that has to be under way for the machine to go on."""
     running = [
-        Watch(task.id, task.attempt)
+        AwaitedEnd(task.id, task.attempt)
         for task in machine.tasks.values()
-        if task.state in (State.running, State.parked) and not task.moving
+        if task.state in (TaskState.running, TaskState.parked) and not task.moving
     ]
     return [*machine.outstanding(), *running]
 
 
-class Reconciler:
+class PoolReconciler:
     """Remembers what was missing by the last look."""
 
     def __init__(self) -> None:
-        self._missing: frozenset[Key] = frozenset()
+        self._missing: frozenset[AwaitedKey] = frozenset()
 
-    def lost(self, wanted: Collection[Instruction | Watch], doing: Collection[Key]) -> list[Instruction | Watch]:
+    def lost(
+        self, wanted: Collection[PoolInstruction | AwaitedEnd], doing: Collection[AwaitedKey]
+    ) -> list[PoolInstruction | AwaitedEnd]:
         """What is missing now and was by the last look."""
         missing = {key: one for one in wanted if (key := key_of(one)) not in doing}
         lost = [one for key, one in missing.items() if key in self._missing]

@@ -9,14 +9,14 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from trimtab.core.reasons import Chapter, Reason
+from trimtab.core.reasons import Reason, StoryEntry
 from trimtab.core.resources import Resources
-from trimtab.model.pool import HOLDS_SLOTS, Place, PoolSpec, State, TaskSpec
+from trimtab.model.pool import HOLDS_SLOTS, BundlePlacement, PoolSpec, TaskSpec, TaskState
 
 RUNS_REMEMBERED = 100
 
 
-class After(str, enum.Enum):
+class StopOutcome(str, enum.Enum):
     """What becomes of a task once its processes are gone."""
 
     evicted = "evicted"
@@ -27,23 +27,23 @@ class After(str, enum.Enum):
 
 
 @dataclass
-class Task:
+class PoolTask:
     """One task, from its submission until it is forgotten."""
 
     spec: TaskSpec
     seq: int  # order of submission; breaks every tie
     submitted_at: float
-    state: State
+    state: TaskState
     reason: Reason
     since: float  # when it came into this state
     deadline: float | None  # of this state
     attempt: int = 0
-    places: tuple[Place, ...] = ()  # not empty exactly in the states that hold slots
+    places: tuple[BundlePlacement, ...] = ()  # not empty exactly in the states that hold slots
     uses: tuple[Resources, ...] = ()  # of the quota and its slots, by bundle; its residual while parked
     started: bool = False  # Start was issued for this attempt
     started_at: float | None = None  # of this attempt's work
     borrowed: bool = False  # in a reserved slot of others
-    after: After | None = None  # only while cancelling
+    after: StopOutcome | None = None  # only while cancelling
     after_reason: Reason | None = None
     tell_s: float = 0.0  # of the stop under way
     notice: bool = False
@@ -57,7 +57,7 @@ class Task:
     evictions: int = 0
     evicted_s: float = 0.0
     how: str = ""  # what it runs in, as the driver says
-    story: list[Chapter] = field(default_factory=list)
+    story: list[StoryEntry] = field(default_factory=list)
 
     @property
     def id(self) -> str:
@@ -75,14 +75,14 @@ class Task:
         return self.state in HOLDS_SLOTS
 
 
-class Kind(str, enum.Enum):
+class PlacementGroupKind(str, enum.Enum):
     """What a placement group is for."""
 
     reserved = "reserved"
     dynamic = "dynamic"
 
 
-class Stand(str, enum.Enum):
+class PgState(str, enum.Enum):
     """How a placement group stands."""
 
     making = "making"
@@ -92,15 +92,15 @@ class Stand(str, enum.Enum):
 
 
 @dataclass
-class Group:
+class PlacementGroup:
     """One placement group: a slot for each bundle."""
 
     id: str
     pool: str
-    kind: Kind
+    kind: PlacementGroupKind
     bundles: tuple[Resources, ...]
     nodes: tuple[str, ...]
-    stand: Stand
+    stand: PgState
     deadline: float | None
     tenants: list[str] = field(default_factory=list)  # tasks in it, and tasks that wait for their turn in it
     turns: list[str] = field(default_factory=list)  # who asked for a turn, first come first served
@@ -112,11 +112,11 @@ class Group:
     @property
     def idle(self) -> bool:
         """Whether it stands and nobody is in it."""
-        return self.stand is Stand.standing and not self.tenants
+        return self.stand is PgState.standing and not self.tenants
 
 
 @dataclass
-class Pool:
+class PoolRecord:
     """One pool."""
 
     spec: PoolSpec
@@ -144,7 +144,7 @@ class Pool:
 
 
 @dataclass
-class Claim:
+class ResourceClaim:
     """Room that is being made for a task: who gets it is settled, though it is not free yet."""
 
     task: str

@@ -14,40 +14,48 @@ from typing import Any
 import numpy as np
 
 from trimtab.core.codec import decode, encode
-from trimtab.core.reasons import STORY_KEPT, Chapter
+from trimtab.core.reasons import STORY_KEPT, StoryEntry
 from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e
-from trimtab.machines.pool.capacity import Ledger, Vector
-from trimtab.machines.pool.preemption_candidates import Candidates
-from trimtab.machines.pool.queue import Queue
-from trimtab.machines.pool.queueing_hints import Log
-from trimtab.machines.pool.records import Claim, Eviction, Group, Kind, Pool, Stand, Task
-from trimtab.model.pool import ENDED, IN_QUEUE, Policy, State
+from trimtab.machines.pool.capacity import ClusterCapacity, Vector
+from trimtab.machines.pool.preemption_candidates import PreemptionCandidates
+from trimtab.machines.pool.queue import PendingQueue
+from trimtab.machines.pool.queueing_hints import HintLog
+from trimtab.machines.pool.records import (
+    Eviction,
+    PgState,
+    PlacementGroup,
+    PlacementGroupKind,
+    PoolRecord,
+    PoolTask,
+    ResourceClaim,
+)
+from trimtab.model.pool import ENDED, IN_QUEUE, PreemptionPolicy, TaskState
 
 
-class IdleLine:
+class IdleGroups:
     """Idle groups of one size, the oldest first whatever the order in which they fell idle."""
 
     def __init__(self) -> None:
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, PlacementGroup] = {}
         self._order: list[int] = []  # a heap; may hold some that are not idle any more
 
-    def __contains__(self, group: Group) -> bool:
+    def __contains__(self, group: PlacementGroup) -> bool:
         return group.seq in self._groups
 
     def __len__(self) -> int:
         return len(self._groups)
 
-    def add(self, group: Group) -> None:
+    def add(self, group: PlacementGroup) -> None:
         """The group fell idle."""
         self._groups[group.seq] = group
         heapq.heappush(self._order, group.seq)
 
-    def remove(self, group: Group) -> None:
+    def remove(self, group: PlacementGroup) -> None:
         """The group is not idle any more."""
         del self._groups[group.seq]
 
-    def __iter__(self) -> Iterator[Group]:
+    def __iter__(self) -> Iterator[PlacementGroup]:
         while self._order and self._order[0] not in self._groups:
             heapq.heappop(self._order)
         if self._order:
@@ -59,19 +67,19 @@ class IdleLine:
 
 
 @dataclass
-class Shelf:
+class PoolGroups:
     """The placement groups of one pool."""
 
-    groups: dict[str, Group] = field(default_factory=dict)
-    reserved: dict[str, Group] = field(default_factory=dict)
-    idle: dict[tuple[Resources, ...], IdleLine] = field(default_factory=dict)  # dynamic ones, by size
+    groups: dict[str, PlacementGroup] = field(default_factory=dict)
+    reserved: dict[str, PlacementGroup] = field(default_factory=dict)
+    idle: dict[tuple[Resources, ...], IdleGroups] = field(default_factory=dict)  # dynamic ones, by size
     dynamic_bundles: int = 0  # also of groups that are being made or removed
     idle_bundles: int = 0
     kept_bundles: int = 0  # that claims will make
 
 
 @dataclass
-class Need:
+class RemainingNeed:
     """What a claim still needs beyond what those who are leaving will give up; negative: they give up more."""
 
     nodes: dict[str, Vector]
@@ -80,7 +88,7 @@ class Need:
 
 
 @dataclass
-class Kept:
+class StarvationReserve:
     """What is kept for one who has waited too long, while others are looked at."""
 
     task: str
@@ -91,7 +99,7 @@ class Kept:
     groups: list[str]  # idle ones
 
     @classmethod
-    def of(cls, data: dict[str, Any]) -> Kept:
+    def of(cls, data: dict[str, Any]) -> StarvationReserve:
         """From plain data."""
         nodes = [(node, np.array(part, np.int64)) for node, part in data["nodes"]]
         return cls(data["task"], data["pool"], nodes, np.array(data["quota"], np.int64), data["slots"], data["groups"])
@@ -101,7 +109,7 @@ class Kept:
         nodes = [[node, part.tolist()] for node, part in self.nodes]
         return {**vars(self), "nodes": nodes, "quota": self.quota.tolist()}
 
-    def covers(self, other: Kept) -> bool:
+    def covers(self, other: StarvationReserve) -> bool:
         """Whether at least as much of everything is kept: a task that did not fit beside the other does not fit."""
         if not self.slots >= other.slots or not set(other.groups) <= set(self.groups):
             return False
@@ -121,32 +129,36 @@ def _at_least(one: Vector, other: Vector) -> bool:
     return len(one) == len(other) and bool((one >= other).all())
 
 
-class Books:
+class PoolState:
     """Records, and what follows from them."""
 
     def __init__(self) -> None:
-        self.pools: dict[str, Pool] = {}
-        self.tasks: dict[str, Task] = {}  # all that are not forgotten; ended ones are forgotten in the order they ended
-        self.groups: dict[str, Group] = {}  # until they are gone
-        self.claims: dict[str, Claim] = {}  # by the task that room is made for; such a task is not in the queue
+        self.pools: dict[str, PoolRecord] = {}
+        self.tasks: dict[
+            str, PoolTask
+        ] = {}  # all that are not forgotten; ended ones are forgotten in the order they ended
+        self.groups: dict[str, PlacementGroup] = {}  # until they are gone
+        self.claims: dict[str, ResourceClaim] = {}  # by the task that room is made for; such a task is not in the queue
         self.nodes: dict[str, e.NodeJoined] = {}
         self.changed_nodes: set[str] = set()  # whose figures changed: what is held there may exceed them
-        self.policy: Policy | None = None  # until one is set nobody is evicted
+        self.policy: PreemptionPolicy | None = None  # until one is set nobody is evicted
         self.evictions: list[Eviction] = []  # the latest
         self.eviction_count = 0
         self.now = 0.0
         self.seq = 0
         self.ended: list[str] = []
         self.rechecks: set[float] = set()  # when the queue is to be looked at again
-        self.node_stories: dict[str, list[Chapter]] = {}
-        self.gains = Log()  # what was gained since the machine's verdicts; it dumps both
+        self.node_stories: dict[str, list[StoryEntry]] = {}
+        self.gains = HintLog()  # what was gained since the machine's verdicts; it dumps both
         # What follows can be worked out from the above, and is not in a snapshot.
-        self.ledger = Ledger()
-        self.candidates = Candidates(self.ledger)
-        self.waiting = Queue()  # tasks in the queue that neither have a claim nor share slots
-        self.shelves: dict[str, Shelf] = {}
-        self.going: dict[str, Group] = {}  # groups that are removed, or will be: their room is free in a moment
-        self.needs: dict[str, Need] = {}  # of claims
+        self.ledger = ClusterCapacity()
+        self.candidates = PreemptionCandidates(self.ledger)
+        self.waiting = PendingQueue()  # tasks in the queue that neither have a claim nor share slots
+        self.shelves: dict[str, PoolGroups] = {}
+        self.going: dict[
+            str, PlacementGroup
+        ] = {}  # groups that are removed, or will be: their room is free in a moment
+        self.needs: dict[str, RemainingNeed] = {}  # of claims
         self.node_epoch = 0  # changes whenever a node does
         self.nevers: dict[tuple[object, ...], tuple[int, str | None]] = {}  # by epoch, what nodes can never hold
         self.alone: dict[tuple[object, ...], tuple[int, bool]] = {}  # by shape, what would fit if all tasks ended
@@ -169,7 +181,9 @@ class Books:
         """When a Tick is due at the latest."""
         while self.timers:
             at, kind, name = self.timers[0]
-            record: Task | Group | None = self.groups.get(name) if kind == "group" else self.tasks.get(name)
+            record: PoolTask | PlacementGroup | None = (
+                self.groups.get(name) if kind == "group" else self.tasks.get(name)
+            )
             if kind == "recheck" or (record is not None and record.deadline == at):
                 return at
             heapq.heappop(self.timers)
@@ -177,7 +191,7 @@ class Books:
 
     # ---- tasks ----
 
-    def use(self, task: Task, uses: tuple[Resources, ...]) -> None:
+    def use(self, task: PoolTask, uses: tuple[Resources, ...]) -> None:
         """What the task uses of its quota changes."""
         self.ledger.use(task.spec.pool, task.uses, -1)
         self.ledger.use(task.spec.pool, uses, 1)
@@ -185,65 +199,65 @@ class Books:
             self.gains.pool(task.spec.pool)
         task.uses = uses
 
-    def candidate(self, task: Task) -> None:
+    def candidate(self, task: PoolTask) -> None:
         """The task holds slots: it may have to leave them one day."""
         group = self.groups[task.places[0].group]
         before = self.candidates.may_leave(task.id)
         self.candidates.drop(task.id)
-        if task.state in (State.starting, State.running):
+        if task.state in (TaskState.starting, TaskState.running):
             self.candidates.add(task, group, len(group.tenants) == 1)
             if not before and self.candidates.may_leave(task.id):
                 for row in self._rows(group):
                     self.gains.leaver(row)
 
-    def may_evict(self, task: Task) -> bool:
+    def may_evict(self, task: PoolTask) -> bool:
         """Whether others may have to leave for it: an evicted task that returns is content with what is free."""
-        returning = task.state is State.evicted and not self.pools[task.spec.pool].spec.return_preempts
+        returning = task.state is TaskState.evicted and not self.pools[task.spec.pool].spec.return_preempts
         return task.spec.may_evict and not returning
 
     # ---- groups ----
 
-    def gained(self, group: Group) -> None:
+    def gained(self, group: PlacementGroup) -> None:
         """What the group holds is free or idle, or will be; also its pool's slots, where its nodes are lost."""
         self.gains.pool(group.pool)
         for row in self._rows(group):
             self.gains.row(row)
 
-    def _rows(self, group: Group) -> Iterator[int]:
+    def _rows(self, group: PlacementGroup) -> Iterator[int]:
         return (self.ledger.row_of[node] for node in set(group.nodes) if node in self.ledger.row_of)
 
-    def goes(self, group: Group) -> None:
+    def goes(self, group: PlacementGroup) -> None:
         """The group will be removed."""
         self.going[group.id] = group
         self.gained(group)
 
-    def add_pool(self, pool: Pool) -> None:
+    def add_pool(self, pool: PoolRecord) -> None:
         """A pool is there."""
         self.pools[pool.spec.name] = pool
-        self.shelves[pool.spec.name] = Shelf()
+        self.shelves[pool.spec.name] = PoolGroups()
         self.ledger.set_pool(pool.spec.name, pool.spec.quota)
 
-    def add_group(self, group: Group) -> None:
+    def add_group(self, group: PlacementGroup) -> None:
         """A group is being made: its room is held from now on."""
         self.groups[group.id] = group
         shelf = self.shelves[group.pool]
         shelf.groups[group.id] = group
-        if group.kind is Kind.reserved:
+        if group.kind is PlacementGroupKind.reserved:
             shelf.reserved[group.id] = group
             self.ledger.shape += 1
         else:
             shelf.dynamic_bundles += len(group.bundles)
         self.ledger.hold(group.nodes, group.bundles)
-        if group.stand in (Stand.removing, Stand.broken):
+        if group.stand in (PgState.removing, PgState.broken):
             self.going[group.id] = group
 
-    def drop_group(self, group: Group) -> None:
+    def drop_group(self, group: PlacementGroup) -> None:
         """Nothing of the group is left."""
         del self.groups[group.id]
         self.going.pop(group.id, None)
         shelf = self.shelves[group.pool]
         del shelf.groups[group.id]
-        if group.kind is Kind.reserved:
+        if group.kind is PlacementGroupKind.reserved:
             del shelf.reserved[group.id]
             self.ledger.shape += 1
         else:
@@ -251,12 +265,12 @@ class Books:
         self.ledger.release(group.nodes, group.bundles)
         self.gained(group)
 
-    def set_idle(self, group: Group, idle: bool) -> None:
+    def set_idle(self, group: PlacementGroup, idle: bool) -> None:
         """A dynamic group fell idle, or is about to become anything else. Saying it twice changes nothing."""
-        if group.kind is Kind.reserved:
+        if group.kind is PlacementGroupKind.reserved:
             return
         shelf = self.shelves[group.pool]
-        line = shelf.idle.setdefault(group.bundles, IdleLine())
+        line = shelf.idle.setdefault(group.bundles, IdleGroups())
         if idle != (group in line):
             sign = 1 if idle else -1
             shelf.idle_bundles += sign * len(group.bundles)
@@ -269,17 +283,17 @@ class Books:
         if not line:
             del shelf.idle[group.bundles]
 
-    def usable(self, group: Group) -> bool:
+    def usable(self, group: PlacementGroup) -> bool:
         """Whether every node of the group is there and takes something new."""
         rows = [self.ledger.row_of.get(node) for node in group.nodes]
         return all(row is not None and self.ledger.usable[row] for row in rows)
 
     # ---- claims ----
 
-    def keep(self, claim: Claim) -> None:
+    def keep(self, claim: ResourceClaim) -> None:
         """Keep for a claim what is free already of what it needs: all that does not come from those who are leaving."""
         task, ledger = self.tasks[claim.task], self.ledger
-        need = self.needs[claim.task] = Need({}, ledger.sum_vector(task.spec.bundles).copy(), len(claim.nodes))
+        need = self.needs[claim.task] = RemainingNeed({}, ledger.sum_vector(task.spec.bundles).copy(), len(claim.nodes))
         if claim.nodes:
             for node, bundle in zip(claim.nodes, task.spec.size, strict=True):
                 vector = ledger.vector(bundle)
@@ -291,7 +305,7 @@ class Books:
                 need.quota = need.quota - ledger.sum_vector(self.tasks[name].uses)
         self._keep_need(need, task.spec.pool, 1)
 
-    def keep_instead(self, claim: Claim, used: tuple[Resources, ...], group: Group | None) -> None:
+    def keep_instead(self, claim: ResourceClaim, used: tuple[Resources, ...], group: PlacementGroup | None) -> None:
         """Somebody whom the claim leaned on is gone: what it was to give is free now, and kept."""
         pool = self.tasks[claim.task].spec.pool
         need = self.needs[claim.task]
@@ -302,13 +316,13 @@ class Books:
             self._lean(need, group, pool, -1)
         self._keep_need(need, pool, 1)
 
-    def unkeep(self, claim: Claim) -> None:
+    def unkeep(self, claim: ResourceClaim) -> None:
         """Keep nothing for the claim any more."""
         need = self.needs.pop(claim.task, None)
         if need is not None:
             self._keep_need(need, self.tasks[claim.task].spec.pool, -1)
 
-    def hold_back(self, kept: Kept) -> None:
+    def hold_back(self, kept: StarvationReserve) -> None:
         """Reserve this for its task alone, until it is given back."""
         for node, part in kept.nodes:
             self.ledger.keep(node, part, 1)
@@ -317,7 +331,7 @@ class Books:
         for name in kept.groups:
             self.set_idle(self.groups[name], False)
 
-    def give_back(self, kept: Kept) -> None:
+    def give_back(self, kept: StarvationReserve) -> None:
         """It is kept no longer."""
         for node, part in kept.nodes:
             self.ledger.keep(node, part, -1)
@@ -328,16 +342,16 @@ class Books:
             self.set_idle(self.groups[name], True)
         self.gains.take_back(position)  # they were idle all the time
 
-    def _lean(self, need: Need, group: Group, pool: str, sign: int) -> None:
+    def _lean(self, need: RemainingNeed, group: PlacementGroup, pool: str, sign: int) -> None:
         """The need is less by what a group will give up; or, with -1, again as large."""
         ledger = self.ledger
-        if group.kind is Kind.dynamic and group.pool == pool:
+        if group.kind is PlacementGroupKind.dynamic and group.pool == pool:
             need.slots -= sign * len(group.bundles)
         for node, bundle in zip(group.nodes, group.bundles, strict=True):
             if node in need.nodes:
                 need.nodes[node] = ledger.fitted(need.nodes[node]) - sign * ledger.vector(bundle)
 
-    def _keep_need(self, need: Need, pool: str, sign: int) -> None:
+    def _keep_need(self, need: RemainingNeed, pool: str, sign: int) -> None:
         for node, vector in need.nodes.items():
             self.ledger.keep(node, np.maximum(0, vector), sign)
         self.ledger.quota_kept[pool] += sign * np.maximum(0, self.ledger.fitted(need.quota))
@@ -369,7 +383,7 @@ class Books:
     def read(self, data: dict[str, Any]) -> None:
         """Fill empty books from a snapshot."""
         self.now, self.seq = float(data["now"]), int(data["seq"])
-        self.policy = None if data["policy"] is None else decode(Policy, data["policy"])
+        self.policy = None if data["policy"] is None else decode(PreemptionPolicy, data["policy"])
         ledger = self.ledger
         for node in (decode(e.NodeJoined, one) for one in data["nodes"]):
             self.nodes[node.node] = node
@@ -379,16 +393,16 @@ class Books:
             ledger.set_row(row, name)
             if name is not None:
                 ledger.set_node(name, self.nodes[name].total, self.nodes[name].outside)
-        for pool in (decode(Pool, one) for one in data["pools"]):
+        for pool in (decode(PoolRecord, one) for one in data["pools"]):
             self.add_pool(pool)
-        for task in (decode(Task, one) for one in data["tasks"]):
+        for task in (decode(PoolTask, one) for one in data["tasks"]):
             self.tasks[task.id] = task
-        for group in (decode(Group, one) for one in data["groups"]):
+        for group in (decode(PlacementGroup, one) for one in data["groups"]):
             self.add_group(group)
             if group.idle:
                 self.set_idle(group, True)
             self.timer(group.deadline, "group", group.id)
-        for claim in (decode(Claim, one) for one in data["claims"]):
+        for claim in (decode(ResourceClaim, one) for one in data["claims"]):
             self.claims[claim.task] = claim
         for task in self.tasks.values():
             self.timer(task.deadline, "task", task.id)
@@ -403,7 +417,7 @@ class Books:
         self.evictions = [decode(Eviction, one) for one in data["evictions"]]
         self.eviction_count = int(data["eviction_count"])
         self.node_stories = {
-            name: [decode(Chapter, one) for one in story] for name, story in data["node_stories"].items()
+            name: [decode(StoryEntry, one) for one in story] for name, story in data["node_stories"].items()
         }
         for at in data["rechecks"]:
             self.recheck(float(at))
@@ -420,15 +434,15 @@ class Books:
                 assert node == "" or node in self.nodes, f"{group.id} lies on a node that is not there"
                 if node:
                     held[ledger.row_of[node]] += ledger.vector(bundle)
-                    if group.idle and group.kind is Kind.dynamic:
+                    if group.idle and group.kind is PlacementGroupKind.dynamic:
                         idle[ledger.row_of[node]] += ledger.vector(bundle)
             lost = "" in group.nodes
-            assert not lost or group.stand in (Stand.broken, Stand.removing), f"{group.id} is trusted after a loss"
+            assert not lost or group.stand in (PgState.broken, PgState.removing), f"{group.id} is trusted after a loss"
             assert group.active is None or group.active in group.tenants, f"{group.id} has an active stranger"
             for name in group.tenants:
                 self._check_tenant(group, name)
-            assert group.stand is not Stand.removing or not group.tenants, f"{group.id} is removed under a tenant"
-        going = {name for name, group in self.groups.items() if group.stand in (Stand.removing, Stand.broken)}
+            assert group.stand is not PgState.removing or not group.tenants, f"{group.id} is removed under a tenant"
+        going = {name for name, group in self.groups.items() if group.stand in (PgState.removing, PgState.broken)}
         assert going == self.going.keys(), "groups that are going are miscounted"
         assert (held == ledger.held).all(), "what groups hold is not what the books say"
         assert (idle == ledger.idle).all(), "what is idle is not what the books say"
@@ -444,23 +458,27 @@ class Books:
             assert (used == ledger.used[name]).all(), f"what pool {name} uses is not what the books say"
             assert pool.lowered or (ledger.quota_left(name) >= 0).all(), f"pool {name} is over its quota"
             shelf = self.shelves[name]
-            there = sum(len(one.bundles) for one in shelf.groups.values() if one.kind is Kind.dynamic)
+            there = sum(len(one.bundles) for one in shelf.groups.values() if one.kind is PlacementGroupKind.dynamic)
             assert there == shelf.dynamic_bundles, f"dynamic slots of pool {name} are miscounted"
-            idle_names = {one.id for one in shelf.groups.values() if one.idle and one.kind is Kind.dynamic}
+            idle_names = {
+                one.id for one in shelf.groups.values() if one.idle and one.kind is PlacementGroupKind.dynamic
+            }
             known = {one.id for line in shelf.idle.values() for one in line}
             assert known == idle_names, f"idle slots of {name} differ"
             limit = pool.spec.dynamic_limit
             assert limit is None or there + shelf.kept_bundles <= limit, f"pool {name} is over its limit of slots"
         for task in self.tasks.values():
             self._check_task(task)
-        at_work = {name for name, task in self.tasks.items() if task.state in (State.starting, State.running)}
+        at_work = {name for name, task in self.tasks.items() if task.state in (TaskState.starting, TaskState.running)}
         assert at_work == self.candidates.at.keys(), "who may have to leave is miscounted"
         for claim in self.claims.values():
             assert self.tasks[claim.task].state in IN_QUEUE, f"{claim.task} claims room and does not wait"
             assert claim.tasks or claim.groups, f"the room of {claim.task} is there and not taken"
-            assert all(self.tasks[name].state is State.cancelling for name in claim.tasks), "a victim does not leave"
+            assert all(self.tasks[name].state is TaskState.cancelling for name in claim.tasks), (
+                "a victim does not leave"
+            )
 
-    def _check_tenant(self, group: Group, name: str) -> None:
+    def _check_tenant(self, group: PlacementGroup, name: str) -> None:
         task = self.tasks[name]
         if task.places:
             assert task.places[0].group == group.id, f"{name} is in two groups"
@@ -473,7 +491,7 @@ class Books:
         else:
             assert name in self.claims or task.shares is not None, f"{name} sits in {group.id} without a right"
 
-    def _check_task(self, task: Task) -> None:
+    def _check_task(self, task: PoolTask) -> None:
         assert bool(task.places) == task.holds, f"{task.id} is {task.state.value} with places {task.places}"
         assert task.holds or not task.uses, f"{task.id} uses quota without a slot"
         assert task.reason.sentence, f"{task.id} has no reason"
@@ -482,12 +500,12 @@ class Books:
             group = self.groups.get(task.places[0].group)
             assert group is not None, f"{task.id} is in a group that is not there"
             assert task.id in group.tenants, f"{task.id} is in a group that does not know it"
-            if task.state in (State.starting, State.running):
+            if task.state in (TaskState.starting, TaskState.running):
                 assert group.active == task.id, f"{task.id} runs out of turn"
         if task.state in IN_QUEUE:
             assert task.deadline is not None, f"{task.id} waits without a deadline"
             places = (task.id in self.waiting, task.id in self.claims, task.shares is not None)
             assert sum(places) == 1, f"{task.id} waits in {sum(places)} ways"
-        if task.state in (State.starting, State.cancelling):
+        if task.state in (TaskState.starting, TaskState.cancelling):
             assert task.deadline is not None, f"{task.id} is {task.state.value} without a deadline"
         assert (task.state in ENDED) == (task.id in self.ended), f"{task.id} is {task.state.value}, ended or not"

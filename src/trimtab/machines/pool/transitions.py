@@ -9,18 +9,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trimtab.core.reasons import Chapter, Code, Reason, add_chapter
+from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, add_chapter
 from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool import feasibility as room
 from trimtab.machines.pool.binpack import place
-from trimtab.machines.pool.feasibility import Spot
-from trimtab.machines.pool.preemption import Choice
-from trimtab.machines.pool.queue import Line
-from trimtab.machines.pool.queueing_hints import Verdict
-from trimtab.machines.pool.records import After, Claim, Eviction, Group, Kind, Stand, Task
-from trimtab.machines.pool.state import Books, Kept
-from trimtab.model.pool import ENDED, IN_QUEUE, Place, Policy, State, Strategy
+from trimtab.machines.pool.feasibility import Assignment
+from trimtab.machines.pool.preemption import PreemptionPlan
+from trimtab.machines.pool.queue import ClassQueue
+from trimtab.machines.pool.queueing_hints import Unschedulable
+from trimtab.machines.pool.records import (
+    Eviction,
+    PgState,
+    PlacementGroup,
+    PlacementGroupKind,
+    PoolTask,
+    ResourceClaim,
+    StopOutcome,
+)
+from trimtab.machines.pool.state import PoolState, StarvationReserve
+from trimtab.model.pool import ENDED, IN_QUEUE, BundlePlacement, PlacementStrategy, PreemptionPolicy, TaskState
 
 MAKE_GROUP_S = 60.0
 REMOVE_GROUP_S = 60.0
@@ -34,20 +42,20 @@ ENDED_KEPT = 10_000
 EVICTIONS_KEPT = 1_000
 
 
-class Lives(Books):
+class TaskTransitions(PoolState):
     """Transitions over the books."""
 
     def __init__(self) -> None:
         super().__init__()
         # Lines in which nobody found room or a way to make any; as long as nothing is gained that could help.
-        self._blocked: dict[Line, Verdict] = {}
-        self._kept: list[Kept] = []  # what was kept for the patient when that was found
+        self._blocked: dict[ClassQueue, Unschedulable] = {}
+        self._kept: list[StarvationReserve] = []  # what was kept for the patient when that was found
         self._timed = False  # whether time alone may change that the one looked at last finds no room
         self._no_spot: dict[tuple[object, ...], Reason] = {}  # why sizes found none, while one event is handled
         # By all that decides it but priority: the highest that found nobody to leave, since anything changed.
         self._no_choice: dict[tuple[object, ...], float] = {}
         self._dirty = False
-        self._out: list[e.Instruction] = []
+        self._out: list[e.PoolInstruction] = []
 
     # ---- the queue -------------------------------------------------------------------------------------------------
 
@@ -62,22 +70,22 @@ class Lives(Books):
         self._no_choice.clear()
         self._dirty = True
 
-    def _enqueue(self, task: Task) -> None:
+    def _enqueue(self, task: PoolTask) -> None:
         line, first = self.waiting.add(task, self.may_evict(task))
         if first:
             self._blocked.pop(line, None)
         elif line in self._blocked:
-            self._wait(task, Reason(Code.queued, "others that ask the same came first"), task.since)
+            self._wait(task, Reason(ReasonCode.queued, "others that ask the same came first"), task.since)
         self._dirty = True
 
-    def _wait(self, task: Task, reason: Reason, now: float) -> None:
+    def _wait(self, task: PoolTask, reason: Reason, now: float) -> None:
         if reason.code is not task.reason.code:
-            self._write(task, State.waiting.value, reason, now)
+            self._write(task, TaskState.waiting.value, reason, now)
         task.reason = reason
 
     # ---- claims ----------------------------------------------------------------------------------------------------
 
-    def _claim(self, task: Task, choice: Choice, now: float) -> None:
+    def _claim(self, task: PoolTask, choice: PreemptionPlan, now: float) -> None:
         """Have the victims leave, and keep what goes free for the task."""
         self._no_choice.clear()
         self.waiting.remove(task.id)
@@ -87,16 +95,16 @@ class Lives(Books):
             theirs = self.groups[victims[0].places[0].group]
             size = task.spec.size
             same = theirs.pool == task.spec.pool and theirs.bundles == size and theirs.nodes == nodes
-            if same and theirs.kind is Kind.dynamic and theirs.stand is Stand.standing:
+            if same and theirs.kind is PlacementGroupKind.dynamic and theirs.stand is PgState.standing:
                 group_id, nodes = theirs.id, ()
         limited = self.pools[task.spec.pool].spec.dynamic_limit is not None
         leaving = [
             group.id
             for group in (self.groups[victim.places[0].group] for victim in victims)
-            if group.kind is Kind.dynamic
+            if group.kind is PlacementGroupKind.dynamic
             and (set(group.nodes) & set(nodes) or (nodes and limited and group.pool == task.spec.pool))
         ]
-        claim = Claim(
+        claim = ResourceClaim(
             task.id,
             nodes,
             group_id,
@@ -109,7 +117,7 @@ class Lives(Books):
             self.set_idle(self.groups[group_id], False)
             self.groups[group_id].tenants.append(task.id)
         names = ", ".join(victim.id for victim in victims) or "idle slots"
-        task.reason = Reason(Code.evicting, f"room is being made: {names} must leave first")
+        task.reason = Reason(ReasonCode.evicting, f"room is being made: {names} must leave first")
         self._write(task, task.state.value, task.reason, now)
         stop_s = max([self._stop_seconds(victim) for victim in victims], default=0.0)
         task.deadline = max(task.deadline or 0.0, now + stop_s + STOP_GRACE_S + REMOVE_GROUP_S)
@@ -122,21 +130,26 @@ class Lives(Books):
         if self.claims.get(task.id) is claim:  # victims that had not begun are gone already
             self._claim_if_ready(claim, now)
 
-    def _drop_claim(self, claim: Claim, now: float, *, requeue: bool) -> None:
+    def _drop_claim(self, claim: ResourceClaim, now: float, *, requeue: bool) -> None:
         """The room cannot be had, or is not wanted any more."""
         self.unkeep(claim)
         del self.claims[claim.task]
         if claim.group is not None and claim.group in self.groups:
             group = self.groups[claim.group]
             group.tenants.remove(claim.task)
-            if not group.tenants and group.stand is Stand.standing:
+            if not group.tenants and group.stand is PgState.standing:
                 self._idle_or_remove(group, now)
         if requeue:
             self._enqueue(self.tasks[claim.task])
         self._freed()
 
     def _claims_hear(
-        self, now: float, *, task: Task | None = None, used: tuple[Resources, ...] = (), group: Group | None = None
+        self,
+        now: float,
+        *,
+        task: PoolTask | None = None,
+        used: tuple[Resources, ...] = (),
+        group: PlacementGroup | None = None,
     ) -> None:
         """Somebody whom claims wait for is gone."""
         for claim in list(self.claims.values()):
@@ -150,7 +163,7 @@ class Lives(Books):
             self.keep_instead(claim, used if same_pool else (), group)
             self._claim_if_ready(claim, now)
 
-    def _claim_if_ready(self, claim: Claim, now: float) -> None:
+    def _claim_if_ready(self, claim: ResourceClaim, now: float) -> None:
         if claim.tasks or claim.groups:
             return
         task = self.tasks[claim.task]
@@ -167,35 +180,35 @@ class Lives(Books):
             return
         names = ", ".join(claim.victims)
         made = f"{names} left for it" if names else "idle slots were removed for it"
-        code = Code.preempted if claim.victims else Code.placed
-        self._to_starting(task, Spot(claim.group, claim.nodes, Reason(code, made)), now)
+        code = ReasonCode.preempted if claim.victims else ReasonCode.placed
+        self._to_starting(task, Assignment(claim.group, claim.nodes, Reason(code, made)), now)
 
     # ---- evictions -------------------------------------------------------------------------------------------------
 
-    def _evict(self, task: Task, by: Task | None, reason: Reason, now: float) -> None:
+    def _evict(self, task: PoolTask, by: PoolTask | None, reason: Reason, now: float) -> None:
         task.evictions += 1
         self.eviction_count += 1
         self.evictions.append(Eviction(now, task.id, task.spec.pool, by.id if by else None, reason))
         del self.evictions[:-EVICTIONS_KEPT]
         counts = self.pools[task.spec.pool].evictions
         counts[reason.code.value] = counts.get(reason.code.value, 0) + 1
-        self._to_cancelling(task, After.evicted, reason, now, tell=True, save=True)
+        self._to_cancelling(task, StopOutcome.evicted, reason, now, tell=True, save=True)
 
-    def _stop_seconds(self, task: Task) -> float:
-        policy = self.policy or Policy()
+    def _stop_seconds(self, task: PoolTask) -> float:
+        policy = self.policy or PreemptionPolicy()
         tell = policy.cancel_timeout_s if task.spec.notice_s is None else task.spec.notice_s
         return tell + policy.save_timeout_s
 
     # ---- the life of a task ----------------------------------------------------------------------------------------
 
-    def _to_starting(self, task: Task, spot: Spot, now: float) -> None:
+    def _to_starting(self, task: PoolTask, spot: Assignment, now: float) -> None:
         """From the queue, or from a claim."""
         self._no_choice.clear()
         spec = task.spec
         pool = self.pools[spec.pool]
         if spot.group is None:
             strategy = room.strategy_of(self, spec)
-            group = self._make_group(spec.pool, Kind.dynamic, spec.size, spot.nodes, strategy, now)
+            group = self._make_group(spec.pool, PlacementGroupKind.dynamic, spec.size, spot.nodes, strategy, now)
         else:
             group = self.groups[spot.group]
             self.set_idle(group, False)
@@ -203,69 +216,78 @@ class Lives(Books):
                 pool.reuse_count += 1
         task.attempt += 1
         self._seat(task, group, now)
-        if task.state is State.evicted:
+        if task.state is TaskState.evicted:
             task.evicted_s += now - task.since
         task.not_before = 0.0
-        self._to(task, State.starting, spot.reason, now, now + spec.start_timeout_s + START_GRACE_S)
+        self._to(task, TaskState.starting, spot.reason, now, now + spec.start_timeout_s + START_GRACE_S)
         self.candidate(task)
-        if group.stand is Stand.standing:
+        if group.stand is PgState.standing:
             self._issue_start(task, now)
         for other in [other for other in self.tasks.values() if other.shares == task.id] if spec.room else ():
             if other.state in IN_QUEUE and self._group_shared_by(other) is None:
                 self._join_slots(other, now)
         self._dirty = True  # here is one more who might have to leave for others
 
-    def _to_found(self, found: e.FoundTask, now: float) -> None:
+    def _to_found(self, found: e.RecoveredTask, now: float) -> None:
         """A task that nobody remembers runs: from now on it is remembered."""
         spec = found.spec
         pool = self.pools[spec.pool]
-        kind = Kind.dynamic if found.reserved is None else Kind.reserved
+        kind = PlacementGroupKind.dynamic if found.reserved is None else PlacementGroupKind.reserved
         size = spec.size if found.reserved is None else (pool.spec.reserved[found.reserved],)
         # New groups are numbered on from here, so that no name is used twice.
         number = found.group.removeprefix("g")
         self.seq = max(self.seq + 1, int(number) if number.isdecimal() else 0)
-        group = Group(
+        group = PlacementGroup(
             found.group,
             spec.pool,
             kind,
             size,
             found.nodes,
-            Stand.standing,
+            PgState.standing,
             None,
             spec_index=found.reserved,
             seq=self.seq,
         )
         self.add_group(group)
-        reason = Reason(Code.found, "it was running when the journal was lost")
-        task = Task(replace(spec, shares=None), self.seq, now, State.running, reason, now, None, attempt=found.attempt)
+        reason = Reason(ReasonCode.found, "it was running when the journal was lost")
+        task = PoolTask(
+            replace(spec, shares=None), self.seq, now, TaskState.running, reason, now, None, attempt=found.attempt
+        )
         self.tasks[spec.id] = task
         self._seat(task, group, now)
         task.started, task.started_at = True, now
         self._write(task, task.state.value, reason, now)
         self.candidate(task)
 
-    def _seat(self, task: Task, group: Group, now: float) -> None:
+    def _seat(self, task: PoolTask, group: PlacementGroup, now: float) -> None:
         """The task is the active tenant of the group."""
         if task.id not in group.tenants:
             group.tenants.append(task.id)
         group.active = task.id
         group.used += 1
-        task.places = tuple(Place(group.id, at, node) for at, node in enumerate(group.nodes))
+        task.places = tuple(BundlePlacement(group.id, at, node) for at, node in enumerate(group.nodes))
         task.started, task.started_at, task.keep_slot = False, None, True
         pool = self.pools[task.spec.pool].spec
         owner = task.spec.priority >= pool.reserved_priority
-        task.borrowed = group.kind is Kind.reserved and not owner and pool.borrow
+        task.borrowed = group.kind is PlacementGroupKind.reserved and not owner and pool.borrow
         self.use(task, task.spec.bundles)
 
-    def _issue_start(self, task: Task, now: float) -> None:
+    def _issue_start(self, task: PoolTask, now: float) -> None:
         task.started = True
         deadline = now + task.spec.start_timeout_s
         task.deadline = deadline + START_GRACE_S
         self.timer(task.deadline, "task", task.id)
-        self._out.append(e.Start(task.id, task.attempt, task.places, task.saved, deadline))
+        self._out.append(e.StartTask(task.id, task.attempt, task.places, task.saved, deadline))
 
     def _end(
-        self, task: Task, after: After, reason: Reason, now: float, *, keep_slot: bool = True, tell: bool = True
+        self,
+        task: PoolTask,
+        after: StopOutcome,
+        reason: Reason,
+        now: float,
+        *,
+        keep_slot: bool = True,
+        tell: bool = True,
     ) -> None:
         """The task is to end, whatever its state."""
         if task.id in self.claims:
@@ -276,17 +298,17 @@ class Lives(Books):
             if any(kept.task == task.id for kept in self._kept):
                 self.gains.anything()  # what was kept for it
             self._leave_turns(task, now)
-            self._to_ended(task, State(after.value), reason, now)
-        elif task.state is State.cancelling:
+            self._to_ended(task, TaskState(after.value), reason, now)
+        elif task.state is TaskState.cancelling:
             self._set_after(task, after, reason)
         else:
             self._to_cancelling(task, after, reason, now, tell=tell)
 
-    def _set_after(self, task: Task, after: After, reason: Reason) -> None:
+    def _set_after(self, task: PoolTask, after: StopOutcome, reason: Reason) -> None:
         task.after, task.after_reason = after, reason
 
     def _to_cancelling(
-        self, task: Task, after: After, reason: Reason, now: float, *, tell: bool, save: bool = False
+        self, task: PoolTask, after: StopOutcome, reason: Reason, now: float, *, tell: bool, save: bool = False
     ) -> None:
         """From starting, running or parked."""
         self.candidates.drop(task.id)
@@ -295,31 +317,31 @@ class Lives(Books):
         if not task.started:
             self._stopped(task, now)
             return
-        policy = self.policy or Policy()
+        policy = self.policy or PreemptionPolicy()
         # What is not constructed yet has nothing to tell and nothing to save.
-        tell = tell and task.state is not State.starting
-        notice = tell and after is After.evicted and task.spec.notice_s is not None
+        tell = tell and task.state is not TaskState.starting
+        notice = tell and after is StopOutcome.evicted and task.spec.notice_s is not None
         task.notice = notice
         task.tell_s = float(task.spec.notice_s or 0.0) if notice else policy.cancel_timeout_s if tell else 0.0
         task.save_s = policy.save_timeout_s if save and tell else 0.0
-        self._to(task, State.cancelling, reason, now, None)
+        self._to(task, TaskState.cancelling, reason, now, None)
         self._issue_stop(task, now)
 
-    def _issue_stop(self, task: Task, now: float) -> None:
+    def _issue_stop(self, task: PoolTask, now: float) -> None:
         task.deadline = now + task.tell_s + task.save_s + STOP_GRACE_S
         self.timer(task.deadline, "task", task.id)
-        self._out.append(e.Stop(task.id, task.attempt, task.reason, task.tell_s, task.notice, task.save_s))
+        self._out.append(e.StopTask(task.id, task.attempt, task.reason, task.tell_s, task.notice, task.save_s))
 
-    def _stopped(self, task: Task, now: float) -> None:
+    def _stopped(self, task: PoolTask, now: float) -> None:
         """Nothing of the task is left on its slots: it leaves them, and goes where it was to go."""
-        after, reason = task.after or After.again, task.after_reason or task.reason
+        after, reason = task.after or StopOutcome.again, task.after_reason or task.reason
         task.after = task.after_reason = None
         self.candidates.drop(task.id)
         used = task.uses
         self.use(task, ())
         group = self.groups[task.places[0].group]
         had_begun = task.started
-        if after in (After.done, After.failed) and task.started_at is not None:
+        if after in (StopOutcome.done, StopOutcome.failed) and task.started_at is not None:
             self.pools[task.spec.pool].ran(now - task.started_at)
         task.places = ()
         task.borrowed = task.started = False
@@ -327,34 +349,34 @@ class Lives(Books):
         self._leave(task, group, now)
         self._claims_hear(now, task=task, used=used)
         self._look_again()
-        if after is After.again and not had_begun:
-            self._to_queue(task, State.waiting, reason, now)
-        elif after is After.again:
+        if after is StopOutcome.again and not had_begun:
+            self._to_queue(task, TaskState.waiting, reason, now)
+        elif after is StopOutcome.again:
             self._after_a_loss(task, reason, now)
-        elif after is After.evicted:
-            self._to_queue(task, State.evicted, reason, now)
+        elif after is StopOutcome.evicted:
+            self._to_queue(task, TaskState.evicted, reason, now)
         else:
-            self._to_ended(task, State(after.value), reason, now)
+            self._to_ended(task, TaskState(after.value), reason, now)
 
-    def _after_a_loss(self, task: Task, reason: Reason, now: float) -> None:
+    def _after_a_loss(self, task: PoolTask, reason: Reason, now: float) -> None:
         task.losses += 1
         # A start that failed by bad luck has done nothing yet: it is tried again in any case.
-        allowed = max(task.spec.restarts, START_TRIES if reason.code is Code.start_failed else 0)
+        allowed = max(task.spec.restarts, START_TRIES if reason.code is ReasonCode.start_failed else 0)
         if task.spec.restarts >= 0 and allowed < task.losses:
             if allowed:
-                reason = Reason(Code.restarts_used, f"lost {task.losses} times, the last time: {reason.sentence}")
-            self._to_ended(task, State.failed, reason, now)
+                reason = Reason(ReasonCode.restarts_used, f"lost {task.losses} times, the last time: {reason.sentence}")
+            self._to_ended(task, TaskState.failed, reason, now)
             return
-        back_off = 0.0 if reason.code is Code.node_lost else BACK_OFF_S * 2 ** min(task.losses - 1, 10)
+        back_off = 0.0 if reason.code is ReasonCode.node_lost else BACK_OFF_S * 2 ** min(task.losses - 1, 10)
         self._back_off(task, min(BACK_OFF_MOST_S, back_off), now)
-        self._to_queue(task, State.waiting, Reason(reason.code, f"will start again: {reason.sentence}"), now)
+        self._to_queue(task, TaskState.waiting, Reason(reason.code, f"will start again: {reason.sentence}"), now)
 
-    def _back_off(self, task: Task, seconds: float, now: float) -> None:
+    def _back_off(self, task: PoolTask, seconds: float, now: float) -> None:
         task.not_before = now + seconds
         if seconds:
             self.recheck(task.not_before)
 
-    def _to_queue(self, task: Task, state: State, reason: Reason, now: float) -> None:
+    def _to_queue(self, task: PoolTask, state: TaskState, reason: Reason, now: float) -> None:
         pool = self.pools[task.spec.pool]
         # A task that asked for "at once or not at all" has been accepted once; it waits like others to return.
         wait_s = task.spec.wait_s or pool.spec.wait_s
@@ -362,7 +384,7 @@ class Lives(Books):
         self._to(task, state, reason, now, now + wait_s)
         self._enqueue(task)
 
-    def _to_ended(self, task: Task, state: State, reason: Reason, now: float) -> None:
+    def _to_ended(self, task: PoolTask, state: TaskState, reason: Reason, now: float) -> None:
         self._to(task, state, reason, now, None)
         self.ended.append(task.id)
         for other in [one for one in self.tasks.values() if one.shares == task.id] if task.spec.room else ():
@@ -374,32 +396,32 @@ class Lives(Books):
         if self.pools[task.spec.pool].dropped:
             self._forget_pool(task.spec.pool)
 
-    def _to(self, task: Task, state: State, reason: Reason, now: float, deadline: float | None) -> None:
+    def _to(self, task: PoolTask, state: TaskState, reason: Reason, now: float, deadline: float | None) -> None:
         task.state, task.reason, task.since, task.deadline = state, reason, now, deadline
         self.timer(deadline, "task", task.id)
         self._write(task, state.value, reason, now)
 
-    def _write(self, task: Task, state: str, reason: Reason, now: float) -> None:
-        add_chapter(task.story, Chapter(now, state, reason))
+    def _write(self, task: PoolTask, state: str, reason: Reason, now: float) -> None:
+        add_chapter(task.story, StoryEntry(now, state, reason))
 
     # ---- turns -----------------------------------------------------------------------------------------------------
 
-    def _join_slots(self, task: Task, now: float) -> None:
+    def _join_slots(self, task: PoolTask, now: float) -> None:
         """A task that shares slots waits at them for its turn."""
         owner = self.tasks.get(task.shares or "")
         group = self.groups.get(owner.places[0].group) if owner is not None and owner.places else None
         if group is not None and any(claim.group == group.id for claim in self.claims.values()):
             group = None  # somebody else takes it over
-        if group is not None and group.stand in (Stand.making, Stand.standing) and task.id not in group.tenants:
+        if group is not None and group.stand in (PgState.making, PgState.standing) and task.id not in group.tenants:
             group.tenants.append(task.id)
             for other in group.tenants:
                 if self.tasks[other].places:
                     self.candidate(self.tasks[other])
             self._next_turn(group, now)
         if task.state in IN_QUEUE:
-            self._wait(task, Reason(Code.turn, f"waits for its turn in the slot of {task.shares}"), now)
+            self._wait(task, Reason(ReasonCode.turn, f"waits for its turn in the slot of {task.shares}"), now)
 
-    def _group_shared_by(self, task: Task) -> Group | None:
+    def _group_shared_by(self, task: PoolTask) -> PlacementGroup | None:
         """The group in which the task takes turns."""
         if task.places:
             return self.groups[task.places[0].group]
@@ -407,35 +429,39 @@ class Lives(Books):
             return None
         return next((group for group in self.shelves[task.spec.pool].groups.values() if task.id in group.tenants), None)
 
-    def _leave_turns(self, task: Task, now: float) -> None:
+    def _leave_turns(self, task: PoolTask, now: float) -> None:
         group = self._group_shared_by(task) if task.shares else None
         if group is not None:
             self._leave(task, group, now)
 
-    def _next_turn(self, group: Group, now: float) -> None:
+    def _next_turn(self, group: PlacementGroup, now: float) -> None:
         """Give the group's devices to whoever asked first; or have its active tenant parked for them."""
-        if group.stand is not Stand.standing:
+        if group.stand is not PgState.standing:
             return
         group.turns = [name for name in group.turns if name in group.tenants and name != group.active]
         if group.active is not None:
             active = self.tasks[group.active]
             wanted = next((name for name in group.turns if self._turn_fits(self.tasks[name], active)), None)
-            if wanted is not None and active.state is State.running and active.moving is None:
+            if wanted is not None and active.state is TaskState.running and active.moving is None:
                 active.moving = "parking"
                 active.deadline = now + TURN_S
                 self.timer(active.deadline, "task", active.id)
-                self._out.append(e.Park(active.id, active.attempt, active.deadline))
+                self._out.append(e.ParkTask(active.id, active.attempt, active.deadline))
             return
         for name in [*group.turns, *group.tenants]:
             task = self.tasks[name]
-            if name in self.claims or task.state not in (State.parked, *IN_QUEUE) or not self._turn_fits(task, None):
+            if (
+                name in self.claims
+                or task.state not in (TaskState.parked, *IN_QUEUE)
+                or not self._turn_fits(task, None)
+            ):
                 continue
             if name in group.turns:
                 group.turns.remove(name)
             self._give_turn(task, group, now)
             return
 
-    def _turn_fits(self, task: Task, instead_of: Task | None) -> bool:
+    def _turn_fits(self, task: PoolTask, instead_of: PoolTask | None) -> bool:
         """Whether the quota allows it to be active."""
         ledger = self.ledger
         need = ledger.sum_vector(task.spec.bundles) - (ledger.sum_vector(task.uses) if task.uses else 0)
@@ -445,19 +471,19 @@ class Lives(Books):
                 need = need + ledger.sum_vector(instead_of.spec.residual)
         return bool((need <= ledger.quota_left(task.spec.pool)).all())
 
-    def _give_turn(self, task: Task, group: Group, now: float) -> None:
-        reason = Reason(Code.turn, "it has its turn")
-        if task.state is State.parked:
+    def _give_turn(self, task: PoolTask, group: PlacementGroup, now: float) -> None:
+        reason = Reason(ReasonCode.turn, "it has its turn")
+        if task.state is TaskState.parked:
             group.active = task.id
             self.use(task, task.spec.bundles)
             task.moving = "unparking"
             task.deadline = now + TURN_S
             self.timer(task.deadline, "task", task.id)
-            self._out.append(e.Unpark(task.id, task.attempt, task.deadline))
+            self._out.append(e.UnparkTask(task.id, task.attempt, task.deadline))
             return
         task.attempt += 1
         self._seat(task, group, now)
-        self._to(task, State.starting, reason, now, now + task.spec.start_timeout_s + START_GRACE_S)
+        self._to(task, TaskState.starting, reason, now, now + task.spec.start_timeout_s + START_GRACE_S)
         self.candidate(task)
         self._issue_start(task, now)
 
@@ -477,26 +503,30 @@ class Lives(Books):
                 rows = place(ledger.free, ledger.usable, [ledger.vector(size)], pool.spec.strategy)
                 if rows is not None:
                     nodes = (str(ledger.nodes[rows[0]]),)
-                    group = self._make_group(pool.spec.name, Kind.reserved, (size,), nodes, pool.spec.strategy, now)
+                    group = self._make_group(
+                        pool.spec.name, PlacementGroupKind.reserved, (size,), nodes, pool.spec.strategy, now
+                    )
                     group.spec_index = index
 
     def _make_group(
         self,
         pool: str,
-        kind: Kind,
+        kind: PlacementGroupKind,
         bundles: tuple[Resources, ...],
         nodes: tuple[str, ...],
-        strategy: Strategy,
+        strategy: PlacementStrategy,
         now: float,
-    ) -> Group:
+    ) -> PlacementGroup:
         self.seq += 1
-        group = Group(f"g{self.seq}", pool, kind, bundles, nodes, Stand.making, now + MAKE_GROUP_S, seq=self.seq)
+        group = PlacementGroup(
+            f"g{self.seq}", pool, kind, bundles, nodes, PgState.making, now + MAKE_GROUP_S, seq=self.seq
+        )
         self.add_group(group)
         self.timer(group.deadline, "group", group.id)
-        self._out.append(e.MakeGroup(group.id, pool, bundles, nodes, strategy, now + MAKE_GROUP_S))
+        self._out.append(e.CreatePlacementGroup(group.id, pool, bundles, nodes, strategy, now + MAKE_GROUP_S))
         return group
 
-    def _leave(self, task: Task, group: Group, now: float) -> None:
+    def _leave(self, task: PoolTask, group: PlacementGroup, now: float) -> None:
         """The task is not in the group any more."""
         if task.id in group.tenants:
             group.tenants.remove(task.id)
@@ -512,16 +542,16 @@ class Lives(Books):
             if others:
                 self._next_turn(group, now)
             return
-        if group.stand is Stand.broken:
+        if group.stand is PgState.broken:
             self._standing_to_removing(group, now)
-        elif group.stand is Stand.standing:
+        elif group.stand is PgState.standing:
             self._idle_or_remove(group, now, keep=task.keep_slot)
 
-    def _idle_or_remove(self, group: Group, now: float, keep: bool = True) -> None:
+    def _idle_or_remove(self, group: PlacementGroup, now: float, keep: bool = True) -> None:
         """Nobody is in the group: keep it for the next, or remove it."""
         pool = self.pools[group.pool]
         wanted = any(group.id in claim.groups for claim in self.claims.values())
-        if group.kind is Kind.reserved:
+        if group.kind is PlacementGroupKind.reserved:
             if keep and not pool.dropped:
                 return
             if group.spec_index is not None:
@@ -532,58 +562,58 @@ class Lives(Books):
         else:
             self._standing_to_removing(group, now)
 
-    def _standing_to_removing(self, group: Group, now: float) -> None:
+    def _standing_to_removing(self, group: PlacementGroup, now: float) -> None:
         self.set_idle(group, False)
-        group.stand = Stand.removing
+        group.stand = PgState.removing
         self.goes(group)
         self._issue_remove(group, now)
 
-    def _issue_remove(self, group: Group, now: float) -> None:
+    def _issue_remove(self, group: PlacementGroup, now: float) -> None:
         group.deadline = now + REMOVE_GROUP_S
         self.timer(group.deadline, "group", group.id)
-        self._out.append(e.RemoveGroup(group.id))
+        self._out.append(e.RemovePlacementGroup(group.id))
 
-    def _gone(self, group: Group, now: float) -> None:
+    def _gone(self, group: PlacementGroup, now: float) -> None:
         """Nothing of the group is left."""
         self.drop_group(group)
         self._claims_hear(now, group=group)
         self._forget_pool(group.pool)
         self._look_again()
 
-    def _break(self, group: Group, reason: Reason, now: float, *, evict: bool = False) -> None:
+    def _break(self, group: PlacementGroup, reason: Reason, now: float, *, evict: bool = False) -> None:
         """Part of the group is lost, or will be (`evict`): whoever is in it stops, and then it is removed."""
-        if group.stand is Stand.removing:
+        if group.stand is PgState.removing:
             return
-        group.stand, group.deadline = Stand.broken, None
+        group.stand, group.deadline = PgState.broken, None
         self.goes(group)
         for claim in [claim for claim in self.claims.values() if claim.group == group.id]:
             self._drop_claim(claim, now, requeue=True)
         for name in list(group.tenants):
             task = self.tasks[name]
-            if task.state in (State.starting, State.running, State.parked):
+            if task.state in (TaskState.starting, TaskState.running, TaskState.parked):
                 if evict:
                     self._evict(task, None, reason, now)
                 else:
-                    self._to_cancelling(task, After.again, reason, now, tell=False)
+                    self._to_cancelling(task, StopOutcome.again, reason, now, tell=False)
             elif task.state in IN_QUEUE:
                 group.tenants.remove(name)
                 task.shares = None
                 self._enqueue(task)
-        if not group.tenants and group.stand is Stand.broken:
+        if not group.tenants and group.stand is PgState.broken:
             self._standing_to_removing(group, now)
 
-    def _send_back(self, group: Group, reason: Reason, now: float) -> None:
+    def _send_back(self, group: PlacementGroup, reason: Reason, now: float) -> None:
         """The group will not stand: its tenants wait again."""
         for name in list(group.tenants):
             task = self.tasks[name]
             group.tenants.remove(name)
-            if task.state is State.starting:
+            if task.state is TaskState.starting:
                 self.candidates.drop(name)
                 self.use(task, ())
                 task.places, task.borrowed = (), False
                 group.active = None
                 self._back_off(task, BACK_OFF_S, now)
-                self._to_queue(task, State.waiting, reason, now)
+                self._to_queue(task, TaskState.waiting, reason, now)
             elif task.state in IN_QUEUE:
                 task.shares = None
                 self._enqueue(task)
@@ -597,8 +627,8 @@ class Lives(Books):
             return
         del self.pools[name], self.shelves[name]
 
-    def _making_to_standing(self, group: Group, now: float) -> None:
-        group.stand, group.deadline = Stand.standing, None
+    def _making_to_standing(self, group: PlacementGroup, now: float) -> None:
+        group.stand, group.deadline = PgState.standing, None
         self.pools[group.pool].made_count += 1
         if not group.tenants:
             self._idle_or_remove(group, now)
@@ -607,12 +637,12 @@ class Lives(Books):
             self._issue_start(self.tasks[group.active], now)
 
 
-def _eviction_reason(code: Code, victim: Task, by: Task) -> Reason:
+def _eviction_reason(code: ReasonCode, victim: PoolTask, by: PoolTask) -> Reason:
     gap = f"priority {by.spec.priority:g} against {victim.spec.priority:g}"
     why = {
-        Code.label_rule: f"a label rule allows it, {gap}",
-        Code.priority: f"{gap} in the same pool",
-        Code.cross_pool: f"pool {by.spec.pool} may take from pool {victim.spec.pool}, {gap}",
-        Code.owner_returned: "it had borrowed a reserved slot",
+        ReasonCode.label_rule: f"a label rule allows it, {gap}",
+        ReasonCode.priority: f"{gap} in the same pool",
+        ReasonCode.cross_pool: f"pool {by.spec.pool} may take from pool {victim.spec.pool}, {gap}",
+        ReasonCode.owner_returned: "it had borrowed a reserved slot",
     }[code]
     return Reason(code, f"makes room for {by.id}: {why}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 
 from trimtab.core.errors import InputError, nearest
-from trimtab.machines.replan.estimates import JUMP, Estimates
+from trimtab.machines.replan.estimates import JUMP, CostEstimates
 from trimtab.machines.replan.events import ClusterChanged
-from trimtab.machines.replan.migration import Moves
-from trimtab.machines.replan.state import Run
-from trimtab.model.run import STAGES, Iteration, RunMode, RunRules
+from trimtab.machines.replan.migration import MigrationTracker
+from trimtab.machines.replan.state import ReplanState
+from trimtab.model.run import STAGES, Iteration, ReplanMode, ReplanRules
 from trimtab.model.workflow import Workflow
 
 
@@ -43,7 +43,9 @@ def check_cluster(event: ClusterChanged) -> None:
             raise InputError(f"node {name} will leave, but is not there", where="ClusterChanged")
 
 
-def check_machine(run: Run, moves: Moves, estimates: Estimates, rules: RunRules, due: float | None) -> None:
+def check_machine(
+    run: ReplanState, moves: MigrationTracker, estimates: CostEstimates, rules: ReplanRules, due: float | None
+) -> None:
     """Raise AssertionError where something is true that must not be."""
     _check_plan(run)
     moving = moves.moving
@@ -55,7 +57,7 @@ def check_machine(run: Run, moves: Moves, estimates: Estimates, rules: RunRules,
         assert run.promise is None, "a promise is judged during a move"
     waits = moving is not None or run.retry_at is not None or run.wait_until is not None
     assert not waits or run.stopped is not None or due is not None, "a wait without a deadline"
-    if run.lost and rules.mode is RunMode.auto and run.stopped is None:
+    if run.lost and rules.mode is ReplanMode.auto and run.stopped is None:
         assert waits, "the plan is gone and nothing is done about it"
     assert run.done >= (run.moved_at or 0), "a move in the future"
     assert all(level > 0 for level in run.reference.values()), "a plan made for no cost"
@@ -66,7 +68,7 @@ def check_machine(run: Run, moves: Moves, estimates: Estimates, rules: RunRules,
         assert all(number <= run.done for number, _ in [*track.recent, *track.aside]), "measured, and not counted"
 
 
-def _check_plan(run: Run) -> None:
+def _check_plan(run: ReplanState) -> None:
     groups = run.running.plan.groups
     used = [rank for group in groups for rank in group.gpus]
     assert len(set(used)) == len(used), "two groups on one GPU"

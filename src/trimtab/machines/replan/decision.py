@@ -16,64 +16,64 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.replan.estimates import profiled_seconds
-from trimtab.machines.replan.placed_plan import Sited, near
-from trimtab.model.plan import Plan, Rules
-from trimtab.model.run import MoveCost, Numbers, RunRules
-from trimtab.model.workflow import Cluster, Job, Workflow
-from trimtab.plan.placement.boxes import Found
+from trimtab.machines.replan.placed_plan import PlacedPlan, near
+from trimtab.model.plan import FrameworkRules, Plan
+from trimtab.model.run import DecisionNumbers, MigrationCost, ReplanRules
+from trimtab.model.workflow import Cluster, PlacementJob, Workflow
+from trimtab.plan.placement.boxes import FoundPlan
 from trimtab.plan.placement.infeasible import why_infeasible
 from trimtab.plan.placement.planner import check_cluster
 from trimtab.plan.placement.search import search
-from trimtab.plan.placement.simulate import Shape, Shapes, Simulator, cells_of, shape_of
-from trimtab.plan.placement.space import Grouping, Space
+from trimtab.plan.placement.simulate import GroupingShape, GroupingShapes, Simulator, cells_of, shape_of
+from trimtab.plan.placement.space import Grouping, PlanSpace
 from trimtab.plan.placement.timeline import to_plan
 
-Levels = Mapping[str, float]
+CostLevels = Mapping[str, float]
 
 COSTS_KEPT = 5  # newest moves of a kind that tell what the next one costs
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CandidatePlan:
     """A plan that could run instead: seconds per iteration at the estimated levels, and at the sure ones."""
 
-    sited: Sited
+    sited: PlacedPlan
     seconds: float
     sure_seconds: float
 
 
 @dataclass(frozen=True)
-class Look:
+class PlanComparison:
     """What the planner says of the moment: levels it was asked with, the plan that runs, and the others."""
 
     levels: tuple[tuple[str, float], ...]
     sure: tuple[tuple[str, float], ...]
     seconds: float  # of the plan that runs, at the estimated levels
     sure_seconds: float
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[CandidatePlan, ...]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ReplanDecision:
     """Stay (no `to`), or go there."""
 
-    to: Sited | None
+    to: PlacedPlan | None
     reason: Reason
-    numbers: Numbers
+    numbers: DecisionNumbers
 
 
-class Planner:
+class ReplanPlanner:
     """The placement planner for one workflow whose costs move and whose cluster changes."""
 
-    def __init__(self, workflow: Workflow, allowed: Rules | None = None) -> None:
+    def __init__(self, workflow: Workflow, allowed: FrameworkRules | None = None) -> None:
         self.workflow = workflow
         self.allowed = allowed
         self._simulator = Simulator(workflow)
-        self._space: Space | None = None  # at the profile's levels, for the cluster asked for last
+        self._space: PlanSpace | None = None  # at the profile's levels, for the cluster asked for last
 
-    def seconds(self, plan: Plan, levels: Levels) -> float:
+    def seconds(self, plan: Plan, levels: CostLevels) -> float:
         """What an iteration takes under a plan when each component costs so much more than its profile."""
         return self.with_times(plan, self.times(plan, levels))
 
@@ -81,15 +81,15 @@ class Planner:
         """What an iteration takes under a plan when each component takes so long for all batches."""
         order = self._simulator.order
         row = np.array([times[component.name] for component in order])
-        return float(self._simulator.seconds(row[None, :], Shapes.stack([self._shape(plan)]))[0])
+        return float(self._simulator.seconds(row[None, :], GroupingShapes.stack([self._shape(plan)]))[0])
 
-    def _shape(self, plan: Plan) -> Shape:
+    def _shape(self, plan: Plan) -> GroupingShape:
         position = {component.name: i for i, component in enumerate(self._simulator.order)}
         groups = [(tuple(sorted(position[name] for name in one.components)), one.gpus) for one in plan.groups]
         cells = cells_of(groups) if plan.overlaps else [members for members, _ in groups]
         return shape_of(self._simulator.order, self.workflow, cells)
 
-    def times(self, plan: Plan, levels: Levels) -> dict[str, float]:
+    def times(self, plan: Plan, levels: CostLevels) -> dict[str, float]:
         """What each component takes for all batches under a plan, so much more than its profile."""
         kinds = kinds_of(plan)
         times = {}
@@ -99,18 +99,18 @@ class Planner:
             times[placed.name] = (placed.seconds if seconds is None else seconds) * levels.get(placed.name, 1.0)
         return times
 
-    def best(self, cluster: Cluster, levels: Levels) -> Sited:
+    def best(self, cluster: Cluster, levels: CostLevels) -> PlacedPlan:
         """The best plan there is. Raises InfeasibleError, or InputError where there is no GPU at all."""
         space = self._at(cluster, levels)
         found = search(space).best
         if found is None:
             raise why_infeasible(space)
-        return Sited(to_plan(space, found), cluster)
+        return PlacedPlan(to_plan(space, found), cluster)
 
-    def look(self, running: Sited, cluster: Cluster, levels: Levels, sure: Levels) -> Look:
+    def look(self, running: PlacedPlan, cluster: Cluster, levels: CostLevels, sure: CostLevels) -> PlanComparison:
         """What could run instead of a plan whose GPUs are all there."""
         now, now_sure = self.seconds(running.plan, levels), self.seconds(running.plan, sure)
-        found: list[Found] = []
+        found: list[FoundPlan] = []
         try:
             space = self._at(cluster, levels)
         except (InfeasibleError, InputError):
@@ -122,12 +122,12 @@ class Planner:
                 found.extend(self._like(space, running, best, now))
         candidates = []
         for one in found:
-            sited = near(Sited(to_plan(space, one), cluster), running) if space is not None else running
+            sited = near(PlacedPlan(to_plan(space, one), cluster), running) if space is not None else running
             if not sited.same_as(running):
-                candidates.append(Candidate(sited, one.seconds, self.seconds(sited.plan, sure)))
-        return Look(tuple(levels.items()), tuple(sure.items()), now, now_sure, tuple(candidates))
+                candidates.append(CandidatePlan(sited, one.seconds, self.seconds(sited.plan, sure)))
+        return PlanComparison(tuple(levels.items()), tuple(sure.items()), now, now_sure, tuple(candidates))
 
-    def _like(self, space: Space, running: Sited, best: Found, beat: float) -> list[Found]:
+    def _like(self, space: PlanSpace, running: PlacedPlan, best: FoundPlan, beat: float) -> list[FoundPlan]:
         """The best plan with the groups of the one that runs, where that is another than the best of all."""
         names = {frozenset(group.components): group.kind for group in running.plan.groups}
 
@@ -141,16 +141,16 @@ class Planner:
         other = search(space, same, beat=beat).best if same else None
         return [other] if other is not None else []
 
-    def prepare(self, cluster: Cluster) -> Space:
+    def prepare(self, cluster: Cluster) -> PlanSpace:
         """All plans for a cluster, as profiled: what does not change with the costs is worked out once."""
         if self._space is None or self._space.job.cluster != cluster:
-            job = Job(cluster, self.workflow)
+            job = PlacementJob(cluster, self.workflow)
             check_cluster(job)
-            self._space = Space(job, self.allowed)
+            self._space = PlanSpace(job, self.allowed)
             self._space.groupings()
         return self._space
 
-    def _at(self, cluster: Cluster, levels: Levels) -> Space:
+    def _at(self, cluster: Cluster, levels: CostLevels) -> PlanSpace:
         """All plans for a cluster, with costs at these levels."""
         space = self.prepare(cluster)
         for index, component in enumerate(space.order):
@@ -159,7 +159,7 @@ class Planner:
                 space = space.scaled(index, level)
         return space
 
-    def fewest(self, plan: Plan, component: str, levels: Levels, slack: float) -> int:
+    def fewest(self, plan: Plan, component: str, levels: CostLevels, slack: float) -> int:
         """The fewest GPUs of a component that lengthen the iteration by no more than a share of it."""
         times, kind = self.times(plan, levels), kinds_of(plan).get(component, "")
         placed = plan.placed(component)
@@ -185,7 +185,7 @@ def kinds_of(plan: Plan) -> dict[str, str]:
 
 
 def cost_of(
-    touched: Sequence[str], known: Sequence[MoveCost], rules: RunRules, switching_s: float
+    touched: Sequence[str], known: Sequence[MigrationCost], rules: ReplanRules, switching_s: float
 ) -> tuple[float, bool]:
     """What a move of these components would cost, and whether that was measured.
 
@@ -201,16 +201,18 @@ def cost_of(
 
 
 def weigh(
-    look: Look,
+    look: PlanComparison,
     costs: Sequence[tuple[float, bool]],
-    rules: RunRules,
+    rules: ReplanRules,
     horizon: int,
     why: Reason,
-) -> Verdict:
+) -> ReplanDecision:
     """Stay or go, by a look; `costs` are those of moving to each candidate, `why` is the reason to go if it pays."""
-    numbers = Numbers(iteration_s=look.seconds, horizon=horizon, margin=rules.margin)
+    numbers = DecisionNumbers(iteration_s=look.seconds, horizon=horizon, margin=rules.margin)
     if not look.candidates:
-        return Verdict(None, Reason(Code.no_gain, f"no plan is faster than {_s(look.seconds)} an iteration"), numbers)
+        return ReplanDecision(
+            None, Reason(ReasonCode.no_gain, f"no plan is faster than {_s(look.seconds)} an iteration"), numbers
+        )
     worth = [
         min(look.sure_seconds - one.sure_seconds, look.seconds - one.seconds) * horizon - cost * (1 + rules.margin)
         for one, (cost, _) in zip(look.candidates, costs, strict=True)
@@ -223,15 +225,15 @@ def weigh(
     )
     said = f"{one.sited.plan.describe()} would take {_s(one.seconds)} instead of {_s(look.seconds)}"
     if gain < rules.least_gain * look.seconds:
-        return Verdict(None, Reason(Code.no_gain, f"{said}: less than {rules.least_gain:.0%}"), numbers)
+        return ReplanDecision(None, Reason(ReasonCode.no_gain, f"{said}: less than {rules.least_gain:.0%}"), numbers)
     if sure < rules.least_gain / 2 * look.sure_seconds:
         said += f", but only {_s(max(sure, 0.0))} of that is more than noise"
-        return Verdict(None, Reason(Code.within_noise, said), numbers)
+        return ReplanDecision(None, Reason(ReasonCode.within_noise, said), numbers)
     if worth[chosen] <= 0:
         price = f"{_s(cost)} {'as measured' if known else 'assumed'}"
         said += f": {_s(min(gain, sure))} x {horizon} iterations do not pay for a move of {price}"
-        return Verdict(None, Reason(Code.not_worth, said), numbers)
-    return Verdict(one.sited, Reason(why.code, f"{why.sentence}; {said}"), numbers)
+        return ReplanDecision(None, Reason(ReasonCode.not_worth, said), numbers)
+    return ReplanDecision(one.sited, Reason(why.code, f"{why.sentence}; {said}"), numbers)
 
 
 def _s(seconds: float) -> str:

@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import median
 
-from trimtab.core.reasons import Code, Reason
-from trimtab.machines.replan.decision import Look, Planner, Verdict, cost_of, kinds_of, weigh
-from trimtab.machines.replan.estimates import Estimates, profiled_seconds, sure_level
-from trimtab.machines.replan.events import SetRange
+from trimtab.core.reasons import Reason, ReasonCode
+from trimtab.machines.replan.decision import PlanComparison, ReplanDecision, ReplanPlanner, cost_of, kinds_of, weigh
+from trimtab.machines.replan.estimates import CostEstimates, profiled_seconds, sure_level
+from trimtab.machines.replan.events import SetGpuRange
 from trimtab.machines.replan.explain import costs_text, drift_reason
-from trimtab.machines.replan.placed_plan import Seat, Sited, changes, seats, without
-from trimtab.machines.replan.state import Promise, Run
-from trimtab.model.plan import Rules
-from trimtab.model.run import How, Iteration, MoveCost, Numbers, RunRules
+from trimtab.machines.replan.placed_plan import GpuSlot, PlacedPlan, changes, seats, without
+from trimtab.machines.replan.state import PromisedGain, ReplanState
+from trimtab.model.plan import FrameworkRules
+from trimtab.model.run import ChangeKind, DecisionNumbers, Iteration, MigrationCost, ReplanRules
 from trimtab.model.workflow import Workflow
 
 AGAIN = 0.02  # levels that have moved by less since the last look need no new one
@@ -25,19 +25,21 @@ SOME = 3  # predictions compared before they are distrusted
 MOST_SETBACKS = 5  # doublings of the dwell time
 
 
-class Watch:
+class DriftMonitor:
     """A run's figures."""
 
-    def __init__(self, run: Run, workflow: Workflow, rules: RunRules, allowed: Rules | None) -> None:
+    def __init__(
+        self, run: ReplanState, workflow: Workflow, rules: ReplanRules, allowed: FrameworkRules | None
+    ) -> None:
         self.run = run
         self.workflow = workflow
         self.rules = rules
-        self.planner = Planner(workflow, allowed)
+        self.planner = ReplanPlanner(workflow, allowed)
         if run.cluster.gpus:
             self.planner.prepare(run.cluster)
-        self.estimates = Estimates(workflow, rules)
-        self.costs: list[MoveCost] = []  # of moves that arrived, newest last
-        self._look: Look | None = None  # of `run.looked`; can be worked out again, so it is in no snapshot
+        self.estimates = CostEstimates(workflow, rules)
+        self.costs: list[MigrationCost] = []  # of moves that arrived, newest last
+        self._look: PlanComparison | None = None  # of `run.looked`; can be worked out again, so it is in no snapshot
 
     # ---- iterations ------------------------------------------------------------------------------------------------
 
@@ -69,7 +71,7 @@ class Watch:
         run.promise = None
         return self._judge(promise)
 
-    def _judge(self, promise: Promise) -> Reason | None:
+    def _judge(self, promise: PromisedGain) -> Reason | None:
         """Whether the last move gained what it promised: if not, the next one waits longer."""
         old_s = self.planner.seconds(promise.before.plan, self.levels()) * promise.bias
         gained = 1 - median(promise.walls) / old_s if old_s > 0 else 0.0
@@ -78,11 +80,11 @@ class Watch:
             return None
         self.run.setbacks += 1
         said = f"the last move promised {promise.share:.0%} of an iteration and gained {gained:.0%}"
-        return Reason(Code.fell_short, f"{said}; the next one waits {self.dwell()} iterations")
+        return Reason(ReasonCode.fell_short, f"{said}; the next one waits {self.dwell()} iterations")
 
     # ---- other plans -----------------------------------------------------------------------------------------------
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> ReplanDecision:
         """Stay or go, from what is known now, with a new look at the plans where the last one is out of date."""
         estimates = self.estimates.all()
         run = self.run
@@ -96,16 +98,16 @@ class Watch:
             # A move rests on what is known now, not on what was known when there was no reason to look again.
             self.look_again()
             verdict = self._weighed(self._looked(levels, sure)[0], why)
-        if verdict.reason.code is Code.no_gain and why.code is Code.better_plan:
-            steady = Reason(Code.costs_steady, costs_text(estimates, run.reference, drifted))
-            verdict = Verdict(None, steady, verdict.numbers)
+        if verdict.reason.code is ReasonCode.no_gain and why.code is ReasonCode.better_plan:
+            steady = Reason(ReasonCode.costs_steady, costs_text(estimates, run.reference, drifted))
+            verdict = ReplanDecision(None, steady, verdict.numbers)
         return verdict
 
     def look_again(self) -> None:
         """The plan in place or the cluster is another one: what was seen of the plans says nothing any more."""
         self._look, self.run.looked, self.run.looked_sure = None, {}, {}
 
-    def _looked(self, levels: dict[str, float], sure: dict[str, float]) -> tuple[Look, bool]:
+    def _looked(self, levels: dict[str, float], sure: dict[str, float]) -> tuple[PlanComparison, bool]:
         """A look at the plans there are, and whether it is a new one."""
         run = self.run
         then = run.looked_sure
@@ -117,10 +119,10 @@ class Watch:
             self._look = self.planner.look(run.running, usable, run.looked, run.looked_sure)
         return self._look, fresh
 
-    def _weighed(self, look: Look, why: Reason) -> Verdict:
+    def _weighed(self, look: PlanComparison, why: Reason) -> ReplanDecision:
         costs = [self.cost(one.sited) for one in look.candidates]
         verdict = weigh(look, costs, self.rules, self.horizon(), why)
-        return Verdict(verdict.to, verdict.reason, self._with_dwell(verdict.numbers))
+        return ReplanDecision(verdict.to, verdict.reason, self._with_dwell(verdict.numbers))
 
     # ---- figures ---------------------------------------------------------------------------------------------------
 
@@ -128,11 +130,11 @@ class Watch:
         """Whether GPUs of the plan in place are gone or will go."""
         return bool(self.run.lost) or self.run.running.uses(self.run.leaving)
 
-    def stands(self, sited: Sited) -> bool:
+    def stands(self, sited: PlacedPlan) -> bool:
         """Whether all GPUs of a plan are there to stay."""
         return sited.on(self.run.cluster) is not None and not sited.uses(self.run.leaving)
 
-    def used_seats(self) -> set[Seat]:
+    def used_seats(self) -> set[GpuSlot]:
         """Where the plan in place is."""
         here = seats(self.run.running.cluster)
         return {here[rank] for group in self.run.running.plan.groups for rank in group.gpus}
@@ -141,9 +143,9 @@ class Watch:
         """What every component costs now, against its profile."""
         return {name: one.level for name, one in self.estimates.all().items()}
 
-    def cost(self, to: Sited) -> tuple[float, bool]:
+    def cost(self, to: PlacedPlan) -> tuple[float, bool]:
         """What moving there would cost, and whether that was measured."""
-        touched = tuple(one.component for one in changes(self.run.running, to) if one.how is not How.stays)
+        touched = tuple(one.component for one in changes(self.run.running, to) if one.how is not ChangeKind.stays)
         switching_s = sum(self.run.switching.get(name, 0.0) for name in touched)
         return cost_of(touched, self.costs, self.rules, switching_s)
 
@@ -157,7 +159,7 @@ class Watch:
         """Iterations between two moves."""
         return int(self.rules.dwell_iterations * 2 ** min(self.run.setbacks, MOST_SETBACKS))
 
-    def _with_dwell(self, numbers: Numbers) -> Numbers:
+    def _with_dwell(self, numbers: DecisionNumbers) -> DecisionNumbers:
         moved_at = self.run.moved_at
         left = 0 if moved_at is None else max(0, moved_at + self.dwell() - self.run.done)
         return replace(numbers, dwell_left=left)
@@ -177,7 +179,7 @@ class Watch:
         """For each component, the shares of the newest iteration in which it computed, and waited for others."""
         return {name: (track.busy_share, track.wait_share) for name, track in self.estimates.tracks.items()}
 
-    def ranges(self) -> tuple[SetRange, ...]:
+    def ranges(self) -> tuple[SetGpuRange, ...]:
         """How far the fleet may change the size of elastic components under the plan."""
         found = []
         for name in self.rules.elastic:
@@ -185,5 +187,5 @@ class Watch:
             alone = any(group.components == (name,) for group in self.run.running.plan.groups)
             slack = self.rules.range_slack
             least = self.planner.fewest(self.run.running.plan, name, self.levels(), slack) if alone else most
-            found.append(SetRange(name, least, most))
+            found.append(SetGpuRange(name, least, most))
         return tuple(found)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trimtab.model.run import Estimate, Iteration, Measured, RunRules
+from trimtab.model.run import ComponentTiming, CostEstimate, Iteration, ReplanRules
 from trimtab.model.workflow import Component, Workflow
 from trimtab.plan.placement.cost import seconds_at
 from trimtab.plan.placement.simulate import Floats
@@ -34,7 +34,7 @@ USUAL_SPREAD, USUAL_WEIGHT = 0.03, 4  # of real steps; counts as so many iterati
 
 
 @dataclass
-class Track:
+class CostTrack:
     """One component's newest levels as logarithms, by iteration, oldest first."""
 
     recent: list[tuple[int, float]] = field(default_factory=list)
@@ -45,13 +45,13 @@ class Track:
     gpus: int = 0  # of the newest iteration
 
 
-class Estimates:
+class CostEstimates:
     """The tracks of all components of a workflow."""
 
-    def __init__(self, workflow: Workflow, rules: RunRules) -> None:
+    def __init__(self, workflow: Workflow, rules: ReplanRules) -> None:
         self._workflow = workflow
         self._rules = rules
-        self.tracks: dict[str, Track] = {component.name: Track() for component in workflow.components}
+        self.tracks: dict[str, CostTrack] = {component.name: CostTrack() for component in workflow.components}
 
     def take(self, iteration: Iteration, variants: Mapping[str, tuple[str, str]]) -> None:
         """Count an iteration. `variants` says which variant every component ran in, on which kind of GPU."""
@@ -71,17 +71,17 @@ class Estimates:
             track.recent = [one for one in track.recent if one[0] <= number]
             track.aside = [one for one in track.aside if one[0] <= number]
 
-    def estimate(self, name: str) -> Estimate:
+    def estimate(self, name: str) -> CostEstimate:
         """What a component costs now."""
         track = self.tracks[name]
         if not track.recent:
-            return Estimate(width=self._rules.noise)
+            return CostEstimate(width=self._rules.noise)
         level, spread, trend = _fit(track.recent)
         middle = float(np.median([value for _, value in track.recent]))
         width = max(self._rules.noise, self._rules.noise_widths * spread)
-        return Estimate(math.exp(level), math.exp(middle), spread, math.expm1(trend), width, track.measured)
+        return CostEstimate(math.exp(level), math.exp(middle), spread, math.expm1(trend), width, track.measured)
 
-    def all(self) -> dict[str, Estimate]:
+    def all(self) -> dict[str, CostEstimate]:
         """What every component costs now."""
         return {name: self.estimate(name) for name in self.tracks}
 
@@ -90,7 +90,7 @@ class Estimates:
         """Iterations that tell something: of the component that was measured least often, if it ever was."""
         return min((track.measured for track in self.tracks.values() if track.measured), default=0)
 
-    def _level(self, one: Measured, variant: str, kind: str) -> float | None:
+    def _level(self, one: ComponentTiming, variant: str, kind: str) -> float | None:
         profiled = profiled_seconds(self._workflow.component(one.component), variant, kind, one.gpus)
         batches = self._workflow.batches
         seconds = one.busy_s * batches / (one.batches or batches)
@@ -108,7 +108,7 @@ def profiled_seconds(component: Component, variant: str, kind: str, gpus: int) -
     return seconds_at(points, chosen.floor_seconds, gpus)
 
 
-def sure_level(estimate: Estimate, reference: float) -> float:
+def sure_level(estimate: CostEstimate, reference: float) -> float:
     """The level nearest to another that cannot be told from the estimate: how far it has drifted for certain.
 
     Noise has trends too, for a dozen iterations: a level is not sure because a trend leads there.
@@ -117,7 +117,7 @@ def sure_level(estimate: Estimate, reference: float) -> float:
     return min(max(reference, low / (1 + estimate.width)), high * (1 + estimate.width))
 
 
-def _add(track: Track, number: int, value: float, window: int) -> None:
+def _add(track: CostTrack, number: int, value: float, window: int) -> None:
     if len(track.recent) >= SOME:
         level, spread, trend = _fit(track.recent)
         last = track.recent[-1][0]

@@ -1,8 +1,8 @@
 """What happens to a run (events), and what is to be done about it (instructions).
 
-Events are plain facts, so that a journal can hold them; being told the same twice changes nothing. `BeginMove` opens a
-move, each `DoStage` ends in MoveStageDone or MoveStageFailed, `RollBack` in RolledBack or RollBackFailed; whatever has
-not ended by its deadline has failed. The other instructions end in nothing.
+Events are plain facts, so that a journal can hold them; being told the same twice changes nothing. `BeginMigration`
+opens a move, each `RunMigrationStage` ends in MigrationStageDone or MigrationStageFailed, `RollBackMigration` in
+RolledBack or RollBackFailed; whatever has not ended by its deadline has failed. The other instructions end in nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from trimtab.core.reasons import Reason
 from trimtab.model.plan import Plan
-from trimtab.model.run import Iteration, Move, Numbers, Stage
+from trimtab.model.run import DecisionNumbers, Iteration, Migration, MigrationStage
 from trimtab.model.workflow import Cluster
 
 # ---- events -----------------------------------------------------------------------------------------------------
 
 
-class Why(str, enum.Enum):
+class ClusterChangeCause(str, enum.Enum):
     """Why a cluster is another than before."""
 
     joined = "joined"
@@ -50,13 +50,13 @@ class ClusterChanged:
     """What there is now. `leaving` are nodes that are still there and will go at the deadline."""
 
     cluster: Cluster
-    why: Why
+    why: ClusterChangeCause
     leaving: tuple[str, ...] = ()
     deadline: float | None = None
 
 
 @dataclass(frozen=True)
-class Asked:
+class ReplanRequested:
     """Somebody wants to know whether the plan is still right; the answer comes at once."""
 
     why: str = ""
@@ -70,7 +70,7 @@ class RemainingChanged:
 
 
 @dataclass(frozen=True)
-class RangeUsed:
+class GpuRangeUsed:
     """The fleet has given an elastic component so many GPUs."""
 
     component: str
@@ -78,7 +78,7 @@ class RangeUsed:
 
 
 @dataclass(frozen=True)
-class Seated:
+class PlanPlaced:
     """Where the plan in place was put: (component, ((node, GPUs there), ...)), one of each group that is known.
 
     A plan says how many GPUs; which node has them may be decided by whoever hands them out.
@@ -93,20 +93,20 @@ class AdviceTaken:
 
 
 @dataclass(frozen=True)
-class MoveStageDone:
+class MigrationStageDone:
     """A stage of a move is done. `took_s`: how long the run stood still for it."""
 
     move: int
-    stage: Stage
+    stage: MigrationStage
     took_s: float
 
 
 @dataclass(frozen=True)
-class MoveStageFailed:
+class MigrationStageFailed:
     """A stage of a move failed."""
 
     move: int
-    stage: Stage
+    stage: MigrationStage
     why: str
 
 
@@ -127,24 +127,24 @@ class RollBackFailed:
 
 
 @dataclass(frozen=True)
-class Tick:
+class ReplanTick:
     """Time has passed."""
 
 
-LoopEvent = (
+ReplanEvent = (
     RunResumed
     | IterationDone
     | ClusterChanged
-    | Asked
+    | ReplanRequested
     | RemainingChanged
-    | RangeUsed
-    | Seated
+    | GpuRangeUsed
+    | PlanPlaced
     | AdviceTaken
-    | MoveStageDone
-    | MoveStageFailed
+    | MigrationStageDone
+    | MigrationStageFailed
     | RolledBack
     | RollBackFailed
-    | Tick
+    | ReplanTick
 )
 
 
@@ -152,55 +152,55 @@ LoopEvent = (
 
 
 @dataclass(frozen=True)
-class Stay:
+class KeepPlan:
     """The plan that runs is kept."""
 
     reason: Reason
-    numbers: Numbers
+    numbers: DecisionNumbers
 
 
 @dataclass(frozen=True)
-class Advise:
+class AdvisePlan:
     """Another plan is better; it is said and not done."""
 
     plan: Plan
     reason: Reason
-    numbers: Numbers
+    numbers: DecisionNumbers
 
 
 @dataclass(frozen=True)
-class BeginMove:
+class BeginMigration:
     """A move begins: nothing else is moved until it has arrived or is rolled back. All of it ends by the deadline."""
 
-    move: Move
+    move: Migration
     deadline: float
 
 
 @dataclass(frozen=True)
-class DoStage:
+class RunMigrationStage:
     """Do this stage of the move."""
 
-    move: Move
-    stage: Stage
+    move: Migration
+    stage: MigrationStage
     deadline: float
 
 
 @dataclass(frozen=True)
-class RollBack:
+class RollBackMigration:
     """Stop what is being done for the move and put the old plan in place again, as far as its GPUs are there.
 
     `done` are the stages that had been done, `at` the one that was not.
     """
 
-    move: Move
-    done: tuple[Stage, ...]
-    at: Stage
+    move: Migration
+    done: tuple[MigrationStage, ...]
+    at: MigrationStage
     reason: Reason
     deadline: float
 
 
 @dataclass(frozen=True)
-class SetRange:
+class SetGpuRange:
     """The fleet may give the component between so many GPUs and so many."""
 
     component: str
@@ -209,7 +209,7 @@ class SetRange:
 
 
 @dataclass(frozen=True)
-class Tell:
+class Notify:
     """For people: something that is to be known and asks nothing of anybody."""
 
     reason: Reason
@@ -222,4 +222,6 @@ class StopRun:
     reason: Reason
 
 
-LoopInstruction = Stay | Advise | BeginMove | DoStage | RollBack | SetRange | Tell | StopRun
+ReplanInstruction = (
+    KeepPlan | AdvisePlan | BeginMigration | RunMigrationStage | RollBackMigration | SetGpuRange | Notify | StopRun
+)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trimtab.core.reasons import Chapter, Code, Reason, add_chapter
-from trimtab.machines.replan.state import Run
-from trimtab.model.run import Estimate
+from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, add_chapter
+from trimtab.machines.replan.state import ReplanState
+from trimtab.model.run import CostEstimate
 from trimtab.model.workflow import Cluster
 
 NAMED = 3
@@ -15,13 +15,13 @@ RUN = "run"
 MOVES_KEPT = 20
 
 
-class Stories:
+class ReplanStories:
     """What became of the run and of its newest moves."""
 
     def __init__(self) -> None:
-        self.chapters: dict[str, list[Chapter]] = {RUN: []}
+        self.chapters: dict[str, list[StoryEntry]] = {RUN: []}
 
-    def write(self, subject: str, chapter: Chapter) -> None:
+    def write(self, subject: str, chapter: StoryEntry) -> None:
         """Add a chapter, unless it says of the run what its last one said, only with other figures."""
         story = self.chapters.setdefault(subject, [])
         last = story[-1] if story and subject == RUN else None
@@ -31,12 +31,14 @@ class Stories:
         for old in [name for name in self.chapters if name != RUN][:-MOVES_KEPT]:
             del self.chapters[old]
 
-    def of(self, subject: str) -> tuple[Chapter, ...]:
+    def of(self, subject: str) -> tuple[StoryEntry, ...]:
         """One story, as long as it is remembered."""
         return tuple(self.chapters.get(subject, ()))
 
 
-def drift_reason(drifted: Sequence[str], levels: Mapping[str, float], run: Run, seconds: Mapping[str, float]) -> Reason:
+def drift_reason(
+    drifted: Sequence[str], levels: Mapping[str, float], run: ReplanState, seconds: Mapping[str, float]
+) -> Reason:
     """Why another plan may be better than the one in place; `seconds` are those of each component in an iteration.
 
     Of what has drifted, that is named which makes seconds, and nothing that is small beside an iteration.
@@ -50,11 +52,11 @@ def drift_reason(drifted: Sequence[str], levels: Mapping[str, float], run: Run, 
         more = f" and {len(far) - NAMED} more" if len(far) > NAMED else ""
         said.append(f"{named}{more} what the plan was made for")
     if not said:
-        return Reason(Code.better_plan, "costs and nodes are as they were")
-    return Reason(Code.drifted if far else Code.room_changed, "; ".join(said))
+        return Reason(ReasonCode.better_plan, "costs and nodes are as they were")
+    return Reason(ReasonCode.drifted if far else ReasonCode.room_changed, "; ".join(said))
 
 
-def costs_text(estimates: Mapping[str, Estimate], reference: Mapping[str, float], drifted: Sequence[str]) -> str:
+def costs_text(estimates: Mapping[str, CostEstimate], reference: Mapping[str, float], drifted: Sequence[str]) -> str:
     """How near everything is to what the plan was made for; `drifted` is told from noise, and too small to matter."""
     name = max(estimates, key=lambda one: abs(estimates[one].middle / reference[one] - 1))
     one = estimates[name]
@@ -67,11 +69,11 @@ def costs_text(estimates: Mapping[str, Estimate], reference: Mapping[str, float]
     return f"{said}, but {now:+.1%} by its trend: with a noise of {one.width:.1%} that is not told from no change"
 
 
-def gone_reason(run: Run) -> Reason:
+def gone_reason(run: ReplanState) -> Reason:
     """Why the plan in place cannot go on."""
     if run.lost:
-        return Reason(Code.plan_gone, f"GPUs of the plan are gone with {_names(run.lost)}")
-    return Reason(Code.plan_gone, f"GPUs of the plan will go with {_names(run.leaving)}")
+        return Reason(ReasonCode.plan_gone, f"GPUs of the plan are gone with {_names(run.lost)}")
+    return Reason(ReasonCode.plan_gone, f"GPUs of the plan will go with {_names(run.leaving)}")
 
 
 def room_text(before: Cluster, after: Cluster, why: str) -> str:

@@ -19,17 +19,17 @@ from typing import Any
 
 from trimtab.core.codec import encode
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.core.reasons import Chapter, Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode, StoryEntry
 from trimtab.machines.replan import events as e
 from trimtab.machines.replan.checks import check_cluster, check_iteration, check_machine
-from trimtab.machines.replan.decision import Verdict
-from trimtab.machines.replan.drift import Watch
-from trimtab.machines.replan.explain import RUN, Stories, gone_reason, room_text
-from trimtab.machines.replan.migration import Moves, Moving
-from trimtab.machines.replan.placed_plan import Sited, changes, near, reseated, seats, without
+from trimtab.machines.replan.decision import ReplanDecision
+from trimtab.machines.replan.drift import DriftMonitor
+from trimtab.machines.replan.explain import RUN, ReplanStories, gone_reason, room_text
+from trimtab.machines.replan.migration import MigrationTracker, OngoingMigration
+from trimtab.machines.replan.placed_plan import PlacedPlan, changes, near, reseated, seats, without
 from trimtab.machines.replan.state import (
-    Promise,
-    Run,
+    PromisedGain,
+    ReplanState,
     dump_moving,
     dump_run,
     dump_tracks,
@@ -39,12 +39,12 @@ from trimtab.machines.replan.state import (
     load_stories,
     load_tracks,
 )
-from trimtab.model.plan import Plan, Rules
-from trimtab.model.run import Estimate, Move, MoveCost, Numbers, RunMode, RunRules
+from trimtab.model.plan import FrameworkRules, Plan
+from trimtab.model.run import CostEstimate, DecisionNumbers, Migration, MigrationCost, ReplanMode, ReplanRules
 from trimtab.model.workflow import Cluster, Workflow, check_workflow
 
 
-class LoopMachine:
+class ReplanMachine:
     """One run under watch. Events in, instructions out."""
 
     def __init__(
@@ -52,38 +52,38 @@ class LoopMachine:
         workflow: Workflow,
         cluster: Cluster,
         plan: Plan,
-        rules: RunRules = RunRules(),  # noqa: B008 -- it is frozen
-        allowed: Rules | None = None,
+        rules: ReplanRules = ReplanRules(),  # noqa: B008 -- it is frozen
+        allowed: FrameworkRules | None = None,
     ) -> None:
         """`plan` has ranks of `cluster`; `allowed` is what the framework can run, where there is one."""
         check_workflow(workflow)
         self.rules = rules
         self.workflow = workflow
-        self._run = Run(Sited(plan, cluster), cluster, dict.fromkeys(workflow.names, 1.0))
-        self._watch = Watch(self._run, workflow, rules, allowed)
-        self._stories = Stories()
-        self._out: list[e.LoopInstruction] = []
-        self._moves = moves = Moves(rules, self._watch.costs, self._say)
+        self._run = ReplanState(PlacedPlan(plan, cluster), cluster, dict.fromkeys(workflow.names, 1.0))
+        self._watch = DriftMonitor(self._run, workflow, rules, allowed)
+        self._stories = ReplanStories()
+        self._out: list[e.ReplanInstruction] = []
+        self._moves = moves = MigrationTracker(rules, self._watch.costs, self._say)
         moves.on_arrived, moves.on_back, moves.on_stuck = self._moving_to_arrived, self._rolling_to_old, self._to_stuck
         self._doors: dict[type, Callable[[Any, float], None]] = {
             e.RunResumed: self._on_run_resumed,
             e.IterationDone: self._on_iteration_done,
             e.ClusterChanged: self._on_cluster_changed,
-            e.Asked: self._on_asked,
+            e.ReplanRequested: self._on_asked,
             e.RemainingChanged: self._on_remaining_changed,
-            e.RangeUsed: self._on_range_used,
-            e.Seated: self._on_seated,
+            e.GpuRangeUsed: self._on_range_used,
+            e.PlanPlaced: self._on_seated,
             e.AdviceTaken: self._on_advice_taken,
-            e.MoveStageDone: moves.stage_done,
-            e.MoveStageFailed: moves.stage_failed,
+            e.MigrationStageDone: moves.stage_done,
+            e.MigrationStageFailed: moves.stage_failed,
             e.RolledBack: moves.rolled_back,
             e.RollBackFailed: moves.roll_back_failed,
-            e.Tick: self._on_tick,
+            e.ReplanTick: self._on_tick,
         }
 
     # ---- the door --------------------------------------------------------------------------------------------------
 
-    def handle(self, event: e.LoopEvent, now: float) -> list[e.LoopInstruction]:
+    def handle(self, event: e.ReplanEvent, now: float) -> list[e.ReplanInstruction]:
         """What is to be done about the event. Raises InputError for a wrong one, with nothing changed."""
         now = max(float(now), self._run.now)
         before, self._run.now, self._out = self._run.now, now, []
@@ -169,7 +169,7 @@ class LoopMachine:
         if run.stopped is None:
             self._decide(now)
 
-    def _on_asked(self, event: e.Asked, now: float) -> None:
+    def _on_asked(self, event: e.ReplanRequested, now: float) -> None:
         if self._run.stopped is not None:
             self._tell(self._run.stopped)
             return
@@ -180,7 +180,7 @@ class LoopMachine:
             raise InputError("fewer than no iterations cannot remain", where="RemainingChanged")
         self._run.remaining = event.iterations
 
-    def _on_range_used(self, event: e.RangeUsed, now: float) -> None:
+    def _on_range_used(self, event: e.GpuRangeUsed, now: float) -> None:
         if event.component not in self.rules.elastic or event.component not in self.workflow.names:
             raise InputError(f"{event.component} is not elastic", hint="name it in the rules of the run: elastic")
         self._run.used[event.component] = event.gpus
@@ -188,14 +188,14 @@ class LoopMachine:
             if one.component == event.component and not one.least <= event.gpus <= one.most:
                 self._say(one)
 
-    def _on_seated(self, event: e.Seated, now: float) -> None:
+    def _on_seated(self, event: e.PlanPlaced, now: float) -> None:
         run = self._run
         if run.lost or self._moves.moving is not None:
-            raise InputError("no plan is in place that could have been put anywhere", where="Seated")
+            raise InputError("no plan is in place that could have been put anywhere", where="PlanPlaced")
         try:
             run.running = reseated(run.running, dict(event.where))
         except ValueError as error:
-            raise InputError(str(error), where="Seated") from None
+            raise InputError(str(error), where="PlanPlaced") from None
         self._watch.look_again()
 
     def _on_advice_taken(self, event: e.AdviceTaken, now: float) -> None:
@@ -203,16 +203,16 @@ class LoopMachine:
         if run.advised is None or self._moves.moving is not None:
             raise InputError("nothing is advised that could have been taken", where="AdviceTaken")
         self._settle(run.advised, run.advised_levels)
-        self._write(RUN, "moved", Reason(Code.arrived, f"the advice was taken: {run.running.plan.describe()}"))
+        self._write(RUN, "moved", Reason(ReasonCode.arrived, f"the advice was taken: {run.running.plan.describe()}"))
 
-    def _on_tick(self, event: e.Tick, now: float) -> None:
+    def _on_tick(self, event: e.ReplanTick, now: float) -> None:
         run = self._run
         if run.stopped is not None:
             return
         self._moves.late(now)
         if run.wait_until is not None and run.wait_until <= now and run.stopped is None:
             waited = f"nothing that fits came within {self.rules.wait_s:g} s"
-            self._to_stopped(Reason(Code.stuck, f"{gone_reason(run).sentence}; {waited}"))
+            self._to_stopped(Reason(ReasonCode.stuck, f"{gone_reason(run).sentence}; {waited}"))
         elif run.retry_at is not None and run.retry_at <= now and self._moves.moving is None:
             run.retry_at = None
             self._decide(now)
@@ -221,7 +221,7 @@ class LoopMachine:
 
     def _decide(self, now: float, asked: bool = False) -> None:
         if self._moves.moving is not None:
-            self._stay(Reason(Code.moving, f"move {self._moves.begun} is under way"), Numbers())
+            self._stay(Reason(ReasonCode.moving, f"move {self._moves.begun} is under way"), DecisionNumbers())
             return
         if self._watch.must_go():
             self._forced(now)
@@ -230,7 +230,7 @@ class LoopMachine:
         measured = self._watch.estimates.measured
         if measured < rules.least_iterations and not asked and not run.room:
             said = f"{measured} of {rules.least_iterations} iterations are measured that tell costs"
-            self._stay(Reason(Code.too_few, said), Numbers())
+            self._stay(Reason(ReasonCode.too_few, said), DecisionNumbers())
             return
         verdict = self._watch.verdict()
         numbers = verdict.numbers
@@ -240,13 +240,13 @@ class LoopMachine:
         bias = self._watch.bias
         if bias is not None and not 1 / (1 + rules.trust) <= bias <= 1 + rules.trust:
             said = f"an iteration takes {bias:.2f} times what the model says of it; {verdict.reason.sentence}"
-            self._stay(Reason(Code.model_off, said), numbers)
+            self._stay(Reason(ReasonCode.model_off, said), numbers)
             return
-        if rules.mode is RunMode.advise or (asked and numbers.dwell_left):
+        if rules.mode is ReplanMode.advise or (asked and numbers.dwell_left):
             self._advise(verdict)
         elif numbers.dwell_left:
             said = f"{numbers.dwell_left} iterations too soon after the last move; {verdict.reason.sentence}"
-            self._stay(Reason(Code.dwell, said), numbers)
+            self._stay(Reason(ReasonCode.dwell, said), numbers)
         else:
             self._begin(verdict, now)
 
@@ -256,19 +256,19 @@ class LoopMachine:
         why = gone_reason(run)
         if run.failed_tries >= rules.tries or run.retry_at is not None:
             said = f"{why.sentence}; {run.failed_tries} of {rules.tries} tries to move failed"
-            self._stay(Reason(Code.plan_gone, said), Numbers())
+            self._stay(Reason(ReasonCode.plan_gone, said), DecisionNumbers())
             return
         levels = self._watch.levels()
         try:
             to = near(self._watch.planner.best(without(run.cluster, run.leaving), levels), run.running)
         except (InfeasibleError, InputError) as error:
-            self._nothing_fits(Reason(Code.no_plan, f"{why.sentence}; {error.what}"), now)
+            self._nothing_fits(Reason(ReasonCode.no_plan, f"{why.sentence}; {error.what}"), now)
             return
         run.wait_until = None
         cost, known = self._watch.cost(to)
-        numbers = Numbers(new_iteration_s=to.plan.iteration_seconds, cost_s=cost, cost_measured=known)
-        verdict = Verdict(to, Reason(why.code, f"{why.sentence}; {to.plan.describe()}"), numbers)
-        if rules.mode is RunMode.advise:
+        numbers = DecisionNumbers(new_iteration_s=to.plan.iteration_seconds, cost_s=cost, cost_measured=known)
+        verdict = ReplanDecision(to, Reason(why.code, f"{why.sentence}; {to.plan.describe()}"), numbers)
+        if rules.mode is ReplanMode.advise:
             self._advise(verdict)
         else:
             self._begin(verdict, now, forced=True)
@@ -276,31 +276,31 @@ class LoopMachine:
     def _nothing_fits(self, reason: Reason, now: float) -> None:
         run = self._run
         if not run.lost:
-            self._stay(reason, Numbers())  # it goes on until the node goes
+            self._stay(reason, DecisionNumbers())  # it goes on until the node goes
             return
-        if run.wait_until is None and self.rules.mode is RunMode.auto:
+        if run.wait_until is None and self.rules.mode is ReplanMode.auto:
             run.wait_until = now + self.rules.wait_s
         self._tell(reason)
 
-    def _advise(self, verdict: Verdict) -> None:
+    def _advise(self, verdict: ReplanDecision) -> None:
         assert verdict.to is not None
         self._run.advised, self._run.advised_levels = verdict.to, self._watch.levels()
         self._write(RUN, "advised", verdict.reason)
-        self._say(e.Advise(verdict.to.plan, verdict.reason, verdict.numbers))
+        self._say(e.AdvisePlan(verdict.to.plan, verdict.reason, verdict.numbers))
 
-    def _stay(self, reason: Reason, numbers: Numbers) -> None:
+    def _stay(self, reason: Reason, numbers: DecisionNumbers) -> None:
         self._write(RUN, "stays", reason)
-        self._say(e.Stay(reason, numbers))
+        self._say(e.KeepPlan(reason, numbers))
 
     # ---- moves -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, verdict: Verdict, now: float, forced: bool = False) -> None:
+    def _begin(self, verdict: ReplanDecision, now: float, forced: bool = False) -> None:
         run = self._run
         assert verdict.to is not None
         alive = None
         if run.lost:
             alive = frozenset(seat for seat in seats(run.cluster) if seat[0] not in run.lost)
-        move = Move(
+        move = Migration(
             self._moves.begun + 1,
             run.running.plan,
             verdict.to.plan,
@@ -316,18 +316,18 @@ class LoopMachine:
         ends_s = (1 + self.workflow.staleness) * longest_s  # those ahead have begun, and end first
         self._moves.begin(move, verdict.to, self._watch.levels(), ends_s, now)
 
-    def _moving_to_arrived(self, moving: Moving) -> None:
+    def _moving_to_arrived(self, moving: OngoingMigration) -> None:
         run, move = self._run, moving.move
         numbers, before, bias = move.numbers, run.running, self._watch.bias
         self._settle(moving.to, moving.levels)
         if not move.forced and numbers.gain_s and numbers.iteration_s:
-            run.promise = Promise(before, numbers.gain_s / numbers.iteration_s, bias or 1.0)
-        reason = Reason(Code.arrived, f"move {move.id} is done: {run.running.plan.describe()}")
+            run.promise = PromisedGain(before, numbers.gain_s / numbers.iteration_s, bias or 1.0)
+        reason = Reason(ReasonCode.arrived, f"move {move.id} is done: {run.running.plan.describe()}")
         self._write(f"move {move.id}", "arrived", reason)
         self._tell(reason)
         self._set_ranges()
 
-    def _settle(self, to: Sited, levels: dict[str, float]) -> None:
+    def _settle(self, to: PlacedPlan, levels: dict[str, float]) -> None:
         """Another plan is in place."""
         run = self._run
         standing = to.on(run.cluster)
@@ -338,13 +338,13 @@ class LoopMachine:
         run.failed_tries, run.retry_at, run.wait_until = 0, None, None
         run.bias, run.walls, run.promise, run.advised = [], [], None, None
 
-    def _rolling_to_old(self, moving: Moving) -> None:
+    def _rolling_to_old(self, moving: OngoingMigration) -> None:
         run, move = self._run, moving.move
         assert moving.failed is not None
         run.moved_at = run.done
         run.setbacks += 1
         reason = Reason(
-            Code.rolled_back, f"move {move.id} failed and the old plan is the plan: {moving.failed.sentence}"
+            ReasonCode.rolled_back, f"move {move.id} failed and the old plan is the plan: {moving.failed.sentence}"
         )
         self._write(f"move {move.id}", "rolled back", reason)
         self._tell(reason)
@@ -355,9 +355,9 @@ class LoopMachine:
         if run.failed_tries < self.rules.tries:
             run.retry_at = run.now + self.rules.back_off_s * 2.0 ** (run.failed_tries - 1)
         elif run.lost:
-            self._to_stopped(Reason(Code.stuck, f"{gone_reason(run).sentence}; {run.failed_tries} moves failed"))
+            self._to_stopped(Reason(ReasonCode.stuck, f"{gone_reason(run).sentence}; {run.failed_tries} moves failed"))
 
-    def _to_stuck(self, moving: Moving, reason: Reason) -> None:
+    def _to_stuck(self, moving: OngoingMigration, reason: Reason) -> None:
         self._write(f"move {moving.move.id}", "stuck", reason)
         self._to_stopped(reason)
 
@@ -369,19 +369,19 @@ class LoopMachine:
 
     # ---- saying ----------------------------------------------------------------------------------------------------
 
-    def _say(self, instruction: e.LoopInstruction) -> None:
+    def _say(self, instruction: e.ReplanInstruction) -> None:
         self._out.append(instruction)
 
     def _tell(self, reason: Reason) -> None:
         self._write(RUN, "told", reason)
-        self._say(e.Tell(reason))
+        self._say(e.Notify(reason))
 
     def _set_ranges(self) -> None:
         for one in self._watch.ranges():
             self._say(one)
 
     def _write(self, subject: str, state: str, reason: Reason) -> None:
-        self._stories.write(subject, Chapter(self._run.now, state, reason))
+        self._stories.write(subject, StoryEntry(self._run.now, state, reason))
 
     # ---- what can be asked -----------------------------------------------------------------------------------------
 
@@ -391,12 +391,12 @@ class LoopMachine:
         return self._run.running.plan
 
     @property
-    def sited(self) -> Sited:
+    def sited(self) -> PlacedPlan:
         """The plan in place, and the cluster that its ranks count through."""
         return self._run.running
 
     @property
-    def moving_to(self) -> Sited | None:
+    def moving_to(self) -> PlacedPlan | None:
         """Where the move under way goes; ranks count through the nodes that stay."""
         return None if self._moves.moving is None else self._moves.moving.to
 
@@ -411,7 +411,7 @@ class LoopMachine:
         return self._run.done
 
     @property
-    def moving(self) -> Move | None:
+    def moving(self) -> Migration | None:
         """The move under way."""
         return None if self._moves.moving is None else self._moves.moving.move
 
@@ -421,19 +421,19 @@ class LoopMachine:
         return self._run.stopped
 
     @property
-    def watch(self) -> Watch:
+    def watch(self) -> DriftMonitor:
         """The run's figures: estimates, ranges, what a component would take on other GPUs."""
         return self._watch
 
-    def costs(self) -> tuple[MoveCost, ...]:
+    def costs(self) -> tuple[MigrationCost, ...]:
         """What past moves cost."""
         return tuple(self._moves.costs)
 
-    def estimates(self) -> dict[str, Estimate]:
+    def estimates(self) -> dict[str, CostEstimate]:
         """What every component costs now, against its profile."""
         return self._watch.estimates.all()
 
-    def story(self, subject: str = RUN) -> tuple[Chapter, ...]:
+    def story(self, subject: str = RUN) -> tuple[StoryEntry, ...]:
         """What became of the run, or of `move 3`, as long as it is remembered."""
         return self._stories.of(subject)
 
@@ -455,9 +455,9 @@ class LoopMachine:
         cls,
         data: dict[str, Any],
         workflow: Workflow,
-        rules: RunRules = RunRules(),  # noqa: B008 -- it is frozen
-        allowed: Rules | None = None,
-    ) -> LoopMachine:
+        rules: ReplanRules = ReplanRules(),  # noqa: B008 -- it is frozen
+        allowed: FrameworkRules | None = None,
+    ) -> ReplanMachine:
         """A machine that goes on from a dump, with the settings that it had."""
         run = load_run(data["run"])
         machine = cls(workflow, run.cluster, run.running.plan, rules, allowed)

@@ -12,54 +12,56 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.replan import events as e
-from trimtab.machines.replan.placed_plan import Sited
-from trimtab.model.run import STAGES, Move, MoveCost, RunRules, Stage
+from trimtab.machines.replan.placed_plan import PlacedPlan
+from trimtab.model.run import STAGES, Migration, MigrationCost, MigrationStage, ReplanRules
 
 COSTS_KEPT = 50
 
 
 @dataclass
-class Moving:
+class OngoingMigration:
     """A move that is under way. `failed` is why it is being rolled back, if it is."""
 
-    move: Move
-    to: Sited
+    move: Migration
+    to: PlacedPlan
     levels: dict[str, float]  # what the new plan was made for
-    stage: Stage
+    stage: MigrationStage
     deadline: float  # of the stage, or of the way back
     end: float  # of the whole move
-    took: list[tuple[Stage, float]] = field(default_factory=list)  # stages done, in order
+    took: list[tuple[MigrationStage, float]] = field(default_factory=list)  # stages done, in order
     failed: Reason | None = None
 
 
-class Moves:
+class MigrationTracker:
     """At most one move under way, and what past ones cost."""
 
-    def __init__(self, rules: RunRules, costs: list[MoveCost], say: Callable[[e.LoopInstruction], None]) -> None:
+    def __init__(
+        self, rules: ReplanRules, costs: list[MigrationCost], say: Callable[[e.ReplanInstruction], None]
+    ) -> None:
         self._rules = rules
         self._say = say
-        self.moving: Moving | None = None
+        self.moving: OngoingMigration | None = None
         self.begun = 0  # moves ever begun; the newest one's id
         self.costs = costs  # of moves that arrived, newest last
-        self.on_arrived: Callable[[Moving], None] = lambda moving: None
-        self.on_back: Callable[[Moving], None] = lambda moving: None
-        self.on_stuck: Callable[[Moving, Reason], None] = lambda moving, reason: None
+        self.on_arrived: Callable[[OngoingMigration], None] = lambda moving: None
+        self.on_back: Callable[[OngoingMigration], None] = lambda moving: None
+        self.on_stuck: Callable[[OngoingMigration, Reason], None] = lambda moving, reason: None
 
     # ---- what happens ----------------------------------------------------------------------------------------------
 
-    def begin(self, move: Move, to: Sited, levels: dict[str, float], ends_s: float, now: float) -> None:
+    def begin(self, move: Migration, to: PlacedPlan, levels: dict[str, float], ends_s: float, now: float) -> None:
         """Still to moving; what is under way ends first, in `ends_s` as a rule, and may take two times as long."""
         assert self.moving is None, "two moves at once"
         self.begun = move.id
         drain_s = self._rules.stage_limit_s + 2 * ends_s
         end = now + drain_s + (len(STAGES) - 1) * self._rules.stage_limit_s
-        self.moving = Moving(move, to, levels, STAGES[0], now + drain_s, end)
-        self._say(e.BeginMove(move, end))
-        self._say(e.DoStage(move, STAGES[0], self.moving.deadline))
+        self.moving = OngoingMigration(move, to, levels, STAGES[0], now + drain_s, end)
+        self._say(e.BeginMigration(move, end))
+        self._say(e.RunMigrationStage(move, STAGES[0], self.moving.deadline))
 
-    def stage_done(self, event: e.MoveStageDone, now: float) -> None:
+    def stage_done(self, event: e.MigrationStageDone, now: float) -> None:
         """To the next stage, or to arrived."""
         moving = self._current(event.move, event.stage)
         if moving is None:
@@ -70,9 +72,9 @@ class Moves:
             return
         moving.stage = STAGES[STAGES.index(event.stage) + 1]
         moving.deadline = min(moving.end, now + self._rules.stage_limit_s)
-        self._say(e.DoStage(moving.move, moving.stage, moving.deadline))
+        self._say(e.RunMigrationStage(moving.move, moving.stage, moving.deadline))
 
-    def stage_failed(self, event: e.MoveStageFailed, now: float) -> None:
+    def stage_failed(self, event: e.MigrationStageFailed, now: float) -> None:
         """To rolling back."""
         if self._current(event.move, event.stage) is not None:
             self.give_up(event.why or "no cause was given", now)
@@ -96,7 +98,7 @@ class Moves:
         assert moving is not None
         if moving.failed is not None:
             return
-        moving.failed = Reason(Code.stage_failed, f"{moving.stage.value}: {why}")
+        moving.failed = Reason(ReasonCode.stage_failed, f"{moving.stage.value}: {why}")
         self.back(now)
 
     def back(self, now: float) -> None:
@@ -108,7 +110,7 @@ class Moves:
         begins = now if moving.took else max(now, moving.deadline)
         moving.deadline = begins + self._rules.rollback_limit_s
         done = tuple(stage for stage, _ in moving.took)
-        self._say(e.RollBack(moving.move, done, moving.stage, moving.failed, moving.deadline))
+        self._say(e.RollBackMigration(moving.move, done, moving.stage, moving.failed, moving.deadline))
 
     def late(self, now: float) -> None:
         """Whatever has not ended by its deadline has failed."""
@@ -126,19 +128,21 @@ class Moves:
         """When whatever is under way has failed."""
         return None if self.moving is None else self.moving.deadline
 
-    def _current(self, move: int, stage: Stage) -> Moving | None:
+    def _current(self, move: int, stage: MigrationStage) -> OngoingMigration | None:
         moving = self.moving
         if moving is None or moving.failed is not None or (moving.move.id, moving.stage) != (move, stage):
             return None
         return moving
 
-    def _moving_to_arrived(self, moving: Moving) -> None:
+    def _moving_to_arrived(self, moving: OngoingMigration) -> None:
         self.moving = None
-        self.costs.append(MoveCost(moving.move.id, moving.move.touched, tuple(moving.took)))
+        self.costs.append(MigrationCost(moving.move.id, moving.move.touched, tuple(moving.took)))
         del self.costs[:-COSTS_KEPT]
         self.on_arrived(moving)
 
-    def _rolling_to_stuck(self, moving: Moving, why: str) -> None:
+    def _rolling_to_stuck(self, moving: OngoingMigration, why: str) -> None:
         self.moving = None
         assert moving.failed is not None
-        self.on_stuck(moving, Reason(Code.stuck, f"move {moving.move.id} failed ({moving.failed.sentence}), and {why}"))
+        self.on_stuck(
+            moving, Reason(ReasonCode.stuck, f"move {moving.move.id} failed ({moving.failed.sentence}), and {why}")
+        )

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from trimtab.model.plan import Plan
-from trimtab.model.run import Change, How
+from trimtab.model.run import ChangeKind, ComponentChange
 from trimtab.model.workflow import Cluster
 
-Seat = tuple[str, int]
+GpuSlot = tuple[str, int]
 
 
 @lru_cache(maxsize=16)
-def seats(cluster: Cluster) -> tuple[Seat, ...]:
+def seats(cluster: Cluster) -> tuple[GpuSlot, ...]:
     """The seat of every rank."""
     return tuple((node.name, index) for node in cluster.nodes for index in range(node.gpus))
 
@@ -29,13 +29,13 @@ def without(cluster: Cluster, leaving: tuple[str, ...]) -> Cluster:
 
 
 @dataclass(frozen=True)
-class Sited:
+class PlacedPlan:
     """A plan, and the cluster that its ranks count through."""
 
     plan: Plan
     cluster: Cluster
 
-    def on(self, cluster: Cluster) -> Sited | None:
+    def on(self, cluster: Cluster) -> PlacedPlan | None:
         """The same GPUs as ranks of another cluster; None where some are not there, or are of another kind."""
         if cluster == self.cluster:
             return self
@@ -56,14 +56,14 @@ class Sited:
             components=tuple(replace(placed, gpus=ranks(placed.gpus)) for placed in self.plan.components),
             total_gpus=cluster.gpus,
         )
-        return Sited(plan, cluster)
+        return PlacedPlan(plan, cluster)
 
     def uses(self, nodes: tuple[str, ...]) -> bool:
         """Whether any of its GPUs is on one of these nodes."""
         here = seats(self.cluster)
         return any(here[rank][0] in nodes for group in self.plan.groups for rank in group.gpus)
 
-    def seats_of(self, component: str) -> tuple[Seat, ...]:
+    def seats_of(self, component: str) -> tuple[GpuSlot, ...]:
         """Where a component computes."""
         here = seats(self.cluster)
         return tuple(here[rank] for rank in self.plan.placed(component).gpus)
@@ -72,12 +72,12 @@ class Sited:
         """Who shares its GPUs, itself among them."""
         return next((group.components for group in self.plan.groups if component in group.components), ())
 
-    def same_as(self, other: Sited) -> bool:
+    def same_as(self, other: PlacedPlan) -> bool:
         """Whether nobody has to move from one to the other."""
-        return not any(change.how is not How.stays for change in changes(self, other))
+        return not any(change.how is not ChangeKind.stays for change in changes(self, other))
 
 
-def reseated(sited: Sited, where: Mapping[str, Sequence[tuple[str, int]]]) -> Sited:
+def reseated(sited: PlacedPlan, where: Mapping[str, Sequence[tuple[str, int]]]) -> PlacedPlan:
     """The same plan on the nodes where its components were put: (node, GPUs there), by any component of a group.
 
     Groups of which nothing is told stay where they are as far as that is free, and take what is left of their kind.
@@ -114,10 +114,10 @@ def reseated(sited: Sited, where: Mapping[str, Sequence[tuple[str, int]]]) -> Si
             ranks[group.components] = tuple(sorted(chosen))
             for node in free:
                 free[node] = [rank for rank in free[node] if rank not in chosen]
-    return Sited(_on_ranks(sited.plan, ranks), sited.cluster)
+    return PlacedPlan(_on_ranks(sited.plan, ranks), sited.cluster)
 
 
-def near(to: Sited, running: Sited) -> Sited:
+def near(to: PlacedPlan, running: PlacedPlan) -> PlacedPlan:
     """The same plan on GPUs that its components have already, as far as they do: no needless move.
 
     A plan whose groups share GPUs stays as it was laid out.
@@ -145,7 +145,7 @@ def near(to: Sited, running: Sited) -> Sited:
         free = [rank for rank, kind in enumerate(kinds) if kind == group.kind and rank not in taken]
         ranks[group.components] += free[:lacks]
         taken.update(free[:lacks])
-    return Sited(_on_ranks(to.plan, {key: tuple(sorted(some)) for key, some in ranks.items()}), to.cluster)
+    return PlacedPlan(_on_ranks(to.plan, {key: tuple(sorted(some)) for key, some in ranks.items()}), to.cluster)
 
 
 def _on_ranks(plan: Plan, ranks: Mapping[tuple[str, ...], tuple[int, ...]]) -> Plan:
@@ -161,24 +161,26 @@ def _on_ranks(plan: Plan, ranks: Mapping[tuple[str, ...], tuple[int, ...]]) -> P
     )
 
 
-def changes(before: Sited, after: Sited, alive: frozenset[Seat] | None = None) -> tuple[Change, ...]:
+def changes(
+    before: PlacedPlan, after: PlacedPlan, alive: frozenset[GpuSlot] | None = None
+) -> tuple[ComponentChange, ...]:
     """What happens to each component between two plans. `alive`: the seats that are there (None: all of them)."""
     found = []
     for placed in before.plan.components:
         name = placed.name
         old, new = before.seats_of(name), after.seats_of(name)
-        how = How.stays
+        how = ChangeKind.stays
         if alive is not None and not alive.issuperset(old):
-            how = How.replaced
+            how = ChangeKind.replaced
         elif before.company(name) != after.company(name):
-            how = How.regroups
+            how = ChangeKind.regroups
         elif placed.variant != after.plan.placed(name).variant:
-            how = How.moves  # another way to run is another process, wherever it is
+            how = ChangeKind.moves  # another way to run is another process, wherever it is
         elif set(old) < set(new):
-            how = How.grows
+            how = ChangeKind.grows
         elif set(new) < set(old):
-            how = How.shrinks
+            how = ChangeKind.shrinks
         elif set(old) != set(new):
-            how = How.moves
-        found.append(Change(name, how, old, new))
+            how = ChangeKind.moves
+        found.append(ComponentChange(name, how, old, new))
     return tuple(found)

@@ -9,30 +9,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.core.codec import decode, encode
-from trimtab.core.reasons import Chapter, Reason
-from trimtab.machines.replan.estimates import Track
-from trimtab.machines.replan.migration import Moving
-from trimtab.machines.replan.placed_plan import Sited
-from trimtab.model.plan import Bar, Group, Placed, Plan
-from trimtab.model.run import Change, Move, MoveCost, Numbers, Stage
+from trimtab.core.reasons import Reason, StoryEntry
+from trimtab.machines.replan.estimates import CostTrack
+from trimtab.machines.replan.migration import OngoingMigration
+from trimtab.machines.replan.placed_plan import PlacedPlan
+from trimtab.model.plan import ComponentGroup, PlacedComponent, Plan, TimelineBar
+from trimtab.model.run import ComponentChange, DecisionNumbers, Migration, MigrationCost, MigrationStage
 from trimtab.model.workflow import Cluster
 
 
 @dataclass
-class Promise:
+class PromisedGain:
     """What the last move promised: the plan it left, the share of an iteration it was to gain, walls since."""
 
-    before: Sited
+    before: PlacedPlan
     share: float
     bias: float  # measured over predicted time, before it
     walls: list[float] = field(default_factory=list)
 
 
 @dataclass
-class Run:
+class ReplanState:
     """A run as the loop knows it."""
 
-    running: Sited  # the plan in place; its ranks count through `cluster` unless `lost` names some of its nodes
+    running: PlacedPlan  # the plan in place; its ranks count through `cluster` unless `lost` names some of its nodes
     cluster: Cluster  # what is there, leaving nodes among it
     reference: dict[str, float]  # the level of each component that the plan was made for
     now: float = 0.0
@@ -48,8 +48,8 @@ class Run:
     walls: list[float] = field(default_factory=list)  # newest last
     switching: dict[str, float] = field(default_factory=dict)  # offload and onload of each component, as last measured
     used: dict[str, int] = field(default_factory=dict)  # GPUs that the fleet has given elastic components
-    promise: Promise | None = None
-    advised: Sited | None = None  # what was said last, and not done
+    promise: PromisedGain | None = None
+    advised: PlacedPlan | None = None  # what was said last, and not done
     advised_levels: dict[str, float] = field(default_factory=dict)
     looked: dict[str, float] = field(default_factory=dict)  # levels of the last look at the plans; empty: none
     looked_sure: dict[str, float] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Run:
     stopped: Reason | None = None
 
 
-def dump_run(run: Run) -> dict[str, Any]:
+def dump_run(run: ReplanState) -> dict[str, Any]:
     """The run as plain data."""
     plain = ("now", "done", "remaining", "leave_by", "room", "moved_at", "setbacks", "bias", "walls", "switching",
              "used", "reference", "advised_levels", "looked", "looked_sure", "failed_tries", "retry_at",
@@ -76,13 +76,15 @@ def dump_run(run: Run) -> dict[str, Any]:
     }
 
 
-def load_run(data: dict[str, Any]) -> Run:
+def load_run(data: dict[str, Any]) -> ReplanState:
     """A run from plain data."""
     kept = dict(data)
     promise, advised, stopped = kept.pop("promise"), kept.pop("advised"), kept.pop("stopped")
     if promise is not None:
-        promise = Promise(_sited(promise["before"]), promise["share"], promise["bias"], list(promise.get("walls", [])))
-    return Run(
+        promise = PromisedGain(
+            _sited(promise["before"]), promise["share"], promise["bias"], list(promise.get("walls", []))
+        )
+    return ReplanState(
         running=_sited(kept.pop("running")),
         cluster=decode(Cluster, kept.pop("cluster")),
         leaving=tuple(kept.pop("leaving")),
@@ -94,70 +96,70 @@ def load_run(data: dict[str, Any]) -> Run:
     )
 
 
-def dump_moving(moving: Moving | None) -> Any:
+def dump_moving(moving: OngoingMigration | None) -> Any:
     """A move under way as plain data."""
     return None if moving is None else encode(moving)
 
 
-def load_moving(data: Any) -> Moving | None:
+def load_moving(data: Any) -> OngoingMigration | None:
     """A move under way from plain data."""
     if data is None:
         return None
     move = data["move"]
-    return Moving(
-        move=Move(
+    return OngoingMigration(
+        move=Migration(
             id=move["id"],
             before=_plan(move["before"]),
             after=_plan(move["after"]),
-            changes=tuple(decode(Change, one) for one in move["changes"]),
+            changes=tuple(decode(ComponentChange, one) for one in move["changes"]),
             reason=decode(Reason, move["reason"]),
-            numbers=decode(Numbers, move["numbers"]),
+            numbers=decode(DecisionNumbers, move["numbers"]),
             forced=move.get("forced", False),
         ),
         to=_sited(data["to"]),
         levels=dict(data["levels"]),
-        stage=Stage(data["stage"]),
+        stage=MigrationStage(data["stage"]),
         deadline=data["deadline"],
         end=data["end"],
-        took=[(Stage(stage), float(took)) for stage, took in data.get("took", [])],
+        took=[(MigrationStage(stage), float(took)) for stage, took in data.get("took", [])],
         failed=decode(Reason, data["failed"]) if data.get("failed") is not None else None,
     )
 
 
-def dump_tracks(tracks: dict[str, Track]) -> dict[str, Any]:
+def dump_tracks(tracks: dict[str, CostTrack]) -> dict[str, Any]:
     """The newest levels as plain data."""
     return {name: encode(track) for name, track in tracks.items()}
 
 
-def load_tracks(data: dict[str, Any]) -> dict[str, Track]:
+def load_tracks(data: dict[str, Any]) -> dict[str, CostTrack]:
     """The newest levels from plain data."""
-    return {name: decode(Track, one) for name, one in data.items()}
+    return {name: decode(CostTrack, one) for name, one in data.items()}
 
 
-def load_costs(data: list[Any]) -> list[MoveCost]:
+def load_costs(data: list[Any]) -> list[MigrationCost]:
     """What past moves cost, from plain data."""
-    return [decode(MoveCost, one) for one in data]
+    return [decode(MigrationCost, one) for one in data]
 
 
-def load_stories(data: dict[str, Any]) -> dict[str, list[Chapter]]:
+def load_stories(data: dict[str, Any]) -> dict[str, list[StoryEntry]]:
     """Stories from plain data."""
-    return {name: [decode(Chapter, one) for one in chapters] for name, chapters in data.items()}
+    return {name: [decode(StoryEntry, one) for one in chapters] for name, chapters in data.items()}
 
 
 def _copied(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else list(value) if isinstance(value, list) else value
 
 
-def _sited(data: dict[str, Any]) -> Sited:
-    return Sited(_plan(data["plan"]), decode(Cluster, data["cluster"]))
+def _sited(data: dict[str, Any]) -> PlacedPlan:
+    return PlacedPlan(_plan(data["plan"]), decode(Cluster, data["cluster"]))
 
 
 def _plan(data: dict[str, Any]) -> Plan:
     """By hand: the codec reads no literal types."""
     kept = dict(data)
     return Plan(
-        groups=tuple(decode(Group, one) for one in kept.pop("groups")),
-        components=tuple(decode(Placed, one) for one in kept.pop("components")),
-        timeline=tuple(Bar(**one) for one in kept.pop("timeline")),
+        groups=tuple(decode(ComponentGroup, one) for one in kept.pop("groups")),
+        components=tuple(decode(PlacedComponent, one) for one in kept.pop("components")),
+        timeline=tuple(TimelineBar(**one) for one in kept.pop("timeline")),
         **kept,
     )

@@ -20,22 +20,22 @@ from trimtab.model.rollout import (
     RequestSpec,
     ScaleStep,
     Span,
-    Verb,
     WorkerSpec,
+    WorkerVerb,
 )
 
 # ---- events: requests -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Arrived:
+class RequestArrived:
     """A generation is asked. An id that is known, or a class that is not, is refused before anything is touched."""
 
     spec: RequestSpec
 
 
 @dataclass(frozen=True)
-class Streamed:
+class TokensStreamed:
     """So many tokens came in this attempt so far (not since the last news). `version`: where the engine says it."""
 
     request: str
@@ -46,7 +46,7 @@ class Streamed:
 
 
 @dataclass(frozen=True)
-class Finished:
+class AttemptFinished:
     """The engine ended the answer in order: the model stopped, or all tokens that were asked are there."""
 
     request: str
@@ -57,7 +57,7 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Broke:
+class AttemptFailed:
     """Stream cut, error, time-out, nonsense. `fatal`: the engine says that the request itself is wrong."""
 
     request: str
@@ -69,7 +69,7 @@ class Broke:
 
 
 @dataclass(frozen=True)
-class AbortedElsewhere:
+class AbortedExternally:
     """Somebody else than trimtab aborted it, on purpose: what there is of it is passed on, never tried again."""
 
     request: str
@@ -80,7 +80,9 @@ class AbortedElsewhere:
 
 @dataclass(frozen=True)
 class AbortDone:
-    """An AbortSent was carried out: nothing of this attempt runs any more. Late ones free the worker all the same."""
+    """An AbortAttempt was carried out: nothing of this attempt runs any more. Late ones free the worker all the
+    same.
+    """
 
     request: str
     attempt: int
@@ -88,7 +90,7 @@ class AbortDone:
 
 
 @dataclass(frozen=True)
-class Cancelled:
+class RequestCancelled:
     """The client does not want it any more."""
 
     request: str
@@ -117,9 +119,9 @@ class WorkerRemoved:
 
 
 @dataclass(frozen=True)
-class WorkerTaken:
-    """The worker is given to others until WorkerGiven, with notice. Refused where too few would be left, unless forced
-    (its node goes, whatever anybody says)."""
+class WorkerReclaimed:
+    """The worker is given to others until WorkerReturned, with notice. Refused where too few would be left, unless
+    forced (its node goes, whatever anybody says)."""
 
     worker: str
     deadline: float
@@ -129,7 +131,7 @@ class WorkerTaken:
 
 
 @dataclass(frozen=True)
-class WorkerGiven:
+class WorkerReturned:
     """The worker may be used again."""
 
     worker: str
@@ -153,7 +155,7 @@ class WorkerDied:
 
 
 @dataclass(frozen=True)
-class WorkerUnwell:
+class WorkerUnhealthy:
     """The engine has not passed a health check for so long."""
 
     worker: str
@@ -162,7 +164,7 @@ class WorkerUnwell:
 
 
 @dataclass(frozen=True)
-class WorkerWell:
+class WorkerHealthy:
     """The engine passes its health check (again). Says nothing about whether it answers requests."""
 
     worker: str
@@ -177,14 +179,14 @@ class WorkerSlept:
 
 
 @dataclass(frozen=True)
-class WorkerEmptied:
+class WeightsDiscarded:
     """Its weights were discarded by somebody."""
 
     worker: str
 
 
 @dataclass(frozen=True)
-class PausedElsewhere:
+class PausedExternally:
     """Somebody else than trimtab paused the engine (`on` false: resumed it). Requests sent there would hang."""
 
     worker: str
@@ -192,7 +194,7 @@ class PausedElsewhere:
 
 
 @dataclass(frozen=True)
-class LoadSeen:
+class LoadReported:
     """The engine's own figures, taken at `at`. Old ones are not believed."""
 
     worker: str
@@ -203,7 +205,7 @@ class LoadSeen:
 
 
 @dataclass(frozen=True)
-class ActDone:
+class ActionDone:
     """An Act ended well. `version`: of a start or wake, as reported. `note`: what is odd about it all the same."""
 
     worker: str
@@ -213,7 +215,7 @@ class ActDone:
 
 
 @dataclass(frozen=True)
-class ActFailed:
+class ActionFailed:
     """An Act failed or took too long."""
 
     worker: str
@@ -262,7 +264,7 @@ class RefitEnded:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaleRequested:
     """A person wants so many workers, until released, or until then. Wins over the policy."""
 
     workers: int
@@ -276,7 +278,7 @@ class ScaleReleased:
 
 
 @dataclass(frozen=True)
-class Held:
+class HoldRequested:
     """At least so many workers are wanted for a while (before a validation), under a name."""
 
     name: str
@@ -285,14 +287,14 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Unheld:
+class HoldReleased:
     """They are not wanted any more."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class RangeSet:
+class WorkerRangeSet:
     """The plan's range is another."""
 
     least: int
@@ -300,50 +302,50 @@ class RangeSet:
 
 
 @dataclass(frozen=True)
-class TakersSeen:
+class DemandSeen:
     """Who could use a freed worker, and for how long."""
 
     takers: tuple[Taker, ...] = ()
 
 
 @dataclass(frozen=True)
-class Tick:
+class RolloutTick:
     """Time has passed."""
 
 
 RolloutEvent = (
-    Arrived
-    | Streamed
-    | Finished
-    | Broke
-    | AbortedElsewhere
+    RequestArrived
+    | TokensStreamed
+    | AttemptFinished
+    | AttemptFailed
+    | AbortedExternally
     | AbortDone
-    | Cancelled
+    | RequestCancelled
     | WorkerAdded
     | WorkerRemoved
-    | WorkerTaken
-    | WorkerGiven
+    | WorkerReclaimed
+    | WorkerReturned
     | WorkerUp
     | WorkerDied
-    | WorkerUnwell
-    | WorkerWell
+    | WorkerUnhealthy
+    | WorkerHealthy
     | WorkerSlept
-    | WorkerEmptied
-    | PausedElsewhere
-    | LoadSeen
-    | ActDone
-    | ActFailed
+    | WeightsDiscarded
+    | PausedExternally
+    | LoadReported
+    | ActionDone
+    | ActionFailed
     | RefitBegun
     | RefitConfirmed
     | RefitFailed
     | RefitEnded
-    | Scaled
+    | ScaleRequested
     | ScaleReleased
-    | Held
-    | Unheld
-    | RangeSet
-    | TakersSeen
-    | Tick
+    | HoldRequested
+    | HoldReleased
+    | WorkerRangeSet
+    | DemandSeen
+    | RolloutTick
 )
 
 
@@ -351,9 +353,9 @@ RolloutEvent = (
 
 
 @dataclass(frozen=True)
-class Send:
-    """Ask the worker for the rest: prompt plus `resumed` tokens in. Ends in Finished, Broke, AbortedElsewhere or, after
-    an AbortSent, AbortDone. The machine itself watches that tokens come."""
+class SendRequest:
+    """Ask the worker for the rest: prompt plus `resumed` tokens in. Ends in Finished, Broke, AbortedExternally or,
+    after an AbortAttempt, AbortDone. The machine itself watches that tokens come."""
 
     request: str
     attempt: int
@@ -366,7 +368,7 @@ class Send:
 
 
 @dataclass(frozen=True)
-class AbortSent:
+class AbortAttempt:
     """Cut this attempt and say what it had made. Ends in AbortDone, or in Finished where that came first."""
 
     request: str
@@ -377,7 +379,7 @@ class AbortSent:
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerRequest:
     """Tell the client, exactly once. `of`: the request whose answer it is, where a key said so."""
 
     request: str
@@ -389,7 +391,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Refuse:
+class RefuseRequest:
     """Tell the client that it was not accepted. This is its answer; it may come again after `retry_after_s`."""
 
     request: str
@@ -398,12 +400,12 @@ class Refuse:
 
 
 @dataclass(frozen=True)
-class Act:
-    """Do something to a worker. Ends in ActDone or ActFailed; the deadline is the machine's, too."""
+class WorkerAction:
+    """Do something to a worker. Ends in ActionDone or ActionFailed; the deadline is the machine's, too."""
 
     worker: str
     attempt: int
-    verb: Verb
+    verb: WorkerVerb
     deadline: float
     reason: Reason
     version: int | None = None  # of a refit, or the one a started engine should have
@@ -430,7 +432,7 @@ class RefitOver:
 
 
 @dataclass(frozen=True)
-class TellStep:
+class AnnounceScaleStep:
     """The number of workers changes."""
 
     step: ScaleStep
@@ -444,4 +446,14 @@ class Warn:
     worker: str = ""
 
 
-RolloutInstruction = Send | AbortSent | Answer | Refuse | Act | RefitReady | RefitOver | TellStep | Warn
+RolloutInstruction = (
+    SendRequest
+    | AbortAttempt
+    | AnswerRequest
+    | RefuseRequest
+    | WorkerAction
+    | RefitReady
+    | RefitOver
+    | AnnounceScaleStep
+    | Warn
+)

@@ -9,45 +9,45 @@ working on forgotten while its process may live.
 
 from __future__ import annotations
 
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout import events as e
-from trimtab.machines.rollout.records import Worker
-from trimtab.machines.rollout.requests import Requests
-from trimtab.machines.rollout.state import Books
-from trimtab.machines.rollout.workers import Workers
-from trimtab.model.rollout import Verb, WorkerState
+from trimtab.machines.rollout.records import RolloutWorker
+from trimtab.machines.rollout.requests import RequestTransitions
+from trimtab.machines.rollout.state import RolloutState
+from trimtab.machines.rollout.workers import WorkerTransitions
+from trimtab.model.rollout import WorkerState, WorkerVerb
 
 S = WorkerState
 
 
-class Trouble:
+class WorkerHealth:
     """What goes wrong with workers."""
 
-    def __init__(self, books: Books, requests: Requests, workers: Workers) -> None:
+    def __init__(self, books: RolloutState, requests: RequestTransitions, workers: WorkerTransitions) -> None:
         self.books = books
         self.requests = requests
         self.workers = workers
 
     # ---- trouble -----------------------------------------------------------------------------------------------------
 
-    def fault(self, worker: Worker, why: str) -> None:
+    def fault(self, worker: RolloutWorker, why: str) -> None:
         """A request broke there."""
         worker.faults += 1
         if worker.faults >= self.books.rules.faults:
-            self.suspect(worker, Reason(Code.faulty, f"{worker.faults} requests in a row broke: {why}"))
+            self.suspect(worker, Reason(ReasonCode.faulty, f"{worker.faults} requests in a row broke: {why}"))
 
-    def deaf(self, worker: Worker, why: str) -> None:
+    def deaf(self, worker: RolloutWorker, why: str) -> None:
         """It does not answer, though it may be healthy."""
         orphans = sum(one.orphan for one in worker.held.values())
         if orphans and worker.state in (S.draining, S.stale, S.empty):
-            self.lost(worker, Reason(Code.hung, f"{why}, and others wait for that"))
+            self.lost(worker, Reason(ReasonCode.hung, f"{why}, and others wait for that"))
         elif orphans >= self.books.rules.faults:
-            self.lost(worker, Reason(Code.hung, f"{why}, nor that of {orphans - 1} others"))
+            self.lost(worker, Reason(ReasonCode.hung, f"{why}, nor that of {orphans - 1} others"))
         else:
-            self.suspect(worker, Reason(Code.hung, why))
+            self.suspect(worker, Reason(ReasonCode.hung, why))
             self.workers.on_quieter(worker)
 
-    def unwell(self, event: e.WorkerUnwell) -> None:
+    def unwell(self, event: e.WorkerUnhealthy) -> None:
         """Its health check has failed for so long."""
         worker = self.books.workers.get(event.worker)
         if worker is None or worker.state not in (S.active, S.draining, S.stale, S.empty, S.suspect):
@@ -56,13 +56,13 @@ class Trouble:
         if event.for_s < rules.suspect_s:
             return
         worker.unwell = True
-        reason = Reason(Code.unhealthy, f"{event.why}, for {event.for_s:.3g} s")
+        reason = Reason(ReasonCode.unhealthy, f"{event.why}, for {event.for_s:.3g} s")
         if event.for_s >= rules.lost_s:
             self.lost(worker, reason)
         else:
             self.suspect(worker, reason)
 
-    def well(self, event: e.WorkerWell) -> None:
+    def well(self, event: e.WorkerHealthy) -> None:
         """Its health check passes; whether it answers is another question."""
         worker = self.books.workers.get(event.worker)
         if worker is None or not worker.unwell:
@@ -72,12 +72,12 @@ class Trouble:
             worker.probes = 0
             self.probe(worker, "its health check passes again")
 
-    def heard(self, worker: Worker) -> None:
+    def heard(self, worker: RolloutWorker) -> None:
         """Tokens came from it: a suspect that answers is none."""
         if worker.state is S.suspect and not worker.unwell and worker.faults < self.books.rules.faults:
             self.back(worker, "it answers")
 
-    def suspect(self, worker: Worker, reason: Reason) -> None:
+    def suspect(self, worker: RolloutWorker, reason: Reason) -> None:
         """Nothing new goes there until it has answered."""
         if worker.state is not S.active:
             return
@@ -87,35 +87,35 @@ class Trouble:
         if worker.doing is None:
             self.probe(worker, reason.sentence)
 
-    def probe(self, worker: Worker, why: str) -> None:
+    def probe(self, worker: RolloutWorker, why: str) -> None:
         """See whether it answers."""
         if worker.paused_elsewhere:
             return  # a probe would hang; whoever resumes it is heard
-        self.workers.act(worker, Verb.probe, Reason(Code.faulty, why))
+        self.workers.act(worker, WorkerVerb.probe, Reason(ReasonCode.faulty, why))
 
-    def probe_failed(self, worker: Worker, why: str) -> None:
+    def probe_failed(self, worker: RolloutWorker, why: str) -> None:
         """It did not: again, then it is lost."""
         if worker.state is not S.suspect:
             return
         worker.probes += 1
         if worker.probes >= self.books.rules.tries:
-            self.lost(worker, Reason(Code.hung, f"{why}, {worker.probes} times in a row"))
+            self.lost(worker, Reason(ReasonCode.hung, f"{why}, {worker.probes} times in a row"))
         else:
             worker.try_at = self.books.rest.now + self.books.rules.back_off_s
             self.books.touch("w", worker.id)
 
-    def back(self, worker: Worker, why: str) -> None:
+    def back(self, worker: RolloutWorker, why: str) -> None:
         """It works again. Weights that became old in the meantime stay old."""
         current = worker.version is not None and worker.version == self.books.rest.version
         if worker.state is S.suspect and worker.unwell:
             return
         if worker.state is S.suspect and not current:
             self.workers.become(
-                worker, S.stale, Reason(Code.outdated, f"{why}; its weights are older than the trainer's")
+                worker, S.stale, Reason(ReasonCode.outdated, f"{why}; its weights are older than the trainer's")
             )
             self.workers.wants_refit(worker)
         elif worker.state is S.suspect:
-            self.workers.to_active(worker, Reason(Code.steady, why))
+            self.workers.to_active(worker, Reason(ReasonCode.steady, why))
         self.workers.on_quieter(worker)
 
     def died(self, event: e.WorkerDied) -> None:
@@ -126,9 +126,9 @@ class Trouble:
         if not worker.started and worker.state is S.inactive:
             return
         worker.started = False
-        self.lost(worker, Reason(Code.process_died, event.why))
+        self.lost(worker, Reason(ReasonCode.process_died, event.why))
 
-    def lost(self, worker: Worker, reason: Reason, *, stop: bool = True) -> None:
+    def lost(self, worker: RolloutWorker, reason: Reason, *, stop: bool = True) -> None:
         """Whatever it was, it is not there any more, and neither is what it had."""
         if worker.state is S.lost:
             return
@@ -137,7 +137,7 @@ class Trouble:
         worker.was_lost, worker.version = True, None
         worker.incarnation += 1
         # The same process may come back: as asleep and as paused as it was, or was about to be.
-        worker.asleep = worker.asleep or (worker.doing is not None and worker.doing.verb is Verb.sleep)
+        worker.asleep = worker.asleep or (worker.doing is not None and worker.doing.verb is WorkerVerb.sleep)
         worker.unwell = False
         worker.faults = worker.probes = 0
         worker.doing, worker.load_until, worker.try_at = None, None, None
@@ -149,7 +149,7 @@ class Trouble:
         self.workers.on_quieter(worker)
         if stop and worker.spec.startable and worker.started:
             self.workers.act(
-                worker, Verb.stop, Reason(reason.code, f"so that nothing of it is left: {reason.sentence}")
+                worker, WorkerVerb.stop, Reason(reason.code, f"so that nothing of it is left: {reason.sentence}")
             )
         elif worker.leaving:
             self.workers.forget(worker)
@@ -176,7 +176,7 @@ class Trouble:
                 self.workers.woken(worker, event.version, "others woke it")
         elif event.restarted:
             # Nobody knows when: what was sent last may be with the new process, so it is cut there, too.
-            self.lost(worker, Reason(Code.process_died, "it was restarted: what it had is gone"), stop=False)
+            self.lost(worker, Reason(ReasonCode.process_died, "it was restarted: what it had is gone"), stop=False)
             if worker.id in self.books.workers:
                 self.requests.wake_ghosts(worker)
                 self.workers.arrives(worker, event.version, "it was restarted", ours=False)
@@ -188,10 +188,10 @@ class Trouble:
             return
         worker.doing = None
         if worker.state is S.draining and worker.held:
-            self.requests.cut_all(worker, Reason(Code.moved, f"{worker.id} was put to sleep"))
+            self.requests.cut_all(worker, Reason(ReasonCode.moved, f"{worker.id} was put to sleep"))
         self.workers.put_to_sleep(worker, event.keeps_weights, "others put it to sleep")
 
-    def emptied(self, event: e.WorkerEmptied) -> None:
+    def emptied(self, event: e.WeightsDiscarded) -> None:
         """Its weights are gone: what it makes from now on is worth nothing."""
         worker = self.books.workers.get(event.worker)
         if worker is None:
@@ -199,13 +199,13 @@ class Trouble:
         worker.version = None
         if worker.state in (S.lost, S.starting, S.inactive, S.empty):
             return
-        reason = Reason(Code.emptied, "its weights were discarded")
-        self.requests.cut_all(worker, Reason(Code.moved, f"{worker.id}: its weights were discarded"))
+        reason = Reason(ReasonCode.emptied, "its weights were discarded")
+        self.requests.cut_all(worker, Reason(ReasonCode.moved, f"{worker.id}: its weights were discarded"))
         if worker.state is not S.draining:
             self.workers.become(worker, S.empty, reason)
             self.workers.wants_refit(worker)
 
-    def paused_elsewhere(self, event: e.PausedElsewhere) -> None:
+    def paused_elsewhere(self, event: e.PausedExternally) -> None:
         """Others pause and resume it. Requests there wait; none is sent there."""
         worker = self.books.workers.get(event.worker)
         if worker is None or worker.paused_elsewhere == event.on or worker.state is S.lost:
@@ -217,9 +217,9 @@ class Trouble:
             if worker.state is S.suspect and worker.doing is None:
                 self.probe(worker, "it was resumed")
         sentence = "others paused it: nothing is sent there" if event.on else "others resumed it"
-        self.books.write_worker(worker, worker.state, Reason(Code.passed_on, sentence))
+        self.books.write_worker(worker, worker.state, Reason(ReasonCode.passed_on, sentence))
 
-    def load_seen(self, event: e.LoadSeen) -> None:
+    def load_seen(self, event: e.LoadReported) -> None:
         """Its own figures, while they are fresh."""
         books = self.books
         worker = books.workers.get(event.worker)
@@ -232,7 +232,7 @@ class Trouble:
         books.touch("w", worker.id)
         self.figures(worker)
 
-    def figures(self, worker: Worker) -> None:
+    def figures(self, worker: RolloutWorker) -> None:
         """What it says of itself has come, or is not believed any more."""
         lane = self.books.router.lanes.get(worker.id)
         if lane is not None:

@@ -23,18 +23,27 @@ from typing import Any
 
 from trimtab.core.codec import decode, encode
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.core.reasons import Chapter
+from trimtab.core.reasons import StoryEntry
 from trimtab.machines.rollout import events as e
-from trimtab.machines.rollout.actions import Acts
-from trimtab.machines.rollout.health import Trouble
+from trimtab.machines.rollout.actions import ActionResults
+from trimtab.machines.rollout.health import WorkerHealth
 from trimtab.machines.rollout.policies import policy as scaling
 from trimtab.machines.rollout.policies.policy import Taker
-from trimtab.machines.rollout.records import Mean, Refit, Request, Rest, Worker, held_key, request_view, worker_view
-from trimtab.machines.rollout.refit import Refits
-from trimtab.machines.rollout.requests import Requests
+from trimtab.machines.rollout.records import (
+    FadingMean,
+    OngoingRefit,
+    RolloutCounters,
+    RolloutRequest,
+    RolloutWorker,
+    held_key,
+    request_view,
+    worker_view,
+)
+from trimtab.machines.rollout.refit import RefitCoordinator
+from trimtab.machines.rollout.requests import RequestTransitions
 from trimtab.machines.rollout.scaler import Scaler
-from trimtab.machines.rollout.state import EVERYBODY, Books, Timer
-from trimtab.machines.rollout.workers import Workers
+from trimtab.machines.rollout.state import EVERYBODY, RolloutState, TimerKey
+from trimtab.machines.rollout.workers import WorkerTransitions
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.rollout import (
     ANSWERED,
@@ -55,12 +64,12 @@ class RolloutMachine:
     """Workers, requests, refits and scaling. Events in, instructions out."""
 
     def __init__(self, rules: RolloutRules = RolloutRules(), elastic: ElasticConfig = STATIC) -> None:  # noqa: B008
-        self._books = Books(rules)
-        self._requests = Requests(self._books)
-        self._workers = Workers(self._books, self._requests)
-        self._trouble = Trouble(self._books, self._requests, self._workers)
-        self._acts = Acts(self._books, self._requests, self._workers, self._trouble)
-        self._refits = Refits(self._books, self._requests, self._workers)
+        self._books = RolloutState(rules)
+        self._requests = RequestTransitions(self._books)
+        self._workers = WorkerTransitions(self._books, self._requests)
+        self._trouble = WorkerHealth(self._books, self._requests, self._workers)
+        self._acts = ActionResults(self._books, self._requests, self._workers, self._trouble)
+        self._refits = RefitCoordinator(self._books, self._requests, self._workers)
         self._scaler = Scaler(self._books, self._workers, scaling.begin(elastic))
         self._requests.on_released = self._workers.settle
         self._requests.on_heard = self._trouble.heard
@@ -71,38 +80,38 @@ class RolloutMachine:
         self._workers.on_refit_failed = self._refits.not_got
         self._workers.in_refit = self._refits.in_refit
         self._doors: dict[type, Callable[[Any], None]] = {
-            e.Arrived: self._requests.arrived,
-            e.Streamed: self._requests.streamed,
-            e.Finished: self._requests.finished,
-            e.Broke: self._requests.broke,
-            e.AbortedElsewhere: self._requests.aborted_elsewhere,
+            e.RequestArrived: self._requests.arrived,
+            e.TokensStreamed: self._requests.streamed,
+            e.AttemptFinished: self._requests.finished,
+            e.AttemptFailed: self._requests.broke,
+            e.AbortedExternally: self._requests.aborted_elsewhere,
             e.AbortDone: self._requests.abort_done,
-            e.Cancelled: self._requests.cancelled,
+            e.RequestCancelled: self._requests.cancelled,
             e.WorkerAdded: self._workers.added,
             e.WorkerRemoved: self._workers.removed,
-            e.WorkerTaken: self._workers.taken,
-            e.WorkerGiven: self._workers.given,
+            e.WorkerReclaimed: self._workers.taken,
+            e.WorkerReturned: self._workers.given,
             e.WorkerUp: self._trouble.came_up,
             e.WorkerDied: self._trouble.died,
-            e.WorkerUnwell: self._trouble.unwell,
-            e.WorkerWell: self._trouble.well,
+            e.WorkerUnhealthy: self._trouble.unwell,
+            e.WorkerHealthy: self._trouble.well,
             e.WorkerSlept: self._trouble.slept,
-            e.WorkerEmptied: self._trouble.emptied,
-            e.PausedElsewhere: self._trouble.paused_elsewhere,
-            e.LoadSeen: self._trouble.load_seen,
-            e.ActDone: self._acts.act_done,
-            e.ActFailed: self._acts.act_failed,
+            e.WeightsDiscarded: self._trouble.emptied,
+            e.PausedExternally: self._trouble.paused_elsewhere,
+            e.LoadReported: self._trouble.load_seen,
+            e.ActionDone: self._acts.act_done,
+            e.ActionFailed: self._acts.act_failed,
             e.RefitBegun: self._refits.begun,
             e.RefitConfirmed: self._refits.confirmed,
             e.RefitFailed: self._refits.failed,
             e.RefitEnded: self._refits.ended,
-            e.Scaled: self._scaler.scaled,
+            e.ScaleRequested: self._scaler.scaled,
             e.ScaleReleased: self._scaler.released,
-            e.Held: self._scaler.held,
-            e.Unheld: self._scaler.unheld,
-            e.RangeSet: self._scaler.range_set,
-            e.TakersSeen: self._on_takers_seen,
-            e.Tick: self._on_tick,
+            e.HoldRequested: self._scaler.held,
+            e.HoldReleased: self._scaler.unheld,
+            e.WorkerRangeSet: self._scaler.range_set,
+            e.DemandSeen: self._on_takers_seen,
+            e.RolloutTick: self._on_tick,
         }
 
     # ---- the door --------------------------------------------------------------------------------------------------
@@ -141,10 +150,10 @@ class RolloutMachine:
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
-    def _on_takers_seen(self, event: e.TakersSeen) -> None:
+    def _on_takers_seen(self, event: e.DemandSeen) -> None:
         self._books.takers = event.takers
 
-    def _on_tick(self, event: e.Tick) -> None:
+    def _on_tick(self, event: e.RolloutTick) -> None:
         books = self._books
         while (at := self.next_deadline()) is not None and at <= books.rest.now:
             _, (kind, name) = books.first_timer() or (0.0, EVERYBODY)
@@ -168,7 +177,7 @@ class RolloutMachine:
             self._scaler.look()
         books.touch(*EVERYBODY)
 
-    def _due(self, timer: Timer) -> float | None:
+    def _due(self, timer: TimerKey) -> float | None:
         kind, name = timer
         if kind == "w":
             return self._acts.due(name)
@@ -207,7 +216,7 @@ class RolloutMachine:
         known = books.requests.get(name) or books.past.get(name)
         return None if known is None else request_view(known)
 
-    def story(self, name: str) -> tuple[Chapter, ...]:
+    def story(self, name: str) -> tuple[StoryEntry, ...]:
         """What became of a worker or a request, and why."""
         books = self._books
         first = books.joined.get(name, name)
@@ -286,21 +295,21 @@ class RolloutMachine:
         """A machine that goes on from a snapshot. How workers are scaled comes from where it is set."""
         machine = cls(decode(RolloutRules, data["rules"]), elastic)
         books, router = machine._books, machine._books.router
-        books.rest = decode(Rest, data["rest"])
+        books.rest = decode(RolloutCounters, data["rest"])
         books.keys, books.joined = dict(data["keys"]), dict(data["joined"])
-        books.refit = None if data["refit"] is None else decode(Refit, data["refit"])
+        books.refit = None if data["refit"] is None else decode(OngoingRefit, data["refit"])
         books.steps = decode(list[ScaleStep], data["steps"])
         books.takers = decode(tuple[Taker, ...], data["takers"])
         machine._scaler.state = scaling.load(data["policy"], elastic)
         decision = data.get("decision")
         machine._scaler.last = None if decision is None else decode(scaling.Decision, decision)
-        router.predictor.means = decode(dict[str, dict[str, Mean]], data["means"])
+        router.predictor.means = decode(dict[str, dict[str, FadingMean]], data["means"])
         router.homes = dict(data["homes"])
-        books.past = {one.id: one for one in (decode(Request, each) for each in data["past"])}
+        books.past = {one.id: one for one in (decode(RolloutRequest, each) for each in data["past"])}
         for each in data["requests"]:
-            machine._recall_request(decode(Request, each))
+            machine._recall_request(decode(RolloutRequest, each))
         for each in data["workers"]:
-            machine._recall_worker(decode(Worker, each))
+            machine._recall_worker(decode(RolloutWorker, each))
         for name, (placed, groups) in data["lanes"].items():
             lane = router.lanes[name]
             lane.groups = dict.fromkeys(groups)
@@ -309,7 +318,7 @@ class RolloutMachine:
         machine._arm()
         return machine
 
-    def _recall_request(self, request: Request) -> None:
+    def _recall_request(self, request: RolloutRequest) -> None:
         books = self._books
         books.requests[request.id] = request
         books.touch("r", request.id)
@@ -320,7 +329,7 @@ class RolloutMachine:
             else:
                 books.router.push(request)
 
-    def _recall_worker(self, worker: Worker) -> None:
+    def _recall_worker(self, worker: RolloutWorker) -> None:
         books = self._books
         books.workers[worker.id] = worker
         for key in (*worker.held, *worker.ghosts):
@@ -342,7 +351,7 @@ class RolloutMachine:
             due, armed = self._due(timer), self._books.timers_of(timer)
             assert due is None or (armed is not None and armed <= due), f"{timer}: nothing wakes it at {due}"
 
-    def _timed(self) -> list[Timer]:
+    def _timed(self) -> list[TimerKey]:
         books = self._books
         return [
             EVERYBODY,
@@ -351,7 +360,7 @@ class RolloutMachine:
             *(("s", key) for key in books.where),
         ]
 
-    def _check_worker(self, worker: Worker) -> None:
+    def _check_worker(self, worker: RolloutWorker) -> None:
         books, name = self._books, worker.id
         lane = books.router.lanes.get(name)
         open_ = worker.state is S.active and not worker.paused and not worker.paused_elsewhere
@@ -370,7 +379,7 @@ class RolloutMachine:
             assert key == held_key(sent.request, sent.attempt), f"{name}: {key}"
             assert books.where[key] == name, f"{name}: {key}"
 
-    def _check_request(self, request: Request) -> None:
+    def _check_request(self, request: RolloutRequest) -> None:
         books, name = self._books, request.id
         assert request.state not in ANSWERED, f"{name}: answered, and remembered as not"
         assert request.wanted, f"{name}: nobody wants it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trimtab.core.errors import InputError, nearest
-from trimtab.core.reasons import Chapter, Reason
+from trimtab.core.reasons import Reason, StoryEntry
 from trimtab.model.rollout import (
     End,
     InFlight,
@@ -15,15 +15,15 @@ from trimtab.model.rollout import (
     RequestState,
     RequestView,
     Span,
-    Verb,
     WorkerSpec,
     WorkerState,
+    WorkerVerb,
     WorkerView,
 )
 
 
 @dataclass(eq=False)
-class Sent:
+class SentAttempt:
     """One attempt that is really on a worker, as far as anybody knows."""
 
     request: str
@@ -37,10 +37,10 @@ class Sent:
 
 
 @dataclass(eq=False)
-class Doing:
+class OngoingAction:
     """What is being done to a worker."""
 
-    verb: Verb
+    verb: WorkerVerb
     attempt: int
     since: float
     deadline: float
@@ -48,7 +48,7 @@ class Doing:
 
 
 @dataclass(eq=False)
-class Worker:
+class RolloutWorker:
     """One worker."""
 
     spec: WorkerSpec
@@ -76,15 +76,17 @@ class Worker:
     probes: int = 0  # failed in a row
     try_at: float | None = None  # nothing is tried before; then a tick does it
     attempt: int = 0  # of acts
-    doing: Doing | None = None
-    held: dict[str, Sent] = field(default_factory=dict)  # by request#attempt: what is really there
-    ghosts: dict[str, Sent] = field(default_factory=dict)  # what was there when it was lost, if its process may live
+    doing: OngoingAction | None = None
+    held: dict[str, SentAttempt] = field(default_factory=dict)  # by request#attempt: what is really there
+    ghosts: dict[str, SentAttempt] = field(
+        default_factory=dict
+    )  # what was there when it was lost, if its process may live
     outside: int = 0  # requests there that are not ours, by its own figures ...
     kv_full: bool = False
     load_until: float | None = None  # ... that are believed until then
     load_asked: bool = False  # it has given figures: having none now is not the same as having nothing to do
     served: int = 0
-    story: list[Chapter] = field(default_factory=list)
+    story: list[StoryEntry] = field(default_factory=list)
 
     @property
     def id(self) -> str:
@@ -93,7 +95,7 @@ class Worker:
 
 
 @dataclass(eq=False)
-class Request:
+class RolloutRequest:
     """One request."""
 
     spec: RequestSpec
@@ -114,7 +116,7 @@ class Request:
     avoid: str = ""  # the worker it broke on
     wanted: list[str] = field(default_factory=list)  # whom the answer goes to: itself, and others with its key
     end: End | None = None  # once answered
-    story: list[Chapter] = field(default_factory=list)
+    story: list[StoryEntry] = field(default_factory=list)
 
     @property
     def id(self) -> str:
@@ -123,7 +125,7 @@ class Request:
 
 
 @dataclass(eq=False)
-class Refit:
+class OngoingRefit:
     """A refit between its begin and its end."""
 
     version: int
@@ -137,7 +139,7 @@ class Refit:
 
 
 @dataclass(eq=False)
-class Mean:
+class FadingMean:
     """A running mean in which the past fades."""
 
     value: float | None = None
@@ -156,7 +158,7 @@ FADES_AFTER = 32  # values
 
 
 @dataclass(eq=False)
-class Rest:
+class RolloutCounters:
     """What else is in a snapshot: counters, and what people asked for."""
 
     now: float = 0.0
@@ -173,10 +175,10 @@ class Rest:
     membership: Membership = field(default_factory=lambda: Membership(0))  # of the last refit, or of the open one
     answered: int = 0  # all that ever were
     refused: int = 0
-    sleep_s: Mean = field(default_factory=Mean)
-    wake_s: Mean = field(default_factory=Mean)
-    drain_s: Mean = field(default_factory=Mean)
-    service_s: Mean = field(default_factory=Mean)  # of a request, from being sent to its end
+    sleep_s: FadingMean = field(default_factory=FadingMean)
+    wake_s: FadingMean = field(default_factory=FadingMean)
+    drain_s: FadingMean = field(default_factory=FadingMean)
+    service_s: FadingMean = field(default_factory=FadingMean)  # of a request, from being sent to its end
 
 
 def held_key(request: str, attempt: int) -> str:
@@ -184,7 +186,7 @@ def held_key(request: str, attempt: int) -> str:
     return f"{request}#{attempt}"
 
 
-def worker_view(worker: Worker, outstanding_tokens: int) -> WorkerView:
+def worker_view(worker: RolloutWorker, outstanding_tokens: int) -> WorkerView:
     """The worker as others see it."""
     doing = worker.doing
     return WorkerView(
@@ -207,7 +209,7 @@ def worker_view(worker: Worker, outstanding_tokens: int) -> WorkerView:
     )
 
 
-def request_view(request: Request) -> RequestView:
+def request_view(request: RolloutRequest) -> RequestView:
     """The request as others see it."""
     return RequestView(
         request.id,
@@ -234,7 +236,7 @@ def add_tokens(spans: list[Span], version: int, tokens: int) -> None:
         spans.append(Span(version, tokens))
 
 
-def known_worker(workers: dict[str, Worker], name: str) -> Worker:
+def known_worker(workers: dict[str, RolloutWorker], name: str) -> RolloutWorker:
     """The worker of that name, or an error that says which there are."""
     worker = workers.get(name)
     if worker is None:

@@ -14,22 +14,22 @@ anew.
 from __future__ import annotations
 
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout import events as e
-from trimtab.machines.rollout.records import Refit, Worker, counted
-from trimtab.machines.rollout.requests import Requests
-from trimtab.machines.rollout.state import Books
-from trimtab.machines.rollout.workers import Workers
-from trimtab.model.rollout import InFlight, Member, Membership, Owner, RefitWay, Verb, WorkerState
+from trimtab.machines.rollout.records import OngoingRefit, RolloutWorker, counted
+from trimtab.machines.rollout.requests import RequestTransitions
+from trimtab.machines.rollout.state import RolloutState
+from trimtab.machines.rollout.workers import WorkerTransitions
+from trimtab.model.rollout import InFlight, Membership, Owner, RefitMember, RefitWay, WorkerState, WorkerVerb
 
 S = WorkerState
 TAKES_PART = (S.active, S.stale, S.empty)
 
 
-class Refits:
+class RefitCoordinator:
     """The trainer's weights on their way."""
 
-    def __init__(self, books: Books, requests: Requests, workers: Workers) -> None:
+    def __init__(self, books: RolloutState, requests: RequestTransitions, workers: WorkerTransitions) -> None:
         self.books = books
         self.requests = requests
         self.workers = workers
@@ -44,7 +44,7 @@ class Refits:
         members, offset = [], 0
         for worker in self.books.of(*TAKES_PART):
             if not (worker.leaving or worker.taken or worker.out):
-                members.append(Member(worker.id, worker.spec.size, offset, worker.incarnation))
+                members.append(RefitMember(worker.id, worker.spec.size, offset, worker.incarnation))
                 offset += worker.spec.size
         old = {(one.worker, one.incarnation) for one in before.members}
         new = {(one.worker, one.incarnation) for one in members}
@@ -54,7 +54,7 @@ class Refits:
         left = tuple(one.worker for one in before.members if (one.worker, one.incarnation) not in new)
         return Membership(before.epoch + 1, tuple(members), joined=joined, left=left)
 
-    def in_refit(self, worker: Worker) -> bool:
+    def in_refit(self, worker: RolloutWorker) -> bool:
         """Whether an open refit counts on it, as the process it is."""
         if self.books.refit is None:
             return False
@@ -78,7 +78,7 @@ class Refits:
         books.rest.membership = Membership(offered.epoch, offered.members, True, offered.joined, offered.left)
         members = [books.workers[one.worker] for one in offered.members]
         deadline = books.rest.now + rules.refit_s
-        books.refit = Refit(event.version, event.way, event.in_flight, deadline, [one.id for one in members])
+        books.refit = OngoingRefit(event.version, event.way, event.in_flight, deadline, [one.id for one in members])
         books.rest.version = event.version
         books.touch("", "")
         for worker in members:
@@ -88,8 +88,8 @@ class Refits:
             self.quieter(worker)
         self._ready()
 
-    def _quieten(self, worker: Worker, event: e.RefitBegun) -> None:
-        reason = Reason(Code.refitting, f"version {event.version} is on its way")
+    def _quieten(self, worker: RolloutWorker, event: e.RefitBegun) -> None:
+        reason = Reason(ReasonCode.refitting, f"version {event.version} is on its way")
         worker.doing, worker.try_at = None, None  # whatever was done to it was for older weights
         if worker.state is not S.empty:
             self.workers.to_stale(worker, reason)
@@ -100,9 +100,9 @@ class Refits:
         if self.requests.may_cut():
             self._cut(worker, keep, reason)
         if keep and ownership.pause is Owner.trimtab:
-            self.workers.act(worker, Verb.pause, reason)  # also where a resume may be on its way
+            self.workers.act(worker, WorkerVerb.pause, reason)  # also where a resume may be on its way
 
-    def _cut(self, worker: Worker, keep: bool, reason: Reason) -> None:
+    def _cut(self, worker: RolloutWorker, keep: bool, reason: Reason) -> None:
         for sent in list(worker.held.values()):
             request = self.books.requests.get(sent.request)
             if request is None or request.attempt != sent.attempt:
@@ -111,7 +111,7 @@ class Refits:
             if once or not keep:
                 self.requests.cut(request, reason, again=once)
 
-    def quieter(self, worker: Worker) -> None:
+    def quieter(self, worker: RolloutWorker) -> None:
         """Something at the worker ended, or it is gone; perhaps it was the last that had to."""
         refit = self.books.refit
         if refit is None:
@@ -124,10 +124,10 @@ class Refits:
             refit.failed.append(worker.id)
             self._all_told()
 
-    def _quiet(self, worker: Worker) -> bool:
+    def _quiet(self, worker: RolloutWorker) -> bool:
         if not self.in_refit(worker):
             return True
-        if worker.doing is not None and worker.doing.verb is Verb.pause:
+        if worker.doing is not None and worker.doing.verb is WorkerVerb.pause:
             return False
         return not any(one.abort_by is not None and not one.orphan for one in worker.held.values())
 
@@ -139,13 +139,13 @@ class Refits:
         refit.ready = True
         membership = books.rest.membership
         sentence = f"{counted(len(membership.members), 'worker')} wait for version {refit.version}"
-        books.out.append(e.RefitReady(refit.version, membership, Reason(Code.refitting, sentence)))
+        books.out.append(e.RefitReady(refit.version, membership, Reason(ReasonCode.refitting, sentence)))
         if books.rules.ownership.refit is Owner.trimtab:
             for member in membership.members:
                 worker = books.workers.get(member.worker)
                 if worker is not None and self.in_refit(worker) and worker.state in (S.stale, S.empty):
-                    reason = Reason(Code.refitting, f"it needs version {refit.version}")
-                    self.workers.act(worker, Verb.refit, reason, refit.version)
+                    reason = Reason(ReasonCode.refitting, f"it needs version {refit.version}")
+                    self.workers.act(worker, WorkerVerb.refit, reason, refit.version)
             self._all_told()
 
     # ---- outcomes --------------------------------------------------------------------------------------------------
@@ -160,13 +160,13 @@ class Refits:
             return  # it was said of a process that is not there any more
         self.vouched(worker, event.version)
 
-    def _same_process(self, worker: Worker, epoch: int) -> bool:
+    def _same_process(self, worker: RolloutWorker, epoch: int) -> bool:
         membership = self.books.rest.membership
         return membership.epoch == epoch and any(
             one.worker == worker.id and one.incarnation == worker.incarnation for one in membership.members
         )
 
-    def vouched(self, worker: Worker, version: int) -> None:
+    def vouched(self, worker: RolloutWorker, version: int) -> None:
         """It has these weights, for certain."""
         books, refit = self.books, self.books.refit
         if version != books.rest.version or worker.state in (S.lost, S.starting, S.inactive):
@@ -192,7 +192,7 @@ class Refits:
         if worker is not None and event.version == self.books.rest.version and worker.state is not S.lost:
             self.not_got(worker, event.why)
 
-    def not_got(self, worker: Worker, why: str) -> None:
+    def not_got(self, worker: RolloutWorker, why: str) -> None:
         """One of them has failed; the others go on."""
         refit = self.books.refit
         if worker.state is S.active:
@@ -238,15 +238,15 @@ class Refits:
                 self.workers.activate(worker)
             elif member.worker not in refit.failed:
                 refit.failed.append(member.worker)
-                worker.doing = None if worker.doing and worker.doing.verb is Verb.refit else worker.doing
+                worker.doing = None if worker.doing and worker.doing.verb is WorkerVerb.refit else worker.doing
                 self.workers.refit_failed(worker, f"{why}, and nobody confirmed version {refit.version} here")
         failed = tuple(one.worker for one in membership.members if one.worker not in refit.confirmed)
         sentence = f"{why}: {len(refit.confirmed)} of {counted(len(membership.members), 'worker')} have it"
-        code = Code.refit_failed if failed else Code.current
+        code = ReasonCode.refit_failed if failed else ReasonCode.current
         books.out.append(e.RefitOver(refit.version, tuple(refit.confirmed), failed, Reason(code, sentence)))
         if len(refit.confirmed) < books.rest.least and membership.members:
             below = f"{sentence}, and at least {books.rest.least} are to serve"
-            books.out.append(e.Warn(Reason(Code.below_min, below)))
+            books.out.append(e.Warn(Reason(ReasonCode.below_min, below)))
         for worker in list(books.workers.values()):
             self.workers.settle(worker)  # leaves that waited for the end
             self.workers.wants_refit(worker)  # and newcomers

@@ -13,31 +13,31 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trimtab.core.errors import InputError, nearest
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout import events as e
-from trimtab.machines.rollout.records import Request, Sent, Worker, add_tokens, counted, held_key
-from trimtab.machines.rollout.routing import Choice
-from trimtab.machines.rollout.state import Books
+from trimtab.machines.rollout.records import RolloutRequest, RolloutWorker, SentAttempt, add_tokens, counted, held_key
+from trimtab.machines.rollout.routing import RoutingChoice
+from trimtab.machines.rollout.state import RolloutState
 from trimtab.model.rollout import ANSWERED, End, Owner, RequestSpec, RequestState, WorkerState
 
 MOST_RETRY_AFTER_S = 60.0
 RUNNING = (RequestState.sent, RequestState.streaming)
 
 
-class Requests:
+class RequestTransitions:
     """Lives of requests."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: RolloutState) -> None:
         self.books = books
         # What others do when a request ends; set by the machine.
-        self.on_released: Callable[[Worker], None] = lambda worker: None
-        self.on_heard: Callable[[Worker], None] = lambda worker: None
-        self.on_fault: Callable[[Worker, str], None] = lambda worker, why: None
-        self.on_deaf: Callable[[Worker, str], None] = lambda worker, why: None
+        self.on_released: Callable[[RolloutWorker], None] = lambda worker: None
+        self.on_heard: Callable[[RolloutWorker], None] = lambda worker: None
+        self.on_fault: Callable[[RolloutWorker, str], None] = lambda worker, why: None
+        self.on_deaf: Callable[[RolloutWorker, str], None] = lambda worker, why: None
 
     # ---- in --------------------------------------------------------------------------------------------------------
 
-    def arrived(self, event: e.Arrived) -> None:
+    def arrived(self, event: e.RequestArrived) -> None:
         """Accept, refuse or answer it."""
         books, spec = self.books, event.spec
         line = books.router.lines.get(spec.class_)
@@ -57,8 +57,8 @@ class Requests:
         deadline = spec.deadline
         if deadline is None and line.spec.deadline_s is not None:
             deadline = now + line.spec.deadline_s
-        reason = Reason(Code.queued, "it came")
-        request = Request(spec, rest.arrivals, RequestState.queued, reason, now, now, deadline, wanted=[spec.id])
+        reason = Reason(ReasonCode.queued, "it came")
+        request = RolloutRequest(spec, rest.arrivals, RequestState.queued, reason, now, now, deadline, wanted=[spec.id])
         books.requests[spec.id] = request
         if spec.key:
             books.keys[spec.key] = spec.id
@@ -85,7 +85,7 @@ class Requests:
             return False  # a failure is not repeated: it is tried anew
         reason = Reason(known.reason.code, f"the answer to request {first}, which has the same key")
         books.rest.answered += 1
-        books.out.append(e.Answer(spec.id, known.end, known.tokens, tuple(known.spans), reason, first))
+        books.out.append(e.AnswerRequest(spec.id, known.end, known.tokens, tuple(known.spans), reason, first))
         return True
 
     def _refuse(self, spec: RequestSpec, limit: int) -> None:
@@ -94,27 +94,27 @@ class Requests:
         each = books.rest.service_s.value or 1.0
         room = sum(lane.limit for lane in books.router.lanes.values()) or 1
         wait = min(max(each * books.router.queued / room, 0.1), MOST_RETRY_AFTER_S)
-        reason = Reason(Code.queue_full, f"{counted(limit, 'request')} of class {spec.class_} wait already")
-        books.out.append(e.Refuse(spec.id, reason, wait))
+        reason = Reason(ReasonCode.queue_full, f"{counted(limit, 'request')} of class {spec.class_} wait already")
+        books.out.append(e.RefuseRequest(spec.id, reason, wait))
 
     # ---- queue and send --------------------------------------------------------------------------------------------
 
-    def _queue(self, request: Request, reason: Reason) -> None:
+    def _queue(self, request: RolloutRequest, reason: Reason) -> None:
         """It waits for room, for a version, or not at all."""
         books, spec, version = self.books, request.spec, self.books.rest.version
         request.worker = ""
         if request.deadline is not None and request.deadline <= books.rest.now:
-            self._fail(request, Reason(Code.too_late, "its deadline has passed"))
+            self._fail(request, Reason(ReasonCode.too_late, "its deadline has passed"))
         elif spec.version is not None and spec.version < version:
             gone = f"it asked for version {spec.version}, the trainer is at {version}"
-            self._fail(request, Reason(Code.version_gone, gone))
+            self._fail(request, Reason(ReasonCode.version_gone, gone))
         elif (spec.version or version) > version or (spec.at_least or version) > version:
             wanted = max(one for one in (spec.version, spec.at_least) if one is not None)
             books.put_off(request)
             books.write_request(
                 request,
                 RequestState.queued,
-                Reason(Code.version_awaited, f"it waits for version {wanted}, the trainer is at {version}"),
+                Reason(ReasonCode.version_awaited, f"it waits for version {wanted}, the trainer is at {version}"),
             )
             books.touch("r", request.id)
         else:
@@ -135,7 +135,7 @@ class Requests:
         for request in sorted([*later, *pinned], key=lambda one: one.number):
             books.put_on(request)
             books.router.drop(request)
-            self._queue(request, Reason(Code.queued, f"the trainer is at version {books.rest.version}"))
+            self._queue(request, Reason(ReasonCode.queued, f"the trainer is at version {books.rest.version}"))
 
     def dispatch(self) -> None:
         """Send whatever can be sent."""
@@ -143,7 +143,7 @@ class Requests:
         while (choice := choose()) is not None:
             self._queued_to_sent(choice)
 
-    def _queued_to_sent(self, choice: Choice) -> None:
+    def _queued_to_sent(self, choice: RoutingChoice) -> None:
         books, request, now = self.books, choice.request, self.books.rest.now
         worker, spec = books.workers[choice.worker], request.spec
         assert worker.state is WorkerState.active, worker.id
@@ -154,15 +154,15 @@ class Requests:
         request.worker = worker.id
         cost = books.router.predictor.cost(spec, request.tokens)
         key = held_key(request.id, request.attempt)
-        worker.held[key] = Sent(request.id, request.attempt, request.tokens, now, now, cost)
+        worker.held[key] = SentAttempt(request.id, request.attempt, request.tokens, now, now, cost)
         books.where[key] = worker.id
         books.router.sent(request, worker.id, cost)
         why = "its prefix is there" if choice.near else "it has the fewest tokens outstanding"
-        reason = Reason(Code.sent, f"to {worker.id}: {why}")
+        reason = Reason(ReasonCode.sent, f"to {worker.id}: {why}")
         books.write_request(request, RequestState.sent, reason)
         books.touch("s", key)
         books.out.append(
-            e.Send(
+            e.SendRequest(
                 request.id,
                 request.attempt,
                 worker.id,
@@ -176,7 +176,7 @@ class Requests:
 
     # ---- news ------------------------------------------------------------------------------------------------------
 
-    def streamed(self, event: e.Streamed) -> None:
+    def streamed(self, event: e.TokensStreamed) -> None:
         """Tokens came."""
         found = self._current(event.request, event.attempt)
         if found is None:
@@ -187,11 +187,13 @@ class Requests:
             sent.last = worker.heard = self.books.rest.now
             if request.state is RequestState.sent:
                 books = self.books
-                books.write_request(request, RequestState.streaming, Reason(Code.sent, f"tokens come from {worker.id}"))
+                books.write_request(
+                    request, RequestState.streaming, Reason(ReasonCode.sent, f"tokens come from {worker.id}")
+                )
             self._ease(request, sent, worker)
             self.on_heard(worker)
 
-    def finished(self, event: e.Finished) -> None:
+    def finished(self, event: e.AttemptFinished) -> None:
         """The engine ended it in order."""
         found = self._current(event.request, event.attempt)
         if found is None:
@@ -216,7 +218,7 @@ class Requests:
             self._done(request, event.end)
         self._release(event.request, event.attempt)
 
-    def broke(self, event: e.Broke) -> None:
+    def broke(self, event: e.AttemptFailed) -> None:
         """It ended otherwise. While it is being cut anyway, that is how cuts end."""
         found = self._current(event.request, event.attempt)
         if found is None:
@@ -228,13 +230,13 @@ class Requests:
         if request.state is RequestState.moving:
             self._moving_to_queued(request)
         elif event.fatal:
-            self._fail(request, Reason(Code.refused, f"{worker.id} says that the request is wrong: {event.why}"))
+            self._fail(request, Reason(ReasonCode.refused, f"{worker.id} says that the request is wrong: {event.why}"))
         else:
             self._gone_under(request, sent, event.gone)
             self._broken(request, worker, event.why)
             self.on_fault(worker, event.why)
 
-    def aborted_elsewhere(self, event: e.AbortedElsewhere) -> None:
+    def aborted_elsewhere(self, event: e.AbortedExternally) -> None:
         """Somebody else cut it, on purpose."""
         found = self._current(event.request, event.attempt)
         if found is None:
@@ -247,31 +249,33 @@ class Requests:
             self._moving_to_queued(request)  # engines do not say who asked: this was trimtab's own
         else:
             why = event.why or "it was aborted on the engine, and not by trimtab"
-            self._answer(request, RequestState.done, End.abort, Reason(Code.passed_on, why))
+            self._answer(request, RequestState.done, End.abort, Reason(ReasonCode.passed_on, why))
 
     def abort_done(self, event: e.AbortDone) -> None:
         """A cut is done."""
-        self.aborted_elsewhere(e.AbortedElsewhere(event.request, event.attempt, event.tokens))
+        self.aborted_elsewhere(e.AbortedExternally(event.request, event.attempt, event.tokens))
 
-    def cancelled(self, event: e.Cancelled) -> None:
+    def cancelled(self, event: e.RequestCancelled) -> None:
         """One of those who wait for it does not any more; with the last one it ends."""
         books = self.books
         first = books.joined.pop(event.request, event.request)
         request = books.requests.get(first)
         if request is None or event.request not in request.wanted:
             return
-        reason = Reason(Code.cancelled, event.why or "the client does not want it any more")
+        reason = Reason(ReasonCode.cancelled, event.why or "the client does not want it any more")
         if len(request.wanted) == 1:
             self._end_now(request, RequestState.failed, End.cancelled, reason)
             return
         request.wanted.remove(event.request)
         books.rest.answered += 1
         of = "" if event.request == first else first
-        books.out.append(e.Answer(event.request, End.cancelled, request.tokens, tuple(request.spans), reason, of))
+        books.out.append(
+            e.AnswerRequest(event.request, End.cancelled, request.tokens, tuple(request.spans), reason, of)
+        )
 
     # ---- cuts, breaks and losses -----------------------------------------------------------------------------------
 
-    def cut(self, request: Request, reason: Reason, *, again: bool = False) -> None:
+    def cut(self, request: RolloutRequest, reason: Reason, *, again: bool = False) -> None:
         """End its attempt and let it go on elsewhere with what it has (`again`: from the prompt)."""
         if request.state in RUNNING or request.state is RequestState.moving:
             request.again = request.again or again
@@ -280,14 +284,14 @@ class Requests:
             request.moves += 1
             self.books.write_request(request, RequestState.moving, reason)
 
-    def cut_all(self, worker: Worker, reason: Reason) -> None:
+    def cut_all(self, worker: RolloutWorker, reason: Reason) -> None:
         """All that runs there goes elsewhere."""
         for sent in list(worker.held.values()):
             request = self.books.requests.get(sent.request)
             if request is not None and request.attempt == sent.attempt:
                 self.cut(request, reason)
 
-    def lose_all(self, worker: Worker, why: str, *, certain: bool) -> None:
+    def lose_all(self, worker: RolloutWorker, why: str, *, certain: bool) -> None:
         """Nothing of it is counted on any more. Unless its process is gone for certain, it may work on all the same."""
         books = self.books
         for key, sent in list(worker.held.items()):
@@ -305,55 +309,55 @@ class Requests:
                 self._gone_under(request, sent, certain)
                 self._broken(request, worker, why)
 
-    def _gone_under(self, request: Request, sent: Sent, gone: bool) -> None:
+    def _gone_under(self, request: RolloutRequest, sent: SentAttempt, gone: bool) -> None:
         """Whether the engine may have died of it: then it must not take all others with it."""
         if not gone or request.tokens > sent.base:
             request.deadly = 0
         elif request.avoid != request.worker:  # another engine than the one before
             request.deadly += 1
 
-    def lay_ghosts(self, worker: Worker) -> None:
+    def lay_ghosts(self, worker: RolloutWorker) -> None:
         """Its process is gone for certain."""
         for key in worker.ghosts:
             del self.books.where[key]
         worker.ghosts = {}
 
-    def wake_ghosts(self, worker: Worker) -> None:
+    def wake_ghosts(self, worker: RolloutWorker) -> None:
         """It is back: what it may still be working on is cut, and counts as there until it has ended."""
         books = self.books
         worker.held, worker.ghosts = worker.ghosts, {}
         for key, sent in worker.held.items():
             sent.orphan, sent.abort_by = False, books.rest.now + books.rules.abort_s
             books.touch("s", key)
-            reason = Reason(Code.returned, f"{worker.id} was lost, and its requests went elsewhere")
-            books.out.append(e.AbortSent(sent.request, sent.attempt, worker.id, sent.abort_by, reason))
+            reason = Reason(ReasonCode.returned, f"{worker.id} was lost, and its requests went elsewhere")
+            books.out.append(e.AbortAttempt(sent.request, sent.attempt, worker.id, sent.abort_by, reason))
 
-    def _abort(self, request: Request, reason: Reason) -> None:
+    def _abort(self, request: RolloutRequest, reason: Reason) -> None:
         books, key = self.books, held_key(request.id, request.attempt)
         sent = books.attempt(key)
         if sent is not None and sent.abort_by is None:
             sent.abort_by = books.rest.now + books.rules.abort_s
             books.touch("s", key)
-            books.out.append(e.AbortSent(request.id, request.attempt, request.worker, sent.abort_by, reason))
+            books.out.append(e.AbortAttempt(request.id, request.attempt, request.worker, sent.abort_by, reason))
 
-    def _broken(self, request: Request, worker: Worker, why: str) -> None:
+    def _broken(self, request: RolloutRequest, worker: RolloutWorker, why: str) -> None:
         """It broke: again, with what it has, unless it has all or broke too often."""
         request.breaks += 1
         request.avoid = worker.id
         if request.deadly >= self.books.rules.deadly:
             engines = counted(request.deadly, "engine")
             sentence = f"{engines} in a row were gone before its first token, at last {worker.id}: {why}"
-            self._fail(request, Reason(Code.retries_used, sentence))
+            self._fail(request, Reason(ReasonCode.retries_used, sentence))
         elif request.breaks > self.books.rules.retries and request.tokens < request.spec.max_tokens:
             times = counted(request.breaks, "time")
-            self._fail(request, Reason(Code.retries_used, f"it broke {times}, at last on {worker.id}: {why}"))
+            self._fail(request, Reason(ReasonCode.retries_used, f"it broke {times}, at last on {worker.id}: {why}"))
         else:
             self._requeue(request, f"it broke on {worker.id}: {why}")
 
-    def _moving_to_queued(self, request: Request) -> None:
+    def _moving_to_queued(self, request: RolloutRequest) -> None:
         self._requeue(request, request.reason.sentence)
 
-    def _requeue(self, request: Request, why: str) -> None:
+    def _requeue(self, request: RolloutRequest, why: str) -> None:
         spec = request.spec
         again = request.again or self._spoilt(request)
         if request.tokens >= spec.max_tokens and not again:
@@ -361,15 +365,15 @@ class Requests:
             return
         if request.tokens and (again or not spec.resumable):
             reason = Reason(
-                Code.restarted, f"{why}; it starts from the prompt, {request.tokens} tokens are thrown away"
+                ReasonCode.restarted, f"{why}; it starts from the prompt, {request.tokens} tokens are thrown away"
             )
             request.tokens, request.spans = 0, []
         else:
-            reason = Reason(Code.moved, f"{why}; it goes on with the {request.tokens} tokens it has")
+            reason = Reason(ReasonCode.moved, f"{why}; it goes on with the {request.tokens} tokens it has")
         request.again = False
         self._queue(request, reason)
 
-    def _spoilt(self, request: Request) -> bool:
+    def _spoilt(self, request: RolloutRequest) -> bool:
         """Whether several versions made it, and it may only be one: a refit went over it that trimtab could not cut."""
         pin = request.spec.version
         if pin is not None and any(one.version != pin for one in request.spans):
@@ -378,20 +382,20 @@ class Requests:
 
     # ---- answers ---------------------------------------------------------------------------------------------------
 
-    def _done(self, request: Request, end: End) -> None:
+    def _done(self, request: RolloutRequest, end: End) -> None:
         sentence = f"{counted(request.tokens, 'token')} in {counted(request.attempt, 'attempt')}"
-        self._answer(request, RequestState.done, end, Reason(Code.completed, sentence))
+        self._answer(request, RequestState.done, end, Reason(ReasonCode.completed, sentence))
 
-    def _fail(self, request: Request, reason: Reason) -> None:
+    def _fail(self, request: RolloutRequest, reason: Reason) -> None:
         self._answer(request, RequestState.failed, End.failed, reason)
 
-    def _end_now(self, request: Request, state: RequestState, end: End, reason: Reason) -> None:
+    def _end_now(self, request: RolloutRequest, state: RequestState, end: End, reason: Reason) -> None:
         """Answer it, wherever it is, and cut what runs of it."""
         if request.worker:
             self._abort(request, reason)
         self._answer(request, state, end, reason)
 
-    def _answer(self, request: Request, state: RequestState, end: End, reason: Reason) -> None:
+    def _answer(self, request: RolloutRequest, state: RequestState, end: End, reason: Reason) -> None:
         """The one place where a request ends. Whoever wants it is told, once."""
         books = self.books
         del books.requests[request.id]
@@ -403,7 +407,7 @@ class Requests:
         for name in request.wanted:
             books.joined.pop(name, None)
             of = "" if name == request.id else request.id
-            books.out.append(e.Answer(name, end, request.tokens, spans, reason, of))
+            books.out.append(e.AnswerRequest(name, end, request.tokens, spans, reason, of))
         books.rest.answered += len(request.wanted)
         request.wanted = []
         books.past[request.id] = request
@@ -423,7 +427,7 @@ class Requests:
         """Its deadline has passed."""
         request = self.books.requests[name]
         waited = self.books.rest.now - request.arrived
-        reason = Reason(Code.too_late, f"not done after {waited:.3g} s; last: {request.reason.sentence}")
+        reason = Reason(ReasonCode.too_late, f"not done after {waited:.3g} s; last: {request.reason.sentence}")
         self._end_now(request, RequestState.failed, End.failed, reason)
 
     def attempt_due(self, key: str) -> float | None:
@@ -456,14 +460,14 @@ class Requests:
         if not mine or request is None:
             sent.orphan = True
             return
-        self._abort(request, Reason(Code.hung, why))
+        self._abort(request, Reason(ReasonCode.hung, why))
         self._broken(request, worker, why)
         if worker.heard + books.rules.stall_s <= books.rest.now:
             self.on_deaf(worker, why)
 
     # ---- what is where ---------------------------------------------------------------------------------------------
 
-    def _current(self, name: str, attempt: int) -> tuple[Request, Sent, Worker] | None:
+    def _current(self, name: str, attempt: int) -> tuple[RolloutRequest, SentAttempt, RolloutWorker] | None:
         """The request, if this is news of what it is doing now."""
         books = self.books
         request = books.requests.get(name)
@@ -473,7 +477,9 @@ class Requests:
         sent = None if worker is None else worker.held.get(held_key(name, attempt))
         return None if worker is None or sent is None else (request, sent, worker)
 
-    def _count(self, request: Request, sent: Sent, worker: Worker, tokens: int, version: int | None) -> bool:
+    def _count(
+        self, request: RolloutRequest, sent: SentAttempt, worker: RolloutWorker, tokens: int, version: int | None
+    ) -> bool:
         """Tokens of this attempt, told as a total. Whether it is news.
 
         What is made by weights that nobody vouches for is worth nothing, whatever version the engine reports.
@@ -485,7 +491,7 @@ class Requests:
         request.tokens = total
         return True
 
-    def _ease(self, request: Request, sent: Sent, worker: Worker) -> None:
+    def _ease(self, request: RolloutRequest, sent: SentAttempt, worker: RolloutWorker) -> None:
         left = self.books.router.predictor.remaining(request.spec, request.tokens)
         lane = self.books.router.lanes.get(worker.id)
         if lane is not None:
@@ -506,7 +512,7 @@ class Requests:
             self._drop_held(worker, worker.held[key])
             self.on_released(worker)
 
-    def _drop_held(self, worker: Worker, sent: Sent) -> None:
+    def _drop_held(self, worker: RolloutWorker, sent: SentAttempt) -> None:
         key = held_key(sent.request, sent.attempt)
         del worker.held[key]
         del self.books.where[key]
@@ -516,7 +522,7 @@ class Requests:
             lane.load -= sent.cost
             self.books.router.changed(lane)
 
-    def resumed(self, worker: Worker) -> None:
+    def resumed(self, worker: RolloutWorker) -> None:
         """The worker makes tokens again: nobody on it has been silent until now."""
         worker.heard = self.books.rest.now
         for key, sent in worker.held.items():

@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trimtab.machines.rollout.records import Mean, Request
+from trimtab.machines.rollout.records import FadingMean, RolloutRequest
 from trimtab.model.rollout import RequestClass, RequestSpec, RolloutRules
 
 PREFILL_SHARE = 8  # prompt tokens that cost as much as one that is made
@@ -29,7 +29,7 @@ OVERRUN = 2  # whoever is longer than predicted is predicted to become this many
 
 
 @dataclass(eq=False)
-class Lane:
+class WorkerLane:
     """One worker that may serve."""
 
     worker: str
@@ -55,32 +55,34 @@ class Lane:
 
 
 @dataclass(eq=False)
-class Line:
+class RequestQueue:
     """The queue of one class."""
 
     spec: RequestClass
-    waiting: dict[str, Request] = field(default_factory=dict)  # exactly those that wait
+    waiting: dict[str, RolloutRequest] = field(default_factory=dict)  # exactly those that wait
     # All that wait are in one of these, and some that do not any more:
-    fresh: deque[Request] = field(default_factory=deque)  # in order of arrival
+    fresh: deque[RolloutRequest] = field(default_factory=deque)  # in order of arrival
     back: list[tuple[int, str]] = field(default_factory=list)  # a heap: sent before, and back again
     last: int = 0  # the highest number that `fresh` has seen
-    groups: dict[str, deque[Request]] = field(default_factory=dict)  # by group, in order: exactly those that wait
+    groups: dict[str, deque[RolloutRequest]] = field(
+        default_factory=dict
+    )  # by group, in order: exactly those that wait
 
 
-class Choice(NamedTuple):
+class RoutingChoice(NamedTuple):
     """Who is next, where it goes, and why there."""
 
-    request: Request
+    request: RolloutRequest
     worker: str
     near: bool  # its prefix is there already
 
 
-class Predictor:
+class LengthPredictor:
     """How many tokens an answer will have, by class and prompt length."""
 
     def __init__(self) -> None:
         # By class, then by the power of two of the prompt's length; all lengths together under WHOLE.
-        self.means: dict[str, dict[str, Mean]] = {}
+        self.means: dict[str, dict[str, FadingMean]] = {}
 
     def learn(self, spec: RequestSpec, tokens: int) -> None:
         """An answer came to so many tokens."""
@@ -88,7 +90,7 @@ class Predictor:
         for name in (WHOLE, BITS[spec.prompt_tokens.bit_length()]):
             mean = means.get(name)
             if mean is None:
-                mean = means[name] = Mean()
+                mean = means[name] = FadingMean()
             mean.add(tokens)
 
     def remaining(self, spec: RequestSpec, made: int) -> int:
@@ -113,9 +115,9 @@ class Router:
 
     def __init__(self, rules: RolloutRules) -> None:
         self.rules = rules
-        self.predictor = Predictor()
-        self.lanes: dict[str, Lane] = {}  # workers that may serve, with room or without
-        self.lines = {one.name: Line(one) for one in rules.classes}
+        self.predictor = LengthPredictor()
+        self.lanes: dict[str, WorkerLane] = {}  # workers that may serve, with room or without
+        self.lines = {one.name: RequestQueue(one) for one in rules.classes}
         self._by_priority = sorted(self.lines.values(), key=lambda line: (-line.spec.priority, line.spec.name))
         self._heap: list[tuple[int, int, int, str]] = []  # load, number, stamp, worker
         self._stamp = 0
@@ -124,7 +126,7 @@ class Router:
 
     # ---- workers ---------------------------------------------------------------------------------------------------
 
-    def open(self, lane: Lane) -> None:
+    def open(self, lane: WorkerLane) -> None:
         """The worker may serve."""
         self.lanes[lane.worker] = lane
         self._place(lane)
@@ -133,17 +135,17 @@ class Router:
         """Nothing goes to the worker any more; what its cache had is forgotten."""
         self.lanes.pop(worker, None)
 
-    def changed(self, lane: Lane) -> None:
+    def changed(self, lane: WorkerLane) -> None:
         """Its load or its room is another."""
         if lane.stamp == 0 or lane.load != lane.placed or not lane.room:
             self._place(lane)
 
-    def eased(self, lane: Lane) -> None:
+    def eased(self, lane: WorkerLane) -> None:
         """Its load fell a little: only worth a new place when it adds up."""
         if lane.stamp == 0 or (lane.placed - lane.load) * REFRESH_SHARE > lane.placed:
             self._place(lane)
 
-    def restore(self, lane: Lane, placed: int) -> None:
+    def restore(self, lane: WorkerLane, placed: int) -> None:
         """As it was when a snapshot was taken, so that the next choice is the same."""
         self._place(lane)
         if lane.stamp:
@@ -152,7 +154,7 @@ class Router:
             lane.stamp = self._stamp
             heapq.heappush(self._heap, (placed, lane.number, lane.stamp, lane.worker))
 
-    def _place(self, lane: Lane) -> None:
+    def _place(self, lane: WorkerLane) -> None:
         if not lane.room:
             lane.stamp = lane.placed = 0
             return
@@ -165,13 +167,13 @@ class Router:
             ]
             heapq.heapify(self._heap)
 
-    def _valid(self, entry: tuple[int, int, int, str]) -> Lane | None:
+    def _valid(self, entry: tuple[int, int, int, str]) -> WorkerLane | None:
         lane = self.lanes.get(entry[3])
         if lane is None or lane.stamp != entry[2]:
             return None
         return lane
 
-    def least(self, avoid: str = "") -> Lane | None:
+    def least(self, avoid: str = "") -> WorkerLane | None:
         """The open worker with room that has the fewest tokens outstanding; another than `avoid`, if there is one."""
         heap, first = self._heap, None
         while heap:
@@ -191,7 +193,7 @@ class Router:
 
     # ---- queues ----------------------------------------------------------------------------------------------------
 
-    def push(self, request: Request) -> None:
+    def push(self, request: RolloutRequest) -> None:
         """It waits. Whoever was here before keeps its place by its number."""
         line = self.lines[request.spec.class_]
         if request.id in line.waiting:
@@ -210,7 +212,7 @@ class Router:
                 at -= 1
             same.insert(at, request)
 
-    def drop(self, request: Request) -> None:
+    def drop(self, request: RolloutRequest) -> None:
         """It does not wait any more."""
         line = self.lines[request.spec.class_]
         if line.waiting.pop(request.id, None) is None:
@@ -229,7 +231,7 @@ class Router:
             line.fresh.clear()
             line.back = sorted((one.number, one.id) for one in line.waiting.values())
 
-    def _head(self) -> tuple[Line, Request] | None:
+    def _head(self) -> tuple[RequestQueue, RolloutRequest] | None:
         for line in self._by_priority:
             waiting, fresh, back = line.waiting, line.fresh, line.back
             if not waiting:
@@ -245,7 +247,7 @@ class Router:
 
     # ---- the choice ------------------------------------------------------------------------------------------------
 
-    def choose(self) -> Choice | None:
+    def choose(self) -> RoutingChoice | None:
         """Who is sent where next; None: nobody waits, or nobody has room."""
         if self.queued == 0:
             return None
@@ -258,15 +260,15 @@ class Router:
         line, request = head
         home = self._home(request, lane)
         if home is not None:
-            return Choice(request, home.worker, True)
+            return RoutingChoice(request, home.worker, True)
         neighbour = self._neighbour(line, request, lane)
         if neighbour is not None:
-            return Choice(neighbour, lane.worker, True)
+            return RoutingChoice(neighbour, lane.worker, True)
         if request.avoid == lane.worker:
             lane = self.least(request.avoid) or lane
-        return Choice(request, lane.worker, False)
+        return RoutingChoice(request, lane.worker, False)
 
-    def _home(self, request: Request, least: Lane) -> Lane | None:
+    def _home(self, request: RolloutRequest, least: WorkerLane) -> WorkerLane | None:
         """The worker that has its prefix, while going there pays."""
         group = request.spec.group
         if not group:
@@ -277,7 +279,7 @@ class Router:
         worth = self.rules.affinity_requests * self.predictor.cost(request.spec, request.tokens)
         return lane if lane.load - least.load <= worth else None
 
-    def _neighbour(self, line: Line, head: Request, lane: Lane) -> Request | None:
+    def _neighbour(self, line: RequestQueue, head: RolloutRequest, lane: WorkerLane) -> RolloutRequest | None:
         """Somebody near the head of the queue whose prefix this worker has."""
         if not line.groups or head.spec.group in lane.groups:
             return None
@@ -288,7 +290,7 @@ class Router:
                 return same[0]
         return None
 
-    def sent(self, request: Request, worker: str, cost: int) -> None:
+    def sent(self, request: RolloutRequest, worker: str, cost: int) -> None:
         """The choice was carried out."""
         self.drop(request)
         lane = self.lanes[worker]

@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.policies import policy as scaling
-from trimtab.machines.rollout.policies.policy import Costs, LoadSample, PolicyState
-from trimtab.machines.rollout.records import Worker
-from trimtab.machines.rollout.state import Books
-from trimtab.machines.rollout.workers import Workers
+from trimtab.machines.rollout.policies.policy import LoadSample, PolicyState, SleepCosts
+from trimtab.machines.rollout.records import RolloutWorker
+from trimtab.machines.rollout.state import RolloutState
+from trimtab.machines.rollout.workers import WorkerTransitions
 from trimtab.model.rollout import ScaleStep, WorkerState
 
 S = WorkerState
@@ -27,7 +27,7 @@ STEPS_KEPT = 100
 class Scaler:
     """The number of workers."""
 
-    def __init__(self, books: Books, workers: Workers, state: PolicyState) -> None:
+    def __init__(self, books: RolloutState, workers: WorkerTransitions, state: PolicyState) -> None:
         self.books = books
         self.workers = workers
         self.state = state
@@ -70,7 +70,7 @@ class Scaler:
             min(self.floor(), most),
             most,
             books.takers,
-            Costs(rest.sleep_s.value, rest.wake_s.value, rest.drain_s.value),
+            SleepCosts(rest.sleep_s.value, rest.wake_s.value, rest.drain_s.value),
             fresh=all(
                 one.load_until is not None or not one.load_asked for one in books.of(S.active, S.draining, S.suspect)
             ),
@@ -78,7 +78,7 @@ class Scaler:
             service_s=rest.service_s.value,
         )
 
-    def _load(self, worker: Worker) -> int:
+    def _load(self, worker: RolloutWorker) -> int:
         """Requests there, ours and those of others as far as its figures are fresh."""
         return len(worker.held) + (worker.outside if worker.load_until is not None else 0)
 
@@ -87,12 +87,12 @@ class Scaler:
         rest = self.books.rest
         return min(max([rest.least, *(workers for workers, _ in rest.holds.values())]), rest.most)
 
-    def _callable(self, worker: Worker) -> bool:
+    def _callable(self, worker: RolloutWorker) -> bool:
         return worker.doing is None and not (worker.leaving or worker.taken or worker.paused)
 
     # ---- what people say -------------------------------------------------------------------------------------------
 
-    def scaled(self, event: e.Scaled) -> None:
+    def scaled(self, event: e.ScaleRequested) -> None:
         """By hand: wins until released or expired."""
         rest = self.books.rest
         if not rest.least <= event.workers <= rest.most:
@@ -108,19 +108,19 @@ class Scaler:
         self.books.rest.scaled = self.books.rest.scaled_until = None
         self.look()
 
-    def held(self, event: e.Held) -> None:
+    def held(self, event: e.HoldRequested) -> None:
         """So many are wanted for a while."""
         if event.workers < 0:
             raise InputError(f"hold {event.name}: {event.workers} workers", hint="0 or more")
         self.books.rest.holds[event.name] = (event.workers, event.until)
         self.look()
 
-    def unheld(self, event: e.Unheld) -> None:
+    def unheld(self, event: e.HoldReleased) -> None:
         """They are not wanted any more; the policy gives them up when it sees fit."""
         self.books.rest.holds.pop(event.name, None)
         self.books.touch("", "")
 
-    def range_set(self, event: e.RangeSet) -> None:
+    def range_set(self, event: e.WorkerRangeSet) -> None:
         """The plan's range is another."""
         rest = self.books.rest
         if not 0 <= event.least <= event.most:
@@ -171,17 +171,17 @@ class Scaler:
         self.state, decision = scaling.consult(self.state, sample)
         self.last = decision
         self._judge(decision.came_true, sample)
-        if decision.reason.code is Code.policy_fault:
+        if decision.reason.code is ReasonCode.policy_fault:
             books.out.append(e.Warn(decision.reason))
         wanted, reason, expects = decision.workers, decision.reason, decision.expects
         floor = sample.least
         if rest.scaled is not None:
             wanted = min(max(rest.scaled, floor), sample.most)
-            reason = Reason(Code.by_hand, f"{rest.scaled_why}: {rest.scaled} workers")
+            reason = Reason(ReasonCode.by_hand, f"{rest.scaled_why}: {rest.scaled} workers")
             expects = f"{wanted} workers serve"
         elif wanted < floor or (wanted == floor > sample.serving and floor > rest.least):
             wanted = floor
-            reason = Reason(Code.held, f"{floor} workers are held ready: {', '.join(rest.holds)}")
+            reason = Reason(ReasonCode.held, f"{floor} workers are held ready: {', '.join(rest.holds)}")
             expects = f"{floor} workers serve"
         self._carry_out(wanted, reason, expects, sample)
 
@@ -191,7 +191,7 @@ class Scaler:
         if not steps or steps[-1].came_true is not None:
             return
         last = steps[-1]
-        if last.reason.code in (Code.by_hand, Code.held):
+        if last.reason.code in (ReasonCode.by_hand, ReasonCode.held):
             under_way = sample.starting or sample.draining_workers
             came_true = None if under_way else sample.active == last.workers
         if came_true is not None:
@@ -208,7 +208,7 @@ class Scaler:
             step = ScaleStep(self.books.rest.now, before, wanted, reason, expects, tuple(changed))
             self.books.steps.append(step)
             del self.books.steps[:-STEPS_KEPT]
-            self.books.out.append(e.TellStep(step))
+            self.books.out.append(e.AnnounceScaleStep(step))
 
     def _more(self, count: int, reason: Reason) -> list[str]:
         """Called back first, since they are warm; then woken; then started; those that were lost last."""

@@ -10,62 +10,62 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator
 
-from trimtab.core.reasons import Chapter, Reason, add_chapter
+from trimtab.core.reasons import Reason, StoryEntry, add_chapter
 from trimtab.machines.rollout.events import RolloutInstruction
 from trimtab.machines.rollout.policies.policy import Taker
-from trimtab.machines.rollout.records import Refit, Request, Rest, Sent, Worker
-from trimtab.machines.rollout.routing import Lane, Router
+from trimtab.machines.rollout.records import OngoingRefit, RolloutCounters, RolloutRequest, RolloutWorker, SentAttempt
+from trimtab.machines.rollout.routing import Router, WorkerLane
 from trimtab.model.rollout import RequestState, RolloutRules, ScaleStep, WorkerState
 
 EVERYBODY = ("", "")  # the timer of what concerns no single worker or request
 
-Timer = tuple[str, str]  # "w" and a worker, "r" and a request, "s" and an attempt
+TimerKey = tuple[str, str]  # "w" and a worker, "r" and a request, "s" and an attempt
 
 
-class Books:
+class RolloutState:
     """All that is remembered."""
 
     def __init__(self, rules: RolloutRules) -> None:
         self.rules = rules
-        self.rest = Rest(version=rules.version, least=rules.least, most=rules.most)
-        self.workers: dict[str, Worker] = {}  # in order of joining
-        self.requests: dict[str, Request] = {}  # accepted and not answered
-        self.past: dict[str, Request] = {}  # answered not long ago, oldest first
+        self.rest = RolloutCounters(version=rules.version, least=rules.least, most=rules.most)
+        self.workers: dict[str, RolloutWorker] = {}  # in order of joining
+        self.requests: dict[str, RolloutRequest] = {}  # accepted and not answered
+        self.past: dict[str, RolloutRequest] = {}  # answered not long ago, oldest first
         self.keys: dict[str, str] = {}  # by the client's key: the request, which is in one of the above
         self.joined: dict[str, str] = {}  # by id: the live request whose answer it waits for, where that is another
-        self.refit: Refit | None = None
+        self.refit: OngoingRefit | None = None
         self.steps: list[ScaleStep] = []  # the last ones
         self.takers: tuple[Taker, ...] = ()
         # What follows can be worked out from the above (the router's prefixes and means apart).
         self.router = Router(rules)
-        self.later: dict[str, Request] = {}  # queued for a version that has not come yet
+        self.later: dict[str, RolloutRequest] = {}  # queued for a version that has not come yet
         self.later_of: Counter[str] = Counter()  # by class: how many of those there are
         self.where: dict[str, str] = {}  # by request#attempt: the worker that holds it
         self.out: list[RolloutInstruction] = []
-        self._timers: list[tuple[float, Timer]] = []  # a heap; has every due time, and some that have changed since
-        self._armed: dict[Timer, float] = {}  # the earliest in the heap
-        self._touched: dict[Timer, None] = {}  # whose due time may have changed
+        self._timers: list[tuple[float, TimerKey]] = []  # a heap; has every due time, and some that have changed since
+        self._armed: dict[TimerKey, float] = {}  # the earliest in the heap
+        self._touched: dict[TimerKey, None] = {}  # whose due time may have changed
 
     # ---- stories ---------------------------------------------------------------------------------------------------
 
-    def write_worker(self, worker: Worker, state: WorkerState, reason: Reason) -> None:
+    def write_worker(self, worker: RolloutWorker, state: WorkerState, reason: Reason) -> None:
         """The worker is now there, for this reason."""
         now = self.rest.now
         if state is not worker.state:
             worker.since = now
         worker.state, worker.reason = state, reason
-        add_chapter(worker.story, Chapter(now, state.value, reason))
+        add_chapter(worker.story, StoryEntry(now, state.value, reason))
         self.touch("w", worker.id)
 
-    def write_request(self, request: Request, state: RequestState, reason: Reason) -> None:
+    def write_request(self, request: RolloutRequest, state: RequestState, reason: Reason) -> None:
         """The request is now there, for this reason."""
         now = self.rest.now
         request.state, request.reason, request.since = state, reason, now
-        add_chapter(request.story, Chapter(now, state.value, reason))
+        add_chapter(request.story, StoryEntry(now, state.value, reason))
 
     # ---- questions -------------------------------------------------------------------------------------------------
 
-    def of(self, *states: WorkerState) -> Iterator[Worker]:
+    def of(self, *states: WorkerState) -> Iterator[RolloutWorker]:
         """Workers in these states, in order of joining."""
         return (one for one in self.workers.values() if one.state in states)
 
@@ -73,16 +73,16 @@ class Books:
         """How many workers are in these states."""
         return sum(one.state in states for one in self.workers.values())
 
-    def attempt(self, key: str) -> Sent | None:
+    def attempt(self, key: str) -> SentAttempt | None:
         """The attempt, if a worker holds it and is not lost."""
         worker = self.workers.get(self.where.get(key, ""))
         return None if worker is None else worker.held.get(key)
 
-    def load_of(self, worker: Worker) -> int:
+    def load_of(self, worker: RolloutWorker) -> int:
         """Tokens outstanding there, predicted."""
         return sum(one.cost for one in worker.held.values())
 
-    def coming(self, worker: Worker) -> bool:
+    def coming(self, worker: RolloutWorker) -> bool:
         """Whether it will serve by itself: being started, or waits for weights."""
         if worker.leaving or worker.taken or worker.out:
             return False
@@ -90,19 +90,19 @@ class Books:
 
     # ---- requests for a version that has not come ------------------------------------------------------------------
 
-    def put_off(self, request: Request) -> None:
+    def put_off(self, request: RolloutRequest) -> None:
         """It waits for a version."""
         self.later[request.id] = request
         self.later_of[request.spec.class_] += 1
 
-    def put_on(self, request: Request) -> None:
+    def put_on(self, request: RolloutRequest) -> None:
         """It does not wait for one any more, if it did."""
         if self.later.pop(request.id, None) is not None:
             self.later_of[request.spec.class_] -= 1
 
     # ---- lanes -----------------------------------------------------------------------------------------------------
 
-    def lane(self, worker: Worker) -> None:
+    def lane(self, worker: RolloutWorker) -> None:
         """Open or close the worker for requests, as it now is. The one place where a lane is made."""
         may = worker.state is WorkerState.active and not worker.paused and not worker.paused_elsewhere
         lane = self.router.lanes.get(worker.id)
@@ -111,12 +111,12 @@ class Books:
                 self.router.close(worker.id)
             return
         if lane is None:
-            lane = Lane(worker.id, worker.number, worker.spec.limit, worker.spec.token_limit)
+            lane = WorkerLane(worker.id, worker.number, worker.spec.limit, worker.spec.token_limit)
             lane.count, lane.load = len(worker.held), self.load_of(worker)
             self.figures(worker, lane)
             self.router.open(lane)
 
-    def figures(self, worker: Worker, lane: Lane) -> None:
+    def figures(self, worker: RolloutWorker, lane: WorkerLane) -> None:
         """What the engine says of itself, as long as it is believed."""
         believed = worker.load_until is not None and self.rest.now < worker.load_until
         lane.outside = worker.outside if believed else 0
@@ -128,7 +128,7 @@ class Books:
         """Something about it changed; when time alone changes it next is looked at before the event is over."""
         self._touched[kind, name] = None
 
-    def arm(self, timer: Timer, due: float | None) -> None:
+    def arm(self, timer: TimerKey, due: float | None) -> None:
         """Wake at the due time."""
         if due is None:
             return
@@ -142,12 +142,12 @@ class Books:
         self.rest.next_look = self.rest.now
         self.touch(*EVERYBODY)
 
-    def touched(self) -> list[Timer]:
+    def touched(self) -> list[TimerKey]:
         """Those whose due time may have changed, once."""
         touched, self._touched = list(self._touched), {}
         return touched
 
-    def first_timer(self) -> tuple[float, Timer] | None:
+    def first_timer(self) -> tuple[float, TimerKey] | None:
         """The next in the heap, due or outdated."""
         return self._timers[0] if self._timers else None
 
@@ -157,6 +157,6 @@ class Books:
         if self._armed.get(timer) == at:
             del self._armed[timer]
 
-    def timers_of(self, timer: Timer) -> float | None:
+    def timers_of(self, timer: TimerKey) -> float | None:
         """When it is woken at the latest, if ever."""
         return self._armed.get(timer)

@@ -15,16 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout import events as e
-from trimtab.machines.rollout.records import Doing, Worker, counted, known_worker
-from trimtab.machines.rollout.requests import Requests
-from trimtab.machines.rollout.state import Books
-from trimtab.model.rollout import Owner, Verb, WorkerState
+from trimtab.machines.rollout.records import OngoingAction, RolloutWorker, counted, known_worker
+from trimtab.machines.rollout.requests import RequestTransitions
+from trimtab.machines.rollout.state import RolloutState
+from trimtab.model.rollout import Owner, WorkerState, WorkerVerb
 
 S = WorkerState
 
-# Every edge there is. What is not here does not exist, and `Books` refuses it.
+# Every edge there is. What is not here does not exist, and `RolloutState` refuses it.
 EDGES: dict[WorkerState, tuple[WorkerState, ...]] = {
     S.active: (S.draining, S.stale, S.empty, S.suspect, S.inactive, S.lost),
     S.draining: (S.active, S.inactive, S.stale, S.empty, S.lost),
@@ -37,17 +37,17 @@ EDGES: dict[WorkerState, tuple[WorkerState, ...]] = {
 }
 
 
-class Workers:
+class WorkerTransitions:
     """Lives of workers."""
 
-    def __init__(self, books: Books, requests: Requests) -> None:
+    def __init__(self, books: RolloutState, requests: RequestTransitions) -> None:
         self.books = books
         self.requests = requests
         # What refits do when a worker changes; set by the machine.
-        self.on_quieter: Callable[[Worker], None] = lambda worker: None
-        self.on_confirmed: Callable[[Worker, int], None] = lambda worker, version: None
-        self.on_refit_failed: Callable[[Worker, str], None] = lambda worker, why: None
-        self.in_refit: Callable[[Worker], bool] = lambda worker: False
+        self.on_quieter: Callable[[RolloutWorker], None] = lambda worker: None
+        self.on_confirmed: Callable[[RolloutWorker, int], None] = lambda worker, version: None
+        self.on_refit_failed: Callable[[RolloutWorker, str], None] = lambda worker, why: None
+        self.in_refit: Callable[[RolloutWorker], bool] = lambda worker: False
 
     # ---- joining and leaving -----------------------------------------------------------------------------------------
 
@@ -62,8 +62,8 @@ class Workers:
                 )
             return
         books.rest.joins += 1
-        reason = Reason(Code.joined, "it was added" + ("" if event.up else "; its engine is not started"))
-        worker = Worker(spec, S.inactive, reason, books.rest.now, books.rest.joins, heard=books.rest.now)
+        reason = Reason(ReasonCode.joined, "it was added" + ("" if event.up else "; its engine is not started"))
+        worker = RolloutWorker(spec, S.inactive, reason, books.rest.now, books.rest.joins, heard=books.rest.now)
         books.workers[spec.id] = worker
         books.write_worker(worker, S.inactive, reason)
         if event.up:
@@ -77,10 +77,10 @@ class Workers:
         if worker.leaving:
             return
         worker.leaving = True
-        reason = Reason(Code.by_hand, event.why or "it is to go")
+        reason = Reason(ReasonCode.by_hand, event.why or "it is to go")
         self._route_off(worker, reason, event.deadline_s)
 
-    def taken(self, event: e.WorkerTaken) -> None:
+    def taken(self, event: e.WorkerReclaimed) -> None:
         """Given to others, with notice."""
         books = self.books
         worker = known_worker(books.workers, event.worker)
@@ -95,20 +95,24 @@ class Workers:
         worker.taken = True
         left_s = max(0.0, event.deadline - books.rest.now - books.rules.abort_s)
         drain_s = left_s if event.patient else min(left_s, books.rules.drain_s)
-        self._route_off(worker, Reason(Code.taken, event.why), drain_s)
+        self._route_off(worker, Reason(ReasonCode.taken, event.why), drain_s)
         books.look_soon()  # somebody may have to take its place
 
-    def given(self, event: e.WorkerGiven) -> None:
+    def given(self, event: e.WorkerReturned) -> None:
         """May be used again; whatever failed before is forgiven."""
         worker = known_worker(self.books.workers, event.worker)
         worker.taken = worker.out = False
         worker.failures, worker.try_at = 0, None
-        self.books.write_worker(worker, worker.state, Reason(Code.returned, "it may be used again"))
+        self.books.write_worker(worker, worker.state, Reason(ReasonCode.returned, "it may be used again"))
         self.wants_refit(worker)
         if worker.state is S.lost and worker.started and worker.spec.startable and worker.doing is None:
-            self.act(worker, Verb.stop, Reason(Code.returned, "it may be used again; what is left of it goes first"))
+            self.act(
+                worker,
+                WorkerVerb.stop,
+                Reason(ReasonCode.returned, "it may be used again; what is left of it goes first"),
+            )
 
-    def _route_off(self, worker: Worker, reason: Reason, drain_s: float | None) -> None:
+    def _route_off(self, worker: RolloutWorker, reason: Reason, drain_s: float | None) -> None:
         if worker.state in (S.active, S.stale, S.empty, S.suspect):
             self.drain(worker, reason, drain_s)
         elif worker.state is S.draining:
@@ -123,52 +127,54 @@ class Workers:
 
     # ---- draining ----------------------------------------------------------------------------------------------------
 
-    def drain(self, worker: Worker, reason: Reason, drain_s: float | None = None) -> None:
+    def drain(self, worker: RolloutWorker, reason: Reason, drain_s: float | None = None) -> None:
         """Take nothing new; what is left at the deadline is cut and goes elsewhere."""
         books = self.books
         worker.drain_began, worker.drain_cut = books.rest.now, False
         worker.drain_by = books.rest.now + (books.rules.drain_s if drain_s is None else drain_s)
-        if worker.doing is not None and worker.doing.verb in (Verb.probe, Verb.refit):
+        if worker.doing is not None and worker.doing.verb in (WorkerVerb.probe, WorkerVerb.refit):
             worker.doing = None
         self.become(worker, S.draining, reason)
         if worker.paused:
             self.cut_drain(worker)  # what is paused here will not end by itself
         self.settle(worker)
 
-    def call_back(self, worker: Worker, reason: Reason) -> bool:
+    def call_back(self, worker: RolloutWorker, reason: Reason) -> bool:
         """A draining worker serves again. What is being cut goes elsewhere all the same."""
         if worker.state is not S.draining or worker.doing is not None or worker.leaving or worker.taken:
             return False
         if worker.paused:
             return False
         if self.in_refit(worker):
-            self.become(worker, S.stale, Reason(Code.refitting, f"{reason.sentence}; it waits for the refit's end"))
+            self.become(
+                worker, S.stale, Reason(ReasonCode.refitting, f"{reason.sentence}; it waits for the refit's end")
+            )
         elif worker.version is not None and worker.version == self.books.rest.version:
             self.to_active(worker, reason)
         else:
-            self.become(worker, S.stale, Reason(Code.outdated, f"{reason.sentence}; its weights are older"))
+            self.become(worker, S.stale, Reason(ReasonCode.outdated, f"{reason.sentence}; its weights are older"))
             self.wants_refit(worker)
         return True
 
-    def cut_drain(self, worker: Worker) -> None:
+    def cut_drain(self, worker: RolloutWorker) -> None:
         """Its time to drain is over."""
         worker.drain_cut = True
         waited = self.books.rest.now - (worker.drain_began or 0.0)
         if self.requests.may_cut() or worker.paused:
-            self.requests.cut_all(worker, Reason(Code.moved, f"{worker.id} drains, and {waited:.3g} s are over"))
+            self.requests.cut_all(worker, Reason(ReasonCode.moved, f"{worker.id} drains, and {waited:.3g} s are over"))
         if worker.held and not self.requests.may_cut():
             left = f"{counted(len(worker.held), 'request')} after {waited:.3g} s, and cutting them is not trimtab's"
-            self.warn(worker, Reason(Code.node_draining, f"it drains, with {left}"))
+            self.warn(worker, Reason(ReasonCode.node_draining, f"it drains, with {left}"))
         self.books.touch("w", worker.id)
         self.settle(worker)
 
-    def settle(self, worker: Worker) -> None:
+    def settle(self, worker: RolloutWorker) -> None:
         """Something there has ended: go on with whatever waited for it."""
         if worker.state is S.draining and worker.doing is None and self._empty(worker) and not self.in_refit(worker):
             self.put_away(worker)
         self.on_quieter(worker)
 
-    def _empty(self, worker: Worker) -> bool:
+    def _empty(self, worker: RolloutWorker) -> bool:
         """Whether nothing runs there, ours or others'. Old figures are no proof, until the drain's time is over."""
         if worker.held:
             return False
@@ -176,7 +182,7 @@ class Workers:
             return worker.outside == 0
         return worker.drain_cut or not worker.load_asked
 
-    def put_away(self, worker: Worker) -> None:
+    def put_away(self, worker: RolloutWorker) -> None:
         """Nothing runs there: sleep, then stop where it is to go for good. Called until nothing is left to do."""
         books, spec = self.books, worker.spec
         if worker.doing is not None or worker.state in (S.starting, S.active):
@@ -188,17 +194,17 @@ class Workers:
         ours = books.rules.ownership.sleep is Owner.trimtab and (spec.startable or not worker.leaving)
         up = worker.state is S.draining
         if up and spec.can_sleep and ours and not worker.asleep:
-            self.act(worker, Verb.sleep, Reason(Code.asleep, worker.reason.sentence))
+            self.act(worker, WorkerVerb.sleep, Reason(ReasonCode.asleep, worker.reason.sentence))
             return
         if spec.startable and worker.started and (worker.leaving or (up and not worker.asleep and not spec.can_sleep)):
-            self.act(worker, Verb.stop, Reason(worker.reason.code, worker.reason.sentence))
+            self.act(worker, WorkerVerb.stop, Reason(worker.reason.code, worker.reason.sentence))
             return
         if worker.leaving:
             self.forget(worker)
         elif up:
-            self.become(worker, S.inactive, Reason(Code.asleep, f"{worker.reason.sentence}: it is routed off"))
+            self.become(worker, S.inactive, Reason(ReasonCode.asleep, f"{worker.reason.sentence}: it is routed off"))
 
-    def forget(self, worker: Worker) -> None:
+    def forget(self, worker: RolloutWorker) -> None:
         """It is gone for good."""
         books = self.books
         self.requests.lose_all(worker, "it was removed", certain=True)
@@ -208,7 +214,7 @@ class Workers:
 
     # ---- waking and starting -----------------------------------------------------------------------------------------
 
-    def ready(self, worker: Worker) -> bool:
+    def ready(self, worker: RolloutWorker) -> bool:
         """Whether it can be had: nothing is being done to it, and nothing speaks against it."""
         if worker.taken or worker.leaving or worker.out or worker.doing is not None or worker.try_at is not None:
             return False
@@ -220,19 +226,19 @@ class Workers:
             return worker.spec.startable
         return not worker.asleep or self.books.rules.ownership.sleep is Owner.trimtab
 
-    def bring_up(self, worker: Worker, reason: Reason) -> None:
+    def bring_up(self, worker: RolloutWorker, reason: Reason) -> None:
         """Start it, wake it, or route it on, whichever it needs."""
         if not worker.started:
             self.become(worker, S.starting, reason)
             worker.started = True  # from now on there may be something to stop
-            self.act(worker, Verb.start, reason, self.books.rest.version)
+            self.act(worker, WorkerVerb.start, reason, self.books.rest.version)
         elif worker.asleep:
             self.become(worker, S.starting, reason)
-            self.act(worker, Verb.wake, reason)
+            self.act(worker, WorkerVerb.wake, reason)
         else:
             self.woken(worker, None, reason.sentence)
 
-    def arrives(self, worker: Worker, reported: int | None, why: str, *, ours: bool = True) -> None:
+    def arrives(self, worker: RolloutWorker, reported: int | None, why: str, *, ours: bool = True) -> None:
         """A process that was not there before. Its weights are the trainer's only where nobody has trained yet.
 
         Where others started it (`ours` false), a sleep or pause that was on its way may reach it all the same: it
@@ -248,41 +254,41 @@ class Workers:
         if worker.asleep:
             self.put_to_sleep(worker, False, f"{why}, and was asleep when it was last seen")
         elif worker.leaving or worker.taken:
-            self.become(worker, S.stale, Reason(Code.outdated, why))
-            self.drain(worker, Reason(Code.taken, "it is not to serve any more"), 0.0)
+            self.become(worker, S.stale, Reason(ReasonCode.outdated, why))
+            self.drain(worker, Reason(ReasonCode.taken, "it is not to serve any more"), 0.0)
         elif not worker.was_lost and reported == books.rest.version == books.rules.version:
             worker.version = reported
-            self.to_active(worker, Reason(Code.current, f"{why}; version {reported}, as the trainer's"))
+            self.to_active(worker, Reason(ReasonCode.current, f"{why}; version {reported}, as the trainer's"))
         else:
             said = "it reports no version" if reported is None else f"it reports version {reported}"
             sentence = f"{why}; {said}, but nobody has confirmed that it has version {books.rest.version}"
-            self.become(worker, S.stale, Reason(Code.outdated, sentence))
+            self.become(worker, S.stale, Reason(ReasonCode.outdated, sentence))
             self.wants_refit(worker)
 
-    def woken(self, worker: Worker, reported: int | None, why: str) -> None:
+    def woken(self, worker: RolloutWorker, reported: int | None, why: str) -> None:
         """The same process as before, awake."""
         books = self.books
         worker.asleep = False
         if reported is not None and worker.version is not None and reported != worker.version:
             worker.version = None
         if worker.leaving or worker.taken:
-            self.become(worker, S.stale, Reason(Code.outdated, why))
-            self.drain(worker, Reason(Code.taken, "it is not to serve any more"), 0.0)
+            self.become(worker, S.stale, Reason(ReasonCode.outdated, why))
+            self.drain(worker, Reason(ReasonCode.taken, "it is not to serve any more"), 0.0)
         elif worker.version is None and not worker.spec.sleep_keeps_weights:
-            self.become(worker, S.empty, Reason(Code.emptied, f"{why}; its weights were discarded"))
+            self.become(worker, S.empty, Reason(ReasonCode.emptied, f"{why}; its weights were discarded"))
             self.wants_refit(worker)
         elif worker.version is None or worker.version != books.rest.version:
             has = "nobody knows what weights it has" if worker.version is None else f"it has version {worker.version}"
             sentence = f"{why}; {has}, the trainer is at {books.rest.version}"
-            self.become(worker, S.stale, Reason(Code.outdated, sentence))
+            self.become(worker, S.stale, Reason(ReasonCode.outdated, sentence))
             self.wants_refit(worker)
         elif worker.paused:
-            self.become(worker, S.stale, Reason(Code.current, f"{why}; it is resumed before it serves"))
+            self.become(worker, S.stale, Reason(ReasonCode.current, f"{why}; it is resumed before it serves"))
             self.activate(worker)
         else:
-            self.to_active(worker, Reason(Code.current, f"{why}; version {worker.version}, as the trainer's"))
+            self.to_active(worker, Reason(ReasonCode.current, f"{why}; version {worker.version}, as the trainer's"))
 
-    def put_to_sleep(self, worker: Worker, keeps_weights: bool, why: str) -> None:
+    def put_to_sleep(self, worker: RolloutWorker, keeps_weights: bool, why: str) -> None:
         """It is asleep, or as good as: what it needs next is a wake, or its end."""
         worker.asleep = True
         worker.load_until, worker.load_asked = None, False
@@ -291,38 +297,38 @@ class Workers:
         if worker.leaving:
             self.put_away(worker)
         else:
-            self.become(worker, S.inactive, Reason(Code.asleep, why))
+            self.become(worker, S.inactive, Reason(ReasonCode.asleep, why))
 
     # ---- what is done to it ------------------------------------------------------------------------------------------
 
-    def act(self, worker: Worker, verb: Verb, reason: Reason, version: int | None = None) -> None:
+    def act(self, worker: RolloutWorker, verb: WorkerVerb, reason: Reason, version: int | None = None) -> None:
         """Have something done, with a deadline."""
         books = self.books
-        assert verb not in (Verb.sleep, Verb.stop) or not worker.held or worker.state is S.lost, worker.id
+        assert verb not in (WorkerVerb.sleep, WorkerVerb.stop) or not worker.held or worker.state is S.lost, worker.id
         worker.attempt += 1
         deadline = books.rest.now + self._allowed_s(verb)
-        worker.doing = Doing(verb, worker.attempt, books.rest.now, deadline, version)
+        worker.doing = OngoingAction(verb, worker.attempt, books.rest.now, deadline, version)
         worker.try_at = None
-        worker.paused = worker.paused or verb is Verb.pause  # even if nobody confirms it
+        worker.paused = worker.paused or verb is WorkerVerb.pause  # even if nobody confirms it
         books.touch("w", worker.id)
         books.out.append(
-            e.Act(worker.id, worker.attempt, verb, deadline, reason, version, worker.spec.sleep_keeps_weights)
+            e.WorkerAction(worker.id, worker.attempt, verb, deadline, reason, version, worker.spec.sleep_keeps_weights)
         )
 
-    def _allowed_s(self, verb: Verb) -> float:
+    def _allowed_s(self, verb: WorkerVerb) -> float:
         rules = self.books.rules
         return {
-            Verb.start: rules.start_s,
-            Verb.wake: rules.wake_s,
-            Verb.sleep: rules.sleep_s,
-            Verb.stop: rules.stop_s,
-            Verb.pause: rules.pause_s,
-            Verb.resume: rules.pause_s,
-            Verb.refit: rules.refit_s,
-            Verb.probe: rules.probe_s,
+            WorkerVerb.start: rules.start_s,
+            WorkerVerb.wake: rules.wake_s,
+            WorkerVerb.sleep: rules.sleep_s,
+            WorkerVerb.stop: rules.stop_s,
+            WorkerVerb.pause: rules.pause_s,
+            WorkerVerb.resume: rules.pause_s,
+            WorkerVerb.refit: rules.refit_s,
+            WorkerVerb.probe: rules.probe_s,
         }[verb]
 
-    def try_later(self, worker: Worker, why: str) -> None:
+    def try_later(self, worker: RolloutWorker, why: str) -> None:
         """Not at once, and not for ever."""
         rules = self.books.rules
         if worker.id not in self.books.workers:
@@ -330,7 +336,8 @@ class Workers:
         if worker.failures >= rules.tries:
             worker.out = True
             self.warn(
-                worker, Reason(Code.restarts_used, f"{why}; {worker.failures} times in a row, it is not tried again")
+                worker,
+                Reason(ReasonCode.restarts_used, f"{why}; {worker.failures} times in a row, it is not tried again"),
             )
             return
         worker.try_at = self.books.rest.now + rules.back_off_s * 2 ** (worker.failures - 1)
@@ -338,7 +345,7 @@ class Workers:
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
-    def wants_refit(self, worker: Worker) -> None:
+    def wants_refit(self, worker: RolloutWorker) -> None:
         """Where refits are trimtab's, a worker that waits for weights is given them; otherwise the trainer's turn."""
         books = self.books
         if books.rules.ownership.refit is not Owner.trimtab or books.refit is not None:
@@ -346,51 +353,53 @@ class Workers:
         waits = worker.state in (S.stale, S.empty) and books.coming(worker)
         if waits and worker.doing is None and worker.try_at is None:
             version = books.rest.version
-            self.act(worker, Verb.refit, Reason(Code.refitting, f"it needs version {version}"), version)
+            self.act(worker, WorkerVerb.refit, Reason(ReasonCode.refitting, f"it needs version {version}"), version)
 
-    def confirmed(self, worker: Worker, version: int) -> None:
+    def confirmed(self, worker: RolloutWorker, version: int) -> None:
         """It has the trainer's weights: the one way back to ACTIVE from STALE and EMPTY."""
         worker.version, worker.was_lost, worker.failures = version, False, 0
         worker.out = False
         if worker.state is S.empty:
-            self.become(worker, S.stale, Reason(Code.current, f"it has version {version}, and does not serve yet"))
+            self.become(
+                worker, S.stale, Reason(ReasonCode.current, f"it has version {version}, and does not serve yet")
+            )
 
-    def activate(self, worker: Worker) -> None:
+    def activate(self, worker: RolloutWorker) -> None:
         """Serve, resuming first where trimtab paused it."""
         if worker.state not in (S.stale, S.empty) or worker.version != self.books.rest.version:
             return
         if worker.paused:
             if worker.doing is None:
-                self.act(worker, Verb.resume, Reason(Code.current, f"it has version {worker.version}"))
+                self.act(worker, WorkerVerb.resume, Reason(ReasonCode.current, f"it has version {worker.version}"))
             return
-        self.to_active(worker, Reason(Code.current, f"it has version {worker.version}, confirmed"))
+        self.to_active(worker, Reason(ReasonCode.current, f"it has version {worker.version}, confirmed"))
 
-    def refit_failed(self, worker: Worker, why: str) -> None:
+    def refit_failed(self, worker: RolloutWorker, why: str) -> None:
         """It has not got them, and what it has now nobody knows. Out of service until it gets them."""
         worker.version = None
-        self.requests.cut_all(worker, Reason(Code.refit_failed, f"{worker.id}: {why}"))
+        self.requests.cut_all(worker, Reason(ReasonCode.refit_failed, f"{worker.id}: {why}"))
         if worker.state in (S.stale, S.empty):
-            self.books.write_worker(worker, worker.state, Reason(Code.refit_failed, why))
+            self.books.write_worker(worker, worker.state, Reason(ReasonCode.refit_failed, why))
         worker.failures += 1
         if self.books.rules.ownership.refit is Owner.trimtab:
             self.try_later(worker, why)
 
     # ---- transitions -------------------------------------------------------------------------------------------------
 
-    def to_active(self, worker: Worker, reason: Reason) -> None:
+    def to_active(self, worker: RolloutWorker, reason: Reason) -> None:
         """The only way to ACTIVE."""
         assert worker.version is not None, worker.id
         assert worker.version == self.books.rest.version, worker.id
         assert not worker.was_lost, worker.id
-        if worker.doing is not None and worker.doing.verb is Verb.refit:
+        if worker.doing is not None and worker.doing.verb is WorkerVerb.refit:
             worker.doing = None
         self.become(worker, S.active, reason)
 
-    def to_stale(self, worker: Worker, reason: Reason) -> None:
+    def to_stale(self, worker: RolloutWorker, reason: Reason) -> None:
         """The trainer has newer weights."""
         self.become(worker, S.stale, reason)
 
-    def become(self, worker: Worker, state: WorkerState, reason: Reason) -> None:
+    def become(self, worker: RolloutWorker, state: WorkerState, reason: Reason) -> None:
         """Along an edge that exists, with a reason. Its lane opens and closes with it."""
         assert state is worker.state or state in EDGES[worker.state], (worker.id, worker.state, state)
         if state is not S.draining:
@@ -399,7 +408,7 @@ class Workers:
         self.books.write_worker(worker, state, reason)
         self.books.lane(worker)
 
-    def warn(self, worker: Worker, reason: Reason) -> None:
+    def warn(self, worker: RolloutWorker, reason: Reason) -> None:
         """Somebody should know."""
         self.books.out.append(e.Warn(reason, worker.id))
         self.books.write_worker(worker, worker.state, reason)

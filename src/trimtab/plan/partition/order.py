@@ -12,9 +12,9 @@ from itertools import pairwise
 import numpy as np
 
 from trimtab.model.pipeline import Host, Objective, PipelineJob
-from trimtab.plan.partition.paths import Paths
+from trimtab.plan.partition.paths import PathFinder
 from trimtab.plan.partition.reach import candidates
-from trimtab.plan.partition.space import TIE, UNLIMITED, Floats, Space
+from trimtab.plan.partition.space import TIE, UNLIMITED, Floats, PartitionSpace
 
 EFFORT = 1.5e9
 """Steps after which the order is left as it is: some five seconds."""
@@ -24,28 +24,28 @@ ONE_HOST = 20_000
 
 LEAST_ORDERS = 40
 
-Placed = tuple[tuple[int, int, int], ...]
+PlacedStages = tuple[tuple[int, int, int], ...]
 """For each stage its first cut, its last cut and the number of its class (here: of its host)."""
 
 Score = tuple[float, float, int]
 
 
-def lower_bound(space: Space, objective: Objective) -> float:
+def lower_bound(space: PartitionSpace, objective: Objective) -> float:
     """What no schedule can be below: as many of each host as wanted, and no less than an equal share of the work."""
     if objective == "latency":
-        return Paths(space, UNLIMITED).priced(np.zeros(space.classes)).whole
+        return PathFinder(space, UNLIMITED).priced(np.zeros(space.classes)).whole
     values = candidates(space)
     low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2
-        whole = Paths(space, values[middle]).priced(np.zeros(space.classes)).whole
+        whole = PathFinder(space, values[middle]).priced(np.zeros(space.classes)).whole
         low, high = (low, middle) if np.isfinite(whole) else (middle + 1, high)
     steps = np.arange(space.layers)
     work = float(space.seconds[:, steps, steps + 1].min(axis=0).sum())
     return max(float(values[high]) if high < len(values) else np.inf, work / space.most_devices)
 
 
-def improve(space: Space, order: list[int], objective: Objective) -> tuple[Placed, Score] | None:
+def improve(space: PartitionSpace, order: list[int], objective: Objective) -> tuple[PlacedStages, Score] | None:
     """A good schedule of hosts that are each a class of their own, starting from an order of them."""
     best = best_in_order(space, order, objective)
     one = 2 * len(order) * (ONE_HOST + space.layers**2 + space.layers * len(order))
@@ -85,7 +85,7 @@ def _better(a: Score, b: Score) -> bool:
     return False
 
 
-def best_in_order(space: Space, order: list[int], objective: Objective) -> tuple[Placed, Score] | None:
+def best_in_order(space: PartitionSpace, order: list[int], objective: Objective) -> tuple[PlacedStages, Score] | None:
     """The best schedule whose hosts come in this order, and its score: first what is minimised, then the rest."""
     if objective == "latency":
         found = _fold(space, order, UNLIMITED, add=True)
@@ -101,7 +101,7 @@ def best_in_order(space: Space, order: list[int], objective: Objective) -> tuple
     return found, score
 
 
-def _fold(space: Space, order: list[int], bottleneck: float, *, add: bool) -> Placed | None:
+def _fold(space: PartitionSpace, order: list[int], bottleneck: float, *, add: bool) -> PlacedStages | None:
     """Dynamic programming over cuts for hosts in order; costs are added, or the largest counts."""
     layers, size = space.layers, len(order)
     stages = space.most_devices
@@ -143,15 +143,15 @@ def _fold(space: Space, order: list[int], bottleneck: float, *, add: bool) -> Pl
     return tuple(reversed(out))
 
 
-def _bottleneck(space: Space, placed: Placed) -> float:
+def _bottleneck(space: PartitionSpace, placed: PlacedStages) -> float:
     return max(_times(space, placed))
 
 
-def _latency(space: Space, placed: Placed) -> float:
+def _latency(space: PartitionSpace, placed: PlacedStages) -> float:
     return sum(_times(space, placed))
 
 
-def _times(space: Space, placed: Placed) -> list[float]:
+def _times(space: PartitionSpace, placed: PlacedStages) -> list[float]:
     out = [float(space.enter[placed[0][2]]), float(space.leave[placed[-1][2]])]
     out += [float(space.seconds[t, a, b]) for a, b, t in placed]
     out += [float(space.cut[b, t, after[2]]) for (_, b, t), after in pairwise(placed)]

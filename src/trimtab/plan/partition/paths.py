@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.plan.partition.reach import Allowed, Vectors, completable, flags_of
-from trimtab.plan.partition.space import TIE, UNLIMITED, Bools, Floats, Ints, Space
+from trimtab.plan.partition.reach import AllowedCuts, DeviceVectors, completable, flags_of
+from trimtab.plan.partition.space import TIE, UNLIMITED, Bools, Floats, Ints, PartitionSpace
 
 PRICE_ROUNDS = 48
 FIRST_PRICE, FASTER = 0.1, 1.6
@@ -36,13 +36,13 @@ FEW_TO_COMPARE = 64
 BEAM = 64
 """Labels kept at each cut and class where only a good schedule is wanted, not the best."""
 
-Labels = tuple[Ints, Floats]
+PathLabels = tuple[Ints, Floats]
 """Vectors of used devices, each with the least latency up to here."""
 
 Pieces = tuple[tuple[int, int, int], ...]
 """A schedule: for each stage its first cut, its last cut and its class."""
 
-Known = tuple[float, Pieces]
+KnownPath = tuple[float, Pieces]
 """A schedule with its latency."""
 
 
@@ -51,7 +51,7 @@ class TooManyLabels(Exception):  # noqa: N818 - not a fault: it ends one attempt
 
 
 @dataclass(frozen=True)
-class Path:
+class LatencyPath:
     """A schedule with its latency, and whether it is proven the best."""
 
     pieces: Pieces
@@ -61,7 +61,7 @@ class Path:
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedPaths:
     """Least costs when every device costs its class's price: `ready[class, cut]` before a stage on that class begins.
 
     `whole` is the least of a complete path, `used` its devices by class and `pieces` its stages.
@@ -74,10 +74,10 @@ class Priced:
     pieces: Pieces
 
 
-class Paths:
+class PathFinder:
     """Shortest paths of a space in which only what `bottleneck` allows may be used."""
 
-    def __init__(self, space: Space, bottleneck: float) -> None:
+    def __init__(self, space: PartitionSpace, bottleneck: float) -> None:
         self.space = space
         may = space.fits & (space.seconds <= bottleneck)
         cost = np.where(may, space.seconds, np.inf)
@@ -94,7 +94,7 @@ class Paths:
         self.enter = np.where(space.enter <= bottleneck, space.enter, np.inf)
         self.leave = np.where(space.leave <= bottleneck, space.leave, np.inf)
 
-    def priced(self, prices: Floats) -> Priced:
+    def priced(self, prices: Floats) -> PricedPaths:
         """Least priced costs up to every cut, and the path of least priced cost."""
         layers, size = self.space.layers, self.space.classes
         ready = np.full((size, layers + 1), np.inf)
@@ -109,7 +109,7 @@ class Paths:
         whole = float((ended[:, layers] + self.leave).min())
         pieces = self.trace(ready, ended) if np.isfinite(whole) else ()
         used = np.bincount([t for _, _, t in pieces], minlength=size)
-        return Priced(prices, ready, whole, used, pieces)
+        return PricedPaths(prices, ready, whole, used, pieces)
 
     def rests(self, prices: Floats) -> tuple[Floats, Floats]:
         """Least priced costs from each cut to the end: after a stage, and before one begins."""
@@ -149,24 +149,26 @@ class Paths:
         return total
 
 
-def least_latency(space: Space, vectors: Vectors, bottleneck: float, may: Allowed) -> Path | None:
+def least_latency(
+    space: PartitionSpace, vectors: DeviceVectors, bottleneck: float, may: AllowedCuts
+) -> LatencyPath | None:
     """The best schedule among those whose bottleneck is at most this; `None` where there is none."""
-    paths = Paths(space, bottleneck)
+    paths = PathFinder(space, bottleneck)
     free = paths.priced(np.zeros(space.classes))
     if not np.isfinite(free.whole):
         return None
-    searches = _Searches(paths, vectors)
+    searches = _LabelSearches(paths, vectors)
     if (free.used <= np.array(space.counts)).all() and free.used.sum() <= space.most_devices:
         # No limit binds: only ties are left to compare.
         latency = paths.latency(free.pieces)
         ties = searches.run(free, free.whole, latency * (1 + 2 * TIE), MOST_LABELS)
-        return Path((ties or (latency, free.pieces))[1], latency, latency, ties is not None)
+        return LatencyPath((ties or (latency, free.pieces))[1], latency, latency, ties is not None)
     searches.can_finish = completable(space, vectors, may)
     if not any(searches.can_finish[0]):
         return None
     known = searches.run(free, free.whole, np.inf, FEW_LABELS)
     if known is not None:
-        return Path(known[1], known[0], known[0], True)
+        return LatencyPath(known[1], known[0], known[0], True)
     best, bound, known = price(paths, free)
     if known is None or known[0] > bound * (1 + TIE):
         beam = searches.beam(best, bound, BEAM)
@@ -177,11 +179,11 @@ def least_latency(space: Space, vectors: Vectors, bottleneck: float, may: Allowe
         if searches.gave_up:
             break
         if found is not None and found[0] * (1 + TIE) <= threshold:
-            return Path(found[1], found[0], found[0], True)
-    return Path(known[1], known[0], bound, False)
+            return LatencyPath(found[1], found[0], found[0], True)
+    return LatencyPath(known[1], known[0], bound, False)
 
 
-def price(paths: Paths, free: Priced) -> tuple[Priced, float, Known | None]:
+def price(paths: PathFinder, free: PricedPaths) -> tuple[PricedPaths, float, KnownPath | None]:
     """Good prices, the lower bound they prove, and the best schedule within the limits met on the way.
 
     Every price has a step of its own: it grows while the class stays over (or under) its limit, and is halved where
@@ -193,7 +195,7 @@ def price(paths: Paths, free: Priced) -> tuple[Priced, float, Known | None]:
     # The last price is for all devices together.
     prices = np.zeros(space.classes + 1)
     steps = np.full(space.classes + 1, FIRST_PRICE * free.whole / len(free.pieces))
-    known: Known | None = None
+    known: KnownPath | None = None
     before = np.zeros(space.classes + 1)
     for _ in range(PRICE_ROUNDS):
         over = np.append(now.used, now.used.sum()) - limits
@@ -213,10 +215,10 @@ def price(paths: Paths, free: Priced) -> tuple[Priced, float, Known | None]:
     return best, bound, known
 
 
-class _Searches:
+class _LabelSearches:
     """Passes over one space: what they share is made once."""
 
-    def __init__(self, paths: Paths, vectors: Vectors) -> None:
+    def __init__(self, paths: PathFinder, vectors: DeviceVectors) -> None:
         self.paths, self.vectors = paths, vectors
         self.can_finish: list[list[int]] | None = None
         self.gave_up = False
@@ -236,7 +238,7 @@ class _Searches:
         self.least = np.full(vectors.size, np.inf)
         self.marked = np.zeros(vectors.size, dtype=np.bool_)
 
-    def run(self, priced: Priced, bound: float, threshold: float, most_labels: int) -> Known | None:
+    def run(self, priced: PricedPaths, bound: float, threshold: float, most_labels: int) -> KnownPath | None:
         """The best schedule under a threshold, or `None`: there is none, or (then `gave_up`) too many labels pass."""
         self.gave_up = False
         try:
@@ -245,7 +247,7 @@ class _Searches:
             self.gave_up = True
             return None
 
-    def beam(self, priced: Priced, bound: float, width: int) -> Known:
+    def beam(self, priced: PricedPaths, bound: float, width: int) -> KnownPath:
         """A good schedule: at every cut and class only the most promising labels are kept."""
         found = LabelSearch(self, priced, bound, np.inf, MOST_LABELS, width).run()
         # What is kept can be finished, so something always is.
@@ -263,8 +265,8 @@ class LabelSearch:
 
     def __init__(
         self,
-        shared: _Searches,
-        priced: Priced,
+        shared: _LabelSearches,
+        priced: PricedPaths,
         bound: float,
         threshold: float,
         most_labels: int,
@@ -283,12 +285,12 @@ class LabelSearch:
             shape[-1 - t] = -1
             self.prices_of += (np.arange(count + 1) * priced.prices[t]).reshape(shape)
         self.prices_of = self.prices_of.reshape(-1)
-        nothing: Labels = (np.zeros(0, dtype=np.int64), np.zeros(0))
+        nothing: PathLabels = (np.zeros(0, dtype=np.int64), np.zeros(0))
         self.ended = [[nothing] * self.space.classes for _ in range(self.space.layers + 1)]
         self.ready = [[nothing] * self.space.classes for _ in range(self.space.layers + 1)]
         self.held = 0
 
-    def run(self) -> Known | None:
+    def run(self) -> KnownPath | None:
         """The least latency of a complete schedule that was kept, and the schedule."""
         space, classes = self.space, range(self.space.classes)
         starts = self.promising()
@@ -323,7 +325,7 @@ class LabelSearch:
             out.append([listed[at[b] : at[b + 1]] for b in range(self.space.layers + 1)])
         return out
 
-    def beginning(self, b: int, t: int) -> Labels:
+    def beginning(self, b: int, t: int) -> PathLabels:
         """Labels at cut b to which a stage on class t may be added."""
         pieces = []
         rest = self.rest_before[t, b]
@@ -341,7 +343,7 @@ class LabelSearch:
         self.count(len(labels[0]))
         return labels
 
-    def kept(self, labels: Labels, rest: float, b: int, t: int) -> Labels:
+    def kept(self, labels: PathLabels, rest: float, b: int, t: int) -> PathLabels:
         """Those labels whose bound is within the threshold and from which the rest can be placed."""
         codes, costs = labels
         bound = costs + self.prices_of[codes]
@@ -356,7 +358,7 @@ class LabelSearch:
         self.count(len(labels[0]))
         return labels
 
-    def undominated(self, labels: Labels) -> Labels:
+    def undominated(self, labels: PathLabels) -> PathLabels:
         """Without those that another beats or equals with one device less: whatever follows suits that one too."""
         codes, costs = labels
         if len(codes) < FEW_TO_COMPARE:
@@ -377,7 +379,7 @@ class LabelSearch:
         if self.held > self.most_labels:
             raise TooManyLabels
 
-    def merged(self, pieces: list[Labels]) -> Labels:
+    def merged(self, pieces: list[PathLabels]) -> PathLabels:
         """The least cost of every vector, vectors in order."""
         if len(pieces) == 1:
             return pieces[0]
@@ -393,7 +395,7 @@ class LabelSearch:
         marked[codes] = False
         return codes, costs
 
-    def best(self) -> Known | None:
+    def best(self) -> KnownPath | None:
         """The complete schedule of least latency; among equals the one with fewest devices."""
         layers = self.space.layers
         finals = [
@@ -428,7 +430,7 @@ class LabelSearch:
             )
 
 
-def _cost_of(labels: Labels, code: int) -> float:
+def _cost_of(labels: PathLabels, code: int) -> float:
     codes, costs = labels
     at = int(np.searchsorted(codes, code))
     return float(costs[at]) if at < len(codes) and codes[at] == code else np.inf

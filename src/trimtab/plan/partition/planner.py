@@ -16,22 +16,29 @@ from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.model.pipeline import (
     FrontierPoint,
     Host,
-    Limit,
     Objective,
     PartitionAnswer,
     PipelineJob,
+    PipelineLimit,
+    PipelineStage,
     Schedule,
-    Stage,
 )
 from trimtab.plan.partition.order import first_order, improve, lower_bound
-from trimtab.plan.partition.paths import Paths, least_latency
+from trimtab.plan.partition.paths import PathFinder, least_latency
 from trimtab.plan.partition.prices import by_prices
-from trimtab.plan.partition.reach import Vectors, allowed, candidates, fewest_devices, least_bottleneck, vectors_of
+from trimtab.plan.partition.reach import (
+    DeviceVectors,
+    allowed,
+    candidates,
+    fewest_devices,
+    least_bottleneck,
+    vectors_of,
+)
 from trimtab.plan.partition.space import (
     MIB,
     TIE,
     UNLIMITED,
-    Space,
+    PartitionSpace,
     capacity_bytes,
     crossing_bytes,
     host_classes,
@@ -59,7 +66,7 @@ FORWARD_ONLY = "a forward pass: no gradients, optimiser state or 1F1B activation
 
 
 @dataclass(frozen=True)
-class _Found:
+class _FoundSchedule:
     """Stages as cuts and hosts, and what is proven about them."""
 
     pieces: tuple[tuple[int, int, Host], ...]
@@ -109,15 +116,15 @@ def plan_partition(job: PipelineJob, objective: Objective = "throughput", *, fro
     )
 
 
-def _small_enough(space: Space) -> bool:
+def _small_enough(space: PartitionSpace) -> bool:
     size = math.prod(count + 1 for count in space.counts)
     work = float(size) * space.layers * space.classes * (space.classes + 8)
     return work <= MOST_WORK and size * space.layers * space.classes / 4 <= MOST_BYTES
 
 
 def _exact(
-    job: PipelineJob, space: Space, classes: list[list[Host]], objective: Objective, frontier: bool
-) -> _Found | None:
+    job: PipelineJob, space: PartitionSpace, classes: list[list[Host]], objective: Objective, frontier: bool
+) -> _FoundSchedule | None:
     vectors = vectors_of(space)
     least = least_bottleneck(space, vectors) if objective == "throughput" else 0.0
     if least is None:
@@ -130,11 +137,13 @@ def _exact(
     pieces = tuple((a, b, host) for (a, b, _), host in zip(path.pieces, hosts, strict=True))
     points = _frontier(space, vectors) if frontier else ()
     if objective == "latency":
-        return _Found(pieces, path.lower_bound, path.proven, path.proven, EXACT, points)
-    return _Found(pieces, least, True, path.proven, EXACT, points)
+        return _FoundSchedule(pieces, path.lower_bound, path.proven, path.proven, EXACT, points)
+    return _FoundSchedule(pieces, least, True, path.proven, EXACT, points)
 
 
-def _unproven(job: PipelineJob, space: Space, classes: list[list[Host]], objective: Objective) -> _Found | None:
+def _unproven(
+    job: PipelineJob, space: PartitionSpace, classes: list[list[Host]], objective: Objective
+) -> _FoundSchedule | None:
     """The better of two good schedules, with the better of two bounds."""
     best: tuple[float, tuple[tuple[int, int, Host], ...]] | None = None
     placed, bound = by_prices(space, objective)
@@ -153,7 +162,7 @@ def _unproven(job: PipelineJob, space: Space, classes: list[list[Host]], objecti
     if best is None:
         return None
     bound = max(bound, lower_bound(single, objective))
-    return _Found(best[1], min(bound, best[0]), best[0] <= bound * (1 + TIE), False, UNPROVEN)
+    return _FoundSchedule(best[1], min(bound, best[0]), best[0] <= bound * (1 + TIE), False, UNPROVEN)
 
 
 def _score(job: PipelineJob, pieces: tuple[tuple[int, int, Host], ...], objective: Objective) -> float:
@@ -161,7 +170,7 @@ def _score(job: PipelineJob, pieces: tuple[tuple[int, int, Host], ...], objectiv
     return schedule.bottleneck_seconds if objective == "throughput" else schedule.latency_seconds
 
 
-def _frontier(space: Space, vectors: Vectors) -> tuple[FrontierPoint, ...]:
+def _frontier(space: PartitionSpace, vectors: DeviceVectors) -> tuple[FrontierPoint, ...]:
     """The least bottleneck for every number of devices: halving between candidates that need different numbers."""
     values = candidates(space)
     needed: dict[int, int | None] = {}
@@ -201,7 +210,7 @@ def _schedule(job: PipelineJob, pieces: tuple[tuple[int, int, Host], ...]) -> Sc
             sent = transfer_seconds(float(crossing[b]), *join_of(job, links, host, receiver))
         kind = kinds[host.type]
         stages.append(
-            Stage(
+            PipelineStage(
                 host.name,
                 host.type,
                 a + 1,
@@ -219,12 +228,12 @@ def _schedule(job: PipelineJob, pieces: tuple[tuple[int, int, Host], ...]) -> Sc
     return Schedule(tuple(stages), brought)
 
 
-def limits_of(schedule: Schedule) -> tuple[Limit, ...]:
+def limits_of(schedule: Schedule) -> tuple[PipelineLimit, ...]:
     """What takes time in a pipeline, longest first: the first one is what to improve first."""
-    limits = [Limit("transfer", -1, schedule.input_seconds)]
+    limits = [PipelineLimit("transfer", -1, schedule.input_seconds)]
     for index, stage in enumerate(schedule.stages):
-        limits.append(Limit("compute", index, stage.compute_seconds))
-        limits.append(Limit("transfer", index, stage.transfer_seconds))
+        limits.append(PipelineLimit("compute", index, stage.compute_seconds))
+        limits.append(PipelineLimit("transfer", index, stage.transfer_seconds))
     return tuple(sorted((limit for limit in limits if limit.seconds > 0), key=lambda limit: -limit.seconds))
 
 
@@ -257,11 +266,11 @@ def why_not(job: PipelineJob) -> InfeasibleError:
             )
     space = space_of(job, classes)
     endless = np.zeros(space.classes)
-    if not np.isfinite(Paths(space, UNLIMITED).priced(endless).whole):
+    if not np.isfinite(PathFinder(space, UNLIMITED).priced(endless).whole):
         joined = replace(
             space, cut=np.zeros_like(space.cut), enter=np.zeros(space.classes), leave=np.zeros(space.classes)
         )
-        if np.isfinite(Paths(joined, UNLIMITED).priced(endless).whole):
+        if np.isfinite(PathFinder(joined, UNLIMITED).priced(endless).whole):
             mute = sorted(kind.name for kind in job.types if kind.bw_mbps <= 0)
             listed = f" ({', '.join(mute)})" if mute else ""
             return InfeasibleError(

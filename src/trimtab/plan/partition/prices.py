@@ -10,16 +10,16 @@ from __future__ import annotations
 import numpy as np
 
 from trimtab.model.pipeline import Objective
-from trimtab.plan.partition.paths import Paths, Pieces, price
+from trimtab.plan.partition.paths import PathFinder, Pieces, price
 from trimtab.plan.partition.reach import candidates
-from trimtab.plan.partition.space import TIE, UNLIMITED, Space
+from trimtab.plan.partition.space import TIE, UNLIMITED, PartitionSpace
 
 ROUNDS = 60
 EAGER = 0.5
 """How fast the price of a class rises with the share by which it is used too much."""
 
 
-def by_prices(space: Space, objective: Objective) -> tuple[Pieces | None, float]:
+def by_prices(space: PartitionSpace, objective: Objective) -> tuple[Pieces | None, float]:
     """A schedule, if one is met, and a lower bound of what is minimised."""
     if objective == "latency":
         found, bound = _cheapest(space, UNLIMITED)
@@ -48,9 +48,9 @@ def by_prices(space: Space, objective: Objective) -> tuple[Pieces | None, float]
     return (faster if faster is not None else pieces), float(values[low])
 
 
-def _cheapest(space: Space, bottleneck: float) -> tuple[Pieces | None, float]:
+def _cheapest(space: PartitionSpace, bottleneck: float) -> tuple[Pieces | None, float]:
     """A schedule of low latency under a bottleneck, if one is met, and a lower bound of the latency."""
-    paths = Paths(space, bottleneck)
+    paths = PathFinder(space, bottleneck)
     free = paths.priced(np.zeros(space.classes))
     if not np.isfinite(free.whole):
         return None, np.inf
@@ -58,9 +58,9 @@ def _cheapest(space: Space, bottleneck: float) -> tuple[Pieces | None, float]:
     return (known[1] if known is not None else None), bound
 
 
-def _settled(space: Space, bottleneck: float) -> tuple[Pieces | None, bool]:
+def _settled(space: PartitionSpace, bottleneck: float) -> tuple[Pieces | None, bool]:
     """A schedule under a bottleneck, or whether it is proven that there is none."""
-    paths = Paths(space, bottleneck)
+    paths = PathFinder(space, bottleneck)
     for costs in (paths.by_end, paths.by_begin, paths.cut, paths.enter, paths.leave):
         costs[np.isfinite(costs)] = 0.0
     limits = np.array([*space.counts, space.most_devices], dtype=np.float64)

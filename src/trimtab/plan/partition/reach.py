@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.plan.partition.space import Bools, Floats, Space
+from trimtab.plan.partition.space import Bools, Floats, PartitionSpace
 
 
 @dataclass(frozen=True)
-class Vectors:
+class DeviceVectors:
     """How vectors of used devices are numbered: one digit for each class, and what may still grow.
 
     `growing[t]` has the bits of the vectors to which a device of class t can be added.
@@ -30,7 +30,7 @@ class Vectors:
     everything: int
 
 
-def vectors_of(space: Space) -> Vectors:
+def vectors_of(space: PartitionSpace) -> DeviceVectors:
     """The numbering for a space."""
     strides, size = [], 1
     for count in space.counts:
@@ -43,7 +43,7 @@ def vectors_of(space: Space) -> Vectors:
     for t, count in enumerate(space.counts):
         digit = np.broadcast_to(grids[len(space.counts) - 1 - t], [c + 1 for c in reversed(space.counts)]).reshape(-1)
         growing.append(_to_bits(room & (digit < count)))
-    return Vectors(tuple(strides), size, tuple(growing), totals, (1 << size) - 1)
+    return DeviceVectors(tuple(strides), size, tuple(growing), totals, (1 << size) - 1)
 
 
 def _to_bits(flags: Bools) -> int:
@@ -56,7 +56,7 @@ def flags_of(bits: int, size: int) -> npt.NDArray[np.uint8]:
 
 
 @dataclass(frozen=True)
-class Allowed:
+class AllowedCuts:
     """What a bottleneck allows: for each class and cut the cuts at which a stage that ends there may have begun."""
 
     starts: list[list[list[int]]]
@@ -65,7 +65,7 @@ class Allowed:
     leave: list[bool]
 
 
-def allowed(space: Space, bottleneck: float) -> Allowed:
+def allowed(space: PartitionSpace, bottleneck: float) -> AllowedCuts:
     """Stages and transfers that take no longer than this."""
     starts = []
     for t in range(space.classes):
@@ -75,10 +75,10 @@ def allowed(space: Space, bottleneck: float) -> Allowed:
         starts.append([listed[at[b] : at[b + 1]] for b in range(space.layers + 1)])
     passes = space.cut <= bottleneck
     senders = [[np.flatnonzero(passes[j, :, v]).tolist() for v in range(space.classes)] for j in range(space.layers)]
-    return Allowed(starts, senders, (space.enter <= bottleneck).tolist(), (space.leave <= bottleneck).tolist())
+    return AllowedCuts(starts, senders, (space.enter <= bottleneck).tolist(), (space.leave <= bottleneck).tolist())
 
 
-def reached(space: Space, vectors: Vectors, may: Allowed) -> int:
+def reached(space: PartitionSpace, vectors: DeviceVectors, may: AllowedCuts) -> int:
     """The vectors of devices with which all layers can be placed."""
     classes = range(space.classes)
     ready = [[vectors.growing[t] & 1 if may.enter[t] else 0 for t in classes]]
@@ -105,7 +105,7 @@ def reached(space: Space, vectors: Vectors, may: Allowed) -> int:
     return out
 
 
-def completable(space: Space, vectors: Vectors, may: Allowed) -> list[list[int]]:
+def completable(space: PartitionSpace, vectors: DeviceVectors, may: AllowedCuts) -> list[list[int]]:
     """For each cut and class: the vectors, used up to a stage that ends there, with which the rest can be placed."""
     classes = range(space.classes)
     layers = space.layers
@@ -128,14 +128,14 @@ def completable(space: Space, vectors: Vectors, may: Allowed) -> list[list[int]]
     return out
 
 
-def candidates(space: Space) -> Floats:
+def candidates(space: PartitionSpace) -> Floats:
     """Every value that a bottleneck can have, in order."""
     inner = space.cut[1 : space.layers].reshape(-1)
     values = np.concatenate([space.seconds[space.fits], inner, space.enter, space.leave])
     return np.unique(values[np.isfinite(values)])
 
 
-def least_bottleneck(space: Space, vectors: Vectors) -> float | None:
+def least_bottleneck(space: PartitionSpace, vectors: DeviceVectors) -> float | None:
     """The least bottleneck of any schedule, or `None` if there is no schedule at all."""
     values = candidates(space)
     low, high = 0, len(values)
@@ -148,7 +148,7 @@ def least_bottleneck(space: Space, vectors: Vectors) -> float | None:
     return float(values[high]) if high < len(values) else None
 
 
-def fewest_devices(space: Space, vectors: Vectors, may: Allowed) -> int | None:
+def fewest_devices(space: PartitionSpace, vectors: DeviceVectors, may: AllowedCuts) -> int | None:
     """The fewest devices that can hold all layers under what is allowed."""
     found = reached(space, vectors, may)
     if not found:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.model.pipeline import DeviceType, Host, Link, PipelineJob
+from trimtab.model.pipeline import DeviceType, Host, HostLink, PipelineJob
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -27,7 +27,7 @@ UNLIMITED = float(np.finfo(np.float64).max)
 
 
 @dataclass(frozen=True)
-class Joins:
+class ClassLinks:
     """What joins classes: megabits a second and seconds of latency. Rows send, columns receive."""
 
     mbps: Floats
@@ -35,7 +35,7 @@ class Joins:
 
 
 @dataclass(frozen=True)
-class Space:
+class PartitionSpace:
     """The arrays of a job for given classes of hosts.
 
     `seconds[t, a, b]` computing, `fits[t, a, b]` whether it may be used (memory; only a < b), `cut[j, u, v]` sending
@@ -91,12 +91,12 @@ def transfer_seconds(crossing: float, mbps: float, latency: float) -> float:
     return latency + crossing / (mbps * MIB / 8) if mbps > 0 else np.inf
 
 
-def link_table(job: PipelineJob) -> dict[tuple[str, str], Link]:
+def link_table(job: PipelineJob) -> dict[tuple[str, str], HostLink]:
     """Links by host pair, in both directions."""
     return {pair: link for link in job.links for pair in (link.hosts, link.hosts[::-1])}
 
 
-def join_of(job: PipelineJob, links: dict[tuple[str, str], Link], a: Host, b: Host) -> tuple[float, float]:
+def join_of(job: PipelineJob, links: dict[tuple[str, str], HostLink], a: Host, b: Host) -> tuple[float, float]:
     """Megabits a second and latency between two hosts: the stated link, or the slower of their types."""
     link = links.get((a.name, b.name))
     by_type = min(job.type_of(a.name).bw_mbps, job.type_of(b.name).bw_mbps)
@@ -155,18 +155,18 @@ def hosts_for(job: PipelineJob, classes: list[list[Host]], stages: list[int]) ->
     return [chosen[at] if at in chosen else next(unused[t]) for at, t in enumerate(stages)]
 
 
-def _interchangeable(job: PipelineJob, links: dict[tuple[str, str], Link], a: Host, b: Host) -> bool:
+def _interchangeable(job: PipelineJob, links: dict[tuple[str, str], HostLink], a: Host, b: Host) -> bool:
     if not links:
         return True
     others = (h for h in job.hosts if h.name not in (a.name, b.name))
     return all(join_of(job, links, a, h) == join_of(job, links, b, h) for h in others)
 
 
-def space_of(job: PipelineJob, classes: list[list[Host]]) -> Space:
+def space_of(job: PipelineJob, classes: list[list[Host]]) -> PartitionSpace:
     """The arrays of a job, with the joins that the first two members of its classes show."""
     links = link_table(job)
     size = len(classes)
-    joins = Joins(np.zeros((size, size)), np.zeros((size, size)))
+    joins = ClassLinks(np.zeros((size, size)), np.zeros((size, size)))
     for u, senders in enumerate(classes):
         for v, receivers in enumerate(classes):
             # A class of one never sends to itself; what stands there is not used.
@@ -175,7 +175,7 @@ def space_of(job: PipelineJob, classes: list[list[Host]]) -> Space:
     return arrays(job, classes, joins)
 
 
-def arrays(job: PipelineJob, classes: list[list[Host]], joins: Joins) -> Space:
+def arrays(job: PipelineJob, classes: list[list[Host]], joins: ClassLinks) -> PartitionSpace:
     """The arrays of a job for classes that are joined like this."""
     layers, size = job.model.layers, len(classes)
     kinds = {kind.name: kind for kind in job.types}
@@ -195,7 +195,7 @@ def arrays(job: PipelineJob, classes: list[list[Host]], joins: Joins) -> Space:
     ends = [_end(job, classes, host, float(crossing[at])) for host, at in ((job.source, 0), (job.sink, layers))]
     most = min(job.max_devices or layers, layers, sum(len(members) for members in classes))
     counts = tuple(min(len(members), most) for members in classes)
-    return Space(layers, counts, seconds, fits, cut, ends[0], ends[1], most)
+    return PartitionSpace(layers, counts, seconds, fits, cut, ends[0], ends[1], most)
 
 
 def _end(job: PipelineJob, classes: list[list[Host]], name: str | None, crossing: float) -> Floats:

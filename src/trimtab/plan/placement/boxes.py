@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.plan.placement.cost import Option
-from trimtab.plan.placement.simulate import Floats, Shapes
-from trimtab.plan.placement.space import Grouping, GroupTable, Space
+from trimtab.plan.placement.cost import CostOption
+from trimtab.plan.placement.simulate import Floats, GroupingShapes
+from trimtab.plan.placement.space import Grouping, GroupTable, PlanSpace
 
 SMALL = 96
 """A box of so many plans is simulated whole instead of being split further."""
@@ -33,19 +33,19 @@ Box = tuple[int, Indices, Indices]
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundPlan:
     """A plan as the search knows it: sizes and configurations of the groups of a grouping."""
 
     grouping: Grouping
     sizes: tuple[int, ...]
-    options: tuple[tuple[Option, ...], ...]
+    options: tuple[tuple[CostOption, ...], ...]
     seconds: float
 
 
-class Ground:
+class SearchGround:
     """Some groupings of a space, with the bounds and the simulation that a search over them needs."""
 
-    def __init__(self, space: Space, groupings: list[Grouping]) -> None:
+    def __init__(self, space: PlanSpace, groupings: list[Grouping]) -> None:
         self.space = space
         self.groupings = groupings
         self.tables = list({id(table): table for g in groupings for table in g.tables}.values())
@@ -61,7 +61,7 @@ class Ground:
         self.effort_a_plan = units * len(space.order) + 2_000  # the second part is what a plan costs at the least
         self._rows = max(1, min(ROWS, CELLS // units))
         self._base = space.cpu_row
-        self._shapes: Shapes | None = None
+        self._shapes: GroupingShapes | None = None
         self._row_of: dict[int, int] = {}
 
     def _least_seconds(self, table: GroupTable) -> Floats:
@@ -212,7 +212,7 @@ class Ground:
         return seconds
 
     def _add_shapes(self, missing: list[int]) -> None:
-        new = Shapes.stack([self.space.shape(self.groupings[g]) for g in missing])
+        new = GroupingShapes.stack([self.space.shape(self.groupings[g]) for g in missing])
         start = len(self._row_of)
         self._row_of.update({g: start + offset for offset, g in enumerate(missing)})
         self._shapes = new if self._shapes is None else self._shapes.joined(new)
@@ -221,7 +221,7 @@ class Ground:
         """A lower bound on every plan of each box."""
         return self.simulate([(g, high) for g, _, high in boxes])
 
-    def settled(self, g: int, at: Indices, seconds: float) -> Found | None:
+    def settled(self, g: int, at: Indices, seconds: float) -> FoundPlan | None:
         """A plan with its configurations: the fastest combination where memory makes the members choose."""
         grouping = self.groupings[g]
         sizes = tuple(table.sizes[index] for table, index in zip(grouping.tables, at, strict=True))
@@ -229,6 +229,6 @@ class Ground:
             return None
         if any(size in table.contested for table, size in zip(grouping.tables, sizes, strict=True)):
             options, seconds = self.space.best_of(grouping, sizes)
-            return Found(grouping, sizes, options, seconds)
+            return FoundPlan(grouping, sizes, options, seconds)
         ways = [self.space.configurations(t, size) for t, size in zip(grouping.tables, sizes, strict=True)]
-        return Found(grouping, sizes, tuple(way[0] for way in ways), seconds)
+        return FoundPlan(grouping, sizes, tuple(way[0] for way in ways), seconds)

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 
 from trimtab.core.errors import InputError
 from trimtab.model.plan import Alternative, CurrentPlacement, Plan, Sensitivity
-from trimtab.plan.placement.boxes import Found
+from trimtab.plan.placement.boxes import FoundPlan
 from trimtab.plan.placement.infeasible import why_not_apart, why_not_together
 from trimtab.plan.placement.search import search
-from trimtab.plan.placement.simulate import Floats, Shapes, cells_of
-from trimtab.plan.placement.space import Grouping, Members, Space
+from trimtab.plan.placement.simulate import Floats, GroupingShapes, cells_of
+from trimtab.plan.placement.space import Grouping, GroupMembers, PlanSpace
 from trimtab.plan.placement.timeline import to_plan
 
 STEPS_UP = tuple(1 + 0.05 * step for step in range(1, 21))
@@ -29,7 +29,7 @@ def time_text(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if 0 < seconds < 0.9995 else f"{seconds:.1f} s"
 
 
-def runners_up(space: Space, best: Found) -> tuple[Alternative, ...]:
+def runners_up(space: PlanSpace, best: FoundPlan) -> tuple[Alternative, ...]:
     """The best plan of each class to which the chosen one does not belong, and why it loses."""
     everything = space.groupings()
     chosen = to_plan(space, best)
@@ -90,7 +90,7 @@ def _busy(plan: Plan, components: tuple[str, ...]) -> float:
     return sum(c.seconds + c.switch_seconds for c in plan.components if c.name in components)
 
 
-def _why_none(space: Space, label: str) -> str:
+def _why_none(space: PlanSpace, label: str) -> str:
     if space.rules is not None:
         return f"{space.rules.framework} cannot run it, or not on these GPUs"
     if label == "all separate":
@@ -100,11 +100,11 @@ def _why_none(space: Space, label: str) -> str:
     return f"no such plan fits on {space.job.cluster.gpus} GPUs"
 
 
-def near_ties(space: Space, best: Found, noise: float) -> tuple[Plan, ...]:
+def near_ties(space: PlanSpace, best: FoundPlan, noise: float) -> tuple[Plan, ...]:
     """Other groupings whose best plan is within the noise, simplest first."""
     remaining = [g for g in space.groupings() if g.cells != best.grouping.cells]
     ceiling = best.seconds * (1 + noise)
-    ties: list[Found] = []
+    ties: list[FoundPlan] = []
     while remaining and len(ties) < MOST_NEAR_TIES:
         outcome = search(space, remaining, beat=ceiling)
         if outcome.best is None:
@@ -115,7 +115,7 @@ def near_ties(space: Space, best: Found, noise: float) -> tuple[Plan, ...]:
     return tuple(to_plan(space, found) for found in ties)
 
 
-def sensitivity(space: Space, best: Found, noise: float) -> tuple[Sensitivity, ...]:
+def sensitivity(space: PlanSpace, best: FoundPlan, noise: float) -> tuple[Sensitivity, ...]:
     """For each component, the first 5 % step up and down at which another plan is faster by more than the noise."""
     rows = []
     for i, component in enumerate(space.order):
@@ -126,10 +126,10 @@ def sensitivity(space: Space, best: Found, noise: float) -> tuple[Sensitivity, .
 
 
 def _first_change(
-    space: Space, best: Found, component: int, steps: tuple[float, ...], noise: float
+    space: PlanSpace, best: FoundPlan, component: int, steps: tuple[float, ...], noise: float
 ) -> tuple[float | None, str | None]:
     """The first step at which another plan is faster by more than the noise, and that plan."""
-    shapes = Shapes.stack([space.shape(best.grouping)])
+    shapes = GroupingShapes.stack([space.shape(best.grouping)])
 
     def better(factor: float) -> str | None:
         times = plan_times(space, best)
@@ -161,7 +161,7 @@ def _first_change(
     return round(steps[high], 2), becomes
 
 
-def plan_times(space: Space, found: Found) -> Floats:
+def plan_times(space: PlanSpace, found: FoundPlan) -> Floats:
     """The time of every component under a plan, in workflow order."""
     times = space.cpu_row
     for table, options in zip(found.grouping.tables, found.options, strict=True):
@@ -170,7 +170,7 @@ def plan_times(space: Space, found: Found) -> Floats:
     return times
 
 
-def current_plan(space: Space, current: CurrentPlacement, best: Found) -> Alternative:
+def current_plan(space: PlanSpace, current: CurrentPlacement, best: FoundPlan) -> Alternative:
     """The user's placement, checked and predicted; InputError where GPUs do not exist, or overlap and may not."""
     label = "your placement"
     plan = predicted(space, current)
@@ -182,7 +182,7 @@ def current_plan(space: Space, current: CurrentPlacement, best: Found) -> Altern
     return Alternative(label, plan, why_it_loses(plan, chosen))
 
 
-def predicted(space: Space, current: CurrentPlacement) -> Plan | str:
+def predicted(space: PlanSpace, current: CurrentPlacement) -> Plan | str:
     """What a placement takes at the costs of this space, whatever its rules; or why it cannot be."""
     check_current(space, current)
     sets: dict[tuple[int, ...], list[int]] = {}
@@ -192,14 +192,14 @@ def predicted(space: Space, current: CurrentPlacement) -> Plan | str:
             return f"{current.where} does not say where {space.order[i].name} goes"
         sets.setdefault(tuple(sorted(ranks)), []).append(i)
     kind_of = {rank: kind for kind in space.budgets for rank in space.job.cluster.ranks(kind)}
-    groups: list[tuple[Members, tuple[int, ...], str]] = []
+    groups: list[tuple[GroupMembers, tuple[int, ...], str]] = []
     for ranks, sharing in sets.items():
         members = tuple(sorted(sharing))
         kinds = {kind_of[rank] for rank in ranks}
         if len(kinds) > 1:
             return f"{_names(space, members)} would span GPUs of the kinds {sorted(kinds)}"
         groups.append((members, ranks, kinds.pop()))
-    free = Space(space.job)
+    free = PlanSpace(space.job)
     tables = []
     for members, ranks, kind in groups:
         table = free.table(members, kind)
@@ -213,10 +213,10 @@ def predicted(space: Space, current: CurrentPlacement) -> Plan | str:
         for table, (_, ranks, _) in zip(tables, groups, strict=True)
     )
     options, seconds = free.best_of(grouping, sizes)
-    return to_plan(free, Found(grouping, sizes, options, seconds), tuple(ranks for _, ranks, _ in groups))
+    return to_plan(free, FoundPlan(grouping, sizes, options, seconds), tuple(ranks for _, ranks, _ in groups))
 
 
-def check_current(space: Space, current: CurrentPlacement) -> None:
+def check_current(space: PlanSpace, current: CurrentPlacement) -> None:
     """Raise InputError where a placement names GPUs that do not exist, or shares some of its GPUs and may not."""
     total = space.job.cluster.gpus
     placed = list(current.ranks.items())
@@ -246,5 +246,5 @@ def _some(ranks: list[int]) -> str:
     return shown + (" ..." if len(ranks) > 8 else "")
 
 
-def _names(space: Space, members: Iterable[int]) -> str:
+def _names(space: PlanSpace, members: Iterable[int]) -> str:
     return " and ".join(space.order[i].name for i in members)

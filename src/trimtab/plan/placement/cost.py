@@ -50,7 +50,7 @@ def _line(g0: int, s0: float, g1: int, s1: float, gpus: int) -> float:
 
 
 @dataclass(frozen=True)
-class Option:
+class CostOption:
     """One way to run a component inside a group: a variant on a count of GPUs, with its cost and memory per GPU."""
 
     variant: int
@@ -60,7 +60,7 @@ class Option:
     resident_gb: float
     host_gb: float
 
-    def no_worse_than(self, other: Option) -> bool:
+    def no_worse_than(self, other: CostOption) -> bool:
         """Whether it is at least as good as another in every respect."""
         return (
             self.seconds <= other.seconds
@@ -70,7 +70,7 @@ class Option:
         )
 
 
-def ways_to_run(component: Component, cluster: Cluster, kind: str, most_gpus: int) -> tuple[Option, ...]:
+def ways_to_run(component: Component, cluster: Cluster, kind: str, most_gpus: int) -> tuple[CostOption, ...]:
     """Every way to run a component on up to so many GPUs of a kind, in order of count, then variant.
 
     Counts whose active part alone exceeds the GPU's memory are left out.
@@ -85,14 +85,14 @@ def ways_to_run(component: Component, cluster: Cluster, kind: str, most_gpus: in
     return tuple(sorted(found, key=lambda option: (option.gpus, option.variant)))
 
 
-def _variant_options(index: int, variant: Variant, kind: str, most_gpus: int) -> list[Option]:
+def _variant_options(index: int, variant: Variant, kind: str, most_gpus: int) -> list[CostOption]:
     points = variant.points(kind)
     if not points:
         return []
     counts = range(variant.multiple_of, most_gpus + 1, variant.multiple_of) if variant.gpus is None else variant.gpus
     active, resident = variant.memory.active, variant.memory.resident
     return [
-        Option(
+        CostOption(
             variant=index,
             gpus=gpus,
             seconds=seconds_at(points, variant.floor_seconds, gpus, variant.doubling),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from trimtab.core.errors import InfeasibleError
 from trimtab.plan.placement.cost import fits
-from trimtab.plan.placement.space import Members, Space
+from trimtab.plan.placement.space import GroupMembers, PlanSpace
 
 
-def why_infeasible(space: Space) -> InfeasibleError:
+def why_infeasible(space: PlanSpace) -> InfeasibleError:
     """Why no plan exists: the first component that can run nowhere, or what keeps them apart and together."""
     for i in space.on_gpu:
         if not any(space.ways[i, kind].options for kind in space.budgets):
@@ -20,14 +20,14 @@ def why_infeasible(space: Space) -> InfeasibleError:
     )
 
 
-def why_not_apart(space: Space) -> str:
+def why_not_apart(space: PlanSpace) -> str:
     """The GPUs that the components need when each has its own."""
     least = {space.order[i].name: min(space.ways[i, kind].least for kind in space.budgets) for i in space.on_gpu}
     each = ", ".join(f"{name} {gpus}" for name, gpus in least.items())
     return f"needs at least {sum(least.values())} GPUs ({each})"
 
 
-def why_not_together(space: Space, members: Members) -> str:
+def why_not_together(space: PlanSpace, members: GroupMembers) -> str:
     """Why components cannot share GPUs, for the largest group there can be."""
     for kind, most in space.budgets.items():
         gpu_limit, host_limit = space.limits[kind]
@@ -49,7 +49,7 @@ def why_not_together(space: Space, members: Members) -> str:
     return "no count of GPUs suits all of them, or memory forbids it"
 
 
-def _why_nowhere(space: Space, i: int) -> InfeasibleError:
+def _why_nowhere(space: PlanSpace, i: int) -> InfeasibleError:
     component = space.order[i]
     where = f"workflow.components.{component.name}"
     if not any(variant.points(kind) for variant in component.variants for kind in space.budgets):

@@ -25,7 +25,7 @@ from trimtab.plan.placement.simulate import completed
 
 
 @dataclass(frozen=True)
-class Turn:
+class GpuTurn:
     """The GPUs of a group go to one of its components; `offload` are those that have to leave them first."""
 
     component: str
@@ -34,7 +34,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Step:
+class BatchStep:
     """One component takes one batch."""
 
     component: str
@@ -43,7 +43,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Sync:
+class WeightSyncStep:
     """The weights that a component has after an iteration go to the one that receives them."""
 
     source: str
@@ -51,11 +51,11 @@ class Sync:
     iteration: int
 
 
-Act = Turn | Step | Sync
+PlanAction = GpuTurn | BatchStep | WeightSyncStep
 
 
 @dataclass
-class _Role:
+class _ComponentProgress:
     """One component: where it stands in the plan, and how far it is. Batches count from the first iteration on."""
 
     name: str
@@ -72,7 +72,7 @@ class _Role:
     loaded: bool = True  # never false where it does not share
 
 
-class Order:
+class ExecutionOrder:
     """Runs iterations `first` to `last` (`None`: until told to stop) of a workflow under one plan.
 
     Components that share GPUs have to be off them at the beginning, all others on theirs. Before `first` everything
@@ -146,40 +146,40 @@ class Order:
         self.last = last if self.last is None else min(self.last, last)
         return self.last
 
-    def ready(self) -> tuple[Act, ...]:
+    def ready(self) -> tuple[PlanAction, ...]:
         """What may begin now: always the same for the same past, components in workflow order."""
-        acts: list[Act] = []
+        acts: list[PlanAction] = []
         for role in self._roles.values():
             act = self._next(role)
             if act is not None:
                 acts.append(act)
         if self._source is not None and self._target is not None and not self._syncing and self._may_sync():
-            acts.append(Sync(self._source, self._target, self.first + self._synced))
+            acts.append(WeightSyncStep(self._source, self._target, self.first + self._synced))
         return tuple(acts)
 
-    def begin(self, act: Act) -> None:
+    def begin(self, act: PlanAction) -> None:
         """An act has begun. Raises ValueError where it may not."""
         if act not in self.ready():
             raise ValueError(f"{act} may not begin now")
-        if isinstance(act, Sync):
+        if isinstance(act, WeightSyncStep):
             self._syncing = True
-        elif isinstance(act, Turn):
+        elif isinstance(act, GpuTurn):
             self._roles[act.component].turning = True
             for name in act.offload:
                 self._roles[name].loaded = False
         else:
             self._roles[act.component].begun += 1
 
-    def end(self, act: Act) -> None:
+    def end(self, act: PlanAction) -> None:
         """An act has ended. Raises ValueError where it had not begun."""
-        if isinstance(act, Sync):
+        if isinstance(act, WeightSyncStep):
             if not self._syncing or act.iteration != self.first + self._synced:
                 raise ValueError(f"{act} had not begun")
             self._synced += 1
             self._syncing = False
             return
         role = self._roles[act.component]
-        if isinstance(act, Turn):
+        if isinstance(act, GpuTurn):
             if not role.turning or act.iteration != self.first + role.turns:
                 raise ValueError(f"{act} had not begun")
             role.turns += 1
@@ -205,7 +205,7 @@ class Order:
             begun = -(-self._roles[self._target].begun // self.batches)
             assert begun <= self._synced + 1 + self._staleness, f"{self._target} works with weights that are too old"
 
-    def _next(self, role: _Role) -> Act | None:
+    def _next(self, role: _ComponentProgress) -> PlanAction | None:
         """What a component does next, if it may begin now."""
         if role.turning or role.begun > role.ended:
             return None
@@ -215,15 +215,15 @@ class Order:
             if (self.last is not None and iteration > self.last) or not self._open(role, at):
                 return None
             if role.shares and role.turns == at and self._has_to_turn(role):
-                return Turn(role.name, iteration, self._to_offload(role))
+                return GpuTurn(role.name, iteration, self._to_offload(role))
             if not self._weights_allow(role, at):
                 return None
         needed = at * self.batches + min((batch // role.chunk + 1) * role.chunk, self.batches)
         if any(self._roles[parent].ended < needed for parent in role.parents):
             return None
-        return Step(role.name, iteration, batch)
+        return BatchStep(role.name, iteration, batch)
 
-    def _open(self, role: _Role, at: int) -> bool:
+    def _open(self, role: _ComponentProgress, at: int) -> bool:
         """Whether earlier iterations, and whoever has its GPUs before it, let a component into its iteration."""
         allowed = self.most_open if self._staleness else 1
         if at - (self.finished - self.first + 1) >= allowed:
@@ -232,15 +232,15 @@ class Order:
             return self._roles[role.before].ended >= (at + 1) * self.batches
         return self._roles[role.last].ended >= at * self.batches
 
-    def _weights_allow(self, role: _Role, at: int) -> bool:
+    def _weights_allow(self, role: _ComponentProgress, at: int) -> bool:
         if role.name == self._source and self._synced < at:
             return False
         return role.name != self._target or self._synced >= at - self._staleness
 
-    def _has_to_turn(self, role: _Role) -> bool:
+    def _has_to_turn(self, role: _ComponentProgress) -> bool:
         return not role.loaded or not role.same_engine
 
-    def _to_offload(self, role: _Role) -> tuple[str, ...]:
+    def _to_offload(self, role: _ComponentProgress) -> tuple[str, ...]:
         if role.same_engine:
             return ()
         return tuple(name for name in self._members[role.name] if name != role.name and self._roles[name].loaded)
@@ -254,7 +254,7 @@ class Order:
         return all(role.ended >= wanted for role in self._roles.values())
 
 
-def _roles(workflow: Workflow, plan: Plan) -> dict[str, _Role]:
+def _roles(workflow: Workflow, plan: Plan) -> dict[str, _ComponentProgress]:
     """The components of a workflow, in its order, each with its place in the plan."""
     members = {name: group.components for group in plan.groups for name in group.components}
     roles = {}
@@ -262,7 +262,7 @@ def _roles(workflow: Workflow, plan: Plan) -> dict[str, _Role]:
         group = members.get(component.name, (component.name,))
         at = group.index(component.name)
         previous = workflow.component(group[at - 1])
-        roles[component.name] = _Role(
+        roles[component.name] = _ComponentProgress(
             name=component.name,
             parents=component.after,
             chunk=min(component.granularity or workflow.batches, workflow.batches),
@@ -276,15 +276,17 @@ def _roles(workflow: Workflow, plan: Plan) -> dict[str, _Role]:
 
 
 @dataclass(frozen=True)
-class Played:
+class PlayedAction:
     """An act that is over, and when it was."""
 
-    act: Act
+    act: PlanAction
     start_s: float
     end_s: float
 
 
-def play(order: Order, perform: Callable[[Act, float], float], start_s: float = 0.0) -> Iterator[Played]:
+def play(
+    order: ExecutionOrder, perform: Callable[[PlanAction, float], float], start_s: float = 0.0
+) -> Iterator[PlayedAction]:
     """Carry out all acts of an order, one after another, as if they ran side by side; gives each when it ends.
 
     `perform` does an act that begins at a time and says how many seconds that takes. Acts are performed in the order
@@ -292,7 +294,7 @@ def play(order: Order, perform: Callable[[Act, float], float], start_s: float = 
     """
     now = start_s
     numbers = count()
-    running: list[tuple[float, int, float, Act]] = []
+    running: list[tuple[float, int, float, PlanAction]] = []
     while True:
         while acts := order.ready():
             for act in acts:
@@ -304,7 +306,7 @@ def play(order: Order, perform: Callable[[Act, float], float], start_s: float = 
         while running and running[0][0] <= now:
             end_s, _, began_s, act = heapq.heappop(running)
             order.end(act)
-            yield Played(act, began_s, end_s)
+            yield PlayedAction(act, began_s, end_s)
 
 
 def batch_seconds(component: Component, batches: int, seconds: float) -> tuple[float, ...]:
@@ -313,7 +315,7 @@ def batch_seconds(component: Component, batches: int, seconds: float) -> tuple[f
     return tuple(float(one) for one in np.diff(shares) * seconds)
 
 
-def planned_seconds(workflow: Workflow, plan: Plan) -> Callable[[Act], float]:
+def planned_seconds(workflow: Workflow, plan: Plan) -> Callable[[PlanAction], float]:
     """What every act takes by the plan's own figures."""
     switches = {placed.name: placed.switch_seconds for placed in plan.components}
     steps = {
@@ -321,9 +323,9 @@ def planned_seconds(workflow: Workflow, plan: Plan) -> Callable[[Act], float]:
         for placed in plan.components
     }
 
-    def seconds(act: Act) -> float:
-        if isinstance(act, Sync):
+    def seconds(act: PlanAction) -> float:
+        if isinstance(act, WeightSyncStep):
             return plan.sync_seconds
-        return switches[act.component] if isinstance(act, Turn) else steps[act.component][act.batch]
+        return switches[act.component] if isinstance(act, GpuTurn) else steps[act.component][act.batch]
 
     return seconds

@@ -6,24 +6,24 @@ It decides which GPUs each component gets. It never leaves the rules of a framew
 from __future__ import annotations
 
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.model.plan import Alternative, Answer, CurrentPlacement, Plan, Rules
-from trimtab.model.workflow import Job, check_workflow
+from trimtab.model.plan import Alternative, CurrentPlacement, FrameworkRules, PlacementAnswer, Plan
+from trimtab.model.workflow import PlacementJob, check_workflow
 from trimtab.plan.placement.compare import current_plan, near_ties, runners_up, sensitivity, why_it_loses
 from trimtab.plan.placement.infeasible import why_infeasible
 from trimtab.plan.placement.scaling import scaling_of, scaling_text
-from trimtab.plan.placement.search import Outcome, search
-from trimtab.plan.placement.space import Space
+from trimtab.plan.placement.search import SearchOutcome, search
+from trimtab.plan.placement.space import PlanSpace
 from trimtab.plan.placement.timeline import to_plan
 
 NOISE = 0.05
 """Plans closer than this are not told apart by real runs."""
 
 
-def best_plan(job: Job, rules: Rules | None = None) -> tuple[Space, Outcome]:
+def best_plan(job: PlacementJob, rules: FrameworkRules | None = None) -> tuple[PlanSpace, SearchOutcome]:
     """The best plan and its proof, and nothing else: what the search itself costs."""
     check_workflow(job.workflow)
     check_cluster(job)
-    space = Space(job, rules)
+    space = PlanSpace(job, rules)
     outcome = search(space)
     if outcome.best is None:
         raise why_infeasible(space)
@@ -31,15 +31,15 @@ def best_plan(job: Job, rules: Rules | None = None) -> tuple[Space, Outcome]:
 
 
 def explain(
-    space: Space,
-    outcome: Outcome,
+    space: PlanSpace,
+    outcome: SearchOutcome,
     *,
     current: CurrentPlacement | None = None,
     assumptions: tuple[str, ...] = (),
     notes: tuple[str, ...] = (),
     noise: float = NOISE,
     with_sensitivity: bool = True,
-) -> Answer:
+) -> PlacementAnswer:
     """The answer around a best plan: runners-up, near ties, sensitivity, what was assumed.
 
     A plan that is slower than the placement in the file is never the answer: that placement is, then.
@@ -60,13 +60,13 @@ def explain(
             alternatives.append(mine)
     unrestricted = None
     if space.rules is not None:
-        free = Space(space.job)
+        free = PlanSpace(space.job)
         anything = search(free, beat=best.iteration_seconds * (1 - 1e-9)).best
         unrestricted = to_plan(free, anything) if anything else None
         if unrestricted is not None and unrestricted.describe() == best.describe():
             unrestricted = None  # the same placement, on which some component leaves GPUs unused
     scaling = scaling_of(space, best, current)
-    return Answer(
+    return PlacementAnswer(
         best=best,
         lower_bound_seconds=min(outcome.lower_bound, best.iteration_seconds),
         optimal=outcome.optimal and not kept and (scaling is None or scaling.plan is None),
@@ -88,13 +88,15 @@ def explain(
     )
 
 
-def plan_placement(job: Job, rules: Rules | None = None, *, current: CurrentPlacement | None = None) -> Answer:
+def plan_placement(
+    job: PlacementJob, rules: FrameworkRules | None = None, *, current: CurrentPlacement | None = None
+) -> PlacementAnswer:
     """Where every component of a job should go, with everything that explains it."""
     space, outcome = best_plan(job, rules)
     return explain(space, outcome, current=current)
 
 
-def check_cluster(job: Job) -> None:
+def check_cluster(job: PlacementJob) -> None:
     """Raise where the cluster has no GPUs at all, or too few CPUs for any plan."""
     cluster = job.cluster
     if cluster.gpus == 0:
@@ -110,7 +112,7 @@ def check_cluster(job: Job) -> None:
         )
 
 
-def _assumptions(space: Space, plan: Plan, with_streaming: bool) -> tuple[str, ...]:
+def _assumptions(space: PlanSpace, plan: Plan, with_streaming: bool) -> tuple[str, ...]:
     """What the prediction rests on beyond what was measured and stated."""
     said = []
     outside = [c.name for c in plan.components if c.extrapolated]

@@ -11,14 +11,14 @@ from itertools import pairwise
 
 
 @dataclass(frozen=True)
-class Strip:
+class RankStrip:
     """A group to lay out: its size, and the (block, gpus) of its members: blocks of GPUs that want one node."""
 
     size: int
     blocks: tuple[tuple[int, int], ...]
 
 
-def lay_out(strips: tuple[Strip, ...], nodes: tuple[int, ...]) -> tuple[int, ...]:
+def lay_out(strips: tuple[RankStrip, ...], nodes: tuple[int, ...]) -> tuple[int, ...]:
     """First position of each strip on a line of nodes of so many GPUs, with the fewest straddling blocks.
 
     The sizes together fit on the line.
@@ -56,7 +56,7 @@ def lay_out(strips: tuple[Strip, ...], nodes: tuple[int, ...]) -> tuple[int, ...
     return tuple(first[i] for i in range(len(strips)))
 
 
-def _starts(position: int, strip: Strip, edges: list[int], latest: int) -> list[int]:
+def _starts(position: int, strip: RankStrip, edges: list[int], latest: int) -> list[int]:
     """Positions worth trying: here, at the next node, and at the next multiple of its largest block in this node."""
     node = next((edge for edge in edges if edge >= position), position)
     here = max(edge for edge in edges if edge <= position)
@@ -65,7 +65,7 @@ def _starts(position: int, strip: Strip, edges: list[int], latest: int) -> list[
     return sorted({start for start in (position, node, aligned) if position <= start <= latest})
 
 
-def straddles(strip: Strip, start: int, edges: list[int]) -> int:
+def straddles(strip: RankStrip, start: int, edges: list[int]) -> int:
     """How many blocks of a strip at that position lie across more nodes than they must."""
     widest = max(b - a for a, b in pairwise(edges))
     count = 0

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from trimtab.model.plan import CurrentPlacement, Plan, Scaling
-from trimtab.model.workflow import Job, Variant
+from trimtab.model.plan import CurrentPlacement, Plan, ScalingCaveat
+from trimtab.model.workflow import PlacementJob, Variant
 from trimtab.plan.placement.compare import predicted, time_text
 from trimtab.plan.placement.search import TIE, search
-from trimtab.plan.placement.space import Space
+from trimtab.plan.placement.space import PlanSpace
 from trimtab.plan.placement.timeline import to_plan
 
 DOUBLING = 0.8
 """The share of a perfect speed-up that twice the GPUs are taken to give, where nothing was measured."""
 
 
-def measured_once(job: Job) -> tuple[str, ...]:
+def measured_once(job: PlacementJob) -> tuple[str, ...]:
     """The components of which nothing tells how they scale, though they could run on several numbers of GPUs."""
     return tuple(
         component.name
@@ -30,7 +30,7 @@ def measured_once(job: Job) -> tuple[str, ...]:
     )
 
 
-def _measured_once(variant: Variant, job: Job) -> bool:
+def _measured_once(variant: Variant, job: PlacementJob) -> bool:
     if variant.floor_seconds:
         return False
     for kind in job.cluster.kinds:
@@ -40,7 +40,7 @@ def _measured_once(variant: Variant, job: Job) -> bool:
     return False
 
 
-def with_doubling(job: Job, names: Collection[str], doubling: float = DOUBLING) -> Job:
+def with_doubling(job: PlacementJob, names: Collection[str], doubling: float = DOUBLING) -> PlacementJob:
     """The job with these components scaling so, where one point was measured."""
     components = tuple(
         replace(c, variants=tuple(v if v.floor_seconds else replace(v, doubling=doubling) for v in c.variants))
@@ -51,12 +51,12 @@ def with_doubling(job: Job, names: Collection[str], doubling: float = DOUBLING) 
     return replace(job, workflow=replace(job.workflow, components=components))
 
 
-def scaling_of(space: Space, best: Plan, current: CurrentPlacement | None) -> Scaling | None:
+def scaling_of(space: PlanSpace, best: Plan, current: CurrentPlacement | None) -> ScalingCaveat | None:
     """What becomes of the best plan if more GPUs help less; None where that is known of every component."""
     names = measured_once(space.job)
     if not names:
         return None
-    slower = Space(with_doubling(space.job, names), space.rules)
+    slower = PlanSpace(with_doubling(space.job, names), space.rules)
     chosen = _seconds(slower, best)
     found = search(slower).best
     other = to_plan(slower, found) if found is not None else None
@@ -64,16 +64,16 @@ def scaling_of(space: Space, best: Plan, current: CurrentPlacement | None) -> Sc
     if isinstance(mine, Plan) and (other is None or mine.iteration_seconds < other.iteration_seconds * (1 - TIE)):
         other = mine
     if other is None or chosen <= other.iteration_seconds * (1 + TIE) or other.describe() == best.describe():
-        return Scaling(names, DOUBLING, chosen)
-    return Scaling(names, DOUBLING, chosen, other, _deciding(space, best, other, names))
+        return ScalingCaveat(names, DOUBLING, chosen)
+    return ScalingCaveat(names, DOUBLING, chosen, other, _deciding(space, best, other, names))
 
 
-def _deciding(space: Space, best: Plan, other: Plan, names: tuple[str, ...]) -> tuple[str, int] | None:
+def _deciding(space: PlanSpace, best: Plan, other: Plan, names: tuple[str, ...]) -> tuple[str, int] | None:
     """The component whose scaling tells the two plans apart most, and on how many GPUs it is to be measured."""
     lead = _seconds(space, other) - _seconds(space, best)
     shifts: dict[str, float] = {}
     for name in names:
-        alone = Space(with_doubling(space.job, [name]))
+        alone = PlanSpace(with_doubling(space.job, [name]))
         shifts[name] = lead - (_seconds(alone, other) - _seconds(alone, best))
     unsure = [name for name in names if best.placed(name).extrapolated or other.placed(name).extrapolated]
     if not unsure:
@@ -85,7 +85,7 @@ def _deciding(space: Space, best: Plan, other: Plan, names: tuple[str, ...]) -> 
     return name, max(counts, key=lambda gpus: max(gpus / measured, measured / gpus))
 
 
-def _seconds(space: Space, plan: Plan) -> float:
+def _seconds(space: PlanSpace, plan: Plan) -> float:
     """What a plan takes at the costs of a space."""
     ranks = {name: group.gpus for group in plan.groups for name in group.components}
     found = predicted(space, CurrentPlacement(ranks, "the plan"))
@@ -93,7 +93,7 @@ def _seconds(space: Space, plan: Plan) -> float:
     return found.iteration_seconds
 
 
-def scaling_text(scaling: Scaling) -> str:
+def scaling_text(scaling: ScalingCaveat) -> str:
     """The assumption in a sentence."""
     one = f"perfect scaling: {', '.join(scaling.components)} was measured on one number of GPUs only"
     if len(scaling.components) > 1:

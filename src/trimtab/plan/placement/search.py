@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.plan.placement.boxes import ROWS, At, Box, Found, Ground, Indices
+from trimtab.plan.placement.boxes import ROWS, At, Box, FoundPlan, Indices, SearchGround
 from trimtab.plan.placement.simulate import Floats
-from trimtab.plan.placement.space import Grouping, Space
+from trimtab.plan.placement.space import Grouping, PlanSpace
 from trimtab.plan.placement.ties import simplest
 
 TIE = 1e-9
@@ -42,10 +42,10 @@ LEVELS = 48
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SearchOutcome:
     """The best plan, a proven lower bound on every plan, and how many were simulated."""
 
-    best: Found | None
+    best: FoundPlan | None
     lower_bound: float
     considered: int
 
@@ -56,20 +56,20 @@ class Outcome:
 
 
 def search(
-    space: Space,
+    space: PlanSpace,
     groupings: Iterable[Grouping] | None = None,
     *,
     beat: float = np.inf,
     limit: int = EFFORT,
     settle_ties: bool = True,
-) -> Outcome:
+) -> SearchOutcome:
     """The best plan among the groupings (all of the space unless given), if any is faster than `beat` seconds.
 
     `limit` is the effort after which the search gives up the proof and says how far it got.
     """
     asked = list(space.groupings() if groupings is None else groupings)
-    ground = Ground(space, [grouping for grouping in asked if not grouping.spans])
-    hunt = _Hunt(ground, beat, limit)
+    ground = SearchGround(space, [grouping for grouping in asked if not grouping.spans])
+    hunt = _BoxSearch(ground, beat, limit)
     lower_bound = hunt.run()
     best = hunt.best
     if best is not None and settle_ties:
@@ -77,13 +77,13 @@ def search(
         best = simplest(ground, [box for bound, box in hunt.tied if bound <= ceiling], ceiling, 2 * limit) or best
     considered = ground.considered
     if spanning := [grouping for grouping in asked if grouping.spans]:
-        over = Ground(space, spanning)
+        over = SearchGround(space, spanning)
         best = best_spanning(over, min(beat, best.seconds * (1 - TIE) if best else np.inf)) or best
         considered += over.considered
-    return Outcome(best, min(lower_bound, best.seconds) if best else lower_bound, considered)
+    return SearchOutcome(best, min(lower_bound, best.seconds) if best else lower_bound, considered)
 
 
-def best_spanning(ground: Ground, beat: float) -> Found | None:
+def best_spanning(ground: SearchGround, beat: float) -> FoundPlan | None:
     """The best plan with a group over the others, if any is faster: every split of the GPUs below it is tried.
 
     More GPUs never make a plan worse, so the group above has as many as help it, and the last one below what is left.
@@ -95,20 +95,20 @@ def best_spanning(ground: Ground, beat: float) -> Found | None:
             left = ground.space.budgets[last.kind] - sum(t.sizes[at] for t, at in zip(below, some, strict=True))
             if left >= last.sizes[0]:
                 plans.append((g, (*some, bisect_right(last.sizes, left) - 1, len(above.sizes) - 1)))
-    best: Found | None = None
+    best: FoundPlan | None = None
     for (g, at), seconds in zip(plans, ground.simulate(plans), strict=True):
         if seconds < (best.seconds if best else beat):
             best = ground.settled(g, at, float(seconds)) or best
     return best
 
 
-class _Hunt:
+class _BoxSearch:
     """One search: the queue of boxes, the best plan so far, and the least sizes that it implies."""
 
-    def __init__(self, ground: Ground, beat: float, limit: int) -> None:
+    def __init__(self, ground: SearchGround, beat: float, limit: int) -> None:
         self.ground = ground
         self.limit = limit
-        self.best: Found | None = None
+        self.best: FoundPlan | None = None
         self.tied: list[tuple[float, Box]] = []
         """Boxes with nothing better than the best, in which there may be plans as fast, and their bounds."""
         self._beat = beat
@@ -224,7 +224,7 @@ class _Hunt:
             if self.best is before:
                 return
 
-    def _idle(self, found: Found) -> int:
+    def _idle(self, found: FoundPlan) -> int:
         """GPUs that a plan leaves unused, where there is one kind of them."""
         budgets = self.ground.space.budgets
         return sum(budgets.values()) - sum(found.sizes) if len(budgets) == 1 else 0

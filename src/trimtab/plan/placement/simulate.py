@@ -26,7 +26,7 @@ NEVER = -np.inf
 
 
 @dataclass(frozen=True)
-class Shape:
+class GroupingShape:
     """How components share GPUs, in workflow order: all that the simulation needs to know of a grouping.
 
     `before[i]` are the components right before i on any of its GPUs in the same iteration; `after[i]` those that end
@@ -40,7 +40,7 @@ class Shape:
     sync: float
 
 
-def shape_of(order: tuple[Component, ...], workflow: Workflow, cells: Iterable[tuple[int, ...]]) -> Shape:
+def shape_of(order: tuple[Component, ...], workflow: Workflow, cells: Iterable[tuple[int, ...]]) -> GroupingShape:
     """The shape of a placement: each cell holds who takes turns on the same GPUs, as positions in `order`, ascending.
 
     The cells of groups that share no GPUs are the groups. CPU components are in none.
@@ -69,7 +69,7 @@ def shape_of(order: tuple[Component, ...], workflow: Workflow, cells: Iterable[t
         target = next(i for i, c in enumerate(order) if c.name == workflow.weight_sync.target)
         shared = bool(placed[source]) and placed[source] == placed[target]
         sync = workflow.weight_sync.shared_seconds if shared else workflow.weight_sync.separate_seconds
-    return Shape(tuple(map(tuple, before)), tuple(map(tuple, after)), tuple(switch), sync)
+    return GroupingShape(tuple(map(tuple, before)), tuple(map(tuple, after)), tuple(switch), sync)
 
 
 def cells_of(groups: Iterable[tuple[Iterable[int], Iterable[int]]]) -> tuple[tuple[int, ...], ...]:
@@ -82,7 +82,7 @@ def cells_of(groups: Iterable[tuple[Iterable[int], Iterable[int]]]) -> tuple[tup
 
 
 @dataclass(frozen=True)
-class Shapes:
+class GroupingShapes:
     """Shapes of many plans as arrays, one row a plan; `before` and `after` are plans x components x some.
 
     Column n (a component that never ends) stands for none.
@@ -94,22 +94,22 @@ class Shapes:
     sync: Floats
 
     @staticmethod
-    def stack(shapes: list[Shape]) -> Shapes:
+    def stack(shapes: list[GroupingShape]) -> GroupingShapes:
         """One row for each shape."""
-        return Shapes(
+        return GroupingShapes(
             before=_padded([shape.before for shape in shapes]),
             after=_padded([shape.after for shape in shapes]),
             switch=np.array([shape.switch for shape in shapes]),
             sync=np.array([shape.sync for shape in shapes]),
         )
 
-    def take(self, rows: Ints) -> Shapes:
+    def take(self, rows: Ints) -> GroupingShapes:
         """The shapes of some rows, repeated as often as they are named."""
-        return Shapes(self.before[rows], self.after[rows], self.switch[rows], self.sync[rows])
+        return GroupingShapes(self.before[rows], self.after[rows], self.switch[rows], self.sync[rows])
 
-    def joined(self, other: Shapes) -> Shapes:
+    def joined(self, other: GroupingShapes) -> GroupingShapes:
         """These shapes and then the others."""
-        return Shapes(
+        return GroupingShapes(
             _joined(self.before, other.before),
             _joined(self.after, other.after),
             np.concatenate([self.switch, other.switch]),
@@ -132,7 +132,7 @@ def _joined(one: Ints, other: Ints) -> Ints:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _ComponentStep:
     """What the recurrence needs of one component.
 
     Its inputs come in chunks; `inputs_at[k]` are, for parent k, the columns of that parent's ends that its chunks wait
@@ -168,7 +168,7 @@ class Simulator:
         self._source = self._index[sync.source] if sync else -1
         self._target = self._index[sync.target] if sync else -1
 
-    def _make_steps(self, every_unit: bool) -> list[_Step]:
+    def _make_steps(self, every_unit: bool) -> list[_ComponentStep]:
         units = self.units
         sizes = [self._chunk_units(component) for component in self.order]
         starts = [np.arange(0, units, size) for size in sizes]
@@ -184,7 +184,7 @@ class Simulator:
             parents = tuple(self._index[name] for name in component.after)
             chunk = columns[i] // sizes[i]
             steps.append(
-                _Step(
+                _ComponentStep(
                     parents=parents,
                     inputs_at=tuple(np.searchsorted(columns[p], wanted[i]) for p in parents),
                     begin=shares[starts[i]],
@@ -199,19 +199,19 @@ class Simulator:
             return self.units
         return min(component.granularity, self.workflow.batches) // self._unit
 
-    def seconds(self, times: Floats, shapes: Shapes) -> Floats:
+    def seconds(self, times: Floats, shapes: GroupingShapes) -> Floats:
         """Iteration time (with staleness: the steady period) of each plan. `times` is plans x components."""
         if self.workflow.staleness:
             return self._period(times, shapes)
         ends = self._last_ends(times, shapes, shapes.switch)
         return np.asarray(ends.max(axis=1) + shapes.sync)
 
-    def _last_ends(self, times: Floats, shapes: Shapes, gates: Floats) -> Floats:
+    def _last_ends(self, times: Floats, shapes: GroupingShapes, gates: Floats) -> Floats:
         """When each component ends its last batch, if component i may not start before gates[:, i]."""
         traces = _traces(self._steps, times, shapes, gates)
         return np.stack([trace[:, -1] for trace in traces], axis=1)
 
-    def _period(self, times: Floats, shapes: Shapes) -> Floats:
+    def _period(self, times: Floats, shapes: GroupingShapes) -> Floats:
         """The steady period: the largest cycle mean over the gates between iterations.
 
         Gate i is the moment before which component i cannot start for reasons of earlier iterations. Opening one gate
@@ -239,9 +239,9 @@ class Simulator:
         weight[:, size - 1, self._target] = 0.0
         return max_cycle_mean(weight)
 
-    def trace(self, times: Floats, shape: Shape, iterations: int = 1) -> list[list[Floats]]:
+    def trace(self, times: Floats, shape: GroupingShape, iterations: int = 1) -> list[list[Floats]]:
         """Ends of every unit of one plan, for each iteration and component: what a timeline is drawn from."""
-        shapes = Shapes.stack([shape])
+        shapes = GroupingShapes.stack([shape])
         steps = self._make_steps(every_unit=True)
         lag = self.workflow.staleness + 1
         ends: list[Floats] = []
@@ -282,7 +282,7 @@ class Simulator:
         return np.diff(shares) * seconds
 
 
-def _traces(steps: list[_Step], times: Floats, shapes: Shapes, gates: Floats) -> list[Floats]:
+def _traces(steps: list[_ComponentStep], times: Floats, shapes: GroupingShapes, gates: Floats) -> list[Floats]:
     """For each component the ends of its batches (those that somebody asks for), plans x batches."""
     plans, count = times.shape
     rows = np.arange(plans)

@@ -17,13 +17,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.model.plan import Rules
-from trimtab.model.workflow import Job
-from trimtab.plan.placement.cost import MEMORY_TOLERANCE_GB, Option, fits, ways_to_run
-from trimtab.plan.placement.simulate import Floats, Ints, Shape, Shapes, Simulator, shape_of
-from trimtab.plan.placement.spread import Lying, Split, even_splits, spread
+from trimtab.model.plan import FrameworkRules
+from trimtab.model.workflow import PlacementJob
+from trimtab.plan.placement.cost import MEMORY_TOLERANCE_GB, CostOption, fits, ways_to_run
+from trimtab.plan.placement.simulate import Floats, GroupingShape, GroupingShapes, Ints, Simulator, shape_of
+from trimtab.plan.placement.spread import EvenSplit, NodeSpread, even_splits, spread
 
-Members = tuple[int, ...]
+GroupMembers = tuple[int, ...]
 """Positions in workflow order of the components of a group, ascending."""
 
 MAX_CONFIGURATIONS = 2_000
@@ -37,11 +37,11 @@ class GroupTable:
     size stands in `contested`, with the configurations that they can have.
     """
 
-    members: Members
+    members: GroupMembers
     kind: str
     sizes: tuple[int, ...]
     times: Floats
-    contested: Mapping[int, tuple[tuple[Option, ...], ...]]
+    contested: Mapping[int, tuple[tuple[CostOption, ...], ...]]
 
     def scaled(self, component: int, factor: float) -> GroupTable:
         """The same table with one member's times multiplied."""
@@ -73,15 +73,15 @@ class Grouping:
 
     tables: tuple[GroupTable, ...]
     spans: bool = False
-    turns: tuple[Members, ...] | None = None
+    turns: tuple[GroupMembers, ...] | None = None
 
     @property
-    def groups(self) -> tuple[Members, ...]:
+    def groups(self) -> tuple[GroupMembers, ...]:
         """The members of each group."""
         return tuple(table.members for table in self.tables)
 
     @property
-    def cells(self) -> tuple[Members, ...]:
+    def cells(self) -> tuple[GroupMembers, ...]:
         """Who takes turns on the same GPUs."""
         if self.turns is not None:
             return self.turns
@@ -97,11 +97,11 @@ class Grouping:
 
 
 @dataclass
-class Space:
+class PlanSpace:
     """All plans for a job, inside the rules of a framework where there are any."""
 
-    job: Job
-    rules: Rules | None = None
+    job: PlacementJob
+    rules: FrameworkRules | None = None
     truncated: bool = field(default=False, init=False)
     """Whether some configurations were left out because there were too many: then nothing is proven optimal."""
 
@@ -111,10 +111,10 @@ class Space:
         self.budgets = {kind: len(self.job.cluster.ranks(kind)) for kind in self.job.cluster.kinds}
         position = {component.name: i for i, component in enumerate(self.order)}
         # GPU components in file order: the order in which groups and ties are told apart.
-        self.on_gpu: Members = tuple(position[c.name] for c in self.job.workflow.components if not c.on_cpu)
+        self.on_gpu: GroupMembers = tuple(position[c.name] for c in self.job.workflow.components if not c.on_cpu)
         self.cpu_times = {i: c.cpu_seconds for i, c in enumerate(self.order) if c.cpu_seconds is not None}
         self.ways = {
-            (i, kind): Ways(ways_to_run(self.order[i], self.job.cluster, kind, most), most)
+            (i, kind): ComponentOptions(ways_to_run(self.order[i], self.job.cluster, kind, most), most)
             for i in self.on_gpu
             for kind, most in self.budgets.items()
         }
@@ -130,12 +130,12 @@ class Space:
         cluster = self.job.cluster
         self.limits = {k: (cluster.gpu_memory_gb(k), cluster.host_memory_gb_per_gpu(k)) for k in self.budgets}
         self._groupings: tuple[Grouping, ...] | None = None
-        self._tables: dict[tuple[Members, str, tuple[int, ...] | None], GroupTable | None] = {}
+        self._tables: dict[tuple[GroupMembers, str, tuple[int, ...] | None], GroupTable | None] = {}
         self.nodes = {
             kind: tuple(n.gpus for n in self.job.cluster.nodes if n.gpus and n.gpu == kind) for kind in self.budgets
         }
         """The GPUs of each node of a kind."""
-        self._fits: dict[tuple[tuple[Members, ...], tuple[str, ...], tuple[int, ...]], bool] = {}
+        self._fits: dict[tuple[tuple[GroupMembers, ...], tuple[str, ...], tuple[int, ...]], bool] = {}
 
     @property
     def even_nodes(self) -> bool:
@@ -155,7 +155,7 @@ class Space:
 
     def grouping(
         self,
-        groups: tuple[Members, ...],
+        groups: tuple[GroupMembers, ...],
         kinds: tuple[str, ...],
         sizes: tuple[tuple[int, ...] | None, ...] | None = None,
     ) -> Grouping | None:
@@ -186,11 +186,11 @@ class Space:
                 if below is not None and above is not None:
                     yield Grouping((*below.tables, above), spans=True)
 
-    def shape(self, grouping: Grouping) -> Shape:
+    def shape(self, grouping: Grouping) -> GroupingShape:
         """What the simulation needs to know of a grouping."""
         return shape_of(self.order, self.job.workflow, grouping.cells)
 
-    def _partitions(self) -> Iterator[tuple[tuple[Members, ...], tuple[tuple[int, ...] | None, ...] | None]]:
+    def _partitions(self) -> Iterator[tuple[tuple[GroupMembers, ...], tuple[tuple[int, ...] | None, ...] | None]]:
         if self.rules is None:
             for partition in set_partitions(self.on_gpu):
                 yield tuple(tuple(sorted(group)) for group in partition), None
@@ -201,14 +201,14 @@ class Space:
             groups.sort(key=lambda group: min(self.on_gpu.index(i) for i in group[0]))
             yield tuple(members for members, _ in groups), tuple(sizes for _, sizes in groups)
 
-    def table(self, members: Members, kind: str, sizes: tuple[int, ...] | None = None) -> GroupTable | None:
+    def table(self, members: GroupMembers, kind: str, sizes: tuple[int, ...] | None = None) -> GroupTable | None:
         """Sizes and times of a group on a kind of GPU, or None where it cannot run there at all."""
         key = (members, kind, sizes)
         if key not in self._tables:
             self._tables[key] = self._make_table(members, kind, sizes)
         return self._tables[key]
 
-    def _make_table(self, members: Members, kind: str, only: tuple[int, ...] | None) -> GroupTable | None:
+    def _make_table(self, members: GroupMembers, kind: str, only: tuple[int, ...] | None) -> GroupTable | None:
         ways = [self.ways[i, kind] for i in members]
         if not all(way.options for way in ways):
             return None
@@ -217,7 +217,7 @@ class Space:
             sizes = sizes[[self._size_allowed(members, int(g), kind, only) for g in sizes]]
         times = np.stack([way.seconds[sizes] for way in ways], axis=1)
         fit = self._fastest_fit(ways, sizes, kind)
-        contested: dict[int, tuple[tuple[Option, ...], ...]] = {}
+        contested: dict[int, tuple[tuple[CostOption, ...], ...]] = {}
         for row in np.flatnonzero(~fit):
             found = self._configurations([way.front(int(sizes[row])) for way in ways], kind)
             if found:
@@ -237,7 +237,7 @@ class Space:
                 new[at] = True
         return GroupTable(members, kind, tuple(int(g) for g in sizes[new]), times[new], contested)
 
-    def _fastest_fit(self, ways: list[Ways], sizes: Ints, kind: str) -> NDArray[np.bool_]:
+    def _fastest_fit(self, ways: list[ComponentOptions], sizes: Ints, kind: str) -> NDArray[np.bool_]:
         """For each size, whether all members fit in memory when each runs in its fastest way."""
         fit = np.ones(len(sizes), dtype=bool)
         gpu_limit, host_limit = self.limits[kind]
@@ -250,18 +250,18 @@ class Space:
             fit &= host.sum(axis=0) - host.min(axis=0) <= host_limit + MEMORY_TOLERANCE_GB
         return fit
 
-    def best_of(self, grouping: Grouping, sizes: tuple[int, ...]) -> tuple[tuple[tuple[Option, ...], ...], float]:
+    def best_of(self, grouping: Grouping, sizes: tuple[int, ...]) -> tuple[tuple[tuple[CostOption, ...], ...], float]:
         """The fastest configurations of groups of these sizes, and the seconds of that plan."""
         shape = self.shape(grouping)
         ways = [self.configurations(table, size) for table, size in zip(grouping.tables, sizes, strict=True)]
-        best: tuple[tuple[tuple[Option, ...], ...], float] | None = None
+        best: tuple[tuple[tuple[CostOption, ...], ...], float] | None = None
         combinations = itertools.product(*ways)
         while some := list(itertools.islice(combinations, 512)):
             times = np.tile(self.cpu_row, (len(some), 1))
             for line, configurations in zip(times, some, strict=True):
                 for table, options in zip(grouping.tables, configurations, strict=True):
                     line[table.columns] = [option.seconds for option in options]
-            seconds = self.simulator.seconds(times, Shapes.stack([shape] * len(some)))
+            seconds = self.simulator.seconds(times, GroupingShapes.stack([shape] * len(some)))
             winner = int(seconds.argmin())
             if best is None or seconds[winner] < best[1]:
                 best = some[winner], float(seconds[winner])
@@ -273,28 +273,28 @@ class Space:
         """A row of times with only the CPU components filled in."""
         return np.array([self.cpu_times.get(i, 0.0) for i in range(len(self.order))])
 
-    def configurations(self, table: GroupTable, gpus: int) -> tuple[tuple[Option, ...], ...]:
+    def configurations(self, table: GroupTable, gpus: int) -> tuple[tuple[CostOption, ...], ...]:
         """What the members of a group can run at once on so many GPUs, none better than another in every time."""
         found = table.contested.get(gpus)
         return found or (tuple(self.ways[i, table.kind].front(gpus)[0] for i in table.members),)
 
-    def _size_allowed(self, members: Members, gpus: int, kind: str, only: tuple[int, ...] | None) -> bool:
+    def _size_allowed(self, members: GroupMembers, gpus: int, kind: str, only: tuple[int, ...] | None) -> bool:
         if only is not None and gpus not in only:
             return False
         return not self.even_nodes or bool(self.splits(members, gpus, kind))
 
-    def splits(self, members: Members, gpus: int, kind: str) -> tuple[Split, ...]:
+    def splits(self, members: GroupMembers, gpus: int, kind: str) -> tuple[EvenSplit, ...]:
         """The ways in which a group of such a size can lie evenly on nodes."""
         blocks = {variant.multiple_of for i in members for variant in self.order[i].variants}
         return even_splits(gpus, self.nodes[kind], blocks)
 
-    def _configurations(self, fronts: list[list[Option]], kind: str) -> tuple[tuple[Option, ...], ...]:
+    def _configurations(self, fronts: list[list[CostOption]], kind: str) -> tuple[tuple[CostOption, ...], ...]:
         """Option tuples that fit in memory together, none better than another in every time."""
         limits = self.limits[kind]
         if all(len(front) == 1 for front in fronts):
             only = tuple(front[0] for front in fronts)
             return (only,) if _fit_together(only, limits) else ()
-        partial: list[tuple[Option, ...]] = [()]
+        partial: list[tuple[CostOption, ...]] = [()]
         for front in fronts:
             partial = [(*some, option) for some in partial for option in front]
             partial = [some for some in partial if _fit_together(some, limits)]
@@ -304,13 +304,13 @@ class Space:
                 fast = sorted(partial, key=lambda some: sum(o.seconds for o in some))
                 lean = sorted(partial, key=_peak_gb)
                 partial = list(dict.fromkeys(fast[: MAX_CONFIGURATIONS // 2] + lean[: MAX_CONFIGURATIONS // 2]))
-        kept: list[tuple[Option, ...]] = []
+        kept: list[tuple[CostOption, ...]] = []
         for some in sorted(partial, key=lambda some: sum(option.seconds for option in some)):
             if not any(all(a.seconds <= b.seconds for a, b in zip(k, some, strict=True)) for k in kept):
                 kept.append(some)
         return tuple(kept)
 
-    def scaled(self, component: int, factor: float) -> Space:
+    def scaled(self, component: int, factor: float) -> PlanSpace:
         """The same space with one component's times multiplied. Cheap: what does not change is shared."""
         other = copy.copy(self)
         name = self.order[component].name
@@ -342,24 +342,24 @@ class Space:
             self._fits[key] = all(self.lying(grouping, sizes, kind) is not None for kind in self.nodes)
         return self._fits[key]
 
-    def lying(self, grouping: Grouping, sizes: tuple[int, ...], kind: str) -> tuple[Lying, ...] | None:
+    def lying(self, grouping: Grouping, sizes: tuple[int, ...], kind: str) -> tuple[NodeSpread, ...] | None:
         """Where the groups on a kind of GPU lie evenly on its nodes; None where they do not all fit."""
         groups = [(t, size) for t, size in zip(grouping.tables, sizes, strict=True) if t.kind == kind]
         return spread([self.splits(table.members, size, kind) for table, size in groups], self.nodes[kind])
 
 
-class Ways:
+class ComponentOptions:
     """All ways to run one component on a kind of GPU, by the size of its group.
 
     Arrays are indexed by size: the fastest way within that size and what it costs (infinite where there is none).
     """
 
-    def __init__(self, ways: tuple[Option, ...], most: int) -> None:
+    def __init__(self, ways: tuple[CostOption, ...], most: int) -> None:
         self._options = ways
-        self._of: tuple[Ways, float] | None = None  # those that these are a multiple of
-        self._made: dict[int, list[Option]] = {}  # fronts of such
+        self._of: tuple[ComponentOptions, float] | None = None  # those that these are a multiple of
+        self._made: dict[int, list[CostOption]] = {}  # fronts of such
         self.least = ways[0].gpus if ways else most + 1
-        self._fronts: list[list[Option]] = [[]]
+        self._fronts: list[list[CostOption]] = [[]]
         waiting = iter(ways)
         option = next(waiting, None)
         for gpus in range(1, most + 1):
@@ -377,7 +377,7 @@ class Ways:
         self.resident = np.array([o.resident_gb if o else 0.0 for o in fastest])
         self.host = np.array([o.host_gb if o else 0.0 for o in fastest])
 
-    def scaled(self, factor: float) -> Ways:
+    def scaled(self, factor: float) -> ComponentOptions:
         """The same ways, all of them slower or faster. Options are made when they are asked for: few ever are."""
         other = copy.copy(self)
         other.seconds = self.seconds * factor
@@ -385,14 +385,14 @@ class Ways:
         return other
 
     @property
-    def options(self) -> tuple[Option, ...]:
+    def options(self) -> tuple[CostOption, ...]:
         """All of them, in order of count, then variant."""
         if self._of is None:
             return self._options
         before, factor = self._of
         return tuple(_slower(option, factor) for option in before.options)
 
-    def front(self, gpus: int) -> list[Option]:
+    def front(self, gpus: int) -> list[CostOption]:
         """The options within so many GPUs of which none is better than another in every respect, fastest first."""
         if self._of is None:
             return self._fronts[gpus]
@@ -402,16 +402,16 @@ class Ways:
         return self._made[gpus]
 
 
-def _slower(option: Option, factor: float) -> Option:
+def _slower(option: CostOption, factor: float) -> CostOption:
     return replace(option, seconds=option.seconds * factor)
 
 
-def _peak_gb(some: tuple[Option, ...]) -> float:
+def _peak_gb(some: tuple[CostOption, ...]) -> float:
     """The most that any member needs on a GPU beside the others' residents."""
     return sum(o.resident_gb for o in some) + max(o.active_gb - o.resident_gb for o in some)
 
 
-def _fit_together(some: tuple[Option, ...], limits: tuple[float | None, float | None]) -> bool:
+def _fit_together(some: tuple[CostOption, ...], limits: tuple[float | None, float | None]) -> bool:
     """Whether members of one group fit: each one's active part beside the others' residents, and parked on hosts."""
     gpu_limit, host_limit = limits
     if gpu_limit is not None:
@@ -424,7 +424,7 @@ def _fit_together(some: tuple[Option, ...], limits: tuple[float | None, float | 
     return True
 
 
-def set_partitions(items: Members) -> Iterator[list[list[int]]]:
+def set_partitions(items: GroupMembers) -> Iterator[list[list[int]]]:
     """Every partition of the items; groups in order of their first item, fewest groups not first."""
     if not items:
         yield []

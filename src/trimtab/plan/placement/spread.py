@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
-Split = tuple[int, int]
+EvenSplit = tuple[int, int]
 """A number of nodes, and the GPUs on each of them."""
 
-Lying = tuple[tuple[int, int], ...]
+NodeSpread = tuple[tuple[int, int], ...]
 """Where a group lies: (node, GPUs there), ascending in nodes."""
 
 
-def even_splits(size: int, nodes: Sequence[int], blocks: Collection[int] = ()) -> tuple[Split, ...]:
+def even_splits(size: int, nodes: Sequence[int], blocks: Collection[int] = ()) -> tuple[EvenSplit, ...]:
     """The ways to have so many GPUs with the same number on each node, fewest nodes first.
 
     `blocks` are GPUs that belong together: whole ones on each node, or parts where one is larger than any node.
@@ -35,11 +35,11 @@ def even_splits(size: int, nodes: Sequence[int], blocks: Collection[int] = ()) -
     )
 
 
-def spread(splits: Sequence[Sequence[Split]], nodes: Sequence[int]) -> tuple[Lying, ...] | None:
+def spread(splits: Sequence[Sequence[EvenSplit]], nodes: Sequence[int]) -> tuple[NodeSpread, ...] | None:
     """Nodes for groups, each lying in one of its splits, the first preferred; None where they do not all fit."""
     hopeless: set[tuple[int, tuple[int, ...]]] = set()
 
-    def place(group: int, free: tuple[int, ...]) -> tuple[Lying, ...] | None:
+    def place(group: int, free: tuple[int, ...]) -> tuple[NodeSpread, ...] | None:
         if group == len(splits):
             return ()
         state = (group, tuple(sorted(free)))
@@ -57,7 +57,7 @@ def spread(splits: Sequence[Sequence[Split]], nodes: Sequence[int]) -> tuple[Lyi
     return place(0, tuple(nodes))
 
 
-def positions_of(groups: Sequence[Lying], nodes: Sequence[int]) -> list[Sequence[int]]:
+def positions_of(groups: Sequence[NodeSpread], nodes: Sequence[int]) -> list[Sequence[int]]:
     """The GPUs of groups, counted through the nodes; on each node they follow one another."""
     following = [sum(nodes[:node]) for node in range(len(nodes))]
     positions: list[Sequence[int]] = []

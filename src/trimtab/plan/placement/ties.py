@@ -8,12 +8,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-from trimtab.plan.placement.boxes import Box, Found, Ground, Indices
+from trimtab.plan.placement.boxes import Box, FoundPlan, Indices, SearchGround
 
 
-def simplest(ground: Ground, tied: Iterable[Box], ceiling: float, limit: int) -> Found | None:
+def simplest(ground: SearchGround, tied: Iterable[Box], ceiling: float, limit: int) -> FoundPlan | None:
     """The simplest plan within a time; None where the boxes hold none, or none was found within the effort."""
-    winner: Found | None = None
+    winner: FoundPlan | None = None
     for groups, g, low, high in sorted((len(low), g, low, high) for g, low, high in tied):
         if winner is not None and groups > len(winner.sizes):
             break
@@ -22,7 +22,7 @@ def simplest(ground: Ground, tied: Iterable[Box], ceiling: float, limit: int) ->
     return winner
 
 
-def _fewest_gpus(ground: Ground, box: Box, ceiling: float, most: int | None, limit: int) -> Found | None:
+def _fewest_gpus(ground: SearchGround, box: Box, ceiling: float, most: int | None, limit: int) -> FoundPlan | None:
     """The plan of a box with fewest GPUs (at most so many) within a time."""
     queue: list[tuple[int, Box]] = [(ground.gpus(box[0], box[1]), box)]
     while queue and ground.effort < limit:
@@ -50,7 +50,7 @@ def _fewest_gpus(ground: Ground, box: Box, ceiling: float, most: int | None, lim
     return None
 
 
-def _shaved(ground: Ground, box: Box, ceiling: float) -> Box | None:
+def _shaved(ground: SearchGround, box: Box, ceiling: float) -> Box | None:
     """The box with each group's least size raised to what it needs when the others have their most."""
     while True:
         g, low, high = box

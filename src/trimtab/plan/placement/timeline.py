@@ -6,25 +6,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trimtab.model.plan import Bar, Group, Mode, Placed, Plan
-from trimtab.plan.placement.boxes import Found
-from trimtab.plan.placement.cost import Option, is_extrapolated
-from trimtab.plan.placement.ranks import Strip, lay_out
-from trimtab.plan.placement.simulate import Floats, Shape
-from trimtab.plan.placement.space import Space
+from trimtab.model.plan import ComponentGroup, PlacedComponent, PlacementMode, Plan, TimelineBar
+from trimtab.plan.placement.boxes import FoundPlan
+from trimtab.plan.placement.cost import CostOption, is_extrapolated
+from trimtab.plan.placement.ranks import RankStrip, lay_out
+from trimtab.plan.placement.simulate import Floats, GroupingShape
+from trimtab.plan.placement.space import PlanSpace
 from trimtab.plan.placement.spread import positions_of
 
 SHOWN_PERIODS = 2
 """With staleness a timeline shows so many periods of the steady state."""
 
 
-def to_plan(space: Space, found: Found, ranks: tuple[tuple[int, ...], ...] | None = None) -> Plan:
+def to_plan(space: PlanSpace, found: FoundPlan, ranks: tuple[tuple[int, ...], ...] | None = None) -> Plan:
     """The plan with its ranks (laid out unless given), predicted starts and ends, and timeline."""
     grouping = found.grouping
     ranks = ranks or _ranks(space, found)
     order, workflow = space.order, space.job.workflow
     shape = space.shape(grouping)
-    options: dict[int, Option] = {}
+    options: dict[int, CostOption] = {}
     group_of: dict[int, int] = {}
     for number, (table, chosen) in enumerate(zip(grouping.tables, found.options, strict=True)):
         for i, option in zip(table.members, chosen, strict=True):
@@ -58,7 +58,7 @@ def to_plan(space: Space, found: Found, ranks: tuple[tuple[int, ...], ...] | Non
             extrapolated = is_extrapolated(chosen_variant.points(table.kind), option.gpus)
             busy = _mean([occupied[rank] for rank in ranks[number]])
         placed.append(
-            Placed(
+            PlacedComponent(
                 name=component.name,
                 gpus=gpus,
                 variant=variant,
@@ -71,7 +71,7 @@ def to_plan(space: Space, found: Found, ranks: tuple[tuple[int, ...], ...] | Non
             )
         )
     groups = tuple(
-        Group(tuple(order[i].name for i in table.members), gpus, table.kind)
+        ComponentGroup(tuple(order[i].name for i in table.members), gpus, table.kind)
         for table, gpus in zip(grouping.tables, ranks, strict=True)
     )
     working = sum(len(p.gpus) * p.seconds for p in placed)
@@ -94,7 +94,7 @@ def to_plan(space: Space, found: Found, ranks: tuple[tuple[int, ...], ...] | Non
     )
 
 
-def _mode(groups: tuple[Group, ...]) -> Mode:
+def _mode(groups: tuple[ComponentGroup, ...]) -> PlacementMode:
     if len(groups) == 1:
         return "collocated"
     return "disaggregated" if all(len(group.components) == 1 for group in groups) else "hybrid"
@@ -108,7 +108,7 @@ def _share(value: float) -> float:
     return min(1.0, max(0.0, value))
 
 
-def _ranks(space: Space, found: Found) -> tuple[tuple[int, ...], ...]:
+def _ranks(space: PlanSpace, found: FoundPlan) -> tuple[tuple[int, ...], ...]:
     """Ranks of each group, kind by kind."""
     result: list[tuple[int, ...]] = [()] * len(found.sizes)
     side_by_side = range(len(found.sizes) - 1 if found.grouping.spans else len(found.sizes))
@@ -122,7 +122,7 @@ def _ranks(space: Space, found: Found) -> tuple[tuple[int, ...], ...]:
     return tuple(result)
 
 
-def _positions(space: Space, found: Found, kind: str, mine: list[int]) -> list[Sequence[int]]:
+def _positions(space: PlanSpace, found: FoundPlan, kind: str, mine: list[int]) -> list[Sequence[int]]:
     """The GPUs of groups of one kind, counted through its nodes."""
     nodes = space.nodes[kind]
     if space.even_nodes:
@@ -133,14 +133,14 @@ def _positions(space: Space, found: Found, kind: str, mine: list[int]) -> list[S
     for i in mine:
         members = zip(found.grouping.tables[i].members, found.options[i], strict=True)
         blocks = tuple((space.order[m].variants[option.variant].multiple_of, option.gpus) for m, option in members)
-        strips.append(Strip(found.sizes[i], blocks))
+        strips.append(RankStrip(found.sizes[i], blocks))
     starts = lay_out(tuple(strips), nodes)
     return [range(start, start + strip.size) for start, strip in zip(starts, strips, strict=True)]
 
 
 def _draw(
-    space: Space, shape: Shape, times: Floats, period: float
-) -> tuple[list[tuple[float, float]], tuple[Bar, ...], float]:
+    space: PlanSpace, shape: GroupingShape, times: Floats, period: float
+) -> tuple[list[tuple[float, float]], tuple[TimelineBar, ...], float]:
     """Start and end of each component, the bars, and how many seconds they cover."""
     workflow, simulator = space.job.workflow, space.simulator
     units = [simulator.unit_seconds(i, float(t)) for i, t in enumerate(times)]
@@ -163,10 +163,12 @@ def _draw(
         bars += _bars(space, shape, trace, units, traces[t - 1])
         if shape.sync and workflow.weight_sync is not None:
             source = next(i for i, c in enumerate(space.order) if c.name == workflow.weight_sync.source)
-            bars.append(Bar(space.order[source].name, "sync", trace[source][-1], trace[source][-1] + shape.sync))
+            bars.append(
+                TimelineBar(space.order[source].name, "sync", trace[source][-1], trace[source][-1] + shape.sync)
+            )
     width = SHOWN_PERIODS * period
     clipped = [
-        Bar(bar.component, bar.doing, max(bar.start - origin, 0.0), min(bar.end - origin, width))
+        TimelineBar(bar.component, bar.doing, max(bar.start - origin, 0.0), min(bar.end - origin, width))
         for bar in bars
         if bar.end - origin > 1e-12 and bar.start - origin < width
     ]
@@ -178,30 +180,30 @@ def _span(ends: Floats, unit: Floats) -> tuple[float, float]:
 
 
 def _bars(
-    space: Space, shape: Shape, trace: list[Floats], units: list[Floats], previous: list[Floats] | None
-) -> list[Bar]:
+    space: PlanSpace, shape: GroupingShape, trace: list[Floats], units: list[Floats], previous: list[Floats] | None
+) -> list[TimelineBar]:
     """The stretches of one iteration in which each component computes or switches without a break."""
-    bars: list[Bar] = []
+    bars: list[TimelineBar] = []
     for i, (ends, unit) in enumerate(zip(trace, units, strict=True)):
         name = space.order[i].name
         starts = ends - unit
         breaks = np.flatnonzero(starts[1:] > ends[:-1] + 1e-9 * max(1.0, float(ends[-1])))
         first = [0, *(int(at) + 1 for at in breaks)]
         last = [*(int(at) for at in breaks), len(ends) - 1]
-        bars += [Bar(name, "run", float(starts[a]), float(ends[b])) for a, b in zip(first, last, strict=True)]
+        bars += [TimelineBar(name, "run", float(starts[a]), float(ends[b])) for a, b in zip(first, last, strict=True)]
         if shape.switch[i]:
             since = max((float(trace[before][-1]) for before in shape.before[i]), default=0.0)
             if previous is not None:
                 since = max(since, *(float(previous[last][-1]) for last in shape.after[i]), 0.0)
-            bars.append(Bar(name, "switch", since, since + shape.switch[i]))
+            bars.append(TimelineBar(name, "switch", since, since + shape.switch[i]))
     return bars
 
 
-def _sync_bars(space: Space, at: float, seconds: float) -> list[Bar]:
+def _sync_bars(space: PlanSpace, at: float, seconds: float) -> list[TimelineBar]:
     sync = space.job.workflow.weight_sync
     assert sync is not None
-    return [Bar(name, "sync", at, at + seconds) for name in (sync.source, sync.target)]
+    return [TimelineBar(name, "sync", at, at + seconds) for name in (sync.source, sync.target)]
 
 
-def _in_order(bars: list[Bar]) -> list[Bar]:
+def _in_order(bars: list[TimelineBar]) -> list[TimelineBar]:
     return sorted(bars, key=lambda bar: (bar.start, bar.end, bar.component))

@@ -16,9 +16,9 @@ from importlib import resources
 
 from trimtab import __version__
 from trimtab.core.ranks import ranks_text
-from trimtab.model.plan import Answer, Placed, Plan, Sensitivity
+from trimtab.model.plan import PlacedComponent, PlacementAnswer, Plan, Sensitivity
 from trimtab.render.html.kit import timeline
-from trimtab.render.html.kit.chart import Mark
+from trimtab.render.html.kit.chart import ChartMark
 from trimtab.render.html.kit.labels import duration, escape, escape_block, share
 
 # A runner-up many times slower must not squeeze the others into a corner: its chart is cut a little beyond theirs.
@@ -45,7 +45,7 @@ for (const box of document.querySelectorAll(".copy")) {
 
 
 def plan_report(
-    answer: Answer, *, title: str, source: str, block: str, command: str | None, search_seconds: float | None
+    answer: PlacementAnswer, *, title: str, source: str, block: str, command: str | None, search_seconds: float | None
 ) -> str:
     """The report of an answer as HTML.
 
@@ -89,7 +89,7 @@ def page_head(title: str, *, scripts: Sequence[str] = (COPY_SCRIPT,), style: str
     )
 
 
-def _headline(answer: Answer, title: str, source: str) -> str:
+def _headline(answer: PlacementAnswer, title: str, source: str) -> str:
     best = answer.best
     per_hour = 3600 / best.iteration_seconds if best.iteration_seconds > 0 else 0.0
     gap = 1 - answer.lower_bound_seconds / best.iteration_seconds if best.iteration_seconds > 0 else 0.0
@@ -118,7 +118,7 @@ def _headline(answer: Answer, title: str, source: str) -> str:
     )
 
 
-def _scaling(answer: Answer) -> str:
+def _scaling(answer: PlacementAnswer) -> str:
     """The plan for less than perfect scaling beside the chosen one, where it is another."""
     scaling = answer.scaling
     if scaling is None or scaling.plan is None:
@@ -162,7 +162,7 @@ def _chosen(plan: Plan) -> str:
     )
 
 
-def _component(plan: Plan, index: int, placed: Placed) -> str:
+def _component(plan: Plan, index: int, placed: PlacedComponent) -> str:
     group = next((group for group in plan.groups if placed.name in group.components), None)
     if group is None:
         gpus = "CPU"
@@ -190,7 +190,7 @@ def _pictures(
     *,
     keys: tuple[str, ...] = (),
     axis_seconds: float | None = None,
-    mark: Mark | None = None,
+    mark: ChartMark | None = None,
 ) -> str:
     chart = timeline.plan_chart(plan, title, keys=keys, axis_seconds=axis_seconds, marks=(mark,) if mark else ())
     compact = axis_seconds is not None
@@ -215,7 +215,7 @@ def _block(block: str) -> str:
     )
 
 
-def _others(answer: Answer) -> str:
+def _others(answer: PlacementAnswer) -> str:
     best = answer.best
     plans = [alternative.plan for alternative in answer.alternatives if alternative.plan]
     plans += [answer.unrestricted] if answer.unrestricted else []
@@ -250,7 +250,7 @@ def _common_axis(lengths: list[float]) -> float:
     return min(max(lengths), _ROOM_BEYOND * comparable)
 
 
-def _alternatives(answer: Answer, axis: float) -> Iterator[str]:
+def _alternatives(answer: PlacementAnswer, axis: float) -> Iterator[str]:
     for index, alternative in enumerate(answer.alternatives):
         if alternative.plan is None:
             yield (
@@ -270,7 +270,7 @@ def _compared(label: str, reason: str, plan: Plan, best: Plan, prefix: str, axis
         slower = (
             f"{times:.2f}× as long" if times >= 1.005 else f"{share(1 - times)} faster" if times < 0.995 else "equal"
         )
-        versus, mark = f" <small>{slower}</small>", Mark(best.iteration_seconds, "chosen plan")
+        versus, mark = f" <small>{slower}</small>", ChartMark(best.iteration_seconds, "chosen plan")
     keys = tuple(component.name for component in best.components)
     drawn = _pictures(plan, label, prefix, keys=keys, axis_seconds=axis, mark=mark)
     return (
@@ -279,7 +279,7 @@ def _compared(label: str, reason: str, plan: Plan, best: Plan, prefix: str, axis
     )
 
 
-def _near_ties(answer: Answer) -> str:
+def _near_ties(answer: PlacementAnswer) -> str:
     if not answer.near_ties:
         return ""
     best = answer.best.iteration_seconds
@@ -367,7 +367,7 @@ def _assumptions(sentences: tuple[str, ...]) -> str:
     )
 
 
-def _foot(answer: Answer, command: str | None, search_seconds: float | None) -> str:
+def _foot(answer: PlacementAnswer, command: str | None, search_seconds: float | None) -> str:
     took = f" in {duration(search_seconds)}" if search_seconds is not None else ""
     made = f" Made by <code>{escape(command)}</code>." if command else ""
     return (

@@ -20,24 +20,24 @@ from trimtab.render.text import cluster as cluster_text
 from trimtab.runtime.localcluster import gpus
 from trimtab.runtime.localcluster import nodes as local
 from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger
-from trimtab.runtime.localcluster.ray_status import FIRST_ANSWER_S, Watch
+from trimtab.runtime.localcluster.ray_status import FIRST_ANSWER_S, RayViewProcess
 
 LOOK_EVERY_S = 1.0
 GPUS_EVERY_S = 10.0
 LIVE_ANSWER_S = 3.0  # how long a picture waits for Ray; without it, what is known is shown
 
 
-class Look:
+class ClusterStatusLoop:
     """Puts the status of a cluster together, again and again; a process of its own asks Ray."""
 
     def __init__(self, ledger: Ledger, cluster: ClusterRecord) -> None:
         self._ledger = ledger
         self._cluster = cluster
-        self._watch: Watch | None = None
+        self._watch: RayViewProcess | None = None
         self._gpus: Any = None
         self._gpus_at = -math.inf
 
-    def __enter__(self) -> Look:
+    def __enter__(self) -> ClusterStatusLoop:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -50,7 +50,7 @@ class Look:
         try:
             if self._watch is None:
                 local.auth_of(cluster)
-                self._watch = Watch(cluster.address, LOOK_EVERY_S)
+                self._watch = RayViewProcess(cluster.address, LOOK_EVERY_S)
             seen = self._watch.nodes(patience_s)
         except UnreachableError as fault:
             if self._watch is not None and not self._watch.lives:
@@ -75,7 +75,7 @@ class Look:
         """GPUs and who computes on them; asking the driver is slow, so not every time."""
         if time.monotonic() - self._gpus_at > GPUS_EVERY_S:
             here = cluster.head_here or cluster.nodes
-            there = gpus.of_this_machine(cluster.fake_gpus) if here else gpus.Gpus(())
+            there = gpus.of_this_machine(cluster.fake_gpus) if here else gpus.LocalGpus(())
             self._gpus = there, {} if there.fake else gpus.users()
             self._gpus_at = time.monotonic()
         return self._gpus

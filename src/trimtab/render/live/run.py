@@ -23,7 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from trimtab.render.output import err, plain_table
-from trimtab.render.text.run import Story, seconds
+from trimtab.render.text.run import RunNarrator, seconds
 
 LINES_EVERY_S = 0.5  # lines of iterations, where they are shorter than that
 REFRESH_PER_S = 4
@@ -32,10 +32,10 @@ HINT = "Ctrl-C ends it after this iteration, a second one at once"
 ENDING = "it ends after the iteration under way; Ctrl-C once more ends it at once"
 
 
-class Display:
+class RunDisplay:
     """Shows a run from `with` to its end; `heard` is its ear."""
 
-    def __init__(self, title: str, story: Story, *, quiet: bool = False) -> None:
+    def __init__(self, title: str, story: RunNarrator, *, quiet: bool = False) -> None:
         self._title = title
         self.story = story
         self._quiet = quiet
@@ -45,7 +45,7 @@ class Display:
         self._hint = HINT
         self._has_begun = False
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> RunDisplay:
         if not self._quiet and err.is_terminal:
             screen = Console(stderr=True, highlight=False)  # `err` would have long lines cut off in the picture
             self._live = Live(

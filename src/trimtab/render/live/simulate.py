@@ -17,24 +17,24 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from trimtab.render.output import err
 from trimtab.replay.pool.figures import PoolFigures
 from trimtab.replay.pool.runner import run_pool
-from trimtab.replay.pool.scenario import Scenario
-from trimtab.replay.replan.runner import LoopFigures
-from trimtab.replay.replan.scenario import LoopScenario
+from trimtab.replay.pool.scenario import PoolScenario
+from trimtab.replay.replan.runner import ReplanFigures
+from trimtab.replay.replan.scenario import ReplanScenario
 from trimtab.replay.rollout.runner import RolloutFigures, run_rollout
 from trimtab.replay.rollout.scenario import RolloutScenario
 
-Asked = tuple[int, int]  # which policy, which seed
-Further = Callable[[float], None]
-Figures = TypeVar("Figures", PoolFigures, RolloutFigures, LoopFigures)
+RunRequest = tuple[int, int]  # which policy, which seed
+OnProgress = Callable[[float], None]
+Figures = TypeVar("Figures", PoolFigures, RolloutFigures, ReplanFigures)
 
 
 @dataclass(frozen=True)
 class PoolRuns:
     """The runs of a pool scenario."""
 
-    scenario: Scenario
+    scenario: PoolScenario
 
-    def one(self, at: int, seed: int, further: Further | None = None) -> PoolFigures:
+    def one(self, at: int, seed: int, further: OnProgress | None = None) -> PoolFigures:
         """One policy with one seed."""
         return run_pool(self.scenario, self.scenario.policies[at], seed, further)
 
@@ -45,40 +45,40 @@ class RolloutRuns:
 
     scenario: RolloutScenario
 
-    def one(self, at: int, seed: int, further: Further | None = None) -> RolloutFigures:
+    def one(self, at: int, seed: int, further: OnProgress | None = None) -> RolloutFigures:
         """One policy with one seed."""
         return run_rollout(self.scenario, self.scenario.policies[at], seed)
 
 
 @dataclass(frozen=True)
-class _Run(Generic[Figures]):
+class _TimedRun(Generic[Figures]):
     """A run with its time; plain, so that another process can have it."""
 
-    do: Callable[[int, int, Further | None], Figures]
+    do: Callable[[int, int, OnProgress | None], Figures]
 
-    def __call__(self, at: int, seed: int, further: Further | None = None) -> Figures:
+    def __call__(self, at: int, seed: int, further: OnProgress | None = None) -> Figures:
         began = time.perf_counter()
         return replace(self.do(at, seed, further), seconds=time.perf_counter() - began)
 
 
-def pool_runs(scenario: Scenario, jobs: int) -> list[PoolFigures]:
+def pool_runs(scenario: PoolScenario, jobs: int) -> list[PoolFigures]:
     """Every policy with every seed, policy by policy."""
-    return _all(_Run(PoolRuns(scenario).one), [one.name for one in scenario.policies], scenario.seeds, jobs)
+    return _all(_TimedRun(PoolRuns(scenario).one), [one.name for one in scenario.policies], scenario.seeds, jobs)
 
 
 def rollout_runs(scenario: RolloutScenario, jobs: int) -> list[RolloutFigures]:
     """Every policy with every seed, policy by policy."""
-    return _all(_Run(RolloutRuns(scenario).one), [one.name for one in scenario.policies], scenario.seeds, jobs)
+    return _all(_TimedRun(RolloutRuns(scenario).one), [one.name for one in scenario.policies], scenario.seeds, jobs)
 
 
-def loop_runs(scenario: LoopScenario, jobs: int) -> list[LoopFigures]:
+def loop_runs(scenario: ReplanScenario, jobs: int) -> list[ReplanFigures]:
     """Every policy with every seed, policy by policy."""
-    return _all(_Run(scenario.run), [one.name for one in scenario.policies], scenario.seeds, jobs)
+    return _all(_TimedRun(scenario.run), [one.name for one in scenario.policies], scenario.seeds, jobs)
 
 
-def _all(run: _Run[Figures], names: list[str], seeds: tuple[int, ...], jobs: int) -> list[Figures]:
+def _all(run: _TimedRun[Figures], names: list[str], seeds: tuple[int, ...], jobs: int) -> list[Figures]:
     asked = [(at, seed) for at in range(len(names)) for seed in seeds]
-    found: dict[Asked, Figures] = {}
+    found: dict[RunRequest, Figures] = {}
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -95,7 +95,7 @@ def _all(run: _Run[Figures], names: list[str], seeds: tuple[int, ...], jobs: int
 
 
 @dataclass(frozen=True)
-class _Further:
+class _BarProgress:
     """Moves the bar on within a run."""
 
     bar: Progress
@@ -108,15 +108,15 @@ class _Further:
 
 
 def _here(
-    run: _Run[Figures], names: list[str], asked: list[Asked], bar: Progress, task: TaskID
-) -> Iterator[tuple[Asked, Figures]]:
+    run: _TimedRun[Figures], names: list[str], asked: list[RunRequest], bar: Progress, task: TaskID
+) -> Iterator[tuple[RunRequest, Figures]]:
     for number, (at, seed) in enumerate(asked):
-        yield (at, seed), run(at, seed, _Further(bar, task, number, f"{names[at]}, seed {seed}"))
+        yield (at, seed), run(at, seed, _BarProgress(bar, task, number, f"{names[at]}, seed {seed}"))
 
 
-def _apart(run: _Run[Figures], asked: list[Asked], jobs: int) -> Iterator[tuple[Asked, Figures]]:
+def _apart(run: _TimedRun[Figures], asked: list[RunRequest], jobs: int) -> Iterator[tuple[RunRequest, Figures]]:
     with ProcessPoolExecutor(min(jobs, len(asked)), mp_context=get_context("spawn")) as crew:
-        by_run: dict[Future[Figures], Asked] = {crew.submit(run, *one): one for one in asked}
+        by_run: dict[Future[Figures], RunRequest] = {crew.submit(run, *one): one for one in asked}
         try:
             for done in as_completed(by_run):
                 yield by_run[done], done.result()

@@ -11,13 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.core.ranks import ranks_text
-from trimtab.formats.logs.follow import Step
+from trimtab.formats.logs.follow import LoggedStep
 from trimtab.formats.write_back import shell_words
 from trimtab.plan.placement.scaling import DOUBLING
 from trimtab.render.output import out, plain_table
-from trimtab.runtime.advise.analysis import News, Part, Picture
-from trimtab.runtime.advise.engines import EngineSeen
-from trimtab.runtime.advise.follower import Around, Frame
+from trimtab.runtime.advise.analysis import ComponentSummary, FollowEvent, RunPicture
+from trimtab.runtime.advise.engines import EngineSample
+from trimtab.runtime.advise.follower import ClusterSample, FollowFrame
 from trimtab.runtime.advise.replanner import Advice
 
 ENGINES_SHOWN = 12
@@ -27,14 +27,14 @@ NEWS_SHOWN = 8
 # ---- for people ------------------------------------------------------------------------------------------------------
 
 
-def picture(frame: Frame) -> RenderableType:
+def picture(frame: FollowFrame) -> RenderableType:
     """Everything that is known, to be redrawn."""
     parts: list[RenderableType] = [*_known(frame), *_advised(frame.picture)]
     parts.append(Text("\nCtrl-C ends", style="dim"))
     return Group(*parts)
 
 
-def print_text(frame: Frame, history: Sequence[News]) -> None:
+def print_text(frame: FollowFrame, history: Sequence[FollowEvent]) -> None:
     """The whole answer; the overrides come last, ready to copy."""
     for part in _known(frame):
         out.print(part)
@@ -54,7 +54,7 @@ def print_text(frame: Frame, history: Sequence[News]) -> None:
         out.print(part)
 
 
-def lines(frame: Frame) -> Iterator[str]:
+def lines(frame: FollowFrame) -> Iterator[str]:
     """A line for whatever happened, and one for the newest step."""
     for one in frame.news:
         yield from _news_lines(one)
@@ -62,7 +62,7 @@ def lines(frame: Frame) -> Iterator[str]:
         yield _step_line(frame.steps[-1], frame.picture)
 
 
-def _step_line(step: Step, seen: Picture) -> str:
+def _step_line(step: LoggedStep, seen: RunPicture) -> str:
     total = f"{seen.step_s:.1f} s a step" if seen.step_s is not None else "no total yet"
     extra = f", with {', '.join(step.extra)}" if step.extra else ""
     stands = f"no advice ({seen.reason.code.value})"
@@ -71,7 +71,7 @@ def _step_line(step: Step, seen: Picture) -> str:
     return f"step {step.number}{extra}: {total} lately; {stands}"
 
 
-def _news_lines(one: News) -> Iterator[str]:
+def _news_lines(one: FollowEvent) -> Iterator[str]:
     yield _told(one)
     if one.advice is not None and one.what in ("advised", "changed"):
         yield f"  {_gain(one.advice)}"
@@ -79,13 +79,13 @@ def _news_lines(one: News) -> Iterator[str]:
             yield f"  {word}"
 
 
-def _told(one: News) -> str:
+def _told(one: FollowEvent) -> str:
     words = {"advised": "advice", "changed": "other advice", "withdrawn": "the advice is void",
              "stands again": "advice that was given before holds again"}  # fmt: skip
     return f"step {one.step}: {words.get(one.what, one.what)}: {one.sentence}"
 
 
-def _known(frame: Frame) -> list[RenderableType]:
+def _known(frame: FollowFrame) -> list[RenderableType]:
     seen = frame.picture
     total = f"; a step takes [bold]{seen.step_s:.1f} s[/]" if seen.step_s is not None else ""
     at = f", the last is {seen.newest}" if seen.newest is not None else ""
@@ -99,7 +99,7 @@ def _known(frame: Frame) -> list[RenderableType]:
     return parts
 
 
-def _table(seen: Picture) -> Table:
+def _table(seen: RunPicture) -> Table:
     table = plain_table()
     table.add_column("component", no_wrap=True)
     for heading in ("GPUs", "seconds", "of the step", "spread", "drift"):
@@ -120,18 +120,18 @@ def _table(seen: Picture) -> Table:
     return table
 
 
-def gpus_text(part: Part) -> str:
+def gpus_text(part: ComponentSummary) -> str:
     """How many GPUs a component has."""
     return "" if part.gpus is None else str(part.gpus or "CPU")
 
 
-def _mark(part: Part) -> str:
+def _mark(part: ComponentSummary) -> str:
     if part.wait is not None:
         return f"a wait, no cost: {part.wait}"
     return "has drifted" if part.drifted else ""
 
 
-def _sentences(seen: Picture) -> Iterator[str]:
+def _sentences(seen: RunPicture) -> Iterator[str]:
     if seen.length is not None:
         drift = "" if seen.length_drift is None else f", {seen.length_drift:+.0%} since the beginning"
         yield f"answers: {seen.length:,.0f} tokens in the mean{drift}"
@@ -148,7 +148,7 @@ def _sentences(seen: Picture) -> Iterator[str]:
         yield f"GPUs are idle for {seen.idle:.0%} of their time"
 
 
-def _around(around: Around) -> list[RenderableType]:
+def _around(around: ClusterSample) -> list[RenderableType]:
     found: list[RenderableType] = []
     if around.engines:
         found += [Text(), _engines(around.engines)]
@@ -167,7 +167,7 @@ def _around(around: Around) -> list[RenderableType]:
     return found
 
 
-def _engines(engines: Sequence[EngineSeen]) -> Table:
+def _engines(engines: Sequence[EngineSample]) -> Table:
     table = plain_table()
     table.add_column("engine", no_wrap=True)
     for heading in ("running", "waiting", "cache", "tokens/s"):
@@ -184,7 +184,7 @@ def _engines(engines: Sequence[EngineSeen]) -> Table:
     return table
 
 
-def _advised(seen: Picture) -> list[RenderableType]:
+def _advised(seen: RunPicture) -> list[RenderableType]:
     advice = seen.advice
     if advice is None:
         return [
@@ -227,7 +227,7 @@ def _count(number: float | None) -> str:
 # ---- for programs ----------------------------------------------------------------------------------------------------
 
 
-def as_data(frame: Frame, history: Sequence[News]) -> dict[str, Any]:
+def as_data(frame: FollowFrame, history: Sequence[FollowEvent]) -> dict[str, Any]:
     """The answer as plain data: what `--format json` and `yaml` print."""
     seen = frame.picture
     return {
@@ -251,7 +251,7 @@ def as_data(frame: Frame, history: Sequence[News]) -> dict[str, Any]:
     }
 
 
-def events(frame: Frame) -> Iterator[dict[str, Any]]:
+def events(frame: FollowFrame) -> Iterator[dict[str, Any]]:
     """What is new in a frame, one object for each."""
     for step in frame.steps:
         yield {
@@ -265,7 +265,7 @@ def events(frame: Frame) -> Iterator[dict[str, Any]]:
         yield {"event": one.what.replace(" ", "_"), **_news_data(one)}
 
 
-def _part_data(part: Part) -> dict[str, Any]:
+def _part_data(part: ComponentSummary) -> dict[str, Any]:
     return {
         "gpus": part.gpus,
         "seconds": part.seconds,
@@ -300,7 +300,7 @@ def _advice_data(advice: Advice) -> dict[str, Any]:
     }
 
 
-def _news_data(one: News) -> dict[str, Any]:
+def _news_data(one: FollowEvent) -> dict[str, Any]:
     return {
         "what": one.what,
         "step": one.step,
@@ -310,7 +310,7 @@ def _news_data(one: News) -> dict[str, Any]:
     }
 
 
-def _around_data(around: Around) -> dict[str, Any]:
+def _around_data(around: ClusterSample) -> dict[str, Any]:
     nodes = around.nodes
     return {
         "engines": [

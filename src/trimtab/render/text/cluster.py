@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.render.output import out, plain_table
-from trimtab.runtime.localcluster.gpus import Gpus, in_short
-from trimtab.runtime.localcluster.ledger import ClusterRecord, NodeRecord, Phase
-from trimtab.runtime.localcluster.ray_status import Holder, RayNode
+from trimtab.runtime.localcluster.gpus import LocalGpus, in_short
+from trimtab.runtime.localcluster.ledger import ClusterRecord, NodePhase, NodeRecord
+from trimtab.runtime.localcluster.ray_status import RayHolder, RayNode
 
 Data = Mapping[str, Any]
 COLOURS = {"running": "green", "starting": "cyan", "draining": "yellow", "ending": "yellow", "not in Ray": "red"}
@@ -27,7 +27,7 @@ COLOURS = {"running": "green", "starting": "cyan", "draining": "yellow", "ending
 def status_data(
     cluster: ClusterRecord,
     seen: Sequence[RayNode] | None,
-    gpus: Gpus,
+    gpus: LocalGpus,
     users: Mapping[str, Sequence[int]],
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def status_data(
         "ended": [
             {"name": node.name, "gpus": list(node.gpus), "cause": node.cause, "at": node.since}
             for node in cluster.nodes
-            if node.phase is Phase.ended
+            if node.phase is NodePhase.ended
         ],
         "notes": list(notes),
     }
@@ -144,7 +144,7 @@ def change_lines(before: Data | None, now: Data) -> list[str]:
 
 def _our_node(node: NodeRecord, seen: RayNode | None, looked: bool) -> dict[str, Any]:
     state = node.phase.value
-    if node.phase is Phase.running and looked:
+    if node.phase is NodePhase.running and looked:
         state = "not in Ray" if seen is None else "draining" if seen.draining else "running"
     deadline = node.deadline or (seen.deadline if seen else None)
     return {
@@ -197,7 +197,7 @@ def _held(seen: RayNode | None) -> dict[str, Any]:
     }
 
 
-def _worth_showing(holders: Iterable[Holder]) -> list[Holder]:
+def _worth_showing(holders: Iterable[RayHolder]) -> list[RayHolder]:
     return sorted(holders, key=lambda one: (-dict(one.holds).get("gpu", 0.0), one.name))
 
 

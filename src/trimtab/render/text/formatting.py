@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.markup import escape
 
-from trimtab.core.reasons import Chapter, Reason
+from trimtab.core.reasons import Reason, StoryEntry
 from trimtab.render.output import out, plain_table
 
 PIPE_WIDTH = 400
@@ -109,6 +109,6 @@ def reason_data(reason: Reason) -> dict[str, str]:
     return {"code": reason.code.value, "sentence": reason.sentence}
 
 
-def story_data(story: Iterable[Chapter]) -> list[dict[str, Any]]:
+def story_data(story: Iterable[StoryEntry]) -> list[dict[str, Any]]:
     """A story, for programs."""
     return [{"at": one.at, "state": one.state, **reason_data(one.reason)} for one in story]

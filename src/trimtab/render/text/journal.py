@@ -20,26 +20,26 @@ from trimtab.render.output import err, out
 from trimtab.render.text import simulate as simulate_text
 from trimtab.render.text.formatting import show
 from trimtab.replay.journal.policies import fitted
-from trimtab.replay.journal.record import Record
+from trimtab.replay.journal.record import JournalRecord
 from trimtab.replay.journal.replay import (
     RECORDED,
     SEED,
     UNCHANGED,
-    Agreement,
-    Other,
-    Run,
+    AlternativePolicy,
+    JournalRun,
+    ReplayAgreement,
     agreement,
     recorded,
     run_other,
 )
-from trimtab.replay.journal.world import World, world_of
+from trimtab.replay.journal.world import JournalWorld, world_of
 from trimtab.replay.pool.figures import PoolFigures
 
 SHOWN = 5  # differences that are named
 
 
 @dataclass(frozen=True)
-class _Recorded:
+class _RecordedPolicy:
     """The row of what was, among policies."""
 
     name: str = RECORDED
@@ -50,23 +50,23 @@ class _Recorded:
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplaySummary:
     """What came of it."""
 
     name: str
-    record: Record
-    world: World | None  # None: no task of it ever ran
+    record: JournalRecord
+    world: JournalWorld | None  # None: no task of it ever ran
     runs: tuple[PoolFigures, ...] = ()
-    near: Agreement | None = None
-    others: tuple[Other, ...] = ()
+    near: ReplayAgreement | None = None
+    others: tuple[AlternativePolicy, ...] = ()
     why_none: str = ""
     not_again: str = ""  # why the policy that ran could not be replayed
     seeds: tuple[int, ...] = field(default=(SEED,))
 
     @property
-    def policies(self) -> Sequence[simulate_text.Named]:
+    def policies(self) -> Sequence[simulate_text.NamedPolicy]:
         """Those that are compared."""
-        return [_Recorded(), *self.others]
+        return [_RecordedPolicy(), *self.others]
 
     def assumptions(self) -> list[str]:
         """All that was assumed."""
@@ -155,17 +155,17 @@ class Replayed:
         return self.runs
 
 
-def replayed(name: str, record: Record, others: Sequence[Other]) -> Replayed:
+def replayed(name: str, record: JournalRecord, others: Sequence[AlternativePolicy]) -> ReplaySummary:
     """A journal with other policies; without any, only what it says."""
     try:
         world = world_of(record)
     except InputError as fault:
         if others:
             raise
-        return Replayed(name, record, None, why_none=fault.what)
+        return ReplaySummary(name, record, None, why_none=fault.what)
     was = recorded(world)
     if not others:
-        return Replayed(name, record, world, (was.figures,))
+        return ReplaySummary(name, record, world, (was.figures,))
     ready = [fitted(one, world) for one in others]
     near, not_again, runs = None, "", [was.figures]
     try:
@@ -177,10 +177,10 @@ def replayed(name: str, record: Record, others: Sequence[Other]) -> Replayed:
         runs.append(again.figures)
         ready = [UNCHANGED, *ready]
     runs += [_timed(world, one).figures for one in ready if one is not UNCHANGED]
-    return Replayed(name, record, world, tuple(runs), near, tuple(ready), not_again=not_again)
+    return ReplaySummary(name, record, world, tuple(runs), near, tuple(ready), not_again=not_again)
 
 
-def _timed(world: World, other: Other) -> Run:
+def _timed(world: JournalWorld, other: AlternativePolicy) -> JournalRun:
     began = perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
@@ -189,7 +189,7 @@ def _timed(world: World, other: Other) -> Run:
     return replace(run, figures=replace(run.figures, seconds=perf_counter() - began))
 
 
-def same_text(record: Record) -> str:
+def same_text(record: JournalRecord) -> str:
     """Whether the machine says again what it said then."""
     many = f"{record.events:,} events, {len(record.given):,} instructions"
     if record.differences:
@@ -206,7 +206,7 @@ def same_text(record: Record) -> str:
     )
 
 
-def not_the_same(record: Record, where: str) -> InputError:
+def not_the_same(record: JournalRecord, where: str) -> InputError:
     """The error for a journal that comes to something else now."""
     if record.differences:
         first = record.differences[0]

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trimtab.core.codec import decode
-from trimtab.core.reasons import Chapter
+from trimtab.core.reasons import StoryEntry
 from trimtab.model.nodes import NodeView
 from trimtab.render.output import out, plain_table
 from trimtab.render.text.formatting import (
@@ -26,7 +26,7 @@ from trimtab.render.text.formatting import (
 )
 
 if TYPE_CHECKING:
-    from trimtab.runtime.controller.rpc import TaskSeen
+    from trimtab.runtime.controller.rpc import TaskSnapshot
 
 GONE = ("lost", "left")
 
@@ -58,7 +58,7 @@ def nodes_data(status: Data, ray_nodes: Sequence[Data]) -> list[dict[str, Any]]:
     ]
 
 
-def node_data(node: str, story: Sequence[Chapter], status: Data, tasks: Iterable[TaskSeen]) -> dict[str, Any]:
+def node_data(node: str, story: Sequence[StoryEntry], status: Data, tasks: Iterable[TaskSnapshot]) -> dict[str, Any]:
     """What `trimtab explain` answers for a node."""
     known = next((one for one in nodes_data(status, ()) if one["node"] == node), None)
     return {

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trimtab.formats.pipeline.pipeedge import schedule_yaml
-from trimtab.model.pipeline import Limit, PartitionAnswer, Stage
+from trimtab.model.pipeline import PartitionAnswer, PipelineLimit, PipelineStage
 from trimtab.render.html.kit.labels import duration, share
 
 MIB = 2**20
@@ -93,7 +93,7 @@ def improve_sentence(answer: PartitionAnswer) -> str:
     return words
 
 
-def limit_words(answer: PartitionAnswer, limit: Limit) -> str:
+def limit_words(answer: PartitionAnswer, limit: PipelineLimit) -> str:
     """A stage or a link by the names of its hosts."""
     stages = answer.schedule.stages
     if limit.stage < 0:
@@ -165,7 +165,7 @@ def _stages(answer: PartitionAnswer) -> Table:
     return table
 
 
-def _cells(stage: Stage, bottleneck: float) -> list[str]:
+def _cells(stage: PipelineStage, bottleneck: float) -> list[str]:
     return [
         escape(stage.host),
         escape(stage.type),

@@ -9,8 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from trimtab.core.ranks import ranks_text
-from trimtab.formats.loaded import Settings
-from trimtab.model.plan import Alternative, Answer, Plan, Scaling, Sensitivity
+from trimtab.formats.loaded import PlanSettings
+from trimtab.model.plan import Alternative, PlacementAnswer, Plan, ScalingCaveat, Sensitivity
 from trimtab.plan.placement.compare import time_text
 from trimtab.render.output import plain_table
 
@@ -18,7 +18,7 @@ HEADING = "Best placement for this task is:"
 
 
 def as_data(
-    answer: Answer, settings: Settings, dialect: str, searched: float, other: Settings | None = None
+    answer: PlacementAnswer, settings: PlanSettings, dialect: str, searched: float, other: PlanSettings | None = None
 ) -> dict[str, Any]:
     """The answer as plain data: what `--format json` and `yaml` print.
 
@@ -82,7 +82,7 @@ def as_data(
     }
 
 
-def _scaling(scaling: Scaling | None, other: Settings | None) -> dict[str, Any] | None:
+def _scaling(scaling: ScalingCaveat | None, other: PlanSettings | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
     plan = scaling.plan
@@ -108,7 +108,12 @@ def _groups(plan: Plan) -> list[dict[str, Any]]:
 
 
 def print_text(
-    out: Console, answer: Answer, settings: Settings, searched: float, noise: float, other: Settings | None = None
+    out: Console,
+    answer: PlacementAnswer,
+    settings: PlanSettings,
+    searched: float,
+    noise: float,
+    other: PlanSettings | None = None,
 ) -> None:
     """The whole answer as text; the placement block comes last, ready to copy."""
     best = answer.best
@@ -162,7 +167,7 @@ def print_text(
     out.print(settings.block.rstrip("\n"), markup=False, highlight=False)
 
 
-def _proof(answer: Answer) -> str:
+def _proof(answer: PlacementAnswer) -> str:
     if answer.kept:
         return "the placement in the file: keep it"
     if answer.scaling is not None and answer.scaling.plan is not None:
@@ -170,7 +175,7 @@ def _proof(answer: Answer) -> str:
     return "proven optimal" if answer.optimal else f"at most {_gap(answer):.1%} above the optimum"
 
 
-def _print_scaling(out: Console, scaling: Scaling) -> None:
+def _print_scaling(out: Console, scaling: ScalingCaveat) -> None:
     assert scaling.plan is not None
     out.print()
     out.print(
@@ -183,7 +188,7 @@ def _print_scaling(out: Console, scaling: Scaling) -> None:
         out.print(f"Measure {escape(name)} on {gpus} GPUs: that decides between the two.")
 
 
-def _gap(answer: Answer) -> float:
+def _gap(answer: PlacementAnswer) -> float:
     return answer.best.iteration_seconds / max(answer.lower_bound_seconds, 1e-12) - 1
 
 

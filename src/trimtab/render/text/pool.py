@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from trimtab.model.pool import IN_QUEUE, Explanation, PoolSpec
+from trimtab.model.pool import IN_QUEUE, PoolSpec, TaskExplanation
 from trimtab.render.output import out, plain_table
 from trimtab.render.text.formatting import (
     Data,
@@ -32,7 +32,7 @@ from trimtab.render.text.nodes import groups_table, nodes_data, nodes_table
 from trimtab.runtime.procs.background import sentence
 
 if TYPE_CHECKING:
-    from trimtab.runtime.controller.rpc import TaskSeen
+    from trimtab.runtime.controller.rpc import TaskSnapshot
 
 EXPORTER_S = 2.0
 WAITING_SHOWN = 20
@@ -43,7 +43,7 @@ CHOSEN_BY_RAY = 32768  # ports from here on are given out by the system
 # ---- for programs ---------------------------------------------------------------------------------------------------
 
 
-def status_data(status: Data, tasks: Iterable[TaskSeen], nodes: Sequence[Data], metrics: Data) -> dict[str, Any]:
+def status_data(status: Data, tasks: Iterable[TaskSnapshot], nodes: Sequence[Data], metrics: Data) -> dict[str, Any]:
     """What `trimtab status` answers. `nodes` are Ray's words about them."""
     queues = {pool: list(view["queue"]) for pool, view in status["pools"].items()}
     totals = status["totals"]
@@ -70,7 +70,7 @@ def status_data(status: Data, tasks: Iterable[TaskSeen], nodes: Sequence[Data], 
     }
 
 
-def explanation_data(explanation: Explanation, status: Data) -> dict[str, Any]:
+def explanation_data(explanation: TaskExplanation, status: Data) -> dict[str, Any]:
     """What `trimtab explain` answers for a task. Times are seconds since 1970, by the controller's clock."""
     pool = status["pools"].get(explanation.pool)
     return {
@@ -94,7 +94,7 @@ def explanation_data(explanation: Explanation, status: Data) -> dict[str, Any]:
     }
 
 
-def _since(explanation: Explanation) -> float | None:
+def _since(explanation: TaskExplanation) -> float | None:
     """When it came into its state; reasons may have changed meanwhile."""
     since = explanation.waiting_since
     if since is None:
@@ -105,7 +105,7 @@ def _since(explanation: Explanation) -> float | None:
     return since
 
 
-def pool_data(spec: PoolSpec, view: Data, tasks: Iterable[TaskSeen]) -> dict[str, Any]:
+def pool_data(spec: PoolSpec, view: Data, tasks: Iterable[TaskSnapshot]) -> dict[str, Any]:
     """What `trimtab pool show` answers."""
     return {
         **view,
@@ -170,7 +170,7 @@ def _scraped(url: str) -> tuple[int, str | None]:
     return series, None if series else late
 
 
-def _waiting_data(task: TaskSeen, queue: list[str]) -> dict[str, Any]:
+def _waiting_data(task: TaskSnapshot, queue: list[str]) -> dict[str, Any]:
     return {
         "id": task.id,
         "pool": task.pool,

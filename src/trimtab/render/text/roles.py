@@ -9,13 +9,13 @@ from rich.markup import escape
 from trimtab.render.output import out, plain_table
 
 if TYPE_CHECKING:
-    from trimtab.formats.loaded import Settings
-    from trimtab.machines.nodes.roles import Advice
+    from trimtab.formats.loaded import PlanSettings
+    from trimtab.machines.nodes.roles import RoleAdvice
     from trimtab.model.plan import Plan
     from trimtab.model.workflow import Cluster
 
 
-def advice_data(advice: Advice, before: Cluster, after: Cluster, settings: Settings | None) -> dict[str, Any]:
+def advice_data(advice: RoleAdvice, before: Cluster, after: Cluster, settings: PlanSettings | None) -> dict[str, Any]:
     """What `--format json` and `yaml` print."""
     return {
         "advice": advice.reason.code.value,
@@ -42,7 +42,7 @@ def advice_data(advice: Advice, before: Cluster, after: Cluster, settings: Setti
     }
 
 
-def print_advice(advice: Advice, before: Cluster, after: Cluster, settings: Settings | None) -> None:
+def print_advice(advice: RoleAdvice, before: Cluster, after: Cluster, settings: PlanSettings | None) -> None:
     """The advice, each component's part in it, and the placement that follows."""
     out.print(f"[bold]{advice.reason.code.value}[/] {escape(advice.reason.sentence)}")
     out.print(f"{_nodes(before)} before, {_nodes(after)} after")

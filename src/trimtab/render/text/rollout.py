@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from trimtab.machines.diagnose.rollout_findings import Finding, Weight
+from trimtab.machines.diagnose.rollout_findings import RolloutFinding, Severity
 from trimtab.render.output import out, plain_table
 from trimtab.render.text.formatting import clock, facts, of, show, span, why
 
@@ -22,7 +22,7 @@ COLOURS = {
     "active": "green", "starting": "cyan", "draining": "yellow", "inactive": "dim", "stale": "yellow",
     "empty": "yellow", "suspect": "red", "lost": "red",
 }  # fmt: skip
-WEIGHT_COLOURS = {Weight.fault: "red", Weight.stuck: "yellow", Weight.note: "cyan"}
+WEIGHT_COLOURS = {Severity.fault: "red", Severity.stuck: "yellow", Severity.note: "cyan"}
 STEPS_SHOWN = 5
 WARNINGS_SHOWN = 5
 WARNED_S = 600.0  # older warnings are for --format json
@@ -52,7 +52,7 @@ def story_data(name: str, told: Data, status: Data) -> dict[str, Any]:
     return {"name": name, "worker": worker, "story": story}
 
 
-def finding_data(one: Finding) -> dict[str, Any]:
+def finding_data(one: RolloutFinding) -> dict[str, Any]:
     """One finding of the doctor."""
     return {
         "cause": one.ailment.value,
@@ -63,10 +63,10 @@ def finding_data(one: Finding) -> dict[str, Any]:
     }
 
 
-def doctor_data(found: Sequence[Finding], of_what: str) -> dict[str, Any]:
+def doctor_data(found: Sequence[RolloutFinding], of_what: str) -> dict[str, Any]:
     """What `trimtab rollout doctor` answers."""
-    weights = {weight.value: sum(one.weight is weight for one in found) for weight in Weight}
-    worst = next((weight.value for weight in Weight if weights[weight.value]), "healthy")
+    weights = {weight.value: sum(one.weight is weight for one in found) for weight in Severity}
+    worst = next((weight.value for weight in Severity if weights[weight.value]), "healthy")
     return {"of": of_what, "health": worst, "counts": weights, "findings": [finding_data(one) for one in found]}
 
 
@@ -297,12 +297,12 @@ def print_worker(worker: Data, verb: str) -> None:
 # ---- the doctor ------------------------------------------------------------------------------------------------------
 
 
-def print_findings(found: Sequence[Finding], of_what: str) -> None:
+def print_findings(found: Sequence[RolloutFinding], of_what: str) -> None:
     """What was found, the worst first, each with what to do."""
     if not found:
         out.print(f"{of_what}: nothing to find fault with", markup=False)
         return
-    counts = [f"{sum(one.weight is weight for one in found)} {weight.value}" for weight in Weight]
+    counts = [f"{sum(one.weight is weight for one in found)} {weight.value}" for weight in Severity]
     out.print(f"{of_what}: {', '.join(words for words in counts if not words.startswith('0 '))}", markup=False)
     for one in found:
         out.print()

@@ -12,7 +12,7 @@ from typing import Any
 
 from trimtab.render.text.formatting import of, span
 
-Facts = Mapping[str, Any]
+EventFacts = Mapping[str, Any]
 
 RECENT = 8  # iterations that say how long the rest will take
 METRICS_SHOWN = 4
@@ -32,7 +32,7 @@ NEWS = ("TAKEN", "RETURNED", "PROCESS_DIED", "NODE_LOST")
 """Why a worker is in another state, where that is not the run's own doing."""
 
 
-class Story:
+class RunNarrator:
     """Follows a run by its events: `heard` gives the lines that are worth a line of their own."""
 
     def __init__(self, iterations: int, *, measuring: bool = False) -> None:
@@ -41,9 +41,9 @@ class Story:
         self.done = 0
         self.plan = ""
         self.predicted_s: float | None = None
-        self.groups: Sequence[Facts] = ()
+        self.groups: Sequence[EventFacts] = ()
         self.costs_s: Mapping[str, float] = {}
-        self.components: Sequence[Facts] = ()  # as measured in the last iteration
+        self.components: Sequence[EventFacts] = ()  # as measured in the last iteration
         self.wall_s: float | None = None
         self.metrics: dict[str, float] = {}
         self.move: str | None = None  # the one under way, and its stage
@@ -54,7 +54,7 @@ class Story:
         self._move_s = 0.0  # of the stages that are done
         self._is_warm = False
         self._here_s: deque[float] = deque(maxlen=RECENT)
-        self._tellers: dict[str, Callable[[Facts], Iterator[str]]] = {
+        self._tellers: dict[str, Callable[[EventFacts], Iterator[str]]] = {
             "starting": self._starting,
             "resumed": self._resumed,
             "plan": self._planned,
@@ -69,7 +69,7 @@ class Story:
             "lost": self._lost,
         }
 
-    def heard(self, event: str, facts: Facts) -> list[str]:
+    def heard(self, event: str, facts: EventFacts) -> list[str]:
         """Take an event; the lines that it is worth, none for most."""
         teller = self._tellers.get(event)
         return list(teller(facts)) if teller is not None else []
@@ -111,17 +111,17 @@ class Story:
 
     # ---- one event each --------------------------------------------------------------------------------------------
 
-    def _starting(self, facts: Facts) -> Iterator[str]:
+    def _starting(self, facts: EventFacts) -> Iterator[str]:
         yield f"on {facts['on']}"
         yield f"folder {facts['folder']}"
 
-    def _resumed(self, facts: Facts) -> Iterator[str]:
+    def _resumed(self, facts: EventFacts) -> Iterator[str]:
         self.done = int(facts["after"])
         void = int(facts.get("void", 0))
         again = f"; {of(void, 'iteration')} after that had no state saved and will run again" if void else ""
         yield f"goes on after iteration {facts['after']}{again}" if self.done else f"begins again{again}"
 
-    def _planned(self, facts: Facts) -> Iterator[str]:
+    def _planned(self, facts: EventFacts) -> Iterator[str]:
         why = facts.get("why")
         self.plan, self.predicted_s = str(facts["plan"]), facts.get("predicted_s")
         self.groups, self.costs_s = facts.get("groups", ()), facts.get("costs_s", {})
@@ -135,7 +135,7 @@ class Story:
             return  # the move has said so
         yield f"plan{f' ({at})' if at else ''}: {self.plan} GPUs, {seconds(self.predicted_s or 0.0)} an iteration"
 
-    def _iterated(self, facts: Facts) -> Iterator[str]:
+    def _iterated(self, facts: EventFacts) -> Iterator[str]:
         iteration = facts["iteration"]
         self.done, self.wall_s = int(iteration["number"]), float(iteration["wall_s"])
         self.components = iteration.get("components", ())
@@ -145,7 +145,7 @@ class Story:
         self.metrics = flat(facts.get("metrics", {}))
         yield self.line()
 
-    def _decided(self, facts: Facts) -> Iterator[str]:
+    def _decided(self, facts: EventFacts) -> Iterator[str]:
         if facts["what"] == "advise":
             to = _target(facts)
             if to != self._advised or self._is_asked:  # the same advice again is nothing new
@@ -158,7 +158,7 @@ class Story:
             yield f"stays: {facts['reason']}"
         self._stays, self._advised, self._is_asked = str(facts["code"]), "", False
 
-    def _moved(self, facts: Facts) -> Iterator[str]:
+    def _moved(self, facts: EventFacts) -> Iterator[str]:
         state, name = facts["state"], f"move {facts['move']}"
         why = facts.get("reason") or "no reason was told"
         if state == "begun":
@@ -184,7 +184,7 @@ class Story:
             self.move = None
             yield f"{name} is {state}: {why}"
 
-    def _nodes(self, facts: Facts) -> Iterator[str]:
+    def _nodes(self, facts: EventFacts) -> Iterator[str]:
         why = facts.get("why")
         if why == "first":
             return
@@ -194,33 +194,33 @@ class Story:
         goes = f"; {', '.join(map(str, leaving))} will go" if leaving else ""
         yield f"nodes have changed ({why}): {of(len(nodes), 'node')} with {of(gpus, 'GPU')} now{goes}"
 
-    def _range(self, facts: Facts) -> Iterator[str]:
+    def _range(self, facts: EventFacts) -> Iterator[str]:
         yield f"{facts['component']} may have {facts['least']} to {facts['most']} GPUs"
 
-    def _told(self, facts: Facts) -> Iterator[str]:
+    def _told(self, facts: EventFacts) -> Iterator[str]:
         if facts.get("reason") and facts.get("code") not in SAID_BY_MOVES:
             yield str(facts["reason"])
 
-    def _task(self, facts: Facts) -> Iterator[str]:
+    def _task(self, facts: EventFacts) -> Iterator[str]:
         """Somebody else's, in the run's slots: when it waits, runs and ends, and not each step of the way."""
         if facts["what"] in PASSING:
             return
         why = facts.get("reason")
         yield f"task {facts['task']}: {facts['what']}{f', {why}' if why else ''}"
 
-    def _worker(self, facts: Facts) -> Iterator[str]:
+    def _worker(self, facts: EventFacts) -> Iterator[str]:
         """What others did to it: that it starts, sleeps and gets weights as the run has it is no news."""
         if facts.get("code") not in NEWS and facts["state"] != "lost":
             return
         why = facts.get("reason")
         yield f"{facts['component']}: worker {facts['worker']} is {facts['state']}{f' ({why})' if why else ''}"
 
-    def _lost(self, facts: Facts) -> Iterator[str]:
+    def _lost(self, facts: EventFacts) -> Iterator[str]:
         self.counts["lost"] += 1
         yield f"{facts['component']} is lost: {facts['why']}"
 
 
-def gain_words(numbers: Facts) -> str:
+def gain_words(numbers: EventFacts) -> str:
     """What a decision rests on, in a clause."""
     now, gain, cost = (numbers.get(key) for key in ("iteration_s", "gain_s", "cost_s"))
     words = []
@@ -231,7 +231,7 @@ def gain_words(numbers: Facts) -> str:
     return f" ({'; '.join(words)})" if words else ""
 
 
-def _target(facts: Facts) -> str:
+def _target(facts: EventFacts) -> str:
     target = facts.get("plan")
     return f" to {target['plan']}" if isinstance(target, Mapping) else ""
 
@@ -247,7 +247,7 @@ def flat(metrics: Mapping[str, Mapping[str, float | None]]) -> dict[str, float]:
     }
 
 
-def last_lines(data: Facts) -> list[str]:
+def last_lines(data: EventFacts) -> list[str]:
     """What came of a run, where it is, and what to do next: the last block that is shown."""
     reason = str(data["reason"])
     lines = [reason if reason.startswith(f"{data['state']} ") else f"{data['state']}: {reason}"]
@@ -279,11 +279,11 @@ def last_lines(data: Facts) -> list[str]:
     return lines
 
 
-def _prediction(data: Facts) -> str:
+def _prediction(data: EventFacts) -> str:
     if data["measured_s"] is None:
         return ""
     return f", {seconds(data['measured_s'])} an iteration (predicted {seconds(data['predicted_s'])})"
 
 
-def _rewards_first(metrics: Mapping[str, Facts]) -> list[tuple[str, Facts]]:
+def _rewards_first(metrics: Mapping[str, EventFacts]) -> list[tuple[str, EventFacts]]:
     return sorted(metrics.items(), key=lambda one: "reward" not in one[0])

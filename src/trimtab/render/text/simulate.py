@@ -15,11 +15,11 @@ from rich.table import Table
 from trimtab.render.output import out, plain_table
 from trimtab.render.text.formatting import show
 from trimtab.replay.common.recommend import Recommendation
-from trimtab.replay.common.summary import Row, data, summary
+from trimtab.replay.common.summary import PolicySummary, data, summary
 from trimtab.replay.pool.figures import PoolFigures
 
 
-class Named(Protocol):
+class NamedPolicy(Protocol):
     """A policy that was compared."""
 
     @property
@@ -30,7 +30,7 @@ class Named(Protocol):
         """As a report states it."""
 
 
-class Compared(Protocol):
+class PolicyComparison(Protocol):
     """What policies were compared in: a scenario, or the world of a journal."""
 
     @property
@@ -42,7 +42,7 @@ class Compared(Protocol):
         """Of chance, one run for each."""
 
     @property
-    def policies(self) -> Sequence[Named]:
+    def policies(self) -> Sequence[NamedPolicy]:
         """Those that ran."""
 
     def assumptions(self) -> list[str]:
@@ -50,7 +50,7 @@ class Compared(Protocol):
 
 
 def answer_data(
-    scenario: Compared, runs: Sequence[PoolFigures], advice: Recommendation | None = None
+    scenario: PolicyComparison, runs: Sequence[PoolFigures], advice: Recommendation | None = None
 ) -> dict[str, Any]:
     """All of it, for programs."""
     return {
@@ -81,12 +81,12 @@ def as_csv(runs: Sequence[PoolFigures]) -> str:
     return page.getvalue()
 
 
-def as_json(scenario: Compared, runs: Sequence[PoolFigures], advice: Recommendation | None = None) -> str:
+def as_json(scenario: PolicyComparison, runs: Sequence[PoolFigures], advice: Recommendation | None = None) -> str:
     """As JSON."""
     return json.dumps(answer_data(scenario, runs, advice), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def print_answer(scenario: Compared, runs: Sequence[PoolFigures], advice: Recommendation | None = None) -> None:
+def print_answer(scenario: PolicyComparison, runs: Sequence[PoolFigures], advice: Recommendation | None = None) -> None:
     """The table for people."""
     out.print(f"[bold]{escape(scenario.name)}[/]")
     for sentence in scenario.assumptions():
@@ -133,7 +133,7 @@ def figures_table(runs: Sequence[PoolFigures], several: bool) -> Table:
     return table
 
 
-def _span(row: Row, name: str, several: bool) -> str:
+def _span(row: PolicySummary, name: str, several: bool) -> str:
     mean, deviation = row.figures[name]
     return brief(mean) + (f" ± {brief(deviation)}" if several else "")
 

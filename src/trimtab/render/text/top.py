@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from trimtab.render.html.dashboard.board import Board
+from trimtab.render.html.dashboard.board import RunBoard
 from trimtab.render.html.kit.labels import duration, share
 from trimtab.render.html.run.figures import course, ends_of, metric_names
 from trimtab.render.output import plain_table
@@ -72,7 +72,7 @@ def _cluster_parts(status: Mapping[str, Any]) -> list[RenderableType]:
     return parts
 
 
-def run_parts(board: Board, height: int) -> list[RenderableType]:
+def run_parts(board: RunBoard, height: int) -> list[RenderableType]:
     """A run: its head, components, workers, tasks, nodes, and the newest events in the lines that are left."""
     story = board.story
     parts: list[RenderableType] = [_head(board)]
@@ -119,7 +119,7 @@ def run_parts(board: Board, height: int) -> list[RenderableType]:
     return parts
 
 
-def _head(board: Board) -> Table:
+def _head(board: RunBoard) -> Table:
     story = board.story
     done = story.iterations
     walls = [one.iteration.wall_s for one in done[-20:]]

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.core.resources import amount_text, total
-from trimtab.machines.diagnose.findings import UNDER_WAY, Diagnosis, Finding, Row
-from trimtab.machines.diagnose.snapshot import Ask, Kind, SeenNode, Survey, Waiting
+from trimtab.machines.diagnose.findings import UNDER_WAY, Diagnosis, Finding, NodeFit
+from trimtab.machines.diagnose.snapshot import GcsSnapshot, NodeSnapshot, PendingWorkload, ResourceRequest, WorkloadKind
 from trimtab.machines.diagnose.would_fit import WouldFit
 from trimtab.render.output import plain_table
 from trimtab.render.text.formatting import show, span
@@ -25,7 +25,7 @@ MARGIN = 6  # two more are between columns
 # ---- for programs ---------------------------------------------------------------------------------------------------
 
 
-def as_data(survey: Survey, found: Diagnosis) -> dict[str, Any]:
+def as_data(survey: GcsSnapshot, found: Diagnosis) -> dict[str, Any]:
     """What `trimtab why` answers. Times are seconds since 1970; amounts are as Ray counts them, memory in bytes."""
     return {
         "status": "never" if found.never else "waits" if found.waits else "nothing waits",
@@ -39,7 +39,7 @@ def as_data(survey: Survey, found: Diagnosis) -> dict[str, Any]:
     }
 
 
-def finding_data(survey: Survey, one: Finding) -> dict[str, Any]:
+def finding_data(survey: GcsSnapshot, one: Finding) -> dict[str, Any]:
     """One cause with all that belongs to it."""
     return {
         "cause": one.cause.value,
@@ -57,7 +57,7 @@ def finding_data(survey: Survey, one: Finding) -> dict[str, Any]:
     }
 
 
-def would_fit_data(survey: Survey, job: str, plan: str, found: WouldFit) -> dict[str, Any]:
+def would_fit_data(survey: GcsSnapshot, job: str, plan: str, found: WouldFit) -> dict[str, Any]:
     """What `trimtab why --would-fit` answers."""
     return {
         "job": job,
@@ -84,19 +84,19 @@ def would_fit_data(survey: Survey, job: str, plan: str, found: WouldFit) -> dict
     }
 
 
-def _waiting_data(survey: Survey, one: Waiting) -> dict[str, Any]:
+def _waiting_data(survey: GcsSnapshot, one: PendingWorkload) -> dict[str, Any]:
     job = survey.job(one.job)
     return {
         "id": one.id,
         "kind": one.kind.value,
         "name": one.name,
-        "class": one.like if one.kind is Kind.actor else None,
+        "class": one.like if one.kind is WorkloadKind.actor else None,
         "stage": one.stage.value,
         "since": one.since,
         "since_is": "unknown" if one.since is None else "first seen" if one.at_least else "told by Ray",
         "count": one.count,
         "asks": [_ask_data(ask) for ask in one.asks],
-        "strategy": one.strategy.value if one.kind is Kind.group else None,
+        "strategy": one.strategy.value if one.kind is WorkloadKind.group else None,
         "group": one.group,
         "bundle": one.bundle,
         "pinned": one.pinned,
@@ -104,12 +104,12 @@ def _waiting_data(survey: Survey, one: Waiting) -> dict[str, Any]:
     }
 
 
-def _ask_data(ask: Ask) -> dict[str, Any]:
+def _ask_data(ask: ResourceRequest) -> dict[str, Any]:
     labels = [[str(one) for one in each] for each in ask.labels]
     return {"amounts": ask.amounts.floats(), "labels": labels, "node": ask.node}
 
 
-def _row_data(row: Row) -> dict[str, Any]:
+def _row_data(row: NodeFit) -> dict[str, Any]:
     return {
         "node": row.node,
         "free": row.free.floats(),
@@ -120,7 +120,7 @@ def _row_data(row: Row) -> dict[str, Any]:
     }
 
 
-def _node_data(one: SeenNode) -> dict[str, Any]:
+def _node_data(one: NodeSnapshot) -> dict[str, Any]:
     return {
         "id": one.id,
         "name": one.name,
@@ -136,12 +136,12 @@ def _node_data(one: SeenNode) -> dict[str, Any]:
 # ---- for people -----------------------------------------------------------------------------------------------------
 
 
-def print_why(survey: Survey, found: Diagnosis) -> None:
+def print_why(survey: GcsSnapshot, found: Diagnosis) -> None:
     """The causes, worst first."""
     show(picture(survey, found))
 
 
-def picture(survey: Survey, found: Diagnosis) -> RenderableType:
+def picture(survey: GcsSnapshot, found: Diagnosis) -> RenderableType:
     """The same, to be shown once or again and again."""
     parts: list[RenderableType] = [_headline(survey, found)]
     jobs = {each.job for one in found.findings for each in one.who}
@@ -157,7 +157,7 @@ def picture(survey: Survey, found: Diagnosis) -> RenderableType:
     return Group(*parts)
 
 
-def print_would_fit(survey: Survey, job: str, plan: str, found: WouldFit) -> None:
+def print_would_fit(survey: GcsSnapshot, job: str, plan: str, found: WouldFit) -> None:
     """Whether a plan would find its room."""
     if found.now:
         verdict = "[bold green]fits now[/]"
@@ -182,7 +182,7 @@ def print_would_fit(survey: Survey, job: str, plan: str, found: WouldFit) -> Non
     show(Group(*parts))
 
 
-def _headline(survey: Survey, found: Diagnosis) -> Text:
+def _headline(survey: GcsSnapshot, found: Diagnosis) -> Text:
     nodes = f"{len(survey.nodes)} nodes" if len(survey.nodes) != 1 else "1 node"
     where = f"[dim]({escape(survey.address)}, {nodes})[/]"
     if not found.waits:
@@ -196,7 +196,7 @@ def _headline(survey: Survey, found: Diagnosis) -> Text:
     return _line(f"{', '.join(said)} {where}")
 
 
-def _finding(survey: Survey, one: Finding, *, heading: bool = True) -> RenderableType:
+def _finding(survey: GcsSnapshot, one: Finding, *, heading: bool = True) -> RenderableType:
     """A word in the margin, and beside it who waits, why, node by node, and what helps."""
     word, colour = ("WAITS", "yellow")
     if one.never:
@@ -221,7 +221,7 @@ def _finding(survey: Survey, one: Finding, *, heading: bool = True) -> Renderabl
     return margin
 
 
-def _asked_by(survey: Survey, id: str, margin: int = 0) -> list[RenderableType]:
+def _asked_by(survey: GcsSnapshot, id: str, margin: int = 0) -> list[RenderableType]:
     job = survey.job(id)
     if job is None or not job.command:
         return []
@@ -231,24 +231,29 @@ def _asked_by(survey: Survey, id: str, margin: int = 0) -> list[RenderableType]:
 
 def _who(one: Finding) -> str:
     """All of them; two that block each other side by side."""
-    sides: dict[tuple[Kind, str, str], list[Waiting]] = {}
+    sides: dict[tuple[WorkloadKind, str, str], list[PendingWorkload]] = {}
     for each in one.who:
         sides.setdefault((each.kind, each.job, each.like), []).append(each)
     return " and ".join(_alike(each) for each in sides.values())
 
 
-def _alike(who: Sequence[Waiting]) -> str:
+def _alike(who: Sequence[PendingWorkload]) -> str:
     first = who[0]
     number = sum(each.count for each in who)
-    sort = {Kind.group: "placement group", Kind.actor: "actor", Kind.task: "task", Kind.plan: "job"}[first.kind]
+    sort = {
+        WorkloadKind.group: "placement group",
+        WorkloadKind.actor: "actor",
+        WorkloadKind.task: "task",
+        WorkloadKind.plan: "job",
+    }[first.kind]
     names = list(dict.fromkeys(each.name or each.id[:12] for each in who))
     if number == 1:
         text = f"{sort} {names[0]}"
-        if first.kind is Kind.actor and first.like != first.name:
+        if first.kind is WorkloadKind.actor and first.like != first.name:
             text += f" ({first.like})"
     else:
         text = f"{number} {sort}s {_names(names)}"
-    if first.kind is Kind.group:
+    if first.kind is WorkloadKind.group:
         bundles = len(first.asks)
         text += f" ({'1 bundle' if bundles == 1 else f'{bundles} bundles, {first.strategy.value}'})"
     elif first.asks and first.asks[0].amounts:
@@ -256,7 +261,7 @@ def _alike(who: Sequence[Waiting]) -> str:
     return text
 
 
-def _since(survey: Survey, one: Finding) -> str:
+def _since(survey: GcsSnapshot, one: Finding) -> str:
     if one.since is None:
         return " [dim]since an unknown time[/]"
     at_least = "at least " if any(each.at_least for each in one.who) else ""
@@ -286,7 +291,7 @@ def _nodes(one: Finding) -> list[RenderableType]:
     return parts
 
 
-def _row(one: Finding, row: Row) -> tuple[str, str, str, str]:
+def _row(one: Finding, row: NodeFit) -> tuple[str, str, str, str]:
     free = [f"{_number(name, row.free.get(name))} of {amount_text(name, row.total.get(name))}" for name, _ in one.asked]
     notes = [row.note] if row.note else []
     if row.lacks_empty:

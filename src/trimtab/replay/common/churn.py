@@ -13,16 +13,16 @@ from typing import Literal
 from trimtab.replay.common.timing import Distribution
 
 AN_HOUR = Distribution(3600.0)
-What = Literal["lost", "joined", "draining"]
+NodeEventKind = Literal["lost", "joined", "draining"]
 
 
 @dataclass(frozen=True)
-class NodeEvent:
+class ChurnEvent:
     """Something happens to a node. A node that drains is gone `notice_s` later."""
 
     at_s: float
     node: str
-    what: What
+    what: NodeEventKind
     notice_s: float = 0.0
 
 
@@ -35,7 +35,7 @@ class Churn:
     drained: float = 0.0  # share of failures that are announced: the node drains first
     notice_s: float = 120.0
 
-    def events(self, nodes: list[str], until_s: float, seed: int) -> list[NodeEvent]:
+    def events(self, nodes: list[str], until_s: float, seed: int) -> list[ChurnEvent]:
         """What will happen, in order of time."""
         found = []
         for node in nodes:
@@ -46,9 +46,9 @@ class Churn:
                 if at >= until_s:
                     break
                 announced = source.random() < self.drained
-                found.append(NodeEvent(at, node, "draining" if announced else "lost", self.notice_s * announced))
+                found.append(ChurnEvent(at, node, "draining" if announced else "lost", self.notice_s * announced))
                 at += (self.notice_s if announced else 0.0) + self.repair_s.draw(source)
-                found.append(NodeEvent(at, node, "joined"))
+                found.append(ChurnEvent(at, node, "joined"))
         return sorted(found, key=lambda one: (one.at_s, one.node))
 
     def text(self) -> str:

@@ -13,7 +13,7 @@ OF_RUN = ("evictions", "losses", "redone_gpu_h", "utilisation", "held", "makespa
 
 
 @dataclass(frozen=True)
-class Row:
+class PolicySummary:
     """One policy over all seeds: mean and standard deviation by figure, as `utilisation` or `high.wait_mean_s`."""
 
     policy: str
@@ -25,12 +25,12 @@ class Row:
         return self.figures[name][0]
 
 
-def summary(runs: Sequence[PoolFigures]) -> list[Row]:
+def summary(runs: Sequence[PoolFigures]) -> list[PolicySummary]:
     """A row for each policy, in the order of the runs."""
     by_policy: dict[str, list[PoolFigures]] = {}
     for one in runs:
         by_policy.setdefault(one.policy, []).append(one)
-    return [Row(policy, tuple(known), _means(known)) for policy, known in by_policy.items()]
+    return [PolicySummary(policy, tuple(known), _means(known)) for policy, known in by_policy.items()]
 
 
 def _means(runs: Sequence[PoolFigures]) -> dict[str, tuple[float, float]]:

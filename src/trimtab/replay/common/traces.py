@@ -44,7 +44,7 @@ class RequestRow:
 
 
 @dataclass(frozen=True)
-class Kind:
+class TraceKind:
     """A kind of trace: what it must have, and what it may have besides."""
 
     name: str
@@ -52,9 +52,9 @@ class Kind:
     may: tuple[str, ...] = ()
 
 
-JOBS = Kind("job table", ("submit_s", "duration_s", "gpus"), ("virtual_cluster",))
-AZURE = Kind("Azure LLM trace", ("arrival_s", "input_tokens", "output_tokens"))
-MOONCAKE = Kind(
+JOBS = TraceKind("job table", ("submit_s", "duration_s", "gpus"), ("virtual_cluster",))
+AZURE = TraceKind("Azure LLM trace", ("arrival_s", "input_tokens", "output_tokens"))
+MOONCAKE = TraceKind(
     "Mooncake trace",
     ("arrival_ms", "input_tokens", "output_tokens"),
     ("blocks", "prefix_hit_blocks_infinite_cache", "hash_ids"),
@@ -98,7 +98,7 @@ def requests(path: Path, most: int | None = None) -> list[RequestRow]:
 
 
 @dataclass(frozen=True)
-class Row:
+class TraceRow:
     """A line of a trace, by column."""
 
     words: dict[str, str]
@@ -130,7 +130,7 @@ class Row:
             raise InputError(f"{column} has {text!r}, no whole number", where=self.where) from None
 
 
-def rows(path: Path, kinds: Sequence[Kind]) -> Iterator[tuple[int, Row]]:
+def rows(path: Path, kinds: Sequence[TraceKind]) -> Iterator[tuple[int, TraceRow]]:
     """The lines of a trace of one of these kinds, each with its number."""
     with _opened(path) as raw, _text(raw) as file:
         reader = csv.reader(file, strict=True)
@@ -148,7 +148,7 @@ def rows(path: Path, kinds: Sequence[Kind]) -> Iterator[tuple[int, Row]]:
                     raise InputError(f"{len(head)} columns are expected, not {len(words)}", where=where, hint=hint)
                 if line > MOST_ROWS:
                     raise InputError(f"more than {MOST_ROWS:,} lines", where=str(path))
-                yield line, Row(dict(zip(head, words, strict=True)), where)
+                yield line, TraceRow(dict(zip(head, words, strict=True)), where)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise InputError(
                 f"the file is cut short or damaged: {error}", where=str(path), hint="fetch it again"
@@ -172,7 +172,7 @@ def _text(raw: BinaryIO) -> io.TextIOWrapper:
     return io.TextIOWrapper(gzip.GzipFile(fileobj=raw) if zipped else raw, encoding="utf-8", newline="")
 
 
-def _known(head: list[str], kinds: Sequence[Kind], path: Path) -> None:
+def _known(head: list[str], kinds: Sequence[TraceKind], path: Path) -> None:
     where = f"{path}, line 1"
     doubled = sorted({name for name in head if head.count(name) > 1})
     if doubled:
@@ -195,10 +195,10 @@ def _unordered(path: Path, line: int, column: str) -> InputError:
     )
 
 
-One = TypeVar("One")
+TraceItem = TypeVar("TraceItem")
 
 
-def _some(found: list[One], path: Path) -> list[One]:
+def _some(found: list[TraceItem], path: Path) -> list[TraceItem]:
     if not found:
         raise InputError("the trace has no line besides its columns", where=str(path))
     return found

@@ -17,34 +17,34 @@ from trimtab.core.errors import InputError, nearest
 from trimtab.core.resources import Resources
 from trimtab.formats import yaml_text
 from trimtab.machines.pool import events as e
-from trimtab.model.pool import Policy, PoolSpec, rules_of
-from trimtab.replay.journal.replay import AS_IT_WAS, RECORDED, Other
-from trimtab.replay.journal.world import World, base_name
+from trimtab.model.pool import PoolSpec, PreemptionPolicy, rules_of
+from trimtab.replay.journal.replay import AS_IT_WAS, RECORDED, AlternativePolicy
+from trimtab.replay.journal.world import JournalWorld, base_name
 from trimtab.replay.pool.policies import KNOWN, POOL_KEYS, PREEMPTION_KEYS, PoolPolicy
-from trimtab.replay.pool.scenario import PolicySection, explained
+from trimtab.replay.pool.scenario import PoolPolicySection, explained
 
 RULE_KEYS = ("label_rules", "cross_pool", "protected_pools")  # of preemption, beyond what a scenario knows
 ONE_POOL_KEYS = (*POOL_KEYS, "quota", "borrow", "reserved_priority", "dynamic_limit")
 
 
-class OtherSection(PolicySection):
+class JournalPolicySection(PoolPolicySection):
     """One policy of a file."""
 
     use: str = "trimtab"
     pools: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
 
-class _File(BaseModel):
-    policies: list[str | OtherSection] = Field(min_length=1)
+class _PolicyFile(BaseModel):
+    policies: list[str | JournalPolicySection] = Field(min_length=1)
 
 
-def read_others(said: Sequence[str]) -> list[Other]:
+def read_others(said: Sequence[str]) -> list[AlternativePolicy]:
     """The policies that `--with` names: names of policies, and files of them."""
-    found: list[Other] = []
+    found: list[AlternativePolicy] = []
     for one in said:
         path = Path(one)
         if one in KNOWN:
-            found.append(Other(PoolPolicy(one, one)))
+            found.append(AlternativePolicy(PoolPolicy(one, one)))
         elif path.suffix in (".yaml", ".yml", ".json") or path.exists():
             found += _file(path)
         else:
@@ -59,22 +59,22 @@ def read_others(said: Sequence[str]) -> list[Other]:
     return found
 
 
-def _file(path: Path) -> list[Other]:
+def _file(path: Path) -> list[AlternativePolicy]:
     data = yaml_text.parse(yaml_text.read_text(path), str(path))
     if isinstance(data, Mapping) and "policies" in data:
         listed: Any = data["policies"]
     else:
         listed = data if isinstance(data, list) else [data]
     try:
-        asked = _File.model_validate({"policies": listed}).policies
+        asked = _PolicyFile.model_validate({"policies": listed}).policies
     except ValidationError as error:
-        raise explained(error, path, _File, {"policies": OtherSection}) from None
+        raise explained(error, path, _PolicyFile, {"policies": JournalPolicySection}) from None
     # A file with one policy that has no name of its own is called after it.
     alone = path.stem if len(asked) == 1 else None
-    return [_other(OtherSection(use=one) if isinstance(one, str) else one, alone, str(path)) for one in asked]
+    return [_other(JournalPolicySection(use=one) if isinstance(one, str) else one, alone, str(path)) for one in asked]
 
 
-def _other(said: OtherSection, alone: str | None, where: str) -> Other:
+def _other(said: JournalPolicySection, alone: str | None, where: str) -> AlternativePolicy:
     rules = {key: value for key, value in said.preemption.items() if key in RULE_KEYS}
     preemption = {key: value for key, value in said.preemption.items() if key not in RULE_KEYS}
     changes = bool(said.preemption or said.pool or said.pools)
@@ -91,14 +91,14 @@ def _other(said: OtherSection, alone: str | None, where: str) -> Other:
             rules["label_rules"] = rules_of(rules["label_rules"])
         if "protected_pools" in rules:
             rules["protected_pools"] = tuple(map(str, rules["protected_pools"]))
-        Policy(**preemption, **rules)
+        PreemptionPolicy(**preemption, **rules)
         pools = {pool: _one_pool(pool, settings or {}) for pool, settings in said.pools.items()}
     except InputError as error:
         error.where = f"{where}: {error.where or name}"
         raise
     except (TypeError, ValueError, AttributeError) as error:
         raise InputError(str(error), where=f"{where}: {name}") from None
-    return Other(policy, rules, pools)
+    return AlternativePolicy(policy, rules, pools)
 
 
 def _one_pool(pool: str, said: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def known_keys(said: Mapping[str, Any], known: Sequence[str], where: str) -> Non
             raise InputError(f"{key} is not known here", where=where, hint=hint)
 
 
-def fitted(other: Other, world: World) -> Other:
+def fitted(other: AlternativePolicy, world: JournalWorld) -> AlternativePolicy:
     """The policy with quotas in units of the world. InputError where it names a pool that the journal has not."""
     known = {base_name(one.spec.name) for _, one in world.settings if isinstance(one, e.PoolEnsured)}
     pools = {}

@@ -17,11 +17,11 @@ from trimtab.core.errors import InputError
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool import instructions as orders
 from trimtab.machines.pool.machine import PoolMachine
-from trimtab.machines.pool.records import After, Task
-from trimtab.model.pool import ENDED, HOLDS_SLOTS, State, TaskSpec
+from trimtab.machines.pool.records import PoolTask, StopOutcome
+from trimtab.model.pool import ENDED, HOLDS_SLOTS, TaskSpec, TaskState
 
-Told = tuple[str, ...]
-Setting = (
+InstructionLines = tuple[str, ...]
+SettingEvent = (
     e.PoolEnsured
     | e.QuotaSet
     | e.PoolDrained
@@ -29,7 +29,7 @@ Setting = (
     | e.PolicySet
     | e.NodeJoined
     | e.NodeCordoned
-    | e.NodeEmptied
+    | e.NodeDrained
     | e.NodeLost
 )
 SETTINGS = (
@@ -40,27 +40,27 @@ SETTINGS = (
     e.PolicySet,
     e.NodeJoined,
     e.NodeCordoned,
-    e.NodeEmptied,
+    e.NodeDrained,
     e.NodeLost,
 )
 BESIDES = (
-    e.CompleteAsked,
-    e.CancelAsked,
-    e.EvictAsked,
-    e.TurnAsked,
-    e.Died,
-    e.StartFailed,
-    e.GroupFailed,
-    e.GroupLost,
-    e.Found,
+    e.CompleteRequested,
+    e.CancelRequested,
+    e.EvictRequested,
+    e.TurnRequested,
+    e.TaskDied,
+    e.TaskStartFailed,
+    e.PlacementGroupFailed,
+    e.PlacementGroupLost,
+    e.StateRecovered,
 )
 
 
-Ending = e.Ended | e.CompleteAsked | e.CancelAsked
+EndingEvent = e.TaskEnded | e.CompleteRequested | e.CancelRequested
 
 
 @dataclass
-class Attempt:
+class RecordedAttempt:
     """One start of a task."""
 
     asked_s: float  # it had its place
@@ -89,42 +89,42 @@ class TaskStory:
     queued_s: float  # since when it waits, while it does
     before: bool = False  # it was there when the journal begins
     waited_s: float = 0.0
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[RecordedAttempt] = field(default_factory=list)
     ended_s: float | None = None  # nothing was left of it, or it was given up while it waited
     end: str = ""  # done, failed or cancelled; empty: the journal does not say
-    ending: Ending | None = None  # what ended its work
+    ending: EndingEvent | None = None  # what ended its work
     evictions: int = 0
     losses: int = 0
 
     @property
-    def open(self) -> Attempt | None:
+    def open(self) -> RecordedAttempt | None:
         """The start that is on now."""
         last = self.attempts[-1] if self.attempts else None
         return last if last is not None and last.stopped_s is None else None
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplayDifference:
     """An event to which the machine says something else now than it did then."""
 
     number: int  # of the event, from 1
     at_s: float
     event: str
-    then: Told
-    now: Told
+    then: InstructionLines
+    now: InstructionLines
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenInstruction:
     """An instruction, and when it was given."""
 
     at_s: float
-    one: e.Instruction
+    one: e.PoolInstruction
     task: str = ""  # its name, where it is about one
 
 
 @dataclass
-class Record:
+class JournalRecord:
     """A journal, read."""
 
     began: float  # by the controller's clock
@@ -132,11 +132,11 @@ class Record:
     from_snapshot: bool = False
     events: int = 0
     marked: int = 0  # events beside which their instructions were written
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[ReplayDifference] = field(default_factory=list)
     unasked: list[str] = field(default_factory=list)  # answers to what the machine did not ask for
-    given: list[Given] = field(default_factory=list)
+    given: list[GivenInstruction] = field(default_factory=list)
     tasks: list[TaskStory] = field(default_factory=list)
-    settings: list[tuple[float, Setting]] = field(default_factory=list)
+    settings: list[tuple[float, SettingEvent]] = field(default_factory=list)
     besides: Counter[str] = field(default_factory=Counter)  # what people asked for besides, and faults, by kind
     groups_s: dict[str, list[float | None]] = field(default_factory=dict)  # by group: how long making and removing took
 
@@ -147,19 +147,22 @@ class Record:
 
 
 def read_record(
-    snapshot: dict[str, Any] | None, events: Sequence[tuple[float, Any]], told: Sequence[Told | None], began: float
-) -> Record:
+    snapshot: dict[str, Any] | None,
+    events: Sequence[tuple[float, Any]],
+    told: Sequence[InstructionLines | None],
+    began: float,
+) -> JournalRecord:
     """Feed a journal to the machine. `began`: when the snapshot was taken; else the first event counts."""
-    reader = _Reader(snapshot, began if snapshot is not None or not events else events[0][0])
+    reader = _JournalReader(snapshot, began if snapshot is not None or not events else events[0][0])
     for number, (now, event) in enumerate(events, 1):
         reader.hear(number, now, event, told[number - 1] if number <= len(told) else None)
     return reader.finish()
 
 
-class _Reader:
+class _JournalReader:
     def __init__(self, snapshot: dict[str, Any] | None, began: float) -> None:
         self._machine = PoolMachine() if snapshot is None else _loaded(snapshot)
-        self._record = Record(began, from_snapshot=snapshot is not None)
+        self._record = JournalRecord(began, from_snapshot=snapshot is not None)
         self._now_s = 0.0
         self._stories: dict[str, TaskStory] = {}  # by id: the last of that id
         self._lives: Counter[str] = Counter()
@@ -184,24 +187,24 @@ class _Reader:
         living = [one for one in machine.tasks.values() if one.state not in ENDED]
         places = {name: at for at, name in enumerate(machine.queue())}
         # Of one that was about to go for good there is nothing left to do.
-        living = [one for one in living if one.after in (None, After.evicted, After.again)]
+        living = [one for one in living if one.after in (None, StopOutcome.evicted, StopOutcome.again)]
         for task in sorted(living, key=lambda one: (places.get(one.id, -1), one.started_at or 0.0, one.seq)):
             self._was_there(task)
         for instruction in machine.outstanding():
             self._asked.add(_key(instruction))
 
-    def _was_there(self, task: Task) -> None:
+    def _was_there(self, task: PoolTask) -> None:
         story = self._submitted(task.spec)
         story.before = True
         if task.state in HOLDS_SLOTS and task.started:
-            started_s = 0.0 if task.started_at is not None and task.state is not State.starting else None
-            attempt = Attempt(0.0, started_s)
+            started_s = 0.0 if task.started_at is not None and task.state is not TaskState.starting else None
+            attempt = RecordedAttempt(0.0, started_s)
             story.attempts.append(attempt)
-            if task.state is State.cancelling:
+            if task.state is TaskState.cancelling:
                 attempt.over_s = 0.0
-                attempt.leaves, attempt.lost = task.after is After.evicted, task.after is After.again
+                attempt.leaves, attempt.lost = task.after is StopOutcome.evicted, task.after is StopOutcome.again
 
-    def hear(self, number: int, now: float, event: Any, told: Told | None) -> None:
+    def hear(self, number: int, now: float, event: Any, told: InstructionLines | None) -> None:
         """One event."""
         record = self._record
         self._now_s, self._event = now - record.began, event
@@ -222,13 +225,13 @@ class _Reader:
             record.marked += 1
             said = tuple(orders.lines(out))
             if said != told:
-                record.differences.append(Difference(number, self._now_s, type(event).__name__, told, said))
+                record.differences.append(ReplayDifference(number, self._now_s, type(event).__name__, told, said))
         self._set(event, known)
         self._happened(event)
         for one in out:
             self._instructed(one)
 
-    def finish(self) -> Record:
+    def finish(self) -> JournalRecord:
         """All that is known at the end."""
         for story in self._stories.values():
             self._close(story)
@@ -237,34 +240,34 @@ class _Reader:
 
     # ---- instructions ----------------------------------------------------------------------------------------------
 
-    def _instructed(self, one: e.Instruction) -> None:
+    def _instructed(self, one: e.PoolInstruction) -> None:
         story = self._stories.get(getattr(one, "task", ""))
-        self._record.given.append(Given(self._now_s, one, story.name if story is not None else ""))
+        self._record.given.append(GivenInstruction(self._now_s, one, story.name if story is not None else ""))
         self._asked.add(_key(one))
-        if isinstance(one, e.MakeGroup):
+        if isinstance(one, e.CreatePlacementGroup):
             self._making[one.group] = self._now_s
-        elif isinstance(one, e.RemoveGroup):
+        elif isinstance(one, e.RemovePlacementGroup):
             self._removing.setdefault(one.group, self._now_s)
-        elif isinstance(one, e.Start) and story is not None:
+        elif isinstance(one, e.StartTask) and story is not None:
             story.waited_s += self._now_s - story.queued_s
-            story.attempts.append(Attempt(self._now_s, restored=one.restore))
-        elif isinstance(one, e.Stop) and story is not None:
+            story.attempts.append(RecordedAttempt(self._now_s, restored=one.restore))
+        elif isinstance(one, e.StopTask) and story is not None:
             self._told_to_stop(one, story)
 
-    def _told_to_stop(self, one: e.Stop, story: TaskStory) -> None:
+    def _told_to_stop(self, one: e.StopTask, story: TaskStory) -> None:
         attempt = story.open
         if attempt is None or attempt.over_s is not None:
             return
         attempt.over_s = self._now_s
         task = self._machine.tasks.get(one.task)
         after = None if task is None else task.after
-        attempt.leaves, attempt.lost = after is After.evicted, after is After.again
+        attempt.leaves, attempt.lost = after is StopOutcome.evicted, after is StopOutcome.again
         story.evictions += attempt.leaves
         story.losses += attempt.lost
-        if isinstance(self._event, (e.Ended, e.CompleteAsked, e.CancelAsked)):
+        if isinstance(self._event, (e.TaskEnded, e.CompleteRequested, e.CancelRequested)):
             story.ending = self._event
         elif isinstance(self._event, e.PoolDropped):
-            story.ending = e.CancelAsked(one.task, keep_slot=False)
+            story.ending = e.CancelRequested(one.task, keep_slot=False)
 
     # ---- events ----------------------------------------------------------------------------------------------------
 
@@ -285,18 +288,18 @@ class _Reader:
 
     def _happened(self, event: Any) -> None:
         """What an event says of tasks and groups, before anything is done about it."""
-        if isinstance(event, e.Submitted):
+        if isinstance(event, e.TaskSubmitted):
             self._submitted(event.spec)
-        elif isinstance(event, e.Started):
+        elif isinstance(event, e.TaskStarted):
             if (attempt := self._attempt(event.task)) is not None and attempt.started_s is None:
                 attempt.started_s = self._now_s
-        elif isinstance(event, (e.Stopped, e.StartFailed)):
+        elif isinstance(event, (e.TaskStopped, e.TaskStartFailed)):
             self._stopped(event)
-        elif isinstance(event, e.GroupMade):
+        elif isinstance(event, e.PlacementGroupReady):
             self._group(event.group, 0, self._making.pop(event.group, None))
-        elif isinstance(event, e.GroupGone):
+        elif isinstance(event, e.PlacementGroupRemoved):
             self._group(event.group, 1, self._removing.pop(event.group, None))
-        elif isinstance(event, e.Found):
+        elif isinstance(event, e.StateRecovered):
             self._found(event)
         if isinstance(event, BESIDES):
             self._record.besides[type(event).__name__] += 1
@@ -313,18 +316,18 @@ class _Reader:
         self._record.tasks.append(story)
         return story
 
-    def _attempt(self, task: str) -> Attempt | None:
+    def _attempt(self, task: str) -> RecordedAttempt | None:
         story = self._stories.get(task)
         return None if story is None else story.open
 
-    def _stopped(self, event: e.Stopped | e.StartFailed) -> None:
+    def _stopped(self, event: e.TaskStopped | e.TaskStartFailed) -> None:
         story = self._stories.get(event.task)
         attempt = None if story is None else story.open
         if story is None or attempt is None:
             return
         attempt.stopped_s = self._now_s
         attempt.over_s = self._now_s if attempt.over_s is None else attempt.over_s
-        attempt.saved = isinstance(event, e.Stopped) and event.saved
+        attempt.saved = isinstance(event, e.TaskStopped) and event.saved
         task = self._machine.tasks.get(event.task)
         if task is None or task.state in ENDED:
             story.ended_s, story.end = self._now_s, "done" if task is None else task.state.value
@@ -343,13 +346,13 @@ class _Reader:
         if since_s is not None:
             self._record.groups_s.setdefault(group, [None, None])[which] = self._now_s - since_s
 
-    def _found(self, event: e.Found) -> None:
+    def _found(self, event: e.StateRecovered) -> None:
         self._pools.update(spec.name for spec in event.pools)
         self._record.settings += [(self._now_s, e.PoolEnsured(spec)) for spec in event.pools]
         for found in event.tasks:
             task = self._machine.tasks.get(found.spec.id)
             if task is not None and task.attempt == found.attempt:
-                self._submitted(found.spec).attempts.append(Attempt(self._now_s, self._now_s))
+                self._submitted(found.spec).attempts.append(RecordedAttempt(self._now_s, self._now_s))
 
     # ---- answers ---------------------------------------------------------------------------------------------------
 
@@ -373,19 +376,19 @@ def _loaded(snapshot: dict[str, Any]) -> PoolMachine:
         ) from None
 
 
-def _key(one: e.Instruction) -> tuple[str, str, int]:
-    if isinstance(one, (e.MakeGroup, e.RemoveGroup)):
-        return ("make" if isinstance(one, e.MakeGroup) else "remove", one.group, 0)
+def _key(one: e.PoolInstruction) -> tuple[str, str, int]:
+    if isinstance(one, (e.CreatePlacementGroup, e.RemovePlacementGroup)):
+        return ("make" if isinstance(one, e.CreatePlacementGroup) else "remove", one.group, 0)
     return (type(one).__name__.lower(), one.task, one.attempt)
 
 
 def _answer(event: Any) -> tuple[str, str, int] | None:
-    if isinstance(event, (e.GroupMade, e.GroupFailed)):
+    if isinstance(event, (e.PlacementGroupReady, e.PlacementGroupFailed)):
         return ("make", event.group, 0)
-    if isinstance(event, e.GroupGone):
+    if isinstance(event, e.PlacementGroupRemoved):
         return ("remove", event.group, 0)
-    if isinstance(event, (e.Started, e.StartFailed)):
+    if isinstance(event, (e.TaskStarted, e.TaskStartFailed)):
         return ("start", event.task, event.attempt)
-    if isinstance(event, e.Stopped):
+    if isinstance(event, e.TaskStopped):
         return ("stop", event.task, event.attempt)
     return None

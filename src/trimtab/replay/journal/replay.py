@@ -17,14 +17,22 @@ from trimtab.core.errors import InfeasibleError
 from trimtab.core.resources import GRAIN
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool.machine import PoolMachine
-from trimtab.model.pool import Policy
-from trimtab.replay.common.churn import NodeEvent
-from trimtab.replay.journal.record import Given, Setting
-from trimtab.replay.journal.world import COUNTED, World, base_name
+from trimtab.model.pool import PreemptionPolicy
+from trimtab.replay.common.churn import ChurnEvent
+from trimtab.replay.journal.record import GivenInstruction, SettingEvent
+from trimtab.replay.journal.world import COUNTED, JournalWorld, base_name
 from trimtab.replay.pool.clairvoyant import Clairvoyant
-from trimtab.replay.pool.driver import BINS, Curves, Life, Outcome, PoolReplay, Reality, Scheduler
+from trimtab.replay.pool.driver import (
+    BINS,
+    PoolCurves,
+    PoolOutcome,
+    PoolReality,
+    PoolReplay,
+    PoolScheduler,
+    SimulatedTask,
+)
 from trimtab.replay.pool.figures import PoolFigures, figures
-from trimtab.replay.pool.invariants import UntrueError
+from trimtab.replay.pool.invariants import InvariantError
 from trimtab.replay.pool.policies import PoolPolicy, scheduler
 
 RECORDED = "recorded"
@@ -33,7 +41,7 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Other:
+class AlternativePolicy:
     """A policy to try: what it changes of the pools and rules that the journal has, or a baseline."""
 
     policy: PoolPolicy
@@ -54,15 +62,15 @@ class Other:
         more += [f"{pool}: {key} {value}" for pool, said in self.pools.items() for key, value in said.items()]
         return self.policy.text() + (f" ({', '.join(more)})" if more else "")
 
-    def settings(self, world: World) -> list[tuple[float, Setting]]:
+    def settings(self, world: JournalWorld) -> list[tuple[float, SettingEvent]]:
         """What the pool machine is told, and when."""
         if self.unchanged:
             return list(world.settings)
         changes = {**self.policy.preemption, **self.rules}
         preempts = self.policy.use == "trimtab"
-        found: list[tuple[float, Setting]] = []
+        found: list[tuple[float, SettingEvent]] = []
         if preempts and not any(isinstance(one, e.PolicySet) for _, one in world.settings):
-            found.append((0.0, e.PolicySet(Policy(**changes))))
+            found.append((0.0, e.PolicySet(PreemptionPolicy(**changes))))
         for at_s, one in world.settings:
             if isinstance(one, e.PolicySet):
                 if preempts:
@@ -77,44 +85,50 @@ class Other:
         return found
 
 
-UNCHANGED = Other(PoolPolicy(AS_IT_WAS, "trimtab"), unchanged=True)
+UNCHANGED = AlternativePolicy(PoolPolicy(AS_IT_WAS, "trimtab"), unchanged=True)
 
 
 @dataclass(frozen=True)
-class Run:
+class JournalRun:
     """One replay, with its instructions."""
 
     figures: PoolFigures
-    outcome: Outcome
-    given: tuple[Given, ...] = ()
+    outcome: PoolOutcome
+    given: tuple[GivenInstruction, ...] = ()
 
 
-def run_other(world: World, other: Other, progress: Callable[[float], None] | None = None) -> Run:
+def run_other(
+    world: JournalWorld, other: AlternativePolicy, progress: Callable[[float], None] | None = None
+) -> JournalRun:
     """One policy in the world of a journal."""
-    given: list[Given] = []
+    given: list[GivenInstruction] = []
     machine = other.policy.use.startswith("trimtab")
     try:
         if other.policy.use == "clairvoyant":
-            outcome = _Bound(world).run()
+            outcome = _JournalBound(world).run()
         else:
             most = max(world.node_units.values(), default=1)
-            decides: Scheduler = PoolMachine() if machine else scheduler(other.policy, most, most)[0]
+            decides: PoolScheduler = PoolMachine() if machine else scheduler(other.policy, most, most)[0]
             settings = other.settings(world) if machine else _for_baselines(world.settings)
             outcome = JournalReplay(
                 decides,
                 world,
                 settings,
-                heard=lambda now, _, out: given.extend(Given(now, one, getattr(one, "task", "")) for one in out),
+                heard=lambda now, _, out: given.extend(
+                    GivenInstruction(now, one, getattr(one, "task", "")) for one in out
+                ),
                 progress=progress,
             ).run()
-    except UntrueError as fault:
+    except InvariantError as fault:
         if "nothing happens any more" not in str(fault):
             raise
         raise InfeasibleError(
             f"under {other.name} some tasks can never run: {fault}",
             hint="with these settings they ask more than their pool or any node ever has",
         ) from None
-    return Run(in_whole(figures(outcome, other.name, SEED, world.classes), world.units.each), outcome, tuple(given))
+    return JournalRun(
+        in_whole(figures(outcome, other.name, SEED, world.classes), world.units.each), outcome, tuple(given)
+    )
 
 
 def in_whole(one: PoolFigures, each: float) -> PoolFigures:
@@ -130,11 +144,11 @@ class JournalReplay(PoolReplay):
 
     def __init__(
         self,
-        decides: Scheduler,
-        world: World,
-        settings: Sequence[tuple[float, Setting]],
+        decides: PoolScheduler,
+        world: JournalWorld,
+        settings: Sequence[tuple[float, SettingEvent]],
         *,
-        heard: Callable[[float, e.Event, list[e.Instruction]], None] | None = None,
+        heard: Callable[[float, e.PoolEvent, list[e.PoolInstruction]], None] | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
         self._world = world
@@ -144,7 +158,7 @@ class JournalReplay(PoolReplay):
         self._left = Counter(work.spec.pool for work in world.works)  # by pool: tasks that have not ended
         self._to_drop: set[str] = set()
         self._endings = {story.name: story.ending for story in world.stories if isinstance(decides, PoolMachine)}
-        reality = Reality((), 0, world.times, checkpoint_s=0.0, seed=SEED)
+        reality = PoolReality((), 0, world.times, checkpoint_s=0.0, seed=SEED)
         super().__init__(decides, (), reality, heard=heard, progress=progress)
         self._window_s = world.until_s
         # What is said at one moment is said in this order: settings first, as whoever submits found them.
@@ -152,7 +166,7 @@ class JournalReplay(PoolReplay):
             self._agenda.put(at_s, one)
         self._expect(world.works)
 
-    def _happens(self, what: e.Event | NodeEvent) -> None:
+    def _happens(self, what: e.PoolEvent | ChurnEvent) -> None:
         if isinstance(what, e.NodeJoined):
             self._joins(what)
         elif isinstance(what, e.NodeLost):
@@ -160,23 +174,23 @@ class JournalReplay(PoolReplay):
                 self._count_capacity()
                 self._there -= self._sizes.pop(what.node)
                 self._node_lost(what.node)
-        elif isinstance(what, e.NodeEmptied | e.NodeCordoned) and what.node not in self._truths.nodes:
+        elif isinstance(what, e.NodeDrained | e.NodeCordoned) and what.node not in self._truths.nodes:
             return
         elif isinstance(what, e.PoolDropped) and self._left[what.pool]:
             self._to_drop.add(what.pool)  # once the last of its tasks has ended
         else:
             super()._happens(what)
 
-    def _tell(self, event: e.Event) -> None:
-        if isinstance(event, e.Ended):
+    def _tell(self, event: e.PoolEvent) -> None:
+        if isinstance(event, e.TaskEnded):
             ending = self._endings.get(event.task)
-            if isinstance(ending, e.Ended):
+            if isinstance(ending, e.TaskEnded):
                 event = replace(event, error=ending.error)
             elif ending is not None:
                 event = replace(ending, task=event.task)
         super()._tell(event)
 
-    def _stopped(self, event: e.Stopped) -> None:
+    def _stopped(self, event: e.TaskStopped) -> None:
         life = self._lives[event.task]
         done = life.stop == "done"
         super()._stopped(event)
@@ -208,11 +222,11 @@ class JournalReplay(PoolReplay):
             known.units = what.total.get(COUNTED)
         self._tell(what)
 
-    def _start(self, one: e.Start, now: float) -> None:
+    def _start(self, one: e.StartTask, now: float) -> None:
         self._starts[one.task] = self._starts.get(one.task, 0) + 1
         super()._start(one, now)
 
-    def _stop(self, one: e.Stop, now: float) -> None:
+    def _stop(self, one: e.StopTask, now: float) -> None:
         # Said again because it takes long: it is under way.
         if (one.task, one.attempt) not in self._stops:
             self._stops.add((one.task, one.attempt))
@@ -224,10 +238,10 @@ class JournalReplay(PoolReplay):
         return super()._took(what, name, number) if known is None else known
 
 
-def _for_baselines(settings: Sequence[tuple[float, Setting]]) -> list[tuple[float, Setting]]:
+def _for_baselines(settings: Sequence[tuple[float, SettingEvent]]) -> list[tuple[float, SettingEvent]]:
     """Nodes as baselines know them: there with what others leave of them, or gone. A drain that was called off is none,
     and what others take later of a node they do not see."""
-    found: list[tuple[float, Setting]] = []
+    found: list[tuple[float, SettingEvent]] = []
     there: set[str] = set()
     for at, (at_s, one) in enumerate(settings):
         if isinstance(one, e.NodeJoined) and one.node not in there:
@@ -236,12 +250,12 @@ def _for_baselines(settings: Sequence[tuple[float, Setting]]) -> list[tuple[floa
         elif isinstance(one, e.NodeLost):
             there.discard(one.node)
             found.append((at_s, one))
-        elif isinstance(one, e.NodeEmptied) and _goes(settings[at + 1 :], one.node):
+        elif isinstance(one, e.NodeDrained) and _goes(settings[at + 1 :], one.node):
             found.append((at_s, one))
     return found
 
 
-def _goes(settings: Sequence[tuple[float, Setting]], node: str) -> bool:
+def _goes(settings: Sequence[tuple[float, SettingEvent]], node: str) -> bool:
     for _, one in settings:
         if isinstance(one, e.NodeLost) and one.node == node:
             return True
@@ -250,20 +264,20 @@ def _goes(settings: Sequence[tuple[float, Setting]], node: str) -> bool:
     return False
 
 
-class _Bound(Clairvoyant):
+class _JournalBound(Clairvoyant):
     """The clairvoyant bound in the world of a journal."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: JournalWorld) -> None:
         self._sizes = world.node_units
         happens = tuple(
-            NodeEvent(at_s, one.node, "joined" if isinstance(one, e.NodeJoined) else "lost")
+            ChurnEvent(at_s, one.node, "joined" if isinstance(one, e.NodeJoined) else "lost")
             for at_s, one in _for_baselines(world.settings)
             if isinstance(one, e.NodeJoined | e.NodeLost)
         )
-        super().__init__(world.works, Reality((), 0, churn=happens, seed=SEED))
+        super().__init__(world.works, PoolReality((), 0, churn=happens, seed=SEED))
         self._window_s = world.until_s
 
-    def _node(self, what: NodeEvent) -> None:
+    def _node(self, what: ChurnEvent) -> None:
         self._node_gpus = self._sizes[what.node]
         super()._node(what)
 
@@ -271,7 +285,7 @@ class _Bound(Clairvoyant):
 # ---- what was -----------------------------------------------------------------------------------------------------
 
 
-def recorded(world: World) -> Run:
+def recorded(world: JournalWorld) -> JournalRun:
     """What the journal says, summed up as a replay is."""
     lives = [_life(world, number) for number in range(len(world.works))]
     inside = world.until_s
@@ -280,7 +294,7 @@ def recorded(world: World) -> Run:
         for life, story in zip(lives, world.stories, strict=True)
         for one in story.attempts
     )
-    outcome = Outcome(
+    outcome = PoolOutcome(
         lives,
         world.record.events,
         sum(one.evictions for one in lives),
@@ -294,16 +308,16 @@ def recorded(world: World) -> Run:
         0,
     )
     given = tuple(world.record.given)
-    return Run(in_whole(figures(outcome, RECORDED, SEED, world.classes), world.units.each), outcome, given)
+    return JournalRun(in_whole(figures(outcome, RECORDED, SEED, world.classes), world.units.each), outcome, given)
 
 
-def _life(world: World, number: int) -> Life:
+def _life(world: JournalWorld, number: int) -> SimulatedTask:
     work, story = world.works[number], world.stories[number]
     end_s = world.record.end_s
     began = [one for one in story.attempts if one.started_s is not None]
     last = began[-1]
     waits = story.ended_s is None and story.open is None
-    life = Life(work, (), 0.0, story.queued_s)
+    life = SimulatedTask(work, (), 0.0, story.queued_s)
     life.waited_s = story.waited_s + (end_s - story.queued_s if waits else 0.0)
     life.first_start_s = story.attempts[0].asked_s
     life.evictions, life.losses = story.evictions, story.losses
@@ -313,7 +327,7 @@ def _life(world: World, number: int) -> Life:
     return life
 
 
-def _capacity(world: World) -> float:
+def _capacity(world: JournalWorld) -> float:
     """Units x seconds that nodes had, until the last that happened to a task."""
     until_s, total, there = world.until_s, 0.0, dict[str, tuple[float, int]]()
     for at_s, one in world.settings:
@@ -325,7 +339,7 @@ def _capacity(world: World) -> float:
     return total + sum(size * max(0.0, until_s - since_s) for since_s, size in there.values())
 
 
-def _curves(world: World) -> Curves:
+def _curves(world: JournalWorld) -> PoolCurves:
     """Who waited and what was in use, over time."""
     changes: list[tuple[float, int, int]] = []
     for work, story in zip(world.works, world.stories, strict=True):
@@ -342,7 +356,7 @@ def _curves(world: World) -> Curves:
             if story.ended_s is not None:
                 changes.append((story.ended_s, -1, 0))
     changes.sort(key=lambda one: one[0])
-    curves, waiting, used, at = Curves(), 0, 0, 0
+    curves, waiting, used, at = PoolCurves(), 0, 0, 0
     for point in range(BINS + 1):
         now_s = world.until_s * point / BINS
         while at < len(changes) and changes[at][0] <= now_s:
@@ -358,7 +372,7 @@ def _curves(world: World) -> Curves:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class ReplayAgreement:
     """The policy that ran, replayed, against what was."""
 
     instructions: int  # that were given then, to tasks that are replayed
@@ -369,7 +383,7 @@ class Agreement:
     completion_mean: float  # of all
 
 
-def agreement(world: World, was: Run, replayed: Run) -> Agreement:
+def agreement(world: JournalWorld, was: JournalRun, replayed: JournalRun) -> ReplayAgreement:
     """How near they are. Tasks and groups go by the order in which they appear, not by their numbers."""
     names = {story.name for story in world.stories}
     # A replay ends with its last task; what was done about a pool that was dropped in the end is no part of it.
@@ -386,7 +400,7 @@ def agreement(world: World, was: Run, replayed: Run) -> Agreement:
         _error((b.done_s or 0.0) - b.work.submit_s, (a.done_s or 0.0) - a.work.submit_s)
         for a, b in zip(was.outcome.lives, replayed.outcome.lives, strict=True)
     ]
-    return Agreement(
+    return ReplayAgreement(
         len(then),
         same,
         first,
@@ -400,21 +414,21 @@ def _error(is_s: float, was_s: float) -> float:
     return abs(is_s - was_s) / was_s if was_s > 0 else 0.0 if is_s == was_s else 1.0
 
 
-def _deeds(given: Sequence[Given], names: set[str]) -> list[str]:
+def _deeds(given: Sequence[GivenInstruction], names: set[str]) -> list[str]:
     """Instructions without numbers that depend on what else there was: groups by the order in which they are made."""
     groups: dict[str, str] = {}
     starts: dict[str, int] = {}
     found = []
     for each in given:
         one = each.one
-        if isinstance(one, e.MakeGroup):
+        if isinstance(one, e.CreatePlacementGroup):
             groups[one.group] = f"group {len(groups) + 1}"
             found.append(f"make {groups[one.group]} on {', '.join(one.nodes)}")
-        elif isinstance(one, e.RemoveGroup):
+        elif isinstance(one, e.RemovePlacementGroup):
             found.append(f"remove {groups.get(one.group, 'an earlier group')}")
         elif each.task in names:
             name = each.task
-            if isinstance(one, e.Start):
+            if isinstance(one, e.StartTask):
                 starts[name] = starts.get(name, 0) + 1
                 places = ", ".join(f"{groups.get(p.group, 'an earlier group')}/{p.bundle}" for p in one.places)
                 found.append(f"start {name}, for the {starts[name]}. time, in {places}")

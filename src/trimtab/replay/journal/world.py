@@ -20,19 +20,19 @@ from statistics import median
 from trimtab.core.errors import InputError
 from trimtab.core.resources import GRAIN, Resources
 from trimtab.machines.pool import events as e
-from trimtab.model.pool import Policy, PoolSpec, TaskSpec
+from trimtab.model.pool import PoolSpec, PreemptionPolicy, TaskSpec
 from trimtab.replay.common.timing import MEASURED, Distribution, PoolTimes
-from trimtab.replay.journal.record import Attempt, Record, Setting, TaskStory
+from trimtab.replay.journal.record import JournalRecord, RecordedAttempt, SettingEvent, TaskStory
 from trimtab.replay.pool.policies import FOR_EVER_S
-from trimtab.replay.pool.workload import Work
+from trimtab.replay.pool.workload import WorkloadTask
 
 COUNTED = "gpu"  # what the counted resource is called in a replay, whatever it was
 MOST_CLASSES = 6  # more of them are told apart by pool alone
-Took = dict[tuple[str, str, int], float]
+MeasuredDurations = dict[tuple[str, str, int], float]
 
 
 @dataclass(frozen=True)
-class Units:
+class CountedUnit:
     """The resource that is counted, and how much of it is one here."""
 
     resource: str
@@ -51,15 +51,15 @@ class Units:
 
 
 @dataclass(frozen=True)
-class World:
+class JournalWorld:
     """What is given, whoever schedules."""
 
-    record: Record
-    units: Units
-    works: tuple[Work, ...]
+    record: JournalRecord
+    units: CountedUnit
+    works: tuple[WorkloadTask, ...]
     stories: tuple[TaskStory, ...]  # of those works
-    settings: tuple[tuple[float, Setting], ...]
-    took: Took
+    settings: tuple[tuple[float, SettingEvent], ...]
+    took: MeasuredDurations
     times: PoolTimes
     until_s: float  # the last that happened to a task; utilisation counts until then
     facts: tuple[str, ...]  # sentences on what was, and what of it is known
@@ -76,7 +76,7 @@ class World:
         return found
 
 
-def world_of(record: Record) -> World:
+def world_of(record: JournalRecord) -> JournalWorld:
     """The world of a journal. InputError where nobody in it ever ran."""
     kept, left_out = _with_lengths(record)
     if not kept:
@@ -87,11 +87,13 @@ def world_of(record: Record) -> World:
     took, times = _times(stories, record)
     classes = _classes(stories)
     works = tuple(
-        Work(_spec(story, units), story.submitted_s, length, units.whole(story.spec.bundles), classes[story.name])
+        WorkloadTask(
+            _spec(story, units), story.submitted_s, length, units.whole(story.spec.bundles), classes[story.name]
+        )
         for story, length in kept
     )
     until_s = max(_last(story, record.end_s) for story in stories)
-    return World(
+    return JournalWorld(
         record,
         units,
         works,
@@ -122,13 +124,13 @@ def length_s(story: TaskStory, end_s: float) -> float | None:
     return so_far if story.end else max(so_far, story.spec.estimate_s)
 
 
-def _worked(one: Attempt, end_s: float) -> float:
+def _worked(one: RecordedAttempt, end_s: float) -> float:
     """How long it was at work, until the end of the journal where it still is."""
     over_s = end_s if one.over_s is None else one.over_s
     return 0.0 if one.started_s is None else max(0.0, over_s - one.started_s)
 
 
-def _with_lengths(record: Record) -> tuple[list[tuple[TaskStory, float]], list[str]]:
+def _with_lengths(record: JournalRecord) -> tuple[list[tuple[TaskStory, float]], list[str]]:
     kept, left_out = [], Counter[str]()
     for story in record.tasks:
         length = length_s(story, record.end_s)
@@ -154,15 +156,15 @@ def _tasks(many: int) -> str:
 # ---- amounts ------------------------------------------------------------------------------------------------------
 
 
-def _units(specs: Sequence[TaskSpec]) -> Units:
+def _units(specs: Sequence[TaskSpec]) -> CountedUnit:
     asked = [one for spec in specs for one in spec.size]
     names = Counter(name for one in asked for name, _ in one)
     resource = COUNTED if COUNTED in names else "cpu" if "cpu" in names else sorted(names)[0]
     common = math.gcd(GRAIN, *(one.get(resource) for one in asked))
-    return Units(resource, common / GRAIN)
+    return CountedUnit(resource, common / GRAIN)
 
 
-def _spec(story: TaskStory, units: Units) -> TaskSpec:
+def _spec(story: TaskStory, units: CountedUnit) -> TaskSpec:
     spec = story.spec
     return replace(
         spec,
@@ -180,7 +182,7 @@ def _spec(story: TaskStory, units: Units) -> TaskSpec:
     )
 
 
-def _pool(spec: PoolSpec, units: Units) -> PoolSpec:
+def _pool(spec: PoolSpec, units: CountedUnit) -> PoolSpec:
     reserved = tuple(units.counted(one) for one in spec.reserved)
     return replace(spec, quota=units.counted(spec.quota), reserved=reserved, wait_s=FOR_EVER_S, client=None)
 
@@ -188,7 +190,7 @@ def _pool(spec: PoolSpec, units: Units) -> PoolSpec:
 # ---- what was set, and nodes --------------------------------------------------------------------------------------
 
 
-def _settings(record: Record, units: Units) -> Iterable[tuple[float, Setting]]:
+def _settings(record: JournalRecord, units: CountedUnit) -> Iterable[tuple[float, SettingEvent]]:
     """As they came, in units; and at the end of the journal whatever is needed for all to be open again."""
     nodes: dict[str, e.NodeJoined] = {}
     gone: set[str] = set()
@@ -217,7 +219,7 @@ def _settings(record: Record, units: Units) -> Iterable[tuple[float, Setting]]:
                     yield at_s, e.PoolDrained(one.pool, on=False)
             elif isinstance(one, e.PoolDrained):
                 (drained.add if one.on else drained.discard)(one.pool)
-            elif isinstance(one, e.NodeEmptied) or one.on:
+            elif isinstance(one, e.NodeDrained) or one.on:
                 shut.add(one.node)
             else:
                 shut.discard(one.node)
@@ -236,7 +238,7 @@ def base_name(pool: str) -> str:
     return pool.partition(" (")[0]
 
 
-def _protecting(policy: Policy, names: Sequence[str]) -> Policy:
+def _protecting(policy: PreemptionPolicy, names: Sequence[str]) -> PreemptionPolicy:
     """A pool that is protected is so whichever time it was asked for."""
     spared = tuple(name for name in names if base_name(name) in policy.protected_pools)
     return replace(policy, protected_pools=spared) if policy.protected_pools else policy
@@ -245,9 +247,9 @@ def _protecting(policy: Policy, names: Sequence[str]) -> Policy:
 # ---- times --------------------------------------------------------------------------------------------------------
 
 
-def _times(stories: Sequence[TaskStory], record: Record) -> tuple[Took, PoolTimes]:
+def _times(stories: Sequence[TaskStory], record: JournalRecord) -> tuple[MeasuredDurations, PoolTimes]:
     """How long every deed took, and from what those are drawn that were not done then."""
-    took: Took = {}
+    took: MeasuredDurations = {}
     fresh = [one.started_s - one.asked_s for one in _begun(stories) if not one.restored and one.started_s is not None]
     plain = [one.stopped_s - one.over_s for one in _stopped(stories) if not one.saved and one.stopped_s and one.over_s]
     usual_start, usual_stop = (median(one) if one else 0.0 for one in (fresh, plain))
@@ -286,11 +288,11 @@ def _times(stories: Sequence[TaskStory], record: Record) -> tuple[Took, PoolTime
     )
 
 
-def _begun(stories: Sequence[TaskStory]) -> list[Attempt]:
+def _begun(stories: Sequence[TaskStory]) -> list[RecordedAttempt]:
     return [one for story in stories for one in story.attempts if one.started_s is not None and not story.before]
 
 
-def _stopped(stories: Sequence[TaskStory]) -> list[Attempt]:
+def _stopped(stories: Sequence[TaskStory]) -> list[RecordedAttempt]:
     return [one for story in stories for one in story.attempts if one.stopped_s is not None]
 
 
@@ -320,7 +322,9 @@ def _rank(story: TaskStory) -> tuple[str, float]:
     return story.spec.pool, -story.spec.priority
 
 
-def _facts(record: Record, stories: Sequence[TaskStory], left_out: Sequence[str], units: Units) -> Iterable[str]:
+def _facts(
+    record: JournalRecord, stories: Sequence[TaskStory], left_out: Sequence[str], units: CountedUnit
+) -> Iterable[str]:
     yield f"{_tasks(len(stories))} in {record.end_s:,.1f} s"
     if left_out:
         yield "left out: " + "; ".join(left_out)
@@ -337,7 +341,7 @@ def _facts(record: Record, stories: Sequence[TaskStory], left_out: Sequence[str]
         yield f"the journal begins with a snapshot: {_tasks(there)} that were there already come at its beginning"
 
 
-def _assumed(record: Record, stories: Sequence[TaskStory]) -> Iterable[str]:
+def _assumed(record: JournalRecord, stories: Sequence[TaskStory]) -> Iterable[str]:
     yield "arrivals, lengths of work, nodes, and what starts, stops and saves took are as recorded"
     put_together = sum(len([a for a in one.attempts if a.started_s is not None]) > 1 for one in stories)
     if put_together:
@@ -346,11 +350,11 @@ def _assumed(record: Record, stories: Sequence[TaskStory]) -> Iterable[str]:
             "what was not saved is done again"
         )
     not_again = {
-        "EvictAsked": "evictions by hand",
-        "Died": "processes that died",
-        "StartFailed": "starts that failed",
-        "GroupFailed": "placement groups that could not be made",
-        "GroupLost": "placement groups lost",
+        "EvictRequested": "evictions by hand",
+        "TaskDied": "processes that died",
+        "TaskStartFailed": "starts that failed",
+        "PlacementGroupFailed": "placement groups that could not be made",
+        "PlacementGroupLost": "placement groups lost",
     }
     said = [f"{words} ({record.besides[kind]:,})" for kind, words in not_again.items() if record.besides[kind]]
     if said:

@@ -11,20 +11,20 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.core.resources import GRAIN
 from trimtab.machines.pool import events as e
-from trimtab.model.pool import Place, Strategy, TaskSpec
-from trimtab.replay.pool.racks import Racks
+from trimtab.model.pool import BundlePlacement, PlacementStrategy, TaskSpec
+from trimtab.replay.pool.racks import FreeGpuIndex
 
-ENDS = Reason(Code.completed, "its work is done")
-LOST = Reason(Code.node_lost, "its node was lost")
+ENDS = Reason(ReasonCode.completed, "its work is done")
+LOST = Reason(ReasonCode.node_lost, "its node was lost")
 MAKE_S = START_S = 1e9  # nothing is late here
 TELL_S, SAVE_S = 5.0, 60.0  # as the pool machine's policy has them by default
 
 
 @dataclass
-class Job:
+class BaselineJob:
     """A task as a baseline remembers it."""
 
     spec: TaskSpec
@@ -38,50 +38,50 @@ class Job:
     saved: bool = False
 
 
-class Baseline:
+class BaselineScheduler:
     """What all baselines do alike: nodes, groups, starts and ends."""
 
     def __init__(self, node_gpus: int) -> None:
-        self.racks = Racks(node_gpus)
-        self.jobs: dict[str, Job] = {}  # not ended
+        self.racks = FreeGpuIndex(node_gpus)
+        self.jobs: dict[str, BaselineJob] = {}  # not ended
         self.by_group: dict[str, str] = {}
         self.closed: set[str] = set()  # nodes that drain
-        self.out: list[e.Instruction] = []
+        self.out: list[e.PoolInstruction] = []
         self.count = 0
         self.now = 0.0
 
     # ---- the door ----
 
-    def handle(self, event: e.Event, now: float) -> list[e.Instruction]:
+    def handle(self, event: e.PoolEvent, now: float) -> list[e.PoolInstruction]:
         """What is to be done about an event."""
         self.out, self.now = [], now
-        if isinstance(event, e.Submitted):
+        if isinstance(event, e.TaskSubmitted):
             self.count += 1
             sizes = tuple(one.get("gpu") // GRAIN for one in event.spec.bundles)
-            job = self.jobs[event.spec.id] = Job(event.spec, sizes, self.count)
+            job = self.jobs[event.spec.id] = BaselineJob(event.spec, sizes, self.count)
             self.enqueue(job)
             self.look()
-        elif isinstance(event, e.GroupMade):
+        elif isinstance(event, e.PlacementGroupReady):
             self._made(event.group)
-        elif isinstance(event, e.Ended):
+        elif isinstance(event, e.TaskEnded):
             self._ends(self.jobs[event.task])
-        elif isinstance(event, e.Started):
+        elif isinstance(event, e.TaskStarted):
             self.started(self.jobs[event.task])
-        elif isinstance(event, e.Stopped):
+        elif isinstance(event, e.TaskStopped):
             job = self.jobs[event.task]
             job.saved = job.saved or event.saved
             self._remove(job)
-        elif isinstance(event, e.GroupGone):
+        elif isinstance(event, e.PlacementGroupRemoved):
             self._gone(self.jobs[self.by_group[event.group]])
             self.look()
         elif isinstance(event, e.NodeJoined):
             self.closed.discard(event.node)
             self.racks.add(event.node, event.total.get("gpu") // GRAIN)
             self.look()
-        elif isinstance(event, e.NodeEmptied | e.NodeLost):
+        elif isinstance(event, e.NodeDrained | e.NodeLost):
             self._closes(event.node, isinstance(event, e.NodeLost))
             self.look()
-        elif isinstance(event, e.Tick):
+        elif isinstance(event, e.PoolTick):
             self.look()
         return self.out
 
@@ -101,7 +101,7 @@ class Baseline:
 
     # ---- what differs ----
 
-    def enqueue(self, job: Job) -> None:
+    def enqueue(self, job: BaselineJob) -> None:
         """The job waits."""
         raise NotImplementedError
 
@@ -109,10 +109,10 @@ class Baseline:
         """Start whoever is to start."""
         raise NotImplementedError
 
-    def started(self, job: Job) -> None:
+    def started(self, job: BaselineJob) -> None:
         """Its work begins."""
 
-    def ended(self, job: Job) -> None:
+    def ended(self, job: BaselineJob) -> None:
         """It is gone for good, or is about to leave."""
 
     def kept(self, node: str) -> int:
@@ -121,7 +121,7 @@ class Baseline:
 
     # ---- lives ----
 
-    def begin(self, job: Job, nodes: tuple[str, ...]) -> None:
+    def begin(self, job: BaselineJob, nodes: tuple[str, ...]) -> None:
         """The job has its nodes, which are free."""
         for node, size in zip(nodes, job.sizes, strict=True):
             self.racks.take(node, size)
@@ -130,39 +130,41 @@ class Baseline:
         job.attempt += 1
         self.by_group[job.group] = job.spec.id
         self.out.append(
-            e.MakeGroup(job.group, job.spec.pool, job.spec.bundles, nodes, Strategy.pack, self.now + MAKE_S)
+            e.CreatePlacementGroup(
+                job.group, job.spec.pool, job.spec.bundles, nodes, PlacementStrategy.pack, self.now + MAKE_S
+            )
         )
 
     def _made(self, group: str) -> None:
         job = self.jobs[self.by_group[group]]
         if job.state != "making":
             return  # given up meanwhile
-        places = tuple(Place(job.group, at, node) for at, node in enumerate(job.nodes))
+        places = tuple(BundlePlacement(job.group, at, node) for at, node in enumerate(job.nodes))
         job.state = "running"
-        self.out.append(e.Start(job.spec.id, job.attempt, places, job.saved, self.now + START_S))
+        self.out.append(e.StartTask(job.spec.id, job.attempt, places, job.saved, self.now + START_S))
 
-    def stop(self, job: Job, reason: Reason, save_s: float = 0.0) -> None:
+    def stop(self, job: BaselineJob, reason: Reason, save_s: float = 0.0) -> None:
         """Its processes are to go."""
         job.state = "stopping"
-        self.out.append(e.Stop(job.spec.id, job.attempt, reason, TELL_S if save_s else 0.0, save_s=save_s))
+        self.out.append(e.StopTask(job.spec.id, job.attempt, reason, TELL_S if save_s else 0.0, save_s=save_s))
 
-    def _ends(self, job: Job) -> None:
+    def _ends(self, job: BaselineJob) -> None:
         self.ended(job)
         self.stop(job, ENDS)
         job.over = True
 
-    def _remove(self, job: Job) -> None:
+    def _remove(self, job: BaselineJob) -> None:
         job.state = "removing"
-        self.out.append(e.RemoveGroup(job.group))
+        self.out.append(e.RemovePlacementGroup(job.group))
 
-    def _gone(self, job: Job) -> None:
+    def _gone(self, job: BaselineJob) -> None:
         self.leave(job)
         if job.over:
             del self.jobs[job.spec.id]
         else:
             self.enqueue(job)
 
-    def leave(self, job: Job) -> None:
+    def leave(self, job: BaselineJob) -> None:
         """Its group is gone, and its nodes are free."""
         for node, size in zip(job.nodes, job.sizes, strict=False):
             self.racks.give(node, size)
@@ -183,7 +185,7 @@ class Baseline:
                 self._remove(job)
 
 
-class Ordered(Baseline):
+class OrderedScheduler(BaselineScheduler):
     """By a key: the time of submission, or priority first."""
 
     def __init__(self, node_gpus: int, *, by_priority: bool = False, fill: bool = False) -> None:
@@ -191,7 +193,7 @@ class Ordered(Baseline):
         self._by_priority, self._fill = by_priority, fill
         self._lines: dict[tuple[float, tuple[int, ...]], list[tuple[int, str]]] = {}
 
-    def enqueue(self, job: Job) -> None:
+    def enqueue(self, job: BaselineJob) -> None:
         """It waits at its place."""
         level = -job.spec.priority if self._by_priority else 0.0
         heapq.heappush(self._lines.setdefault((level, job.sizes), []), (job.seq, job.spec.id))

@@ -11,18 +11,18 @@ import heapq
 from collections.abc import Sequence
 
 from trimtab.replay.common.agenda import Agenda
-from trimtab.replay.common.churn import NodeEvent
-from trimtab.replay.pool.driver import BINS, Curves, Life, Outcome, Reality
-from trimtab.replay.pool.invariants import UntrueError
-from trimtab.replay.pool.workload import Work
+from trimtab.replay.common.churn import ChurnEvent
+from trimtab.replay.pool.driver import BINS, PoolCurves, PoolOutcome, PoolReality, SimulatedTask
+from trimtab.replay.pool.invariants import InvariantError
+from trimtab.replay.pool.workload import WorkloadTask
 
 
 class Clairvoyant:
     """One run."""
 
-    def __init__(self, works: Sequence[Work], reality: Reality) -> None:
-        self._lives = [Life(one, (), one.work_s, one.submit_s) for one in works]
-        self._agenda: Agenda[tuple[str, int, int] | NodeEvent] = Agenda()
+    def __init__(self, works: Sequence[WorkloadTask], reality: PoolReality) -> None:
+        self._lives = [SimulatedTask(one, (), one.work_s, one.submit_s) for one in works]
+        self._agenda: Agenda[tuple[str, int, int] | ChurnEvent] = Agenda()
         self._gpus = len(reality.nodes) * reality.node_gpus
         self._node_gpus = reality.node_gpus
         self._there = set(reality.nodes)
@@ -32,21 +32,21 @@ class Clairvoyant:
         self._window_s = max((one.submit_s for one in works), default=0.0)
         self._done = self._events = self._evictions = 0
         self._work = self._capacity = self._since = 0.0
-        self._curves, self._next_bin, self._waits = Curves(), 0.0, 0
+        self._curves, self._next_bin, self._waits = PoolCurves(), 0.0, 0
         for number, one in enumerate(works):
             self._agenda.put(one.submit_s, ("comes", number, 0))
         for happens in reality.churn:
             self._agenda.put(happens.at_s, happens)
 
-    def run(self) -> Outcome:
+    def run(self) -> PoolOutcome:
         """Until every task has ended."""
         while self._done < len(self._lives):
             if self._agenda.first() is None:
-                raise UntrueError("nothing happens any more, and tasks have not ended")
+                raise InvariantError("nothing happens any more, and tasks have not ended")
             what = self._agenda.pop()
             self._events += 1
             self._sample()
-            if isinstance(what, NodeEvent):
+            if isinstance(what, ChurnEvent):
                 self._node(what)
             else:
                 kind, number, attempt = what
@@ -58,7 +58,7 @@ class Clairvoyant:
                     continue
             self._fill()
         self._count_capacity()
-        return Outcome(
+        return PoolOutcome(
             self._lives, self._events, self._evictions, self._agenda.now, self._window_s, self._capacity, self._work,
             self._work, self._curves, self._events, 0,
         )  # fmt: skip
@@ -73,7 +73,7 @@ class Clairvoyant:
 
     # ---- nodes ----
 
-    def _node(self, what: NodeEvent) -> None:
+    def _node(self, what: ChurnEvent) -> None:
         self._count_capacity()
         if what.what == "joined" and what.node not in self._there:
             self._there.add(what.node)
@@ -145,7 +145,7 @@ class Clairvoyant:
     def _worst(self) -> int:
         entry = self._worst_entry()
         if entry is None:
-            raise UntrueError("more GPUs are used than there are, and nobody runs")
+            raise InvariantError("more GPUs are used than there are, and nobody runs")
         return entry[2]
 
     def _start(self, number: int) -> None:

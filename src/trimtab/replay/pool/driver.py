@@ -16,19 +16,19 @@ from typing import Protocol
 from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e
 from trimtab.replay.common.agenda import Agenda
-from trimtab.replay.common.churn import NodeEvent
+from trimtab.replay.common.churn import ChurnEvent
 from trimtab.replay.common.timing import MEASURED, Distribution, PoolTimes
-from trimtab.replay.pool.invariants import Truths, UntrueError
-from trimtab.replay.pool.workload import Work
+from trimtab.replay.pool.invariants import InvariantError, PoolInvariants
+from trimtab.replay.pool.workload import WorkloadTask
 
 CHECK_EVERY = 100_000  # events between two full checks
 BINS = 240  # points of the curves over time
 
 
-class Scheduler(Protocol):
+class PoolScheduler(Protocol):
     """Decides who runs: the pool machine, or a baseline."""
 
-    def handle(self, event: e.Event, now: float) -> list[e.Instruction]:
+    def handle(self, event: e.PoolEvent, now: float) -> list[e.PoolInstruction]:
         """What is to be done about an event."""
 
     def next_deadline(self) -> float | None:
@@ -39,22 +39,22 @@ class Scheduler(Protocol):
 
 
 @dataclass(frozen=True)
-class Reality:
+class PoolReality:
     """What is given, whoever schedules."""
 
     nodes: tuple[str, ...]
     node_gpus: int
     times: PoolTimes = MEASURED
-    churn: tuple[NodeEvent, ...] = ()
+    churn: tuple[ChurnEvent, ...] = ()
     checkpoint_s: float = 1800.0  # a loss throws away what was done since the last checkpoint of its own; 0: all
     seed: int = 0
 
 
 @dataclass
-class Life:
+class SimulatedTask:
     """A task in the simulation."""
 
-    work: Work
+    work: WorkloadTask
     units: tuple[int, ...]
     left_s: float  # of its work
     queued_at: float  # since when it waits, while it does
@@ -71,7 +71,7 @@ class Life:
 
 
 @dataclass
-class Curves:
+class PoolCurves:
     """What was over time, a point for each bin."""
 
     at: list[float] = field(default_factory=list)
@@ -80,10 +80,10 @@ class Curves:
 
 
 @dataclass
-class Outcome:
+class PoolOutcome:
     """What became of a run, before anybody sums it up."""
 
-    lives: list[Life]
+    lives: list[SimulatedTask]
     events: int
     evictions: int
     end_s: float
@@ -91,7 +91,7 @@ class Outcome:
     capacity_gpu_s: float  # in the window
     held_gpu_s: float  # in the window: a process had them
     work_gpu_s: float  # in the window: work that did not have to be done again
-    curves: Curves
+    curves: PoolCurves
     looks: int
     checks: int
 
@@ -101,21 +101,21 @@ class PoolReplay:
 
     def __init__(
         self,
-        scheduler: Scheduler,
-        works: Sequence[Work],
-        reality: Reality,
+        scheduler: PoolScheduler,
+        works: Sequence[WorkloadTask],
+        reality: PoolReality,
         *,
-        first: Sequence[e.Event] = (),
+        first: Sequence[e.PoolEvent] = (),
         check_every: int = CHECK_EVERY,
-        heard: Callable[[float, e.Event, list[e.Instruction]], None] | None = None,
+        heard: Callable[[float, e.PoolEvent, list[e.PoolInstruction]], None] | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._reality = reality
-        self._agenda: Agenda[e.Event | NodeEvent] = Agenda()
-        self._truths = Truths()
-        self._lives: dict[str, Life] = {}
-        self._order: list[Life] = []
+        self._agenda: Agenda[e.PoolEvent | ChurnEvent] = Agenda()
+        self._truths = PoolInvariants()
+        self._lives: dict[str, SimulatedTask] = {}
+        self._order: list[SimulatedTask] = []
         self._groups_told: set[str] = set()
         self._check_every, self._heard, self._progress = check_every, heard, progress
         self._events = self._checks = self._evictions = 0
@@ -123,7 +123,7 @@ class PoolReplay:
         self._window_s = max((one.submit_s for one in works), default=0.0)
         self._held = self._worked = 0.0
         self._capacity, self._there, self._there_since = 0.0, 0, 0.0
-        self._curves = Curves()
+        self._curves = PoolCurves()
         self._next_bin = 0.0
         self._source = random.Random()
         for event in first:
@@ -134,32 +134,32 @@ class PoolReplay:
         for happens in reality.churn:
             self._agenda.put(happens.at_s, happens)
 
-    def _expect(self, works: Sequence[Work]) -> None:
+    def _expect(self, works: Sequence[WorkloadTask]) -> None:
         for one in works:
-            life = Life(one, tuple(bundle.get("gpu") for bundle in one.spec.bundles), one.work_s, one.submit_s)
+            life = SimulatedTask(one, tuple(bundle.get("gpu") for bundle in one.spec.bundles), one.work_s, one.submit_s)
             self._order.append(life)
             self._lives[one.spec.id] = life
-            self._agenda.put(one.submit_s, e.Submitted(one.spec))
+            self._agenda.put(one.submit_s, e.TaskSubmitted(one.spec))
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
-    def run(self) -> Outcome:
+    def run(self) -> PoolOutcome:
         """Until every task has ended."""
         agenda, left = self._agenda, len(self._order)
         while self._truths.done < left:
             due, first = self._scheduler.next_deadline(), agenda.first()
             if first is None and due is None:
-                raise UntrueError(f"nothing happens any more, and {left - self._truths.done} tasks have not ended")
+                raise InvariantError(f"nothing happens any more, and {left - self._truths.done} tasks have not ended")
             if first is None or (due is not None and due < first):
                 agenda.leap(due if due is not None else agenda.now)
                 self._sample()
-                self._tell(e.Tick())
+                self._tell(e.PoolTick())
                 continue
             what = agenda.pop()
             self._sample()
             self._happens(what)
         self._finish()
-        return Outcome(
+        return PoolOutcome(
             self._order, self._events, self._evictions, agenda.now, self._window_s, self._capacity, self._held,
             self._worked, self._curves, self._truths.looks, self._checks,
         )  # fmt: skip
@@ -181,7 +181,7 @@ class PoolReplay:
         self._scheduler.check()
         self._checks += 1
 
-    def _tell(self, event: e.Event) -> None:
+    def _tell(self, event: e.PoolEvent) -> None:
         now = self._agenda.now
         out = self._scheduler.handle(event, now)
         self._events += 1
@@ -196,40 +196,40 @@ class PoolReplay:
 
     # ---- what happens ----------------------------------------------------------------------------------------------
 
-    def _happens(self, what: e.Event | NodeEvent) -> None:
-        if isinstance(what, e.Started):
+    def _happens(self, what: e.PoolEvent | ChurnEvent) -> None:
+        if isinstance(what, e.TaskStarted):
             self._started(what)
-        elif isinstance(what, e.Ended):
+        elif isinstance(what, e.TaskEnded):
             self._ended(what)
-        elif isinstance(what, e.Stopped):
+        elif isinstance(what, e.TaskStopped):
             self._stopped(what)
-        elif isinstance(what, e.Submitted):
+        elif isinstance(what, e.TaskSubmitted):
             self._truths.came(what.spec.id)
             self._waiting += 1
             self._tell(what)
-        elif isinstance(what, e.GroupMade):
+        elif isinstance(what, e.PlacementGroupReady):
             if what.group in self._truths.groups:
                 self._truths.standing(what.group)
                 self._tell(what)
-        elif isinstance(what, e.GroupGone):
+        elif isinstance(what, e.PlacementGroupRemoved):
             if what.group in self._truths.groups:
                 self._truths.gone(what.group)
                 self._tell(what)
-        elif isinstance(what, NodeEvent):
+        elif isinstance(what, ChurnEvent):
             self._node(what)
         else:
             self._tell(what)
 
-    def _started(self, event: e.Started) -> None:
+    def _started(self, event: e.TaskStarted) -> None:
         life = self._lives[event.task]
         if life.attempt != event.attempt or life.stop:
             return
         now = self._agenda.now
         life.began_s = now
-        self._agenda.put(now + life.left_s, e.Ended(event.task, event.attempt))
+        self._agenda.put(now + life.left_s, e.TaskEnded(event.task, event.attempt))
         self._tell(event)
 
-    def _ended(self, event: e.Ended) -> None:
+    def _ended(self, event: e.TaskEnded) -> None:
         life = self._lives[event.task]
         if life.attempt != event.attempt or life.stop:
             return
@@ -237,7 +237,7 @@ class PoolReplay:
         life.left_s, life.stop, life.done_s = 0.0, "done", self._agenda.now
         self._tell(event)
 
-    def _stopped(self, event: e.Stopped) -> None:
+    def _stopped(self, event: e.TaskStopped) -> None:
         life, now = self._lives[event.task], self._agenda.now
         self._truths.stopped(event.task)
         self._used -= life.work.gpus
@@ -255,7 +255,7 @@ class PoolReplay:
         """Seconds of a time that are in the window."""
         return max(0.0, min(end, self._window_s) - min(begin, self._window_s))
 
-    def _worked_until(self, life: Life, end: float, *, kept: bool) -> None:
+    def _worked_until(self, life: SimulatedTask, end: float, *, kept: bool) -> None:
         """The work of this attempt is over. What is kept counts; of the rest, what a checkpoint of its own has."""
         began = life.began_s
         if began is None:
@@ -270,13 +270,13 @@ class PoolReplay:
 
     # ---- nodes -----------------------------------------------------------------------------------------------------
 
-    def _node(self, what: NodeEvent) -> None:
+    def _node(self, what: ChurnEvent) -> None:
         if what.what == "joined":
             self._node_joins(what.node)
         elif what.node in self._truths.nodes:
             if what.what == "draining":
-                self._tell(e.NodeEmptied(what.node))
-                self._agenda.put(self._agenda.now + what.notice_s, NodeEvent(0.0, what.node, "lost"))
+                self._tell(e.NodeDrained(what.node))
+                self._agenda.put(self._agenda.now + what.notice_s, ChurnEvent(0.0, what.node, "lost"))
             else:
                 self._node_lost(what.node)
 
@@ -307,21 +307,21 @@ class PoolReplay:
 
     # ---- deeds -----------------------------------------------------------------------------------------------------
 
-    def _deed(self, one: e.Instruction, now: float) -> None:
-        if isinstance(one, e.Start):
+    def _deed(self, one: e.PoolInstruction, now: float) -> None:
+        if isinstance(one, e.StartTask):
             self._start(one, now)
-        elif isinstance(one, e.Stop):
+        elif isinstance(one, e.StopTask):
             self._stop(one, now)
-        elif isinstance(one, e.MakeGroup):
+        elif isinstance(one, e.CreatePlacementGroup):
             self._truths.making(one)
-            self._agenda.put(now + self._took("bind", one.group, 0), e.GroupMade(one.group))
-        elif isinstance(one, e.RemoveGroup):
+            self._agenda.put(now + self._took("bind", one.group, 0), e.PlacementGroupReady(one.group))
+        elif isinstance(one, e.RemovePlacementGroup):
             self._truths.removing(one.group)
-            self._agenda.put(now + self._took("bind", one.group, 1), e.GroupGone(one.group))
+            self._agenda.put(now + self._took("bind", one.group, 1), e.PlacementGroupRemoved(one.group))
         else:
-            raise UntrueError(f"nobody here takes turns: {one}")
+            raise InvariantError(f"nobody here takes turns: {one}")
 
-    def _start(self, one: e.Start, now: float) -> None:
+    def _start(self, one: e.StartTask, now: float) -> None:
         life = self._lives[one.task]
         self._truths.starting(one, life.units)
         life.attempt, life.held_since = one.attempt, now
@@ -333,9 +333,9 @@ class PoolReplay:
         took = self._took("start", one.task, one.attempt)
         if one.attempt > 1 and life.left_s < life.work.work_s:
             took += self._took("load", one.task, one.attempt)
-        self._agenda.put(now + took, e.Started(one.task, one.attempt))
+        self._agenda.put(now + took, e.TaskStarted(one.task, one.attempt))
 
-    def _stop(self, one: e.Stop, now: float) -> None:
+    def _stop(self, one: e.StopTask, now: float) -> None:
         life = self._lives[one.task]
         took = self._took("stop", one.task, one.attempt)
         saved = False
@@ -348,7 +348,7 @@ class PoolReplay:
                 saved = life.work.spec.saves and saving <= one.save_s
                 self._worked_until(life, now, kept=saved)
                 took = min(took, one.tell_s) + (min(saving, one.save_s) if life.work.spec.saves else 0.0)
-        self._agenda.put(now + took, e.Stopped(one.task, one.attempt, "returned", saved))
+        self._agenda.put(now + took, e.TaskStopped(one.task, one.attempt, "returned", saved))
 
     def _took(self, what: str, name: str, attempt: int) -> float:
         known: Distribution = getattr(self._reality.times, f"{what}_s")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from trimtab.replay.pool.driver import Curves, Life, Outcome
+from trimtab.replay.pool.driver import PoolCurves, PoolOutcome, SimulatedTask
 
 ALL = "all"
 
@@ -47,11 +47,11 @@ class PoolFigures:
     events: int
     looks: int
     checks: int
-    curves: Curves
+    curves: PoolCurves
     seconds: float = 0.0  # that the simulation took
 
 
-def figures(outcome: Outcome, policy: str, seed: int, classes: Sequence[str]) -> PoolFigures:
+def figures(outcome: PoolOutcome, policy: str, seed: int, classes: Sequence[str]) -> PoolFigures:
     """Sum a run up."""
     by_class = {name: [one for one in outcome.lives if one.work.class_ == name] for name in classes}
     found = {name: _class(lives) for name, lives in by_class.items() if lives}
@@ -74,7 +74,7 @@ def figures(outcome: Outcome, policy: str, seed: int, classes: Sequence[str]) ->
     )
 
 
-def _class(lives: Sequence[Life]) -> ClassFigures:
+def _class(lives: Sequence[SimulatedTask]) -> ClassFigures:
     waits = sorted(one.waited_s for one in lives)
     took = [(math.nan if one.done_s is None else one.done_s) - one.work.submit_s for one in lives]
     completions = sorted(took)

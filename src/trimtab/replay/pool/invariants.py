@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trimtab.core.resources import GRAIN
-from trimtab.machines.pool.events import MakeGroup, Start
+from trimtab.machines.pool.events import CreatePlacementGroup, StartTask
 
 
-class UntrueError(AssertionError):
+class InvariantError(AssertionError):
     """Something that must never happen has happened in a simulation."""
 
 
@@ -39,7 +39,7 @@ class _Group:
 
 
 @dataclass
-class Truths:
+class PoolInvariants:
     """The books of a simulated cluster."""
 
     nodes: dict[str, _Node] = field(default_factory=dict)
@@ -62,21 +62,21 @@ class Truths:
 
     # ---- groups ----
 
-    def making(self, one: MakeGroup) -> None:
+    def making(self, one: CreatePlacementGroup) -> None:
         """A placement group is asked for: from now on it may exist."""
         self.looks += 1
         if one.group in self.groups:
-            raise UntrueError(f"group {one.group} is made twice")
+            raise InvariantError(f"group {one.group} is made twice")
         group = self.groups[one.group] = _Group([])
         for name, bundle in zip(one.nodes, one.bundles, strict=True):
             node = self.nodes.get(name)
             if node is None:
-                raise UntrueError(f"group {one.group} goes to {name}, which is not there")
+                raise InvariantError(f"group {one.group} goes to {name}, which is not there")
             units = bundle.get("gpu")
             node.held += units
             group.nodes.append((node, units))
             if node.held > node.units:
-                raise UntrueError(f"groups hold {node.held / GRAIN:g} of {node.units / GRAIN:g} GPUs of {name}")
+                raise InvariantError(f"groups hold {node.held / GRAIN:g} of {node.units / GRAIN:g} GPUs of {name}")
 
     def standing(self, name: str) -> None:
         """The group stands."""
@@ -92,40 +92,42 @@ class Truths:
         """The group is to go: nobody may be in it."""
         group = self.groups.get(name)
         if group is not None and group.processes:
-            raise UntrueError(f"group {name} is removed under a process")
+            raise InvariantError(f"group {name} is removed under a process")
 
     # ---- tasks ----
 
     def came(self, task: str) -> None:
         """A task was submitted."""
         if task in self.attempts:
-            raise UntrueError(f"{task} is submitted twice")
+            raise InvariantError(f"{task} is submitted twice")
         self.submitted += 1
         self.attempts[task] = 0
 
-    def starting(self, one: Start, units: tuple[int, ...]) -> None:
+    def starting(self, one: StartTask, units: tuple[int, ...]) -> None:
         """Processes of a task are made."""
         self.looks += 1
         before = self.attempts.get(one.task)
         if before is None:
-            raise UntrueError(f"{one.task} is started, and has ended or never came")
+            raise InvariantError(f"{one.task} is started, and has ended or never came")
         if one.task in self.processes:
-            raise UntrueError(f"{one.task} is started, and runs already")
+            raise InvariantError(f"{one.task} is started, and runs already")
         if one.attempt <= before:
-            raise UntrueError(f"start {one.attempt} of {one.task} comes after start {before}")
+            raise InvariantError(f"start {one.attempt} of {one.task} comes after start {before}")
         if len(one.places) != len(units):
-            raise UntrueError(f"{one.task} starts with {len(one.places)} of {len(units)} members")
+            raise InvariantError(f"{one.task} starts with {len(one.places)} of {len(units)} members")
         self.attempts[one.task] = one.attempt
         places = []
         for place, many in zip(one.places, units, strict=True):
             node, group = self.nodes.get(place.node), self.groups.get(place.group)
             if node is None or group is None or not group.standing:
-                raise UntrueError(f"{one.task} starts in {place.group} on {place.node}, which does not stand")
+                raise InvariantError(f"{one.task} starts in {place.group} on {place.node}, which does not stand")
             node.used += many
             group.processes += 1
             places.append((place.group, node, many))
             if node.used > node.units:
-                raise UntrueError(f"processes use {node.used / GRAIN:g} of {node.units / GRAIN:g} GPUs of {place.node}")
+                raise InvariantError(
+                    f"processes use {node.used / GRAIN:g} of {node.units / GRAIN:g} GPUs of {place.node}"
+                )
         self.processes[one.task] = _Process(one.attempt, tuple(places))
 
     def stopped(self, task: str) -> None:
@@ -133,7 +135,7 @@ class Truths:
         self.looks += 1
         process = self.processes.pop(task, None)
         if process is None:
-            raise UntrueError(f"{task} stops, and does not run")
+            raise InvariantError(f"{task} stops, and does not run")
         for name, node, many in process.places:
             node.used -= many
             group = self.groups.get(name)
@@ -143,14 +145,14 @@ class Truths:
     def ended(self, task: str) -> None:
         """The task has done its work and is gone."""
         if self.attempts.pop(task, None) is None:
-            raise UntrueError(f"{task} ends twice")
+            raise InvariantError(f"{task} ends twice")
         self.done += 1
 
     def whole(self) -> None:
         """Every task that came has ended or is still there; sums are what their parts say."""
         if self.submitted != self.done + len(self.attempts):
-            raise UntrueError(f"{self.submitted} tasks came, {self.done} ended, {len(self.attempts)} are there")
+            raise InvariantError(f"{self.submitted} tasks came, {self.done} ended, {len(self.attempts)} are there")
         for name, node in self.nodes.items():
             used = sum(m for one in self.processes.values() for _, at, m in one.places if at is node)
             if used != node.used:
-                raise UntrueError(f"processes use {used} units of {name}, the books say {node.used}")
+                raise InvariantError(f"processes use {used} units of {name}, the books say {node.used}")

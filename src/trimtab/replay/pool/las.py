@@ -11,23 +11,23 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-from trimtab.core.reasons import Code, Reason
-from trimtab.replay.pool.baselines import SAVE_S, Baseline, Job
+from trimtab.core.reasons import Reason, ReasonCode
+from trimtab.replay.pool.baselines import SAVE_S, BaselineJob, BaselineScheduler
 
 THRESHOLD_GPU_S = 3_600.0
 
 
 @dataclass
-class _Claim:
+class _PendingClaim:
     """Room that is being made."""
 
-    job: Job
+    job: BaselineJob
     nodes: tuple[str, ...]
     leaving: set[str]
     kept: dict[str, int] = field(default_factory=dict)
 
 
-class LeastAttained(Baseline):
+class LeastAttained(BaselineScheduler):
     """Two levels of attained service."""
 
     def __init__(self, node_gpus: int, threshold_gpu_s: float = THRESHOLD_GPU_S) -> None:
@@ -38,7 +38,7 @@ class LeastAttained(Baseline):
         self._second: dict[str, dict[str, int]] = {}  # by node: running jobs of the second level, and their GPUs there
         self._demotions: list[tuple[float, str, int]] = []
         self._lines: dict[tuple[int, tuple[int, ...]], list[tuple[int, str]]] = {}
-        self._claims: dict[str, _Claim] = {}  # by job that leaves
+        self._claims: dict[str, _PendingClaim] = {}  # by job that leaves
         self._kept: dict[str, int] = {}
 
     # ---- what a baseline is asked ----
@@ -53,12 +53,12 @@ class LeastAttained(Baseline):
             heapq.heappop(self._demotions)
         return None
 
-    def enqueue(self, job: Job) -> None:
+    def enqueue(self, job: BaselineJob) -> None:
         """It waits in its level."""
         level = int(self._service.get(job.spec.id, 0.0) >= self._threshold)
         heapq.heappush(self._lines.setdefault((level, job.sizes), []), (job.seq, job.spec.id))
 
-    def started(self, job: Job) -> None:
+    def started(self, job: BaselineJob) -> None:
         """Its service counts from now on."""
         if job.state != "running":
             return
@@ -70,7 +70,7 @@ class LeastAttained(Baseline):
         else:
             self._lists(job, True)
 
-    def ended(self, job: Job) -> None:
+    def ended(self, job: BaselineJob) -> None:
         """Its service so far is remembered."""
         name = job.spec.id
         since = self._since.pop(name, None)
@@ -106,7 +106,7 @@ class LeastAttained(Baseline):
 
     # ---- preemption ----
 
-    def _lists(self, job: Job, second: bool) -> None:
+    def _lists(self, job: BaselineJob, second: bool) -> None:
         for node, size in zip(job.nodes, job.sizes, strict=False):
             here = self._second.setdefault(node, {})
             if second:
@@ -117,7 +117,7 @@ class LeastAttained(Baseline):
     def _had(self, name: str) -> float:
         return self._service.get(name, 0.0) + (self.now - self._since[name]) * sum(self.jobs[name].sizes)
 
-    def _make_room(self, job: Job) -> bool:
+    def _make_room(self, job: BaselineJob) -> bool:
         """Choose nodes where the fewest leave; False: there is no way."""
         wanted = list(job.sizes)
         ways = []
@@ -140,29 +140,29 @@ class LeastAttained(Baseline):
         self._claim(job, nodes, list(together))
         return True
 
-    def _claim(self, job: Job, nodes: tuple[str, ...], leaving: list[str]) -> None:
-        claim = _Claim(job, nodes, set(leaving))
+    def _claim(self, job: BaselineJob, nodes: tuple[str, ...], leaving: list[str]) -> None:
+        claim = _PendingClaim(job, nodes, set(leaving))
         for node, size in zip(nodes, job.sizes, strict=True):
             self._keep(claim, node, min(size, self.racks.free[node]))
-        reason = Reason(Code.priority, f"{job.spec.id} has had less service")
+        reason = Reason(ReasonCode.priority, f"{job.spec.id} has had less service")
         for name in leaving:
             self._claims[name] = claim
             victim = self.jobs[name]
             self.ended(victim)
             self.stop(victim, reason, SAVE_S)
 
-    def _keep(self, claim: _Claim, node: str, gpus: int) -> None:
+    def _keep(self, claim: _PendingClaim, node: str, gpus: int) -> None:
         self.racks.take(node, gpus)
         claim.kept[node] = claim.kept.get(node, 0) + gpus
         self._kept[node] = self._kept.get(node, 0) + gpus
 
-    def _unkeep(self, claim: _Claim) -> None:
+    def _unkeep(self, claim: _PendingClaim) -> None:
         for node, gpus in claim.kept.items():
             self._kept[node] -= gpus
             self.racks.give(node, gpus)
         claim.kept = {}
 
-    def leave(self, job: Job) -> None:
+    def leave(self, job: BaselineJob) -> None:
         """Whoever it left for has the room, as soon as all are gone."""
         super().leave(job)
         claim = self._claims.pop(job.spec.id, None)
@@ -178,7 +178,7 @@ class LeastAttained(Baseline):
             self._unkeep(claim)
             self.begin(claim.job, claim.nodes)
 
-    def _give_up(self, claim: _Claim) -> None:
+    def _give_up(self, claim: _PendingClaim) -> None:
         """A node of it is gone: the job waits again."""
         self._unkeep(claim)
         for name in [name for name, one in self._claims.items() if one is claim]:

@@ -10,15 +10,15 @@ from trimtab.core.errors import InputError, nearest
 from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool.machine import PoolMachine
-from trimtab.model.pool import Policy, PoolSpec
-from trimtab.replay.pool.baselines import Ordered
-from trimtab.replay.pool.driver import Scheduler
+from trimtab.model.pool import PoolSpec, PreemptionPolicy
+from trimtab.replay.pool.baselines import OrderedScheduler
+from trimtab.replay.pool.driver import PoolScheduler
 from trimtab.replay.pool.las import THRESHOLD_GPU_S, LeastAttained
 from trimtab.replay.pool.workload import POOL
 
 FOR_EVER_S = 1e9
 PREEMPTION_KEYS = tuple(
-    one.name for one in fields(Policy) if one.name not in ("label_rules", "protected_pools", "cross_pool")
+    one.name for one in fields(PreemptionPolicy) if one.name not in ("label_rules", "protected_pools", "cross_pool")
 )
 POOL_KEYS = ("patience_s", "patience_runs", "reuse", "return_preempts")
 SWITCHES = ("same_pool", "reuse", "return_preempts")  # true or false, the others are numbers
@@ -59,7 +59,7 @@ class PoolPolicy:
                     raise InputError(f"{key} is not known here", where=where, hint=hint)
         if (self.preemption and self.use != "trimtab") or (self.pool and not self.use.startswith("trimtab")):
             raise InputError(f"{self.use} has no such settings", where=where, hint="they are the pool machine's")
-        Policy(**self.preemption)  # raises where a value is wrong
+        PreemptionPolicy(**self.preemption)  # raises where a value is wrong
         PoolSpec(POOL, Resources(), **self.pool)
 
     def text(self) -> str:
@@ -71,19 +71,19 @@ class PoolPolicy:
         return KNOWN[self.use] + (f" ({said})" if said else "")
 
 
-def scheduler(policy: PoolPolicy, node_gpus: int, quota_gpus: int) -> tuple[Scheduler, list[e.Event]]:
+def scheduler(policy: PoolPolicy, node_gpus: int, quota_gpus: int) -> tuple[PoolScheduler, list[e.PoolEvent]]:
     """A fresh scheduler, and what it is told first."""
-    made: dict[str, Callable[[], Scheduler]] = {
-        "fifo": lambda: Ordered(node_gpus),
-        "fifo_fill": lambda: Ordered(node_gpus, fill=True),
-        "priority": lambda: Ordered(node_gpus, by_priority=True),
-        "priority_fill": lambda: Ordered(node_gpus, by_priority=True, fill=True),
+    made: dict[str, Callable[[], PoolScheduler]] = {
+        "fifo": lambda: OrderedScheduler(node_gpus),
+        "fifo_fill": lambda: OrderedScheduler(node_gpus, fill=True),
+        "priority": lambda: OrderedScheduler(node_gpus, by_priority=True),
+        "priority_fill": lambda: OrderedScheduler(node_gpus, by_priority=True, fill=True),
         "las": lambda: LeastAttained(node_gpus, policy.threshold_gpu_s),
     }
     if policy.use in made:
         return made[policy.use](), []
     spec = PoolSpec(POOL, Resources.of(gpu=quota_gpus), **{"wait_s": FOR_EVER_S, **policy.pool})
-    first: list[e.Event] = [e.PoolEnsured(spec)]
+    first: list[e.PoolEvent] = [e.PoolEnsured(spec)]
     if policy.use == "trimtab":
-        first.append(e.PolicySet(Policy(**policy.preemption)))
+        first.append(e.PolicySet(PreemptionPolicy(**policy.preemption)))
     return PoolMachine(), first

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Iterable
 
 
-class Racks:
+class FreeGpuIndex:
     """Free GPUs of nodes that are there and take something new."""
 
     def __init__(self, node_gpus: int) -> None:

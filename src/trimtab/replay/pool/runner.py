@@ -6,23 +6,23 @@ from collections.abc import Callable
 
 from trimtab.core.errors import InputError
 from trimtab.replay.pool.clairvoyant import Clairvoyant
-from trimtab.replay.pool.driver import PoolReplay, Reality
+from trimtab.replay.pool.driver import PoolReality, PoolReplay
 from trimtab.replay.pool.figures import PoolFigures, figures
 from trimtab.replay.pool.policies import PoolPolicy, scheduler
-from trimtab.replay.pool.scenario import Scenario
-from trimtab.replay.pool.workload import Work, works
+from trimtab.replay.pool.scenario import PoolScenario
+from trimtab.replay.pool.workload import WorkloadTask, works
 
 
-def reality(scenario: Scenario, seed: int, until_s: float) -> Reality:
+def reality(scenario: PoolScenario, seed: int, until_s: float) -> PoolReality:
     """The cluster of a scenario, with what happens to it under a seed."""
     cluster = scenario.cluster
     names = tuple(f"n{at:05d}" for at in range(cluster.nodes))
     by_chance = cluster.churn.events(list(names), until_s, seed) if cluster.churn else []
     happens = sorted([*cluster.events, *by_chance], key=lambda one: (one.at_s, one.node))
-    return Reality(names, cluster.gpus, scenario.times, tuple(happens), scenario.checkpoint_s, seed)
+    return PoolReality(names, cluster.gpus, scenario.times, tuple(happens), scenario.checkpoint_s, seed)
 
 
-def tasks(scenario: Scenario, seed: int) -> list[Work]:
+def tasks(scenario: PoolScenario, seed: int) -> list[WorkloadTask]:
     """The tasks of a scenario under a seed."""
     said = scenario.tasks
     rows = said.rows(seed)
@@ -46,7 +46,7 @@ def tasks(scenario: Scenario, seed: int) -> list[Work]:
 
 
 def run_pool(
-    scenario: Scenario, policy: PoolPolicy, seed: int, progress: Callable[[float], None] | None = None
+    scenario: PoolScenario, policy: PoolPolicy, seed: int, progress: Callable[[float], None] | None = None
 ) -> PoolFigures:
     """One policy, one seed."""
     asked = tasks(scenario, seed)

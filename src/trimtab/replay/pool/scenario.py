@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from trimtab.core.errors import InputError, nearest
 from trimtab.formats import yaml_text
-from trimtab.replay.common.churn import AN_HOUR, Churn, NodeEvent
+from trimtab.replay.common.churn import AN_HOUR, Churn, ChurnEvent
 from trimtab.replay.common.timing import Distribution, PoolTimes
 from trimtab.replay.common.traces import JobRow, jobs
 from trimtab.replay.pool.policies import PoolPolicy
@@ -30,12 +30,12 @@ POLICIES = ("trimtab", "fifo", "priority", "las", "clairvoyant")
 
 
 @dataclass(frozen=True)
-class ClusterSaid:
+class ClusterSettings:
     """Nodes alike, and what happens to them."""
 
     nodes: int
     gpus: int
-    events: tuple[NodeEvent, ...] = ()
+    events: tuple[ChurnEvent, ...] = ()
     churn: Churn | None = None
 
     def text(self) -> str:
@@ -46,7 +46,7 @@ class ClusterSaid:
 
 
 @dataclass(frozen=True)
-class TasksSaid:
+class WorkloadSettings:
     """What comes to the cluster."""
 
     trace: Path | None
@@ -89,12 +89,12 @@ class TasksSaid:
 
 
 @dataclass(frozen=True)
-class Scenario:
+class PoolScenario:
     """All that is asked."""
 
     name: str
-    cluster: ClusterSaid
-    tasks: TasksSaid
+    cluster: ClusterSettings
+    tasks: WorkloadSettings
     times: PoolTimes
     policies: tuple[PoolPolicy, ...]
     seeds: tuple[int, ...] = SEEDS
@@ -130,7 +130,7 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class EventSection(_Section):
+class NodeEventSection(_Section):
     """Something that happens to a node."""
 
     at_s: Amount
@@ -148,12 +148,12 @@ class ChurnSection(_Section):
     notice_s: Amount = 120.0
 
 
-class ClusterSection(_Section):
+class PoolClusterSection(_Section):
     """The `cluster` section."""
 
     nodes: Whole
     gpus: Annotated[int, BeforeValidator(_no_bool), Field(ge=1, le=1024, strict=True)] = 8
-    events: list[EventSection] = Field(default_factory=list)
+    events: list[NodeEventSection] = Field(default_factory=list)
     churn: ChurnSection | None = None
 
 
@@ -166,7 +166,7 @@ class GenerateSection(_Section):
     gpus: dict[Whole, More] = Field(default_factory=lambda: {1: 1.0}, min_length=1)
 
 
-class ClassSection(_Section):
+class PriorityClassSection(_Section):
     """A class of priority."""
 
     priority: Annotated[float, BeforeValidator(_no_bool), Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
@@ -182,12 +182,12 @@ class TasksSection(_Section):
     limit: Whole | None = None
     most_gpus: Whole | None = None
     rate: More = 1.0
-    classes: dict[str, ClassSection] | None = None
+    classes: dict[str, PriorityClassSection] | None = None
     saves: bool = True
     estimates: bool = False
 
 
-class PolicySection(_Section):
+class PoolPolicySection(_Section):
     """One entry of `policies`."""
 
     use: str
@@ -197,19 +197,19 @@ class PolicySection(_Section):
     threshold_gpu_s: Amount | None = None
 
 
-def _all_policies() -> list[str | PolicySection]:
+def _all_policies() -> list[str | PoolPolicySection]:
     return list(POLICIES)
 
 
-class ScenarioSection(_Section):
+class PoolScenarioFile(_Section):
     """The whole file."""
 
     name: str | None = None
-    cluster: ClusterSection
+    cluster: PoolClusterSection
     tasks: TasksSection
     times: dict[str, Any] = Field(default_factory=dict)
     checkpoint_s: Amount = 1800.0
-    policies: Annotated[list[str | PolicySection], Field(min_length=1)] = Field(default_factory=_all_policies)
+    policies: Annotated[list[str | PoolPolicySection], Field(min_length=1)] = Field(default_factory=_all_policies)
     seeds: Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=1)] = Field(
         default_factory=lambda: list(SEEDS)
     )
@@ -217,26 +217,26 @@ class ScenarioSection(_Section):
 
 Sections = Mapping[str, type[BaseModel]]
 SECTIONS: Sections = {
-    "cluster": ClusterSection,
-    "events": EventSection,
+    "cluster": PoolClusterSection,
+    "events": NodeEventSection,
     "churn": ChurnSection,
     "tasks": TasksSection,
     "generate": GenerateSection,
-    "classes": ClassSection,
-    "policies": PolicySection,
+    "classes": PriorityClassSection,
+    "policies": PoolPolicySection,
 }
 
 
 # ---- reading ------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> Scenario:
+def read(path: Path) -> PoolScenario:
     """The scenario in a file. InputError with file and key where something is wrong."""
     data = yaml_text.read_mapping(path)
     try:
-        said = ScenarioSection.model_validate(data)
+        said = PoolScenarioFile.model_validate(data)
     except ValidationError as error:
-        raise explained(error, path, ScenarioSection, SECTIONS) from None
+        raise explained(error, path, PoolScenarioFile, SECTIONS) from None
     where = str(path)
     events = tuple(_event(one, said.cluster.nodes, f"{where}: cluster.events") for one in said.cluster.events)
     churn = None if said.cluster.churn is None else churn_of(said.cluster.churn, where)
@@ -245,9 +245,9 @@ def read(path: Path) -> Scenario:
     if len(set(names)) < len(names):
         doubled = next(name for name in names if names.count(name) > 1)
         raise InputError(f"two policies are called {doubled}", where=f"{where}: policies", hint="give one a `name`")
-    return Scenario(
+    return PoolScenario(
         said.name or path.stem,
-        ClusterSaid(said.cluster.nodes, said.cluster.gpus, events, churn),
+        ClusterSettings(said.cluster.nodes, said.cluster.gpus, events, churn),
         _tasks(said.tasks, path),
         PoolTimes.of(said.times, f"{where}: times"),
         policies,
@@ -256,10 +256,10 @@ def read(path: Path) -> Scenario:
     )
 
 
-def _event(said: EventSection, nodes: int, where: str) -> NodeEvent:
+def _event(said: NodeEventSection, nodes: int, where: str) -> ChurnEvent:
     if said.what != "joined" and said.node >= nodes:
         raise InputError(f"there is no node {said.node} of {nodes}", where=where, hint="nodes are counted from 0")
-    return NodeEvent(said.at_s, f"n{said.node:05d}", said.what, said.notice_s)
+    return ChurnEvent(said.at_s, f"n{said.node:05d}", said.what, said.notice_s)
 
 
 def churn_of(said: ChurnSection, where: str) -> Churn:
@@ -268,7 +268,7 @@ def churn_of(said: ChurnSection, where: str) -> Churn:
     return Churn(said.days_between, repair, said.drained, said.notice_s)
 
 
-def _tasks(said: TasksSection, path: Path) -> TasksSaid:
+def _tasks(said: TasksSection, path: Path) -> WorkloadSettings:
     where = f"{path}: tasks"
     if (said.trace is None) == (said.generate is None):
         raise InputError("tasks come from a trace or from a generator", where=where, hint="one of `trace`, `generate`")
@@ -281,11 +281,13 @@ def _tasks(said: TasksSection, path: Path) -> TasksSaid:
     if said.classes is not None:
         classes = classes_of({name: one.model_dump() for name, one in said.classes.items()}, f"{where}.classes")
     trace = None if said.trace is None else path.parent / said.trace
-    return TasksSaid(trace, made, said.limit, said.most_gpus, said.rate, classes, said.saves, said.estimates, said.skip)
+    return WorkloadSettings(
+        trace, made, said.limit, said.most_gpus, said.rate, classes, said.saves, said.estimates, said.skip
+    )
 
 
-def _policy(said: str | PolicySection, where: str) -> PoolPolicy:
-    one = PolicySection(use=said) if isinstance(said, str) else said
+def _policy(said: str | PoolPolicySection, where: str) -> PoolPolicy:
+    one = PoolPolicySection(use=said) if isinstance(said, str) else said
     more = {} if one.threshold_gpu_s is None else {"threshold_gpu_s": one.threshold_gpu_s}
     try:
         return PoolPolicy(one.name or one.use, one.use, one.preemption, one.pool, **more)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from trimtab.core.errors import InputError
 from trimtab.core.resources import Resources
-from trimtab.model.pool import Strategy, TaskSpec
+from trimtab.model.pool import PlacementStrategy, TaskSpec
 from trimtab.replay.common.timing import Distribution
 from trimtab.replay.common.traces import JobRow
 
@@ -37,7 +37,7 @@ CLASSES = (
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkloadTask:
     """A task, when it comes, and how long its work takes alone. Nobody but the simulation knows the latter."""
 
     spec: TaskSpec
@@ -85,7 +85,7 @@ def works(
     rate: float = 1.0,
     saves: bool = True,
     estimates: bool = False,
-) -> list[Work]:
+) -> list[WorkloadTask]:
     """The rows as tasks. `rate` 2: they come twice as fast; `estimates`: a task says how long it will run."""
     source = random.Random(f"classes {seed}")
     names = [one.name for one in classes]
@@ -102,12 +102,12 @@ def works(
             sizes[row.gpus],
             priority=by_name[name].priority,
             estimate_s=row.duration_s if estimates else 0.0,
-            strategy=Strategy.pack,
+            strategy=PlacementStrategy.pack,
             restarts=-1,
             saves=saves,
             awaits_node=True,  # one that fails comes back
         )
-        found.append(Work(spec, row.submit_s / rate, row.duration_s, row.gpus, name))
+        found.append(WorkloadTask(spec, row.submit_s / rate, row.duration_s, row.gpus, name))
     return found
 
 

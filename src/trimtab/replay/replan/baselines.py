@@ -11,41 +11,41 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trimtab.core.errors import InfeasibleError, InputError
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.replan import events as e
-from trimtab.machines.replan.migration import Moves, Moving
-from trimtab.machines.replan.placed_plan import Sited, changes, near, seats, without
-from trimtab.model.run import Move, Numbers, RunRules
+from trimtab.machines.replan.migration import MigrationTracker, OngoingMigration
+from trimtab.machines.replan.placed_plan import PlacedPlan, changes, near, seats, without
+from trimtab.model.run import DecisionNumbers, Migration, ReplanRules
 from trimtab.model.workflow import Cluster
-from trimtab.replay.replan.driver import LoopOutcome, LoopReplay
-from trimtab.replay.replan.reality import Plans, Truth
+from trimtab.replay.replan.driver import ReplanOutcome, ReplanReplay
+from trimtab.replay.replan.reality import PlanCache, TrueCosts
 
 
-class Kept:
+class KeptPlanPolicy:
     """A plan that is left only when its GPUs go."""
 
-    def __init__(self, plans: Plans, first: Sited, cluster: Cluster, rules: RunRules) -> None:
+    def __init__(self, plans: PlanCache, first: PlacedPlan, cluster: Cluster, rules: ReplanRules) -> None:
         self._plans = plans
         self._sited = first
         self._cluster = cluster
         self._leaving: tuple[str, ...] = ()
         self._lost: tuple[str, ...] = ()  # nodes of the plan that are gone, or were since it was put in place
         self._done = 0
-        self._out: list[e.LoopInstruction] = []
+        self._out: list[e.ReplanInstruction] = []
         patient = replace(rules, stage_limit_s=1e9, rollback_limit_s=1e9)
-        self._moves = Moves(patient, [], self._out.append)
+        self._moves = MigrationTracker(patient, [], self._out.append)
         self._moves.on_arrived = self._arrived
 
-    def handle(self, event: e.LoopEvent, now: float) -> list[e.LoopInstruction]:
+    def handle(self, event: e.ReplanEvent, now: float) -> list[e.ReplanInstruction]:
         """What is to be done about an event."""
         self._out.clear()
-        if isinstance(event, e.MoveStageDone):
+        if isinstance(event, e.MigrationStageDone):
             self._moves.stage_done(event, now)
-        elif isinstance(event, e.MoveStageFailed):
+        elif isinstance(event, e.MigrationStageFailed):
             self._moves.stage_failed(event, now)
         elif isinstance(event, e.RolledBack):
             self._moves.rolled_back(event, now)
-        elif isinstance(event, e.Tick):
+        elif isinstance(event, e.ReplanTick):
             self._moves.late(now)
         elif isinstance(event, e.RunResumed):
             self._done = event.iteration
@@ -54,9 +54,9 @@ class Kept:
         elif isinstance(event, e.IterationDone):
             self._done = event.iteration.number
             if self._moves.moving is not None:
-                self._out.append(e.Stay(Reason(Code.moving, f"move {self._moves.begun} is under way"), _ANY))
+                self._out.append(e.KeepPlan(Reason(ReasonCode.moving, f"move {self._moves.begun} is under way"), _ANY))
             elif not self._must_go():
-                self._out.append(e.Stay(Reason(Code.no_gain, "the plan is kept whatever it costs"), _ANY))
+                self._out.append(e.KeepPlan(Reason(ReasonCode.no_gain, "the plan is kept whatever it costs"), _ANY))
         elif isinstance(event, e.ClusterChanged):
             names = {node.name for node in event.cluster.nodes}
             gone = [node.name for node in self._cluster.nodes if node.name not in names]
@@ -76,16 +76,18 @@ class Kept:
         try:
             to = near(self._plans.best(without(self._cluster, self._leaving), {}), self._sited)
         except (InfeasibleError, InputError) as error:
-            self._out.append(e.Tell(Reason(Code.no_plan, f"GPUs of the plan are gone or will go; {error.what}")))
+            self._out.append(
+                e.Notify(Reason(ReasonCode.no_plan, f"GPUs of the plan are gone or will go; {error.what}"))
+            )
             return
-        reason = Reason(Code.plan_gone, f"GPUs of the plan are gone or will go; {to.plan.describe()}")
+        reason = Reason(ReasonCode.plan_gone, f"GPUs of the plan are gone or will go; {to.plan.describe()}")
         alive = frozenset(seat for seat in seats(self._cluster) if seat[0] not in self._lost)
-        numbers = Numbers(new_iteration_s=to.plan.iteration_seconds)
+        numbers = DecisionNumbers(new_iteration_s=to.plan.iteration_seconds)
         changed = changes(self._sited, to, alive)
-        move = Move(self._moves.begun + 1, self._sited.plan, to.plan, changed, reason, numbers, forced=True)
+        move = Migration(self._moves.begun + 1, self._sited.plan, to.plan, changed, reason, numbers, forced=True)
         self._moves.begin(move, to, {}, 0.0, now)
 
-    def _arrived(self, moving: Moving) -> None:
+    def _arrived(self, moving: OngoingMigration) -> None:
         self._sited, self._lost = moving.to, ()
 
     def next_deadline(self) -> float | None:
@@ -96,12 +98,12 @@ class Kept:
         """Nothing more than what is looked at from outside."""
 
     @property
-    def sited(self) -> Sited:
+    def sited(self) -> PlacedPlan:
         """The plan in place."""
         return self._sited
 
     @property
-    def moving_to(self) -> Sited | None:
+    def moving_to(self) -> PlacedPlan | None:
         """Where the move under way goes."""
         return None if self._moves.moving is None else self._moves.moving.to
 
@@ -116,19 +118,19 @@ class Kept:
         return None
 
 
-_ANY = Numbers(iteration_s=0.0, horizon=0)
+_ANY = DecisionNumbers(iteration_s=0.0, horizon=0)
 
 
-def kept(truth: Truth, rules: RunRules, first: Sited | None = None) -> LoopOutcome:
+def kept(truth: TrueCosts, rules: ReplanRules, first: PlacedPlan | None = None) -> ReplanOutcome:
     """The run with one plan, left only when its GPUs go."""
     begin = truth.first() if first is None else first
     here = begin.on(truth.reality.job.cluster)
     assert here is not None, "a plan for nodes that are not there at first"
-    decider = Kept(truth.plans, here, truth.reality.job.cluster, rules)
-    return LoopReplay(decider, truth, rules).run()
+    decider = KeptPlanPolicy(truth.plans, here, truth.reality.job.cluster, rules)
+    return ReplanReplay(decider, truth, rules).run()
 
 
-def best_static(truth: Truth, rules: RunRules) -> LoopOutcome:
+def best_static(truth: TrueCosts, rules: ReplanRules) -> ReplanOutcome:
     """The run with the one plan that would have been best."""
     here, always = truth.reality.job.cluster, throughout(truth, rules)
     found = [truth.first(), *_candidates(truth, here), *(_candidates(truth, always) if always != here else ())]
@@ -138,7 +140,7 @@ def best_static(truth: Truth, rules: RunRules) -> LoopOutcome:
     return min(runs, key=lambda one: (not one.finished, -len(one.walls_s), one.total_s))
 
 
-def throughout(truth: Truth, rules: RunRules) -> Cluster:
+def throughout(truth: TrueCosts, rules: ReplanRules) -> Cluster:
     """The nodes that are there from the beginning to the end of a run that keeps its first plan."""
     reality = truth.reality
     end = kept(truth, rules).total_s if any(one.at_s is not None for one in reality.happens) else 0.0
@@ -151,7 +153,7 @@ def throughout(truth: Truth, rules: RunRules) -> Cluster:
     return without(reality.job.cluster, tuple(gone))
 
 
-def _candidates(truth: Truth, cluster: Cluster) -> list[Sited]:
+def _candidates(truth: TrueCosts, cluster: Cluster) -> list[PlacedPlan]:
     """The plans that are best at some moment."""
     try:
         found = [truth.best(cluster, number) for number in range(1, truth.reality.iterations + 1)]

@@ -14,19 +14,19 @@ from dataclasses import dataclass
 
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.machines.replan import events as e
-from trimtab.machines.replan.placed_plan import Sited
-from trimtab.model.run import RunRules, Stage
+from trimtab.machines.replan.placed_plan import PlacedPlan
+from trimtab.model.run import MigrationStage, ReplanRules
 from trimtab.replay.common.agenda import Agenda
-from trimtab.replay.pool.invariants import UntrueError
-from trimtab.replay.replan.invariants import Decider, LoopTruths
-from trimtab.replay.replan.reality import Happening, LoopReality, Nodes, Truth
+from trimtab.replay.pool.invariants import InvariantError
+from trimtab.replay.replan.invariants import ReplanDecider, ReplanInvariants
+from trimtab.replay.replan.reality import ReplanReality, ScheduledNodeEvent, SimulatedNodes, TrueCosts
 
 TRAINS, MOVES, AGAIN, WAITS = "iterations", "moves", "void", "waiting"
-Told = Callable[[e.LoopEvent, float, "list[e.LoopInstruction]"], None]
+ReplanListener = Callable[[e.ReplanEvent, float, "list[e.ReplanInstruction]"], None]
 
 
 @dataclass(frozen=True)
-class Moved:
+class SimulatedMigration:
     """A move that began: after which iteration, why, to what, how it ended, and seconds of standing still."""
 
     after: int
@@ -38,12 +38,12 @@ class Moved:
 
 
 @dataclass
-class LoopOutcome:
+class ReplanOutcome:
     """A run that is over."""
 
     total_s: float
     walls_s: list[float]  # of every iteration that counts
-    moves: list[Moved]
+    moves: list[SimulatedMigration]
     spent: Mapping[str, float]  # seconds, by what the run did in them
     first: str
     last: str
@@ -54,19 +54,21 @@ class LoopOutcome:
     looks: int = 0
 
 
-def nodes_of(reality: LoopReality) -> tuple[Nodes, Agenda[Happening], dict[int, list[Happening]]]:
+def nodes_of(
+    reality: ReplanReality,
+) -> tuple[SimulatedNodes, Agenda[ScheduledNodeEvent], dict[int, list[ScheduledNodeEvent]]]:
     """The nodes at the beginning, what will happen at some time, and what before some iteration."""
-    agenda: Agenda[Happening] = Agenda()
-    before: dict[int, list[Happening]] = {}
+    agenda: Agenda[ScheduledNodeEvent] = Agenda()
+    before: dict[int, list[ScheduledNodeEvent]] = {}
     for one in reality.happens:
         if one.at_s is not None:
             agenda.put(one.at_s, one)
         elif one.before is not None:
             before.setdefault(one.before, []).append(one)
-    return Nodes({node.name: node for node in reality.job.cluster.nodes}), agenda, before
+    return SimulatedNodes({node.name: node for node in reality.job.cluster.nodes}), agenda, before
 
 
-def together(agenda: Agenda[Happening]) -> list[Happening]:
+def together(agenda: Agenda[ScheduledNodeEvent]) -> list[ScheduledNodeEvent]:
     """All that happens at the next moment."""
     found = [agenda.pop()]
     while agenda.first() == agenda.now:
@@ -75,7 +77,7 @@ def together(agenda: Agenda[Happening]) -> list[Happening]:
 
 
 @dataclass
-class _Saved:
+class _SavedState:
     """The state that a run goes on from after a loss."""
 
     every: int
@@ -87,34 +89,34 @@ class _Saved:
             self.after = iteration
 
 
-class LoopReplay:
+class ReplanReplay:
     """One run. `told` hears every event with what was said of it; `progress` how far it is."""
 
     def __init__(
         self,
-        decider: Decider,
-        truth: Truth,
-        rules: RunRules,
+        decider: ReplanDecider,
+        truth: TrueCosts,
+        rules: ReplanRules,
         *,
-        told: Told | None = None,
+        told: ReplanListener | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
         self._decider, self._truth, self._reality = decider, truth, truth.reality
         self._nodes, self._agenda, self._before = nodes_of(truth.reality)
-        self._books = LoopTruths.of(decider.sited, rules)
-        self._saved = _Saved(truth.reality.save_every)
-        self._todo: e.DoStage | e.RollBack | None = None
+        self._books = ReplanInvariants.of(decider.sited, rules)
+        self._saved = _SavedState(truth.reality.save_every)
+        self._todo: e.RunMigrationStage | e.RollBackMigration | None = None
         self._gone = False  # processes of the plan in place are lost: it has to be left, also if the node comes back
         self._ahead = 0  # iterations that have begun under the old plan, and end before a move
         self._cold = True  # nothing of the next iteration is begun yet
         self._told, self._progress = told, progress
         self._walls: list[float] = []
-        self._moves: list[Moved] = []
+        self._moves: list[SimulatedMigration] = []
         self._stood_s = 0.0  # in the move under way
         self._events = 0
 
-    def run(self) -> LoopOutcome:
-        """To its end. UntrueError where anything happens that must not."""
+    def run(self) -> ReplanOutcome:
+        """To its end. InvariantError where anything happens that must not."""
         reality, books = self._reality, self._books
         first = self._decider.sited.plan.describe()
         self._tell(e.RunResumed(0, reality.iterations))
@@ -134,7 +136,7 @@ class LoopReplay:
                 break
         self._decider.check()
         books.whole(self._agenda.now, reality.iterations, finished)
-        return LoopOutcome(
+        return ReplanOutcome(
             self._agenda.now,
             self._walls,
             self._moves,
@@ -162,9 +164,9 @@ class LoopReplay:
             at, due = self._agenda.first(), self._due()
             if due is not None and due <= until and (at is None or due < at):
                 self._agenda.leap(due)
-                self._tell(e.Tick())
+                self._tell(e.ReplanTick())
                 if self._due() == due:
-                    raise UntrueError(f"a deadline at {due:g} s is over and still due")
+                    raise InvariantError(f"a deadline at {due:g} s is over and still due")
             elif at is not None and at <= until:
                 if self._change(together(self._agenda)):
                     return False
@@ -190,7 +192,7 @@ class LoopReplay:
     def _stands(self) -> bool:
         return not self._gone and self._decider.sited.on(self._nodes.cluster) is not None
 
-    def _change(self, happens: list[Happening]) -> bool:
+    def _change(self, happens: list[ScheduledNodeEvent]) -> bool:
         """Nodes join, drain or go; True where GPUs went that the run sits on."""
         before = set(self._nodes.there)
         event = self._nodes.change(happens, self._agenda.now)
@@ -199,20 +201,20 @@ class LoopReplay:
         for one in happens:  # whoever drains is gone at its deadline
             until = self._nodes.leaving.get(one.node.name)
             if one.what == "draining" and until is not None:
-                self._agenda.put(until, Happening(one.node, "lost"))
+                self._agenda.put(until, ScheduledNodeEvent(one.node, "lost"))
         gone = tuple(before - set(self._nodes.there))
         lost = self._sits_on(gone)
         if lost:
             self._gone = self._gone or self._decider.sited.uses(gone)
             self._lose()
         self._tell(event)
-        if self._decider.stopped is not None and event.why is e.Why.joined:
+        if self._decider.stopped is not None and event.why is e.ClusterChangeCause.joined:
             self._tell(e.RunResumed(self._books.counted, self._reality.iterations - self._books.counted))
         return lost
 
     def _sits_on(self, nodes: tuple[str, ...]) -> bool:
         to = self._decider.moving_to
-        placed = to is not None and self._books.stages > list(Stage).index(Stage.place)
+        placed = to is not None and self._books.stages > list(MigrationStage).index(MigrationStage.place)
         return self._decider.sited.uses(nodes) or (placed and to is not None and to.uses(nodes))
 
     def _lose(self) -> None:
@@ -252,32 +254,35 @@ class LoopReplay:
     def _carry_out(self) -> None:
         """The next stage of the move, or the way back."""
         todo = self._todo
-        if isinstance(todo, e.RollBack):
+        if isinstance(todo, e.RollBackMigration):
             self._undo(todo)
             return
         assert todo is not None
         times, seed, move = self._reality.moves, self._reality.seed, todo.move
         # Whose processes are gone has nothing to save: they are made anew from the last state.
-        took = 0.0 if todo.stage is Stage.save and not self._stands else times.draw(todo.stage, move.id, seed)
+        took = 0.0 if todo.stage is MigrationStage.save and not self._stands else times.draw(todo.stage, move.id, seed)
         began = self._agenda.now
         self._pass(took, MOVES)
         self._stood_s += self._agenda.now - began
         if self._todo is not todo:
             return  # it has failed meanwhile, and the way back is next
         if times.failing(move.id, seed) is todo.stage:
-            self._tell(e.MoveStageFailed(move.id, todo.stage, "it fails in this simulation"))
+            self._tell(e.MigrationStageFailed(move.id, todo.stage, "it fails in this simulation"))
             return
         if self._books.stage_done(move):
             self._gone = False
             self._over(todo, arrived=True)
-        self._tell(e.MoveStageDone(move.id, todo.stage, took))
+        self._tell(e.MigrationStageDone(move.id, todo.stage, took))
 
-    def _undo(self, todo: e.RollBack) -> None:
+    def _undo(self, todo: e.RollBackMigration) -> None:
         """The old plan comes back: at once where nobody was ended yet, or where there is nothing to come back to."""
         times, seed, move = self._reality.moves, self._reality.seed, todo.move
         took = 0.0
-        if self._stands and (Stage.release in todo.done or todo.at is Stage.release):
-            took = sum(times.draw(stage, move.id, seed) for stage in (Stage.place, Stage.load, Stage.resume))
+        if self._stands and (MigrationStage.release in todo.done or todo.at is MigrationStage.release):
+            took = sum(
+                times.draw(stage, move.id, seed)
+                for stage in (MigrationStage.place, MigrationStage.load, MigrationStage.resume)
+            )
         began = self._agenda.now
         self._pass(took, MOVES)
         self._stood_s += self._agenda.now - began
@@ -287,10 +292,10 @@ class LoopReplay:
         self._over(todo, arrived=False)
         self._tell(e.RolledBack(move.id, took))
 
-    def _over(self, todo: e.DoStage | e.RollBack, *, arrived: bool) -> None:
+    def _over(self, todo: e.RunMigrationStage | e.RollBackMigration, *, arrived: bool) -> None:
         move = todo.move
         self._moves.append(
-            Moved(
+            SimulatedMigration(
                 self._books.counted,
                 move.reason.code.value,
                 move.after.describe(),
@@ -301,17 +306,17 @@ class LoopReplay:
         )
         self._todo, self._stood_s, self._cold = None, 0.0, True
 
-    def _tell(self, event: e.LoopEvent) -> None:
+    def _tell(self, event: e.ReplanEvent) -> None:
         """Hand an event over, keep what is to be done about it, and look whether all is true."""
         self._events += 1
         try:
             said = self._decider.handle(event, self._agenda.now)
         except InputError as refused:
-            raise UntrueError(f"the run's own event is refused: {refused.what}") from refused
+            raise InvariantError(f"the run's own event is refused: {refused.what}") from refused
         for one in said:
-            if isinstance(one, (e.DoStage, e.RollBack)):
+            if isinstance(one, (e.RunMigrationStage, e.RollBackMigration)):
                 self._todo = one
-            if isinstance(one, e.BeginMove):
+            if isinstance(one, e.BeginMigration):
                 self._ahead = self._reality.job.workflow.staleness
         self._books.heard(event, said, self._decider)
         self._decider.check()
@@ -322,11 +327,11 @@ class LoopReplay:
 # ---- the oracle ---------------------------------------------------------------------------------------------------
 
 
-def free_oracle(truth: Truth) -> LoopOutcome:
+def free_oracle(truth: TrueCosts) -> ReplanOutcome:
     """It knows the true costs and re-plans before every iteration for nothing; with a node it loses no work."""
     nodes, agenda, before = nodes_of(truth.reality)
     walls: list[float] = []
-    moves: list[Moved] = []
+    moves: list[SimulatedMigration] = []
     waited = 0.0
     now, sited, first = 0.0, None, ""
 
@@ -346,24 +351,24 @@ def free_oracle(truth: Truth) -> LoopOutcome:
             waited, now = waited + due - now, due
             continue
         if sited is not None and not best.same_as(sited):
-            moves.append(Moved(number - 1, "FREE", best.plan.describe(), False, True, 0.0))
+            moves.append(SimulatedMigration(number - 1, "FREE", best.plan.describe(), False, True, 0.0))
         sited, first = best, first or best.plan.describe()
         walls.append(truth.seconds(best.plan, number, cold=number == 1))
         now += walls[-1]
     last = sited.plan.describe() if sited is not None else ""
     spent = {TRAINS: sum(walls), MOVES: 0.0, AGAIN: 0.0, WAITS: waited}
-    return LoopOutcome(now, walls, moves, spent, first, last, len(walls) == truth.reality.iterations)
+    return ReplanOutcome(now, walls, moves, spent, first, last, len(walls) == truth.reality.iterations)
 
 
-def _heed(nodes: Nodes, agenda: Agenda[Happening]) -> None:
+def _heed(nodes: SimulatedNodes, agenda: Agenda[ScheduledNodeEvent]) -> None:
     happens = together(agenda)
     nodes.change(happens, agenda.now)
     for one in happens:
         if one.what == "draining" and one.node.name in nodes.leaving:
-            agenda.put(nodes.leaving[one.node.name], Happening(one.node, "lost"))
+            agenda.put(nodes.leaving[one.node.name], ScheduledNodeEvent(one.node, "lost"))
 
 
-def _best(truth: Truth, nodes: Nodes, iteration: int) -> Sited | None:
+def _best(truth: TrueCosts, nodes: SimulatedNodes, iteration: int) -> PlacedPlan | None:
     try:
         return truth.best(nodes.cluster, iteration)
     except (InfeasibleError, InputError):

@@ -13,22 +13,29 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.replan import events as e
-from trimtab.machines.replan.placed_plan import Seat, Sited
-from trimtab.model.run import STAGES, Move, Numbers, RunRules
+from trimtab.machines.replan.placed_plan import GpuSlot, PlacedPlan
+from trimtab.model.run import STAGES, DecisionNumbers, Migration, ReplanRules
 from trimtab.model.workflow import Cluster
-from trimtab.replay.pool.invariants import UntrueError
+from trimtab.replay.pool.invariants import InvariantError
 
-WEIGHED = (Code.no_gain, Code.costs_steady, Code.within_noise, Code.not_worth, Code.dwell, Code.model_off)
-DECISIONS = (e.Stay, e.Advise, e.BeginMove, e.StopRun)
+WEIGHED = (
+    ReasonCode.no_gain,
+    ReasonCode.costs_steady,
+    ReasonCode.within_noise,
+    ReasonCode.not_worth,
+    ReasonCode.dwell,
+    ReasonCode.model_off,
+)
+DECISIONS = (e.KeepPlan, e.AdvisePlan, e.BeginMigration, e.StopRun)
 ROUNDING = 1e-6
 
 
-class Decider(Protocol):
+class ReplanDecider(Protocol):
     """Whoever decides in a simulated run: the loop machine, or a policy to compare with."""
 
-    def handle(self, event: e.LoopEvent, now: float) -> list[e.LoopInstruction]:
+    def handle(self, event: e.ReplanEvent, now: float) -> list[e.ReplanInstruction]:
         """What is to be done about an event."""
 
     def next_deadline(self) -> float | None:
@@ -38,11 +45,11 @@ class Decider(Protocol):
         """Raise AssertionError where its own books are untrue."""
 
     @property
-    def sited(self) -> Sited:
+    def sited(self) -> PlacedPlan:
         """The plan in place."""
 
     @property
-    def moving_to(self) -> Sited | None:
+    def moving_to(self) -> PlacedPlan | None:
         """Where the move under way goes."""
 
     @property
@@ -55,16 +62,16 @@ class Decider(Protocol):
 
 
 @dataclass
-class LoopTruths:
+class ReplanInvariants:
     """The books of a simulated run."""
 
-    rules: RunRules
-    seats: dict[str, tuple[Seat, ...]]  # of every component
+    rules: ReplanRules
+    seats: dict[str, tuple[GpuSlot, ...]]  # of every component
     company: dict[str, tuple[str, ...]]  # who shares its GPUs
     counted: int = 0
     iterations: int = 0  # ever run
     void: int = 0  # of those, run again after a loss
-    moving: Move | None = None
+    moving: Migration | None = None
     stages: int = 0  # of that move, done
     moved_at: int | None = None
     decisions: int = 0
@@ -72,7 +79,7 @@ class LoopTruths:
     spent: dict[str, float] = field(default_factory=dict)  # seconds, by what the run did in them
 
     @classmethod
-    def of(cls, sited: Sited, rules: RunRules) -> LoopTruths:
+    def of(cls, sited: PlacedPlan, rules: ReplanRules) -> ReplanInvariants:
         """The books of a run that begins."""
         names = [one.name for one in sited.plan.components]
         return cls(rules, {n: sited.seats_of(n) for n in names}, {n: sited.company(n) for n in names})
@@ -83,38 +90,38 @@ class LoopTruths:
         """An iteration begins: everybody sits on GPUs that are there, and no two groups on one."""
         self.looks += 1
         if number != self.counted + 1:
-            raise UntrueError(f"iteration {number} is run after {self.counted}")
+            raise InvariantError(f"iteration {number} is run after {self.counted}")
         if self.moving is not None and self.stages:
-            raise UntrueError(f"iteration {number} is run in the midst of move {self.moving.id}")
+            raise InvariantError(f"iteration {number} is run in the midst of move {self.moving.id}")
         gpus = {node.name: node.gpus for node in cluster.nodes}
-        whose: dict[Seat, tuple[str, ...]] = {}
+        whose: dict[GpuSlot, tuple[str, ...]] = {}
         for name, seats in self.seats.items():
             for seat in seats:
                 if not 0 <= seat[1] < gpus.get(seat[0], 0):
-                    raise UntrueError(f"{name} computes on GPU {seat[1]} of {seat[0]}, which is not there")
+                    raise InvariantError(f"{name} computes on GPU {seat[1]} of {seat[0]}, which is not there")
                 if whose.setdefault(seat, self.company[name]) != self.company[name]:
-                    raise UntrueError(f"two groups are on GPU {seat[1]} of {seat[0]}: {name} is in one of them")
+                    raise InvariantError(f"two groups are on GPU {seat[1]} of {seat[0]}: {name} is in one of them")
 
     def done(self, number: int) -> None:
         """An iteration is over, and counts."""
         if number != self.counted + 1:
-            raise UntrueError(f"iteration {number} ends after {self.counted}")
+            raise InvariantError(f"iteration {number} ends after {self.counted}")
         self.counted = number
         self.iterations += 1
 
     def back_to(self, saved: int) -> None:
         """A loss has made the iterations after a saved one void."""
         if saved > self.counted:
-            raise UntrueError(f"a state after iteration {saved} of {self.counted}")
+            raise InvariantError(f"a state after iteration {saved} of {self.counted}")
         self.void += self.counted - saved
         self.counted = saved
         if self.moved_at is not None:
             self.moved_at = min(self.moved_at, saved)
 
-    def stage_done(self, move: Move) -> bool:
+    def stage_done(self, move: Migration) -> bool:
         """A stage of the move is done; True where it was the last one, so that the new plan is in place."""
         if self.moving is None or self.moving.id != move.id:
-            raise UntrueError(f"a stage of move {move.id} is done, which is not under way")
+            raise InvariantError(f"a stage of move {move.id} is done, which is not under way")
         self.stages += 1
         if self.stages < len(STAGES):
             return False
@@ -130,7 +137,7 @@ class LoopTruths:
     def rolled_back(self) -> None:
         """The old plan is in place again."""
         if self.moving is None:
-            raise UntrueError("a move is undone, and none is under way")
+            raise InvariantError("a move is undone, and none is under way")
         self._over()
 
     def _over(self) -> None:
@@ -139,80 +146,80 @@ class LoopTruths:
     def passed(self, seconds: float, doing: str) -> None:
         """So much time of the run was spent in a way."""
         if seconds < 0:
-            raise UntrueError(f"{doing} took {seconds:g} s")
+            raise InvariantError(f"{doing} took {seconds:g} s")
         self.spent[doing] = self.spent.get(doing, 0.0) + seconds
 
     # ---- what is said ----
 
-    def heard(self, event: e.LoopEvent, said: Sequence[e.LoopInstruction], decider: Decider) -> None:
+    def heard(self, event: e.ReplanEvent, said: Sequence[e.ReplanInstruction], decider: ReplanDecider) -> None:
         """All that was said of an event; then what is in place is what the books say."""
         self.looks += 1
         for one in said:
             self._heard(one)
-        decided = decider.stopped is not None or any(isinstance(one, (*DECISIONS, e.Tell)) for one in said)
+        decided = decider.stopped is not None or any(isinstance(one, (*DECISIONS, e.Notify)) for one in said)
         if isinstance(event, e.IterationDone) and not decided:
-            raise UntrueError(f"nothing was decided after iteration {event.iteration.number}")
+            raise InvariantError(f"nothing was decided after iteration {event.iteration.number}")
         if decider.iterations != self.counted:
-            raise UntrueError(f"{decider.iterations} iterations are counted, and {self.counted} were run")
+            raise InvariantError(f"{decider.iterations} iterations are counted, and {self.counted} were run")
         sited = decider.sited
         for name, seats in self.seats.items():
             if sited.seats_of(name) != seats or sited.company(name) != self.company[name]:
-                raise UntrueError(f"{name} is said to be elsewhere than it is, and no move has arrived")
+                raise InvariantError(f"{name} is said to be elsewhere than it is, and no move has arrived")
 
-    def _heard(self, said: e.LoopInstruction) -> None:
-        if isinstance(said, (e.Tell, e.StopRun)):
-            _sound(said.reason, Numbers())
-        elif isinstance(said, (e.Stay, e.Advise)):
+    def _heard(self, said: e.ReplanInstruction) -> None:
+        if isinstance(said, (e.Notify, e.StopRun)):
+            _sound(said.reason, DecisionNumbers())
+        elif isinstance(said, (e.KeepPlan, e.AdvisePlan)):
             self.decisions += 1
             _sound(said.reason, said.numbers)
             if said.reason.code in WEIGHED and None in (said.numbers.iteration_s, said.numbers.horizon):
-                raise UntrueError(f"a decision without its numbers: {said.reason.sentence}")
-        elif isinstance(said, e.BeginMove):
+                raise InvariantError(f"a decision without its numbers: {said.reason.sentence}")
+        elif isinstance(said, e.BeginMigration):
             self.decisions += 1
             self._begins(said.move)
-        elif isinstance(said, e.DoStage) and (
+        elif isinstance(said, e.RunMigrationStage) and (
             self.moving is None or said.move.id != self.moving.id or said.stage is not STAGES[self.stages]
         ):
-            raise UntrueError(f"stage {said.stage.value} of move {said.move.id} is not the next one")
+            raise InvariantError(f"stage {said.stage.value} of move {said.move.id} is not the next one")
 
-    def _begins(self, move: Move) -> None:
+    def _begins(self, move: Migration) -> None:
         if self.moving is not None:
-            raise UntrueError(f"move {move.id} begins while move {self.moving.id} is under way")
+            raise InvariantError(f"move {move.id} begins while move {self.moving.id} is under way")
         _sound(move.reason, move.numbers)
         for change in move.changes:
             if self.seats[change.component] != change.before:
-                raise UntrueError(f"move {move.id} has {change.component} elsewhere than it is")
+                raise InvariantError(f"move {move.id} has {change.component} elsewhere than it is")
         if not move.forced:
             self._pays(move)
         self.moving, self.stages = move, 0
 
-    def _pays(self, move: Move) -> None:
+    def _pays(self, move: Migration) -> None:
         known = move.numbers
         needed = (known.gain_s, known.sure_gain_s, known.horizon, known.cost_s, known.margin)
         if any(one is None for one in needed):
-            raise UntrueError(f"move {move.id} begins without its numbers")
+            raise InvariantError(f"move {move.id} begins without its numbers")
         gain, sure, horizon, cost, margin = (float(one or 0.0) for one in needed)
         if min(gain, sure) * horizon <= cost * (1 + margin) - ROUNDING:
-            raise UntrueError(f"move {move.id} does not pay: {move.reason.sentence}")
+            raise InvariantError(f"move {move.id} does not pay: {move.reason.sentence}")
         if self.moved_at is not None and self.counted - self.moved_at < self.rules.dwell_iterations:
-            raise UntrueError(f"move {move.id} begins {self.counted - self.moved_at} iterations after the last one")
+            raise InvariantError(f"move {move.id} begins {self.counted - self.moved_at} iterations after the last one")
 
     # ---- at the end ----
 
     def whole(self, now: float, iterations: int, finished: bool) -> None:
         """Every iteration was counted once, and every second is accounted for."""
         if finished != (self.counted == iterations):
-            raise UntrueError(f"{self.counted} of {iterations} iterations are counted")
+            raise InvariantError(f"{self.counted} of {iterations} iterations are counted")
         if self.iterations != self.counted + self.void:
-            raise UntrueError(f"{self.iterations} were run, {self.counted} count and {self.void} are void")
+            raise InvariantError(f"{self.iterations} were run, {self.counted} count and {self.void} are void")
         total = sum(self.spent.values())
         if abs(total - now) > ROUNDING * max(1.0, now):
-            raise UntrueError(f"{total:g} s are accounted for, and {now:g} s have passed")
+            raise InvariantError(f"{total:g} s are accounted for, and {now:g} s have passed")
 
 
-def _sound(reason: Reason, numbers: Numbers) -> None:
+def _sound(reason: Reason, numbers: DecisionNumbers) -> None:
     if not reason.sentence.strip():
-        raise UntrueError(f"a decision without a reason: {reason.code.value}")
+        raise InvariantError(f"a decision without a reason: {reason.code.value}")
     for name, value in asdict(numbers).items():
         if value is not None and not math.isfinite(value):
-            raise UntrueError(f"{name} of a decision is {value}: {reason.sentence}")
+            raise InvariantError(f"{name} of a decision is {value}: {reason.sentence}")

@@ -18,9 +18,9 @@ import numpy as np
 from trimtab.core.errors import InputError
 from trimtab.plan.placement.simulate import Floats
 from trimtab.replay.common.timing import Distribution
-from trimtab.replay.common.traces import Kind, rows
+from trimtab.replay.common.traces import TraceKind, rows
 
-MINIBATCHES = Kind("table of mini-batches", ("worker", "iteration", "batch_time_norm"), ("gpu_percent",))
+MINIBATCHES = TraceKind("table of mini-batches", ("worker", "iteration", "batch_time_norm"), ("gpu_percent",))
 Factors = dict[str, Floats]  # by component; of iteration 1 at 1, so that 0 is nobody's
 
 
@@ -82,7 +82,7 @@ def _long(steps: Floats, iterations: int) -> Floats:
 
 
 @dataclass(frozen=True)
-class MadeUpNoise:
+class SyntheticNoise:
     """Neighbours alike, a spread around them, and now and then an iteration that takes up to twice as long."""
 
     spread: float = 0.04
@@ -144,4 +144,4 @@ class PastNoise:
         return f"costs as the run in {self.run} measured them: a level from five neighbours, the rest is noise"
 
 
-Noise = TraceNoise | MadeUpNoise | DrawnNoise | PastNoise
+Noise = TraceNoise | SyntheticNoise | DrawnNoise | PastNoise

@@ -18,12 +18,12 @@ from trimtab.core.codec import decode
 from trimtab.core.errors import InputError
 from trimtab.formats.files import unreadable
 from trimtab.machines.replan.estimates import profiled_seconds
-from trimtab.model.run import Iteration, Stage
+from trimtab.model.run import Iteration, MigrationStage
 from trimtab.model.run_events import ODD, check_plan, read_event
 from trimtab.model.workflow import Cluster, Node, Workflow
 from trimtab.replay.common.timing import Distribution
 from trimtab.replay.replan.noise import PastNoise
-from trimtab.replay.replan.reality import Drift, Happening, MoveTimes
+from trimtab.replay.replan.reality import Drift, MigrationTimes, ScheduledNodeEvent
 
 EVENTS, JOB = "events.jsonl", "job.yaml"
 NEIGHBOURS = 2  # on each side
@@ -31,19 +31,19 @@ FEWEST = 5  # iterations
 
 
 @dataclass(frozen=True)
-class PastLoop:
+class PastRunReality:
     """What a folder tells."""
 
     iterations: int
     drift: dict[str, Drift]
     noise: PastNoise
-    moves: MoveTimes
+    moves: MigrationTimes
     cluster: Cluster | None
-    events: tuple[Happening, ...]
+    events: tuple[ScheduledNodeEvent, ...]
 
 
 @dataclass
-class _Reading:
+class _FolderReader:
     """The events of a folder, one after another; what was run again takes the place of what was before."""
 
     workflow: Workflow
@@ -52,7 +52,7 @@ class _Reading:
     first: Cluster | None = None
     nodes: dict[str, Node] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)
-    events: list[Happening] = field(default_factory=list)
+    events: list[ScheduledNodeEvent] = field(default_factory=list)
     stages: dict[str, list[float]] = field(default_factory=dict)
     taken: int = 0
 
@@ -91,21 +91,21 @@ class _Reading:
             gone = [(node, "lost") for name, node in self.nodes.items() if name not in now]
             new = [(node, "joined") for name, node in now.items() if name not in self.nodes]
             for node, what in (*gone, *new):
-                self.events.append(Happening(node, "lost" if what == "lost" else "joined", None, number))
+                self.events.append(ScheduledNodeEvent(node, "lost" if what == "lost" else "joined", None, number))
             for name in leaving - self.leaving:
                 notice = max(0.0, float(event["deadline"] or event["t_s"]) - float(event["t_s"]))
-                self.events.append(Happening(now[name], "draining", None, number, notice))
+                self.events.append(ScheduledNodeEvent(now[name], "draining", None, number, notice))
         self.nodes, self.leaving = now, leaving
 
 
-def past_loop(folder: Path, workflow: Workflow) -> PastLoop:
+def past_loop(folder: Path, workflow: Workflow) -> PastRunReality:
     """What the folder of a run tells of a workflow. InputError where it is none, or is not understood."""
     path = folder / EVENTS
     try:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     except (OSError, UnicodeDecodeError) as error:
         raise unreadable(path, error) from None
-    reading = _Reading(workflow)
+    reading = _FolderReader(workflow)
     try:
         for line in lines:
             reading.take(read_event(line))
@@ -121,7 +121,7 @@ def past_loop(folder: Path, workflow: Workflow) -> PastLoop:
         middle = [median(levels[max(0, at - NEIGHBOURS) : at + NEIGHBOURS + 1]) for at in range(done)]
         drift[name] = Drift(points=tuple(enumerate(middle, 1)))
         noise[name] = tuple(level / one for level, one in zip(levels, middle, strict=True))
-    return PastLoop(
+    return PastRunReality(
         done, drift, PastNoise(folder.name, noise), _moves(reading.stages), reading.first, tuple(reading.events)
     )
 
@@ -134,7 +134,7 @@ def _whole(levels: list[float | None]) -> list[float]:
     return found
 
 
-def _moves(stages: Mapping[str, list[float]]) -> MoveTimes:
-    known = [stage.value for stage in Stage if stage is not Stage.drain and stage.value in stages]
+def _moves(stages: Mapping[str, list[float]]) -> MigrationTimes:
+    known = [stage.value for stage in MigrationStage if stage is not MigrationStage.drain and stage.value in stages]
     times: dict[str, Any] = {f"{stage}_s": Distribution(values=tuple(stages[stage])) for stage in known}
-    return MoveTimes(**times)
+    return MigrationTimes(**times)

@@ -13,17 +13,17 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from trimtab.core.errors import InputError, nearest
-from trimtab.machines.replan.decision import Planner
-from trimtab.machines.replan.events import ClusterChanged, Why
-from trimtab.machines.replan.placed_plan import Sited
-from trimtab.model.plan import Plan, Rules
-from trimtab.model.run import Iteration, Measured, Stage
-from trimtab.model.workflow import Cluster, Job, Node
-from trimtab.replay.common.churn import What
+from trimtab.machines.replan.decision import ReplanPlanner
+from trimtab.machines.replan.events import ClusterChangeCause, ClusterChanged
+from trimtab.machines.replan.placed_plan import PlacedPlan
+from trimtab.model.plan import FrameworkRules, Plan
+from trimtab.model.run import ComponentTiming, Iteration, MigrationStage
+from trimtab.model.workflow import Cluster, Node, PlacementJob
+from trimtab.replay.common.churn import NodeEventKind
 from trimtab.replay.common.timing import P99, Distribution
-from trimtab.replay.replan.noise import Factors, MadeUpNoise, Noise
+from trimtab.replay.replan.noise import Factors, Noise, SyntheticNoise
 
-Shape = Literal["steady", "exponential", "early", "wave", "jump"]
+DriftShape = Literal["steady", "exponential", "early", "wave", "jump"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Drift:
     to: float = 1.0
     over: int = 1
     after: int = 0
-    shape: Shape = "steady"
+    shape: DriftShape = "steady"
     points: tuple[tuple[int, float], ...] = ()
 
     def level(self, iteration: int) -> float:
@@ -73,7 +73,7 @@ class Drift:
 
 
 @dataclass(frozen=True)
-class Periodic:
+class PeriodicWork:
     """Work that comes every so many iterations and is no drift: validation."""
 
     every: int
@@ -95,7 +95,7 @@ _RESUME = Distribution(0.05, math.log(5) / P99)
 
 
 @dataclass(frozen=True)
-class MoveTimes:
+class MigrationTimes:
     """What the stages of a move take.
 
     Ending, starting and greeting processes as our own bench measures them on a real Ray (`bench run_moves`); a state is
@@ -111,7 +111,7 @@ class MoveTimes:
     fails: float = 0.0  # share of moves of which one stage fails
 
     @classmethod
-    def of(cls, said: Mapping[str, Any], where: str, otherwise: MoveTimes | None = None) -> MoveTimes:
+    def of(cls, said: Mapping[str, Any], where: str, otherwise: MigrationTimes | None = None) -> MigrationTimes:
         """As a scenario says it; what it leaves out is as above, or as it is otherwise."""
         known = [one.name for one in fields(cls)]
         stated: dict[str, Any] = {}
@@ -128,23 +128,33 @@ class MoveTimes:
                 stated[key] = Distribution.of(value, f"{where}.{key}")
         return replace(otherwise or cls(), **stated)
 
-    def draw(self, stage: Stage, move: int, seed: int) -> float:
+    def draw(self, stage: MigrationStage, move: int, seed: int) -> float:
         """Seconds that a stage takes; the iteration that is drained would have run anyway."""
-        if stage is Stage.drain:
+        if stage is MigrationStage.drain:
             return 0.0
         times: Distribution = getattr(self, f"{stage.value}_s")
         return times.draw(random.Random(f"move {seed} {move} {stage.value}"))
 
-    def failing(self, move: int, seed: int) -> Stage | None:
+    def failing(self, move: int, seed: int) -> MigrationStage | None:
         """The stage at which a move fails, if it does."""
         source = random.Random(f"move fails {seed} {move}")
         if source.random() >= self.fails:
             return None
-        return source.choice((Stage.save, Stage.release, Stage.place, Stage.load, Stage.check))
+        return source.choice(
+            (
+                MigrationStage.save,
+                MigrationStage.release,
+                MigrationStage.place,
+                MigrationStage.load,
+                MigrationStage.check,
+            )
+        )
 
     def text(self) -> list[str]:
         """A line for each."""
-        times = [f"a move's {stage.value}: {getattr(self, f'{stage.value}_s').text()}" for stage in list(Stage)[1:]]
+        times = [
+            f"a move's {stage.value}: {getattr(self, f'{stage.value}_s').text()}" for stage in list(MigrationStage)[1:]
+        ]
         return times + ([f"one stage fails in {self.fails:.0%} of the moves"] if self.fails else [])
 
 
@@ -152,11 +162,11 @@ class MoveTimes:
 
 
 @dataclass(frozen=True)
-class Happening:
+class ScheduledNodeEvent:
     """Something happens to a node: at a time, or between two iterations, before the one that is named."""
 
     node: Node
-    what: What
+    what: NodeEventKind
     at_s: float | None = None
     before: int | None = None
     notice_s: float = 120.0
@@ -170,7 +180,7 @@ class Happening:
 
 
 @dataclass
-class Nodes:
+class SimulatedNodes:
     """The nodes that are there, and those that will go."""
 
     there: dict[str, Node]
@@ -181,7 +191,7 @@ class Nodes:
         """What is there."""
         return Cluster(tuple(self.there.values()))
 
-    def change(self, happens: Sequence[Happening], now: float) -> ClusterChanged | None:
+    def change(self, happens: Sequence[ScheduledNodeEvent], now: float) -> ClusterChanged | None:
         """What the loop is told of all that happens at one moment; None where it changes nothing."""
         before = (dict(self.there), dict(self.leaving))
         for one in happens:
@@ -198,7 +208,13 @@ class Nodes:
         if before == (self.there, self.leaving):
             return None
         what = {one.what for one in happens}
-        why = Why.lost if "lost" in what else Why.draining if "draining" in what else Why.joined
+        why = (
+            ClusterChangeCause.lost
+            if "lost" in what
+            else ClusterChangeCause.draining
+            if "draining" in what
+            else ClusterChangeCause.joined
+        )
         deadline = min(self.leaving.values(), default=None)
         return ClusterChanged(self.cluster, why, tuple(name for name in self.there if name in self.leaving), deadline)
 
@@ -206,23 +222,23 @@ class Nodes:
 # ---- the truth ----------------------------------------------------------------------------------------------------
 
 
-MADE_UP = MadeUpNoise()
-MEASURED = MoveTimes()
+MADE_UP = SyntheticNoise()
+MEASURED = MigrationTimes()
 
 
 @dataclass(frozen=True)
-class LoopReality:
+class ReplanReality:
     """A job with all that will happen to it under a seed."""
 
-    job: Job
+    job: PlacementJob
     iterations: int
     drift: Mapping[str, Drift] = field(default_factory=dict)
     noise: Noise = MADE_UP
-    moves: MoveTimes = MEASURED
-    happens: tuple[Happening, ...] = ()
+    moves: MigrationTimes = MEASURED
+    happens: tuple[ScheduledNodeEvent, ...] = ()
     save_every: int = 10  # iterations between two states to go on from after a loss; 0: every iteration, for nothing
-    periodic: Periodic | None = None
-    allowed: Rules | None = None
+    periodic: PeriodicWork | None = None
+    allowed: FrameworkRules | None = None
     seed: int = 0
 
     def levels(self, iteration: int) -> dict[str, float]:
@@ -230,16 +246,16 @@ class LoopReality:
         return {name: one.level(iteration) for name, one in self.drift.items()}
 
 
-class Plans:
+class PlanCache:
     """The planner of a job, with what it has found: an oracle asks before every iteration of every run."""
 
-    def __init__(self, job: Job, allowed: Rules | None = None) -> None:
-        self.planner = Planner(job.workflow, allowed)
+    def __init__(self, job: PlacementJob, allowed: FrameworkRules | None = None) -> None:
+        self.planner = ReplanPlanner(job.workflow, allowed)
         alone = replace(job.workflow, staleness=0)
-        self.cold = Planner(alone) if job.workflow.staleness else self.planner  # nothing of the next is begun yet
-        self._found: dict[tuple[Cluster, tuple[tuple[str, float], ...]], Sited] = {}
+        self.cold = ReplanPlanner(alone) if job.workflow.staleness else self.planner  # nothing of the next is begun yet
+        self._found: dict[tuple[Cluster, tuple[tuple[str, float], ...]], PlacedPlan] = {}
 
-    def best(self, cluster: Cluster, levels: Mapping[str, float]) -> Sited:
+    def best(self, cluster: Cluster, levels: Mapping[str, float]) -> PlacedPlan:
         """The best plan there is. Raises InfeasibleError, or InputError where there is no GPU at all."""
         key = (cluster, tuple(sorted(levels.items())))
         if key not in self._found:
@@ -247,19 +263,19 @@ class Plans:
         return self._found[key]
 
 
-class Truth:
+class TrueCosts:
     """What an iteration really takes."""
 
-    def __init__(self, reality: LoopReality, plans: Plans | None = None) -> None:
+    def __init__(self, reality: ReplanReality, plans: PlanCache | None = None) -> None:
         self.reality = reality
-        self.plans = plans if plans is not None else Plans(reality.job, reality.allowed)
+        self.plans = plans if plans is not None else PlanCache(reality.job, reality.allowed)
         self.factors: Factors = reality.noise.factors(reality.job.workflow.names, reality.iterations, reality.seed)
 
-    def first(self) -> Sited:
+    def first(self) -> PlacedPlan:
         """The plan that a run begins with: the best one for the costs as profiled."""
         return self.plans.best(self.reality.job.cluster, {})
 
-    def best(self, cluster: Cluster, iteration: int) -> Sited:
+    def best(self, cluster: Cluster, iteration: int) -> PlacedPlan:
         """The best plan for the true costs of an iteration; noise is nobody's to know. InfeasibleError, InputError."""
         return self.plans.best(cluster, self.reality.levels(iteration))
 
@@ -289,6 +305,6 @@ class Truth:
         return Iteration(
             iteration,
             (self.plans.cold if cold else self.plans.planner).with_times(plan, busy),
-            tuple(Measured(name, seconds, len(plan.placed(name).gpus)) for name, seconds in busy.items()),
+            tuple(ComponentTiming(name, seconds, len(plan.placed(name).gpus)) for name, seconds in busy.items()),
             tuple(extra),
         )

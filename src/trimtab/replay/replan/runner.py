@@ -6,11 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from trimtab.machines.replan.machine import LoopMachine
-from trimtab.model.run import RunMode, RunRules
+from trimtab.machines.replan.machine import ReplanMachine
+from trimtab.model.run import ReplanMode, ReplanRules
 from trimtab.replay.replan.baselines import best_static, kept
-from trimtab.replay.replan.driver import AGAIN, MOVES, WAITS, LoopOutcome, LoopReplay, Moved, Told, free_oracle
-from trimtab.replay.replan.reality import Truth
+from trimtab.replay.replan.driver import (
+    AGAIN,
+    MOVES,
+    WAITS,
+    ReplanListener,
+    ReplanOutcome,
+    ReplanReplay,
+    SimulatedMigration,
+    free_oracle,
+)
+from trimtab.replay.replan.reality import TrueCosts
 
 USES = {
     "trimtab": "the loop machine: re-plans when costs or nodes have really changed, and moves when that pays",
@@ -18,11 +27,11 @@ USES = {
     "static": "the plan that was best to keep, as is known in hindsight; left only when its GPUs go",
     "oracle": "knows the true costs and re-plans for nothing before every iteration",
 }
-AUTO = RunRules(mode=RunMode.auto)
+AUTO = ReplanRules(mode=ReplanMode.auto)
 
 
 @dataclass(frozen=True)
-class LoopFigures:
+class ReplanFigures:
     """One run of one policy. Seconds are of the run; what a loss made void is in `void_s`."""
 
     policy: str
@@ -44,22 +53,26 @@ class LoopFigures:
     first_plan: str
     last_plan: str
     walls_s: tuple[float, ...] = ()
-    moved: tuple[Moved, ...] = ()
+    moved: tuple[SimulatedMigration, ...] = ()
     seconds: float = 0.0  # that the simulation took
 
 
 def loop_run(
-    truth: Truth, rules: RunRules, *, told: Told | None = None, progress: Callable[[float], None] | None = None
-) -> LoopOutcome:
+    truth: TrueCosts,
+    rules: ReplanRules,
+    *,
+    told: ReplanListener | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> ReplanOutcome:
     """The run with the loop machine that runs live."""
     reality, first = truth.reality, truth.first()
-    machine = LoopMachine(reality.job.workflow, reality.job.cluster, first.plan, rules, reality.allowed)
-    return LoopReplay(machine, truth, rules, told=told, progress=progress).run()
+    machine = ReplanMachine(reality.job.workflow, reality.job.cluster, first.plan, rules, reality.allowed)
+    return ReplanReplay(machine, truth, rules, told=told, progress=progress).run()
 
 
 def run_policy(
-    use: str, truth: Truth, rules: RunRules = AUTO, progress: Callable[[float], None] | None = None
-) -> LoopOutcome:
+    use: str, truth: TrueCosts, rules: ReplanRules = AUTO, progress: Callable[[float], None] | None = None
+) -> ReplanOutcome:
     """One of the known policies."""
     if use == "trimtab":
         return loop_run(truth, rules, progress=progress)
@@ -68,10 +81,10 @@ def run_policy(
     return kept(truth, rules) if use == "kept" else best_static(truth, rules)
 
 
-def figures(outcome: LoopOutcome, policy: str, seed: int) -> LoopFigures:
+def figures(outcome: ReplanOutcome, policy: str, seed: int) -> ReplanFigures:
     """Sum a run up."""
     arrived = [one for one in outcome.moves if one.arrived]
-    return LoopFigures(
+    return ReplanFigures(
         policy,
         seed,
         outcome.finished,

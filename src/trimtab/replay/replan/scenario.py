@@ -26,16 +26,25 @@ from trimtab.formats import job as job_form
 from trimtab.formats import yaml_text
 from trimtab.formats.load import load
 from trimtab.formats.run_section import LOOP_KEYS, RunSection, read_rules, read_section
-from trimtab.model.plan import Rules
-from trimtab.model.run import RunMode, RunRules
-from trimtab.model.workflow import Cluster, Job, Node
+from trimtab.model.plan import FrameworkRules
+from trimtab.model.run import ReplanMode, ReplanRules
+from trimtab.model.workflow import Cluster, Node, PlacementJob
 from trimtab.replay.common.churn import Churn
 from trimtab.replay.common.timing import Distribution
 from trimtab.replay.pool.scenario import SEEDS, Amount, ChurnSection, More, Sections, Whole, churn_of, explained
-from trimtab.replay.replan.noise import DrawnNoise, MadeUpNoise, Noise, TraceNoise, minibatches
-from trimtab.replay.replan.past_run import JOB, PastLoop, past_loop
-from trimtab.replay.replan.reality import Drift, Happening, LoopReality, MoveTimes, Periodic, Plans, Shape, Truth
-from trimtab.replay.replan.runner import USES, LoopFigures, figures, run_policy
+from trimtab.replay.replan.noise import DrawnNoise, Noise, SyntheticNoise, TraceNoise, minibatches
+from trimtab.replay.replan.past_run import JOB, PastRunReality, past_loop
+from trimtab.replay.replan.reality import (
+    Drift,
+    DriftShape,
+    MigrationTimes,
+    PeriodicWork,
+    PlanCache,
+    ReplanReality,
+    ScheduledNodeEvent,
+    TrueCosts,
+)
+from trimtab.replay.replan.runner import USES, ReplanFigures, figures, run_policy
 
 POLICIES = ("trimtab", "kept", "static", "oracle")
 RULE_KEYS = tuple(key for key in LOOP_KEYS if key not in ("mode", "elastic", "range_slack"))  # no fleet is simulated
@@ -49,12 +58,12 @@ FAR = 20.0  # churn is drawn for so many times the run with its first plan
 
 
 @dataclass(frozen=True)
-class LoopPolicy:
+class ReplanPolicy:
     """A policy as a scenario asks for it."""
 
     name: str
     use: str
-    rules: RunRules = field(default_factory=lambda: RunRules(mode=RunMode.auto))
+    rules: ReplanRules = field(default_factory=lambda: ReplanRules(mode=ReplanMode.auto))
     changed: tuple[str, ...] = ()  # rules that are stated
 
     def text(self) -> str:
@@ -64,31 +73,31 @@ class LoopPolicy:
 
 
 @dataclass(frozen=True)
-class LoopScenario:
+class ReplanScenario:
     """All that is asked."""
 
     name: str
-    job: Job
+    job: PlacementJob
     iterations: int
-    policies: tuple[LoopPolicy, ...]
+    policies: tuple[ReplanPolicy, ...]
     seeds: tuple[int, ...]
-    allowed: Rules | None = None
+    allowed: FrameworkRules | None = None
     drift: Mapping[str, Drift] = field(default_factory=dict)
-    noise: Noise = field(default_factory=MadeUpNoise)
-    moves: MoveTimes = field(default_factory=MoveTimes)
-    events: tuple[Happening, ...] = ()
+    noise: Noise = field(default_factory=SyntheticNoise)
+    moves: MigrationTimes = field(default_factory=MigrationTimes)
+    events: tuple[ScheduledNodeEvent, ...] = ()
     churn: Churn | None = None
     save_every: int = 10
-    periodic: Periodic | None = None
+    periodic: PeriodicWork | None = None
 
     @cached_property
-    def plans(self) -> Plans:
+    def plans(self) -> PlanCache:
         """The planner of all runs."""
-        return Plans(self.job, self.allowed)
+        return PlanCache(self.job, self.allowed)
 
-    def truth(self, seed: int) -> Truth:
+    def truth(self, seed: int) -> TrueCosts:
         """The job with all that will happen to it under a seed."""
-        reality = LoopReality(
+        reality = ReplanReality(
             self.job,
             self.iterations,
             self.drift,
@@ -101,16 +110,16 @@ class LoopScenario:
             seed,
         )
         if self.churn is None:
-            return Truth(reality, self.plans)
+            return TrueCosts(reality, self.plans)
         plan = self.plans.best(self.job.cluster, {}).plan
         numbers = range(1, self.iterations + 1)
         until_s = FAR * sum(self.plans.planner.seconds(plan, reality.levels(number)) for number in numbers)
         by_name = {node.name: node for node in self.job.cluster.nodes}
         by_chance = self.churn.events(list(by_name), until_s, seed)
-        happens = [Happening(by_name[one.node], one.what, one.at_s, None, one.notice_s) for one in by_chance]
-        return Truth(replace(reality, happens=(*self.events, *happens)), self.plans)
+        happens = [ScheduledNodeEvent(by_name[one.node], one.what, one.at_s, None, one.notice_s) for one in by_chance]
+        return TrueCosts(replace(reality, happens=(*self.events, *happens)), self.plans)
 
-    def run(self, at: int, seed: int, progress: Any = None) -> LoopFigures:
+    def run(self, at: int, seed: int, progress: Any = None) -> ReplanFigures:
         """One policy with one seed."""
         policy = self.policies[at]
         return figures(run_policy(policy.use, self.truth(seed), policy.rules, progress), policy.name, seed)
@@ -152,7 +161,7 @@ class _Section(BaseModel):
 Index = Annotated[int, Field(ge=0, le=1_000_000, strict=True)]
 
 
-class EventSection(_Section):
+class ReplanEventSection(_Section):
     """Something that happens to a node."""
 
     at_s: Amount | None = None
@@ -162,12 +171,12 @@ class EventSection(_Section):
     notice_s: Amount = 120.0
 
 
-class ClusterSection(_Section):
+class ReplanClusterSection(_Section):
     """The `cluster` section: what it leaves out is the job's."""
 
     nodes: Whole | None = None
     gpus: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
-    events: list[EventSection] = Field(default_factory=list)
+    events: list[ReplanEventSection] = Field(default_factory=list)
     churn: ChurnSection | None = None
 
 
@@ -177,7 +186,7 @@ class DriftSection(_Section):
     to: More = 1.0
     over: Whole = 1
     after: Index = 0
-    shape: Shape = "steady"
+    shape: DriftShape = "steady"
     points: dict[Whole, More] = Field(default_factory=dict)
 
 
@@ -200,7 +209,7 @@ class PeriodicSection(_Section):
     announced: bool = False
 
 
-class LoopPolicySection(_Section):
+class ReplanPolicySection(_Section):
     """One entry of `policies`."""
 
     use: str
@@ -208,16 +217,16 @@ class LoopPolicySection(_Section):
     loop: dict[str, Any] = Field(default_factory=dict)
 
 
-def _all_policies() -> list[str | LoopPolicySection]:
+def _all_policies() -> list[str | ReplanPolicySection]:
     return list(POLICIES)
 
 
-class LoopFile(_Section):
+class ReplanScenarioFile(_Section):
     """The whole file."""
 
     name: str | None = None
     job: str | dict[str, Any]
-    cluster: ClusterSection = Field(default_factory=ClusterSection)
+    cluster: ReplanClusterSection = Field(default_factory=ReplanClusterSection)
     iterations: Annotated[Whole, Field(le=MOST_ITERATIONS)] | None = None
     save_every: Index | None = None
     drift: dict[str, DriftSection] = Field(default_factory=dict)
@@ -225,36 +234,36 @@ class LoopFile(_Section):
     periodic: PeriodicSection | None = None
     moves: dict[str, Any] = Field(default_factory=dict)
     loop: dict[str, Any] = Field(default_factory=dict)
-    policies: Annotated[list[str | LoopPolicySection], Field(min_length=1)] = Field(default_factory=_all_policies)
+    policies: Annotated[list[str | ReplanPolicySection], Field(min_length=1)] = Field(default_factory=_all_policies)
     seeds: Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=1)] = Field(
         default_factory=lambda: list(SEEDS)
     )
 
 
 SECTIONS: Sections = {
-    "cluster": ClusterSection,
-    "events": EventSection,
+    "cluster": ReplanClusterSection,
+    "events": ReplanEventSection,
     "churn": ChurnSection,
     "drift": DriftSection,
     "noise": NoiseSection,
     "periodic": PeriodicSection,
-    "policies": LoopPolicySection,
+    "policies": ReplanPolicySection,
 }
 
 
 # ---- reading ------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> LoopScenario:
+def read(path: Path) -> ReplanScenario:
     """The scenario in a file. InputError with file and key where something is wrong."""
     try:
-        said = LoopFile.model_validate(yaml_text.read_mapping(path))
+        said = ReplanScenarioFile.model_validate(yaml_text.read_mapping(path))
     except ValidationError as error:
-        raise explained(error, path, LoopFile, SECTIONS) from None
+        raise explained(error, path, ReplanScenarioFile, SECTIONS) from None
     job, allowed, run, own_rules = _job(said, path)
     past = _past(said, job, path)
     if past is not None and past.cluster is not None and said.cluster.nodes is None and said.cluster.gpus is None:
-        job = Job(Cluster(tuple(_like(job.cluster, node) for node in past.cluster.nodes)), job.workflow)
+        job = PlacementJob(Cluster(tuple(_like(job.cluster, node) for node in past.cluster.nodes)), job.workflow)
     names = job.workflow.names
     for key in said.drift:
         _known(key, names, f"{path}: drift.{key}")
@@ -269,7 +278,7 @@ def read(path: Path) -> LoopScenario:
     doubled = next((one.name for one in policies if [each.name for each in policies].count(one.name) > 1), None)
     if doubled is not None:
         raise InputError(f"two policies are called {doubled}", where=f"{path}: policies", hint="give one a `name`")
-    return LoopScenario(
+    return ReplanScenario(
         said.name or path.stem,
         job,
         iterations,
@@ -278,15 +287,17 @@ def read(path: Path) -> LoopScenario:
         allowed,
         past.drift if past is not None else {n: _drift(one, f"{path}: drift.{n}") for n, one in said.drift.items()},
         past.noise if past is not None else _noise(said.noise, path),
-        MoveTimes.of(said.moves, f"{path}: moves", past.moves if past is not None else None),
+        MigrationTimes.of(said.moves, f"{path}: moves", past.moves if past is not None else None),
         events,
         None if churn is None else churn_of(churn, str(path)),
         said.save_every if said.save_every is not None else run.save_every,
-        None if said.periodic is None else Periodic(**said.periodic.model_dump()),
+        None if said.periodic is None else PeriodicWork(**said.periodic.model_dump()),
     )
 
 
-def _job(said: LoopFile, path: Path) -> tuple[Job, Rules | None, RunSection, dict[str, Any]]:
+def _job(
+    said: ReplanScenarioFile, path: Path
+) -> tuple[PlacementJob, FrameworkRules | None, RunSection, dict[str, Any]]:
     """The job with the cluster of the scenario, what its framework allows, and what it says of its run."""
     here = said.cluster
     if isinstance(said.job, str):
@@ -309,11 +320,11 @@ def _job(said: LoopFile, path: Path) -> tuple[Job, Rules | None, RunSection, dic
         count = here.nodes if here.nodes is not None else len(job.cluster.nodes)
         gpus = here.gpus if here.gpus is not None else like.gpus
         nodes = tuple(replace(like, name=f"node{at}", gpus=gpus) for at in range(count))
-        job = Job(Cluster(nodes), job.workflow)
+        job = PlacementJob(Cluster(nodes), job.workflow)
     return job, loaded.rules, run, rules
 
 
-def _past(said: LoopFile, job: Job, path: Path) -> PastLoop | None:
+def _past(said: ReplanScenarioFile, job: PlacementJob, path: Path) -> PastRunReality | None:
     """What a run measured, where the job is a folder of one."""
     if not isinstance(said.job, str) or not (path.parent / said.job).is_dir():
         return None
@@ -323,7 +334,7 @@ def _past(said: LoopFile, job: Job, path: Path) -> PastLoop | None:
     return past_loop(path.parent / said.job, job.workflow)
 
 
-def _iterations(said: LoopFile, run: RunSection, past: PastLoop | None, path: Path) -> int:
+def _iterations(said: ReplanScenarioFile, run: RunSection, past: PastRunReality | None, path: Path) -> int:
     if past is not None:
         if said.iterations is not None and said.iterations > past.iterations:
             raise InputError(f"the run has {past.iterations} iterations", where=f"{path}: iterations")
@@ -346,7 +357,7 @@ def _known(name: str, names: tuple[str, ...], where: str) -> None:
         raise InputError(f"there is no component named {name}", where=where, hint=hint)
 
 
-def _events(said: list[EventSection], cluster: Cluster, where: str) -> tuple[Happening, ...]:
+def _events(said: list[ReplanEventSection], cluster: Cluster, where: str) -> tuple[ScheduledNodeEvent, ...]:
     """What happens to nodes; those that join beyond the first ones are like the first."""
     nodes = dict(enumerate(cluster.nodes))
     for one in said:
@@ -359,7 +370,7 @@ def _events(said: list[EventSection], cluster: Cluster, where: str) -> tuple[Hap
         if one.node not in nodes:
             known = f"nodes are counted from 0, and there are {len(cluster.nodes)}"
             raise InputError(f"there is no node {one.node}, and none joins", where=where, hint=known)
-        found.append(Happening(nodes[one.node], one.what, one.at_s, one.at_iteration, one.notice_s))
+        found.append(ScheduledNodeEvent(nodes[one.node], one.what, one.at_s, one.at_iteration, one.notice_s))
     return tuple(found)
 
 
@@ -381,7 +392,7 @@ def _noise(said: NoiseSection, path: Path) -> Noise:
     if said.factor is not None:
         return DrawnNoise(Distribution.of(said.factor, f"{path}: noise.factor"))
     if said.trace is None:
-        return MadeUpNoise(**made_up)
+        return SyntheticNoise(**made_up)
     files = tuple(path.parent / one for one in ([said.trace] if isinstance(said.trace, str) else said.trace))
     if not files:
         raise InputError("no trace is named", where=f"{path}: noise.trace")
@@ -391,9 +402,13 @@ def _noise(said: NoiseSection, path: Path) -> Noise:
 
 
 def _policy(
-    said: str | LoopPolicySection, file: LoopFile, own: Mapping[str, Any], names: tuple[str, ...], path: Path
-) -> LoopPolicy:
-    one = LoopPolicySection(use=said) if isinstance(said, str) else said
+    said: str | ReplanPolicySection,
+    file: ReplanScenarioFile,
+    own: Mapping[str, Any],
+    names: tuple[str, ...],
+    path: Path,
+) -> ReplanPolicy:
+    one = ReplanPolicySection(use=said) if isinstance(said, str) else said
     where = f"{path}: policies.{one.name or one.use}"
     if one.use not in USES:
         near = nearest(one.use, USES)
@@ -409,12 +424,12 @@ def _policy(
     if one.loop and one.use != "trimtab":
         raise InputError(f"{one.use} has no loop", where=f"{where}.loop", hint="loop goes with use: trimtab")
     stated = {key: value for key, value in {**own, **file.loop, **one.loop}.items() if key in RULE_KEYS}
-    rules = replace(read_rules(stated, f"{where}.loop", names), mode=RunMode.auto)
+    rules = replace(read_rules(stated, f"{where}.loop", names), mode=ReplanMode.auto)
     changed = tuple(stated) if one.use == "trimtab" else ()
-    return LoopPolicy(one.name or one.use, one.use, rules, changed)
+    return ReplanPolicy(one.name or one.use, one.use, rules, changed)
 
 
-def with_rule(policy: LoopPolicy, key: str, value: float, where: str) -> LoopPolicy:
+def with_rule(policy: ReplanPolicy, key: str, value: float, where: str) -> ReplanPolicy:
     """The policy with one rule of the loop set to a value, and a name that says so."""
     if key not in RULE_KEYS:
         near = nearest(key, RULE_KEYS)
@@ -429,4 +444,4 @@ def with_rule(policy: LoopPolicy, key: str, value: float, where: str) -> LoopPol
     except InputError as error:
         raise InputError(error.what, where=where) from None
     changed = tuple(dict.fromkeys((*policy.changed, key)))
-    return LoopPolicy(f"{policy.name}, {key} {value:g}", policy.use, rules, changed)
+    return ReplanPolicy(f"{policy.name}, {key} {value:g}", policy.use, rules, changed)

@@ -23,16 +23,16 @@ from trimtab.model.rollout import (
     RequestClass,
     RequestSpec,
     RolloutRules,
-    Verb,
     WorkerSpec,
     WorkerState,
+    WorkerVerb,
 )
 from trimtab.replay.common.agenda import Agenda
 from trimtab.replay.common.timing import Distribution
 from trimtab.replay.common.traces import RequestRow
-from trimtab.replay.pool.invariants import UntrueError
-from trimtab.replay.rollout.engine_model import H200_8B, Engine, EngineSpeed, Key
-from trimtab.replay.rollout.workload import Profile
+from trimtab.replay.pool.invariants import InvariantError
+from trimtab.replay.rollout.engine_model import H200_8B, AttemptKey, EngineSpeed, SimulatedEngine
+from trimtab.replay.rollout.workload import LengthProfile
 
 CHECK_EVERY = 20_000
 USABLE_S = 20.0  # an engine that is free for less is of no use to anybody else
@@ -40,7 +40,7 @@ NEVER_S = 1e9
 
 
 @dataclass(frozen=True)
-class Fleet:
+class SimulatedFleet:
     """Engines and what is done to them, whoever decides."""
 
     engines: int = 8
@@ -87,7 +87,7 @@ class RolloutOutcome:
 
 
 @dataclass
-class _Asked:
+class _SimulatedRequest:
     tokens: int
     prompt: int
     group: str
@@ -101,7 +101,7 @@ class RolloutReplay:
     def __init__(
         self,
         elastic: ElasticConfig,
-        fleet: Fleet,
+        fleet: SimulatedFleet,
         *,
         queue: int = 1_000_000,
         check_every: int = CHECK_EVERY,
@@ -122,10 +122,10 @@ class RolloutReplay:
         self.outcome = RolloutOutcome()
         self._heard, self._check_every = heard, check_every
         self._agenda: Agenda[tuple[str, int] | e.RolloutEvent] = Agenda()
-        self._engines = {f"e{at}": Engine(fleet.speed) for at in range(rules.most)}
-        self._asked: dict[str, _Asked] = {}  # not answered
+        self._engines = {f"e{at}": SimulatedEngine(fleet.speed) for at in range(rules.most)}
+        self._asked: dict[str, _SimulatedRequest] = {}  # not answered
         self._answered: set[str] = set()
-        self._where: dict[Key, tuple[str, int]] = {}  # engine, and tokens that were there before
+        self._where: dict[AttemptKey, tuple[str, int]] = {}  # engine, and tokens that were there before
         self._asleep: dict[str, float] = {}  # since when
         self._busy: dict[str, float] = {}  # since when
         self._version = 0
@@ -133,11 +133,11 @@ class RolloutReplay:
         for name in self._engines:
             self._tell(e.WorkerAdded(WorkerSpec(name, limit=fleet.limit), up=True, version=0))
         if fleet.taker is not None:
-            self._tell(e.TakersSeen((fleet.taker,)))
+            self._tell(e.DemandSeen((fleet.taker,)))
 
     # ---- loads -----------------------------------------------------------------------------------------------------
 
-    def closed(self, profile: Profile, batches: Sequence[dict[str, int]], seed: int = 0) -> RolloutOutcome:
+    def closed(self, profile: LengthProfile, batches: Sequence[dict[str, int]], seed: int = 0) -> RolloutOutcome:
         """Step by step: a rollout, training, new weights."""
         training, source = self.fleet.training(), random.Random(f"training {seed}")
         for batch in batches:
@@ -175,11 +175,11 @@ class RolloutReplay:
 
     def _arrive(self, name: str, prompt: int, tokens: int, most: int, group: str) -> None:
         if name in self._asked or name in self._answered:
-            raise UntrueError(f"request {name} comes twice")
-        self._asked[name] = _Asked(tokens, prompt, group, self._agenda.now)
+            raise InvariantError(f"request {name} comes twice")
+        self._asked[name] = _SimulatedRequest(tokens, prompt, group, self._agenda.now)
         at, loads = int(self._agenda.now), self.outcome.loads
         loads[at] = max(loads.get(at, 0), len(self._asked))
-        self._tell(e.Arrived(RequestSpec(name, prompt, most, group=group)))
+        self._tell(e.RequestArrived(RequestSpec(name, prompt, most, group=group)))
 
     def _over(self) -> RolloutOutcome:
         self.machine.check()
@@ -190,7 +190,7 @@ class RolloutReplay:
             self._stint(self._agenda.now - since)
         self._asleep.clear()
         if self._asked or self._where:
-            raise UntrueError(f"{len(self._asked)} requests were not answered, {len(self._where)} still run")
+            raise InvariantError(f"{len(self._asked)} requests were not answered, {len(self._where)} still run")
         return out
 
     # ---- time ------------------------------------------------------------------------------------------------------
@@ -207,12 +207,12 @@ class RolloutReplay:
             if at >= moment:
                 return
             if at == float("inf"):
-                raise UntrueError(f"nothing happens any more, and {len(self._asked)} requests wait")
+                raise InvariantError(f"nothing happens any more, and {len(self._asked)} requests wait")
             if first is not None and first <= at:
                 self._happens(agenda.pop())
             else:
                 agenda.leap(at)
-                self._tell(e.Tick())
+                self._tell(e.RolloutTick())
 
     def _count(self, name: str) -> None:
         """An engine has its first request, or none any more."""
@@ -233,7 +233,7 @@ class RolloutReplay:
         key = end[1]
         engine.drop(key, self._agenda.now)
         _, before = self._where.pop(key)
-        self._tell(e.Finished(*key, self._asked[key[0]].tokens - before, End.stop))
+        self._tell(e.AttemptFinished(*key, self._asked[key[0]].tokens - before, End.stop))
         self._foretell(name)
 
     def _foretell(self, name: str) -> None:
@@ -252,29 +252,29 @@ class RolloutReplay:
         if self._heard is not None:
             self._heard(now, event, wanted)
         for one in wanted:
-            if isinstance(one, e.Send):
+            if isinstance(one, e.SendRequest):
                 self._send(one)
-            elif isinstance(one, e.Answer):
+            elif isinstance(one, e.AnswerRequest):
                 self._answer(one)
-            elif isinstance(one, e.AbortSent):
+            elif isinstance(one, e.AbortAttempt):
                 self._cut(one)
-            elif isinstance(one, e.Act):
+            elif isinstance(one, e.WorkerAction):
                 self._act(one)
-            elif isinstance(one, e.Refuse):
-                raise UntrueError(f"{one.request} is refused: {one.reason.sentence}")
-            elif isinstance(one, e.TellStep):
+            elif isinstance(one, e.RefuseRequest):
+                raise InvariantError(f"{one.request} is refused: {one.reason.sentence}")
+            elif isinstance(one, e.AnnounceScaleStep):
                 out.scalings += 1
                 out.workers.append((now, len(self._engines) - len(self._asleep), len(self._asked)))
-        if isinstance(event, e.ActDone):
+        if isinstance(event, e.ActionDone):
             self._see_who_sleeps()
         if out.events % self._check_every == 0:
             self.machine.check()
             out.checks += 1
 
-    def _send(self, one: e.Send) -> None:
+    def _send(self, one: e.SendRequest) -> None:
         asked, key = self._asked[one.request], (one.request, one.attempt)
         if one.worker in self._asleep:
-            raise UntrueError(f"{one.request} is sent to {one.worker}, which sleeps")
+            raise InvariantError(f"{one.request} is sent to {one.worker}, which sleeps")
         if not asked.sent:
             asked.sent = True
             self.outcome.waits_s.append(self._agenda.now - asked.arrived_s)
@@ -286,16 +286,18 @@ class RolloutReplay:
         engine.add(key, asked.group, asked.prompt, one.resumed, asked.tokens - one.resumed, self._agenda.now)
         self._foretell(one.worker)
 
-    def _answer(self, one: e.Answer) -> None:
+    def _answer(self, one: e.AnswerRequest) -> None:
         asked = self._asked.pop(one.request, None)
         if asked is None:
-            raise UntrueError(f"{one.request} is answered, and was answered before or never asked")
+            raise InvariantError(f"{one.request} is answered, and was answered before or never asked")
         if one.end is not End.stop or one.tokens != asked.tokens:
-            raise UntrueError(f"{one.request} is answered with {one.tokens} of {asked.tokens} tokens ({one.end.value})")
+            raise InvariantError(
+                f"{one.request} is answered with {one.tokens} of {asked.tokens} tokens ({one.end.value})"
+            )
         self._answered.add(one.request)
         self.outcome.answered += 1
 
-    def _cut(self, one: e.AbortSent) -> None:
+    def _cut(self, one: e.AbortAttempt) -> None:
         key = (one.request, one.attempt)
         found = self._where.pop(key, None)
         if found is None:
@@ -304,17 +306,19 @@ class RolloutReplay:
         self._agenda.put(self._agenda.now + self.fleet.cut_s, e.AbortDone(one.request, one.attempt, tokens))
         self._foretell(found[0])
 
-    def _act(self, one: e.Act) -> None:
+    def _act(self, one: e.WorkerAction) -> None:
         fleet, engine = self.fleet, self._engines[one.worker]
-        took = {Verb.sleep: fleet.sleep_s, Verb.wake: fleet.wake_s, Verb.refit: fleet.refit_s}.get(one.verb, 0.1)
-        if one.verb is Verb.sleep and engine.running:
-            raise UntrueError(f"{one.worker} is put to sleep under {len(engine.running)} requests")
-        if one.verb is Verb.wake and (since := self._asleep.pop(one.worker, None)) is not None:
+        took = {WorkerVerb.sleep: fleet.sleep_s, WorkerVerb.wake: fleet.wake_s, WorkerVerb.refit: fleet.refit_s}.get(
+            one.verb, 0.1
+        )
+        if one.verb is WorkerVerb.sleep and engine.running:
+            raise InvariantError(f"{one.worker} is put to sleep under {len(engine.running)} requests")
+        if one.verb is WorkerVerb.wake and (since := self._asleep.pop(one.worker, None)) is not None:
             self._stint(self._agenda.now - since)
             engine.forget()
             self._tell_takers()
-        version = one.version if one.verb is Verb.refit else self.machine.version
-        self._agenda.put(self._agenda.now + took, e.ActDone(one.worker, one.attempt, version))
+        version = one.version if one.verb is WorkerVerb.refit else self.machine.version
+        self._agenda.put(self._agenda.now + took, e.ActionDone(one.worker, one.attempt, version))
 
     def _stint(self, seconds: float) -> None:
         self.outcome.asleep_s += seconds
@@ -332,4 +336,4 @@ class RolloutReplay:
         if taker is not None:
             wants = max(taker.workers - len(self._asleep), 0)
             seen = (replace(taker, workers=wants),) if wants else ()
-            self._agenda.put(self._agenda.now, e.TakersSeen(seen))
+            self._agenda.put(self._agenda.now, e.DemandSeen(seen))

@@ -11,7 +11,7 @@ import heapq
 import math
 from dataclasses import dataclass, field
 
-Key = tuple[str, int]  # request and attempt
+AttemptKey = tuple[str, int]  # request and attempt
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ H200_8B = EngineSpeed()
 
 
 @dataclass
-class _Running:
+class _RunningRequest:
     begun: float  # `made` of the engine at its begin
     brought: int  # tokens in the cache when it began
     left: int  # tokens it will make
 
 
 @dataclass
-class Engine:
+class SimulatedEngine:
     """One engine."""
 
     speed: EngineSpeed = H200_8B
@@ -51,8 +51,8 @@ class Engine:
     cached: float = 0.0
     reading_until: float = 0.0
     read: set[str] = field(default_factory=set)  # groups whose prompt need not be read again
-    running: dict[Key, _Running] = field(default_factory=dict)
-    ends: list[tuple[float, Key]] = field(default_factory=list)  # `made` at its end; also of dropped ones
+    running: dict[AttemptKey, _RunningRequest] = field(default_factory=dict)
+    ends: list[tuple[float, AttemptKey]] = field(default_factory=list)  # `made` at its end; also of dropped ones
     news: int = 0  # grows with every change: what was foretold before does not count
 
     def advance(self, now: float) -> None:
@@ -66,19 +66,19 @@ class Engine:
         self.made += tokens
         self.cached += tokens * len(self.running)
 
-    def add(self, key: Key, group: str, prompt: int, resumed: int, left: int, now: float) -> None:
+    def add(self, key: AttemptKey, group: str, prompt: int, resumed: int, left: int, now: float) -> None:
         """One request more: what it brings is read before anything else is made."""
         self.advance(now)
         brings = resumed + (0 if group and group in self.read else prompt)
         if group:
             self.read.add(group)
         self.reading_until = max(self.reading_until, now) + brings * self.speed.read_s
-        self.running[key] = _Running(self.made, prompt + resumed, left)
+        self.running[key] = _RunningRequest(self.made, prompt + resumed, left)
         heapq.heappush(self.ends, (self.made + left, key))
         self.cached += prompt + resumed
         self.news += 1
 
-    def drop(self, key: Key, now: float) -> int:
+    def drop(self, key: AttemptKey, now: float) -> int:
         """One request less; the tokens that it got here."""
         self.advance(now)
         one = self.running.pop(key)
@@ -87,7 +87,7 @@ class Engine:
         self.news += 1
         return tokens
 
-    def next_end(self) -> tuple[float, Key] | None:
+    def next_end(self) -> tuple[float, AttemptKey] | None:
         """When the first of its requests ends, and which."""
         while self.ends and self.ends[0][1] not in self.running:
             heapq.heappop(self.ends)

@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout.policies.load import Decision, LoadSample, PolicyState, workers_text
 
 SERVE_LOOK_BACK_S, SERVE_UP_S, SERVE_DOWN_S = 30.0, 30.0, 600.0  # Ray Serve's defaults
@@ -68,7 +68,11 @@ def _decided(
 ) -> tuple[PolicyState, Decision]:
     workers = sample.within(workers)
     code = (
-        Code.load_fits if workers == sample.serving else Code.load_high if workers > sample.serving else Code.load_low
+        ReasonCode.load_fits
+        if workers == sample.serving
+        else ReasonCode.load_high
+        if workers > sample.serving
+        else ReasonCode.load_low
     )
     after = replace(state, memory=replace(state.memory, kept=kept))
     return after, Decision(workers, Reason(code, said), f"{workers_text(workers)} serve")

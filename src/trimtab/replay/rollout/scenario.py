@@ -23,10 +23,10 @@ from trimtab.machines.rollout.policies.predictive import cost_aware
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.replay.common.traces import RequestRow, requests
 from trimtab.replay.pool.scenario import SEEDS, Amount, More, Sections, Whole, explained
-from trimtab.replay.rollout.driver import Fleet
+from trimtab.replay.rollout.driver import SimulatedFleet
 from trimtab.replay.rollout.engine_model import EngineSpeed
 from trimtab.replay.rollout.policies import as_documented, ray_serve
-from trimtab.replay.rollout.workload import Profile, profile_of
+from trimtab.replay.rollout.workload import LengthProfile, profile_of
 
 KNOWN: dict[str, tuple[str | Callable[[PolicyState, LoadSample], tuple[PolicyState, Decision]], str]] = {
     "threshold": ("threshold", "between two shares of capacity, moved as seldom as possible: the default"),
@@ -58,10 +58,10 @@ class RolloutScenario:
     """All that is asked."""
 
     name: str
-    fleet: Fleet
+    fleet: SimulatedFleet
     policies: tuple[RolloutPolicy, ...]
     seeds: tuple[int, ...]
-    profile: Profile | None = None
+    profile: LengthProfile | None = None
     steps: int = 0
     prompts: int = 0
     samples: int = 0
@@ -114,7 +114,7 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class FleetSection(_Section):
+class EnginesSection(_Section):
     """The `engines` section."""
 
     count: Whole = 8
@@ -130,7 +130,7 @@ class FleetSection(_Section):
     read_s: More | None = None
 
 
-class LoadSection(_Section):
+class RolloutLoadSection(_Section):
     """The `rollout` section."""
 
     profile: str | dict[str, Any] | None = None
@@ -155,12 +155,12 @@ def _all_policies() -> list[str | RolloutPolicySection]:
     return list(POLICIES)
 
 
-class RolloutFile(_Section):
+class RolloutScenarioFile(_Section):
     """The whole file."""
 
     name: str | None = None
-    engines: FleetSection = Field(default_factory=FleetSection)
-    rollout: LoadSection
+    engines: EnginesSection = Field(default_factory=EnginesSection)
+    rollout: RolloutLoadSection
     elastic: dict[str, Any] = Field(default_factory=dict)  # of every policy
     policies: Annotated[list[str | RolloutPolicySection], BeforeValidator(_one), Field(min_length=1)] = Field(
         default_factory=_all_policies
@@ -170,15 +170,15 @@ class RolloutFile(_Section):
     )
 
 
-SECTIONS: Sections = {"engines": FleetSection, "rollout": LoadSection, "policies": RolloutPolicySection}
+SECTIONS: Sections = {"engines": EnginesSection, "rollout": RolloutLoadSection, "policies": RolloutPolicySection}
 
 
 def read(path: Path) -> RolloutScenario:
     """The scenario in a file. InputError with file and key where something is wrong."""
     try:
-        said = RolloutFile.model_validate(yaml_text.read_mapping(path))
+        said = RolloutScenarioFile.model_validate(yaml_text.read_mapping(path))
     except ValidationError as error:
-        raise explained(error, path, RolloutFile, SECTIONS) from None
+        raise explained(error, path, RolloutScenarioFile, SECTIONS) from None
     load = said.rollout
     where = f"{path}: rollout"
     if (load.profile is None) == (load.trace is None):
@@ -204,11 +204,11 @@ def read(path: Path) -> RolloutScenario:
     )
 
 
-def _fleet(said: FleetSection, where: str) -> Fleet:
+def _fleet(said: EnginesSection, where: str) -> SimulatedFleet:
     given = {name: getattr(said, name) for name in ("decode_s", "request_s", "cached_s", "read_s")}
     speed = EngineSpeed(**{name: value for name, value in given.items() if value is not None})
     times = {name: getattr(said, name) for name in ("sleep_s", "wake_s", "refit_s", "training_s", "training_p99_s")}
-    fleet = Fleet(said.count, said.limit, speed, **times)
+    fleet = SimulatedFleet(said.count, said.limit, speed, **times)
     try:
         fleet.training()
     except InputError as error:
@@ -217,7 +217,7 @@ def _fleet(said: FleetSection, where: str) -> Fleet:
     return fleet
 
 
-def _policies(said: str | RolloutPolicySection, file: RolloutFile, path: Path) -> list[RolloutPolicy]:
+def _policies(said: str | RolloutPolicySection, file: RolloutScenarioFile, path: Path) -> list[RolloutPolicy]:
     one = RolloutPolicySection(use=said) if isinstance(said, str) else said
     where = f"{path}: policies.{one.name or one.use}"
     if one.use not in POLICIES:

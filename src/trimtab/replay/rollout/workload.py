@@ -16,7 +16,7 @@ from trimtab.replay.common.timing import P99
 
 
 @dataclass(frozen=True)
-class Profile:
+class LengthProfile:
     """Lengths of answers."""
 
     name: str
@@ -63,15 +63,15 @@ class Profile:
 PROFILES = {
     one.name: one
     for one in (
-        Profile("reasoning", 512, 1_600, 16_000, 32_768),
-        Profile("growing", 512, 1_000, 8_000, 32_768, drift=0.04),
-        Profile("short", 256, 300, 1_200, 2_048, alike=0.4),
-        Profile("agents", 2_048, 4_000, 24_000, 32_768, alike=0.8),
+        LengthProfile("reasoning", 512, 1_600, 16_000, 32_768),
+        LengthProfile("growing", 512, 1_000, 8_000, 32_768, drift=0.04),
+        LengthProfile("short", 256, 300, 1_200, 2_048, alike=0.4),
+        LengthProfile("agents", 2_048, 4_000, 24_000, 32_768, alike=0.8),
     )
 }
 
 
-def profile_of(said: str | Mapping[str, object], where: str) -> Profile:
+def profile_of(said: str | Mapping[str, object], where: str) -> LengthProfile:
     """A profile by name, or as a scenario describes it."""
     if isinstance(said, str):
         if said not in PROFILES:
@@ -80,6 +80,6 @@ def profile_of(said: str | Mapping[str, object], where: str) -> Profile:
             raise InputError(f"there is no profile {said}", where=where, hint=hint)
         return PROFILES[said]
     try:
-        return Profile(**said)  # type: ignore[arg-type]
+        return LengthProfile(**said)  # type: ignore[arg-type]
     except TypeError as error:
         raise InputError(str(error).replace("Profile.__init__() ", ""), where=where) from None

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.formats.logs import measured
-from trimtab.formats.logs.follow import Step
-from trimtab.formats.logs.follow_costs import REQUIRED, WEIGHT_SYNC, Reading, RunConfig, profile_of, reading_of
+from trimtab.formats.logs.follow import LoggedStep
+from trimtab.formats.logs.follow_costs import REQUIRED, WEIGHT_SYNC, RunConfig, TimerReading, profile_of, reading_of
 from trimtab.formats.logs.gpus import RunFacts
-from trimtab.formats.logs.records import Framework
+from trimtab.formats.logs.records import LogFramework
 from trimtab.model.plan import CurrentPlacement
 from trimtab.model.profile import Profile
-from trimtab.model.run import RunRules
+from trimtab.model.run import ReplanRules
 from trimtab.model.workflow import Cluster
 from trimtab.runtime.advise.replanner import Advice, Adviser
 
@@ -28,7 +28,7 @@ KEPT_STEPS = 2000  # of which drift is told; older ones are let go
 
 
 @dataclass(frozen=True)
-class News:
+class FollowEvent:
     """Something that happened: a restart, or advice that is new, another than before, void, or as it was before.
 
     With a restart stands the advice that the run has been started with, where it has.
@@ -41,7 +41,7 @@ class News:
 
 
 @dataclass(frozen=True)
-class Part:
+class ComponentSummary:
     """One component as the newest steps show it. `wait` says why its time is no cost, where it is none."""
 
     name: str
@@ -55,7 +55,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Sharing:
+class GpuSharing:
     """Components on the same GPUs. `busy` is the share of a step in which they compute; None: the log does not tell."""
 
     components: tuple[str, ...]
@@ -64,7 +64,7 @@ class Sharing:
 
 
 @dataclass(frozen=True)
-class Picture:
+class RunPicture:
     """What is known of the run."""
 
     framework: str
@@ -72,22 +72,22 @@ class Picture:
     counted: int
     newest: int | None
     step_s: float | None
-    parts: tuple[Part, ...]
+    parts: tuple[ComponentSummary, ...]
     other_s: float | None
     length: float | None
     length_drift: float | None
-    sharing: tuple[Sharing, ...]
+    sharing: tuple[GpuSharing, ...]
     idle: float | None
     reason: Reason
     advice: Advice | None
     notes: tuple[str, ...]
 
 
-class Advising:
+class AdviceTracker:
     """One run."""
 
     def __init__(
-        self, framework: Framework, config: RunConfig, profile: Profile | None, rules: RunRules, warmup: int
+        self, framework: LogFramework, config: RunConfig, profile: Profile | None, rules: ReplanRules, warmup: int
     ) -> None:
         self.framework = framework
         self.config = config
@@ -98,9 +98,9 @@ class Advising:
         self._since_start = 0
         self._steps = 0
         self._newest: int | None = None
-        self._counted: list[Step] = []  # the newest of them
+        self._counted: list[LoggedStep] = []  # the newest of them
         self._counted_ever = 0
-        self._reading: Reading | None = None
+        self._reading: TimerReading | None = None
         self._times: list[dict[str, float]] = []  # what each component took in each of them, as it is read
         self._placed: CurrentPlacement | None = None
         self.cluster: Cluster | None = None  # that the configuration states
@@ -110,13 +110,13 @@ class Advising:
         self._unplanned: str | None = None  # why no plan can be weighed
         self._carried_out: Advice | None = None  # by the user's command; the next start of the run has it
         self.given: dict[tuple[str, ...], int] = {}  # overrides that were advised ever, and the step
-        self._first: list[Step] | None = None  # of a new placement: what its timers mean is not settled yet
+        self._first: list[LoggedStep] | None = None  # of a new placement: what its timers mean is not settled yet
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
-    def take(self, step: Step) -> list[News]:
+    def take(self, step: LoggedStep) -> list[FollowEvent]:
         """Count a step."""
-        news: list[News] = []
+        news: list[FollowEvent] = []
         if step.restart:
             news.append(self._restarted(step))
         self._steps += 1
@@ -135,7 +135,7 @@ class Advising:
         self._read_so(self._glance(base))  # for the eye, until there are enough of them
         return news + (self._begin(base) if len(base) == self.rules.least_iterations else [])
 
-    def end(self) -> list[News]:
+    def end(self) -> list[FollowEvent]:
         """No more steps will come: what there is has to do."""
         if self._steps and not self._counted:
             raise InputError(
@@ -155,7 +155,7 @@ class Advising:
         """The user's command has put advice in place: the next start of the run has it."""
         self._carried_out = advice
 
-    def _restarted(self, step: Step) -> News:
+    def _restarted(self, step: LoggedStep) -> FollowEvent:
         self._since_start = 0
         taken = self._carried_out if self.adviser is not None else None
         if taken is not None and self.adviser is not None:
@@ -165,9 +165,9 @@ class Advising:
         else:
             said = "the run was started anew; if with another placement, start this command anew with it"
         self._carried_out = None
-        return News("restarted", step.number, said, taken)
+        return FollowEvent("restarted", step.number, said, taken)
 
-    def _settle(self, step: Step) -> list[News]:
+    def _settle(self, step: LoggedStep) -> list[FollowEvent]:
         """A step under a placement that was advised: there, times may be waits that were none before."""
         assert self._first is not None
         assert self.adviser is not None
@@ -180,11 +180,11 @@ class Advising:
         self._read_so(reading_of(self.framework, base, facts))
         return [news for one in base for news in self._weigh(one)]
 
-    def _read_so(self, reading: Reading) -> None:
+    def _read_so(self, reading: TimerReading) -> None:
         self._reading = reading
         self._times = [reading.seconds(step) for step in self._counted]
 
-    def _lacking(self, base: Sequence[Step]) -> tuple[str, ...]:
+    def _lacking(self, base: Sequence[LoggedStep]) -> tuple[str, ...]:
         """What a run of this framework cannot train without, and is neither in most of these steps nor profiled."""
         assert self._reading is not None
         told = [set(self._reading.seconds(step)) for step in base]
@@ -192,7 +192,7 @@ class Advising:
         needed = (name for name in REQUIRED[self.framework.name] if name not in known)
         return tuple(name for name in needed if 2 * sum(name in one for one in told) < len(told))
 
-    def _glance(self, base: Sequence[Step]) -> Reading:
+    def _glance(self, base: Sequence[LoggedStep]) -> TimerReading:
         """What the timers mean, as far as the first steps and the configuration tell."""
         facts = RunFacts(asynchronous=self._mode())
         names = tuple(reading_of(self.framework, base, facts).seconds(_union(base)))
@@ -209,7 +209,7 @@ class Advising:
             self._asynchronous = (self.config.asynchronous(),)
         return self._asynchronous[0]
 
-    def _begin(self, base: Sequence[Step]) -> list[News]:
+    def _begin(self, base: Sequence[LoggedStep]) -> list[FollowEvent]:
         """Enough steps count: what do the timers mean, what does everything cost, where is it?"""
         self._missing = self._lacking(base)
         if self._missing:
@@ -233,7 +233,7 @@ class Advising:
         self.adviser = Adviser(self.config.load(profile), self.rules)
         return [news for step in base for news in self._weigh(step)]
 
-    def _weigh(self, step: Step) -> list[News]:
+    def _weigh(self, step: LoggedStep) -> list[FollowEvent]:
         adviser, reading = self.adviser, self._reading
         if adviser is None or reading is None:
             return []
@@ -243,22 +243,24 @@ class Advising:
         if after is not None and (before is None or before.overrides != after.overrides):
             first = self.given.setdefault(after.overrides, step.number)
             if first != step.number:
-                return [News("stands again", step.number, f"that of step {first}: {after.reason.sentence}", after)]
+                return [
+                    FollowEvent("stands again", step.number, f"that of step {first}: {after.reason.sentence}", after)
+                ]
             what = "advised" if before is None else "changed"
-            return [News(what, step.number, after.reason.sentence, after)]
+            return [FollowEvent(what, step.number, after.reason.sentence, after)]
         if before is not None and after is None:
-            return [News("withdrawn", step.number, adviser.reason.sentence)]
+            return [FollowEvent("withdrawn", step.number, adviser.reason.sentence)]
         return []
 
-    def anew(self, overrides: Sequence[str]) -> Advising:
+    def anew(self, overrides: Sequence[str]) -> AdviceTracker:
         """The same run, of which nothing was read yet and which was started with these overrides besides."""
         config = replace(self.config, overrides=(*self.config.overrides, *overrides))
-        again = Advising(self.framework, config, self._profile, self.rules, self.warmup)
+        again = AdviceTracker(self.framework, config, self._profile, self.rules, self.warmup)
         again.given.update(self.given)
         return again
 
     @property
-    def reading(self) -> Reading | None:
+    def reading(self) -> TimerReading | None:
         """What the timers mean, once a step counts."""
         return self._reading
 
@@ -280,17 +282,17 @@ class Advising:
         return tuple((names, tuple(found[names])) for names in sorted(found, key=lambda names: first[names[0]]))
 
     @property
-    def counted(self) -> Sequence[Step]:
+    def counted(self) -> Sequence[LoggedStep]:
         """The newest steps that count."""
         return self._counted
 
-    def seconds(self, step: Step) -> dict[str, float]:
+    def seconds(self, step: LoggedStep) -> dict[str, float]:
         """What each component took in a step, waits among it."""
         return self._reading.seconds(step) if self._reading is not None else {}
 
     # ---- what is shown ---------------------------------------------------------------------------------------------
 
-    def picture(self, notes: Sequence[str] = ()) -> Picture:
+    def picture(self, notes: Sequence[str] = ()) -> RunPicture:
         """What is known now."""
         reading = self._reading
         counted = self._counted if reading is not None else []
@@ -303,7 +305,7 @@ class Advising:
         told = sum(part.seconds for part in parts)
         if step_s is not None and told > step_s:  # waits that overlap with what they wait for
             told = sum(part.seconds for part in parts if part.wait is None)
-        return Picture(
+        return RunPicture(
             framework=self.framework.name,
             steps=self._steps,
             counted=self._counted_ever,
@@ -322,15 +324,15 @@ class Advising:
 
     def _reason(self) -> Reason:
         if self._unplanned is not None:
-            return Reason(Code.load_unknown, self._unplanned)
+            return Reason(ReasonCode.load_unknown, self._unplanned)
         if self.adviser is not None:
             return self.adviser.reason
         if self._missing:
-            return Reason(Code.too_few, f"{', '.join(self._missing)} is not in the log yet")
+            return Reason(ReasonCode.too_few, f"{', '.join(self._missing)} is not in the log yet")
         needed = self.rules.least_iterations
-        return Reason(Code.too_few, f"{self._counted_ever} of {needed} steps are measured that tell costs")
+        return Reason(ReasonCode.too_few, f"{self._counted_ever} of {needed} steps are measured that tell costs")
 
-    def _parts(self, step_s: float | None) -> tuple[Part, ...]:
+    def _parts(self, step_s: float | None) -> tuple[ComponentSummary, ...]:
         reading = self._reading
         if reading is None:
             return ()
@@ -346,7 +348,7 @@ class Advising:
             if middle <= 0:
                 continue
             parts.append(
-                Part(
+                ComponentSummary(
                     name=name,
                     gpus=self.gpus(name),
                     seconds=middle,
@@ -370,7 +372,7 @@ class Advising:
             return len({rank for gpus in ranks.values() for rank in gpus})
         return len(ranks.get(name, ()))
 
-    def _sharing(self, parts: Sequence[Part], step_s: float | None) -> tuple[Sharing, ...]:
+    def _sharing(self, parts: Sequence[ComponentSummary], step_s: float | None) -> tuple[GpuSharing, ...]:
         """Who is on the same GPUs, and how long they compute."""
         told = {part.name: part for part in parts}
         found = []
@@ -378,13 +380,13 @@ class Advising:
             mine = [told[name] for name in names if name in told]
             known = step_s is not None and len(mine) == len(names) and not any(part.wait for part in mine)
             busy = min(1.0, sum(part.seconds for part in mine) / step_s) if known and step_s else None
-            found.append(Sharing(names, len(gpus), busy))
+            found.append(GpuSharing(names, len(gpus), busy))
         return tuple(found)
 
 
-def _union(steps: Sequence[Step]) -> Step:
+def _union(steps: Sequence[LoggedStep]) -> LoggedStep:
     """A step with everything that any of them logs."""
-    return Step(0, {name: value for step in steps for name, value in step.values.items()})
+    return LoggedStep(0, {name: value for step in steps for name, value in step.values.items()})
 
 
 def _joined(profile: Profile | None, costs: Profile) -> Profile:
@@ -395,7 +397,7 @@ def _joined(profile: Profile | None, costs: Profile) -> Profile:
     return replace(profile, components=(*profile.components, *(c for c in costs.components if c.name not in known)))
 
 
-def _idle(sharing: Sequence[Sharing]) -> float | None:
+def _idle(sharing: Sequence[GpuSharing]) -> float | None:
     """The share of all GPU time in which GPUs of the run do nothing, where the log tells."""
     gpus = sum(one.gpus for one in sharing)
     if not gpus or any(one.busy is None for one in sharing):

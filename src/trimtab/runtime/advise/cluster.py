@@ -29,7 +29,7 @@ _UTILISATION = "ray_node_gpus_utilization"
 
 
 @dataclass(frozen=True)
-class NodeSeen:
+class NodeUtilization:
     """One node. `busy` are the shares of time in which its GPUs computed lately, by index, where it tells."""
 
     name: str
@@ -52,14 +52,14 @@ class ClusterWatch:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for us
         )
-        self._latest: tuple[NodeSeen, ...] | str = "it has not answered yet"
+        self._latest: tuple[NodeUtilization, ...] | str = "it has not answered yet"
         self._at = time.monotonic()
         # A line that makes no sense is logged, and the next one is read.
         self._reader = Background(RestartPolicy(max_failures=None, max_backoff_s=1.0)).start_thread(
             "advise", self._read
         )
 
-    def seen(self) -> tuple[NodeSeen, ...] | str:
+    def seen(self) -> tuple[NodeUtilization, ...] | str:
         """The nodes, or why nothing is known of them."""
         if self._child.poll() is not None:
             return f"the Ray cluster at {self.address} is not looked at any more: it went away"
@@ -84,7 +84,7 @@ class ClusterWatch:
                 self._latest = told
             else:
                 self._latest = tuple(
-                    NodeSeen(**{**one, "busy": tuple((int(at), float(share)) for at, share in one["busy"])})
+                    NodeUtilization(**{**one, "busy": tuple((int(at), float(share)) for at, share in one["busy"])})
                     for one in told
                 )
             self._at = time.monotonic()

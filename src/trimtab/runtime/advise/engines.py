@@ -23,7 +23,7 @@ SPEED = ("sglang:gen_throughput",)
 
 
 @dataclass(frozen=True)
-class EngineSeen:
+class EngineSample:
     """One engine at one look. What it does not tell is None; `silent_s` is how long it has not answered."""
 
     url: str
@@ -35,7 +35,7 @@ class EngineSeen:
     silent_s: float | None = None
 
 
-class Engines:
+class EngineMetricsReader:
     """The engines that were named."""
 
     def __init__(self, urls: Sequence[str]) -> None:
@@ -49,17 +49,17 @@ class Engines:
         self._tokens: dict[str, tuple[float, float]] = {}  # total, and when it was seen
         self._answered: dict[str, float] = {}
 
-    def look(self, now: float) -> tuple[EngineSeen, ...]:
+    def look(self, now: float) -> tuple[EngineSample, ...]:
         """Ask all of them."""
         if not self._urls:
             return ()
         answers = asyncio.run(_asked(self._urls))
         return tuple(self._seen(url, told, now) for url, told in zip(self._urls, answers, strict=True))
 
-    def _seen(self, url: str, told: dict[str, float] | str, now: float) -> EngineSeen:
+    def _seen(self, url: str, told: dict[str, float] | str, now: float) -> EngineSample:
         if isinstance(told, str):
             since = self._answered.setdefault(url, now)
-            return EngineSeen(url, fault=told, silent_s=now - since)
+            return EngineSample(url, fault=told, silent_s=now - since)
         self._answered[url] = now
         speed, total = _first(told, SPEED), _first(told, TOKENS)
         before = self._tokens.get(url)
@@ -67,20 +67,20 @@ class Engines:
             self._tokens[url] = total, now
             if before is not None and now > before[1] and total >= before[0]:  # less: it was started anew
                 speed = (total - before[0]) / (now - before[1])
-        return EngineSeen(url, _first(told, RUNNING), _first(told, WAITING), _first(told, CACHE), speed)
+        return EngineSample(url, _first(told, RUNNING), _first(told, WAITING), _first(told, CACHE), speed)
 
 
 async def _asked(urls: Sequence[str]) -> list[dict[str, float] | str]:
-    from trimtab.runtime.engines.engine import Deadlines
+    from trimtab.runtime.engines.engine import EngineDeadlines
     from trimtab.runtime.engines.http_engine import gauges
-    from trimtab.runtime.engines.wire import Wire, open_session
+    from trimtab.runtime.engines.wire import EngineHttpClient, open_session
 
-    deadlines = Deadlines(connect_s=ANSWER_S, call_s=ANSWER_S)
+    deadlines = EngineDeadlines(connect_s=ANSWER_S, call_s=ANSWER_S)
     async with open_session() as session:
 
         async def one(url: str) -> dict[str, float] | str:
             try:
-                found = await gauges(Wire(url, url, session, deadlines, keep_alive=False))
+                found = await gauges(EngineHttpClient(url, url, session, deadlines, keep_alive=False))
             except TrimtabError as fault:
                 return fault.what
             return found if _first(found, RUNNING) is not None else "its /metrics are of no engine that trimtab knows"

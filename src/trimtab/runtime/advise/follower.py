@@ -13,34 +13,34 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from trimtab.core.errors import InputError
-from trimtab.formats.logs.follow import RunLog, Step
-from trimtab.runtime.advise.analysis import Advising, News, Picture
-from trimtab.runtime.advise.cluster import ClusterWatch, NodeSeen
-from trimtab.runtime.advise.engines import Engines, EngineSeen
-from trimtab.runtime.advise.hook import HookEnd, RestartHook
-from trimtab.runtime.advise.record import Past, Record, mark_of
+from trimtab.formats.logs.follow import LoggedStep, RunLog
+from trimtab.runtime.advise.analysis import AdviceTracker, FollowEvent, RunPicture
+from trimtab.runtime.advise.cluster import ClusterWatch, NodeUtilization
+from trimtab.runtime.advise.engines import EngineMetricsReader, EngineSample
+from trimtab.runtime.advise.hook import HookResult, RestartHook
+from trimtab.runtime.advise.record import FollowRecord, RecordedPast, mark_of
 from trimtab.runtime.advise.replanner import Advice
-from trimtab.runtime.advise.tail import Tail
+from trimtab.runtime.advise.tail import LogTail
 from trimtab.runtime.procs.gpu_utilization import gpus_here
 
 
 @dataclass(frozen=True)
-class Around:
+class ClusterSample:
     """What else was asked: engines, the cluster's nodes (or why they are not known), this machine's GPUs."""
 
-    engines: tuple[EngineSeen, ...] = ()
-    nodes: tuple[NodeSeen, ...] | str | None = None
+    engines: tuple[EngineSample, ...] = ()
+    nodes: tuple[NodeUtilization, ...] | str | None = None
     gpus: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
-class Frame:
+class FollowFrame:
     """One look: what is known, what is new, and which steps are."""
 
-    picture: Picture
-    news: tuple[News, ...]
-    steps: tuple[Step, ...]
-    around: Around
+    picture: RunPicture
+    news: tuple[FollowEvent, ...]
+    steps: tuple[LoggedStep, ...]
+    around: ClusterSample
     ended: str | None = None  # why nothing more is looked at
 
 
@@ -48,10 +48,10 @@ class Frame:
 class Follower:
     """One run that is followed. Seconds of `every_s`, `at_most_s` and `silent_s` are by the clock."""
 
-    tail: Tail
+    tail: LogTail
     log: RunLog
-    advising: Advising
-    engines: Engines
+    advising: AdviceTracker
+    engines: EngineMetricsReader
     cluster: ClusterWatch | None = None
     hook: RestartHook | None = None
     least_gain: float = 0.1
@@ -59,11 +59,11 @@ class Follower:
     at_most_s: float = math.inf
     silent_s: float = 7200.0
     gpus: Callable[[], tuple[float, ...]] = gpus_here
-    record: Record | None = None  # what was seen before, by whoever followed this run
-    history: list[News] = field(default_factory=list)
+    record: FollowRecord | None = None  # what was seen before, by whoever followed this run
+    history: list[FollowEvent] = field(default_factory=list)
     _hooked: Advice | None = None  # what the user's command was run for last
 
-    def once(self) -> Frame:
+    def once(self) -> FollowFrame:
         """All of a log that is finished."""
         steps = [*self._read(), *self.log.end()]
         self._require_steps(steps)
@@ -72,7 +72,7 @@ class Follower:
         self.history += news
         return self._frame(news, steps, "the log was read to its end")
 
-    def frames(self) -> Iterator[Frame]:
+    def frames(self) -> Iterator[FollowFrame]:
         """Look again and again; what was there before comes with the first frame."""
         began = heard = time.monotonic()
         steps = [*self._read(), *self.log.settle(), *self.log.settle()]
@@ -99,7 +99,7 @@ class Follower:
             steps = [*self._read(), *self.log.settle()]
             news = [one for step in steps for one in self._live(step)] + self._heard_of_hook()
 
-    def _caught_up(self, steps: Sequence[Step]) -> list[News]:
+    def _caught_up(self, steps: Sequence[LoggedStep]) -> list[FollowEvent]:
         """What the log holds already. Where an advised placement is in place since some step, it is read so."""
         if self.record is None:
             return self._taken_up(self.advising, steps)
@@ -122,7 +122,7 @@ class Follower:
             self.advising, news = self.advising.anew(overrides), []
         return news + self._taken_up(self.advising, steps[at:])
 
-    def _put_in_place(self, past: Past, steps: Sequence[Step]) -> tuple[tuple[str, ...], int | None]:
+    def _put_in_place(self, past: RecordedPast, steps: Sequence[LoggedStep]) -> tuple[tuple[str, ...], int | None]:
         """Overrides that the user's command has put in place, and where the steps under them begin; None: not yet."""
         marks = [mark_of(self.log.framework, step) for step in steps]
         if past.taken is not None:
@@ -136,7 +136,7 @@ class Follower:
         fresh = (at for at, step in enumerate(steps) if step.restart and not known[at])
         return past.done_for, next(fresh, None)
 
-    def _taken_up(self, advising: Advising, steps: Sequence[Step]) -> list[News]:
+    def _taken_up(self, advising: AdviceTracker, steps: Sequence[LoggedStep]) -> list[FollowEvent]:
         """Weigh steps that were in the log before."""
         found = []
         for step in steps:
@@ -146,7 +146,7 @@ class Follower:
             found += news
         return found
 
-    def _read(self) -> list[Step]:
+    def _read(self) -> list[LoggedStep]:
         steps = []
         for name, data in self.tail.read():
             if data is None:
@@ -155,7 +155,7 @@ class Follower:
                 steps += self.log.take(name, data)
         return steps
 
-    def _live(self, step: Step) -> list[News]:
+    def _live(self, step: LoggedStep) -> list[FollowEvent]:
         """A step that ended while we look: it may be the checkpoint that the user's command waits for."""
         news = self.advising.take(step)
         if self.record is not None:
@@ -166,14 +166,14 @@ class Follower:
         if advice.gain < self.least_gain:
             return news
         said = f"a checkpoint is written and {advice.gain:.0%} is to be gained: your command is run"
-        news.append(News("hook started", step.number, said, advice))
+        news.append(FollowEvent("hook started", step.number, said, advice))
         self._hooked = advice
         failed = self.hook.start(advice, step.number)
         if failed is not None:
             news.append(self._hook_ended(failed))
         return news
 
-    def _heard_of_hook(self) -> list[News]:
+    def _heard_of_hook(self) -> list[FollowEvent]:
         end = self.hook.ended() if self.hook is not None else None
         if end is None:
             return []
@@ -181,12 +181,12 @@ class Follower:
             self.advising.carried_out(self._hooked)
         return [self._hook_ended(end)]
 
-    def _hook_ended(self, end: HookEnd) -> News:
+    def _hook_ended(self, end: HookResult) -> FollowEvent:
         if self.record is not None:
             self.record.hook_ended(self._hooked, end.step, end.sentence, done=end.done)
-        return News("hook ended", end.step, end.sentence)
+        return FollowEvent("hook ended", end.step, end.sentence)
 
-    def _require_steps(self, steps: list[Step]) -> None:
+    def _require_steps(self, steps: list[LoggedStep]) -> None:
         if steps:
             return
         framework = self.log.framework
@@ -196,10 +196,10 @@ class Follower:
             hint=f"read are: {framework.reads}",
         )
 
-    def _frame(self, news: list[News], steps: list[Step], ended: str | None) -> Frame:
+    def _frame(self, news: list[FollowEvent], steps: list[LoggedStep], ended: str | None) -> FollowFrame:
         nodes = self.cluster.seen() if self.cluster is not None else None
-        around = Around(self.engines.look(time.monotonic()), nodes, self.gpus())
-        return Frame(self.advising.picture(self._notes()), tuple(news), tuple(steps), around, ended)
+        around = ClusterSample(self.engines.look(time.monotonic()), nodes, self.gpus())
+        return FollowFrame(self.advising.picture(self._notes()), tuple(news), tuple(steps), around, ended)
 
     def _notes(self) -> list[str]:
         """What was left out of the log, or doubted."""
@@ -219,7 +219,7 @@ class Follower:
         return notes
 
 
-def _advice_in(news: Sequence[News], overrides: tuple[str, ...]) -> Advice | None:
+def _advice_in(news: Sequence[FollowEvent], overrides: tuple[str, ...]) -> Advice | None:
     return next((one.advice for one in news if one.advice is not None and one.advice.overrides == overrides), None)
 
 

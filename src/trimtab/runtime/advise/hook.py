@@ -23,7 +23,7 @@ END_S = 5.0  # between asking it to end and ending it
 
 
 @dataclass(frozen=True)
-class HookEnd:
+class HookResult:
     """What became of the command. `status` is None where it could not be started or took too long."""
 
     step: int
@@ -69,12 +69,12 @@ class RestartHook:
         """Whether the command was not run for this advice yet."""
         return self._process is None and advice.overrides not in self._ran
 
-    def start(self, advice: Advice, step: int) -> HookEnd | None:
+    def start(self, advice: Advice, step: int) -> HookResult | None:
         """Run the command for this advice; what became of it, where it cannot even be started."""
         self._ran.add(advice.overrides)
         self._step = step
         if not self._starts(advice, step):
-            return HookEnd(step, "the command was not run: that it is run cannot be written down", None)
+            return HookResult(step, "the command was not run: that it is run cannot be written down", None)
         environment = {
             **os.environ,
             "TRIMTAB_CONFIG": self._config,
@@ -92,11 +92,11 @@ class RestartHook:
                 start_new_session=True,  # Ctrl-C is for us
             )
         except OSError as error:
-            return HookEnd(step, f"the command could not be started: {error.strerror}", None)
+            return HookResult(step, f"the command could not be started: {error.strerror}", None)
         self._deadline = time.monotonic() + self._at_most_s
         return None
 
-    def ended(self) -> HookEnd | None:
+    def ended(self) -> HookResult | None:
         """What became of the command, once it has ended or its time is over."""
         process = self._process
         if process is None:
@@ -105,12 +105,12 @@ class RestartHook:
         if status is not None:
             self._process = None
             how = f"ended with status {status}" if status >= 0 else f"was ended by signal {-status}"
-            return HookEnd(self._step, f"the command {how}", status)
+            return HookResult(self._step, f"the command {how}", status)
         if time.monotonic() < self._deadline:
             return None
         self._process = None
         _end(process)
-        return HookEnd(self._step, f"the command took longer than {self._at_most_s:g} s and was ended", None)
+        return HookResult(self._step, f"the command took longer than {self._at_most_s:g} s and was ended", None)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -24,23 +24,23 @@ from zlib import crc32
 from trimtab.core.errors import InputError
 from trimtab.core.ranks import ranks_text
 from trimtab.formats.logs import reader as logs
-from trimtab.formats.logs.follow import Step
+from trimtab.formats.logs.follow import LoggedStep
 from trimtab.formats.logs.follow_costs import WEIGHT_SYNC
-from trimtab.formats.logs.records import Framework
-from trimtab.formats.logs.records import Record as LogRecord
-from trimtab.model.plan import Bar
-from trimtab.model.run import Iteration, Measured
+from trimtab.formats.logs.records import LogFramework
+from trimtab.formats.logs.records import StepRecord as LogRecord
+from trimtab.model.plan import TimelineBar
+from trimtab.model.run import ComponentTiming, Iteration
 from trimtab.model.run_events import ODD, read_event
-from trimtab.runtime.advise.analysis import Advising, News
+from trimtab.runtime.advise.analysis import AdviceTracker, FollowEvent
 from trimtab.runtime.advise.replanner import Advice
 from trimtab.runtime.run.folder import EVENTS, RunFolder, discard_unused, iteration_facts
 from trimtab.runtime.run.measurements import bars_facts, plan_facts
 from trimtab.runtime.run.replanner import nodes_facts
 
 if TYPE_CHECKING:
-    from trimtab.runtime.advise.cluster import NodeSeen
-    from trimtab.runtime.advise.engines import EngineSeen
-    from trimtab.runtime.advise.follower import Around, Frame
+    from trimtab.runtime.advise.cluster import NodeUtilization
+    from trimtab.runtime.advise.engines import EngineSample
+    from trimtab.runtime.advise.follower import ClusterSample, FollowFrame
 
 log = logging.getLogger(__name__)
 
@@ -50,21 +50,21 @@ HOOK_STARTED, HOOK_ENDED = "HOOK_STARTED", "HOOK_ENDED"
 _ADVICE = ("advised", "changed", "stands again")
 
 Overrides = tuple[str, ...]
-Mark = tuple[int, float]
+StepMark = tuple[int, float]
 """A step as it is known again: its number and how long it took."""
 
 
 @dataclass
-class Past:
+class RecordedPast:
     """What the folder knows of the run from before this command was started."""
 
-    steps: set[Mark] = field(default_factory=set)
+    steps: set[StepMark] = field(default_factory=set)
     told: set[tuple[str, int, Overrides]] = field(default_factory=set)  # news
     given: dict[Overrides, int] = field(default_factory=dict)  # advice that was ever told, and its step
     standing: Overrides = ()  # of the advice that was told last and has not become void
     ran_for: set[Overrides] = field(default_factory=set)  # by the user's command
     done_for: Overrides = ()  # the user's command has ended well, and no start of the run was seen since
-    taken: tuple[Overrides, Mark] | None = None  # the run has this placement since that step
+    taken: tuple[Overrides, StepMark] | None = None  # the run has this placement since that step
     call: Any = None  # the configuration and the overrides of the command
     follows: Any = None
     has_begun: bool = False
@@ -129,7 +129,7 @@ def default_folder(follows: Sequence[Path]) -> Path:
     return Path("runs") / f"advise-{stem or 'run'}-{crc32(chr(0).join(names).encode()):08x}"
 
 
-class Record:
+class FollowRecord:
     """The folder of one run that is followed; held with a lock until `close`."""
 
     def __init__(self, path: Path, follows: Sequence[Path], config: Path, overrides: Sequence[str]) -> None:
@@ -144,7 +144,7 @@ class Record:
         self.past, self._now = _read(path), _read(path)  # as it is now that nobody else writes
         if self.past.odd:
             log.warning("lines of %s that could not be understood are left out: %d", path / EVENTS, self.past.odd)
-        self._waiting: list[tuple[Step, News | None]] = []  # steps whose timers are not understood yet
+        self._waiting: list[tuple[LoggedStep, FollowEvent | None]] = []  # steps whose timers are not understood yet
         self._since_start = 0
         self._summary: dict[str, Any] = {}
         self._nodes: dict[str, str] = {}  # of the cluster, in words
@@ -157,7 +157,7 @@ class Record:
         self.past.called(call)
 
     @staticmethod
-    def _require_ours(path: Path, past: Past, followed: list[str]) -> None:
+    def _require_ours(path: Path, past: RecordedPast, followed: list[str]) -> None:
         if past.is_advised and past.follows == followed:
             return
         if not past.has_begun and not past.steps:
@@ -181,7 +181,7 @@ class Record:
 
     # ---- what is known from before ---------------------------------------------------------------------------------
 
-    def knows(self, news: News) -> bool:
+    def knows(self, news: FollowEvent) -> bool:
         """Whether people were told this before the command was started."""
         overrides = news.advice.overrides if news.advice is not None else ()
         if news.what in _ADVICE and overrides == self.past.standing:
@@ -193,18 +193,18 @@ class Record:
     def hook_starts(self, advice: Advice, step: int) -> bool:
         """Write down that the user's command is run for this advice; whether that is written."""
         said = f"your command is run for {advice.plan.describe()}"
-        self._news(News("hook started", step, said, advice), {})
+        self._news(FollowEvent("hook started", step, said, advice), {})
         return self._folder.is_written()
 
     def hook_ended(self, advice: Advice | None, step: int, said: str, *, done: bool) -> None:
         """Write down what became of it."""
-        self._news(News("hook ended", step, said, advice), {"done": done})
+        self._news(FollowEvent("hook ended", step, said, advice), {"done": done})
 
-    def takes_over(self, overrides: Overrides, since: Mark) -> None:
+    def takes_over(self, overrides: Overrides, since: StepMark) -> None:
         """Write down that the run has an advised placement since a step, or for as long as its log goes back."""
         self._tell("taken", overrides=list(overrides), step=since[0], wall_s=since[1])
 
-    def step(self, advising: Advising, step: Step, news: Sequence[News]) -> None:
+    def step(self, advising: AdviceTracker, step: LoggedStep, news: Sequence[FollowEvent]) -> None:
         """Write down a step that was just weighed, and what came of it. One that is known is passed over."""
         self._waiting.append((step, next((one for one in news if one.what == "restarted"), None)))
         if advising.reading is not None:
@@ -213,7 +213,7 @@ class Record:
             if one.what != "restarted":
                 self._news(one, {})
 
-    def look(self, frame: Frame, advising: Advising, summary: Mapping[str, Any]) -> None:
+    def look(self, frame: FollowFrame, advising: AdviceTracker, summary: Mapping[str, Any]) -> None:
         """Write down what is known now, and which engines and nodes have come or gone."""
         if frame.ended:
             self._flush(advising)
@@ -228,7 +228,7 @@ class Record:
         if self._opening is None:
             self._tell("told", code="LEFT", reason=f"trimtab advise has stopped looking: {why}")
 
-    def _flush(self, advising: Advising) -> None:
+    def _flush(self, advising: AdviceTracker) -> None:
         waiting, self._waiting = self._waiting, []
         for step, restarted in waiting:
             wall_s = wall_of(advising.framework, step)
@@ -244,7 +244,7 @@ class Record:
             self._placement(advising)
             self._step(advising, step, wall_s)
 
-    def _placement(self, advising: Advising) -> None:
+    def _placement(self, advising: AdviceTracker) -> None:
         """Where everything is, whenever that is another than before, or what it should take is known now."""
         if not advising.groups:
             return
@@ -261,12 +261,12 @@ class Record:
             self._tell("cluster", why="first", leaving=[], deadline=None, nodes=nodes_facts(advising.cluster))
         self._tell("plan", why=why, iteration=max(self._now.last + 1, 1), **facts)
 
-    def _step(self, advising: Advising, step: Step, wall_s: float) -> None:
+    def _step(self, advising: AdviceTracker, step: LoggedStep, wall_s: float) -> None:
         reading = advising.reading
         waits = {**(reading.waits if reading is not None else {})}
         seconds = advising.seconds(step)
         measured = tuple(
-            Measured(
+            ComponentTiming(
                 component=name,
                 busy_s=0.0 if name in waits else taken,
                 gpus=advising.gpus(name) or 0,
@@ -298,7 +298,7 @@ class Record:
             numbers = {"iteration_s": adviser.seconds_now()}
             self._tell("decided", what=what, iteration=step.number, code=code, reason=said, numbers=numbers)
 
-    def _news(self, one: News, more: Mapping[str, Any]) -> None:
+    def _news(self, one: FollowEvent, more: Mapping[str, Any]) -> None:
         advice = one.advice
         overrides = [] if advice is None else list(advice.overrides)
         self._tell("news", what=one.what, step=one.step, overrides=overrides, reason=one.sentence, **more)
@@ -313,7 +313,7 @@ class Record:
             said = f"the advice is void: {one.sentence}" if one.what == "withdrawn" else one.sentence
             self._tell("told", code=code, reason=said)
 
-    def _around(self, around: Around, framework: Framework) -> None:
+    def _around(self, around: ClusterSample, framework: LogFramework) -> None:
         """Engines and nodes that came or went; how busy they are stands in the summary."""
         for one in around.engines:
             self._engine(one, "generation" if "generation" in framework.parts else "rollout")
@@ -332,7 +332,7 @@ class Record:
             if before.get(name) != self._nodes.get(name):
                 self._tell("told", code="CLUSTER", reason=self._nodes.get(name) or f"node {name} is gone")
 
-    def _engine(self, one: EngineSeen, component: str) -> None:
+    def _engine(self, one: EngineSample, component: str) -> None:
         name, state = one.url.partition("://")[2], "serving" if one.fault is None else "lost"
         if self._now.workers.get(name) == state:
             return
@@ -348,12 +348,12 @@ class Record:
         self._now.take({"event": event, **told})
 
 
-def mark_of(framework: Framework, step: Step) -> Mark:
+def mark_of(framework: LogFramework, step: LoggedStep) -> StepMark:
     """A step as it is known again."""
     return step.number, wall_of(framework, step)
 
 
-def wall_of(framework: Framework, step: Step) -> float:
+def wall_of(framework: LogFramework, step: LoggedStep) -> float:
     """How long a step took, periodic work included; where it does not say, what its timers add up to."""
     total = step.values.get(framework.prefix + framework.total, 0.0)
     if total > 0:
@@ -363,8 +363,8 @@ def wall_of(framework: Framework, step: Step) -> float:
 
 
 def bars_of(
-    advising: Advising, seconds: Mapping[str, float], waits: Mapping[str, str], begin_s: float, end_s: float
-) -> Iterator[Bar]:
+    advising: AdviceTracker, seconds: Mapping[str, float], waits: Mapping[str, str], begin_s: float, end_s: float
+) -> Iterator[TimelineBar]:
     """A step as a picture: components one after another, as the log has no clock; groups side by side if they must be.
 
     GPUs on which nobody's own time is known, because the timers contain waiting, are drawn in use all through.
@@ -379,12 +379,12 @@ def bars_of(
         for name, taken in mine.items():
             end = min(at + taken, end_s)
             if name == WEIGHT_SYNC:
-                yield from (Bar(names[0], "sync", at, end) for names in groups if names not in unknown)
+                yield from (TimelineBar(names[0], "sync", at, end) for names in groups if names not in unknown)
             elif end > at:
-                yield Bar(name, "run", at, end)
+                yield TimelineBar(name, "run", at, end)
             at = end
     if end_s > begin_s:
-        yield from (Bar(names[0], "run", begin_s, end_s) for names in unknown)
+        yield from (TimelineBar(names[0], "run", begin_s, end_s) for names in unknown)
 
 
 def _require_apart(folder: Path, follows: Sequence[Path]) -> None:
@@ -398,13 +398,13 @@ def _require_apart(folder: Path, follows: Sequence[Path]) -> None:
             )
 
 
-def _node_words(node: NodeSeen) -> str:
+def _node_words(node: NodeUtilization) -> str:
     return f"node {node.name} {'will go' if node.draining else 'is there'} ({node.gpus:g} GPUs)"
 
 
-def _read(path: Path) -> Past:
+def _read(path: Path) -> RecordedPast:
     """What a folder knows; lines that are not whole, or that nobody understands, are passed over."""
-    past = Past()
+    past = RecordedPast()
     try:
         lines = (path / EVENTS).read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:

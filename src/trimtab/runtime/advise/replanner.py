@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Code, Reason
-from trimtab.formats.loaded import Loaded, Settings
+from trimtab.core.reasons import Reason, ReasonCode
+from trimtab.formats.loaded import LoadedJob, PlanSettings
 from trimtab.formats.write_back import overrides
 from trimtab.machines.replan import events as e
 from trimtab.machines.replan.estimates import sure_level
-from trimtab.machines.replan.machine import LoopMachine
-from trimtab.model.plan import CurrentPlacement, Plan, Rules
-from trimtab.model.run import Estimate, Iteration, Measured, RunRules
-from trimtab.model.workflow import Component, Job
+from trimtab.machines.replan.machine import ReplanMachine
+from trimtab.model.plan import CurrentPlacement, FrameworkRules, Plan
+from trimtab.model.run import ComponentTiming, CostEstimate, Iteration, ReplanRules
+from trimtab.model.workflow import Component, PlacementJob
 from trimtab.plan.placement.compare import current_plan
 from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.scaling import measured_once, with_doubling
@@ -36,7 +36,7 @@ class Advice:
 
     since: int  # the step after which it was first given
     plan: Plan
-    settings: Settings
+    settings: PlanSettings
     reason: Reason
     iteration_s: float
     new_iteration_s: float
@@ -55,25 +55,25 @@ class Advice:
 class Adviser:
     """One run with its costs and its placement."""
 
-    def __init__(self, loaded: Loaded, rules: RunRules) -> None:
+    def __init__(self, loaded: LoadedJob, rules: ReplanRules) -> None:
         self.loaded = loaded
         self.rules = rules
         self.advice: Advice | None = None
-        self.reason = Reason(Code.too_few, "nothing is measured yet")
+        self.reason = Reason(ReasonCode.too_few, "nothing is measured yet")
         self._count = 0
         self.machine = self._watching(placement_now(loaded))
         self._estimates = self.machine.estimates()
 
-    def _watching(self, plan: Plan) -> LoopMachine:
+    def _watching(self, plan: Plan) -> ReplanMachine:
         job = self.loaded.job
-        return LoopMachine(job.workflow, job.cluster, plan, self.rules, self.loaded.rules)
+        return ReplanMachine(job.workflow, job.cluster, plan, self.rules, self.loaded.rules)
 
     @property
     def plan(self) -> Plan:
         """The plan in place."""
         return self.machine.plan
 
-    def estimates(self) -> dict[str, Estimate]:
+    def estimates(self) -> dict[str, CostEstimate]:
         """What every component costs now, against the profile, or against what it cost when advice was taken."""
         return self._estimates
 
@@ -85,16 +85,16 @@ class Adviser:
     def take(self, step: int, costs: Mapping[str, float], wall_s: float | None) -> None:
         """Count a step: what each component cost in it, and how long it took where that is known."""
         placed = {one.name: len(one.gpus) for one in self.plan.components}
-        parts = tuple(Measured(name, seconds, placed[name]) for name, seconds in costs.items() if name in placed)
+        parts = tuple(ComponentTiming(name, seconds, placed[name]) for name, seconds in costs.items() if name in placed)
         self._count += 1
         # A step with periodic work has no wall time that counts; its components' timers are as good as any.
         done = Iteration(self._count, wall_s or 0.0, parts)
         instructions = self.machine.handle(e.IterationDone(done), float(self._count))
         self._estimates = self.machine.estimates()
         for said in instructions:
-            if isinstance(said, e.Advise):
+            if isinstance(said, e.AdvisePlan):
                 self._advised(step, said)
-            elif isinstance(said, e.Stay):
+            elif isinstance(said, e.KeepPlan):
                 self._stays(said)
 
     def taken(self, advice: Advice) -> None:
@@ -104,7 +104,7 @@ class Adviser:
         self.loaded = replace(self.loaded, job=scaled(self.loaded.job, levels))
         self.machine, self._count = self._watching(advice.plan), 0
         self._estimates = self.machine.estimates()
-        self.reason = Reason(Code.arrived, f"the advice was taken: {self.plan.describe()}")
+        self.reason = Reason(ReasonCode.arrived, f"the advice was taken: {self.plan.describe()}")
         self.advice = None
 
     def seconds_now(self) -> float:
@@ -116,13 +116,13 @@ class Adviser:
         levels = {name: one.level for name, one in self.estimates().items()}
         return self._placed_as(scaled(self.loaded.job, levels), plan)
 
-    def _placed_as(self, job: Job, plan: Plan) -> Plan:
+    def _placed_as(self, job: PlacementJob, plan: Plan) -> Plan:
         ranks = {name: group.gpus for group in plan.groups for name in group.components}
         return _placed(job, None, CurrentPlacement(ranks, str(self.loaded.path), overlap=plan.overlaps))
 
     # ---- advice that stands ----------------------------------------------------------------------------------------
 
-    def _advised(self, step: int, said: e.Advise) -> None:
+    def _advised(self, step: int, said: e.AdvisePlan) -> None:
         old, plan = self.advice, said.plan
         self.reason = said.reason
         if old is not None and self._seconds(old.plan, {}) <= self._seconds(plan, {}) * (1 + NEAR):
@@ -131,7 +131,7 @@ class Adviser:
         try:
             settings = self.loaded.settings(plan)
         except InputError as error:  # the framework's rules let it pass, its keys cannot say it
-            self.advice, self.reason = None, Reason(Code.no_gain, error.what)
+            self.advice, self.reason = None, Reason(ReasonCode.no_gain, error.what)
             return
         far = tuple(one.name for one in plan.components if one.extrapolated)
         new = Advice(step, plan, settings, said.reason, 0.0, 0.0, 0.0, 0.0, 0.0, far)
@@ -139,7 +139,7 @@ class Adviser:
             new = replace(new, since=old.since)
         self.advice = self._weighed(new, said.reason)
 
-    def _stays(self, said: e.Stay) -> None:
+    def _stays(self, said: e.KeepPlan) -> None:
         self.reason = said.reason
         if self.advice is None:
             return
@@ -190,14 +190,14 @@ class Adviser:
         return self.machine.watch.planner.seconds(plan, levels)
 
 
-def placement_now(loaded: Loaded) -> Plan:
+def placement_now(loaded: LoadedJob) -> Plan:
     """The placement that the file states, as a plan with what it takes."""
     if loaded.current is None:
         raise InputError("the file does not say where the components are now", where=str(loaded.path))
     return _placed(loaded.job, loaded.rules, loaded.current)
 
 
-def _placed(job: Job, rules: Rules | None, current: CurrentPlacement) -> Plan:
+def _placed(job: PlacementJob, rules: FrameworkRules | None, current: CurrentPlacement) -> Plan:
     space, outcome = best_plan(job, rules)
     assert outcome.best is not None
     found = current_plan(space, current, outcome.best)
@@ -210,7 +210,7 @@ def _placed(job: Job, rules: Rules | None, current: CurrentPlacement) -> Plan:
     return found.plan
 
 
-def scaled(job: Job, levels: Mapping[str, float]) -> Job:
+def scaled(job: PlacementJob, levels: Mapping[str, float]) -> PlacementJob:
     """The job with every component so much dearer."""
 
     def dearer(component: Component) -> Component:

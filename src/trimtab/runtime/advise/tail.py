@@ -25,7 +25,7 @@ _RANK = re.compile(r"(?i)(rank|worker|proc|process)[_.-]?(\d+)")
 
 
 @dataclass
-class _Open:
+class _OpenFile:
     """One file that is being read."""
 
     path: Path
@@ -37,14 +37,14 @@ class _Open:
 
 
 @dataclass
-class Tail:
+class LogTail:
     """The files of one run. A folder stands for the logs in it, new ones among them."""
 
     paths: Sequence[Path]
     anew: int = 0  # times that a file was started anew
     gone: set[Path] = field(default_factory=set)  # files that are not there at the moment
     not_read: tuple[Path, ...] = ()  # other ranks' logs of the same steps
-    _open: dict[Path, _Open] = field(default_factory=dict)
+    _open: dict[Path, _OpenFile] = field(default_factory=dict)
 
     def files(self) -> list[Path]:
         """The files there are, in the order in which they are read; InputError where there is none at all."""
@@ -90,7 +90,7 @@ class Tail:
             os.close(one.descriptor)
         self._open.clear()
 
-    def _opened(self, path: Path) -> _Open | None:
+    def _opened(self, path: Path) -> _OpenFile | None:
         # Without waiting: what was a file a moment ago may be a pipe by now.
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -103,10 +103,10 @@ class Tail:
             self.gone.add(path)
             return None
         self.gone.discard(path)
-        self._open[path] = one = _Open(path, descriptor, (status.st_dev, status.st_ino))
+        self._open[path] = one = _OpenFile(path, descriptor, (status.st_dev, status.st_ino))
         return one
 
-    def _new_in(self, one: _Open) -> Iterator[tuple[str, bytes | None]]:
+    def _new_in(self, one: _OpenFile) -> Iterator[tuple[str, bytes | None]]:
         name = str(one.path)
         if self._began_anew(one):
             one.offset, one.head = 0, b""
@@ -124,14 +124,14 @@ class Tail:
             if again is not None:
                 yield from self._rest_of(again)
 
-    def _rest_of(self, one: _Open) -> Iterator[tuple[str, bytes | None]]:
+    def _rest_of(self, one: _OpenFile) -> Iterator[tuple[str, bytes | None]]:
         while data := os.pread(one.descriptor, CHUNK_BYTES, one.offset):
             if one.offset < HEAD_BYTES:
                 one.head = (one.head + data)[:HEAD_BYTES]
             one.offset += len(data)
             yield str(one.path), data
 
-    def _began_anew(self, one: _Open) -> bool:
+    def _began_anew(self, one: _OpenFile) -> bool:
         """Whether the file was truncated, and written again perhaps."""
         status = os.fstat(one.descriptor)
         seen, one.seen = one.seen, (status.st_size, status.st_mtime_ns)
@@ -139,7 +139,7 @@ class Tail:
             return True
         return seen != one.seen and os.pread(one.descriptor, len(one.head), 0) != one.head
 
-    def _replaced(self, one: _Open) -> bool:
+    def _replaced(self, one: _OpenFile) -> bool:
         try:
             status = one.path.stat()
         except OSError:
@@ -166,9 +166,9 @@ def first_ranks(files: Sequence[Path]) -> list[Path]:
 
 
 @contextlib.contextmanager
-def following(paths: Sequence[Path]) -> Iterator[Tail]:
+def following(paths: Sequence[Path]) -> Iterator[LogTail]:
     """A tail of these files, let go of in the end."""
-    tail = Tail(paths)
+    tail = LogTail(paths)
     try:
         tail.check()
         yield tail

@@ -24,7 +24,7 @@ LEAST_CPUS = 8  # of a local Ray: logical, whatever the machine has
 ANSWER_S = 30.0
 
 
-class RayLink:
+class RayConnection:
     """A connection to Ray. `how` says to which one and why; `embedded` whether it was started here.
 
     With `start` false none is started: UnreachableError where there is none.
@@ -126,7 +126,7 @@ class RayLink:
         self._ours = True
 
 
-class ControllerLink:
+class ControllerConnection:
     """The controller of a name: found, or made on the head node; with `make` false, found or UnreachableError."""
 
     def __init__(

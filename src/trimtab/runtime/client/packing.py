@@ -17,7 +17,7 @@ from typing import Any
 
 from trimtab.core.errors import InputError, nearest
 from trimtab.runtime.workers import environments, slot_view
-from trimtab.runtime.workers.task_workers import Payload
+from trimtab.runtime.workers.task_workers import TaskPayload
 
 _DECIDED_BY_RESOURCES = ("memory", "resources")
 _DECIDED_BY_POOLS = ("scheduling_strategy", "placement_group", "placement_group_bundle_index", "get_if_exists")
@@ -39,7 +39,7 @@ def packed(
     namespace: str = "",
     runtime_env: str = "",
     where: str = "the task",
-) -> Payload:
+) -> TaskPayload:
     """The payload of a task; InputError where it could never run. `runtime_env` is the client's own, as JSON."""
     options = _checked_options(dict(ray_options or {}), where)
     user_class = class_of(kind, where)
@@ -53,7 +53,7 @@ def packed(
     environment = environments.overridden(runtime_env, asked)
     if why is not None:
         environment = _with_own_paths(environment)
-    return Payload(
+    return TaskPayload(
         actor=_pickled((kind, tuple(args), dict(kwargs or {})), f"{user_class.__name__} with its arguments", where),
         entry=run,
         entry_args=_pickled((tuple(run_args), dict(run_kwargs or {})), f"the arguments of {run}", where)

@@ -25,20 +25,20 @@ from trimtab.machines.pool.events import PoolDrained, PoolDropped, QuotaSet
 from trimtab.model.nodes import NodeView
 from trimtab.model.pool import (
     Aggressiveness,
-    Explanation,
-    Policy,
     PoolSpec,
+    PreemptionPolicy,
+    TaskExplanation,
     TaskSpec,
     labels_of,
     rules_of,
     strategy_of,
 )
-from trimtab.runtime.client.connection import ControllerLink, RayLink
+from trimtab.runtime.client.connection import ControllerConnection, RayConnection
 from trimtab.runtime.client.packing import class_of, own_paths, packed, pickled_handlers
 from trimtab.runtime.client.task import Task
 from trimtab.runtime.controller.executor import write_payload
 from trimtab.runtime.controller.leases import LEASE_S, this_process
-from trimtab.runtime.controller.rpc import TaskSeen
+from trimtab.runtime.controller.rpc import TaskSnapshot
 from trimtab.runtime.procs.background import Background, RestartPolicy
 from trimtab.runtime.workers import environments
 
@@ -77,9 +77,9 @@ def connect(
         raise InputError(f"reconcile_s must be more than 0, not {reconcile_s:g}")
     if not lease_s > 0:
         raise InputError(f"lease_s must be more than 0, not {lease_s:g}", hint=f"the default is {LEASE_S:g} seconds")
-    link = RayLink(address, cpus=cpus, metrics_port=metrics_port)
+    link = RayConnection(address, cpus=cpus, metrics_port=metrics_port)
     try:
-        found = ControllerLink(link.ray, name, journal_dir, state_dir, timeout, reconcile_s=reconcile_s)
+        found = ControllerConnection(link.ray, name, journal_dir, state_dir, timeout, reconcile_s=reconcile_s)
         return Session(link, found, lease_s)
     except BaseException:
         link.close()
@@ -89,7 +89,7 @@ def connect(
 class Session:
     """One client of a controller. `how` says which Ray it is on and why."""
 
-    def __init__(self, link: RayLink, controller: ControllerLink, lease_s: float = LEASE_S) -> None:
+    def __init__(self, link: RayConnection, controller: ControllerConnection, lease_s: float = LEASE_S) -> None:
         self._link = link
         self._controller = controller
         self._ray = link.ray
@@ -129,14 +129,14 @@ class Session:
         min_runtime_s: float = 0.0,
         budget: int | None = None,
         budget_window_s: float = 60.0,
-    ) -> Policy:
+    ) -> PreemptionPolicy:
         """From now on, this decides who may evict whom. `aggressiveness` sets the gaps that are not given."""
         try:
             level = Aggressiveness(aggressiveness)
         except ValueError:
             words = ", ".join(one.value for one in Aggressiveness)
             raise InputError(f"{aggressiveness!r} is no aggressiveness", hint=f"one of {words}") from None
-        policy = Policy(
+        policy = PreemptionPolicy(
             same_pool=same_pool,
             same_pool_gap=level.same_pool_gap if same_pool_gap is None else same_pool_gap,
             label_rules=rules_of(label_rules),
@@ -216,9 +216,9 @@ class Session:
         self.ask("see", id)
         return Task(self, id)
 
-    def tasks(self, pool: str | None = None) -> list[TaskSeen]:
+    def tasks(self, pool: str | None = None) -> list[TaskSnapshot]:
         """What the controller remembers of all tasks, or of those of one pool."""
-        seen: list[TaskSeen] = self.ask("tasks", pool)
+        seen: list[TaskSnapshot] = self.ask("tasks", pool)
         return seen
 
     def status(self) -> dict[str, Any]:
@@ -226,9 +226,9 @@ class Session:
         status: dict[str, Any] = self.ask("status")
         return {**status, "how": self.how}
 
-    def explain(self, id: str) -> Explanation:
+    def explain(self, id: str) -> TaskExplanation:
         """Why a task is where it is."""
-        explanation: Explanation = self.ask("explain", id)
+        explanation: TaskExplanation = self.ask("explain", id)
         return explanation
 
     def would_evict(
@@ -381,7 +381,7 @@ class Pool:
         handlers = pickled_handlers(preserver, restorer, f"pool {self.name}")
         self._session.ask("set_state_handlers", self.name, handlers)
 
-    def tasks(self) -> list[TaskSeen]:
+    def tasks(self) -> list[TaskSnapshot]:
         """What the controller remembers of its tasks."""
         return self._session.tasks(self.name)
 

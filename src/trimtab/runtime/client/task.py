@@ -12,8 +12,8 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from trimtab.core.errors import InputError, TrimtabError, nearest
-from trimtab.machines.pool.events import CancelAsked, CompleteAsked, EvictAsked, TurnAsked
-from trimtab.model.pool import ENDED, Explanation, State
+from trimtab.machines.pool.events import CancelRequested, CompleteRequested, EvictRequested, TurnRequested
+from trimtab.model.pool import ENDED, TaskExplanation, TaskState
 from trimtab.runtime.client.task_errors import (
     TaskCancelledError,
     TaskError,
@@ -21,9 +21,9 @@ from trimtab.runtime.client.task_errors import (
     TaskInterruptedError,
     TaskTimeoutError,
 )
-from trimtab.runtime.controller.rpc import TaskSeen
+from trimtab.runtime.controller.rpc import TaskSnapshot
 from trimtab.runtime.store.blobs import unpack
-from trimtab.runtime.workers.task_workers import Member
+from trimtab.runtime.workers.task_workers import TaskWorker
 
 if TYPE_CHECKING:
     from trimtab.runtime.client.session import Session
@@ -38,21 +38,21 @@ class Task:
 
     def __init__(self, session: Session, id: str) -> None:
         self._session = session
-        self._handles: dict[Member, Any] = {}
-        self._seen: TaskSeen | None = None  # as `begin` saw it
-        self._methods: dict[tuple[Member, str, int], Any] = {}  # of members, with their options: made once
+        self._handles: dict[TaskWorker, Any] = {}
+        self._seen: TaskSnapshot | None = None  # as `begin` saw it
+        self._methods: dict[tuple[TaskWorker, str, int], Any] = {}  # of members, with their options: made once
         self.id = id
 
     # ---- looking
 
     @property
-    def seen(self) -> TaskSeen:
+    def seen(self) -> TaskSnapshot:
         """What the controller says of it now."""
-        seen: TaskSeen = self._session.ask("see", self.id)
+        seen: TaskSnapshot = self._session.ask("see", self.id)
         return seen
 
     @property
-    def state(self) -> State:
+    def state(self) -> TaskState:
         """Where it is now."""
         return self.seen.state
 
@@ -62,17 +62,17 @@ class Task:
         return self.seen.how
 
     @property
-    def members(self) -> tuple[Member, ...]:
+    def members(self) -> tuple[TaskWorker, ...]:
         """Its processes, in order of rank; none while it does not run."""
         return self.seen.members
 
-    def explain(self) -> Explanation:
+    def explain(self) -> TaskExplanation:
         """Why it is where it is."""
         return self._session.explain(self.id)
 
     # ---- waiting
 
-    def wait(self, until: str | Collection[str] = "running", timeout: float = DEFAULT_TIMEOUT_S) -> State:
+    def wait(self, until: str | Collection[str] = "running", timeout: float = DEFAULT_TIMEOUT_S) -> TaskState:
         """Wait until it is in a state (or one of several; "ended": any end), and give that state.
 
         Raises TaskTimeoutError with the reason it still waits, and TaskFailedError or TaskCancelledError where it ended
@@ -80,7 +80,7 @@ class Task:
         """
         wanted = _states(until)
         seen = self._wait(wanted, timeout)
-        if seen.state in wanted or (seen.state is State.done and State.running in wanted):
+        if seen.state in wanted or (seen.state is TaskState.done and TaskState.running in wanted):
             return seen.state
         if seen.state in ENDED:
             raise self._ended_error(seen)
@@ -94,7 +94,7 @@ class Task:
         seen = self._wait(ENDED, timeout)
         if seen.state not in ENDED:
             raise self._late(f"task {self.id} has no result after {timeout:.3g} s, for it is {seen.state.value}")
-        if seen.state is not State.done:
+        if seen.state is not TaskState.done:
             raise self._ended_error(seen)
         data = self._session.ask("result", self.id)
         if data is None:
@@ -154,38 +154,40 @@ class Task:
 
     def cancel(self, keep_slot: bool = True) -> None:
         """Have it end; it counts as cancelled. Returns at once: `wait("ended")` waits."""
-        self._session.ask("ask", CancelAsked(self.id, keep_slot))
+        self._session.ask("ask", CancelRequested(self.id, keep_slot))
 
     def complete(self, keep_slot: bool = True) -> None:
         """Say that its work is done: it is stopped and counts as done. Returns at once."""
-        self._session.ask("ask", CompleteAsked(self.id, keep_slot))
+        self._session.ask("ask", CompleteRequested(self.id, keep_slot))
 
     def evict(self) -> None:
         """Have it stop now and return later. Returns at once."""
-        self._session.ask("ask", EvictAsked(self.id))
+        self._session.ask("ask", EvictRequested(self.id))
 
     def take_turn(self) -> None:
         """Ask for its turn in the slot it shares. Returns at once: `wait("running")` waits."""
-        self._session.ask("ask", TurnAsked(self.id))
+        self._session.ask("ask", TurnRequested(self.id))
 
     def __repr__(self) -> str:
         return f"Task({self.id!r})"
 
     # ---- how it is done
 
-    def _wait(self, states: Collection[State], timeout: float) -> TaskSeen:
+    def _wait(self, states: Collection[TaskState], timeout: float) -> TaskSnapshot:
         deadline = time.monotonic() + timeout
         while True:
             left_s = deadline - time.monotonic()
             at_once_s = max(0.0, min(left_s, WAIT_AT_ONCE_S))
-            seen: TaskSeen = self._session.ask("wait", self.id, tuple(states), at_once_s, timeout_s=at_once_s + 30.0)
+            seen: TaskSnapshot = self._session.ask(
+                "wait", self.id, tuple(states), at_once_s, timeout_s=at_once_s + 30.0
+            )
             if seen.state in states or seen.state in ENDED or left_s <= at_once_s:
                 return seen
 
-    def _running(self, deadline: float, timeout: float) -> TaskSeen:
+    def _running(self, deadline: float, timeout: float) -> TaskSnapshot:
         while True:
-            seen = self._wait((State.running,), max(0.0, deadline - time.monotonic()))
-            if seen.state is State.running and seen.members:
+            seen = self._wait((TaskState.running,), max(0.0, deadline - time.monotonic()))
+            if seen.state is TaskState.running and seen.members:
                 return seen
             if seen.state in ENDED:
                 raise self._ended_error(seen)
@@ -194,7 +196,7 @@ class Task:
             time.sleep(0.01)
 
     def _call(
-        self, member: Member, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], returns: int = 1
+        self, member: TaskWorker, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], returns: int = 1
     ) -> Any:
         """Begin a call of one member."""
         is_host = member.kind == "host"
@@ -208,7 +210,7 @@ class Task:
             self._methods[member, method, returns] = known
         return known.remote(method, *args, **kwargs) if is_host else known.remote(*args, **kwargs)
 
-    def _handle(self, member: Member) -> Any:
+    def _handle(self, member: TaskWorker) -> Any:
         from ray import exceptions
 
         handle = self._handles.get(member)
@@ -221,23 +223,23 @@ class Task:
             self._handles[member] = handle
         return handle
 
-    def _interrupted(self, method: str, seen: TaskSeen) -> TaskInterruptedError:
+    def _interrupted(self, method: str, seen: TaskSnapshot) -> TaskInterruptedError:
         """The error for a process that ended under a call, once the controller knows of it."""
         until = time.monotonic() + NEWS_S
         explanation = self._explained()
         while explanation is not None and explanation.attempts == seen.attempt and time.monotonic() < until:
-            if explanation.state not in (State.running, State.parked):
+            if explanation.state not in (TaskState.running, TaskState.parked):
                 break
             time.sleep(0.02)
             explanation = self._explained()
         why = f" ({explanation.state.value}; {explanation.reason})" if explanation is not None else ""
         return TaskInterruptedError(f"task {self.id} was interrupted during {method}{why}", explanation)
 
-    def _ended_error(self, seen: TaskSeen) -> TaskError:
+    def _ended_error(self, seen: TaskSnapshot) -> TaskError:
         what = f"task {self.id} is {seen.state.value}: {seen.reason}"
-        if seen.state is State.cancelled:
+        if seen.state is TaskState.cancelled:
             return TaskCancelledError(what, self._explained())
-        if seen.state is State.done:
+        if seen.state is TaskState.done:
             return TaskError(what, self._explained())
         error = TaskFailedError(what, self._explained())
         with contextlib.suppress(TrimtabError):
@@ -250,20 +252,20 @@ class Task:
         why = f": {explanation.reason}" if explanation is not None else ""
         return TaskTimeoutError(what + why, explanation, hint=f"`trimtab explain {self.id}` says more")
 
-    def _explained(self) -> Explanation | None:
+    def _explained(self) -> TaskExplanation | None:
         try:
             return self.explain()
         except TrimtabError:
             return None
 
 
-def _states(until: str | Collection[str]) -> tuple[State, ...]:
+def _states(until: str | Collection[str]) -> tuple[TaskState, ...]:
     words = [until] if isinstance(until, str) else list(until)
-    known = [one.value for one in State]
+    known = [one.value for one in TaskState]
     for word in words:
         if word not in known and word != "ended":
             near = nearest(str(word), [*known, "ended"])
             hint = f"did you mean {near}?" if near else f"one of {', '.join(known)}, ended"
             raise InputError(f"{word!r} is no state of a task", hint=hint)
-    found = [ENDED if word == "ended" else (State(word),) for word in words]
+    found = [ENDED if word == "ended" else (TaskState(word),) for word in words]
     return tuple(state for states in found for state in states)

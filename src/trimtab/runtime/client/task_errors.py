@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trimtab.core.errors import TrimtabError
-from trimtab.model.pool import Explanation
+from trimtab.model.pool import TaskExplanation
 
 
 class TaskError(TrimtabError):
@@ -11,7 +11,7 @@ class TaskError(TrimtabError):
 
     exit_status = 4
 
-    def __init__(self, what: str, explanation: Explanation | None = None, *, hint: str | None = None) -> None:
+    def __init__(self, what: str, explanation: TaskExplanation | None = None, *, hint: str | None = None) -> None:
         super().__init__(what, hint=hint)
         self.explanation = explanation
 

@@ -18,15 +18,15 @@ from typing import Any
 
 from trimtab.core.codec import encode
 from trimtab.core.errors import InputError, UnreachableError, nearest
-from trimtab.core.reasons import Chapter
-from trimtab.machines.pool.events import CancelAsked, Event, PolicySet, PoolEnsured, Submitted
-from trimtab.machines.pool.records import Task
+from trimtab.core.reasons import StoryEntry
+from trimtab.machines.pool.events import CancelRequested, PolicySet, PoolEnsured, PoolEvent, TaskSubmitted
+from trimtab.machines.pool.records import PoolTask
 from trimtab.model.nodes import NodeView
-from trimtab.model.pool import ENDED, Explanation, Policy, PoolSpec, State, TaskSpec
-from trimtab.runtime.controller.controller_loop import ASKS, RECONCILE_S, Driver, say_fault
+from trimtab.model.pool import ENDED, PoolSpec, PreemptionPolicy, TaskExplanation, TaskSpec, TaskState
+from trimtab.runtime.controller.controller_loop import ASKS, RECONCILE_S, ControllerLoop, say_fault
 from trimtab.runtime.controller.executor import read_payload
 from trimtab.runtime.controller.leases import LEASE_S, ClientProcess
-from trimtab.runtime.controller.rpc import News, TaskSeen, door
+from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot, door
 from trimtab.runtime.store.blobs import NO_ROOM_HINT, header_of
 
 TRY_AGAIN_S = 5.0  # after a failed attempt to come up
@@ -43,7 +43,7 @@ class Controller:
         self._name = name
         self._settings = (journal_dir, state_dir)
         self._reconcile_s = reconcile_s
-        self._driver: Driver
+        self._driver: ControllerLoop
         self._is_there = False
         self._closing = False
         self._try_to_come_up()
@@ -69,11 +69,11 @@ class Controller:
 
         journal_dir, state_dir = self._settings
         directory = Path(journal_dir) if journal_dir else session_dir(ray) / "trimtab" / self._name
-        self._driver = Driver(self._name, directory, state_dir, ray, self._reconcile_s)
+        self._driver = ControllerLoop(self._name, directory, state_dir, ray, self._reconcile_s)
         await self._driver.come_up()
         self._is_there = True
 
-    async def _up_now(self, *, again: bool = False) -> Driver:
+    async def _up_now(self, *, again: bool = False) -> ControllerLoop:
         """The driver, once it is up. One that could not come up tries again, now and then or as asked."""
         if self._closing:
             raise UnreachableError(f"the controller {self._name} is shutting down", hint="connect again for a new one")
@@ -120,13 +120,13 @@ class Controller:
         driver.shelf.put("handlers", pool, handlers)
 
     @door
-    async def set_policy(self, policy: Policy) -> list[str]:
+    async def set_policy(self, policy: PreemptionPolicy) -> list[str]:
         """Decide who may evict whom; warnings come back."""
         (await self._up_now()).handle(PolicySet(policy))
         return self._rules_nobody_has(policy)
 
     @door
-    async def submit(self, spec: TaskSpec, payload: bytes) -> TaskSeen:
+    async def submit(self, spec: TaskSpec, payload: bytes) -> TaskSnapshot:
         """Take a task. The same submission sent twice (its answer was lost) is taken once."""
         driver = await self._up_now()
         if spec.id in driver.machine.tasks and self._token_of(spec.id) == header_of(payload)["token"]:
@@ -140,14 +140,14 @@ class Controller:
         else:
             staged = await asyncio.to_thread(driver.shelf.stage, "payloads", spec.id, payload)
         try:
-            driver.handle(Submitted(spec), staged)
+            driver.handle(TaskSubmitted(spec), staged)
         except BaseException:
             staged.discard()
             raise
         try:
             self._check_journal(driver)
         except UnreachableError:  # it would be forgotten with this process
-            driver.feed(CancelAsked(spec.id))
+            driver.feed(CancelRequested(spec.id))
             raise
         if len(payload) < _LARGE:
             driver.deeds.submitted(spec.id, read_payload(payload, handlers))
@@ -157,7 +157,7 @@ class Controller:
         return self._seen(spec.id)
 
     @door
-    async def ask(self, event: Event) -> None:
+    async def ask(self, event: PoolEvent) -> None:
         """Something else that users ask: to cancel, complete, evict, take a turn, drain, drop, cordon."""
         driver = await self._up_now()
         if not isinstance(event, ASKS):
@@ -221,14 +221,14 @@ class Controller:
     # ---- looking --------------------------------------------------------------------------------------------
 
     @door
-    async def explain(self, task: str) -> Explanation:
+    async def explain(self, task: str) -> TaskExplanation:
         """Why a task is where it is."""
         driver = await self._up_now()
         self._known_task(task)
         return driver.machine.explain(task, driver.now())
 
     @door
-    async def node_story(self, node: str) -> tuple[str, tuple[Chapter, ...]]:
+    async def node_story(self, node: str) -> tuple[str, tuple[StoryEntry, ...]]:
         """A node's id and history, by its id, the beginning of it, or its name."""
         driver = await self._up_now()
         stories = driver.machine.node_stories
@@ -242,7 +242,7 @@ class Controller:
         return id, tuple(sorted([*own, *more], key=lambda chapter: chapter.at)) if own else tuple(of_pools)
 
     @door
-    async def news(self, tasks: dict[str, tuple[State, int]], version: int, timeout_s: float) -> News:
+    async def news(self, tasks: dict[str, tuple[TaskState, int]], version: int, timeout_s: float) -> ClientUpdate:
         """Nodes, and those tasks that are in another state or attempt than given, as soon as there is anything new."""
         driver = await self._up_now()
         deadline = time.monotonic() + timeout_s
@@ -252,17 +252,17 @@ class Controller:
             machine, left_s = driver.watch.machine, deadline - time.monotonic()
             if changed or machine.version != version or left_s <= 0 or driver.closing:
                 seen = tuple(self._seen(one) for one in changed)
-                return News(machine.version, driver.watch.views(), machine.last_change, seen)
+                return ClientUpdate(machine.version, driver.watch.views(), machine.last_change, seen)
             await driver.board.wait(left_s)
 
     @door
-    async def see(self, task: str) -> TaskSeen:
+    async def see(self, task: str) -> TaskSnapshot:
         """Where a task is, and the members to call."""
         await self._up_now()
         return self._seen(task)
 
     @door
-    async def tasks(self, pool: str | None = None) -> list[TaskSeen]:
+    async def tasks(self, pool: str | None = None) -> list[TaskSnapshot]:
         """All tasks that are remembered, or those of one pool."""
         driver = await self._up_now()
         if pool is not None:
@@ -278,7 +278,7 @@ class Controller:
         return driver.machine.pools[name].spec
 
     @door
-    async def wait(self, task: str, states: Collection[State], timeout_s: float) -> TaskSeen:
+    async def wait(self, task: str, states: Collection[TaskState], timeout_s: float) -> TaskSnapshot:
         """The task, as soon as it is in one of these states or ended, or as it is after so long."""
         driver = await self._up_now()
         self._known_task(task)
@@ -335,12 +335,12 @@ class Controller:
 
     # ---- what is known --------------------------------------------------------------------------------------
 
-    def _seen(self, task: str, *, handles: bool = True) -> TaskSeen:
+    def _seen(self, task: str, *, handles: bool = True) -> TaskSnapshot:
         self._known_task(task)
         one = self._driver.machine.tasks[task]
-        running = one.state in (State.running, State.parked, State.cancelling)
+        running = one.state in (TaskState.running, TaskState.parked, TaskState.cancelling)
         members = tuple(self._driver.deeds.running.get(task, ())) if running else ()
-        return TaskSeen(
+        return TaskSnapshot(
             id=one.id,
             pool=one.spec.pool,
             state=one.state,
@@ -367,7 +367,7 @@ class Controller:
         if pool not in pools:
             raise InputError(f"there is no pool {pool}", hint=f"pools: {', '.join(sorted(pools)) or 'none yet'}")
 
-    def _check_journal(self, driver: Driver) -> None:
+    def _check_journal(self, driver: ControllerLoop) -> None:
         """Nothing new is taken that the journal cannot hold."""
         if not driver.journal.catch_up():
             raise UnreachableError(str(driver.journal.fault), hint=NO_ROOM_HINT)
@@ -376,7 +376,7 @@ class Controller:
         header = self._driver.shelf.header("payloads", task)
         return None if header is None else str(header["token"])
 
-    def _rules_nobody_has(self, policy: Policy) -> list[str]:
+    def _rules_nobody_has(self, policy: PreemptionPolicy) -> list[str]:
         machine = self._driver.machine
         labels = {key for task in machine.tasks.values() for key, _ in task.spec.labels}
         labels |= {key for pool in machine.pools.values() for key, _ in pool.spec.labels}
@@ -387,7 +387,7 @@ class Controller:
         ]
 
 
-def _stand(task: Task) -> tuple[State, int]:
+def _stand(task: PoolTask) -> tuple[TaskState, int]:
     return task.state, task.attempt
 
 

@@ -19,7 +19,7 @@ RAY_NAMES = {"cpu": "CPU", "gpu": "GPU"}
 
 
 @dataclass(frozen=True)
-class Notice:
+class ClientNotice:
     """What a client says of something that it runs."""
 
     kind: str
@@ -28,12 +28,12 @@ class Notice:
     facts: Mapping[str, Any]
 
 
-class Board:
+class ClientRegistry:
     """Notices and wants of living clients, and those who wait for news."""
 
     def __init__(self, background: Background) -> None:
         self._background = background
-        self._notices: dict[tuple[str, str], Notice] = {}
+        self._notices: dict[tuple[str, str], ClientNotice] = {}
         self._wants: dict[str, list[dict[str, float]]] = {}  # by client
         self._waiting: set[asyncio.Future[None]] = set()
         self._asking: asyncio.Task[None] | None = None
@@ -44,13 +44,13 @@ class Board:
 
     def put(self, kind: str, id: str, facts: Mapping[str, Any], client: str) -> None:
         """Take or replace a notice."""
-        self._notices[kind, id] = Notice(kind, id, client, dict(facts))
+        self._notices[kind, id] = ClientNotice(kind, id, client, dict(facts))
 
     def take_down(self, kind: str, id: str) -> None:
         """The thing is not there any more."""
         self._notices.pop((kind, id), None)
 
-    def notices(self, kind: str) -> list[Notice]:
+    def notices(self, kind: str) -> list[ClientNotice]:
         """All of a kind, by id."""
         return [self._notices[key] for key in sorted(self._notices) if key[0] == kind]
 

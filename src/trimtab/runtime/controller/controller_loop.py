@@ -20,25 +20,25 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.machines.pool import events
 from trimtab.machines.pool import instructions as orders
-from trimtab.machines.pool.events import Event, PoolDropped, PoolEnsured, Submitted, Tick
+from trimtab.machines.pool.events import PoolDropped, PoolEnsured, PoolEvent, PoolTick, TaskSubmitted
 from trimtab.machines.pool.machine import PoolMachine
-from trimtab.machines.pool.reconcile import Reconciler, expected
-from trimtab.machines.pool.records import Stand
-from trimtab.model.pool import ENDED, State
+from trimtab.machines.pool.reconcile import PoolReconciler, expected
+from trimtab.machines.pool.records import PgState
+from trimtab.model.pool import ENDED, TaskState
 from trimtab.runtime.controller import nodes, recovery
-from trimtab.runtime.controller.client_registry import Board
-from trimtab.runtime.controller.executor import Deeds
-from trimtab.runtime.controller.leases import Leases
-from trimtab.runtime.controller.metrics import Meter
-from trimtab.runtime.controller.node_metrics import FleetMeter, desired_workers
+from trimtab.runtime.controller.client_registry import ClientRegistry
+from trimtab.runtime.controller.executor import InstructionExecutor
+from trimtab.runtime.controller.leases import ClientLeases
+from trimtab.runtime.controller.metrics import PoolMetrics
+from trimtab.runtime.controller.node_metrics import NodeMetrics, desired_workers
 from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background
-from trimtab.runtime.store.blobs import Shelf, Staged
+from trimtab.runtime.store.blobs import BlobStore, StagedBlob
 from trimtab.runtime.store.journal import Journal
-from trimtab.runtime.workers.environments import Environments, HostKind
-from trimtab.runtime.workers.task_workers import Member, Members
+from trimtab.runtime.workers.environments import RuntimeEnvironments, WarmWorkerKind
+from trimtab.runtime.workers.task_workers import TaskWorker, TaskWorkerManager
 
 log = logging.getLogger("trimtab.controller")
 
@@ -53,15 +53,15 @@ ASKS = (
     events.QuotaSet,
     events.PoolDrained,
     events.PoolDropped,
-    events.CompleteAsked,
-    events.CancelAsked,
-    events.EvictAsked,
-    events.TurnAsked,
+    events.CompleteRequested,
+    events.CancelRequested,
+    events.EvictRequested,
+    events.TurnRequested,
     events.NodeCordoned,
 )
 
 
-class Clock:
+class MonotonicWallClock:
     """Wall-clock seconds that never go back: neither when the clock is set back nor across restarts."""
 
     def __init__(self, not_before: float) -> None:
@@ -72,7 +72,7 @@ class Clock:
         return self._base + time.monotonic()
 
 
-class Driver:
+class ControllerLoop:
     """The machine, its journal, and everything that is carried out for it."""
 
     def __init__(
@@ -85,14 +85,14 @@ class Driver:
         self._state_dir = state_dir
         self.directory = directory
         self.faults: list[str] = []  # of our own, for status
-        self.leases = Leases()
+        self.leases = ClientLeases()
         self.background = Background()
-        self.board = Board(self.background)
-        self._waiters: dict[str, set[tuple[frozenset[State], asyncio.Future[None]]]] = {}
+        self.board = ClientRegistry(self.background)
+        self._waiters: dict[str, set[tuple[frozenset[TaskState], asyncio.Future[None]]]] = {}
         self._loops: list[asyncio.Task[None]] = []
         self._woken = False
         self._timer: asyncio.TimerHandle | None = None
-        self._warm: dict[str, Counter[HostKind]] = {}
+        self._warm: dict[str, Counter[WarmWorkerKind]] = {}
         self._said: str | None = None  # the fault of the journal that was logged last
         self._compactor: subprocess.Popen[bytes] | None = None
         self.closing = False
@@ -107,12 +107,12 @@ class Driver:
                 Journal, self.directory, owner=self._name, lock_wait_s=LOCK_WAIT_S, background=self.background
             )
             try:
-                self.shelf = Shelf(self.directory, self._state_dir)
+                self.shelf = BlobStore(self.directory, self._state_dir)
                 self.machine, is_fresh = self._replay()
             except BaseException:
                 self.journal.close()
                 raise
-        self.environments = Environments(self._ray, self.shelf)
+        self.environments = RuntimeEnvironments(self._ray, self.shelf)
         try:
             self.shelf.keep_only(self.machine.tasks)
             self.environments.recover(self._unended())
@@ -129,18 +129,18 @@ class Driver:
         found = self.journal.take_found()
         if found.torn:
             log.warning(found.torn)
-        self._clock = Clock(found.last_time)
+        self._clock = MonotonicWallClock(found.last_time)
         machine = PoolMachine.load(found.snapshot) if found.snapshot is not None else PoolMachine()
         for now, event in found.events:
             machine.handle(event, now)
         return machine, found.empty
 
     async def _take_hold(self, is_fresh: bool) -> None:
-        self.meter = Meter(self._name, self.machine)
-        self.fleet_meter = FleetMeter(self._name)
-        self.members = Members(self._name, self._state_dir, self._on_death, self.background)
-        self.deeds = Deeds(self, self.members, self.shelf, hosts_save=self._state_dir is not None)
-        self.watch = nodes.NodeWatch(
+        self.meter = PoolMetrics(self._name, self.machine)
+        self.fleet_meter = NodeMetrics(self._name)
+        self.members = TaskWorkerManager(self._name, self._state_dir, self._on_death, self.background)
+        self.deeds = InstructionExecutor(self, self.members, self.shelf, hosts_save=self._state_dir is not None)
+        self.watch = nodes.NodeMonitor(
             self, self.members, self._ray, self.directory / "nodes", self.deeds.node_lost, self.board.tell
         )
         if self.watch.set_aside:
@@ -169,7 +169,7 @@ class Driver:
             self._loops.append(self.background.start(name, forever, policy=NEVER_GIVE_UP))
         self._wake_soon()
 
-    def _on_death(self, member: Member, why: str) -> None:
+    def _on_death(self, member: TaskWorker, why: str) -> None:
         self.deeds.on_death(member, why)
 
     async def _warden(self, node: str) -> None:
@@ -184,7 +184,7 @@ class Driver:
         """The machine's time."""
         return self._clock.now()
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: PoolEvent) -> None:
         """News: tell the machine and do what it says. A fault is kept for `status`; the controller goes on."""
         try:
             self.handle(event)
@@ -195,14 +195,14 @@ class Driver:
             self.faults.append(f"{type(event).__name__}: {type(fault).__name__}: {fault}")
             asyncio.get_running_loop().call_later(AGAIN_S, self._wake_soon)  # its timer is set, whatever failed
 
-    def handle(self, event: Event, staged: Staged | None = None) -> None:
+    def handle(self, event: PoolEvent, staged: StagedBlob | None = None) -> None:
         """An event, with the file that it speaks of. Raises InputError where the machine refuses, nothing touched."""
-        if self.closing and isinstance(event, (*ASKS, Submitted, PoolEnsured)):
+        if self.closing and isinstance(event, (*ASKS, TaskSubmitted, PoolEnsured)):
             raise UnreachableError(f"the controller {self._name} is shutting down")
         now = self.now()
-        second_life = isinstance(event, Submitted) and event.spec.id in self.machine.tasks
+        second_life = isinstance(event, TaskSubmitted) and event.spec.id in self.machine.tasks
         instructions = self.machine.handle(event, now)
-        if isinstance(event, Submitted) and staged is not None:
+        if isinstance(event, TaskSubmitted) and staged is not None:
             if second_life:
                 self.shelf.forget_life(event.spec.id)
             staged.commit()
@@ -223,7 +223,7 @@ class Driver:
 
     # ---- waiting --------------------------------------------------------------------------------------------
 
-    async def wait(self, task: str, states: frozenset[State], timeout_s: float) -> None:
+    async def wait(self, task: str, states: frozenset[TaskState], timeout_s: float) -> None:
         """Return when the task is in one of the states or forgotten, or after so long."""
         record = self.machine.tasks.get(task)
         if record is None or record.state in states or timeout_s <= 0:
@@ -261,7 +261,7 @@ class Driver:
 
     def warm_hosts(self) -> None:
         """Have the warm hosts that pools want now."""
-        targets: dict[str, Counter[HostKind]] = {}
+        targets: dict[str, Counter[WarmWorkerKind]] = {}
         for node, by_pool in self.machine.warm_targets().items():
             targets[node] = Counter()
             for pool, count in by_pool.items():
@@ -283,7 +283,7 @@ class Driver:
         deadline = self.machine.next_deadline()
         if deadline is not None:
             delay_s = max(LEAST_TICK_S, deadline - self.now())
-            self._timer = asyncio.get_running_loop().call_later(min(delay_s, 3600.0), self.feed, Tick())
+            self._timer = asyncio.get_running_loop().call_later(min(delay_s, 3600.0), self.feed, PoolTick())
 
     def _compact(self) -> None:
         """Have the journal made shorter by a process of its own, and files of forgotten tasks deleted."""
@@ -349,13 +349,13 @@ class Driver:
         self.board.forget(client)
         for record in list(self.machine.tasks.values()):
             if record.spec.client == client and record.state not in ENDED:
-                self.feed(events.CancelAsked(record.id, code=Code.client_died))
+                self.feed(events.CancelRequested(record.id, code=ReasonCode.client_died))
         for pool in [one for one in self.machine.pools.values() if one.spec.client == client and not one.dropped]:
             self.feed(PoolDropped(pool.spec.name))
 
     async def _reconcile(self) -> None:
         """Now and then: have done again what the machine waits for and nothing does."""
-        reconciler = Reconciler()
+        reconciler = PoolReconciler()
         while True:
             await asyncio.sleep(self._reconcile_s)
             for one in reconciler.lost(expected(self.machine), self.deeds.doing()):
@@ -367,19 +367,19 @@ class Driver:
         while True:
             await asyncio.sleep(LOOK_AT_GROUPS_S)
             # Only what stood before Ray was asked can be missed in its answer.
-            standing = [one for one in self.machine.groups.values() if one.stand is Stand.standing]
+            standing = [one for one in self.machine.groups.values() if one.stand is PgState.standing]
             try:
                 seen = await asyncio.wait_for(self.members.groups(), nodes.ANSWER_S)
             except Exception as fault:
                 log.warning("Ray does not say which placement groups there are: %s", fault)
                 continue
             for group in standing:
-                if group.id not in self.machine.groups or group.stand is not Stand.standing:
+                if group.id not in self.machine.groups or group.stand is not PgState.standing:
                     continue
                 if group.id not in seen:
-                    self.feed(events.GroupLost(group.id, "somebody removed the placement group"))
+                    self.feed(events.PlacementGroupLost(group.id, "somebody removed the placement group"))
                 elif not seen[group.id].intact and all(self.alive(node) for node in group.nodes):
-                    self.feed(events.GroupLost(group.id, "Ray has not all of its bundles placed"))
+                    self.feed(events.PlacementGroupLost(group.id, "Ray has not all of its bundles placed"))
 
     # ---- the end --------------------------------------------------------------------------------------------
 

@@ -19,40 +19,40 @@ from typing import Any, Protocol
 from trimtab.core.codec import encode
 from trimtab.core.errors import UnreachableError
 from trimtab.machines.pool.events import (
-    Died,
-    Ended,
-    Event,
-    GroupFailed,
-    GroupGone,
-    GroupMade,
-    Instruction,
-    MakeGroup,
-    Park,
-    Parked,
-    RemoveGroup,
-    Start,
-    Started,
-    StartFailed,
-    Stop,
-    Stopped,
-    Unpark,
-    Unparked,
+    CreatePlacementGroup,
+    ParkTask,
+    PlacementGroupFailed,
+    PlacementGroupReady,
+    PlacementGroupRemoved,
+    PoolEvent,
+    PoolInstruction,
+    RemovePlacementGroup,
+    StartTask,
+    StopTask,
+    TaskDied,
+    TaskEnded,
+    TaskParked,
+    TaskStarted,
+    TaskStartFailed,
+    TaskStopped,
+    TaskUnparked,
+    UnparkTask,
 )
 from trimtab.machines.pool.machine import PoolMachine
-from trimtab.machines.pool.reconcile import Key, Watch, key_of
-from trimtab.machines.pool.records import Task
+from trimtab.machines.pool.reconcile import AwaitedEnd, AwaitedKey, key_of
+from trimtab.machines.pool.records import PoolTask
 from trimtab.model.pool import ENDED, PoolSpec
-from trimtab.runtime.store.blobs import Shelf, file_name, pack, read_state_name, unpack
+from trimtab.runtime.store.blobs import BlobStore, file_name, pack, read_state_name, unpack
 from trimtab.runtime.workers.task_workers import (
-    DiedError,
-    GroupError,
-    Member,
-    Members,
-    Outcome,
+    EntryOutcome,
     ParkError,
-    Payload,
-    StartError,
-    StopOutcome,
+    PlacementGroupError,
+    TaskPayload,
+    TaskStartError,
+    TaskWorker,
+    TaskWorkerManager,
+    WorkerDiedError,
+    WorkerStopResult,
     kept_name,
 )
 
@@ -66,7 +66,7 @@ _LARGE = 2**20  # bytes that are read and written beside the loop
 
 
 @dataclass(frozen=True)
-class Sent:
+class SavedMemberState:
     """The state that a member saved, and where it is kept until it is on the disk."""
 
     node: str
@@ -74,12 +74,12 @@ class Sent:
     state: bytes
 
 
-class World(Protocol):
+class ExecutorContext(Protocol):
     """What deeds need of the controller."""
 
     machine: PoolMachine
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: PoolEvent) -> None:
         """Tell the machine; never raises."""
 
     def now(self) -> float:
@@ -92,15 +92,17 @@ class World(Protocol):
         """A group could not be made there: have a fresh look at what others hold."""
 
 
-class Deeds:
+class InstructionExecutor:
     """What is being carried out, and the processes of tasks that run."""
 
-    def __init__(self, world: World, members: Members, shelf: Shelf, *, hosts_save: bool) -> None:
+    def __init__(
+        self, world: ExecutorContext, members: TaskWorkerManager, shelf: BlobStore, *, hosts_save: bool
+    ) -> None:
         self._world = world
         self._members = members
         self._shelf = shelf
         self._hosts_save = hosts_save  # into a directory that every node has
-        self.running: dict[str, list[Member]] = {}  # by task: members that were started and not stopped
+        self.running: dict[str, list[TaskWorker]] = {}  # by task: members that were started and not stopped
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._stopping: set[str] = set()
         self._outcomes: dict[str, asyncio.Task[None]] = {}
@@ -108,81 +110,83 @@ class Deeds:
         self._making: dict[str, asyncio.Task[None]] = {}
         self._removing: set[str] = set()
         self._pools: dict[str, str] = {}  # of groups
-        self._unstored: dict[str, tuple[int, dict[int, Sent]]] = {}  # by task: attempt and states without room on disk
-        self._fresh: dict[str, Payload] = {}  # submitted a moment ago; saves reading the file
+        self._unstored: dict[
+            str, tuple[int, dict[int, SavedMemberState]]
+        ] = {}  # by task: attempt and states without room on disk
+        self._fresh: dict[str, TaskPayload] = {}  # submitted a moment ago; saves reading the file
         self._tasks: set[asyncio.Task[None]] = set()
-        self._doing: dict[Key, asyncio.Task[None]] = {}
+        self._doing: dict[AwaitedKey, asyncio.Task[None]] = {}
         self._followed: set[tuple[str, int]] = set()  # task and attempt: those that run and have an outcome
         self._closed = False
 
     # ---- the door -------------------------------------------------------------------------------------------
 
-    def begin(self, instruction: Instruction) -> None:
+    def begin(self, instruction: PoolInstruction) -> None:
         """Carry out one instruction, beside everything else."""
         key = key_of(instruction)
-        if isinstance(instruction, MakeGroup):
+        if isinstance(instruction, CreatePlacementGroup):
             self._pools[instruction.group] = instruction.pool
             self._making[instruction.group] = self._spawn(key, self._make_group(instruction))
-        elif isinstance(instruction, RemoveGroup):
+        elif isinstance(instruction, RemovePlacementGroup):
             if instruction.group not in self._removing:  # what is tried until it succeeds needs no second asking
                 self._removing.add(instruction.group)
                 self._spawn(key, self._remove_group(instruction))
-        elif isinstance(instruction, Start):
+        elif isinstance(instruction, StartTask):
             self._starting[instruction.task] = self._spawn(key, self._start(instruction))
-        elif isinstance(instruction, Stop):
+        elif isinstance(instruction, StopTask):
             if instruction.task not in self._stopping:
                 self._stopping.add(instruction.task)
                 self._spawn(key, self._stop(instruction))
-        elif isinstance(instruction, Park):
-            parked = Parked(instruction.task, instruction.attempt)
+        elif isinstance(instruction, ParkTask):
+            parked = TaskParked(instruction.task, instruction.attempt)
             self._spawn(key, self._turn(instruction, self._members.park, parked))
         else:
-            unparked = Unparked(instruction.task, instruction.attempt)
+            unparked = TaskUnparked(instruction.task, instruction.attempt)
             self._spawn(key, self._turn(instruction, self._members.unpark, unparked))
 
-    def doing(self) -> set[Key]:
+    def doing(self) -> set[AwaitedKey]:
         """What is being carried out, and which tasks are being watched."""
         watched = {
-            ("Watch", task, members[0].attempt)
+            ("AwaitedEnd", task, members[0].attempt)
             for task, members in self.running.items()
             if members and self._is_watched(task, members)
         }
         return watched.union(self._doing)
 
-    def redo(self, one: Instruction | Watch) -> None:
+    def redo(self, one: PoolInstruction | AwaitedEnd) -> None:
         """Do again what was lost; a start of which too little is left has failed, and a task that runs has died."""
-        if isinstance(one, (Watch, Start)):
+        if isinstance(one, (AwaitedEnd, StartTask)):
             members = [member for member in self.running.get(one.task, ()) if member.attempt == one.attempt]
             if self._is_whole(one.task, members):
-                if isinstance(one, Start):
+                if isinstance(one, StartTask):
                     self.resume(one, members)
                 else:
                     self.follow(one.task, one.attempt)
-            elif isinstance(one, Start):
-                self._start_failed(one, StartError("its start was lost", fatal=False))
+            elif isinstance(one, StartTask):
+                self._start_failed(one, TaskStartError("its start was lost", fatal=False))
             else:
-                self._world.feed(Died(one.task, one.attempt, "its process is not known any more"))
+                self._world.feed(TaskDied(one.task, one.attempt, "its process is not known any more"))
             return
-        if isinstance(one, Stop):
+        if isinstance(one, StopTask):
             self._stopping.discard(one.task)
-        elif isinstance(one, RemoveGroup):
+        elif isinstance(one, RemovePlacementGroup):
             self._removing.discard(one.group)
         self.begin(one)
 
-    def _is_watched(self, task: str, members: Sequence[Member]) -> bool:
+    def _is_watched(self, task: str, members: Sequence[TaskWorker]) -> bool:
         outcome = self._outcomes.get(task)
         has_none = (task, members[0].attempt) not in self._followed
         return self._is_whole(task, members) and (has_none or (outcome is not None and not outcome.done()))
 
-    def _is_whole(self, task: str, members: Sequence[Member]) -> bool:
+    def _is_whole(self, task: str, members: Sequence[TaskWorker]) -> bool:
         record = self._world.machine.tasks.get(task)
         return record is not None and len(members) == record.spec.processes
 
-    def submitted(self, task: str, payload: Payload) -> None:
+    def submitted(self, task: str, payload: TaskPayload) -> None:
         """Keep a payload at hand for the first start."""
         self._fresh[task] = payload
 
-    def attach(self, task: str, members: Sequence[Member]) -> None:
+    def attach(self, task: str, members: Sequence[TaskWorker]) -> None:
         """These run already: from before the controller came back."""
         self.running[task] = sorted(members, key=lambda member: member.rank)
 
@@ -195,11 +199,11 @@ class Deeds:
                 ("Outcome", task, attempt), self._await_outcomes(task, attempt, list(self.running[task]))
             )
 
-    def resume(self, instruction: Start, members: Sequence[Member]) -> None:
+    def resume(self, instruction: StartTask, members: Sequence[TaskWorker]) -> None:
         """A start that was under way when the controller went: every member is there, constructed or nearly."""
         self._starting[instruction.task] = self._spawn(key_of(instruction), self._resume(instruction, members))
 
-    def on_death(self, member: Member, why: str) -> None:
+    def on_death(self, member: TaskWorker, why: str) -> None:
         """A process is gone, unasked."""
         key = (member.task, member.attempt)
         if member.task in self._stopping:
@@ -207,7 +211,7 @@ class Deeds:
         if member.task in self._starting:
             self._dead[key] = why
         elif any(one.attempt == member.attempt for one in self.running.get(member.task, ())):
-            self._world.feed(Died(*key, why))
+            self._world.feed(TaskDied(*key, why))
 
     def node_lost(self, node: str) -> None:
         """Forget the members of a lost node; the machine knows about the node."""
@@ -228,7 +232,7 @@ class Deeds:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _spawn(self, key: Key, deed: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, key: AwaitedKey, deed: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._members.background.once(f"{key[0]} {key[1]}", deed)
         self._tasks.add(task)
         self._doing[key] = task
@@ -243,12 +247,12 @@ class Deeds:
 
     # ---- groups ---------------------------------------------------------------------------------------------
 
-    async def _make_group(self, one: MakeGroup) -> None:
+    async def _make_group(self, one: CreatePlacementGroup) -> None:
         why = None
         try:
             limit_s = max(0.0, one.deadline - self._world.now()) + SLACK_S
             await asyncio.wait_for(self._members.make_group(one, self._world.now), limit_s)
-        except GroupError as fault:
+        except PlacementGroupError as fault:
             why = str(fault)
         except asyncio.TimeoutError:
             why = "Ray did not answer in time"
@@ -257,15 +261,15 @@ class Deeds:
             why = _said(fault)
         self._making.pop(one.group, None)
         if why is None:
-            self._world.feed(GroupMade(one.group))
+            self._world.feed(PlacementGroupReady(one.group))
             return
         try:
             await asyncio.wait_for(self._world.look_again(set(one.nodes), one.group), SLACK_S)
         except Exception:
             log.exception("no fresh look at nodes")
-        self._world.feed(GroupFailed(one.group, why))
+        self._world.feed(PlacementGroupFailed(one.group, why))
 
-    async def _remove_group(self, one: RemoveGroup) -> None:
+    async def _remove_group(self, one: RemovePlacementGroup) -> None:
         making = self._making.pop(one.group, None)
         if making is not None:  # it took too long
             making.cancel()
@@ -277,7 +281,7 @@ class Deeds:
         )
         self._pools.pop(one.group, None)
         self._removing.discard(one.group)
-        self._world.feed(GroupGone(one.group))
+        self._world.feed(PlacementGroupRemoved(one.group))
 
     async def _until_done(self, deed: Callable[[], Awaitable[Any]], failure: str) -> Any:
         """Try until it succeeds: what Ray still holds must not be called free."""
@@ -292,26 +296,26 @@ class Deeds:
 
     # ---- starting -------------------------------------------------------------------------------------------
 
-    async def _start(self, one: Start) -> None:
+    async def _start(self, one: StartTask) -> None:
         key = (one.task, one.attempt)
         try:
             members, how = await self._started(one)
         except asyncio.CancelledError:  # somebody stops it, or everything
             self._dead.pop(key, None)
             raise
-        except StartError as fault:
+        except TaskStartError as fault:
             if fault.trace:
-                await self._keep_result(one.task, {0: Outcome(error=fault.why, trace=fault.trace)})
+                await self._keep_result(one.task, {0: EntryOutcome(error=fault.why, trace=fault.trace)})
             self._start_failed(one, fault)
         except asyncio.TimeoutError:
-            self._start_failed(one, StartError("it was not constructed in time", fatal=False, timed_out=True))
+            self._start_failed(one, TaskStartError("it was not constructed in time", fatal=False, timed_out=True))
         except Exception as fault:
             log.exception("task %s could not be started", one.task)
-            self._start_failed(one, StartError(_said(fault), fatal=False))
+            self._start_failed(one, TaskStartError(_said(fault), fatal=False))
         else:
             self._is_started(one, members, how)
 
-    async def _resume(self, one: Start, members: Sequence[Member]) -> None:
+    async def _resume(self, one: StartTask, members: Sequence[TaskWorker]) -> None:
         limit_s = max(1.0, one.deadline - self._world.now())
         self.attach(one.task, members)  # for whoever stops it meanwhile
         try:
@@ -322,36 +326,36 @@ class Deeds:
         if all(ready):
             self._is_started(one, members, "found running after the controller came back")
             return
-        stop = Stop(one.task, one.attempt, self._world.machine.tasks[one.task].reason, tell_s=0.0)
+        stop = StopTask(one.task, one.attempt, self._world.machine.tasks[one.task].reason, tell_s=0.0)
         await asyncio.gather(*(self._stop_member(member, stop) for member in members))
         self.running.pop(one.task, None)
         self._dead.pop((one.task, one.attempt), None)
         await self._start(one)
 
-    def _is_started(self, one: Start, members: Sequence[Member], how: str) -> None:
+    def _is_started(self, one: StartTask, members: Sequence[TaskWorker], how: str) -> None:
         key = (one.task, one.attempt)
         self._starting.pop(one.task, None)
         self.attach(one.task, members)
-        self._world.feed(Started(*key, how))
+        self._world.feed(TaskStarted(*key, how))
         self.follow(*key)
         self._fresh.pop(one.task, None)
         if key in self._dead:
-            self._world.feed(Died(*key, self._dead.pop(key)))
+            self._world.feed(TaskDied(*key, self._dead.pop(key)))
 
-    def _start_failed(self, one: Start, fault: StartError) -> None:
+    def _start_failed(self, one: StartTask, fault: TaskStartError) -> None:
         self._starting.pop(one.task, None)
         self._dead.pop((one.task, one.attempt), None)
         why, record = fault.why, self._world.machine.tasks.get(one.task)
         if fault.timed_out and record is not None:  # as it was set, not what was left of it here
             why = f"it was not constructed within {record.spec.start_timeout_s:g} s"
-        self._world.feed(StartFailed(one.task, one.attempt, why, fault.fatal, fault.timed_out))
+        self._world.feed(TaskStartFailed(one.task, one.attempt, why, fault.fatal, fault.timed_out))
 
-    async def _started(self, one: Start) -> tuple[list[Member], str]:
+    async def _started(self, one: StartTask) -> tuple[list[TaskWorker], str]:
         record = self._world.machine.tasks[one.task]
         pool = self._world.machine.pools[record.spec.pool].spec
         payload = self._fresh.get(one.task) or await asyncio.to_thread(self._payload, one.task)
         if payload is None:
-            raise StartError("the file with its class is gone from the journal's directory", fatal=True)
+            raise TaskStartError("the file with its class is gone from the journal's directory", fatal=True)
         processes = record.spec.processes
         state = await self._state(one, processes) if one.restore else None
         limit_s = max(0.0, one.deadline - self._world.now())
@@ -370,13 +374,13 @@ class Deeds:
         )
         return await asyncio.wait_for(start, limit_s + SLACK_S)
 
-    def _facts(self, record: Task, pool: PoolSpec) -> str:
+    def _facts(self, record: PoolTask, pool: PoolSpec) -> str:
         """What the processes of a task carry with them, for the day on which the journal is lost."""
         group = self._world.machine.groups[record.places[0].group]
         facts = {"spec": encode(record.spec), "pool": encode(pool), "reserved": group.spec_index}
         return json.dumps(facts)
 
-    def _payload(self, task: str) -> Payload | None:
+    def _payload(self, task: str) -> TaskPayload | None:
         data = self._shelf.get("payloads", task)
         if data is None:
             return None
@@ -384,7 +388,7 @@ class Deeds:
         handlers = self._shelf.get("handlers", record.spec.pool) if record else None
         return read_payload(data, handlers)
 
-    async def _state(self, one: Start, processes: int) -> dict[int, bytes | str]:
+    async def _state(self, one: StartTask, processes: int) -> dict[int, bytes | str]:
         await self.store_again()
         if one.task in self._unstored:
             attempt, states = self._unstored[one.task]
@@ -392,17 +396,17 @@ class Deeds:
             return {rank: states[rank].state if rank in states else path.read_bytes() for rank, path in ranks.items()}
         paths = await asyncio.to_thread(self._shelf.latest_state, one.task, processes)
         if paths is None:
-            raise StartError("the state it saved is gone", fatal=True)
+            raise TaskStartError("the state it saved is gone", fatal=True)
         if self._hosts_save:
             return {rank: str(path) for rank, path in enumerate(paths)}
         return dict(enumerate(await asyncio.gather(*(asyncio.to_thread(path.read_bytes) for path in paths))))
 
     # ---- outcomes -------------------------------------------------------------------------------------------
 
-    async def _await_outcomes(self, task: str, attempt: int, members: Sequence[Member]) -> None:
+    async def _await_outcomes(self, task: str, attempt: int, members: Sequence[TaskWorker]) -> None:
         """Wait for the entry of every member; the first that raises ends the waiting, for others may wait for it."""
         waits = {asyncio.ensure_future(self._outcome(member)): member for member in members}
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, EntryOutcome] = {}
         try:
             pending = set(waits)
             while pending:
@@ -421,9 +425,9 @@ class Deeds:
             return
         not_kept = await self._keep_result(task, outcomes)
         error = next((one.error for _, one in sorted(outcomes.items()) if one.error is not None), not_kept)
-        self._world.feed(Ended(task, attempt, error))
+        self._world.feed(TaskEnded(task, attempt, error))
 
-    async def _keep_result(self, task: str, outcomes: dict[int, Outcome]) -> str | None:
+    async def _keep_result(self, task: str, outcomes: dict[int, EntryOutcome]) -> str | None:
         """Store what came out; why not, where that cannot be done."""
         ranks = sorted(outcomes)
         header = {
@@ -441,11 +445,11 @@ class Deeds:
             return f"it returned, but its result is lost: {fault.what}; {fault.hint}"
         return None
 
-    async def _outcome(self, member: Member) -> Outcome | None:
+    async def _outcome(self, member: TaskWorker) -> EntryOutcome | None:
         """What the entry came to; None where the process is gone, of which the machine is told."""
         try:
             return await self._members.outcome(member)
-        except DiedError as fault:
+        except WorkerDiedError as fault:
             why = str(fault)
         except Exception as fault:
             log.exception("the outcome of %s could not be had", member.task)
@@ -456,7 +460,7 @@ class Deeds:
 
     # ---- stopping -------------------------------------------------------------------------------------------
 
-    async def _stop(self, one: Stop) -> None:
+    async def _stop(self, one: StopTask) -> None:
         starting = self._starting.pop(one.task, None)
         if starting is not None:
             starting.cancel()
@@ -471,9 +475,9 @@ class Deeds:
         self.running.pop(one.task, None)
         self._stopping.discard(one.task)
         notes += [outcome.note for outcome in outcomes if outcome.note]
-        self._world.feed(Stopped(one.task, one.attempt, cancel, saved, "; ".join(dict.fromkeys(notes))))
+        self._world.feed(TaskStopped(one.task, one.attempt, cancel, saved, "; ".join(dict.fromkeys(notes))))
 
-    async def _stop_member(self, member: Member, one: Stop) -> StopOutcome:
+    async def _stop_member(self, member: TaskWorker, one: StopTask) -> WorkerStopResult:
         path = str(self._state_path(member)) if self._hosts_save and one.save_s else None
         limit_s = one.tell_s + one.save_s + STOP_SLACK_S
         tell_s, save_s, tries = one.tell_s, one.save_s, 0
@@ -482,24 +486,24 @@ class Deeds:
                 return await asyncio.wait_for(self._members.stop(member, tell_s, one.notice, save_s, path), limit_s)
             except Exception as fault:
                 if not self._world.alive(member.node):
-                    return StopOutcome("not called", note="its node is gone")
+                    return WorkerStopResult("not called", note="its node is gone")
                 log.warning("a process of %s could not be stopped: %s; trying again", member.task, _said(fault))
             # Its slot is not given on before it is gone for certain.
             tell_s = save_s = 0.0
             await asyncio.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
             tries += 1
 
-    def _state_path(self, member: Member) -> Path:
+    def _state_path(self, member: TaskWorker) -> Path:
         return self._shelf.state_path(member.task, member.attempt, member.rank)
 
     async def _keep_state(
-        self, one: Stop, members: Sequence[Member], outcomes: Sequence[StopOutcome]
+        self, one: StopTask, members: Sequence[TaskWorker], outcomes: Sequence[WorkerStopResult]
     ) -> tuple[bool, list[str]]:
         record = self._world.machine.tasks.get(one.task)
         if not one.save_s or record is None:
             return False, []
         states = {
-            member.rank: Sent(member.node, kept_name(member), outcome.state)
+            member.rank: SavedMemberState(member.node, kept_name(member), outcome.state)
             for member, outcome in zip(members, outcomes, strict=True)
             if outcome.saved and outcome.state is not None
         }
@@ -512,7 +516,7 @@ class Deeds:
             await asyncio.to_thread(self._shelf.drop_old_states, one.task, one.attempt)
         return saved, [why] if why else []
 
-    async def _store(self, task: str, attempt: int, states: dict[int, Sent]) -> str | None:
+    async def _store(self, task: str, attempt: int, states: dict[int, SavedMemberState]) -> str | None:
         """Write states to the disk, and then have their nodes drop them; where there is no room, why, and keep them."""
         try:
             for rank, sent in states.items():
@@ -555,26 +559,29 @@ class Deeds:
             if state is not None:
                 _, attempt, rank = found
                 others = self._unstored.get(record.id, (0, {}))[1]
-                await self._store(record.id, attempt, {**others, rank: Sent(node, name, state)})
+                await self._store(record.id, attempt, {**others, rank: SavedMemberState(node, name, state)})
 
     # ---- taking turns ---------------------------------------------------------------------------------------
 
     async def _turn(
-        self, one: Park | Unpark, deed: Callable[[Member, float], Awaitable[None]], done: Parked | Unparked
+        self,
+        one: ParkTask | UnparkTask,
+        deed: Callable[[TaskWorker, float], Awaitable[None]],
+        done: TaskParked | TaskUnparked,
     ) -> None:
         limit_s = max(0.0, one.deadline - self._world.now())
         members = list(self.running.get(one.task, ()))
         try:
             await asyncio.wait_for(asyncio.gather(*(deed(member, limit_s) for member in members)), limit_s + SLACK_S)
         except ParkError as fault:
-            self._world.feed(Died(one.task, one.attempt, str(fault)))
+            self._world.feed(TaskDied(one.task, one.attempt, str(fault)))
         except Exception as fault:
-            self._world.feed(Died(one.task, one.attempt, _said(fault)))
+            self._world.feed(TaskDied(one.task, one.attempt, _said(fault)))
         else:
             self._world.feed(done)
 
 
-def write_payload(payload: Payload, token: str) -> bytes:
+def write_payload(payload: TaskPayload, token: str) -> bytes:
     """A payload as a file: what is plain as JSON, what is pickled as bytes that nobody here unpacks."""
     header = {
         "token": token,
@@ -588,10 +595,10 @@ def write_payload(payload: Payload, token: str) -> bytes:
     return pack(header, [payload.actor, payload.entry_args, payload.handlers])
 
 
-def read_payload(data: bytes, handlers: bytes | None = None) -> Payload:
+def read_payload(data: bytes, handlers: bytes | None = None) -> TaskPayload:
     """The payload of a file; `handlers` of its pool where it has none of its own."""
     header, (actor, entry_args, own) = unpack(data)
-    return Payload(
+    return TaskPayload(
         actor=actor or b"",
         entry=header["entry"],
         entry_args=entry_args,

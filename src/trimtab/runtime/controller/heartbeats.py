@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from trimtab.machines.nodes.events import LinkBroken, LinkHeard, LinkSilent, NodeEvent
+from trimtab.machines.nodes.events import ConnectionBroken, HeartbeatMissed, HeartbeatReceived, NodeEvent
 from trimtab.runtime.procs.background import Background, RestartPolicy
 
 BEAT_S = 0.2
@@ -30,10 +30,10 @@ REFUSALS = 2  # in a row, a moment apart, before a raylet counts as dead
 
 AGAIN = RestartPolicy(max_failures=None, backoff_s=TRY_AGAIN_S, max_backoff_s=5.0)
 
-Place = tuple[str, int]
+AgentAddress = tuple[str, int]
 
 
-async def beat_forever(host: str) -> tuple[asyncio.Server, Place]:
+async def beat_forever(host: str) -> tuple[asyncio.Server, AgentAddress]:
     """The node's end: a server that sends beats to whoever connects and reads nothing. Where it listens."""
 
     async def beat(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -52,8 +52,8 @@ async def beat_forever(host: str) -> tuple[asyncio.Server, Place]:
 
 
 @dataclass
-class _Link:
-    raylet: Place
+class _NodeConnection:
+    raylet: AgentAddress
     tasks: list[asyncio.Task[None]]
     heard: float  # when the last beat came, in time that this process was awake
     silent: bool = True  # until the first beat
@@ -62,13 +62,13 @@ class _Link:
     connected: bool = False  # to its warden
 
 
-class Links:
+class NodeHeartbeats:
     """The links of one controller. `tell` hears of what changed; `where` gives the place of a node's warden."""
 
     def __init__(
         self,
         tell: Callable[[NodeEvent], None],
-        where: Callable[[str], Awaitable[Place | None]],
+        where: Callable[[str], Awaitable[AgentAddress | None]],
         suspect_s: float,
         background: Background,
     ) -> None:
@@ -76,19 +76,19 @@ class Links:
         self._background = background
         self._where = where
         self._suspect_s = suspect_s
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, _NodeConnection] = {}
         self._awake = 0.0  # seconds that this process ran, as far as it looks
         self._looked = time.monotonic()
         self._look: asyncio.Task[None] | None = None
 
-    def open(self, node: str, raylet: Place) -> None:
+    def open(self, node: str, raylet: AgentAddress) -> None:
         """Have a link to the node; one that is there stays."""
         if node in self._links:
             self._links[node].quiet = False
             return
         if self._look is None:
             self._look = self._background.start("silence of nodes", self._look_forever, policy=AGAIN)
-        link = self._links[node] = _Link(raylet, [], self._awake)
+        link = self._links[node] = _NodeConnection(raylet, [], self._awake)
         link.tasks = [
             self._background.start(f"{name} of node {node[:12]}", functools.partial(work, node, link), policy=AGAIN)
             for name, work in (("beats", self._beats), ("raylet", self._hold))
@@ -115,7 +115,7 @@ class Links:
 
     # ---- the two connections
 
-    async def _beats(self, node: str, link: _Link) -> None:
+    async def _beats(self, node: str, link: _NodeConnection) -> None:
         while True:
             place = None
             with contextlib.suppress(Exception):
@@ -136,7 +136,7 @@ class Links:
                 await self._look_at_raylet(node, link)
             await asyncio.sleep(TRY_AGAIN_S)
 
-    async def _hold(self, node: str, link: _Link) -> None:
+    async def _hold(self, node: str, link: _NodeConnection) -> None:
         while True:
             with contextlib.suppress(OSError, asyncio.TimeoutError):
                 reader, writer = await asyncio.wait_for(asyncio.open_connection(*link.raylet), CONNECT_S)
@@ -148,7 +148,7 @@ class Links:
             await self._look_at_raylet(node, link)
             await asyncio.sleep(TRY_AGAIN_S)
 
-    async def _look_at_raylet(self, node: str, link: _Link) -> None:
+    async def _look_at_raylet(self, node: str, link: _NodeConnection) -> None:
         """A connection broke: is the raylet still there?"""
         for _ in range(REFUSALS):
             try:
@@ -166,16 +166,16 @@ class Links:
             await asyncio.sleep(0.01)
         if self._links.get(node) is link:
             host, port = link.raylet
-            self._tell(LinkBroken(node, f"nothing listens at {host}:{port} any more ({why})"))
+            self._tell(ConnectionBroken(node, f"nothing listens at {host}:{port} any more ({why})"))
             self.shut(node)
 
     # ---- silence
 
-    def _heard(self, node: str, link: _Link) -> None:
+    def _heard(self, node: str, link: _NodeConnection) -> None:
         link.heard = self._awake + (time.monotonic() - self._looked)
         link.excused = False
         if link.silent:
-            self._tell(LinkHeard(node))
+            self._tell(HeartbeatReceived(node))
             link.silent = False
 
     async def _look_forever(self) -> None:
@@ -191,4 +191,4 @@ class Links:
                 silent_s = self._awake - link.heard
                 if not (link.quiet or link.excused) and silent_s >= self._suspect_s:
                     link.silent = True
-                    self._tell(LinkSilent(node, silent_s))
+                    self._tell(HeartbeatMissed(node, silent_s))

@@ -64,7 +64,7 @@ class _Lease:
     alive: bool | None = None  # what its node said last
 
 
-class Leases:
+class ClientLeases:
     """The leases of a controller's clients. Decides who is dead; ends nothing."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

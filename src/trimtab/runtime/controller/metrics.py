@@ -15,11 +15,11 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from trimtab.core.reasons import Chapter, Code
-from trimtab.machines.pool.events import Event, Started, Stopped
+from trimtab.core.reasons import ReasonCode, StoryEntry
+from trimtab.machines.pool.events import PoolEvent, TaskStarted, TaskStopped
 from trimtab.machines.pool.machine import PoolMachine
-from trimtab.machines.pool.records import Group, Stand, Task
-from trimtab.model.pool import IN_QUEUE, State
+from trimtab.machines.pool.records import PgState, PlacementGroup, PoolTask
+from trimtab.model.pool import IN_QUEUE, TaskState
 
 log = logging.getLogger("trimtab.controller")
 
@@ -31,7 +31,7 @@ _IN_QUEUE = frozenset(state.value for state in IN_QUEUE)
 
 
 @dataclass(frozen=True)
-class Metric:
+class MetricSpec:
     """One metric as it is made; every one has the label `controller`, too."""
 
     name: str
@@ -45,57 +45,63 @@ class Metric:
         return f"ray_{self.name}{'_total' if self.kind == 'counter' else ''}"
 
 
-PREEMPTIONS = Metric("trimtab_preemption_count", "counter", ("pool", "reason"), "Tasks that were evicted from a pool.")
-PREEMPTION_MS = Metric(
+PREEMPTIONS = MetricSpec(
+    "trimtab_preemption_count", "counter", ("pool", "reason"), "Tasks that were evicted from a pool."
+)
+PREEMPTION_MS = MetricSpec(
     "trimtab_preemption_execution_latency_ms",
     "histogram",
     ("pool",),
     "From the order to leave until the task that room was made for has started (evicted by hand: until it is gone).",
 )
-SCHEDULE_MS = Metric(
+SCHEDULE_MS = MetricSpec(
     "trimtab_task_schedule_latency_ms",
     "histogram",
     ("pool",),
     "From submission, or the return to the queue, until the task has started.",
 )
-QUEUE = Metric("trimtab_queue_length", "gauge", ("pool",), "Tasks that wait, evicted ones among them.")
-OLDEST_S = Metric("trimtab_queue_oldest_wait_s", "gauge", ("pool",), "How long the one that waits longest has waited.")
-SLOTS = Metric("trimtab_slots", "gauge", ("pool", "state"), "Slots: idle, taken, making, removing, wanted.")
-TASKS = Metric("trimtab_tasks", "gauge", ("pool", "state"), "Tasks that are remembered, by state.")
-WARM = Metric("trimtab_warm_hosts", "gauge", ("node", "state"), "Warm hosts that are ready, and that are starting.")
-WARM_TARGET = Metric("trimtab_warm_hosts_target", "gauge", ("pool",), "Warm hosts that the pool asks for.")
+QUEUE = MetricSpec("trimtab_queue_length", "gauge", ("pool",), "Tasks that wait, evicted ones among them.")
+OLDEST_S = MetricSpec(
+    "trimtab_queue_oldest_wait_s", "gauge", ("pool",), "How long the one that waits longest has waited."
+)
+SLOTS = MetricSpec("trimtab_slots", "gauge", ("pool", "state"), "Slots: idle, taken, making, removing, wanted.")
+TASKS = MetricSpec("trimtab_tasks", "gauge", ("pool", "state"), "Tasks that are remembered, by state.")
+WARM = MetricSpec("trimtab_warm_hosts", "gauge", ("node", "state"), "Warm hosts that are ready, and that are starting.")
+WARM_TARGET = MetricSpec("trimtab_warm_hosts_target", "gauge", ("pool",), "Warm hosts that the pool asks for.")
 METRICS = (PREEMPTIONS, PREEMPTION_MS, SCHEDULE_MS, QUEUE, OLDEST_S, SLOTS, TASKS, WARM, WARM_TARGET)
 
 Record = TypeVar("Record")
-Recorder = Callable[[float, dict[str, str]], None]
+MetricRecorder = Callable[[float, dict[str, str]], None]
 
 
-class Meter:
+class PoolMetrics:
     """Tells Ray's exporter what the machine does."""
 
-    def __init__(self, controller: str, machine: PoolMachine, make: Callable[[Metric], Recorder] | None = None) -> None:
+    def __init__(
+        self, controller: str, machine: PoolMachine, make: Callable[[MetricSpec], MetricRecorder] | None = None
+    ) -> None:
         self._machine = machine
         self._controller = {"controller": controller}
         self._counted = machine.eviction_count  # what was evicted before this process is not told again
         self._told: dict[str, set[tuple[str, ...]]] = {}  # labels of gauges, so that what is gone becomes nothing
         self._next_sample = 0.0
-        self._recorders: dict[str, Recorder] = {}
+        self._recorders: dict[str, MetricRecorder] = {}
         self.fault: str | None = None
         try:
             self._recorders = {one.name: (make or in_ray)(one) for one in METRICS}
         except Exception as fault:
             self._give_up(fault)
 
-    def heard(self, event: Event) -> None:
+    def heard(self, event: PoolEvent) -> None:
         """The machine has handled an event. Never raises."""
         if self.fault is not None:
             return
         try:
             if self._machine.eviction_count != self._counted:
                 self._count_evictions()
-            if isinstance(event, Started):
+            if isinstance(event, TaskStarted):
                 self._time_start(event)
-            elif isinstance(event, Stopped):
+            elif isinstance(event, TaskStopped):
                 self._time_leaving(event)
         except Exception as fault:
             self._give_up(fault)
@@ -120,17 +126,17 @@ class Meter:
         for one in self._machine.evictions[-new:]:
             self._record(PREEMPTIONS, 1, one.victim_pool, one.reason.code.value)
 
-    def _time_start(self, event: Started) -> None:
+    def _time_start(self, event: TaskStarted) -> None:
         task = self._machine.tasks.get(event.task)
         if task is None or task.attempt != event.attempt or task.started_at != self._machine.now:
             return  # late news, which changed nothing
         queued_at, claimed_at = _waited_since(task)
         if queued_at is not None:
             self._record(SCHEDULE_MS, (self._machine.now - queued_at) * 1e3, task.spec.pool)
-        if task.reason.code is Code.preempted and claimed_at is not None:
+        if task.reason.code is ReasonCode.preempted and claimed_at is not None:
             self._record(PREEMPTION_MS, (self._machine.now - claimed_at) * 1e3, task.spec.pool)
 
-    def _time_leaving(self, event: Stopped) -> None:
+    def _time_leaving(self, event: TaskStopped) -> None:
         """An eviction that makes room for nobody is over when its task is gone."""
         task = self._machine.tasks.get(event.task)
         told_at = _left_by_hand(task.story, self._machine.now) if task is not None else None
@@ -146,19 +152,19 @@ class Meter:
         self._tell(WARM_TARGET, {(name,): pool.spec.target_hosts for name, pool in self._machine.pools.items()})
 
     async def _sample_tasks(self, pools: list[str]) -> None:
-        states: dict[str, list[State]] = {pool: [] for pool in pools}
+        states: dict[str, list[TaskState]] = {pool: [] for pool in pools}
         since: dict[str, list[float]] = {pool: [] for pool in pools}
         async for part in _in_parts(self._machine.tasks.values()):
             for task in part:
                 state, pool = task.state, task.spec.pool
                 if pool in states:
                     states[pool].append(state)
-                    if state is State.waiting or state is State.evicted:
+                    if state is TaskState.waiting or state is TaskState.evicted:
                         since[pool].append(task.since)
         now = max(self._machine.now, time.time())
         self._tell(QUEUE, {(pool,): len(since[pool]) for pool in pools})
         self._tell(OLDEST_S, {(pool,): now - min(since[pool], default=now) for pool in pools})
-        self._tell(TASKS, {(pool, state.value): states[pool].count(state) for pool in pools for state in State})
+        self._tell(TASKS, {(pool, state.value): states[pool].count(state) for pool in pools for state in TaskState})
 
     async def _sample_slots(self, pools: list[str]) -> None:
         slots = {pool: dict.fromkeys(("idle", "taken", "making", "removing", "wanted"), 0) for pool in pools}
@@ -172,7 +178,7 @@ class Meter:
                 slots[name]["wanted"] = len(pool.spec.reserved) - there
         self._tell(SLOTS, {(pool, state): n for pool, by in slots.items() for state, n in by.items()})
 
-    def _tell(self, metric: Metric, figures: Mapping[tuple[str, ...], float]) -> None:
+    def _tell(self, metric: MetricSpec, figures: Mapping[tuple[str, ...], float]) -> None:
         told = self._told.setdefault(metric.name, set())
         for labels in told.difference(figures):
             self._record(metric, 0, *labels)
@@ -180,7 +186,7 @@ class Meter:
             self._record(metric, figure, *labels)
         self._told[metric.name] = set(figures)
 
-    def _record(self, metric: Metric, figure: float, *labels: str) -> None:
+    def _record(self, metric: MetricSpec, figure: float, *labels: str) -> None:
         tags = {**self._controller, **dict(zip(metric.labels, labels, strict=True))}
         self._recorders[metric.name](max(0.0, float(figure)), tags)
 
@@ -197,13 +203,13 @@ async def _in_parts(records: Collection[Record]) -> AsyncIterator[list[Record]]:
         await asyncio.sleep(0)
 
 
-def _standing(group: Group) -> str:
-    if group.stand is Stand.standing:
+def _standing(group: PlacementGroup) -> str:
+    if group.stand is PgState.standing:
         return "taken" if group.tenants else "idle"
-    return "making" if group.stand is Stand.making else "removing"
+    return "making" if group.stand is PgState.making else "removing"
 
 
-def _waited_since(task: Task) -> tuple[float | None, float | None]:
+def _waited_since(task: PoolTask) -> tuple[float | None, float | None]:
     """Since when a task that has just started was in the queue, and since when room was made for it."""
     queued_at = claimed_at = None
     left = False
@@ -211,31 +217,31 @@ def _waited_since(task: Task) -> tuple[float | None, float | None]:
         if chapter.state in _IN_QUEUE:
             left = True
             queued_at = chapter.at
-            if claimed_at is None and chapter.reason.code is Code.evicting:
+            if claimed_at is None and chapter.reason.code is ReasonCode.evicting:
                 claimed_at = chapter.at
         elif left:
             break
     return queued_at, claimed_at
 
 
-def _left_by_hand(story: list[Chapter], now: float) -> float | None:
+def _left_by_hand(story: list[StoryEntry], now: float) -> float | None:
     """When a task that has left just now was told to by a person; None where it did not, or for another reason."""
     gone = False
     for chapter in reversed(story):
-        if chapter.state == State.cancelling.value:
-            return chapter.at if gone and chapter.reason.code is Code.by_hand else None
+        if chapter.state == TaskState.cancelling.value:
+            return chapter.at if gone and chapter.reason.code is ReasonCode.by_hand else None
         if chapter.at < now:
             return None
-        gone = gone or chapter.state == State.evicted.value
+        gone = gone or chapter.state == TaskState.evicted.value
     return None
 
 
-def in_ray(metric: Metric) -> Recorder:
+def in_ray(metric: MetricSpec) -> MetricRecorder:
     """Make the metric in this process, which must be one of Ray's."""
     from ray.util import metrics
 
     common: dict[str, Any] = {"description": metric.meaning, "tag_keys": ("controller", *metric.labels)}
-    recorder: Recorder
+    recorder: MetricRecorder
     if metric.kind == "counter":
         recorder = metrics.Counter(metric.name, **common).inc
     elif metric.kind == "histogram":

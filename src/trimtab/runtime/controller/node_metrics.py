@@ -14,34 +14,36 @@ from typing import Any
 
 from trimtab.core.resources import Resources
 from trimtab.model.nodes import THERE, NodeState, NodeView
-from trimtab.runtime.controller.client_registry import Board
-from trimtab.runtime.controller.metrics import Metric, Recorder, in_ray
+from trimtab.runtime.controller.client_registry import ClientRegistry
+from trimtab.runtime.controller.metrics import MetricRecorder, MetricSpec, in_ray
 
 log = logging.getLogger("trimtab.controller")
 
-NODES = Metric("trimtab_nodes", "gauge", ("state",), "Nodes that are there or were not long ago, by state.")
-DESIRED = Metric("trimtab_desired_workers", "gauge", (), "Nodes that would be of use, those that are there included.")
-WANTED = Metric("trimtab_group_members_wanted", "gauge", ("group",), "Members that an elastic group could use.")
-SIZE = Metric("trimtab_group_members", "gauge", ("group",), "Members that work together in an elastic group.")
-REDONE = Metric("trimtab_group_steps_redone", "counter", ("group",), "Steps that were interrupted and done again.")
-RESTARTS = Metric("trimtab_group_restarts", "counter", ("group",), "Members that were lost, unhealthy or hung.")
-JOIN_MS = Metric(
+NODES = MetricSpec("trimtab_nodes", "gauge", ("state",), "Nodes that are there or were not long ago, by state.")
+DESIRED = MetricSpec(
+    "trimtab_desired_workers", "gauge", (), "Nodes that would be of use, those that are there included."
+)
+WANTED = MetricSpec("trimtab_group_members_wanted", "gauge", ("group",), "Members that an elastic group could use.")
+SIZE = MetricSpec("trimtab_group_members", "gauge", ("group",), "Members that work together in an elastic group.")
+REDONE = MetricSpec("trimtab_group_steps_redone", "counter", ("group",), "Steps that were interrupted and done again.")
+RESTARTS = MetricSpec("trimtab_group_restarts", "counter", ("group",), "Members that were lost, unhealthy or hung.")
+JOIN_MS = MetricSpec(
     "trimtab_node_join_to_step_ms", "histogram", ("group",), "From the join of a node to the first step with it."
 )
-LEAD_MS = Metric(
+LEAD_MS = MetricSpec(
     "trimtab_drain_lead_ms", "histogram", ("group",), "How long before a node's deadline its last member was gone."
 )
 METRICS = (NODES, DESIRED, WANTED, SIZE, REDONE, RESTARTS, JOIN_MS, LEAD_MS)
 
 
-class FleetMeter:
+class NodeMetrics:
     """Tells figures of nodes and groups. Never raises."""
 
-    def __init__(self, controller: str, make: Callable[[Metric], Recorder] = in_ray) -> None:
+    def __init__(self, controller: str, make: Callable[[MetricSpec], MetricRecorder] = in_ray) -> None:
         self._controller = {"controller": controller}
         self._counted: dict[tuple[str, str], float] = {}  # by metric and group: what its counter was last said to be
         self._groups: set[str] = set()  # that have a gauge
-        self._recorders: dict[str, Recorder] = {}
+        self._recorders: dict[str, MetricRecorder] = {}
         self.fault: str | None = None
         try:
             self._recorders = {one.name: make(one) for one in METRICS}
@@ -65,7 +67,7 @@ class FleetMeter:
         except Exception as fault:
             self._give_up(fault)
 
-    def sample(self, nodes: Sequence[NodeView], desired: int, board: Board) -> None:
+    def sample(self, nodes: Sequence[NodeView], desired: int, board: ClientRegistry) -> None:
         """Tell how nodes and groups stand."""
         if self.fault is not None:
             return
@@ -83,7 +85,7 @@ class FleetMeter:
         except Exception as fault:
             self._give_up(fault)
 
-    def _record(self, metric: Metric, figure: float, *labels: str) -> None:
+    def _record(self, metric: MetricSpec, figure: float, *labels: str) -> None:
         tags = {**self._controller, **dict(zip(metric.labels, labels, strict=True))}
         self._recorders[metric.name](max(0.0, float(figure)), tags)
 

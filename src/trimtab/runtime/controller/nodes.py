@@ -19,23 +19,23 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trimtab.core.errors import InputError, TrimtabError
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.core.resources import GRAIN, NOTHING, Resources, total
 from trimtab.machines.nodes import events as news
 from trimtab.machines.nodes.drain import evict_after_s
 from trimtab.machines.nodes.machine import NodeMachine
-from trimtab.machines.nodes.state import Node
-from trimtab.machines.pool.events import Event, NodeCordoned, NodeEmptied, NodeJoined, NodeLost
+from trimtab.machines.nodes.state import TrackedNode
+from trimtab.machines.pool.events import NodeCordoned, NodeDrained, NodeJoined, NodeLost, PoolEvent
 from trimtab.machines.pool.machine import PoolMachine
-from trimtab.machines.pool.records import Stand
+from trimtab.machines.pool.records import PgState
 from trimtab.model.nodes import NodeFacts, NodeState, NodeView
-from trimtab.model.pool import Labels, Policy
-from trimtab.runtime.controller.heartbeats import Links, Place
+from trimtab.model.pool import Labels, PreemptionPolicy
+from trimtab.runtime.controller.heartbeats import AgentAddress, NodeHeartbeats
 from trimtab.runtime.procs.background import Background, describe
 from trimtab.runtime.rayapi import draining
 from trimtab.runtime.store.journal import NODE_EVENTS, DamagedError, Journal
-from trimtab.runtime.workers.environments import Environments, HostKind
-from trimtab.runtime.workers.task_workers import Members
+from trimtab.runtime.workers.environments import RuntimeEnvironments, WarmWorkerKind
+from trimtab.runtime.workers.task_workers import TaskWorkerManager
 
 log = logging.getLogger("trimtab.controller")
 
@@ -50,7 +50,7 @@ IN_ORDER = (1, 3, 4)  # Ray's reasons for the end of a node that somebody meant:
 
 
 @dataclass(frozen=True)
-class NodeLooked:
+class RayNodeFigures:
     """A living node, in Ray's figures."""
 
     node: str
@@ -61,7 +61,7 @@ class NodeLooked:
     kind: str = ""
     address: str = ""
     name: str = ""
-    raylet: Place = ("", 0)
+    raylet: AgentAddress = ("", 0)
 
     @property
     def facts(self) -> NodeFacts:
@@ -70,49 +70,49 @@ class NodeLooked:
 
 
 @dataclass(frozen=True)
-class Look:
+class RayNodesView:
     """What Ray says of its nodes at one time."""
 
-    nodes: tuple[NodeLooked, ...]
+    nodes: tuple[RayNodeFigures, ...]
     ended: Mapping[str, int] = field(default_factory=dict)  # by node that is dead: Ray's number for the reason
     draining: Mapping[str, float | None] = field(default_factory=dict)  # by node: deadline, in epoch seconds
 
 
 @dataclass(frozen=True)
-class Held:
+class NodeHoldings:
     """Our groups on one node, and what they hold of it."""
 
-    groups: tuple[tuple[str, Stand], ...]
+    groups: tuple[tuple[str, PgState], ...]
     amounts: Resources
 
-    def outside(self, seen: NodeLooked) -> Resources:
+    def outside(self, seen: RayNodeFigures) -> Resources:
         """What others hold of the node."""
         return seen.total.minus(seen.available).minus(self.amounts)
 
 
-_NOTHING_HELD = Held((), NOTHING)
+_NOTHING_HELD = NodeHoldings((), NOTHING)
 
 
-class World(Protocol):
+class NodeMonitorContext(Protocol):
     """What the watch needs of the controller."""
 
     machine: PoolMachine
-    environments: Environments
+    environments: RuntimeEnvironments
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: PoolEvent) -> None:
         """Tell the machine; never raises."""
 
     def now(self) -> float:
         """The time of all machines."""
 
 
-class NodeWatch:
+class NodeMonitor:
     """Follows Ray's nodes. `known` are those that the pool's machine was told of."""
 
     def __init__(
         self,
-        world: World,
-        members: Members,
+        world: NodeMonitorContext,
+        members: TaskWorkerManager,
         ray: Any,
         directory: Path,
         on_lost: Callable[[str], None],
@@ -125,9 +125,11 @@ class NodeWatch:
         self._on_lost = on_lost
         self._on_change = on_change
         self.journal, self.machine, self.set_aside = _opened(directory, members.background)
-        self._links = Links(self._tell_link, members.link_place, self.machine.policy.suspect_s, members.background)
+        self._links = NodeHeartbeats(
+            self._tell_link, members.link_place, self.machine.policy.suspect_s, members.background
+        )
         self.known: dict[str, NodeJoined] = {}
-        self._raylets: dict[str, Place] = {}
+        self._raylets: dict[str, AgentAddress] = {}
         self._joining: dict[str, asyncio.Task[None]] = {}
         self._closed: dict[str, str] = {}  # nodes that take nothing new, and why
         self._emptying: dict[str, asyncio.TimerHandle] = {}
@@ -135,7 +137,7 @@ class NodeWatch:
         self._was_lost: set[str] = set()  # and may hold what was given up there
         self._behind: set[asyncio.Task[None]] = set()
         self._before: dict[str, Resources] = {}  # what others held by the last look
-        self._groups: dict[str, tuple[tuple[str, Stand], ...]] = {}  # of ours, by the last look
+        self._groups: dict[str, tuple[tuple[str, PgState], ...]] = {}  # of ours, by the last look
         self._timer: asyncio.TimerHandle | None = None
         self._version = self.machine.version
         self._stopped = False
@@ -166,7 +168,7 @@ class NodeWatch:
         draining.checked_deadline(deadline_s)
         found = await asyncio.to_thread(draining.found, self._ray, node)
         deadline = None if deadline_s is None else self._world.now() + deadline_s
-        self.handle(news.DrainAsked(found, deadline, cause))
+        self.handle(news.DrainRequested(found, deadline, cause))
         await asyncio.to_thread(draining.drain, self._ray, found, deadline_s, cause)
         return found
 
@@ -190,7 +192,7 @@ class NodeWatch:
         deadline = self.machine.next_deadline()
         if deadline is not None and not self._stopped:
             delay_s = min(3600.0, max(not_before_s, deadline - self._world.now()))
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._feed, news.Tick())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._feed, news.NodeTick())
 
     # ---- looking ----------------------------------------------------------------------------------------------
 
@@ -219,7 +221,7 @@ class NodeWatch:
             self._see(one, held.get(node, _NOTHING_HELD))
         for node, deadline in seen.draining.items():
             if node in alive:
-                self._feed(news.DrainAsked(node, self._from_epoch(deadline), "Ray drains it", by_ray=True))
+                self._feed(news.DrainRequested(node, self._from_epoch(deadline), "Ray drains it", by_ray=True))
         self._release_empty(held)
         self._agree()
         if wait and self._joining:
@@ -245,11 +247,11 @@ class NodeWatch:
                 self._close_again(self.machine.nodes[node])
         self._set_timer()
 
-    def _close_again(self, record: Node) -> None:
+    def _close_again(self, record: TrackedNode) -> None:
         """Have a node spared or emptied that is not, though it is to be."""
         if record.state is NodeState.draining:
             deadline = record.drain.deadline if record.drain is not None else None
-            self._empty(news.EmptyNode(record.id, deadline, record.reason))
+            self._empty(news.DrainNode(record.id, deadline, record.reason))
         elif record.state is NodeState.suspect:
             self._close_node(record.id, record.reason.sentence)
 
@@ -258,8 +260,12 @@ class NodeWatch:
         for node in list(self.known):
             record = self.machine.nodes.get(node)
             if record is None or not record.there:
-                reason = record.reason if record is not None else Reason(Code.ray_lost, "Ray does not have it any more")
-                self._lose(news.LoseNode(node, reason))
+                reason = (
+                    record.reason
+                    if record is not None
+                    else Reason(ReasonCode.ray_lost, "Ray does not have it any more")
+                )
+                self._lose(news.RemoveNode(node, reason))
         for record in self.machine.nodes.values():
             if record.in_use and record.id not in self.known and record.id not in self._joining:
                 self._use(news.UseNode(record.id, record.facts, record.outside, record.reason))
@@ -277,12 +283,12 @@ class NodeWatch:
             task.cancel()
         self.journal.close()
 
-    def _see(self, one: NodeLooked, held: Held) -> None:
+    def _see(self, one: RayNodeFigures, held: NodeHoldings) -> None:
         """Tell what is new of a node."""
         told = self.known.get(one.node)
         outside = held.outside(one)
         if told is not None:
-            stands = all(stand is Stand.standing for _, stand in held.groups)
+            stands = all(stand is PgState.standing for _, stand in held.groups)
             settled = stands and held.groups == self._groups.get(one.node)
             seen_twice = settled and self._before.get(one.node) == outside
             self._groups[one.node], self._before[one.node] = held.groups, outside
@@ -302,11 +308,11 @@ class NodeWatch:
     def _do(self, one: news.NodeInstruction) -> None:
         if isinstance(one, news.UseNode):
             self._use(one)
-        elif isinstance(one, news.SpareNode):
+        elif isinstance(one, news.CordonNode):
             self._close_node(one.node, one.reason.sentence)
-        elif isinstance(one, news.EmptyNode):
+        elif isinstance(one, news.DrainNode):
             self._empty(one)
-        elif isinstance(one, news.LoseNode):
+        elif isinstance(one, news.RemoveNode):
             self._lose(one)
         else:
             change = one.change
@@ -354,7 +360,7 @@ class NodeWatch:
         if node in self._raylets:
             self._links.open(node, self._raylets[node])
 
-    def _expected(self) -> dict[HostKind, int]:
+    def _expected(self) -> dict[WarmWorkerKind, int]:
         """Hosts that a node will need as soon as it is used."""
         machine, environments = self._world.machine, self._world.environments
         pools = [pool.spec for pool in machine.pools.values()]
@@ -370,26 +376,26 @@ class NodeWatch:
             self._world.feed(NodeCordoned(node))
         self._closed[node] = why
 
-    def _empty(self, one: news.EmptyNode) -> None:
+    def _empty(self, one: news.DrainNode) -> None:
         """Nothing new goes there; whoever is there yet a while before the deadline is evicted."""
         self._close_node(one.node, one.reason.sentence)
         self._stop_emptying(one.node)
         left_s = None if one.deadline is None else one.deadline - self._world.now()
-        wait_s = evict_after_s(left_s, self._world.machine.policy or Policy())
+        wait_s = evict_after_s(left_s, self._world.machine.policy or PreemptionPolicy())
         loop = asyncio.get_running_loop()
         self._emptying[one.node] = loop.call_later(wait_s, self._evict_all, one.node, one.reason.sentence)
 
     def _evict_all(self, node: str, why: str) -> None:
         self._emptying.pop(node, None)
         if node in self.known:
-            self._world.feed(NodeEmptied(node, why))
+            self._world.feed(NodeDrained(node, why))
 
     def _stop_emptying(self, node: str) -> None:
         handle = self._emptying.pop(node, None)
         if handle is not None:
             handle.cancel()
 
-    def _lose(self, one: news.LoseNode) -> None:
+    def _lose(self, one: news.RemoveNode) -> None:
         node = one.node
         self._closed.pop(node, None)
         self._stop_emptying(node)
@@ -406,7 +412,7 @@ class NodeWatch:
         self._on_lost(node)
         self._do_behind(node, self._members.node_lost(node))
 
-    def _release_empty(self, held: Mapping[str, Held]) -> None:
+    def _release_empty(self, held: Mapping[str, NodeHoldings]) -> None:
         """A drained node goes by itself once nothing is on it: wardens and warm hosts must not hold it up."""
         for node in self._closed:
             known = self.machine.nodes.get(node)
@@ -428,16 +434,16 @@ class NodeWatch:
         self._behind.add(task)
         task.add_done_callback(self._behind.discard)
 
-    def _held(self, without: str | None = None) -> dict[str, Held]:
+    def _held(self, without: str | None = None) -> dict[str, NodeHoldings]:
         """By node, what our groups hold, other than one that could not be made."""
-        groups: dict[str, list[tuple[str, Stand]]] = {}
+        groups: dict[str, list[tuple[str, PgState]]] = {}
         bundles: dict[str, list[Resources]] = {}
         for group in self._world.machine.groups.values():
             if group.id != without:
                 for bundle, node in zip(group.bundles, group.nodes, strict=True):
                     groups.setdefault(node, []).append((group.id, group.stand))
                     bundles.setdefault(node, []).append(bundle)
-        return {node: Held(tuple(groups[node]), total(bundles[node])) for node in groups}
+        return {node: NodeHoldings(tuple(groups[node]), total(bundles[node])) for node in groups}
 
 
 def _opened(directory: Path, background: Background) -> tuple[Journal, NodeMachine, str | None]:
@@ -463,7 +469,7 @@ def _replayed(journal: Journal) -> NodeMachine:
     return machine
 
 
-def look(ray: Any) -> Look:
+def look(ray: Any) -> RayNodesView:
     """Ray's nodes, now. Blocks; not for the loop."""
     from ray._private import state  # Ray has no public call for what is available on each node
 
@@ -481,7 +487,7 @@ def look(ray: Any) -> Look:
         address = str(node.get("NodeManagerAddress") or "")
         name = str(node.get("NodeName") or "")
         seen.append(
-            NodeLooked(
+            RayNodeFigures(
                 str(node["NodeID"]),
                 everything,
                 _among(free, everything),
@@ -493,7 +499,7 @@ def look(ray: Any) -> Look:
                 raylet=(address, int(node.get("NodeManagerPort") or 0)),
             )
         )
-    return Look(tuple(seen), ended, draining.draining(ray))
+    return RayNodesView(tuple(seen), ended, draining.draining(ray))
 
 
 def _kind(amounts: Mapping[str, float], labels: Labels) -> str:

@@ -16,30 +16,39 @@ from typing import Protocol
 from trimtab.core import plain_data as plain
 from trimtab.core.codec import decode
 from trimtab.core.errors import TrimtabError
-from trimtab.machines.pool.events import Died, Event, Found, FoundTask, GroupLost, Instruction, MakeGroup, Start
+from trimtab.machines.pool.events import (
+    CreatePlacementGroup,
+    PlacementGroupLost,
+    PoolEvent,
+    PoolInstruction,
+    RecoveredTask,
+    StartTask,
+    StateRecovered,
+    TaskDied,
+)
 from trimtab.machines.pool.machine import PoolMachine
-from trimtab.machines.pool.records import Stand, Task
-from trimtab.model.pool import HOLDS_SLOTS, PoolSpec, State, TaskSpec
-from trimtab.runtime.controller.executor import Deeds
-from trimtab.runtime.controller.nodes import NodeWatch
-from trimtab.runtime.workers.task_workers import GroupSeen, Member, Members
-from trimtab.runtime.workers.worker_process import Seat
+from trimtab.machines.pool.records import PgState, PoolTask
+from trimtab.model.pool import HOLDS_SLOTS, PoolSpec, TaskSpec, TaskState
+from trimtab.runtime.controller.executor import InstructionExecutor
+from trimtab.runtime.controller.nodes import NodeMonitor
+from trimtab.runtime.workers.task_workers import FoundPlacementGroup, TaskWorker, TaskWorkerManager
+from trimtab.runtime.workers.worker_process import WorkerIdentity
 
 log = logging.getLogger("trimtab.controller")
 
 ANSWER_S = 60.0
 
 
-class World(Protocol):
+class RecoveryContext(Protocol):
     """What recovery needs of the controller."""
 
     machine: PoolMachine
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: PoolEvent) -> None:
         """Tell the machine; never raises."""
 
 
-async def take_up_unknown(world: World, members: Members) -> str | None:
+async def take_up_unknown(world: RecoveryContext, members: TaskWorkerManager) -> str | None:
     """The journal is empty: take up whatever runs whole and knows what it is; a sentence if anything was alive.
 
     What is left over is ended when the rest is reconciled. Who may evict whom was in the journal alone.
@@ -48,7 +57,7 @@ async def take_up_unknown(world: World, members: Members) -> str | None:
     groups = await asyncio.wait_for(members.groups(), ANSWER_S)
     if not seats and not groups:
         return None
-    by_start: dict[tuple[str, int], list[Seat]] = {}
+    by_start: dict[tuple[str, int], list[WorkerIdentity]] = {}
     for seat in seats.values():
         by_start.setdefault((seat.task, seat.attempt), []).append(seat)
     pools: dict[str, PoolSpec] = {}
@@ -66,8 +75,8 @@ async def take_up_unknown(world: World, members: Members) -> str | None:
             continue
         pools[pool.name] = pool
         nodes = tuple(str(node) for node in group.nodes)
-        found.append(FoundTask(spec, attempt, seat.group, nodes, facts["reserved"]))
-    world.feed(Found(tuple(pools.values()), tuple(found)))
+        found.append(RecoveredTask(spec, attempt, seat.group, nodes, facts["reserved"]))
+    world.feed(StateRecovered(tuple(pools.values()), tuple(found)))
     known = [one.spec.id for one in found if one.spec.id in world.machine.tasks]
     lost = sorted({task for task, _ in by_start} - set(known))
     ended = f"; ended, for they could not be: {', '.join(lost)}" if lost else ""
@@ -77,14 +86,16 @@ async def take_up_unknown(world: World, members: Members) -> str | None:
     )
 
 
-async def reconcile(world: World, members: Members, deeds: Deeds, watch: NodeWatch) -> None:
+async def reconcile(
+    world: RecoveryContext, members: TaskWorkerManager, deeds: InstructionExecutor, watch: NodeMonitor
+) -> None:
     """Bring the machine, as the journal left it, together with what is there."""
     before = world.machine.outstanding()
     seen, groups = await _ask(members)
-    starts = {(one.task, one.attempt): one for one in before if isinstance(one, Start)}
+    starts = {(one.task, one.attempt): one for one in before if isinstance(one, StartTask)}
     kept, resumed = _take_up(world.machine, deeds, seen, starts)
     await asyncio.wait_for(members.sweep(kept), ANSWER_S)
-    making = {one.group for one in before if isinstance(one, MakeGroup)}
+    making = {one.group for one in before if isinstance(one, CreatePlacementGroup)}
     unowned = [one for one in groups.values() if one.group not in world.machine.groups or one.group in making]
     await _remove(members, unowned)
     await deeds.collect_states()
@@ -96,14 +107,17 @@ async def reconcile(world: World, members: Members, deeds: Deeds, watch: NodeWat
 
 
 def _take_up(
-    machine: PoolMachine, deeds: Deeds, seen: Sequence[Member], starts: dict[tuple[str, int], Start]
-) -> tuple[list[Member], set[Start]]:
+    machine: PoolMachine,
+    deeds: InstructionExecutor,
+    seen: Sequence[TaskWorker],
+    starts: dict[tuple[str, int], StartTask],
+) -> tuple[list[TaskWorker], set[StartTask]]:
     """Attach the processes that belong to a task's present attempt; which they are, and which starts go on."""
-    by_start: dict[tuple[str, int], list[Member]] = {}
+    by_start: dict[tuple[str, int], list[TaskWorker]] = {}
     for member in seen:
         by_start.setdefault((member.task, member.attempt), []).append(member)
-    kept: list[Member] = []
-    resumed: set[Start] = set()
+    kept: list[TaskWorker] = []
+    resumed: set[StartTask] = set()
     for key, found in by_start.items():
         record = machine.tasks.get(key[0])
         if record is None or record.attempt != key[1] or record.state not in HOLDS_SLOTS:
@@ -116,35 +130,40 @@ def _take_up(
             deeds.resume(start, found)
         else:
             deeds.attach(record.id, found)
-            if record.state in (State.running, State.parked) and _whole(record, found):
+            if record.state in (TaskState.running, TaskState.parked) and _whole(record, found):
                 deeds.follow(*key)
         kept += found
     return kept, resumed
 
 
-def _whole(record: Task, found: Collection[Member]) -> bool:
+def _whole(record: PoolTask, found: Collection[TaskWorker]) -> bool:
     return {member.rank for member in found} == set(range(record.spec.processes))
 
 
-def _tell_lost_groups(world: World, seen: dict[str, GroupSeen]) -> None:
+def _tell_lost_groups(world: RecoveryContext, seen: dict[str, FoundPlacementGroup]) -> None:
     for group in list(world.machine.groups.values()):
-        if group.stand is not Stand.standing:
+        if group.stand is not PgState.standing:
             continue
         there = seen.get(group.id)
         if there is None:
-            world.feed(GroupLost(group.id, "the placement group is gone"))
+            world.feed(PlacementGroupLost(group.id, "the placement group is gone"))
         elif not there.intact or there.nodes != group.nodes:
-            world.feed(GroupLost(group.id, "Ray has not all of its bundles where they were"))
+            world.feed(PlacementGroupLost(group.id, "Ray has not all of its bundles where they were"))
 
 
-def _tell_dead(world: World, deeds: Deeds) -> None:
+def _tell_dead(world: RecoveryContext, deeds: InstructionExecutor) -> None:
     for record in list(world.machine.tasks.values()):
-        if record.state in (State.running, State.parked) and not _whole(record, deeds.running.get(record.id, ())):
-            world.feed(Died(record.id, record.attempt, "its process ended while the controller was away"))
+        if record.state in (TaskState.running, TaskState.parked) and not _whole(
+            record, deeds.running.get(record.id, ())
+        ):
+            world.feed(TaskDied(record.id, record.attempt, "its process ended while the controller was away"))
 
 
 def _carry_on(
-    machine: PoolMachine, deeds: Deeds, before: Sequence[Instruction], resumed: Collection[Instruction]
+    machine: PoolMachine,
+    deeds: InstructionExecutor,
+    before: Sequence[PoolInstruction],
+    resumed: Collection[PoolInstruction],
 ) -> None:
     """Begin again what was under way and is still wanted."""
     wanted = machine.outstanding()
@@ -153,11 +172,11 @@ def _carry_on(
             deeds.begin(one)
 
 
-async def _ask(members: Members) -> tuple[list[Member], dict[str, GroupSeen]]:
+async def _ask(members: TaskWorkerManager) -> tuple[list[TaskWorker], dict[str, FoundPlacementGroup]]:
     return await asyncio.wait_for(members.seen(), ANSWER_S), await asyncio.wait_for(members.groups(), ANSWER_S)
 
 
-async def _remove(members: Members, groups: Collection[GroupSeen]) -> None:
+async def _remove(members: TaskWorkerManager, groups: Collection[FoundPlacementGroup]) -> None:
     removed = [asyncio.wait_for(members.remove_group(one.group, one.pool), ANSWER_S) for one in groups]
     for one, fault in zip(groups, await asyncio.gather(*removed, return_exceptions=True), strict=True):
         if fault is not None:

@@ -14,9 +14,9 @@ from typing import Any, ParamSpec, TypeVar
 from trimtab.core import errors
 from trimtab.core.reasons import Reason
 from trimtab.model.nodes import NodeView
-from trimtab.model.pool import Labels, State
+from trimtab.model.pool import Labels, TaskState
 from trimtab.runtime.rayapi import draining
-from trimtab.runtime.workers.task_workers import Member
+from trimtab.runtime.workers.task_workers import TaskWorker
 
 log = logging.getLogger("trimtab.controller")
 
@@ -38,30 +38,30 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class TaskSeen:
+class TaskSnapshot:
     """What the controller says of a task."""
 
     id: str
     pool: str
-    state: State
+    state: TaskState
     reason: Reason
     priority: float
     labels: Labels
     attempt: int
     evictions: int
     how: str  # what it runs in, and why
-    members: tuple[Member, ...] = ()
+    members: tuple[TaskWorker, ...] = ()
     handles: tuple[Any, ...] = ()  # Ray's, of those members; None where a client has to look it up by its name
 
 
 @dataclass(frozen=True)
-class News:
+class ClientUpdate:
     """What changed since a client asked last: nodes, and those of its tasks that are in another state."""
 
     version: int  # of the nodes; to be given with the next ask
     nodes: tuple[NodeView, ...]  # that are there, in node order
     change: int  # number of the last Change that the nodes include
-    tasks: tuple[TaskSeen, ...] = ()
+    tasks: tuple[TaskSnapshot, ...] = ()
 
 
 def controller_name(name: str) -> str:

@@ -21,10 +21,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from trimtab.core.errors import InputError, TrimtabError, printable
-from trimtab.runtime.dashboard.feed import Client, Feed
-from trimtab.runtime.dashboard.source import Source
+from trimtab.runtime.dashboard.feed import Feed, FeedClient
+from trimtab.runtime.dashboard.source import PageSource
 from trimtab.runtime.gateway.errors import Refusal
-from trimtab.runtime.gateway.guard import Guard
+from trimtab.runtime.gateway.guard import GatewayGuard
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.procs.background import describe
 
@@ -59,7 +59,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 class DashboardApp:
     """Serves one source. `follow` must run for anything to change."""
 
-    def __init__(self, source: Source, token: str, *, every_s: float = EVERY_S) -> None:
+    def __init__(self, source: PageSource, token: str, *, every_s: float = EVERY_S) -> None:
         self._source = source
         self._every_s = every_s
         self._turn = asyncio.Lock()  # for asking the source
@@ -68,11 +68,11 @@ class DashboardApp:
         self._looked, self._looked_at = asyncio.Event(), 0.0
         self._fault = ""
         self._logged: set[str] = set()
-        self._guard = Guard(GatewaySettings(token=token, max_body_bytes=MOST_BYTES))
+        self._guard = GatewayGuard(GatewaySettings(token=token, max_body_bytes=MOST_BYTES))
         self._files = source.files()
         self._app = Starlette(
             routes=[
-                Route("/events", _Raw(self._stream)),
+                Route("/events", _AsgiEndpoint(self._stream)),
                 Route("/story", self._story),
                 Route("/state", self._state_now),
                 Route("/change/{what}", self._change, methods=["POST"]),
@@ -213,7 +213,7 @@ class DashboardApp:
         last = request.headers.get("last-event-id") or request.query_params.get("after", "")
         heads = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
         await send({"type": "http.response.start", "status": 200, "headers": heads})
-        client = Client()
+        client = FeedClient()
         gone = asyncio.create_task(_until_gone(receive))
         sending = asyncio.create_task(self._send_all(client, last, send))
         try:
@@ -226,7 +226,7 @@ class DashboardApp:
         with contextlib.suppress(asyncio.TimeoutError, OSError):  # it may be gone
             await asyncio.wait_for(send({"type": "http.response.body", "body": b""}), 1.0)
 
-    async def _send_all(self, client: Client, last: str, send: Send) -> None:
+    async def _send_all(self, client: FeedClient, last: str, send: Send) -> None:
         async def give(data: bytes) -> None:
             await asyncio.wait_for(send({"type": "http.response.body", "body": data, "more_body": True}), SEND_S)
 
@@ -250,7 +250,7 @@ class DashboardApp:
             await give(b"event: behind\ndata: {}\n\n")
 
 
-class _Raw:
+class _AsgiEndpoint:
     """Something that answers by itself, where a route would take it for a function of a request."""
 
     def __init__(self, answers: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:

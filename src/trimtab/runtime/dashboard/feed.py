@@ -17,7 +17,7 @@ WAITING = 32  # messages for one client
 WAITING_BYTES = 8 * 2**20
 
 
-class Client:
+class FeedClient:
     """Whoever looks: what is still to be sent. `behind` once it was dropped."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Feed:
         self.number = 0
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
-        self.clients: set[Client] = set()
+        self.clients: set[FeedClient] = set()
         self.is_over = False
 
     def publish(self, data: bytes) -> None:

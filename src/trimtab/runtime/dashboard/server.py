@@ -20,7 +20,7 @@ import uvicorn
 
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime.dashboard.app import EVERY_S, DashboardApp
-from trimtab.runtime.dashboard.source import Source
+from trimtab.runtime.dashboard.source import PageSource
 from trimtab.runtime.http.listening import allow_files, listening, quiet_server
 from trimtab.runtime.http.tokens import DASHBOARD
 from trimtab.runtime.http.tokens import token as token_of
@@ -42,7 +42,7 @@ class DashboardServer:
 
     def __init__(
         self,
-        source: Source,
+        source: PageSource,
         port: int | None = None,
         *,
         every_s: float = EVERY_S,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 
-class Source(Protocol):
+class PageSource(Protocol):
     """Called from one thread at a time, but not always the same. May take its time."""
 
     def look(self) -> Mapping[str, Any] | None:

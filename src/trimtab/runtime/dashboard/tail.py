@@ -17,7 +17,7 @@ from trimtab.runtime.run.folder import EVENTS
 AT_ONCE = 2**23  # bytes of one look: a large run comes in pieces, and nobody waits for all of it
 
 
-class Tail:
+class EventTail:
     """Reads on where it stopped."""
 
     def __init__(self, folder: Path) -> None:

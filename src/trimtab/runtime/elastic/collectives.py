@@ -17,17 +17,17 @@ from typing import Any
 
 from trimtab.machines.elastic.events import EnterWorld, RunStep
 from trimtab.model.nodes import World
-from trimtab.runtime.elastic.member import Facts, Half, MemberWorld, PartLostError, Talents
-from trimtab.runtime.elastic.member_client import Line, MemberGoneError, MemberHungError, MemberRaisedError
+from trimtab.runtime.elastic.member import MemberFacts, MemberMethods, MemberWorld, PartLostError, StepHalf
+from trimtab.runtime.elastic.member_client import MemberClient, MemberGoneError, MemberHungError, MemberRaisedError
 
 FOLLOW_S = 0.2  # after a loss in the second half, until the others are told to wait no longer for its part
 ANSWER_S = 30.0
 
-LetGo = Callable[[Line], Awaitable[None]]
+ReleaseMember = Callable[[MemberClient], Awaitable[None]]
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptState:
     """A state that this process keeps, since nobody else could: the step it includes, and a reference to it."""
 
     step: int
@@ -42,17 +42,24 @@ class StateLostError(Exception):
 
 
 @dataclass(frozen=True)
-class Entered:
+class WorldSetupResult:
     """What came of entering a world. `failed`: members by name that did not answer, and why."""
 
     failed: dict[str, str] = field(default_factory=dict)
 
 
-class Entry:
+class WorldSetup:
     """Enters one world."""
 
-    def __init__(self, order: EnterWorld, lines: dict[str, Line], talents: Talents, steps: int, kept: Kept | None,
-                 now: Callable[[], float]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        order: EnterWorld,
+        lines: dict[str, MemberClient],
+        talents: MemberMethods,
+        steps: int,
+        kept: KeptState | None,
+        now: Callable[[], float],
+    ) -> None:
         self._order = order
         self._lines = lines
         self._talents = talents
@@ -61,7 +68,7 @@ class Entry:
         self._now = now
         self._given: dict[str, asyncio.Task[Any]] = {}
 
-    async def run(self) -> Entered:
+    async def run(self) -> WorldSetupResult:
         """Leavers hand over, newcomers take over, all learn of the world. StateLostError: there is nothing to take."""
         failed: dict[str, str] = {}
         if self._talents.replicated:
@@ -72,7 +79,7 @@ class Entry:
         if not failed:
             told = [self._tell(world, rank, failed) for rank in range(world.size)]
             await asyncio.gather(*told)
-        return Entered(failed)
+        return WorldSetupResult(failed)
 
     async def _replicate(self, failed: dict[str, str]) -> None:
         """Every member of the world that lacks the current state gets it from one that has it."""
@@ -98,7 +105,7 @@ class Entry:
         found = []
         for one in behind:
             with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError):
-                facts: Facts = await self._lines[one].call("facts", within_s=self._left_s())
+                facts: MemberFacts = await self._lines[one].call("facts", within_s=self._left_s())
                 if facts.committed == self._steps:
                     self._lines[one].committed = facts.committed
                     found.append(one)
@@ -128,9 +135,9 @@ class Entry:
             self._given[source] = asyncio.ensure_future(call)
         return await asyncio.shield(self._given[source])
 
-    async def _take(self, line: Line, committed: int, state: Any, failed: dict[str, str]) -> None:
+    async def _take(self, line: MemberClient, committed: int, state: Any, failed: dict[str, str]) -> None:
         try:
-            facts: Facts = await line.call("take", committed, [state], within_s=self._left_s())
+            facts: MemberFacts = await line.call("take", committed, [state], within_s=self._left_s())
             line.committed = facts.committed
         except (MemberGoneError, MemberHungError, MemberRaisedError, PartLostError) as fault:
             failed[line.member] = str(fault)
@@ -187,7 +194,12 @@ class StepRun:
     """Runs one attempt at a step with one world."""
 
     def __init__(
-        self, order: RunStep, lines: Sequence[Line], talents: Talents, timeout_s: float, let_go: LetGo
+        self,
+        order: RunStep,
+        lines: Sequence[MemberClient],
+        talents: MemberMethods,
+        timeout_s: float,
+        let_go: ReleaseMember,
     ) -> None:
         self._order = order
         self._lines = list(lines)  # by rank
@@ -205,7 +217,7 @@ class StepRun:
         """Both halves."""
         began = time.monotonic()
         parts: list[Any] = [None] * len(self._lines)
-        halves: list[Half | None] = [None] * len(self._lines)
+        halves: list[StepHalf | None] = [None] * len(self._lines)
         stopped = await self._compute(batch, parts, halves)
         if stopped is None:
             outcome = await (self._commit(parts) if self._talents.commit else self._fetch(parts))
@@ -214,7 +226,7 @@ class StepRun:
         computed = tuple(half.seconds if half else 0.0 for half in halves)
         return replace(outcome, compute_s=computed, seconds=time.monotonic() - began)
 
-    async def _compute(self, batch: Any, parts: list[Any], halves: list[Half | None]) -> StepOutcome | None:
+    async def _compute(self, batch: Any, parts: list[Any], halves: list[StepHalf | None]) -> StepOutcome | None:
         """The first half; what stopped it, if anything did. It is given up with the first that is lost."""
 
         async def one(rank: int) -> None:
@@ -263,7 +275,7 @@ class StepRun:
             for line in self._lines
         ]
         await self._all_end(calls)
-        halves: dict[str, Half] = {}
+        halves: dict[str, StepHalf] = {}
         faults: dict[str, Exception] = {}
         for line, call in zip(self._lines, calls, strict=True):
             fault = call.exception()
@@ -305,7 +317,7 @@ class StepRun:
         unfit = {member: str(fault) for member, fault in faults.items() if isinstance(fault, MemberRaisedError)}
         return StepOutcome(False, why, hung, unfit=unfit, failure=raised)
 
-    async def _follow(self, done: Sequence[Line], faults: dict[str, Exception]) -> dict[str, str]:
+    async def _follow(self, done: Sequence[MemberClient], faults: dict[str, Exception]) -> dict[str, str]:
         """Those who live and could not commit get the state of one that has; who cannot is unfit."""
         behind = [
             line
@@ -325,6 +337,6 @@ class StepRun:
                 break
         return unfit
 
-    def _count(self, lines: Sequence[Line]) -> None:
+    def _count(self, lines: Sequence[MemberClient]) -> None:
         for line in lines:
             line.committed = self._order.step

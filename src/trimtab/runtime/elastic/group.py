@@ -20,19 +20,19 @@ from typing import Any
 
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.core.resources import Resources
-from trimtab.model.nodes import GroupSpec, World
-from trimtab.runtime.client.connection import RayLink
+from trimtab.model.nodes import ElasticSpec, World
+from trimtab.runtime.client.connection import RayConnection
 from trimtab.runtime.client.packing import class_of
 from trimtab.runtime.client.session import Pool, Session, connect
 from trimtab.runtime.controller.rpc import NAMESPACE, controller_name
-from trimtab.runtime.elastic.group_controller import Conductor, GroupError, GroupGaveUpError, StepFailedError
+from trimtab.runtime.elastic.group_controller import GroupController, GroupError, GroupGaveUpError, StepFailedError
 from trimtab.runtime.elastic.member import MemberWorld, talents_of
-from trimtab.runtime.elastic.member_tasks import Crew, MemberPlan
-from trimtab.runtime.elastic.view import Happening, StepResult
+from trimtab.runtime.elastic.member_tasks import MemberSpec, MemberTasks
+from trimtab.runtime.elastic.view import GroupLogEntry, StepResult
 from trimtab.runtime.rayapi.connect import heeded_interrupts
 
 __all__ = [
-    "ElasticGroup", "GroupError", "GroupGaveUpError", "Happening", "MemberWorld", "StepFailedError", "StepResult",
+    "ElasticGroup", "GroupError", "GroupGaveUpError", "GroupLogEntry", "MemberWorld", "StepFailedError", "StepResult",
 ]  # fmt: skip
 
 LOOK_S = 0.2  # between looks at Ctrl-C
@@ -82,14 +82,14 @@ class ElasticGroup:
         notice_s: float = 15.0,
         preload: Sequence[str] = (),
         keep_state: bool = False,
-        tell: Callable[[Happening], None] | None = None,
+        tell: Callable[[GroupLogEntry], None] | None = None,
     ) -> None:
         kind = class_of(actor_class, "an elastic group")
         name = name or f"{kind.__name__.lower()}-{uuid.uuid4().hex[:6]}"
         where = f"group {name}"
         if notice_s <= handover_s:
             raise InputError(f"notice_s {notice_s:g} leaves no time beyond handover_s {handover_s:g}", where=where)
-        self.spec = GroupSpec(
+        self.spec = ElasticSpec(
             name=name,
             unit=Resources.of(per_node if per_node is not None else {"gpu": 1}, where=where),
             least=min,
@@ -103,7 +103,7 @@ class ElasticGroup:
             back_off_s=back_off_s,
             handover_s=handover_s,
         )
-        plan = MemberPlan(
+        plan = MemberSpec(
             kind=kind,
             args=tuple(args),
             kwargs=dict(kwargs or {}),
@@ -122,8 +122,8 @@ class ElasticGroup:
             if any(one["id"] == name for one in self._session.status()["groups"]):
                 hint = "give it another name; one whose driver died is forgotten after some seconds"
                 raise InputError("there is a group of this name already", where=where, hint=hint)
-            crew = Crew(self._session, self._pool_of(pool, preload), plan)
-            self._conductor = Conductor(self.spec, crew, tell or _nobody)
+            crew = MemberTasks(self._session, self._pool_of(pool, preload), plan)
+            self._conductor = GroupController(self.spec, crew, tell or _nobody)
             self._closing.callback(self._conductor.close)
             self._conductor.start()
         except BaseException:
@@ -201,7 +201,7 @@ class ElasticGroup:
 
     def _connected(self, address: str | None) -> Session:
         """A session of our own. A controller that was made for it ends with it, unless others use it by then."""
-        link = RayLink(address)
+        link = RayConnection(address)
         self._closing.callback(link.close)
         there_before = _has_controller(link.ray)
         session = connect()  # to the Ray that this process is connected to by now
@@ -234,7 +234,7 @@ class ElasticGroup:
         return own
 
 
-def _nobody(_: Happening) -> None:
+def _nobody(_: GroupLogEntry) -> None:
     """Nobody listens."""
 
 

@@ -19,16 +19,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.elastic import events as e
-from trimtab.machines.elastic.machine import GroupMachine
-from trimtab.model.nodes import GroupSpec, NodeState, NodeView, World
-from trimtab.model.pool import ENDED, IN_QUEUE, State
-from trimtab.runtime.controller.rpc import News, TaskSeen, value_of
-from trimtab.runtime.elastic.collectives import Entry, StateLostError, StepOutcome, StepRun
-from trimtab.runtime.elastic.member_client import Line
-from trimtab.runtime.elastic.member_tasks import ANSWER_S, Crew
-from trimtab.runtime.elastic.view import Happening, StepResult, Tally
+from trimtab.machines.elastic.machine import ElasticMachine
+from trimtab.model.nodes import ElasticSpec, NodeState, NodeView, World
+from trimtab.model.pool import ENDED, IN_QUEUE, TaskState
+from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot, value_of
+from trimtab.runtime.elastic.collectives import StateLostError, StepOutcome, StepRun, WorldSetup
+from trimtab.runtime.elastic.member_client import MemberClient
+from trimtab.runtime.elastic.member_tasks import ANSWER_S, MemberTasks
+from trimtab.runtime.elastic.view import GroupLogEntry, GroupStats, StepResult
 from trimtab.runtime.procs.background import Background, RestartPolicy
 
 log = logging.getLogger("trimtab")
@@ -40,8 +40,20 @@ WARN_AFTER_S = 3.0
 TICK_S = 0.2  # at the latest
 CLOSE_S = 30.0
 AGAIN = RestartPolicy(max_failures=20, window_s=600.0, max_backoff_s=2.0)  # more than that, and the group gives up
-FAULTS = (Code.hung, Code.unhealthy, Code.node_lost, Code.process_died)  # who leaves for these is not asked anything
-LOSSES = (Code.node_lost, Code.slot_lost, Code.process_died, Code.gang_broken, Code.start_timeout, Code.restarts_used)
+FAULTS = (
+    ReasonCode.hung,
+    ReasonCode.unhealthy,
+    ReasonCode.node_lost,
+    ReasonCode.process_died,
+)  # who leaves for these is not asked anything
+LOSSES = (
+    ReasonCode.node_lost,
+    ReasonCode.slot_lost,
+    ReasonCode.process_died,
+    ReasonCode.gang_broken,
+    ReasonCode.start_timeout,
+    ReasonCode.restarts_used,
+)
 
 
 class GroupError(TrimtabError):
@@ -59,7 +71,7 @@ class StepFailedError(GroupError):
 
 
 @dataclass
-class _Request:
+class _StepRequest:
     """A step that the caller waits for."""
 
     batch: Any
@@ -68,10 +80,10 @@ class _Request:
     began: float = field(default_factory=time.monotonic)
 
 
-class Conductor:
+class GroupController:
     """Conducts one group."""
 
-    def __init__(self, spec: GroupSpec, crew: Crew, tell: Callable[[Happening], None]) -> None:
+    def __init__(self, spec: ElasticSpec, crew: MemberTasks, tell: Callable[[GroupLogEntry], None]) -> None:
         self.spec = spec
         self.steps = 0  # that are complete
         self.world: World | None = None  # that every member has entered; None while that changes
@@ -79,16 +91,16 @@ class Conductor:
         self._talents = crew.plan.talents
         self._client = crew.session.client
         self._tell = tell
-        self._tally = Tally()
-        self._machine = GroupMachine(spec)
+        self._tally = GroupStats()
+        self._machine = ElasticMachine(spec)
         self._offset = float(crew.session.status()["time"]) - time.monotonic()  # deadlines of nodes are by that clock
-        self._request: _Request | None = None
+        self._request: _StepRequest | None = None
         self._running: StepRun | None = None
         self._gave_up: Reason | None = None
-        self._waits: e.Wait | None = None
+        self._waits: e.WaitForMembers | None = None
         self._nodes: dict[str, NodeView] = {}
         self._version = -1
-        self._happened: list[Happening] = []  # since the last step
+        self._happened: list[GroupLogEntry] = []  # since the last step
         self._acts: set[asyncio.Task[None]] = set()
         self._background = Background(prefix=f"trimtab-group-{spec.name}")
         self._closing = False
@@ -105,7 +117,7 @@ class Conductor:
     def ask_step(self, batch: Any) -> concurrent.futures.Future[StepResult]:
         """A step that is run as soon as it can be."""
         result: concurrent.futures.Future[StepResult] = concurrent.futures.Future()
-        self._loop.call_soon_threadsafe(self._ask_step, _Request(batch, result))
+        self._loop.call_soon_threadsafe(self._ask_step, _StepRequest(batch, result))
         return result
 
     def ask_size(self, size: int | None) -> None:
@@ -154,9 +166,9 @@ class Conductor:
     def _now(self) -> float:
         return self._offset + time.monotonic()
 
-    def _feed(self, event: e.GroupEvent) -> None:
+    def _feed(self, event: e.ElasticEvent) -> None:
         """Tell the machine, and do what it says."""
-        if self._closing and not isinstance(event, e.Closed):
+        if self._closing and not isinstance(event, e.GroupClosed):
             return
         try:
             instructions = self._machine.handle(event, self._now())
@@ -167,10 +179,10 @@ class Conductor:
         for one in instructions:
             self._carry_out(one)
 
-    def _carry_out(self, one: e.GroupInstruction) -> None:
+    def _carry_out(self, one: e.ElasticInstruction) -> None:
         if isinstance(one, e.StartMember):
             self._act(self._start(one))
-        elif isinstance(one, e.EndMember):
+        elif isinstance(one, e.StopMember):
             self._act(self._end(one.member, one.reason))
         elif isinstance(one, e.EnterWorld):
             self.world = None
@@ -180,12 +192,12 @@ class Conductor:
         elif isinstance(one, e.InterruptStep):
             if self._running is not None:
                 self._running.interrupt(one.reason.sentence)
-        elif isinstance(one, e.AskHealth):
+        elif isinstance(one, e.CheckHealth):
             self._act(self._ask_health(one))
-        elif isinstance(one, e.Want):
+        elif isinstance(one, e.RequestUnits):
             bundles = [dict(self.spec.unit.floats())] * one.units
             self._act(self._want(bundles))
-        elif isinstance(one, e.Wait):
+        elif isinstance(one, e.WaitForMembers):
             self._wait(one)
         else:
             self._give_up(one.reason)
@@ -203,7 +215,7 @@ class Conductor:
 
     def _break(self, fault: BaseException) -> None:
         """A fault of ours: whoever waits for this group, now or later, is to hear of it."""
-        self._gave_up = self._gave_up or Reason(Code.raised, f"{type(fault).__name__}: {fault}")
+        self._gave_up = self._gave_up or Reason(ReasonCode.raised, f"{type(fault).__name__}: {fault}")
         self._fail(self._given_up())
 
     async def _tick(self) -> None:
@@ -211,7 +223,7 @@ class Conductor:
             due = self._machine.next_deadline()
             wait_s = TICK_S if due is None else min(TICK_S, max(0.01, due - self._now()))
             await asyncio.sleep(wait_s)
-            self._feed(e.Tick())
+            self._feed(e.ElasticTick())
 
     # ---- hearing of nodes and tasks
 
@@ -228,7 +240,7 @@ class Conductor:
             if news is not None:
                 self._hear(news)
 
-    async def _news(self, known: dict[str, tuple[State, int]]) -> News | None:
+    async def _news(self, known: dict[str, tuple[TaskState, int]]) -> ClientUpdate | None:
         """What is new; None where the question is another one by now."""
         from ray import exceptions
 
@@ -238,19 +250,19 @@ class Conductor:
         try:
             await asyncio.wait({answer, changed}, timeout=NEWS_S + ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
-                news: News = value_of(answer.result())
+                news: ClientUpdate = value_of(answer.result())
                 return news
             if changed.done():
                 return None
             raise UnreachableError(f"the controller has said nothing for {NEWS_S + ANSWER_S:.0f} s")
         except exceptions.RayActorError:  # it restarts: a plain question finds it again
-            again: News = await self._crew.asked("news", known, self._version, 0.0)
+            again: ClientUpdate = await self._crew.asked("news", known, self._version, 0.0)
             return again
         finally:
             answer.cancel()
             changed.cancel()
 
-    def _hear(self, news: News) -> None:
+    def _hear(self, news: ClientUpdate) -> None:
         if news.version != self._version:  # first: what went with its node is not to be replaced there
             self._version = news.version
             self._hear_nodes(news.nodes, news.change)
@@ -267,44 +279,44 @@ class Conductor:
             self._say(one)
         self._feed(e.NodesChanged(tuple(nodes), change))
 
-    def _hear_task(self, line: Line, seen: TaskSeen) -> None:
+    def _hear_task(self, line: MemberClient, seen: TaskSnapshot) -> None:
         before, line.seen = line.seen, (seen.state, seen.attempt)
         if seen.state in IN_QUEUE:
             line.down(f"{line.member} was evicted: {seen.reason}")
-            self._feed(e.MemberWaits(line.member, seen.reason))
-        elif seen.state is State.running and (not line.there or seen.attempt != before[1]):
+            self._feed(e.MemberPending(line.member, seen.reason))
+        elif seen.state is TaskState.running and (not line.there or seen.attempt != before[1]):
             self._act(self._started(line, seen))
-        elif seen.state is State.cancelling and seen.reason.code in LOSSES:
+        elif seen.state is TaskState.cancelling and seen.reason.code in LOSSES:
             self._lost(line, str(seen.reason))
-        elif seen.state is State.cancelling and not line.ending:
-            self._feed(e.MemberTaken(line.member, self._crew.plan.notice_s, seen.reason))
+        elif seen.state is TaskState.cancelling and not line.ending:
+            self._feed(e.MemberPreempted(line.member, self._crew.plan.notice_s, seen.reason))
         elif seen.state in ENDED:
             if not line.ending:
-                self._lost(line, str(seen.reason), fatal=seen.reason.code is Code.start_failed)
+                self._lost(line, str(seen.reason), fatal=seen.reason.code is ReasonCode.start_failed)
             self._crew.forget(line)
             self._feed(e.MemberLeft(line.member))
             self._tally.left(self._nodes.get(line.node), self._now())
 
-    async def _started(self, line: Line, seen: TaskSeen) -> None:
+    async def _started(self, line: MemberClient, seen: TaskSnapshot) -> None:
         handle = await self._crew.handle_of(seen)
         if handle is None or self._crew.tasks.get(seen.id) is not line or line.seen != (seen.state, seen.attempt):
             return  # there is other news of it by now
         if line.attempt:  # it ran before: the machine is to forget where
-            self._feed(e.MemberWaits(line.member, seen.reason))
+            self._feed(e.MemberPending(line.member, seen.reason))
         node = seen.members[0].node
         line.up(handle, node, seen.attempt)
         said = f"{line.member} runs on node {node[:12]}"
-        self._say(Happening("started", said, line.member, node, task=line.task.id))
+        self._say(GroupLogEntry("started", said, line.member, node, task=line.task.id))
         self._feed(e.MemberStarted(line.member, node))
 
-    def _lost(self, line: Line, why: str, *, fatal: bool = False) -> None:
+    def _lost(self, line: MemberClient, why: str, *, fatal: bool = False) -> None:
         """A member is gone, unasked; told once."""
         if line.lost:
             return
         line.lost = True
         line.down(why)
         if not line.ending:
-            self._say(Happening("lost", f"{line.member} is lost: {why}", line.member, line.node))
+            self._say(GroupLogEntry("lost", f"{line.member} is lost: {why}", line.member, line.node))
             self._feed(e.MemberLost(line.member, why, fatal))
 
     # ---- members
@@ -323,7 +335,7 @@ class Conductor:
             return
         line.ending = True
         if not line.lost:
-            self._say(Happening("left", f"{member} leaves: {reason.sentence}", member, line.node, reason))
+            self._say(GroupLogEntry("left", f"{member} leaves: {reason.sentence}", member, line.node, reason))
         if line.there and reason.code not in FAULTS:
             await self._crew.keep_last(line, self.steps)
             await self._crew.release(line)
@@ -337,11 +349,11 @@ class Conductor:
             line.ending = True
             self._act(self._crew.complete(line))
 
-    async def _ask_health(self, one: e.AskHealth) -> None:
+    async def _ask_health(self, one: e.CheckHealth) -> None:
         line = self._crew.lines.get(one.member)
         if line is not None and line.there:
             with contextlib.suppress(TrimtabError):  # no controller to ask says nothing about the member
-                self._feed(e.HealthAnswered(one.member, await self._crew.health(line, one.timeout_s)))
+                self._feed(e.HealthChecked(one.member, await self._crew.health(line, one.timeout_s)))
 
     async def _want(self, bundles: list[dict[str, float]]) -> None:
         with contextlib.suppress(TrimtabError):
@@ -350,13 +362,13 @@ class Conductor:
     # ---- worlds and steps
 
     async def _enter(self, order: e.EnterWorld) -> None:
-        entry = Entry(order, self._crew.lines, self._talents, self.steps, self._crew.kept, self._now)
+        entry = WorldSetup(order, self._crew.lines, self._talents, self.steps, self._crew.kept, self._now)
         try:
             entered = await entry.run()
         except StateLostError:
             lost = f"every member that had the state of step {self.steps} is lost"
             hint = "keep_state=True keeps a copy in this process; min=2 survives the loss of one node"
-            self._give_up(Reason(Code.process_died, f"{lost}; {hint}"))
+            self._give_up(Reason(ReasonCode.process_died, f"{lost}; {hint}"))
             return
         if entered.failed:
             why = "; ".join(entered.failed.values())
@@ -364,26 +376,26 @@ class Conductor:
             return
         self.world, self._waits = order.world, None
         said = f"world {order.world.epoch}: {order.world.size} members ({order.world.reason.sentence})"
-        self._say(Happening("world", said, reason=order.world.reason, size=order.world.size))
+        self._say(GroupLogEntry("world", said, reason=order.world.reason, size=order.world.size))
         self._feed(e.WorldEntered(order.world.epoch))
         self._act(self._publish())
 
     def _ask_size(self, size: int | None, asked: concurrent.futures.Future[None]) -> None:
         try:
-            for one in self._machine.handle(e.Asked(size), self._now()):
+            for one in self._machine.handle(e.ResizeRequested(size), self._now()):
                 self._carry_out(one)
             asked.set_result(None)
         except InputError as fault:
             asked.set_exception(fault)
 
-    def _ask_step(self, request: _Request) -> None:
+    def _ask_step(self, request: _StepRequest) -> None:
         if self._gave_up is not None or self._closing:
             request.result.set_exception(self._given_up())
         elif self._request is not None:
             request.result.set_exception(GroupError("a step of this group is under way", hint="one step at a time"))
         else:
             self._request = request
-            self._feed(e.Boundary(self.steps))
+            self._feed(e.StepBoundary(self.steps))
 
     async def _run(self, order: e.RunStep) -> None:
         request, world = self._request, self.world
@@ -394,7 +406,7 @@ class Conductor:
             outcome = StepOutcome(False, "a member is gone")
         else:
             said = f"step {order.step} runs on {world.size} members"
-            self._whisper(Happening("step", said, step=order.step, size=world.size))
+            self._whisper(GroupLogEntry("step", said, step=order.step, size=world.size))
             self._running = StepRun(order, lines, self._talents, self.spec.step_timeout_s, self._crew.let_go)
             outcome = await self._running.run(request.batch)
             self._running = None
@@ -408,7 +420,7 @@ class Conductor:
             for member, why in outcome.unfit.items():
                 self._discard(member, f"it may have changed half of its state: {why}")
             self._feed(e.StepInterrupted(order.step, outcome.why))
-            self._feed(e.Boundary(self.steps, wanted=False))
+            self._feed(e.StepBoundary(self.steps, wanted=False))
             torn = "; members whose commit raised are replaced" if outcome.unfit else ""
             failed = StepFailedError(f"step {order.step}: {outcome.why}", hint=f"the step does not count{torn}")
             failed.__cause__ = outcome.failure.fault
@@ -417,10 +429,10 @@ class Conductor:
             request.redone += 1
             self._tally.redone += 1
             said = f"step {order.step} is done again: {outcome.why}"
-            self._say(Happening("redone", said, reason=Reason(Code.redone, outcome.why)))
+            self._say(GroupLogEntry("redone", said, reason=Reason(ReasonCode.redone, outcome.why)))
             self._feed(e.StepInterrupted(order.step, outcome.why, outcome.hung))
 
-    async def _step_done(self, order: e.RunStep, world: World, outcome: StepOutcome, request: _Request) -> None:
+    async def _step_done(self, order: e.RunStep, world: World, outcome: StepOutcome, request: _StepRequest) -> None:
         self.steps = order.step
         for member, why in outcome.unfit.items():
             self._discard(member, why)
@@ -449,22 +461,22 @@ class Conductor:
 
     # ---- waiting, giving up, the end
 
-    def _wait(self, one: e.Wait) -> None:
+    def _wait(self, one: e.WaitForMembers) -> None:
         left_s = one.deadline - self._now()
         self._loop.call_later(min(WARN_AFTER_S, left_s / 2), self._warn, one)
         self._waits = one
         self._act(self._crew.keep_any(self.steps))
 
-    def _warn(self, one: e.Wait) -> None:
+    def _warn(self, one: e.WaitForMembers) -> None:
         """A start takes a moment, and is nothing to warn of; a wait is."""
         if self._waits is one and not self._closing and self._gave_up is None:
             left_s = one.deadline - self._now()
-            self._say(Happening("waits", f"{one.reason.sentence}; gives up in {left_s:.0f} s", reason=one.reason))
+            self._say(GroupLogEntry("waits", f"{one.reason.sentence}; gives up in {left_s:.0f} s", reason=one.reason))
             log.warning("group %s waits, %.0f s at most: %s", self.spec.name, left_s, one.reason)
 
     def _give_up(self, reason: Reason) -> None:
         self._gave_up = reason
-        self._say(Happening("gave up", reason.sentence, reason=reason))
+        self._say(GroupLogEntry("gave up", reason.sentence, reason=reason))
         self._fail(self._given_up())
 
     def _given_up(self) -> GroupError:
@@ -481,7 +493,7 @@ class Conductor:
             log.warning("%s", fault.what)
 
     def _close(self) -> None:
-        self._feed(e.Closed())
+        self._feed(e.GroupClosed())
         self._closing = True
         self._fail_silently()
         self._ended.set()
@@ -499,13 +511,13 @@ class Conductor:
 
     # ---- telling others
 
-    def _say(self, happening: Happening) -> None:
+    def _say(self, happening: GroupLogEntry) -> None:
         happening = replace(happening, at=self._now(), step=self.steps)
         self._happened.append(happening)
         self._tally.happened(happening)
         self._whisper(happening)
 
-    def _whisper(self, happening: Happening) -> None:
+    def _whisper(self, happening: GroupLogEntry) -> None:
         """Only to who listens: nothing to be remembered."""
         try:
             self._tell(happening)

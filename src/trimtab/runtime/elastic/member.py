@@ -38,7 +38,7 @@ class MemberWorld:
 
 
 @dataclass(frozen=True)
-class Talents:
+class MemberMethods:
     """Which of the methods that a member may have a class has."""
 
     compute: str  # its name: `compute`, or `step` of a class that has nothing else
@@ -55,7 +55,7 @@ class Talents:
 
 
 @dataclass(frozen=True)
-class Facts:
+class MemberFacts:
     """What a member says of itself."""
 
     pid: int
@@ -63,7 +63,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Half:
+class StepHalf:
     """One half of a step, as a member did it."""
 
     seconds: float
@@ -78,7 +78,7 @@ class PartLostError(RuntimeError):
     """A part of the step is not to be had any more: whoever made it is gone."""
 
 
-def talents_of(kind: type) -> Talents:
+def talents_of(kind: type) -> MemberMethods:
     """What the class can do; InputError where it cannot be a member."""
 
     def has(name: str) -> bool:
@@ -101,10 +101,10 @@ def talents_of(kind: type) -> Talents:
         raise InputError("it has merge(), but no save()", where=where, hint="merge(states) takes what save() gives")
     if compute == "step" and has("commit"):
         raise InputError("it has commit, but no compute", where=where, hint="rename step to compute")
-    return Talents(compute, has("commit"), has("enter"), has("save"), has("merge"), has("health"))
+    return MemberMethods(compute, has("commit"), has("enter"), has("save"), has("merge"), has("health"))
 
 
-class MemberShell:
+class MemberWrapper:
     """The user's object as the group calls it."""
 
     def __init__(self, kind: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -112,25 +112,25 @@ class MemberShell:
         self._object = kind(*args, **kwargs)
         self._world: MemberWorld | None = None
         self._committed = 0
-        self._last: Half | None = None  # of the last commit, for whoever asks again
+        self._last: StepHalf | None = None  # of the last commit, for whoever asks again
         self._whole = threading.Lock()  # held while the state changes
         self._let_go = threading.Event()  # parts that do not come are not waited for
         self._may_leave = threading.Event()
 
     # ---- what the group calls, one after another
 
-    def facts(self) -> Facts:
+    def facts(self) -> MemberFacts:
         """Who this is, and how far it is."""
-        return Facts(os.getpid(), self._committed)
+        return MemberFacts(os.getpid(), self._committed)
 
-    def enter(self, world: MemberWorld) -> Facts:
+    def enter(self, world: MemberWorld) -> MemberFacts:
         """From now on, this is the world; the group has seen to it that the state is the current one."""
         self._world, self._committed = world, world.step
         if self._talents.enter:
             self._settled(self._object.enter(world))
         return self.facts()
 
-    def compute(self, step: int, epoch: int, batch: Any) -> tuple[Half, Any]:
+    def compute(self, step: int, epoch: int, batch: Any) -> tuple[StepHalf, Any]:
         """The first half: this member's part, which others will read. Changes nothing that is kept."""
         self._expect(epoch)
         self._let_go.clear()
@@ -138,9 +138,9 @@ class MemberShell:
         part = self._settled(getattr(self._object, self._talents.compute)(step, batch))
         if not self._talents.commit:
             self._committed = step
-        return Half(time.perf_counter() - began), part
+        return StepHalf(time.perf_counter() - began), part
 
-    def commit(self, step: int, epoch: int, parts: Sequence[Any]) -> Half:
+    def commit(self, step: int, epoch: int, parts: Sequence[Any]) -> StepHalf:
         """The second half: apply all parts (references, by rank), once; asked again, it says what it said."""
         if step == self._committed and self._last is not None:
             return self._last
@@ -152,7 +152,7 @@ class MemberShell:
         with self._whole:
             value = self._settled(self._object.commit(step, pulled))
             self._committed = step
-        self._last = Half(time.perf_counter() - began, value)
+        self._last = StepHalf(time.perf_counter() - began, value)
         return self._last
 
     def give(self) -> tuple[int, Any]:
@@ -160,7 +160,7 @@ class MemberShell:
         with self._whole:
             return self._committed, self._settled(self._object.save())
 
-    def take(self, committed: int, state: Sequence[Any]) -> Facts:
+    def take(self, committed: int, state: Sequence[Any]) -> MemberFacts:
         """Go on from a state (a reference to it)."""
         self._let_go.clear()
         pulled = self._pulled(state)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from trimtab.model.pool import State
+from trimtab.model.pool import TaskState
 from trimtab.runtime.client.task import Task
 from trimtab.runtime.elastic.member import PartLostError
 
@@ -33,13 +33,13 @@ class MemberRaisedError(Exception):
         self.fault = fault
 
 
-class Line:
+class MemberClient:
     """One member, as its group reaches it."""
 
     def __init__(self, member: str, task: Task) -> None:
         self.member = member
         self.task = task
-        self.seen: tuple[State, int] = (State.waiting, 0)  # state and attempt, as last heard
+        self.seen: tuple[TaskState, int] = (TaskState.waiting, 0)  # state and attempt, as last heard
         self.attempt = 0  # the one that runs, or ran last
         self.node = ""
         self.committed = 0  # the last step that its state is known to include

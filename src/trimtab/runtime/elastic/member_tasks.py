@@ -18,12 +18,12 @@ from typing import Any
 
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.core.resources import Resources
-from trimtab.model.pool import ENDED, State
+from trimtab.model.pool import ENDED, TaskState
 from trimtab.runtime.client.session import Pool, Session
-from trimtab.runtime.controller.rpc import TaskSeen
-from trimtab.runtime.elastic.collectives import Kept
-from trimtab.runtime.elastic.member import MemberShell, Talents
-from trimtab.runtime.elastic.member_client import Line, MemberGoneError, MemberHungError, MemberRaisedError
+from trimtab.runtime.controller.rpc import TaskSnapshot
+from trimtab.runtime.elastic.collectives import KeptState
+from trimtab.runtime.elastic.member import MemberMethods, MemberWrapper
+from trimtab.runtime.elastic.member_client import MemberClient, MemberGoneError, MemberHungError, MemberRaisedError
 
 log = logging.getLogger("trimtab")
 
@@ -34,14 +34,14 @@ AS_LONG_AS_IT_TAKES_S = 1e7  # a member's task waits in its pool; how long that 
 
 
 @dataclass(frozen=True)
-class MemberPlan:
+class MemberSpec:
     """How members are made."""
 
     kind: type
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     unit: Resources
-    talents: Talents
+    talents: MemberMethods
     priority: float
     labels: Mapping[str, str]
     notice_s: float
@@ -50,26 +50,26 @@ class MemberPlan:
     keeps: bool  # a copy of the state in this process after every step
 
 
-class Crew:
+class MemberTasks:
     """The members of one group."""
 
-    def __init__(self, session: Session, pool: Pool, plan: MemberPlan) -> None:
+    def __init__(self, session: Session, pool: Pool, plan: MemberSpec) -> None:
         self.plan = plan
         self.pool = pool
         self.session = session
-        self.lines: dict[str, Line] = {}  # by member
-        self.tasks: dict[str, Line] = {}  # by the id of its task; also of those that are no members any more
-        self.kept: Kept | None = None
+        self.lines: dict[str, MemberClient] = {}  # by member
+        self.tasks: dict[str, MemberClient] = {}  # by the id of its task; also of those that are no members any more
+        self.kept: KeptState | None = None
         self._run_id = uuid.uuid4().hex[:6]
         self._submitting: dict[str, asyncio.Event] = {}  # members whose task is on its way to the pool
         self._threads = concurrent.futures.ThreadPoolExecutor(8, thread_name_prefix="trimtab-group")
 
-    async def submit(self, member: str) -> Line:
+    async def submit(self, member: str) -> MemberClient:
         """A member's task, submitted; raises what the controller says against it."""
         plan = self.plan
         submit = functools.partial(
             self.pool.submit,
-            MemberShell,
+            MemberWrapper,
             (plan.kind, plan.args, dict(plan.kwargs)),
             resources=plan.unit.floats(),
             id=f"{member}.{self._run_id}",
@@ -85,20 +85,20 @@ class Crew:
         )
         submitted = self._submitting[member] = asyncio.Event()
         try:
-            line = Line(member, await self._beside(submit))
+            line = MemberClient(member, await self._beside(submit))
             self.lines[member] = self.tasks[line.task.id] = line
             return line
         finally:
             submitted.set()
             del self._submitting[member]
 
-    async def line_of(self, member: str) -> Line | None:
+    async def line_of(self, member: str) -> MemberClient | None:
         """The line to a member, also to one whose task is on its way; None: it is gone."""
         if member in self._submitting:
             await self._submitting[member].wait()
         return self.lines.get(member)
 
-    async def handle_of(self, seen: TaskSeen) -> Any:
+    async def handle_of(self, seen: TaskSnapshot) -> Any:
         """Ray's handle of a task that runs; None where it is gone again."""
         if seen.handles and seen.handles[0] is not None:
             return seen.handles[0]
@@ -108,19 +108,19 @@ class Crew:
             return await self._beside(find)
         return None
 
-    def current(self, steps: int) -> list[Line]:
+    def current(self, steps: int) -> list[MemberClient]:
         """Those that are there to stay and have the state of the last step."""
         return [one for one in self.lines.values() if one.there and not one.ending and one.committed == steps]
 
     # ---- ends
 
-    async def release(self, line: Line) -> None:
+    async def release(self, line: MemberClient) -> None:
         """One that was given notice by the pool need not stay until that is over."""
-        if line.seen[0] is State.cancelling:
+        if line.seen[0] is TaskState.cancelling:
             with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError):
                 await line.call("beside_leave", within_s=LEAVE_S)
 
-    async def complete(self, line: Line) -> None:
+    async def complete(self, line: MemberClient) -> None:
         """Have a task end, whatever its process does."""
         try:
             await self._beside(functools.partial(line.task.complete, keep_slot=False))
@@ -129,7 +129,7 @@ class Crew:
         except TrimtabError as fault:
             log.warning("%s could not be ended: %s", line.member, fault.what)
 
-    def forget(self, line: Line) -> None:
+    def forget(self, line: MemberClient) -> None:
         """Its task has ended."""
         line.down("it ended")
         self.tasks.pop(line.task.id, None)
@@ -150,7 +150,7 @@ class Crew:
 
     # ---- the state
 
-    async def keep_last(self, leaver: Line, steps: int) -> None:
+    async def keep_last(self, leaver: MemberClient, steps: int) -> None:
         """Keep the state of a leaver here where nobody else has it."""
         if not any(one is not leaver for one in self.current(steps)):
             await self._keep(leaver, steps)
@@ -161,18 +161,18 @@ class Crew:
         if has and (self.kept is None or self.kept.step != steps):
             await self._keep(has[0], steps)
 
-    async def _keep(self, line: Line, steps: int) -> None:
+    async def _keep(self, line: MemberClient, steps: int) -> None:
         if not self.plan.talents.replicated or not steps:
             return
         with contextlib.suppress(MemberGoneError, MemberHungError, MemberRaisedError, asyncio.TimeoutError):
             committed, state = await line.call_apart("give", within_s=self.plan.step_timeout_s, returns=2)
             value = await asyncio.wait_for(asyncio.wrap_future(state.future()), ANSWER_S)
             if committed == steps:
-                self.kept = Kept(committed, self.session._ray.put(value))
+                self.kept = KeptState(committed, self.session._ray.put(value))
 
     # ---- beside a step
 
-    async def health(self, line: Line, timeout_s: float) -> str | None:
+    async def health(self, line: MemberClient, timeout_s: float) -> str | None:
         """What is wrong with a member, if anything; UnreachableError says nothing about it."""
         asked = self.asked("beside", line.task.id, "beside_health", timeout_s, within_s=timeout_s + ANSWER_S)
         word, note = await asked
@@ -180,7 +180,7 @@ class Crew:
             return f"its health call raised {note}"
         return f"its health call did not return within {timeout_s:.3g} s" if word == "timed out" else None
 
-    async def let_go(self, line: Line) -> None:
+    async def let_go(self, line: MemberClient) -> None:
         """Have a member wait no longer for parts of those who are gone."""
         with contextlib.suppress(TrimtabError):
             await self.asked("beside", line.task.id, "beside_let_go", LET_GO_S)

@@ -12,14 +12,14 @@ from typing import Any
 
 from trimtab.core.reasons import Reason
 from trimtab.core.resources import NOTHING, Resources
-from trimtab.machines.elastic.events import Wait
-from trimtab.model.nodes import GroupSpec, NodeState, NodeView, World
+from trimtab.machines.elastic.events import WaitForMembers
+from trimtab.model.nodes import ElasticSpec, NodeState, NodeView, World
 
 STORY_KEPT = 50
 
 
 @dataclass(frozen=True)
-class Happening:
+class GroupLogEntry:
     """One thing that happened to a group.
 
     Kinds: found (a node that was there at the start), joined, draining, node lost, node left; started, lost, left (of a
@@ -53,7 +53,7 @@ class StepResult:
     seconds: float  # from the first call to the last answer, of the attempt that counts
     waited_s: float = 0.0  # before that: for members, a new world, attempts that do not count
     redone: int = 0  # attempts before this one that do not count
-    changes: tuple[Happening, ...] = ()  # since the step before
+    changes: tuple[GroupLogEntry, ...] = ()  # since the step before
 
     @property
     def size(self) -> int:
@@ -66,7 +66,7 @@ class StepResult:
         return _mean([one for one in self.values if one is not None])
 
 
-class Tally:
+class GroupStats:
     """What is counted and remembered of a group's life."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Tally:
 
     def nodes(
         self, before: Mapping[str, NodeView], after: Mapping[str, NodeView], now: float, unit: Resources
-    ) -> Iterator[Happening]:
+    ) -> Iterator[GroupLogEntry]:
         """What became of nodes on which members could be; others are no business of the group."""
         for node, view in after.items():
             total = view.facts.total
@@ -95,20 +95,22 @@ class Tally:
                 continue
             had = before.get(node)
             if had is None and node in self._at_start:
-                yield Happening("found", f"node {node[:12]} has {total}", node=node, total=total)
+                yield GroupLogEntry("found", f"node {node[:12]} has {total}", node=node, total=total)
             elif had is None:
                 self._joined_at[node] = view.since
-                yield Happening("joined", f"node {node[:12]} joined with {total}", "", node, view.reason, total=total)
+                yield GroupLogEntry(
+                    "joined", f"node {node[:12]} joined with {total}", "", node, view.reason, total=total
+                )
             if view.state is NodeState.draining and (had is None or had.state is not NodeState.draining):
                 left = "" if view.deadline is None else f" in {view.deadline - now:.0f} s"
                 said = f"node {node[:12]} will go{left}: {view.reason.sentence}"
-                yield Happening("draining", said, "", node, view.reason)
+                yield GroupLogEntry("draining", said, "", node, view.reason)
         for node, had in before.items():
             if node not in after and unit.within(had.facts.total):
                 self._joined_at.pop(node, None)
                 self._at_start.discard(node)
                 gone = "node left" if had.state is NodeState.draining else "node lost"
-                yield Happening(gone, f"node {node[:12]} is gone", node=node)
+                yield GroupLogEntry(gone, f"node {node[:12]} is gone", node=node)
 
     def stepped(self, world: World, now: float) -> None:
         """A step is complete: nodes that had joined have worked for the first time."""
@@ -121,7 +123,7 @@ class Tally:
         if node is not None and node.state is NodeState.draining and node.deadline is not None:
             self._drain_lead_s.append(node.deadline - now)
 
-    def happened(self, one: Happening) -> None:
+    def happened(self, one: GroupLogEntry) -> None:
         """Remember it for a while."""
         code = one.reason.code.value if one.reason else ""
         self._story.append({"at": one.at, "state": one.kind, "code": code, "sentence": one.sentence})
@@ -134,7 +136,13 @@ class Tally:
         return {"join_to_step_s": joins, "drain_lead_s": leads}
 
     def facts(
-        self, seen: Mapping[str, Any], spec: GroupSpec, pool: str, wait: Wait | None, gave_up: Reason | None, now: float
+        self,
+        seen: Mapping[str, Any],
+        spec: ElasticSpec,
+        pool: str,
+        wait: WaitForMembers | None,
+        gave_up: Reason | None,
+        now: float,
     ) -> dict[str, Any]:
         """The group as plain data."""
         reason = gave_up or (wait.reason if wait else None)

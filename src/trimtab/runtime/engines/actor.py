@@ -1,9 +1,9 @@
 """Engines that are Ray actors: any actor with a few methods, so that a trainer's own engine can serve.
 
-Needed are `generate(order)`, a generator of dictionaries with the fields of `Piece`, and `ready()`, a dictionary with
-the fields of `EngineState` or plain true or false. What else it has of `load`, `abort`, `pause`, `resume`, `sleep`,
-`wake`, `flush`, `version` and `refit` is used; what it lacks is not offered. Orders and refits are handed over as
-dictionaries, modes and parts as strings, so that the actor need not import anything of ours.
+Needed are `generate(order)`, a generator of dictionaries with the fields of `StreamDelta`, and `ready()`, a dictionary
+with the fields of `EngineState` or plain true or false. What else it has of `load`, `abort`, `pause`, `resume`,
+`sleep`, `wake`, `flush`, `version` and `refit` is used; what it lacks is not offered. Orders and refits are handed
+over as dictionaries, modes and parts as strings, so that the actor need not import anything of ours.
 
 `generate` and `abort` have to be able to run beside each other: an async actor, or one with several threads.
 """
@@ -19,30 +19,30 @@ from typing import Any
 
 from trimtab.core.errors import InputError
 from trimtab.runtime.engines.engine import (
-    Deadlines,
+    EngineCapability,
+    EngineDeadlines,
     EngineError,
     EngineFailedError,
     EngineGoneError,
     EngineLoad,
-    EngineNonsenseError,
+    EngineMalformedError,
     EngineState,
     EngineWedgedError,
-    Finish,
-    GenerateOrder,
-    Part,
-    Pause,
-    Piece,
-    Refit,
-    Verb,
+    FinishReason,
+    GenerateRequest,
+    MemoryTag,
+    PauseMode,
+    StreamDelta,
+    WeightUpdate,
 )
-from trimtab.runtime.engines.gated import Events, Flight, GatedEngine, Nonsense, Reader
+from trimtab.runtime.engines.gated import DeltaReader, EventStream, GatedEngine, MalformedOutput, OpenStream
 
 _NEEDS = {
-    Verb.pause: ("pause", "resume"),
-    Verb.sleep: ("sleep", "wake"),
-    Verb.flush: ("flush",),
-    Verb.refit: ("refit", "version"),
-    Verb.version: ("version",),
+    EngineCapability.pause: ("pause", "resume"),
+    EngineCapability.sleep: ("sleep", "wake"),
+    EngineCapability.flush: ("flush",),
+    EngineCapability.refit: ("refit", "version"),
+    EngineCapability.version: ("version",),
 }
 
 
@@ -51,7 +51,7 @@ class ActorEngine(GatedEngine):
 
     kind = "actor"
 
-    def __init__(self, name: str, handle: Any, deadlines: Deadlines | None = None) -> None:
+    def __init__(self, name: str, handle: Any, deadlines: EngineDeadlines | None = None) -> None:
         super().__init__(name, deadlines)
         self._handle = handle
         for method in ("generate", "ready"):
@@ -62,12 +62,12 @@ class ActorEngine(GatedEngine):
     def _has(self, method: str) -> bool:
         return getattr(self._handle, method, None) is not None
 
-    def _events(self, flight: Flight) -> Events:
+    def _events(self, flight: OpenStream) -> EventStream:
         order = dataclasses.asdict(flight.order) | {"id": flight.key}
         return _Generator(self.name, self._handle, order, self.deadlines)
 
-    def _reader(self, order: GenerateOrder) -> Reader:
-        return _Dictionaries()
+    def _reader(self, order: GenerateRequest) -> DeltaReader:
+        return _DictReader()
 
     async def _look(self) -> EngineState:
         told = await self._call("ready", within_s=self.deadlines.call_s)
@@ -91,7 +91,7 @@ class ActorEngine(GatedEngine):
                 time.monotonic(), fresh=bool(told.get("fresh", self._paused is None)),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EngineNonsenseError(f"its load cannot be read: {error!r}", engine=self.name) from None
+            raise EngineMalformedError(f"its load cannot be read: {error!r}", engine=self.name) from None
 
     async def _version(self) -> str | None:
         if not self._has("version"):
@@ -105,13 +105,13 @@ class ActorEngine(GatedEngine):
         await self._call("abort", None if keys is None else list(keys), within_s=self.deadlines.call_s)
         return True
 
-    async def _pause(self, mode: Pause) -> None:
-        if Verb.pause in self.verbs:
+    async def _pause(self, mode: PauseMode) -> None:
+        if EngineCapability.pause in self.verbs:
             await self._call("pause", mode.value)
-        elif mode is Pause.keep:
+        elif mode is PauseMode.keep:
             raise InputError("this actor cannot hold requests still", where=f"engine {self.name}", hint="abort or wait")
         else:
-            if mode is Pause.abort:
+            if mode is PauseMode.abort:
                 await self.abort()
             deadline = time.monotonic() + self.deadlines.change_s
             while self._flights:
@@ -120,19 +120,19 @@ class ActorEngine(GatedEngine):
                 await asyncio.sleep(0.02)
 
     async def _resume(self) -> None:
-        if Verb.pause in self.verbs:
+        if EngineCapability.pause in self.verbs:
             await self._call("resume")
 
     async def _sleep(self, level: int) -> None:
         await self._call("sleep", level)
 
-    async def _wake(self, parts: set[Part]) -> None:
+    async def _wake(self, parts: set[MemoryTag]) -> None:
         await self._call("wake", sorted(part.value for part in parts))
 
     async def _flush(self) -> None:
         await self._call("flush")
 
-    async def _refit(self, refit: Refit) -> None:
+    async def _refit(self, refit: WeightUpdate) -> None:
         await self._call("refit", dataclasses.asdict(refit), within_s=self.deadlines.refit_s)
 
     async def _call(self, method: str, *given: Any, within_s: float | None = None) -> Any:
@@ -149,7 +149,7 @@ class ActorEngine(GatedEngine):
 class _Generator:
     """One running generator of an actor, as a stream of events."""
 
-    def __init__(self, name: str, handle: Any, order: dict[str, Any], deadlines: Deadlines) -> None:
+    def __init__(self, name: str, handle: Any, order: dict[str, Any], deadlines: EngineDeadlines) -> None:
         self._name, self._handle, self._order, self._deadlines = name, handle, order, deadlines
         self._running: Any = None
         self._ended = asyncio.Event()  # closed from here
@@ -181,7 +181,7 @@ class _Generator:
             if told is _OVER:
                 return
             if not isinstance(told, dict):
-                raise EngineNonsenseError(f"it gave a {type(told).__name__} and no dictionary", engine=self._name)
+                raise EngineMalformedError(f"it gave a {type(told).__name__} and no dictionary", engine=self._name)
             yield told
             seconds = self._deadlines.silence_s
 
@@ -232,27 +232,27 @@ def _as_ours(error: Exception, call: str, name: str, seconds: float) -> EngineEr
     return EngineGoneError(f"{call}: {type(error).__name__}: {str(error)[:200]}", engine=name)
 
 
-class _Dictionaries:
+class _DictReader:
     """Pieces from the dictionaries of an actor."""
 
-    async def take(self, event: dict[str, Any]) -> list[Piece]:
+    async def take(self, event: dict[str, Any]) -> list[StreamDelta]:
         unknown = sorted(set(event) - _FIELDS)
         if unknown:
-            raise Nonsense(f"unknown fields: {', '.join(unknown)}")
+            raise MalformedOutput(f"unknown fields: {', '.join(unknown)}")
         finish = event.get("finish")
         if finish is not None:
-            finish = Finish.aborted_elsewhere if finish == Finish.aborted.value else Finish(finish)
+            finish = FinishReason.aborted_elsewhere if finish == FinishReason.aborted.value else FinishReason(finish)
         logprobs, text = event.get("logprobs"), event.get("text")
         ids = tuple(int(one) for one in event.get("token_ids") or ())
         if logprobs is not None and len(logprobs) != len(ids):
-            raise Nonsense(f"{len(logprobs)} log-probabilities for {len(ids)} tokens")
+            raise MalformedOutput(f"{len(logprobs)} log-probabilities for {len(ids)} tokens")
         version = event.get("version")
         return [
-            Piece(
+            StreamDelta(
                 ids, None if logprobs is None else tuple(logprobs), event.get("best"), text, finish,
                 event.get("stopped_by"), None if version is None else str(version), int(event.get("missing") or 0),
             )
         ]  # fmt: skip
 
 
-_FIELDS = {one.name for one in dataclasses.fields(Piece)}
+_FIELDS = {one.name for one in dataclasses.fields(StreamDelta)}

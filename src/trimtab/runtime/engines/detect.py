@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import aiohttp
 
 from trimtab.core.errors import TrimtabError, UnreachableError
-from trimtab.model.rollout import Release
-from trimtab.runtime.engines.engine import Deadlines, EngineGoneError, EngineWedgedError
+from trimtab.model.rollout import ReleaseSupport
+from trimtab.runtime.engines.engine import EngineDeadlines, EngineGoneError, EngineWedgedError
 from trimtab.runtime.engines.http_engine import HttpEngine
 from trimtab.runtime.engines.llamacpp import LlamaCppEngine
 from trimtab.runtime.engines.sglang import SglangEngine
 from trimtab.runtime.engines.vllm import VllmEngine
-from trimtab.runtime.engines.wire import Wire, require_private
+from trimtab.runtime.engines.wire import EngineHttpClient, require_private
 
 KINDS: dict[str, type[HttpEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine, "llamacpp": LlamaCppEngine}
 TRIED = {"vllm": "0.32", "sglang": "0.5", "llamacpp": ""}
@@ -26,19 +26,19 @@ TRIED = {"vllm": "0.32", "sglang": "0.5", "llamacpp": ""}
 
 
 @dataclass(frozen=True)
-class Dialect:
+class EngineDialect:
     """What answers at an address."""
 
     kind: str
     release: str  # empty where it does not say
     note: str = ""  # what a person should know before trusting it
-    known: Release = Release.tried
+    known: ReleaseSupport = ReleaseSupport.tried
 
 
-async def detect(url: str, session: aiohttp.ClientSession, deadlines: Deadlines | None = None) -> Dialect:
+async def detect(url: str, session: aiohttp.ClientSession, deadlines: EngineDeadlines | None = None) -> EngineDialect:
     """Asks what only one of them answers."""
     await require_private(url)
-    wire = Wire(url, url, session, deadlines or Deadlines())
+    wire = EngineHttpClient(url, url, session, deadlines or EngineDeadlines())
     for path, kind in (
         ("/props", "llamacpp"),
         ("/server_info", "sglang"),
@@ -66,19 +66,19 @@ def _is(kind: str, told: dict[str, object]) -> bool:
     return "version" in told
 
 
-def _dialect(kind: str, told: dict[str, object]) -> Dialect:
+def _dialect(kind: str, told: dict[str, object]) -> EngineDialect:
     release = str(told.get("build_info" if kind == "llamacpp" else "version") or "")
     tried = TRIED[kind]
     if not release or release == "b0-unknown":
-        return Dialect(kind, release, f"this {kind} does not say its release", Release.unsaid)
+        return EngineDialect(kind, release, f"this {kind} does not say its release", ReleaseSupport.unsaid)
     if tried and not re.match(rf"v?{re.escape(tried)}(\.|$|\D)", release):
-        return Dialect(kind, release, f"{kind} {release} was never tried; {tried} was", Release.untried)
-    return Dialect(kind, release)
+        return EngineDialect(kind, release, f"{kind} {release} was never tried; {tried} was", ReleaseSupport.untried)
+    return EngineDialect(kind, release)
 
 
 async def attach(
-    name: str, url: str, session: aiohttp.ClientSession, deadlines: Deadlines | None = None
-) -> tuple[HttpEngine, Dialect]:
+    name: str, url: str, session: aiohttp.ClientSession, deadlines: EngineDeadlines | None = None
+) -> tuple[HttpEngine, EngineDialect]:
     """The adapter for what answers there."""
     dialect = await detect(url, session, deadlines)
     engine = KINDS[dialect.kind](name, url, session, deadlines)

@@ -24,7 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
 
 
-class Finish(str, enum.Enum):
+class FinishReason(str, enum.Enum):
     """Why a stream ended."""
 
     stop = "stop"  # an end token, a stop id or a stop string
@@ -34,7 +34,7 @@ class Finish(str, enum.Enum):
     aborted_elsewhere = "aborted_elsewhere"  # somebody else did: a trainer that has enough, most likely
 
 
-class Pause(str, enum.Enum):
+class PauseMode(str, enum.Enum):
     """What becomes of running requests when an engine is paused."""
 
     abort = "abort"  # they end at once, with what they have
@@ -42,14 +42,14 @@ class Pause(str, enum.Enum):
     keep = "keep"  # they stand still and go on after the resume
 
 
-class Part(str, enum.Enum):
+class MemoryTag(str, enum.Enum):
     """What of an engine's memory can be woken apart."""
 
     weights = "weights"
     kv_cache = "kv_cache"
 
 
-class Verb(str, enum.Enum):
+class EngineCapability(str, enum.Enum):
     """What not every engine can do."""
 
     pause = "pause"  # by the engine itself; without it the adapter only sends nothing
@@ -60,7 +60,7 @@ class Verb(str, enum.Enum):
 
 
 @dataclass(frozen=True)
-class GenerateOrder:
+class GenerateRequest:
     """One generation asked of an engine: token ids in, token ids out."""
 
     id: str
@@ -95,26 +95,26 @@ class GenerateOrder:
         return self.temperature == 0
 
 
-Ranking = tuple[tuple[int, float], ...]
+TopLogprobs = tuple[tuple[int, float], ...]
 """The best ids at one place with their log-probabilities, best first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StreamDelta:
     """What a stream said since the last piece."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float | None, ...] | None = None  # one for each id where asked for; None where the engine hid it
-    best: tuple[Ranking, ...] | None = None  # one for each id where asked for
+    best: tuple[TopLogprobs, ...] | None = None  # one for each id where asked for
     text: str | None = None
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     stopped_by: str | int | None = None  # the stop string or stop id, where known
     version: str | None = None  # of the weights that made these tokens, where the engine says it
     missing: int = 0  # ids that were generated just before these, and that nobody can name
 
 
 @dataclass(frozen=True)
-class SoFar:
+class PartialOutput:
     """All that a stream had given when it ended, as it should or not."""
 
     token_ids: tuple[int, ...] = ()
@@ -123,7 +123,7 @@ class SoFar:
     missing: int = 0  # above 0: the ids are not the whole answer, and it cannot be carried on from them
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece]) -> SoFar:
+    def of(cls, pieces: Sequence[StreamDelta]) -> PartialOutput:
         """What these pieces say together."""
         measured = [piece.logprobs for piece in pieces if piece.logprobs is not None]
         return cls(
@@ -160,7 +160,7 @@ class EngineLoad:
 
 
 @dataclass(frozen=True)
-class Refit:
+class WeightUpdate:
     """New weights for an engine, made by the trainer."""
 
     path: str
@@ -169,7 +169,7 @@ class Refit:
 
 
 @dataclass(frozen=True)
-class Deadlines:
+class EngineDeadlines:
     """How long each kind of call may take, in seconds."""
 
     connect_s: float = 5.0
@@ -189,10 +189,10 @@ class Deadlines:
 class EngineError(UnreachableError):
     """An engine failed; `so_far` is what the stream had given. The same request may be asked of another engine."""
 
-    def __init__(self, what: str, *, engine: str, so_far: SoFar | None = None, hint: str | None = None) -> None:
+    def __init__(self, what: str, *, engine: str, so_far: PartialOutput | None = None, hint: str | None = None) -> None:
         super().__init__(what, where=f"engine {engine}", hint=hint)
         self.engine = engine
-        self.so_far = so_far or SoFar()
+        self.so_far = so_far or PartialOutput()
 
 
 class EngineGoneError(EngineError):
@@ -212,7 +212,7 @@ class EngineFailedError(EngineError):
     """It answered that it failed: a status of 500, an error within a stream, or 200 with `success: false`."""
 
 
-class EngineNonsenseError(EngineError):
+class EngineMalformedError(EngineError):
     """It answered something that cannot be: no JSON, counts that do not fit, ids that are no ids."""
 
 
@@ -224,17 +224,17 @@ class EngineBusyError(EngineError):
     """It has requests running, so its memory is not released."""
 
 
-class OrderRefusedError(InputError):
+class EngineRefusedError(InputError):
     """The engine will not do what was ordered (400): no other engine of its kind would either."""
 
 
-class NotOfferedError(InfeasibleError):
+class NotSupportedError(InfeasibleError):
     """Engines of this kind have no such verb."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """One rollout engine. Every call is bounded by its deadlines; see `Verb` for what some cannot do."""
+    """One rollout engine. Every call is bounded by its deadlines; see `EngineCapability` for what some cannot do."""
 
     @property
     def name(self) -> str:
@@ -245,7 +245,7 @@ class Engine(Protocol):
         """vllm, sglang, llamacpp or actor."""
 
     @property
-    def verbs(self) -> frozenset[Verb]:
+    def verbs(self) -> frozenset[EngineCapability]:
         """What it can do beyond generating."""
 
     async def ready(self) -> EngineState:
@@ -254,13 +254,13 @@ class Engine(Protocol):
     async def load(self) -> EngineLoad:
         """What it has to do. Raises an `EngineError` when it cannot be asked."""
 
-    def generate(self, order: GenerateOrder) -> AsyncGenerator[Piece, None]:
+    def generate(self, order: GenerateRequest) -> AsyncGenerator[StreamDelta, None]:
         """Streams until a piece with a `finish`, or raises. Closing the iterator aborts on the engine."""
 
     async def abort(self, ids: Collection[str] | None = None) -> None:
         """Ends these requests, or all: their streams end as `aborted`, with what they have."""
 
-    async def pause(self, mode: Pause = Pause.abort) -> None:
+    async def pause(self, mode: PauseMode = PauseMode.abort) -> None:
         """No request is sent from now on; running ones as `mode` says."""
 
     async def resume(self) -> None:
@@ -269,7 +269,7 @@ class Engine(Protocol):
     async def sleep(self, level: int = 1) -> None:
         """Gives memory back: level 1 can be woken as it was, level 2 needs a refit. Refused while requests run."""
 
-    async def wake(self, parts: Collection[Part] | None = None) -> None:
+    async def wake(self, parts: Collection[MemoryTag] | None = None) -> None:
         """Takes the memory again: all of it, or parts one after the other around a refit."""
 
     async def flush(self) -> None:
@@ -278,7 +278,7 @@ class Engine(Protocol):
     async def version(self) -> str | None:
         """Of its weights; None where they were discarded, whatever the engine says, or where it does not know."""
 
-    async def refit(self, refit: Refit) -> None:
+    async def refit(self, refit: WeightUpdate) -> None:
         """Loads new weights and sees the new version confirmed."""
 
     async def refitted(self, version: str) -> None:

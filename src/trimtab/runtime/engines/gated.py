@@ -15,28 +15,28 @@ from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 from trimtab.core.errors import InputError, TrimtabError
-from trimtab.model.rollout import Release
+from trimtab.model.rollout import ReleaseSupport
 from trimtab.runtime.engines.engine import (
-    Deadlines,
     EngineBusyError,
+    EngineCapability,
+    EngineDeadlines,
     EngineError,
     EngineFailedError,
     EngineGoneError,
     EngineLoad,
-    EngineNonsenseError,
+    EngineMalformedError,
     EnginePausedError,
+    EngineRefusedError,
     EngineState,
     EngineWedgedError,
-    Finish,
-    GenerateOrder,
-    NotOfferedError,
-    OrderRefusedError,
-    Part,
-    Pause,
-    Piece,
-    Refit,
-    SoFar,
-    Verb,
+    FinishReason,
+    GenerateRequest,
+    MemoryTag,
+    NotSupportedError,
+    PartialOutput,
+    PauseMode,
+    StreamDelta,
+    WeightUpdate,
 )
 
 _SETTLES_S = 1.0
@@ -45,14 +45,14 @@ _LOOK_S = 0.02
 _EMPTY = "its weights were discarded or half replaced, and no refit has been confirmed since"
 
 
-class Reader(Protocol):
-    """Turns the events of one stream into pieces; raises `Nonsense` for what cannot be."""
+class DeltaReader(Protocol):
+    """Turns the events of one stream into pieces; raises `MalformedOutput` for what cannot be."""
 
-    async def take(self, event: dict[str, Any]) -> list[Piece]:
+    async def take(self, event: dict[str, Any]) -> list[StreamDelta]:
         """The pieces of one event."""
 
 
-class Events(Protocol):
+class EventStream(Protocol):
     """One open stream of events; its errors are those of `engine.py`."""
 
     def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
@@ -68,53 +68,53 @@ class Events(Protocol):
         """Takes what is left after the last piece."""
 
 
-class Nonsense(Exception):  # noqa: N818 - not raised beyond this folder
+class MalformedOutput(Exception):  # noqa: N818 - not raised beyond this folder
     """What an engine said cannot be."""
 
 
-class Flight:
+class OpenStream:
     """One open stream."""
 
-    def __init__(self, order: GenerateOrder, attempt: str) -> None:
+    def __init__(self, order: GenerateRequest, attempt: str) -> None:
         self.order = order
         # What the engine knows it by. No second attempt may meet what is left of the first, whoever made that: SGLang
         # aborts a name once more two seconds after its stream has ended, also if somebody has used it again by then.
         self.key = f"{order.id}.{attempt}"
-        self.events: Events | None = None
+        self.events: EventStream | None = None
         self.abort_asked = False
         self.over = False  # it ended by itself, well or not
-        self._pieces: list[Piece] = []
+        self._pieces: list[StreamDelta] = []
 
-    def heard(self, piece: Piece) -> None:
+    def heard(self, piece: StreamDelta) -> None:
         """Keeps it, in case that this is how far it gets."""
         self._pieces.append(piece)
         self.over = piece.finish is not None
 
-    def so_far(self) -> SoFar:
+    def so_far(self) -> PartialOutput:
         """All that came until now."""
-        return SoFar.of(self._pieces)
+        return PartialOutput.of(self._pieces)
 
 
 class GatedEngine:
     """The shared half of an adapter; see `Engine` for the verbs."""
 
     kind: ClassVar[str]
-    verbs: frozenset[Verb] = frozenset()
+    verbs: frozenset[EngineCapability] = frozenset()
 
-    def __init__(self, name: str, deadlines: Deadlines | None = None) -> None:
-        self.name, self.deadlines = name, deadlines or Deadlines()
+    def __init__(self, name: str, deadlines: EngineDeadlines | None = None) -> None:
+        self.name, self.deadlines = name, deadlines or EngineDeadlines()
         self.dialect = ""
-        self.release = Release.tried
+        self.release = ReleaseSupport.tried
         # Requests whose streams are open, by id.
-        self._flights: dict[str, Flight] = {}
+        self._flights: dict[str, OpenStream] = {}
         self._attempts, self._sign = 0, secrets.token_hex(4)
         # Why nothing may be sent: set before a pause or sleep is sent, empty only when the engine confirmed otherwise.
         self._shut = ""
         self._shut_by_others = False  # it was somebody else's pause that shut it
         # How this adapter paused it last; None when it is not paused, or the pause was not confirmed.
-        self._paused: Pause | None = None
+        self._paused: PauseMode | None = None
         # Parts of the memory that are released.
-        self._asleep: set[Part] = set()
+        self._asleep: set[MemoryTag] = set()
         # A look that has not begun yet, for all that wait for one.
         self._next_look: asyncio.Task[EngineState] | None = None
         # What is still being told to the engine of requests whose clients went away.
@@ -148,13 +148,13 @@ class GatedEngine:
 
     # Generating.
 
-    async def generate(self, order: GenerateOrder) -> AsyncGenerator[Piece, None]:
+    async def generate(self, order: GenerateRequest) -> AsyncGenerator[StreamDelta, None]:
         """Streams one answer; see `Engine.generate`."""
         self._refuse_when_shut()
         if order.id in self._flights:
             raise InputError(f"a request '{order.id}' is already running there", where=f"engine {self.name}")
         self._attempts += 1
-        flight = self._flights[order.id] = Flight(order, f"{self._sign}.{self._attempts}")
+        flight = self._flights[order.id] = OpenStream(order, f"{self._sign}.{self._attempts}")
         try:
             await self._reach()
             self._refuse_when_shut()
@@ -172,16 +172,16 @@ class GatedEngine:
             if not flight.over:
                 self._left(flight.key)
 
-    async def _pieces(self, flight: Flight) -> AsyncGenerator[Piece, None]:
+    async def _pieces(self, flight: OpenStream) -> AsyncGenerator[StreamDelta, None]:
         reader, flight.events = self._reader(flight.order), self._events(flight)
         if flight.abort_asked:
-            yield Piece(finish=Finish.aborted)
+            yield StreamDelta(finish=FinishReason.aborted)
             return
         try:
             async for event in flight.events:
                 for told in await self._read(reader, event):
                     piece = self._blamed(flight, told)
-                    if piece.finish is Finish.aborted_elsewhere and (why := await self._ending()):
+                    if piece.finish is FinishReason.aborted_elsewhere and (why := await self._ending()):
                         yield replace(piece, finish=None)
                         raise EngineGoneError(f"it ended, and the answer with it: {why}", engine=self.name)
                     yield piece
@@ -191,25 +191,25 @@ class GatedEngine:
             raise EngineGoneError("it ended the stream without finishing the answer", engine=self.name)
         except (EngineError, OSError) as error:
             if flight.abort_asked:
-                yield Piece(finish=Finish.aborted)
+                yield StreamDelta(finish=FinishReason.aborted)
                 return
             raise await self._told(error, flight.so_far()) from None
 
-    async def _read(self, reader: Reader, event: dict[str, Any]) -> list[Piece]:
+    async def _read(self, reader: DeltaReader, event: dict[str, Any]) -> list[StreamDelta]:
         try:
             return await reader.take(event)
-        except Nonsense as error:
-            raise EngineNonsenseError(str(error), engine=self.name) from None
+        except MalformedOutput as error:
+            raise EngineMalformedError(str(error), engine=self.name) from None
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise EngineNonsenseError(
+            raise EngineMalformedError(
                 f"an event that cannot be read ({type(error).__name__}: {error})", engine=self.name
             ) from None
 
-    def _blamed(self, flight: Flight, piece: Piece) -> Piece:
+    def _blamed(self, flight: OpenStream, piece: StreamDelta) -> StreamDelta:
         """An abort that was asked here is told apart from one that others asked for."""
-        if piece.finish is Finish.aborted_elsewhere and flight.abort_asked:
-            return Piece(
-                piece.token_ids, piece.logprobs, piece.best, piece.text, Finish.aborted, version=piece.version,
+        if piece.finish is FinishReason.aborted_elsewhere and flight.abort_asked:
+            return StreamDelta(
+                piece.token_ids, piece.logprobs, piece.best, piece.text, FinishReason.aborted, version=piece.version,
                 missing=piece.missing,
             )  # fmt: skip
         return piece
@@ -230,7 +230,7 @@ class GatedEngine:
         self._next_look = None  # who asks from here on asks about a later moment
         return await self.ready()
 
-    async def _told(self, error: Exception, so_far: SoFar) -> EngineError:
+    async def _told(self, error: Exception, so_far: PartialOutput) -> EngineError:
         """The error with what had been generated; a silence that is a pause of others is called so."""
         if not isinstance(error, EngineError):
             error = EngineGoneError(str(error), engine=self.name)
@@ -267,7 +267,7 @@ class GatedEngine:
             flight.abort_asked = True
         try:
             told = await self._abort(None if ids is None else [flight.key for flight in flights])
-        except (EngineError, OrderRefusedError):
+        except (EngineError, EngineRefusedError):
             told = False
         for flight in flights:
             if flight.events is not None:
@@ -277,11 +277,11 @@ class GatedEngine:
                 else:
                     flight.events.close(on_purpose=True)
 
-    async def pause(self, mode: Pause = Pause.abort) -> None:
-        """No request is sent from now on; see `Pause` for those that run."""
+    async def pause(self, mode: PauseMode = PauseMode.abort) -> None:
+        """No request is sent from now on; see `PauseMode` for those that run."""
         await self._reach()
         self._shut, self._shut_by_others, self._paused = f"a pause ({mode.value}) was asked for", False, None
-        ends = list(self._flights.values()) if mode is Pause.abort else []
+        ends = list(self._flights.values()) if mode is PauseMode.abort else []
         for flight in ends:
             flight.abort_asked = True
         await self._pause(mode)
@@ -302,25 +302,25 @@ class GatedEngine:
 
     async def sleep(self, level: int = 1) -> None:
         """Gives memory back; never with requests running."""
-        self._offers(Verb.sleep)
+        self._offers(EngineCapability.sleep)
         if level not in (1, 2):
             raise InputError(f"there is no sleep of level {level}", hint="1 keeps the weights, 2 discards them")
         await self._reach()
         await self._shut_while_idle(f"a sleep (level {level}) was asked for")
         if self._paused is None:
             # Somebody else may send between the look and the release; a pause turns that from a crash into an abort.
-            await self.pause(Pause.abort)
+            await self.pause(PauseMode.abort)
         if level == 2:
             self._discarded = True  # from here on, even if the call fails half-way
-        self._asleep = {Part.weights, Part.kv_cache}
+        self._asleep = {MemoryTag.weights, MemoryTag.kv_cache}
         self._shut = f"it is asleep (level {level})"
         await self._sleep(level)
 
-    async def wake(self, parts: Collection[Part] | None = None) -> None:
+    async def wake(self, parts: Collection[MemoryTag] | None = None) -> None:
         """Takes memory again; the gate opens when all of it is back and the weights are there."""
-        self._offers(Verb.sleep)
+        self._offers(EngineCapability.sleep)
         await self._reach()
-        chosen = set(parts) if parts is not None else {Part.weights, Part.kv_cache}
+        chosen = set(parts) if parts is not None else {MemoryTag.weights, MemoryTag.kv_cache}
         await self._wake(chosen)
         self._asleep -= chosen
         if self._asleep:
@@ -332,19 +332,19 @@ class GatedEngine:
 
     async def flush(self) -> None:
         """Forgets cached prefixes; an engine that could not is an error."""
-        self._offers(Verb.flush)
+        self._offers(EngineCapability.flush)
         await self._reach()
         await self._flush()
 
-    async def refit(self, refit: Refit) -> None:
+    async def refit(self, refit: WeightUpdate) -> None:
         """New weights; the version counts when the engine confirms it."""
-        self._offers(Verb.refit)
+        self._offers(EngineCapability.refit)
         if refit.way != "disk":
-            raise NotOfferedError(
+            raise NotSupportedError(
                 f"weights by way of '{refit.way}' are the trainer's to send", where=f"engine {self.name}",
                 hint="only 'disk' is done here",
             )  # fmt: skip
-        if Part.weights in self._asleep:
+        if MemoryTag.weights in self._asleep:
             raise EnginePausedError("its weights are asleep", engine=self.name, hint="wake the weights first")
         await self._reach()
         if self._paused is None:
@@ -358,7 +358,7 @@ class GatedEngine:
         """The weights are new, says whoever sent them; believed unless the engine says another version."""
         await self._reach()
         confirmed = await self._version()
-        if confirmed != version and Verb.version in self.verbs:
+        if confirmed != version and EngineCapability.version in self.verbs:
             raise EngineFailedError(
                 f"after the refit it says version '{confirmed}' and not '{version}'", engine=self.name,
                 hint="whoever sends the weights has to send their version too",
@@ -387,9 +387,9 @@ class GatedEngine:
 
     async def _require_idle(self) -> None:
         """Refuses while a request runs, or while nobody can say whether one does."""
-        if self._paused in (Pause.abort, Pause.wait):
+        if self._paused in (PauseMode.abort, PauseMode.wait):
             return  # the engine itself confirmed that nothing runs any more
-        if self._paused is Pause.keep:
+        if self._paused is PauseMode.keep:
             await self._require_put_back()
             return
         if self._flights:
@@ -424,9 +424,9 @@ class GatedEngine:
             "its paused requests hold their memory", engine=self.name, hint="resume it and drain, or pause with abort"
         )
 
-    def _offers(self, verb: Verb) -> None:
+    def _offers(self, verb: EngineCapability) -> None:
         if verb not in self.verbs:
-            raise NotOfferedError(f"{self.kind} has no way to {verb.value}", where=f"engine {self.name}")
+            raise NotSupportedError(f"{self.kind} has no way to {verb.value}", where=f"engine {self.name}")
 
     async def _reach(self) -> None:
         """What has to be known of the engine before anything is asked of it."""
@@ -442,10 +442,10 @@ class GatedEngine:
 
     # What a dialect has to say.
 
-    def _events(self, flight: Flight) -> Events:
+    def _events(self, flight: OpenStream) -> EventStream:
         raise NotImplementedError
 
-    def _reader(self, order: GenerateOrder) -> Reader:
+    def _reader(self, order: GenerateRequest) -> DeltaReader:
         raise NotImplementedError
 
     async def _look(self) -> EngineState:
@@ -461,7 +461,7 @@ class GatedEngine:
         """Tells the engine, by the keys that it knows; False where only a broken connection tells it."""
         return False
 
-    async def _pause(self, mode: Pause) -> None:
+    async def _pause(self, mode: PauseMode) -> None:
         raise NotImplementedError
 
     async def _resume(self) -> None:
@@ -470,11 +470,11 @@ class GatedEngine:
     async def _sleep(self, level: int) -> None:
         raise NotImplementedError
 
-    async def _wake(self, parts: set[Part]) -> None:
+    async def _wake(self, parts: set[MemoryTag]) -> None:
         raise NotImplementedError
 
     async def _flush(self) -> None:
         raise NotImplementedError
 
-    async def _refit(self, refit: Refit) -> None:
+    async def _refit(self, refit: WeightUpdate) -> None:
         raise NotImplementedError

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import aiohttp
 
-from trimtab.runtime.engines.engine import Deadlines, GenerateOrder
-from trimtab.runtime.engines.gated import Events, Flight, GatedEngine
-from trimtab.runtime.engines.wire import Wire, require_private
+from trimtab.runtime.engines.engine import EngineDeadlines, GenerateRequest
+from trimtab.runtime.engines.gated import EventStream, GatedEngine, OpenStream
+from trimtab.runtime.engines.wire import EngineHttpClient, require_private
 
 
 class HttpEngine(GatedEngine):
@@ -17,10 +17,12 @@ class HttpEngine(GatedEngine):
 
     keeps_alive: ClassVar[bool] = True
 
-    def __init__(self, name: str, url: str, session: aiohttp.ClientSession, deadlines: Deadlines | None = None) -> None:
+    def __init__(
+        self, name: str, url: str, session: aiohttp.ClientSession, deadlines: EngineDeadlines | None = None
+    ) -> None:
         super().__init__(name, deadlines)
         self.url = url
-        self.wire = Wire(name, url, session, self.deadlines, keep_alive=self.keeps_alive)
+        self.wire = EngineHttpClient(name, url, session, self.deadlines, keep_alive=self.keeps_alive)
         self._private = False
 
     async def _reach(self) -> None:
@@ -28,16 +30,16 @@ class HttpEngine(GatedEngine):
             await require_private(self.url)
             self._private = True
 
-    def _events(self, flight: Flight) -> Events:
+    def _events(self, flight: OpenStream) -> EventStream:
         path, body = self._asked(flight.order, flight.key)
         return self.wire.events(path, body)
 
-    def _asked(self, order: GenerateOrder, key: str) -> tuple[str, dict[str, Any]]:
+    def _asked(self, order: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
         """Where a generation is asked for, and how."""
         raise NotImplementedError
 
 
-async def gauges(wire: Wire, path: str = "/metrics") -> dict[str, float]:
+async def gauges(wire: EngineHttpClient, path: str = "/metrics") -> dict[str, float]:
     """The figures of a Prometheus page, labels left out, those of one name added up."""
     found: dict[str, float] = {}
     for line in str(await wire.get(path)).splitlines():

@@ -24,16 +24,16 @@ from trimtab.runtime.engines.engine import (
     EngineError,
     EngineFailedError,
     EngineLoad,
+    EngineRefusedError,
     EngineState,
     EngineWedgedError,
-    Finish,
-    GenerateOrder,
-    OrderRefusedError,
-    Pause,
-    Piece,
-    Ranking,
+    FinishReason,
+    GenerateRequest,
+    PauseMode,
+    StreamDelta,
+    TopLogprobs,
 )
-from trimtab.runtime.engines.gated import Nonsense, Reader
+from trimtab.runtime.engines.gated import DeltaReader, MalformedOutput
 from trimtab.runtime.engines.http_engine import HttpEngine, gauges
 from trimtab.runtime.engines.vocabulary import Vocabulary
 
@@ -52,7 +52,7 @@ class LlamaCppEngine(HttpEngine):
     _vocabulary: Vocabulary | None = None
     _learning: asyncio.Lock | None = None
 
-    def _asked(self, order: GenerateOrder, key: str) -> tuple[str, dict[str, Any]]:
+    def _asked(self, order: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
         if 0 < order.min_tokens < order.max_tokens:
             raise InputError(
                 "llama.cpp knows no least number of tokens", where=f"request {order.id}",
@@ -63,7 +63,7 @@ class LlamaCppEngine(HttpEngine):
             body["samplers"] = samplers(order.extra)
         return "/completion", body
 
-    def _reader(self, order: GenerateOrder) -> Reader:
+    def _reader(self, order: GenerateRequest) -> DeltaReader:
         return _Stream(self, order)
 
     async def _look(self) -> EngineState:
@@ -93,10 +93,10 @@ class LlamaCppEngine(HttpEngine):
             running, waiting = sum(bool(slot.get("is_processing")) for slot in slots), 0
         return EngineLoad(int(running), int(waiting), None, time.monotonic(), fresh=True)
 
-    async def _pause(self, mode: Pause) -> None:
-        if mode is Pause.abort:
+    async def _pause(self, mode: PauseMode) -> None:
+        if mode is PauseMode.abort:
             await self.abort()
-        elif mode is Pause.keep:
+        elif mode is PauseMode.keep:
             raise InputError("llama.cpp cannot hold requests still", where=f"engine {self.name}", hint="abort or wait")
         deadline = time.monotonic() + self.deadlines.change_s
         while self._flights or (await self._load()).running:
@@ -133,7 +133,7 @@ class LlamaCppEngine(HttpEngine):
                     return Vocabulary({int(one["id"]): bytes(one["bytes"]) for one in place["top_logprobs"]})
         raise EngineFailedError("it does not tell its vocabulary", engine=self.name)
 
-    async def again(self, order: GenerateOrder, known: Sequence[int], tokens: int) -> tuple[int, ...]:
+    async def again(self, order: GenerateRequest, known: Sequence[int], tokens: int) -> tuple[int, ...]:
         """The next ids after the known ones, of a greedy request, told whole because they are not streamed."""
         body = completion(order) | dict(order.extra)
         body |= {"prompt": [*order.token_ids, *known], "n_predict": tokens, "stream": False, "n_probs": 0, "stop": []}
@@ -159,7 +159,7 @@ _SAMPLERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def completion(order: GenerateOrder) -> dict[str, Any]:
+def completion(order: GenerateRequest) -> dict[str, Any]:
     """The body of `/completion` for an order."""
     return {
         "prompt": list(order.token_ids),
@@ -183,18 +183,18 @@ def completion(order: GenerateOrder) -> dict[str, Any]:
 class _Stream:
     """The events of one request."""
 
-    def __init__(self, engine: LlamaCppEngine, order: GenerateOrder) -> None:
+    def __init__(self, engine: LlamaCppEngine, order: GenerateRequest) -> None:
         self._engine, self._order = engine, order
         self._known: list[int] = []  # all ids so far, those of filled gaps too
         self._missing = 0  # of those before and between them that nobody could name
         self._unwritten: list[int] = []  # ids whose text the server holds back: it may become a stop string
 
-    async def take(self, event: dict[str, Any]) -> list[Piece]:
+    async def take(self, event: dict[str, Any]) -> list[StreamDelta]:
         counted = int(event["tokens_predicted"])
         ids = tuple(int(one) for one in event["tokens"])
         gap = counted - len(self._known) - self._missing - len(ids)
         if gap < 0:
-            raise Nonsense(f"it counts {counted} tokens and has told {counted - gap}")
+            raise MalformedOutput(f"it counts {counted} tokens and has told {counted - gap}")
         filled = await self._fill(gap, ids, event) if gap else ()
         missing = gap - len(filled)
         all_ids = filled + ids
@@ -207,20 +207,20 @@ class _Stream:
         finish, by = self._ended(event)
         for place, one in enumerate(ids):
             if one in self._order.stop_ids and finish is None and len(self._known) >= self._order.min_tokens:
-                finish, by = Finish.stop, one
+                finish, by = FinishReason.stop, one
                 if place + 1 < len(ids):
-                    raise Nonsense("several ids in one event, though a stop id is among them")
-        return [Piece(all_ids, logprobs, best, text or None, finish, by, missing=missing)]
+                    raise MalformedOutput("several ids in one event, though a stop id is among them")
+        return [StreamDelta(all_ids, logprobs, best, text or None, finish, by, missing=missing)]
 
     def _measured(
         self, event: dict[str, Any], hidden: int, ids: tuple[int, ...]
-    ) -> tuple[tuple[float | None, ...] | None, tuple[Ranking, ...] | None]:
+    ) -> tuple[tuple[float | None, ...] | None, tuple[TopLogprobs, ...] | None]:
         asked = self._order.logprobs
         if asked is None:
             return None, None
         places = (event.get("completion_probabilities") or [])[-len(ids) :] if ids else []
         if len(places) != len(ids) or any(int(place["id"]) != one for place, one in zip(places, ids, strict=True)):
-            raise Nonsense("log-probabilities of other tokens than those told")
+            raise MalformedOutput("log-probabilities of other tokens than those told")
         logprobs = (None,) * hidden + tuple(float(place["logprob"]) for place in places)
         if not asked:
             return logprobs, None
@@ -229,18 +229,18 @@ class _Stream:
         )
         return logprobs, ((),) * hidden + best
 
-    def _ended(self, event: dict[str, Any]) -> tuple[Finish | None, str | None]:
+    def _ended(self, event: dict[str, Any]) -> tuple[FinishReason | None, str | None]:
         if not event.get("stop"):
             return None, None
         how = event.get("stop_type")
         if how == "eos":
-            return Finish.stop, None
+            return FinishReason.stop, None
         if how == "word":
-            return Finish.stop, str(event.get("stopping_word", ""))
+            return FinishReason.stop, str(event.get("stopping_word", ""))
         if how == "limit":
             whole = int(event["tokens_predicted"]) >= self._order.max_tokens
-            return (Finish.length if whole else Finish.full), None
-        return Finish.aborted_elsewhere, None
+            return (FinishReason.length if whole else FinishReason.full), None
+        return FinishReason.aborted_elsewhere, None
 
     async def _fill(self, gap: int, ids: tuple[int, ...], event: dict[str, Any]) -> tuple[int, ...]:
         """The ids of a gap, or none where they cannot be known."""
@@ -256,7 +256,7 @@ class _Stream:
                 again = await self._engine.again(self._order, self._known, gap + len(ids))
                 if len(again) == gap + len(ids) and again[gap:] == ids:
                     return again[:gap]
-        except (EngineError, OrderRefusedError, KeyError, TypeError, ValueError, IndexError):
+        except (EngineError, EngineRefusedError, KeyError, TypeError, ValueError, IndexError):
             return ()  # the answer itself goes on; these ids stay unknown
         return ()
 

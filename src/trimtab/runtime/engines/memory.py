@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.runtime.engines.engine import Engine
 
 _LEAST_SHARE = 0.1
 """Of what was in use before: less than that freed is nothing freed, where nobody said how much it should be."""
 _GIB = 2**30
 
-Used = Callable[[Sequence[int]], "int | None"]
+MemoryProbe = Callable[[Sequence[int]], "int | None"]
 """Bytes in use on these GPUs of this node; None where it cannot be known."""
 
 
 @dataclass(frozen=True)
-class Slept:
+class SleepResult:
     """What a sleep did to the memory of its GPUs."""
 
     before: int | None
@@ -36,7 +36,7 @@ class Slept:
     @property
     def released(self) -> bool | None:
         """None: nobody could see."""
-        return None if self.after is None else self.reason.code is Code.asleep
+        return None if self.after is None else self.reason.code is ReasonCode.asleep
 
 
 async def sleep_and_look(
@@ -46,36 +46,38 @@ async def sleep_and_look(
     level: int = 1,
     least_bytes: int | None = None,
     within_s: float = 10.0,
-    used: Used | None = None,
-) -> Slept:
+    used: MemoryProbe | None = None,
+) -> SleepResult:
     """Puts an engine to sleep and waits a while for so much memory to be free again on its GPUs."""
     look = used or used_bytes
     before = look(gpus)
     await engine.sleep(level)
     if before is None:
-        return Slept(None, None, Reason(Code.asleep, f"{engine.name} sleeps; its GPU memory cannot be seen from here"))
+        return SleepResult(
+            None, None, Reason(ReasonCode.asleep, f"{engine.name} sleeps; its GPU memory cannot be seen from here")
+        )
     wanted = least_bytes if least_bytes is not None else int(before * _LEAST_SHARE)
     deadline = asyncio.get_running_loop().time() + within_s
     while True:
         after = look(gpus)
         if after is None:
-            return Slept(
-                before, None, Reason(Code.asleep, f"{engine.name} sleeps; its GPU memory cannot be seen any more")
+            return SleepResult(
+                before, None, Reason(ReasonCode.asleep, f"{engine.name} sleeps; its GPU memory cannot be seen any more")
             )
         freed = before - after
         if freed >= wanted:
             said = f"{engine.name} sleeps and gave {_gib(freed)} back; {_gib(after)} are still in use"
-            return Slept(before, after, Reason(Code.asleep, said))
+            return SleepResult(before, after, Reason(ReasonCode.asleep, said))
         if asyncio.get_running_loop().time() >= deadline:
             said = (
                 f"{engine.name} sleeps, but only {_gib(max(freed, 0))} of {_gib(before)} came free in {within_s:g} s; "
                 f"{_gib(wanted)} were expected"
             )
-            return Slept(before, after, Reason(Code.memory_kept, said))
+            return SleepResult(before, after, Reason(ReasonCode.memory_kept, said))
         await asyncio.sleep(min(0.1, within_s))
 
 
-class _Memory(ctypes.Structure):
+class _NvmlMemory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
@@ -86,7 +88,7 @@ def used_bytes(gpus: Sequence[int]) -> int | None:
         return None
     total = 0
     for index in gpus:
-        device, memory = ctypes.c_void_p(), _Memory()
+        device, memory = ctypes.c_void_p(), _NvmlMemory()
         if driver.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) or driver.nvmlDeviceGetMemoryInfo(
             device, ctypes.byref(memory)
         ):

@@ -25,27 +25,27 @@ from typing import Any
 
 from trimtab.core.errors import TrimtabError
 from trimtab.runtime.engines.engine import (
+    EngineCapability,
     EngineFailedError,
     EngineLoad,
-    EngineNonsenseError,
+    EngineMalformedError,
+    EngineRefusedError,
     EngineState,
     EngineWedgedError,
-    Finish,
-    GenerateOrder,
-    OrderRefusedError,
-    Part,
-    Pause,
-    Piece,
-    Ranking,
-    Refit,
-    Verb,
+    FinishReason,
+    GenerateRequest,
+    MemoryTag,
+    PauseMode,
+    StreamDelta,
+    TopLogprobs,
+    WeightUpdate,
 )
-from trimtab.runtime.engines.gated import Nonsense, Reader
+from trimtab.runtime.engines.gated import DeltaReader, MalformedOutput
 from trimtab.runtime.engines.http_engine import HttpEngine
-from trimtab.runtime.engines.wire import NoSuchCallError
+from trimtab.runtime.engines.wire import NoSuchPathError
 
-_FINISHES = {"stop": Finish.stop, "length": Finish.length, "abort": Finish.aborted_elsewhere}
-_MODES = {Pause.abort: "abort", Pause.wait: "abort", Pause.keep: "retract"}
+_FINISHES = {"stop": FinishReason.stop, "length": FinishReason.length, "abort": FinishReason.aborted_elsewhere}
+_MODES = {PauseMode.abort: "abort", PauseMode.wait: "abort", PauseMode.keep: "retract"}
 _NOT_READY = "somebody else paused it, or it is starting or ending: it calls itself not ready"
 _STALE_S = 5.0
 """A load that is older than this by the clock of the host, and has not moved since the last look, is not believed."""
@@ -55,12 +55,20 @@ class SglangEngine(HttpEngine):
     """An SGLang server."""
 
     kind = "sglang"
-    verbs = frozenset({Verb.pause, Verb.sleep, Verb.flush, Verb.refit, Verb.version})
+    verbs = frozenset(
+        {
+            EngineCapability.pause,
+            EngineCapability.sleep,
+            EngineCapability.flush,
+            EngineCapability.refit,
+            EngineCapability.version,
+        }
+    )
 
     _load_stamp: Any = None  # the engine's own time of its last loads
     _looked = False  # there was a look before
 
-    def _asked(self, order: GenerateOrder, key: str) -> tuple[str, dict[str, Any]]:
+    def _asked(self, order: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
         sampling: dict[str, Any] = {
             "max_new_tokens": order.max_tokens,
             "min_new_tokens": order.min_tokens,
@@ -84,7 +92,7 @@ class SglangEngine(HttpEngine):
             body |= {"return_logprob": True, "top_logprobs_num": order.logprobs}
         return "/generate", body
 
-    def _reader(self, order: GenerateOrder) -> Reader:
+    def _reader(self, order: GenerateRequest) -> DeltaReader:
         return _Stream(order, self.name, self._left)
 
     async def _look(self) -> EngineState:
@@ -102,7 +110,7 @@ class SglangEngine(HttpEngine):
         """Whether it takes no requests: they would hang until somebody lets it go on."""
         try:
             await self.wire.get("/ready")
-        except NoSuchCallError:
+        except NoSuchPathError:
             # Releases without that page say nothing; loads that stand still are the only outward sign.
             return not (await self._load()).fresh and not await self._serves()
         except EngineFailedError:
@@ -126,7 +134,7 @@ class SglangEngine(HttpEngine):
     async def _info(self) -> Any:
         try:
             return await self.wire.get("/model_info")
-        except NoSuchCallError:
+        except NoSuchPathError:
             return await self.wire.get("/get_model_info")
 
     async def _release(self) -> str:
@@ -147,7 +155,7 @@ class SglangEngine(HttpEngine):
             held = sum(int(one.get("num_used_tokens") or 0) for one in loads)
             stamp = [one.get("timestamp", told.get("timestamp")) for one in loads]
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineNonsenseError(f"/v1/loads cannot be read: {error!r}", engine=self.name) from None
+            raise EngineMalformedError(f"/v1/loads cannot be read: {error!r}", engine=self.name) from None
         if held and not running + waiting:
             # It counts at a prefill, before that is running, and then not for some steps; but what runs holds memory.
             running = 1
@@ -174,8 +182,8 @@ class SglangEngine(HttpEngine):
         with suppress(TrimtabError):
             await self.wire.post("/abort_request", {"rid": key})
 
-    async def _pause(self, mode: Pause) -> None:
-        if mode is Pause.wait:
+    async def _pause(self, mode: PauseMode) -> None:
+        if mode is PauseMode.wait:
             await self._drained()
         await self._post("/pause_generation", {"mode": _MODES[mode]})
 
@@ -201,12 +209,12 @@ class SglangEngine(HttpEngine):
     async def _sleep(self, level: int) -> None:
         # The cache refers to memory that is about to go.
         await self._flush()
-        tags = [Part.kv_cache.value, *([Part.weights.value] if level == 2 else [])]
+        tags = [MemoryTag.kv_cache.value, *([MemoryTag.weights.value] if level == 2 else [])]
         await self._post("/release_memory_occupation", {"tags": tags})
         if level == 1:
-            self._asleep = {Part.kv_cache}
+            self._asleep = {MemoryTag.kv_cache}
 
-    async def _wake(self, parts: set[Part]) -> None:
+    async def _wake(self, parts: set[MemoryTag]) -> None:
         wanted = sorted(part.value for part in parts & self._asleep)
         if wanted:
             await self._post("/resume_memory_occupation", {"tags": wanted})
@@ -214,7 +222,7 @@ class SglangEngine(HttpEngine):
     async def _flush(self) -> None:
         await self._post("/flush_cache", None)
 
-    async def _refit(self, refit: Refit) -> None:
+    async def _refit(self, refit: WeightUpdate) -> None:
         await self.wire.post(
             "/update_weights_from_disk",
             {"model_path": refit.path, "weight_version": refit.version, "abort_all_requests": False},
@@ -228,14 +236,14 @@ class SglangEngine(HttpEngine):
 class _Stream:
     """The events of one request."""
 
-    def __init__(self, order: GenerateOrder, engine: str, leave: Callable[[str], None]) -> None:
+    def __init__(self, order: GenerateRequest, engine: str, leave: Callable[[str], None]) -> None:
         self._order, self._engine, self._told, self._text = order, engine, 0, ""
         self._whole = True  # events tell all that there is so far, not only what is new
         self._leave = leave  # tells the engine that nobody waits for the rest of a request
         # It takes "no end token" as no stop ids either, so then they are watched for here.
         self._watched = frozenset(order.stop_ids if order.extra.get("ignore_eos") else ())
 
-    async def take(self, event: dict[str, Any]) -> list[Piece]:
+    async def take(self, event: dict[str, Any]) -> list[StreamDelta]:
         meta = event["meta_info"]
         ids = tuple(map(int, self._new(event.get("output_ids") or [], int(meta["completion_tokens"]))))
         said = meta.get("finish_reason")
@@ -243,27 +251,27 @@ class _Stream:
         if said is not None:
             finish = _FINISHES.get(said["type"])
             if finish is None:
-                raise Nonsense(f"an end of unknown kind: {said!r}")
-            if finish is Finish.aborted_elsewhere and said.get("status_code"):
+                raise MalformedOutput(f"an end of unknown kind: {said!r}")
+            if finish is FinishReason.aborted_elsewhere and said.get("status_code"):
                 raise self._no_abort(int(said["status_code"]), str(said.get("message")))
         logprobs, best = self._measured(meta, len(ids))
         matched = said.get("matched") if said else None
-        whole = Piece(ids, logprobs, best, self._more(event.get("text")), finish, matched)
+        whole = StreamDelta(ids, logprobs, best, self._more(event.get("text")), finish, matched)
         start, self._told = self._told, self._told + len(ids)
         stop = next((at for at, one in enumerate(ids) if self._stops(one, start + at + 1)), None)
         if stop is None:
             return _by_version(whole, start, meta)
         self._leave(str(meta["id"]))
-        ended = replace(_part(whole, 0, stop + 1, None, last=False), finish=Finish.stop, stopped_by=ids[stop])
+        ended = replace(_part(whole, 0, stop + 1, None, last=False), finish=FinishReason.stop, stopped_by=ids[stop])
         return _by_version(ended, start, meta)
 
     def _stops(self, one: int, count: int) -> bool:
         return one in self._watched and count >= self._order.min_tokens
 
-    def _no_abort(self, status: int, message: str) -> OrderRefusedError | EngineFailedError:
+    def _no_abort(self, status: int, message: str) -> EngineRefusedError | EngineFailedError:
         """An end called abort, with a status: nobody aborted anything, the order or the engine is at fault."""
         if status < 500:
-            return OrderRefusedError(f"it was refused ({status}): {message}", where=f"engine {self._engine}")
+            return EngineRefusedError(f"it was refused ({status}): {message}", where=f"engine {self._engine}")
         return EngineFailedError(f"it gave up ({status}): {message}", engine=self._engine)
 
     def _new(self, ids: list[Any], counted: int) -> list[Any]:
@@ -272,7 +280,7 @@ class _Stream:
         if self._told + len(ids) == counted:
             self._whole = False
             return ids
-        raise Nonsense(f"it counts {counted} tokens; told were {self._told}, and now {len(ids)}")
+        raise MalformedOutput(f"it counts {counted} tokens; told were {self._told}, and now {len(ids)}")
 
     def _more(self, text: str | None) -> str | None:
         if not text or not self._whole:
@@ -284,13 +292,13 @@ class _Stream:
 
     def _measured(
         self, meta: dict[str, Any], count: int
-    ) -> tuple[tuple[float | None, ...] | None, tuple[Ranking, ...] | None]:
+    ) -> tuple[tuple[float | None, ...] | None, tuple[TopLogprobs, ...] | None]:
         asked = self._order.logprobs
         if asked is None:
             return None, None
         places = (meta.get("output_token_logprobs") or [])[-count:] if count else []
         if len(places) != count:
-            raise Nonsense(f"{len(places)} log-probabilities for {count} tokens")
+            raise MalformedOutput(f"{len(places)} log-probabilities for {count} tokens")
         logprobs = tuple(float(place[0]) for place in places)
         if not asked:
             return logprobs, None
@@ -299,7 +307,7 @@ class _Stream:
         return logprobs, best
 
 
-def _by_version(piece: Piece, start: int, meta: dict[str, Any]) -> list[Piece]:
+def _by_version(piece: StreamDelta, start: int, meta: dict[str, Any]) -> list[StreamDelta]:
     """One piece for each weight version that made some of its tokens."""
     spans = meta.get("weight_versions") or []
     end = start + len(piece.token_ids)
@@ -314,9 +322,9 @@ def _by_version(piece: Piece, start: int, meta: dict[str, Any]) -> list[Piece]:
     return [_part(piece, since, to, version, last=to == cuts[-1][1]) for since, to, version in cuts]
 
 
-def _part(piece: Piece, since: int, to: int | None, version: str | None, *, last: bool) -> Piece:
+def _part(piece: StreamDelta, since: int, to: int | None, version: str | None, *, last: bool) -> StreamDelta:
     cut = slice(since, to)
-    return Piece(
+    return StreamDelta(
         piece.token_ids[cut],
         None if piece.logprobs is None else piece.logprobs[cut],
         None if piece.best is None else piece.best[cut],

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from trimtab.runtime.engines.engine import EngineNonsenseError
+from trimtab.runtime.engines.engine import EngineMalformedError
 from trimtab.runtime.engines.http_engine import HttpEngine
 
 
 @runtime_checkable
-class Texts(Protocol):
+class Tokenizer(Protocol):
     """A tokenizer. Every call is bounded by the engine's deadline for calls and raises the errors of `engine.py`."""
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ RENDER_OPTIONS: dict[str, frozenset[str]] = {
 """What of a chat concerns its template, by kind of engine."""
 
 
-class _HttpTexts:
+class _HttpTokenizer:
     def __init__(self, engine: HttpEngine) -> None:
         self._engine = engine
 
@@ -56,7 +56,7 @@ class _HttpTexts:
             raise self._nonsense("/v1/models names no model", told) from None
 
     async def vocabulary(self) -> int | None:
-        """See `Texts`."""
+        """See `Tokenizer`."""
         return None
 
     async def _ids(self, path: str, body: Mapping[str, Any]) -> tuple[int, ...]:
@@ -73,11 +73,11 @@ class _HttpTexts:
             raise self._nonsense(f"{path} gave no text", told)
         return text
 
-    def _nonsense(self, what: str, told: Any) -> EngineNonsenseError:
-        return EngineNonsenseError(f"{what}: {str(told)[:80]!r}", engine=self._engine.name)
+    def _nonsense(self, what: str, told: Any) -> EngineMalformedError:
+        return EngineMalformedError(f"{what}: {str(told)[:80]!r}", engine=self._engine.name)
 
 
-class LlamaCppTexts(_HttpTexts):
+class LlamaCppTokenizer(_HttpTokenizer):
     """Writes special tokens out always."""
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
@@ -85,11 +85,11 @@ class LlamaCppTexts(_HttpTexts):
         return await self._ids("/tokenize", {"content": text, "add_special": True, "parse_special": True})
 
     async def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """See `Texts`."""
+        """See `Tokenizer`."""
         return await self._text("/detokenize", {"tokens": list(ids)}, "content") if ids else ""
 
     async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
-        """See `Texts`."""
+        """See `Tokenizer`."""
         body = {"messages": list(messages), **options}
         return await self.tokenize(await self._text("/apply-template", body, "prompt"))
 
@@ -102,23 +102,23 @@ class LlamaCppTexts(_HttpTexts):
             return None
 
 
-class VllmTexts(_HttpTexts):
+class VllmTokenizer(_HttpTokenizer):
     """Writes special tokens out always. Ids that the model does not know it refuses by itself."""
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
-        """See `Texts`."""
+        """See `Tokenizer`."""
         return await self._ids("/tokenize", {"prompt": text, "add_special_tokens": True})
 
     async def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """See `Texts`."""
+        """See `Tokenizer`."""
         return await self._text("/detokenize", {"tokens": list(ids)}, "prompt") if ids else ""
 
     async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
-        """See `Texts`."""
+        """See `Tokenizer`."""
         return await self._ids("/tokenize", {"messages": list(messages), **options})
 
 
-class SglangTexts(_HttpTexts):
+class SglangTokenizer(_HttpTokenizer):
     """Conversations need a release that takes messages at `/tokenize`; an older one refuses them."""
 
     async def vocabulary(self) -> int | None:
@@ -131,32 +131,32 @@ class SglangTexts(_HttpTexts):
             return None
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
-        """See `Texts`."""
+        """See `Tokenizer`."""
         return await self._ids("/tokenize", {"prompt": text, "add_special_tokens": True})
 
     async def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """See `Texts`."""
+        """See `Tokenizer`."""
         body = {"tokens": list(ids), "skip_special_tokens": not special}
         return await self._text("/detokenize", body, "text") if ids else ""
 
     async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
-        """See `Texts`."""
+        """See `Tokenizer`."""
         return await self._ids("/tokenize", {"messages": list(messages), **options})
 
 
-_KINDS: dict[str, type[LlamaCppTexts | VllmTexts | SglangTexts]] = {
-    "llamacpp": LlamaCppTexts,
-    "vllm": VllmTexts,
-    "sglang": SglangTexts,
+_KINDS: dict[str, type[LlamaCppTokenizer | VllmTokenizer | SglangTokenizer]] = {
+    "llamacpp": LlamaCppTokenizer,
+    "vllm": VllmTokenizer,
+    "sglang": SglangTokenizer,
 }
 
 
-def texts_of(engine: object) -> Texts | None:
+def texts_of(engine: object) -> Tokenizer | None:
     """The tokenizer of an engine, where it has one that can be asked.
 
     An adapter that is not over HTTP (a Ray actor) may offer one itself, as an attribute `texts`.
     """
-    own: Texts | None = getattr(engine, "texts", None)
+    own: Tokenizer | None = getattr(engine, "texts", None)
     if own is not None:
         return own
     if isinstance(engine, HttpEngine) and engine.kind in _KINDS:

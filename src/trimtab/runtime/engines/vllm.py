@@ -17,25 +17,25 @@ from collections.abc import Collection
 from typing import Any
 
 from trimtab.runtime.engines.engine import (
+    EngineCapability,
     EngineFailedError,
     EngineLoad,
-    EngineNonsenseError,
+    EngineMalformedError,
+    EngineRefusedError,
     EngineState,
-    Finish,
-    GenerateOrder,
-    OrderRefusedError,
-    Part,
-    Pause,
-    Piece,
-    Ranking,
-    Refit,
-    Verb,
+    FinishReason,
+    GenerateRequest,
+    MemoryTag,
+    PauseMode,
+    StreamDelta,
+    TopLogprobs,
+    WeightUpdate,
 )
-from trimtab.runtime.engines.gated import Nonsense, Reader
+from trimtab.runtime.engines.gated import DeltaReader, MalformedOutput
 from trimtab.runtime.engines.http_engine import HttpEngine, gauges
-from trimtab.runtime.engines.wire import NoSuchCallError
+from trimtab.runtime.engines.wire import NoSuchPathError
 
-_FINISHES = {"stop": Finish.stop, "length": Finish.length, "abort": Finish.aborted_elsewhere}
+_FINISHES = {"stop": FinishReason.stop, "length": FinishReason.length, "abort": FinishReason.aborted_elsewhere}
 _DEVELOPMENT = "start it with VLLM_SERVER_DEV_MODE=1 on a private interface"
 
 
@@ -43,11 +43,19 @@ class VllmEngine(HttpEngine):
     """A vLLM server."""
 
     kind = "vllm"
-    verbs = frozenset({Verb.pause, Verb.sleep, Verb.flush, Verb.refit, Verb.version})
+    verbs = frozenset(
+        {
+            EngineCapability.pause,
+            EngineCapability.sleep,
+            EngineCapability.flush,
+            EngineCapability.refit,
+            EngineCapability.version,
+        }
+    )
 
     _model = ""
 
-    def _asked(self, order: GenerateOrder, key: str) -> tuple[str, dict[str, Any]]:
+    def _asked(self, order: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": list(order.token_ids),
@@ -71,7 +79,7 @@ class VllmEngine(HttpEngine):
             body |= {"logprobs": order.logprobs, "return_tokens_as_token_ids": True}
         return "/v1/completions", body | dict(order.extra)
 
-    def _reader(self, order: GenerateOrder) -> Reader:
+    def _reader(self, order: GenerateRequest) -> DeltaReader:
         return _Stream(order)
 
     async def _reach(self) -> None:
@@ -81,7 +89,7 @@ class VllmEngine(HttpEngine):
             try:
                 self._model = str(models["data"][0]["id"])
             except (KeyError, IndexError, TypeError):
-                raise EngineNonsenseError("/v1/models names no model", engine=self.name) from None
+                raise EngineMalformedError("/v1/models names no model", engine=self.name) from None
 
     async def _look(self) -> EngineState:
         await self.wire.get("/health")
@@ -103,7 +111,7 @@ class VllmEngine(HttpEngine):
     async def _maybe(self, path: str) -> Any:
         try:
             return await self.wire.get(path)
-        except (NoSuchCallError, OrderRefusedError):
+        except (NoSuchPathError, EngineRefusedError):
             return None
 
     async def _load(self) -> EngineLoad:
@@ -111,7 +119,7 @@ class VllmEngine(HttpEngine):
         try:
             running, waiting = int(found["vllm:num_requests_running"]), int(found["vllm:num_requests_waiting"])
         except KeyError:
-            raise EngineNonsenseError("its metrics do not count requests", engine=self.name) from None
+            raise EngineMalformedError("its metrics do not count requests", engine=self.name) from None
         still = await self._flag("/is_paused", "is_paused") or await self._flag("/is_sleeping", "is_sleeping")
         open_requests = await self._maybe("/load")
         if isinstance(open_requests, dict) and isinstance(open_requests.get("server_load"), int):
@@ -129,7 +137,7 @@ class VllmEngine(HttpEngine):
         await self.wire.post("/abort_requests", chosen)
         return True
 
-    async def _pause(self, mode: Pause) -> None:
+    async def _pause(self, mode: PauseMode) -> None:
         await self._changed("/pause", "paused", mode=mode.value)
 
     async def _resume(self) -> None:
@@ -142,7 +150,7 @@ class VllmEngine(HttpEngine):
         if not await self._flag("/is_sleeping", "is_sleeping"):
             raise EngineFailedError("it took the sleep and is not asleep", engine=self.name)
 
-    async def _wake(self, parts: set[Part]) -> None:
+    async def _wake(self, parts: set[MemoryTag]) -> None:
         left = self._asleep - parts
         if left:
             await self._dev("/wake_up", tags=[part.value for part in sorted(parts)])
@@ -154,14 +162,14 @@ class VllmEngine(HttpEngine):
     async def _flush(self) -> None:
         await self._dev("/reset_prefix_cache")
 
-    async def _refit(self, refit: Refit) -> None:
+    async def _refit(self, refit: WeightUpdate) -> None:
         await self._dev(
             "/collective_rpc",
             {"method": "reload_weights", "kwargs": {"weights_path": refit.path}},
             within_s=self.deadlines.refit_s,
         )
         # What is cached was computed with the old weights. Requests that stand still are computed anew.
-        if self._paused is Pause.keep:
+        if self._paused is PauseMode.keep:
             await self._dev("/reset_prefix_cache", reset_running_requests="true")
         else:
             await self._dev("/reset_prefix_cache")
@@ -175,7 +183,7 @@ class VllmEngine(HttpEngine):
     async def _dev(self, path: str, body: Any = None, *, within_s: float | None = None, **query: Any) -> Any:
         try:
             return await self.wire.post(path, body, within_s=within_s or self.deadlines.change_s, **query)
-        except NoSuchCallError as error:
+        except NoSuchPathError as error:
             error.hint = _DEVELOPMENT
             raise
 
@@ -183,10 +191,10 @@ class VllmEngine(HttpEngine):
 class _Stream:
     """The events of one request."""
 
-    def __init__(self, order: GenerateOrder) -> None:
+    def __init__(self, order: GenerateRequest) -> None:
         self._order, self._told = order, 0
 
-    async def take(self, event: dict[str, Any]) -> list[Piece]:
+    async def take(self, event: dict[str, Any]) -> list[StreamDelta]:
         if not event["choices"]:
             self._count(event)
             return []
@@ -196,10 +204,10 @@ class _Stream:
         self._count(event)
         said = choice.get("finish_reason")
         if said is not None and said not in _FINISHES:
-            raise Nonsense(f"an end of unknown kind: {said!r}")
+            raise MalformedOutput(f"an end of unknown kind: {said!r}")
         logprobs, best = self._measured(choice.get("logprobs"), len(ids))
         return [
-            Piece(
+            StreamDelta(
                 ids, logprobs, best, choice.get("text") or None, None if said is None else _FINISHES[said],
                 choice.get("stop_reason"),
             )
@@ -208,17 +216,17 @@ class _Stream:
     def _count(self, event: dict[str, Any]) -> None:
         usage = event.get("usage")
         if usage and int(usage["completion_tokens"]) != self._told:
-            raise Nonsense(f"it counts {usage['completion_tokens']} tokens and has told {self._told}")
+            raise MalformedOutput(f"it counts {usage['completion_tokens']} tokens and has told {self._told}")
 
     def _measured(
         self, told: dict[str, Any] | None, count: int
-    ) -> tuple[tuple[float | None, ...] | None, tuple[Ranking, ...] | None]:
+    ) -> tuple[tuple[float | None, ...] | None, tuple[TopLogprobs, ...] | None]:
         asked = self._order.logprobs
         if asked is None:
             return None, None
         logprobs = tuple(told["token_logprobs"]) if told else ()
         if len(logprobs) != count:
-            raise Nonsense(f"{len(logprobs)} log-probabilities for {count} tokens")
+            raise MalformedOutput(f"{len(logprobs)} log-probabilities for {count} tokens")
         if not asked or not told:
             return logprobs, () if asked else None
         best = []

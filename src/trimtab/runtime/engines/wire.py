@@ -21,12 +21,12 @@ import aiohttp
 
 from trimtab.core.errors import InputError
 from trimtab.runtime.engines.engine import (
-    Deadlines,
+    EngineDeadlines,
     EngineFailedError,
     EngineGoneError,
-    EngineNonsenseError,
+    EngineMalformedError,
+    EngineRefusedError,
     EngineWedgedError,
-    OrderRefusedError,
 )
 
 LONGEST_EVENT = 64 * 2**20
@@ -67,11 +67,17 @@ async def require_private(url: str) -> None:
             )
 
 
-class Wire:
+class EngineHttpClient:
     """One engine's address, and the two ways of asking it."""
 
     def __init__(
-        self, name: str, url: str, session: aiohttp.ClientSession, deadlines: Deadlines, *, keep_alive: bool = True
+        self,
+        name: str,
+        url: str,
+        session: aiohttp.ClientSession,
+        deadlines: EngineDeadlines,
+        *,
+        keep_alive: bool = True,
     ) -> None:
         self.name, self.url, self.session, self.deadlines = name, url.rstrip("/"), session, deadlines
         # A server that closes connections unannounced makes the next request look as if the server were gone.
@@ -104,7 +110,7 @@ class Wire:
         except (aiohttp.ClientError, OSError) as error:
             raise EngineGoneError(f"{method} {path}: {_said(error)}", engine=self.name) from None
         if len(raw) > LONGEST_EVENT:
-            raise EngineNonsenseError(f"{method} {path} answered without end", engine=self.name)
+            raise EngineMalformedError(f"{method} {path} answered without end", engine=self.name)
         answer = _parsed(raw)
         self.judge(f"{method} {path}", status, answer, location)
         return answer
@@ -119,31 +125,31 @@ class Wire:
                 engine=self.name,
             )
         if status == 404:
-            raise NoSuchCallError(f"{call} is unknown there (404)", engine=self.name)
+            raise NoSuchPathError(f"{call} is unknown there (404)", engine=self.name)
         if 400 <= status < 500 and status not in (408, 429):
-            raise OrderRefusedError(f"{call} was refused ({status}): {brief(answer)}", where=f"engine {self.name}")
+            raise EngineRefusedError(f"{call} was refused ({status}): {brief(answer)}", where=f"engine {self.name}")
         if not 200 <= status < 300:
             raise EngineFailedError(f"{call} failed ({status}): {brief(answer)}", engine=self.name)
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineFailedError(f"{call} said 200, but success: false: {brief(answer)}", engine=self.name)
 
-    def events(self, path: str, body: Any) -> Events:
+    def events(self, path: str, body: Any) -> HttpEventStream:
         """A stream of server-sent events as JSON."""
-        return Events(self, path, body)
+        return HttpEventStream(self, path, body)
 
 
-class NoSuchCallError(EngineFailedError):
+class NoSuchPathError(EngineFailedError):
     """The engine has no such path: another dialect, another release, or no development mode."""
 
 
-class Events:
+class HttpEventStream:
     """One open stream. Iterates over the JSON of its events; `[DONE]` ends it, the end of bytes ends it too.
 
     Silence is watched by one timer for each stream, which closes the connection; reading then fails and the failure is
     told as what it was. Whether the end came with a final event is for the reader to judge.
     """
 
-    def __init__(self, wire: Wire, path: str, body: Any) -> None:
+    def __init__(self, wire: EngineHttpClient, path: str, body: Any) -> None:
         self._wire, self._path, self._body = wire, path, body
         self._response: aiohttp.ClientResponse | None = None
         self._opening: asyncio.Future[aiohttp.ClientResponse] | None = None  # until it has answered at all
@@ -193,7 +199,7 @@ class Events:
                 self._heard()
                 *lines, held = (held + chunk).split(b"\n")
                 if len(held) > LONGEST_EVENT:
-                    raise EngineNonsenseError("an event without end", engine=self._wire.name)
+                    raise EngineMalformedError("an event without end", engine=self._wire.name)
                 for line in lines:
                     event = self._event(line)
                     if event is _DONE:
@@ -238,22 +244,22 @@ class Events:
                 return None
             if line.startswith(b"error:"):  # llama.cpp tells failures within a stream like this
                 raise self._failed(_parsed(line[6:]))
-            raise EngineNonsenseError(f"not an event: {line[:80]!r}", engine=self._wire.name)
+            raise EngineMalformedError(f"not an event: {line[:80]!r}", engine=self._wire.name)
         payload = line[5:].strip()
         if payload == b"[DONE]":
             return _DONE
         event = _parsed(payload)
         if not isinstance(event, dict):
-            raise EngineNonsenseError(f"an event that is no object: {payload[:80]!r}", engine=self._wire.name)
+            raise EngineMalformedError(f"an event that is no object: {payload[:80]!r}", engine=self._wire.name)
         if event.get("error"):
             raise self._failed(event["error"])
         return event
 
-    def _failed(self, error: Any) -> EngineFailedError | OrderRefusedError:
+    def _failed(self, error: Any) -> EngineFailedError | EngineRefusedError:
         """An error told within a stream: the status came before anybody knew of it."""
         code = error.get("code") if isinstance(error, dict) else None
         if isinstance(code, int) and 400 <= code < 500 and code not in (408, 429):
-            return OrderRefusedError(f"it was refused ({code}): {brief(error)}", where=f"engine {self._wire.name}")
+            return EngineRefusedError(f"it was refused ({code}): {brief(error)}", where=f"engine {self._wire.name}")
         return EngineFailedError(f"it failed within the stream: {brief(error)}", engine=self._wire.name)
 
     def _heard(self) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from trimtab.runtime.gateway.calls import Call
+from trimtab.runtime.gateway.calls import GenerationCall
 from trimtab.runtime.gateway.errors import Refusal
 from trimtab.runtime.rollout.sampling import Chunk, Completion
 
@@ -14,10 +14,10 @@ to_json = json.JSONEncoder(separators=(",", ":")).encode
 """JSON in ASCII: a text with half a surrogate in it cannot break an answer."""
 
 
-class Form(Protocol):
+class ResponseFormat(Protocol):
     """How one call is answered."""
 
-    call: Call
+    call: GenerationCall
 
     async def whole(self, completions: Sequence[Completion]) -> Any:
         """The body of an answer that comes in one piece."""

@@ -20,28 +20,28 @@ from starlette.routing import Match, Route
 from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import WorkerState
 from trimtab.runtime.gateway import openai, sglang
-from trimtab.runtime.gateway.answer_forms import Form
+from trimtab.runtime.gateway.answer_forms import ResponseFormat
 from trimtab.runtime.gateway.errors import Refusal, told
-from trimtab.runtime.gateway.exchange import Exchange, Send
-from trimtab.runtime.gateway.fields import Fields
-from trimtab.runtime.gateway.guard import Guard, Left, Receive, Scope
-from trimtab.runtime.gateway.headers import Terms
-from trimtab.runtime.gateway.metrics import CONTENT_TYPE, Meters
-from trimtab.runtime.gateway.openai import Kinds
-from trimtab.runtime.gateway.openai_forms import OpenAIForm
-from trimtab.runtime.gateway.serving import STOPPING, Generation, Serving
+from trimtab.runtime.gateway.exchange import HttpExchange, Send
+from trimtab.runtime.gateway.fields import BodyFields
+from trimtab.runtime.gateway.guard import ClientLeft, GatewayGuard, Receive, Scope
+from trimtab.runtime.gateway.headers import RequestTerms
+from trimtab.runtime.gateway.metrics import CONTENT_TYPE, GatewayMetrics
+from trimtab.runtime.gateway.openai import ServedKinds
+from trimtab.runtime.gateway.openai_forms import OpenAIFormat
+from trimtab.runtime.gateway.serving import STOPPING, GenerationEndpoint, GenerationTracker
 from trimtab.runtime.gateway.settings import GatewaySettings
-from trimtab.runtime.gateway.tokenizing import PoolTexts
-from trimtab.runtime.gateway.workers import WorkerDoors, known, seconds
+from trimtab.runtime.gateway.tokenizing import PoolTokenizer
+from trimtab.runtime.gateway.workers import WorkerApi, known, seconds
 from trimtab.runtime.rollout.pool import RolloutPool
 
 log = logging.getLogger("trimtab.gateway")
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-Answer = Callable[[Exchange, Request], Awaitable[None]]
+RouteHandler = Callable[[HttpExchange, Request], Awaitable[None]]
 
 
-class Kind(enum.Enum):
+class AccessLevel(enum.Enum):
     """Who is let in."""
 
     watches = "watches"
@@ -54,17 +54,17 @@ class GatewayApp:
 
     def __init__(self, pool: RolloutPool, settings: GatewaySettings) -> None:
         self.pool, self.settings = pool, settings
-        self.guard = Guard(settings)
-        self.meters = Meters(pool)
-        self.texts = PoolTexts(pool, settings.text_s, settings.vocabulary)
-        self.serving = Serving(pool, settings, self.guard, self.meters)
-        self.workers = WorkerDoors(pool, settings, self.guard)
-        self._openai = openai.Reader(self.texts, settings.model_name, settings.default_max_tokens)
-        self._sglang = sglang.Reader(self.texts)
+        self.guard = GatewayGuard(settings)
+        self.meters = GatewayMetrics(pool)
+        self.texts = PoolTokenizer(pool, settings.text_s, settings.vocabulary)
+        self.serving = GenerationTracker(pool, settings, self.guard, self.meters)
+        self.workers = WorkerApi(pool, settings, self.guard)
+        self._openai = openai.OpenAIReader(self.texts, settings.model_name, settings.default_max_tokens)
+        self._sglang = sglang.SglangReader(self.texts)
         generations = {
-            "/v1/completions": Generation(self.serving, "completions", self._completions, Refusal.openai),
-            "/v1/chat/completions": Generation(self.serving, "chat", self._chat, Refusal.openai),
-            "/generate": Generation(self.serving, "generate", self._generate, Refusal.plain),
+            "/v1/completions": GenerationEndpoint(self.serving, "completions", self._completions, Refusal.openai),
+            "/v1/chat/completions": GenerationEndpoint(self.serving, "chat", self._chat, Refusal.openai),
+            "/generate": GenerationEndpoint(self.serving, "generate", self._generate, Refusal.plain),
         }
         # Every token comes by these: found by one look, before any pattern is tried.
         self._direct: dict[str, App] = dict(generations)
@@ -85,11 +85,11 @@ class GatewayApp:
             else:
                 raise Refusal(405, "only POST", headers={"allow": "POST"})
         except Refusal as refusal:
-            await _refuse(Exchange(scope, receive, send, self.settings.write_s), refusal)
+            await _refuse(HttpExchange(scope, receive, send, self.settings.write_s), refusal)
         except Exception as fault:
             log.error("%s %s", scope["method"], scope["path"], exc_info=fault)
             broken = Refusal(500, f"this is a fault in trimtab: {type(fault).__name__}", code="fault")
-            await _refuse(Exchange(scope, receive, send, self.settings.write_s), broken)
+            await _refuse(HttpExchange(scope, receive, send, self.settings.write_s), broken)
 
     def _find(self, scope: Scope) -> None:
         """A refusal in our form where no door is."""
@@ -107,46 +107,46 @@ class GatewayApp:
 
     # ---- generations -----------------------------------------------------------------------------------------------
 
-    async def _completions(self, body: Any, terms: Terms, kinds: Kinds) -> Form:
-        return OpenAIForm(*await self._openai.completions(body, terms, kinds), self.texts)
+    async def _completions(self, body: Any, terms: RequestTerms, kinds: ServedKinds) -> ResponseFormat:
+        return OpenAIFormat(*await self._openai.completions(body, terms, kinds), self.texts)
 
-    async def _chat(self, body: Any, terms: Terms, kinds: Kinds) -> Form:
-        return OpenAIForm(*await self._openai.chat(body, terms, kinds), self.texts)
+    async def _chat(self, body: Any, terms: RequestTerms, kinds: ServedKinds) -> ResponseFormat:
+        return OpenAIFormat(*await self._openai.chat(body, terms, kinds), self.texts)
 
-    async def _generate(self, body: Any, terms: Terms, kinds: Kinds) -> Form:
-        return sglang.SglangForm(*await self._sglang.generate(body, terms, kinds), self.texts)
+    async def _generate(self, body: Any, terms: RequestTerms, kinds: ServedKinds) -> ResponseFormat:
+        return sglang.SglangFormat(*await self._sglang.generate(body, terms, kinds), self.texts)
 
     # ---- everything else -------------------------------------------------------------------------------------------
 
     def _routes(self) -> list[Route]:
-        doors: tuple[tuple[str, str, Kind, Answer], ...] = (
-            ("GET", "/health", Kind.watches, self._health),
-            ("GET", "/ready", Kind.watches, self._ready),
-            ("GET", "/health_generate", Kind.watches, self._ready),
-            ("GET", "/v1/models", Kind.asks, self._models),
-            ("GET", "/model_info", Kind.asks, self._model_info),
-            ("GET", "/get_model_info", Kind.asks, self._model_info),
-            ("GET", "/metrics", Kind.asks, self._metrics),
-            ("GET", "/status", Kind.asks, self._status),
-            ("GET", "/story/{name:path}", Kind.asks, self._story),
-            ("GET", "/workers", Kind.asks, self._list),
-            ("GET", "/list_workers", Kind.asks, self._urls),
-            ("POST", "/workers", Kind.changes, self._add),
-            ("POST", "/add_worker", Kind.changes, self._add_by_query),
-            ("POST", "/remove_worker", Kind.changes, self._remove_by_query),
-            ("POST", "/workers/{name:path}/drain", Kind.changes, self._drain),
-            ("POST", "/workers/{name:path}/resume", Kind.changes, self._resume),
-            ("GET", "/workers/{name:path}", Kind.asks, self._one),
-            ("DELETE", "/workers/{name:path}", Kind.changes, self._remove),
-            ("POST", "/scale", Kind.changes, self._scale),
-            ("DELETE", "/scale", Kind.changes, self._release_scale),
+        doors: tuple[tuple[str, str, AccessLevel, RouteHandler], ...] = (
+            ("GET", "/health", AccessLevel.watches, self._health),
+            ("GET", "/ready", AccessLevel.watches, self._ready),
+            ("GET", "/health_generate", AccessLevel.watches, self._ready),
+            ("GET", "/v1/models", AccessLevel.asks, self._models),
+            ("GET", "/model_info", AccessLevel.asks, self._model_info),
+            ("GET", "/get_model_info", AccessLevel.asks, self._model_info),
+            ("GET", "/metrics", AccessLevel.asks, self._metrics),
+            ("GET", "/status", AccessLevel.asks, self._status),
+            ("GET", "/story/{name:path}", AccessLevel.asks, self._story),
+            ("GET", "/workers", AccessLevel.asks, self._list),
+            ("GET", "/list_workers", AccessLevel.asks, self._urls),
+            ("POST", "/workers", AccessLevel.changes, self._add),
+            ("POST", "/add_worker", AccessLevel.changes, self._add_by_query),
+            ("POST", "/remove_worker", AccessLevel.changes, self._remove_by_query),
+            ("POST", "/workers/{name:path}/drain", AccessLevel.changes, self._drain),
+            ("POST", "/workers/{name:path}/resume", AccessLevel.changes, self._resume),
+            ("GET", "/workers/{name:path}", AccessLevel.asks, self._one),
+            ("DELETE", "/workers/{name:path}", AccessLevel.changes, self._remove),
+            ("POST", "/scale", AccessLevel.changes, self._scale),
+            ("DELETE", "/scale", AccessLevel.changes, self._release_scale),
         )
-        return [Route(path, _Door(self, answer, kind), methods=[method]) for method, path, kind, answer in doors]
+        return [Route(path, _RouteApp(self, answer, kind), methods=[method]) for method, path, kind, answer in doors]
 
-    async def _health(self, exchange: Exchange, request: Request) -> None:
+    async def _health(self, exchange: HttpExchange, request: Request) -> None:
         await exchange.json({"status": "ok"})
 
-    async def _ready(self, exchange: Exchange, request: Request) -> None:
+    async def _ready(self, exchange: HttpExchange, request: Request) -> None:
         if self.serving.stopping:
             raise Refusal(503, STOPPING, code="stopping")
         views = self.pool.workers()
@@ -158,82 +158,84 @@ class GatewayApp:
             )
         await exchange.json({"status": "ready", "healthy_workers": serving, "total_workers": len(views)})
 
-    async def _models(self, exchange: Exchange, request: Request) -> None:
+    async def _models(self, exchange: HttpExchange, request: Request) -> None:
         model = {"id": await self._openai.model(), "object": "model", "created": 0, "owned_by": "trimtab"}
         await exchange.json({"object": "list", "data": [model]})
 
-    async def _model_info(self, exchange: Exchange, request: Request) -> None:
+    async def _model_info(self, exchange: HttpExchange, request: Request) -> None:
         told = {"model_path": await self._openai.model(), "is_generation": True}
         await exchange.json({**told, "weight_version": str(self.pool.version)})
 
-    async def _metrics(self, exchange: Exchange, request: Request) -> None:
+    async def _metrics(self, exchange: HttpExchange, request: Request) -> None:
         await exchange.raw(self.meters.text(), 200, [(b"content-type", CONTENT_TYPE.encode())])
 
-    async def _status(self, exchange: Exchange, request: Request) -> None:
+    async def _status(self, exchange: HttpExchange, request: Request) -> None:
         gateway = {
             "open": self.serving.open, "limit": self.settings.max_concurrent, "stopping": self.serving.stopping,
             "faults": self.workers.faults,
         }  # fmt: skip
         await exchange.json({**self.pool.status(), "gateway": gateway})
 
-    async def _story(self, exchange: Exchange, request: Request) -> None:
+    async def _story(self, exchange: HttpExchange, request: Request) -> None:
         await exchange.json({"chapters": self.workers.story(request.path_params["name"])})
 
-    async def _list(self, exchange: Exchange, request: Request) -> None:
+    async def _list(self, exchange: HttpExchange, request: Request) -> None:
         await exchange.json(self.workers.listed())
 
-    async def _urls(self, exchange: Exchange, request: Request) -> None:
+    async def _urls(self, exchange: HttpExchange, request: Request) -> None:
         await exchange.json(self.workers.urls())
 
-    async def _one(self, exchange: Exchange, request: Request) -> None:
+    async def _one(self, exchange: HttpExchange, request: Request) -> None:
         await exchange.json(self.workers.one(request.path_params["name"]))
 
-    async def _add(self, exchange: Exchange, request: Request) -> None:
+    async def _add(self, exchange: HttpExchange, request: Request) -> None:
         await exchange.json(await self.workers.add(await self._body(exchange)), 202)
 
-    async def _add_by_query(self, exchange: Exchange, request: Request) -> None:
+    async def _add_by_query(self, exchange: HttpExchange, request: Request) -> None:
         await exchange.json(await self.workers.add(dict(request.query_params)))
 
-    async def _remove_by_query(self, exchange: Exchange, request: Request) -> None:
+    async def _remove_by_query(self, exchange: HttpExchange, request: Request) -> None:
         await exchange.json(await self.workers.remove(request.query_params.get("url", ""), None))
 
-    async def _remove(self, exchange: Exchange, request: Request) -> None:
-        fields = Fields({name: _number(value) for name, value in request.query_params.items()})
+    async def _remove(self, exchange: HttpExchange, request: Request) -> None:
+        fields = BodyFields({name: _number(value) for name, value in request.query_params.items()})
         deadline_s = seconds(fields, "deadline_s")
         known(fields, "deadline_s")
         await exchange.json(await self.workers.remove(request.path_params["name"], deadline_s), 202)
 
-    async def _drain(self, exchange: Exchange, request: Request) -> None:
+    async def _drain(self, exchange: HttpExchange, request: Request) -> None:
         await exchange.json(await self.workers.drain(request.path_params["name"], await self._body(exchange)))
 
-    async def _resume(self, exchange: Exchange, request: Request) -> None:
+    async def _resume(self, exchange: HttpExchange, request: Request) -> None:
         await exchange.json(await self.workers.resume(request.path_params["name"]))
 
-    async def _scale(self, exchange: Exchange, request: Request) -> None:
+    async def _scale(self, exchange: HttpExchange, request: Request) -> None:
         await exchange.json(await self.workers.scale(await self._body(exchange)))
 
-    async def _release_scale(self, exchange: Exchange, request: Request) -> None:
+    async def _release_scale(self, exchange: HttpExchange, request: Request) -> None:
         await exchange.json(await self.workers.release_scale())
 
-    async def _body(self, exchange: Exchange) -> Any:
+    async def _body(self, exchange: HttpExchange) -> Any:
         return await self.serving.bodies.parsed(await self.guard.body(exchange.heads, exchange.receive) or b"{}")
 
 
-class _Door:
+class _RouteApp:
     """One door that is no generation: ASGI, so that Starlette leaves it alone."""
 
-    def __init__(self, app: GatewayApp, answer: Answer, kind: Kind) -> None:
+    def __init__(self, app: GatewayApp, answer: RouteHandler, kind: AccessLevel) -> None:
         self._app, self._answer, self._kind = app, answer, kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets in whoever may, and answers within a deadline."""
         app = self._app
-        exchange = Exchange(scope, receive, send, app.settings.write_s)
+        exchange = HttpExchange(scope, receive, send, app.settings.write_s)
         exchange.closing = app.serving.stopping
         try:
-            if self._kind is Kind.changes or (self._kind is Kind.asks and not app.settings.answers_openly):
+            if self._kind is AccessLevel.changes or (
+                self._kind is AccessLevel.asks and not app.settings.answers_openly
+            ):
                 app.guard.check_token(exchange.heads)
-            if self._kind is Kind.changes and app.serving.stopping:
+            if self._kind is AccessLevel.changes and app.serving.stopping:
                 raise Refusal(503, STOPPING, code="stopping")
             within_s = app.settings.change_s + app.settings.body_s
             await asyncio.wait_for(self._answer(exchange, Request(scope, receive)), within_s)
@@ -243,11 +245,11 @@ class _Door:
             await _refuse(exchange, told(error))
         except asyncio.TimeoutError:
             await _refuse(exchange, Refusal(504, f"not done within {within_s:g} s", code="timeout"))
-        except Left:
+        except ClientLeft:
             return
 
 
-async def _refuse(exchange: Exchange, refusal: Refusal) -> None:
+async def _refuse(exchange: HttpExchange, refusal: Refusal) -> None:
     if not exchange.status:
         heads = [(name.encode(), value.encode()) for name, value in refusal.headers.items()]
         await exchange.json(refusal.plain(), refusal.status, heads)

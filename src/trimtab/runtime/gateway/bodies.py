@@ -28,7 +28,7 @@ sys.stdout.buffer.write(answer)
 """
 
 
-class Bodies:
+class BodyParser:
     """Of one gateway."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trimtab.model.rollout import End, Span
-from trimtab.runtime.gateway.headers import PLAIN, Terms
+from trimtab.runtime.gateway.headers import PLAIN, RequestTerms
 from trimtab.runtime.rollout.sampling import Completion, Sample, SamplingParams
 
 FINISHES = {End.stop: "stop", End.length: "length", End.abort: "abort", End.cancelled: "abort", End.failed: "error"}
@@ -25,12 +25,12 @@ def new_id() -> str:
 
 
 @dataclass
-class Call:
+class GenerationCall:
     """Prompts to be answered. The answers are counted over all prompts: `number` of the k-th of prompt p."""
 
     prompts: list[tuple[int, ...]]
     params: list[SamplingParams]  # one for each prompt
-    terms: Terms = PLAIN
+    terms: RequestTerms = PLAIN
     stream: bool = False
     id: str = field(default_factory=new_id)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -69,7 +69,7 @@ def details(sample: Sample) -> dict[str, object]:
     }
 
 
-def heads_of(call: Call, samples: Sequence[Sample]) -> list[tuple[bytes, bytes]]:
+def heads_of(call: GenerationCall, samples: Sequence[Sample]) -> list[tuple[bytes, bytes]]:
     """Headers of an answer: who made it, how often it moved, and which weights made how many of its tokens."""
     if len(samples) == 1:
         workers: Sequence[str] = samples[0].workers

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.runtime.rollout.sampling import RefusedError, Sample
 
 
@@ -39,12 +39,12 @@ class Refusal(Exception):  # noqa: N818 - an answer, not a fault
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 _STATUSES = {
-    Code.too_late: 504,
-    Code.version_gone: 409,
-    Code.refused: 400,
-    Code.never_fits: 400,
-    Code.retries_used: 502,
-    Code.cancelled: 503,
+    ReasonCode.too_late: 504,
+    ReasonCode.version_gone: 409,
+    ReasonCode.refused: 400,
+    ReasonCode.never_fits: 400,
+    ReasonCode.retries_used: 502,
+    ReasonCode.cancelled: 503,
 }
 
 

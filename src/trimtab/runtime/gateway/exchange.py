@@ -21,7 +21,7 @@ _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
            (b"x-accel-buffering", b"no")]  # fmt: skip
 
 
-class Exchange:
+class HttpExchange:
     """One request; `left` is set once its client is gone, `cut` where it has to end early."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, write_s: float) -> None:

@@ -22,7 +22,7 @@ _LARGEST_ID = 2**31
 _LARGEST = 10**15  # of numbers that have no range of their own; beyond it arithmetic is not exact
 
 
-class Fields:
+class BodyFields:
     """One JSON object."""
 
     def __init__(self, body: Any, *, within: str = "") -> None:

@@ -29,7 +29,7 @@ Heads = dict[bytes, bytes]
 ANY = frozenset({"0.0.0.0", "::", ""})
 
 
-class Guard:
+class GatewayGuard:
     """The checks of one gateway."""
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -38,7 +38,7 @@ class Guard:
         self._names = LOOPBACK | own | {name.lower() for name in settings.allowed_hosts}
         # A name can be made to point here by whoever owns it; an address in numbers is what the caller typed.
         self._takes_numbers = not settings.on_loopback
-        self._places = Places(settings.worker_hosts)
+        self._places = AllowedHosts(settings.worker_hosts)
         self._largest, self._body_s = settings.max_body_bytes, settings.body_s
         self._right: set[bytes] = set()  # Host headers that were checked; bounded, clients use few
 
@@ -124,7 +124,7 @@ class Guard:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise Left
+                raise ClientLeft
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > self._largest:
@@ -139,11 +139,11 @@ class Guard:
         )
 
 
-class Left(Exception):  # noqa: N818 - not a fault
+class ClientLeft(Exception):  # noqa: N818 - not a fault
     """The client went away."""
 
 
-class Places:
+class AllowedHosts:
     """Hosts that workers may be on: names, `*.suffix`, addresses and networks; `*` is any."""
 
     def __init__(self, allowed: Iterable[str]) -> None:

@@ -21,7 +21,7 @@ LONGEST_VERSION = 18  # digits
 
 
 @dataclass(frozen=True)
-class Terms:
+class RequestTerms:
     """Of one call."""
 
     class_: str = DEFAULT_CLASS
@@ -38,10 +38,10 @@ class Terms:
         return self.key if prompts == 1 or not self.key else f"{self.key}/{prompt}"
 
 
-PLAIN = Terms()
+PLAIN = RequestTerms()
 
 
-def read_terms(heads: Heads, deadline_s: float | None) -> Terms:
+def read_terms(heads: Heads, deadline_s: float | None) -> RequestTerms:
     """The terms of a call; `deadline_s` holds where it says none."""
     found = {
         name[len(PREFIX) :].decode("latin-1"): value.decode("latin-1").strip()
@@ -59,7 +59,7 @@ def read_terms(heads: Heads, deadline_s: float | None) -> Terms:
             raise _wrong(name, f"longer than {LONGEST} characters")
     if len(key) > LONGEST:
         raise Refusal(400, f"Idempotency-Key is longer than {LONGEST} characters", param="idempotency-key")
-    return Terms(
+    return RequestTerms(
         found.get("class") or DEFAULT_CLASS,
         found.get("group", ""),
         _version("version", found),

@@ -12,7 +12,7 @@ import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from trimtab.model.rollout import WorkerState
-from trimtab.runtime.gateway.exchange import Exchange
+from trimtab.runtime.gateway.exchange import HttpExchange
 from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.rollout.sampling import Sample
 
@@ -22,7 +22,7 @@ PREFIX = "trimtab_rollout_"
 LEFT = 499  # a client that did not wait for its answer
 
 
-class Meters:
+class GatewayMetrics:
     """Counts, and shows."""
 
     def __init__(self, pool: RolloutPool) -> None:
@@ -45,11 +45,11 @@ class Meters:
         self._restarts = prometheus_client.Counter(
             f"{PREFIX}restarts", "Times that an answer began again.", registry=self._registry
         )
-        self._registry.register(_PoolFigures(pool))
+        self._registry.register(_PoolCollector(pool))
         self._children: dict[tuple[str, int], prometheus_client.Counter] = {}
         self._doors: dict[str, prometheus_client.Histogram] = {}
 
-    def answered(self, door: str, exchange: Exchange, seconds: float) -> None:
+    def answered(self, door: str, exchange: HttpExchange, seconds: float) -> None:
         """A call is over."""
         status = LEFT if exchange.left else exchange.status
         child = self._children.get((door, status))
@@ -73,7 +73,7 @@ class Meters:
         return bytes(prometheus_client.generate_latest(self._registry))
 
 
-class _PoolFigures:
+class _PoolCollector:
     """What the pool says of itself when it is asked."""
 
     def __init__(self, pool: RolloutPool) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 
 from trimtab.runtime.engines.texts import RENDER_OPTIONS
 from trimtab.runtime.gateway import engine_fields as extras
-from trimtab.runtime.gateway.calls import Call
+from trimtab.runtime.gateway.calls import GenerationCall
 from trimtab.runtime.gateway.errors import Refusal
-from trimtab.runtime.gateway.fields import Fields
-from trimtab.runtime.gateway.headers import Terms
-from trimtab.runtime.gateway.tokenizing import PoolTexts
+from trimtab.runtime.gateway.fields import BodyFields
+from trimtab.runtime.gateway.headers import RequestTerms
+from trimtab.runtime.gateway.tokenizing import PoolTokenizer
 from trimtab.runtime.rollout.sampling import SamplingParams
 
 COMMON = (
@@ -28,7 +28,7 @@ COMPLETIONS = (*COMMON, "prompt")
 CHAT = (*COMMON, "messages", "top_logprobs", "max_completion_tokens", "add_generation_prompt",
         "continue_final_message", "chat_template", "chat_template_kwargs")  # fmt: skip
 
-Kinds = Callable[[], Collection[str]]
+ServedKinds = Callable[[], Collection[str]]
 """Which kinds of engines are up; asked only where it matters."""
 
 MOST_LOGPROBS = 20
@@ -40,7 +40,7 @@ _BY_TRIMTAB = {"priority": "x-trimtab-class chooses a class, which has a priorit
 
 
 @dataclass(frozen=True)
-class Wishes:
+class OpenAIOptions:
     """What an answer is to have in it."""
 
     chat: bool
@@ -52,27 +52,29 @@ class Wishes:
     running_usage: bool = False  # with every event of a stream
 
 
-class Reader:
+class OpenAIReader:
     """Reads bodies of one gateway."""
 
-    def __init__(self, texts: PoolTexts, model_name: str, default_max_tokens: int) -> None:
+    def __init__(self, texts: PoolTokenizer, model_name: str, default_max_tokens: int) -> None:
         self._texts, self._model_name, self._default_max_tokens = texts, model_name, default_max_tokens
 
     async def model(self) -> str:
         """As clients call it."""
         return self._model_name or await self._texts.model()
 
-    async def completions(self, body: Any, terms: Terms, kinds: Kinds) -> tuple[Call, Wishes]:
+    async def completions(
+        self, body: Any, terms: RequestTerms, kinds: ServedKinds
+    ) -> tuple[GenerationCall, OpenAIOptions]:
         """A body of `/v1/completions`."""
-        fields = Fields(body)
+        fields = BodyFields(body)
         prompts = await self._prompts(fields)
         logprobs = fields.integer("logprobs", None, 0, MOST_LOGPROBS)
         most = fields.integer("max_tokens", 16, 1)
         return await self._read(fields, terms, kinds, prompts, logprobs, most, COMPLETIONS)
 
-    async def chat(self, body: Any, terms: Terms, kinds: Kinds) -> tuple[Call, Wishes]:
+    async def chat(self, body: Any, terms: RequestTerms, kinds: ServedKinds) -> tuple[GenerationCall, OpenAIOptions]:
         """A body of `/v1/chat/completions`."""
-        fields = Fields(body)
+        fields = BodyFields(body)
         messages = _messages(fields)
         options = {
             name: value
@@ -96,21 +98,21 @@ class Reader:
 
     async def _read(
         self,
-        fields: Fields,
-        terms: Terms,
-        kinds: Kinds,
+        fields: BodyFields,
+        terms: RequestTerms,
+        kinds: ServedKinds,
         prompts: list[tuple[int, ...] | str],
         logprobs: int | None,
         max_tokens: int,
         known: tuple[str, ...],
-    ) -> tuple[Call, Wishes]:
+    ) -> tuple[GenerationCall, OpenAIOptions]:
         stream = fields.boolean("stream")
-        options = Fields(fields.take("stream_options") or {}, within="stream_options")
+        options = BodyFields(fields.take("stream_options") or {}, within="stream_options")
         usage, running = options.boolean("include_usage"), options.boolean("continuous_usage_stats")
         for name in options.rest:
             raise options.wrong(name, "there is no such option")
         model = await self._model(fields)
-        wishes = Wishes(
+        wishes = OpenAIOptions(
             known is CHAT,
             model,
             logprobs,
@@ -125,9 +127,9 @@ class Reader:
         if given and known is COMPLETIONS:
             await self._texts.check_known(given, fields, "prompt")
         ids = [await self._texts.tokenize(one) if isinstance(one, str) else one for one in prompts]
-        return Call(ids, [params] * len(ids), terms, stream), wishes
+        return GenerationCall(ids, [params] * len(ids), terms, stream), wishes
 
-    async def _model(self, fields: Fields) -> str:
+    async def _model(self, fields: BodyFields) -> str:
         asked = fields.text("model")
         if not asked and self._model_name:
             return self._model_name
@@ -136,7 +138,7 @@ class Reader:
             raise Refusal(404, f"there is no model {asked!r} here; {model!r} is", param="model", code="model_not_found")
         return model
 
-    async def _prompts(self, fields: Fields) -> list[tuple[int, ...] | str]:
+    async def _prompts(self, fields: BodyFields) -> list[tuple[int, ...] | str]:
         """Text, texts, ids or lists of ids; texts are read later."""
         prompt = fields.take("prompt")
         if prompt is None:
@@ -157,7 +159,7 @@ class Reader:
 
 
 def _params(
-    fields: Fields, kinds: Kinds, logprobs: int | None, max_tokens: int, known: tuple[str, ...]
+    fields: BodyFields, kinds: ServedKinds, logprobs: int | None, max_tokens: int, known: tuple[str, ...]
 ) -> SamplingParams:
     n = fields.integer("n", 1, 1, MOST_SAMPLES)
     if fields.rest.get("best_of") == n:
@@ -180,13 +182,13 @@ def _params(
     )  # fmt: skip
 
 
-def require_few_answers(fields: Fields, name: str, answers: int) -> None:
+def require_few_answers(fields: BodyFields, name: str, answers: int) -> None:
     """That a call asks not for more than it may."""
     if answers > MOST_ANSWERS:
         raise fields.wrong(name, f"{answers} answers in one call; {MOST_ANSWERS} are the most")
 
 
-def left_over(fields: Fields, kinds: Kinds, known: tuple[str, ...], prefix: str = "") -> dict[str, Any]:
+def left_over(fields: BodyFields, kinds: ServedKinds, known: tuple[str, ...], prefix: str = "") -> dict[str, Any]:
     """What the engines are to see of a body."""
     fields.neutral(extras.NEUTRAL)
     for name in fields.rest.keys() & _BY_TRIMTAB.keys():
@@ -194,7 +196,7 @@ def left_over(fields: Fields, kinds: Kinds, known: tuple[str, ...], prefix: str 
     return extras.passed_on(fields.rest, kinds(), known, prefix) if fields.rest else {}
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
+def _messages(fields: BodyFields) -> list[dict[str, Any]]:
     messages = fields.take("messages")
     if not isinstance(messages, list) or not messages:
         raise fields.wrong("messages", "a list of messages, at least one")

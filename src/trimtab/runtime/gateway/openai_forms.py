@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from trimtab.runtime.gateway.answer_forms import flag, sse, to_json
-from trimtab.runtime.gateway.calls import FINISHES, Call, details, samples_of
+from trimtab.runtime.gateway.calls import FINISHES, GenerationCall, details, samples_of
 from trimtab.runtime.gateway.errors import Refusal
-from trimtab.runtime.gateway.openai import Wishes
-from trimtab.runtime.gateway.tokenizing import PoolTexts, TextFlow
+from trimtab.runtime.gateway.openai import OpenAIOptions
+from trimtab.runtime.gateway.tokenizing import PoolTokenizer, TextStream
 from trimtab.runtime.rollout.sampling import Chunk, Completion, Sample
 
 DONE = b"data: [DONE]\n\n"
 
 
-class OpenAIForm:
+class OpenAIFormat:
     """One call's."""
 
-    def __init__(self, call: Call, wishes: Wishes, texts: PoolTexts) -> None:
+    def __init__(self, call: GenerationCall, wishes: OpenAIOptions, texts: PoolTokenizer) -> None:
         self.call, self._wishes, self._texts = call, wishes, texts
         extra = call.params[0].extra
         self._special = not flag(extra, "skip_special_tokens", True)
@@ -38,7 +38,7 @@ class OpenAIForm:
         if call.stream:
             head = {**self._head, "object": "chat.completion.chunk"} if wishes.chat else self._head
             self._event_head = f'data: {to_json(head)[:-1]},"choices":[{{"index":'
-        self._flows: dict[int, TextFlow] = {}  # of answers that have begun to stream
+        self._flows: dict[int, TextStream] = {}  # of answers that have begun to stream
         self._made: dict[int, int] = {}  # their tokens so far
         self._ended: set[int] = set()
         self._offsets: dict[int, int] = {}  # characters so far, where log-probabilities say places
@@ -84,7 +84,7 @@ class OpenAIForm:
         number, wishes, sample = self.call.number(prompt, chunk.index), self._wishes, chunk.sample
         flow, first = self._flows.get(number), ""
         if flow is None:
-            flow = self._flows[number] = TextFlow(self._texts, special=self._special, keep_stop=self._keep_stop)
+            flow = self._flows[number] = TextStream(self._texts, special=self._special, keep_stop=self._keep_stop)
             first = self._first(number, prompt)
         text = await flow.more(chunk)
         self._made[number] = self._made.get(number, 0) + len(chunk.token_ids)

@@ -11,19 +11,19 @@ from collections import deque
 from collections.abc import Sequence
 
 from trimtab.core.errors import TrimtabError
-from trimtab.runtime.gateway.calls import Call
+from trimtab.runtime.gateway.calls import GenerationCall
 from trimtab.runtime.gateway.errors import Refusal
-from trimtab.runtime.rollout.pending_request import Asked
+from trimtab.runtime.rollout.pending_request import PendingRequest
 from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.rollout.sampling import Completion, RefusedError, Sample
 
 
-class Waiting:
+class PendingCall:
     """The requests of one call; awaited together, cancelled together. Raises where the first cannot be asked."""
 
-    def __init__(self, pool: RolloutPool, call: Call, share: int) -> None:
+    def __init__(self, pool: RolloutPool, call: GenerationCall, share: int) -> None:
         self._pool, self._call, self._share = pool, call, share
-        self._asked: list[list[Asked]] = [[] for _ in call.prompts]
+        self._asked: list[list[PendingRequest]] = [[] for _ in call.prompts]
         self._left: deque[tuple[int, int]] = deque()  # prompt and sample that were not asked yet
         self._open = 0
         self._loop = asyncio.get_running_loop()
@@ -42,7 +42,7 @@ class Waiting:
             self.cancel()
             raise
 
-    def _ask(self, place: int, samples: Sequence[int] | None) -> list[Asked]:
+    def _ask(self, place: int, samples: Sequence[int] | None) -> list[PendingRequest]:
         call = self._call
         terms, params = call.terms, call.params[place]
         asked = self._pool.ask(

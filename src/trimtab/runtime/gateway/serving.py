@@ -15,21 +15,21 @@ from typing import Any
 
 from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import UP
-from trimtab.runtime.gateway.answer_forms import Form
-from trimtab.runtime.gateway.bodies import Bodies
-from trimtab.runtime.gateway.calls import Call, answers, heads_of, samples_of
+from trimtab.runtime.gateway.answer_forms import ResponseFormat
+from trimtab.runtime.gateway.bodies import BodyParser
+from trimtab.runtime.gateway.calls import GenerationCall, answers, heads_of, samples_of
 from trimtab.runtime.gateway.errors import Refusal, failed, told
-from trimtab.runtime.gateway.exchange import Exchange, Send
-from trimtab.runtime.gateway.guard import Guard, Left, Receive, Scope
-from trimtab.runtime.gateway.headers import Terms, read_terms
-from trimtab.runtime.gateway.metrics import Meters
-from trimtab.runtime.gateway.openai import Kinds
-from trimtab.runtime.gateway.pool_calls import Waiting
+from trimtab.runtime.gateway.exchange import HttpExchange, Send
+from trimtab.runtime.gateway.guard import ClientLeft, GatewayGuard, Receive, Scope
+from trimtab.runtime.gateway.headers import RequestTerms, read_terms
+from trimtab.runtime.gateway.metrics import GatewayMetrics
+from trimtab.runtime.gateway.openai import ServedKinds
+from trimtab.runtime.gateway.pool_calls import PendingCall
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.rollout.sampling import Chunk, RefusedError
 
-Read = Callable[[Any, Terms, Kinds], Awaitable[Form]]
+Read = Callable[[Any, RequestTerms, ServedKinds], Awaitable[ResponseFormat]]
 """Understands a body, with the kinds of engines that are up, and says how it is answered."""
 
 Refused = Callable[[Refusal], dict[str, object]]
@@ -40,15 +40,17 @@ LOOKED_EVERY_S = 0.5
 LEAST_SHARE = 16
 
 
-class Serving:
+class GenerationTracker:
     """What is being answered now."""
 
-    def __init__(self, pool: RolloutPool, settings: GatewaySettings, guard: Guard, meters: Meters) -> None:
+    def __init__(
+        self, pool: RolloutPool, settings: GatewaySettings, guard: GatewayGuard, meters: GatewayMetrics
+    ) -> None:
         self.pool, self.settings, self.guard, self.meters = pool, settings, guard, meters
-        self.bodies = Bodies()
+        self.bodies = BodyParser()
         self.stopping = False
-        self._open: set[Exchange] = set()
-        self.waiting: dict[Exchange, Waiting] = {}  # those whose answers come in one piece
+        self._open: set[HttpExchange] = set()
+        self.waiting: dict[HttpExchange, PendingCall] = {}  # those whose answers come in one piece
         self._empty = asyncio.Event()
         self._kinds: frozenset[str] = frozenset()
         self._capacity = 0
@@ -78,7 +80,7 @@ class Serving:
             self._capacity = sum(view.spec.limit for view in views)
             self._looked_until = now + LOOKED_EVERY_S
 
-    def enter(self, exchange: Exchange) -> None:
+    def enter(self, exchange: HttpExchange) -> None:
         """Counts it among those under way; refuses it where there are too many."""
         if self.stopping:
             exchange.closing = True
@@ -91,7 +93,7 @@ class Serving:
         self._open.add(exchange)
         self._empty.clear()
 
-    def leave(self, exchange: Exchange) -> None:
+    def leave(self, exchange: HttpExchange) -> None:
         """It is over."""
         exchange.unwatch()
         self.waiting.pop(exchange, None)
@@ -119,16 +121,16 @@ class Serving:
                 exchange.cut_short(STOPPING)
 
 
-class Generation:
+class GenerationEndpoint:
     """One endpoint: ASGI, because every token goes through it."""
 
-    def __init__(self, serving: Serving, name: str, read: Read, refused: Refused) -> None:
+    def __init__(self, serving: GenerationTracker, name: str, read: Read, refused: Refused) -> None:
         self._serving, self._name, self._read, self._refused = serving, name, read, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
         serving = self._serving
-        exchange = Exchange(scope, receive, send, serving.settings.write_s)
+        exchange = HttpExchange(scope, receive, send, serving.settings.write_s)
         began = asyncio.get_running_loop().time()
         try:
             if not serving.settings.answers_openly:
@@ -142,7 +144,7 @@ class Generation:
             await self._refuse(exchange, refusal)
         except TrimtabError as error:
             await self._refuse(exchange, told(error))
-        except Left:
+        except ClientLeft:
             exchange.left = True
         except asyncio.CancelledError:
             if not (exchange.left or exchange.cut):
@@ -151,7 +153,7 @@ class Generation:
                 await self._refuse(exchange, Refusal(503, exchange.cut, code="stopping"))
         serving.meters.answered(self._name, exchange, asyncio.get_running_loop().time() - began)
 
-    async def _answer(self, exchange: Exchange) -> None:
+    async def _answer(self, exchange: HttpExchange) -> None:
         serving = self._serving
         terms = read_terms(exchange.heads, serving.settings.deadline_s)
         body = await serving.bodies.parsed(await serving.guard.body(exchange.heads, exchange.receive))
@@ -162,9 +164,9 @@ class Generation:
         else:
             await self._whole(exchange, form)
 
-    async def _whole(self, exchange: Exchange, form: Form) -> None:
+    async def _whole(self, exchange: HttpExchange, form: ResponseFormat) -> None:
         serving = self._serving
-        waiting = serving.waiting[exchange] = Waiting(serving.pool, form.call, serving.share())
+        waiting = serving.waiting[exchange] = PendingCall(serving.pool, form.call, serving.share())
         completions = await waiting.answers()
         del serving.waiting[exchange]
         samples = samples_of(completions)
@@ -174,7 +176,7 @@ class Generation:
         answer = await form.whole(completions)
         await exchange.json(answer, heads=heads_of(form.call, samples))
 
-    async def _stream(self, exchange: Exchange, form: Form) -> None:
+    async def _stream(self, exchange: HttpExchange, form: ResponseFormat) -> None:
         serving, begun, tail = self._serving, False, b""
         left = sum(params.n for params in form.call.params)
         try:
@@ -204,7 +206,7 @@ class Generation:
             await exchange.write(form.fault(fault if isinstance(fault, Refusal) else told(fault)))
         await exchange.write(tail + form.end(), more=False)
 
-    async def _refuse(self, exchange: Exchange, refusal: Refusal) -> None:
+    async def _refuse(self, exchange: HttpExchange, refusal: Refusal) -> None:
         exchange.unwatch()
         if exchange.status:
             return  # it has begun; the broken connection is what is left to say
@@ -212,7 +214,7 @@ class Generation:
         await exchange.json(self._refused(refusal), refusal.status, heads)
 
 
-async def chunks_of(pool: RolloutPool, call: Call, share: int) -> AsyncGenerator[tuple[int, Chunk], None]:
+async def chunks_of(pool: RolloutPool, call: GenerationCall, share: int) -> AsyncGenerator[tuple[int, Chunk], None]:
     """What comes of all prompts of a call, with the place of the prompt; ending it cancels what still runs.
 
     As many prompts stream at a time as the call's share has samples for, at least one.
@@ -247,7 +249,7 @@ async def chunks_of(pool: RolloutPool, call: Call, share: int) -> AsyncGenerator
 
 async def _pump(
     pool: RolloutPool,
-    call: Call,
+    call: GenerationCall,
     place: int,
     queue: asyncio.Queue[tuple[int, Chunk | BaseException | None]],
     turns: asyncio.Semaphore,
@@ -273,7 +275,7 @@ async def _pump(
         queue.put_nowait((place, None))
 
 
-def _stream_of(pool: RolloutPool, call: Call, place: int) -> AsyncGenerator[Chunk, None]:
+def _stream_of(pool: RolloutPool, call: GenerationCall, place: int) -> AsyncGenerator[Chunk, None]:
     terms = call.terms
     return pool.stream(
         call.prompts[place],

@@ -12,23 +12,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.model.rollout import End
 from trimtab.runtime.gateway import engine_fields as extras
 from trimtab.runtime.gateway.answer_forms import flag, sse, to_json
-from trimtab.runtime.gateway.calls import Call, details, new_id
+from trimtab.runtime.gateway.calls import GenerationCall, details, new_id
 from trimtab.runtime.gateway.errors import Refusal, failed
-from trimtab.runtime.gateway.fields import Fields
-from trimtab.runtime.gateway.headers import Terms
+from trimtab.runtime.gateway.fields import BodyFields
+from trimtab.runtime.gateway.headers import RequestTerms
 from trimtab.runtime.gateway.openai import (
     MOST_LOGPROBS,
     MOST_PROMPTS,
     MOST_SAMPLES,
-    Kinds,
+    ServedKinds,
     left_over,
     require_few_answers,
 )
-from trimtab.runtime.gateway.tokenizing import PoolTexts, TextFlow
+from trimtab.runtime.gateway.tokenizing import PoolTokenizer, TextStream
 from trimtab.runtime.rollout.sampling import Chunk, Completion, Sample, SamplingParams
 
 KNOWN = (
@@ -43,7 +43,7 @@ _ALL_TOKENS = 1 << 30  # its own way to say that top_k has no limit
 
 
 @dataclass(frozen=True)
-class Wishes:
+class SglangOptions:
     """What an answer is to have in it."""
 
     single: bool  # one prompt, not in a list
@@ -52,15 +52,17 @@ class Wishes:
     texts: bool = False  # of the tokens that have log-probabilities
 
 
-class Reader:
+class SglangReader:
     """Reads bodies of one gateway."""
 
-    def __init__(self, texts: PoolTexts) -> None:
+    def __init__(self, texts: PoolTokenizer) -> None:
         self._texts = texts
 
-    async def generate(self, body: Any, terms: Terms, kinds: Kinds) -> tuple[Call, Wishes]:
+    async def generate(
+        self, body: Any, terms: RequestTerms, kinds: ServedKinds
+    ) -> tuple[GenerationCall, SglangOptions]:
         """A body of `/generate`."""
-        fields = Fields(body)
+        fields = BodyFields(body)
         single, prompts = _prompts(fields)
         call_id = new_id()
         names = _names(fields, call_id, single, len(prompts))
@@ -80,7 +82,7 @@ class Reader:
         if given:
             await self._texts.check_known(given, fields, "input_ids")
         ids = [await self._texts.tokenize(one) if isinstance(one, str) else one for one in prompts]
-        return Call(ids, params, terms, stream, call_id), Wishes(single, names, logprobs, with_text)
+        return GenerationCall(ids, params, terms, stream, call_id), SglangOptions(single, names, logprobs, with_text)
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -98,7 +100,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _prompts(fields: Fields) -> tuple[bool, list[tuple[int, ...] | str]]:
+def _prompts(fields: BodyFields) -> tuple[bool, list[tuple[int, ...] | str]]:
     text, ids = fields.take("text"), fields.take("input_ids")
     if (text is None) == (ids is None):
         raise Refusal(400, "one of text and input_ids, and not both", param="text", code="invalid_value")
@@ -121,7 +123,7 @@ def _prompts(fields: Fields) -> tuple[bool, list[tuple[int, ...] | str]]:
     return single, found
 
 
-def _names(fields: Fields, call_id: str, single: bool, prompts: int) -> tuple[str, ...]:
+def _names(fields: BodyFields, call_id: str, single: bool, prompts: int) -> tuple[str, ...]:
     rid = fields.take("rid")
     if rid is None:
         return (call_id,) if single else tuple(f"{call_id}-{place}" for place in range(prompts))
@@ -131,7 +133,7 @@ def _names(fields: Fields, call_id: str, single: bool, prompts: int) -> tuple[st
     return tuple(found)
 
 
-def _all_params(fields: Fields, kinds: Kinds, logprobs: int | None, prompts: int) -> list[SamplingParams]:
+def _all_params(fields: BodyFields, kinds: ServedKinds, logprobs: int | None, prompts: int) -> list[SamplingParams]:
     given = fields.take("sampling_params")
     if not isinstance(given, list):
         return [_params(given or {}, kinds, logprobs, "sampling_params")] * prompts
@@ -143,8 +145,8 @@ def _all_params(fields: Fields, kinds: Kinds, logprobs: int | None, prompts: int
     return found
 
 
-def _params(given: Any, kinds: Kinds, logprobs: int | None, within: str) -> SamplingParams:
-    fields = Fields(given, within=within)
+def _params(given: Any, kinds: ServedKinds, logprobs: int | None, within: str) -> SamplingParams:
+    fields = BodyFields(given, within=within)
     most = fields.integer("max_new_tokens", 128, 1)
     least = fields.integer("min_new_tokens", 0, 0)
     if least > most:
@@ -163,16 +165,16 @@ def _params(given: Any, kinds: Kinds, logprobs: int | None, within: str) -> Samp
     )  # fmt: skip
 
 
-class SglangForm:
+class SglangFormat:
     """How one call is answered."""
 
-    def __init__(self, call: Call, wishes: Wishes, texts: PoolTexts) -> None:
+    def __init__(self, call: GenerationCall, wishes: SglangOptions, texts: PoolTokenizer) -> None:
         self.call, self._wishes, self._texts = call, wishes, texts
         self._began = time.monotonic()
         extra = call.params[0].extra
         self._special = not flag(extra, "skip_special_tokens", True)
         self._keep_stop = flag(extra, "no_stop_trim", False)
-        self._flows: dict[int, _Flow] = {}
+        self._flows: dict[int, _SampleStream] = {}
         self._many = not wishes.single or call.params[0].n > 1
 
     async def whole(self, completions: Sequence[Completion]) -> Any:
@@ -190,14 +192,14 @@ class SglangForm:
         number = self.call.number(prompt, chunk.index)
         flow = self._flows.get(number)
         if flow is None:
-            text = TextFlow(self._texts, special=self._special, keep_stop=self._keep_stop)
-            flow = self._flows[number] = _Flow(prompt, chunk.index, text)
+            text = TextStream(self._texts, special=self._special, keep_stop=self._keep_stop)
+            flow = self._flows[number] = _SampleStream(prompt, chunk.index, text)
         flow.take(chunk, await flow.text.more(chunk))
         if chunk.sample is None and not self._wishes.logprobs:
             return self._goes_on(number, flow)
         return await self._said(number, flow, chunk.sample)
 
-    def _goes_on(self, number: int, flow: _Flow) -> bytes:
+    def _goes_on(self, number: int, flow: _SampleStream) -> bytes:
         """An event in the middle. It tells all tokens so far, so what was told before is not written anew each time."""
         where = f',"index":{number}' if self._many else ""
         return (
@@ -207,7 +209,7 @@ class SglangForm:
             f'"e2e_latency":{time.monotonic() - self._began}}}{where}}}\n\n'
         ).encode()
 
-    async def _said(self, number: int, flow: _Flow, sample: Sample | None) -> bytes:
+    async def _said(self, number: int, flow: _SampleStream, sample: Sample | None) -> bytes:
         meta = await self._meta(flow.prompt, flow.index, sample or flow.so_far())
         if sample is None:
             meta["finish_reason"] = None
@@ -284,10 +286,10 @@ class SglangForm:
             meta["output_top_logprobs"] = [[[value, one, names.get(one)] for one, value in places] for places in best]
 
 
-class _Flow:
+class _SampleStream:
     """One answer while it streams."""
 
-    def __init__(self, prompt: int, index: int, text: TextFlow) -> None:
+    def __init__(self, prompt: int, index: int, text: TextStream) -> None:
         self.prompt, self.index, self.text = prompt, index, text
         self.ids: list[int] = []
         self._logprobs: list[float | None] = []
@@ -310,7 +312,7 @@ class _Flow:
         return replace(_GOES_ON, token_ids=tuple(self.ids), logprobs=tuple(self._logprobs), best=tuple(self._best))
 
 
-_GOES_ON = Sample("", (), End.length, Reason(Code.sent, ""))
+_GOES_ON = Sample("", (), End.length, Reason(ReasonCode.sent, ""))
 
 
 def _finish(sample: Sample) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trimtab.model.rollout import UP, End, WorkerState
-from trimtab.runtime.engines.engine import EngineError, OrderRefusedError
-from trimtab.runtime.engines.texts import Texts, texts_of
+from trimtab.runtime.engines.engine import EngineError, EngineRefusedError
+from trimtab.runtime.engines.texts import Tokenizer, texts_of
 from trimtab.runtime.gateway.errors import Refusal
-from trimtab.runtime.gateway.fields import Fields
+from trimtab.runtime.gateway.fields import BodyFields
 from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.rollout.sampling import Chunk, Sample
 
@@ -29,7 +29,7 @@ LOOKED_EVERY_S = 0.5
 _HALF = "\ufffd"  # stands where bytes are no character
 
 
-class PoolTexts:
+class PoolTokenizer:
     """The tokenizer of a pool."""
 
     def __init__(self, pool: RolloutPool, within_s: float, vocabulary: int | None = None) -> None:
@@ -38,7 +38,7 @@ class PoolTexts:
         self._turn = 0
         self._model = ""
         self._names: dict[int, str] = {}  # what single tokens write
-        self._known: list[Texts] = []  # who can read, as seen a moment ago
+        self._known: list[Tokenizer] = []  # who can read, as seen a moment ago
         self._known_until = 0.0
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class PoolTexts:
             self._model = await self._ask(lambda texts: texts.model())
         return self._model
 
-    async def check_known(self, prompts: Sequence[tuple[int, ...]], fields: Fields, name: str) -> None:
+    async def check_known(self, prompts: Sequence[tuple[int, ...]], fields: BodyFields, name: str) -> None:
         """Refuses ids that the model does not know. They end some servers, and the next one that they are sent to."""
         if self._vocabulary is None and not self._vocabulary_asked:
             with contextlib.suppress(Refusal):  # nobody is there to be asked; the next call asks again
@@ -99,12 +99,12 @@ class PoolTexts:
     async def _detokenize(self, ids: Sequence[int], special: bool) -> str:
         return await self._ask(lambda texts: texts.detokenize(ids, special=special)) if ids else ""
 
-    async def _ask(self, question: Callable[[Texts], Awaitable[T]]) -> T:
+    async def _ask(self, question: Callable[[Tokenizer], Awaitable[T]]) -> T:
         said = "no worker is there that reads text"
         for texts in self._readers()[:TRIES]:
             try:
                 return await asyncio.wait_for(question(texts), self._within_s)
-            except OrderRefusedError as fault:
+            except EngineRefusedError as fault:
                 raise Refusal(400, fault.what, code="refused_by_engine") from None
             except EngineError as fault:
                 said = f"{fault.engine}: {fault.what}"
@@ -116,7 +116,7 @@ class PoolTexts:
             headers={"retry-after": "1"},
         )  # fmt: skip
 
-    def _readers(self) -> list[Texts]:
+    def _readers(self) -> list[Tokenizer]:
         """In turn."""
         now = time.monotonic()
         if now > self._known_until or not self._known:
@@ -125,7 +125,7 @@ class PoolTexts:
         turn = self._turn % len(self._known) if self._known else 0
         return self._known[turn:] + self._known[:turn]
 
-    def _found(self) -> list[Texts]:
+    def _found(self) -> list[Tokenizer]:
         """Those that serve; where none does, all that are up."""
         views = [view for view in self._pool.workers() if view.state in UP]
         serve = [view for view in views if view.state is WorkerState.active] or views
@@ -133,10 +133,10 @@ class PoolTexts:
         return [texts for texts in found if texts is not None]
 
 
-class TextFlow:
+class TextStream:
     """The text of one sample while it streams: what was written is never taken back."""
 
-    def __init__(self, texts: PoolTexts, *, special: bool, keep_stop: bool) -> None:
+    def __init__(self, texts: PoolTokenizer, *, special: bool, keep_stop: bool) -> None:
         self._texts, self._special, self._keep_stop = texts, special, keep_stop
         self._sent: list[str] = []
 

@@ -16,8 +16,8 @@ from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import WorkerState, WorkerView
 from trimtab.runtime.engines.wire import addresses
 from trimtab.runtime.gateway.errors import Refusal
-from trimtab.runtime.gateway.fields import Fields
-from trimtab.runtime.gateway.guard import Guard
+from trimtab.runtime.gateway.fields import BodyFields
+from trimtab.runtime.gateway.guard import GatewayGuard
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.rollout.pool import RolloutPool
 
@@ -26,10 +26,10 @@ LONGEST_WHY = 200
 LONGEST_NAME = 100
 
 
-class WorkerDoors:
+class WorkerApi:
     """What can be asked of the workers of one pool."""
 
-    def __init__(self, pool: RolloutPool, settings: GatewaySettings, guard: Guard) -> None:
+    def __init__(self, pool: RolloutPool, settings: GatewaySettings, guard: GatewayGuard) -> None:
         self._pool, self._settings, self._guard = pool, settings, guard
         self._leaving: set[asyncio.Task[None]] = set()
         # A lock for each address that joins: one that does not answer holds up no other.
@@ -90,7 +90,7 @@ class WorkerDoors:
 
     async def add(self, body: Any) -> dict[str, Any]:
         """A worker that somebody else runs joins; one that is there already is told so."""
-        fields = Fields(body)
+        fields = BodyFields(body)
         url = self._guard.check_worker(fields.take("url"))
         kind = fields.text("worker_type", "regular")
         if kind != "regular":
@@ -139,7 +139,7 @@ class WorkerDoors:
     async def drain(self, name: str, body: Any) -> dict[str, Any]:
         """It serves nothing new until it is resumed."""
         worker = self._view(name).worker
-        fields = Fields(body)
+        fields = BodyFields(body)
         deadline_s, why = seconds(fields, "deadline_s"), _why(fields)
         known(fields, "deadline_s", "why")
         self._pool.drain(worker, deadline_s, why or "asked at the gateway")
@@ -153,7 +153,7 @@ class WorkerDoors:
 
     async def scale(self, body: Any) -> dict[str, Any]:
         """So many are wanted."""
-        fields = Fields(body)
+        fields = BodyFields(body)
         workers = fields.integer("workers", None, 0)
         if workers is None:
             raise fields.wrong("workers", "is missing: how many")
@@ -174,20 +174,20 @@ class WorkerDoors:
         await asyncio.gather(*self._leaving, return_exceptions=True)
 
 
-def seconds(fields: Fields, name: str) -> float | None:
+def seconds(fields: BodyFields, name: str) -> float | None:
     """A number of seconds of 0 or more, where it is given."""
     value = fields.number(name, math.nan, 0.0)
     return None if math.isnan(value) else value
 
 
-def _why(fields: Fields) -> str:
+def _why(fields: BodyFields) -> str:
     why = fields.text("why")
     if len(why) > LONGEST_WHY or not why.isprintable():
         raise fields.wrong("why", f"at most {LONGEST_WHY} printable characters")
     return why
 
 
-def known(fields: Fields, *names: str) -> None:
+def known(fields: BodyFields, *names: str) -> None:
     """That nothing else was given."""
     for left in fields.rest:
         raise fields.wrong(left, f"there is no such field; known: {', '.join(names)}")

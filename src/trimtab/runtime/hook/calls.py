@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab.core.errors import UnreachableError
-from trimtab.runtime.client.connection import ControllerLink
+from trimtab.runtime.client.connection import ControllerConnection
 from trimtab.runtime.controller.rpc import controllers
-from trimtab.runtime.hook.server import Wanted
+from trimtab.runtime.hook.server import WantedNodes
 from trimtab.runtime.rayapi import draining
 
 ANSWER_S = 20.0
 
 
-class HookDoors:
+class NodeHookCalls:
     """Of one Ray. `name` is the controller's; without it the only one there is, if there is one."""
 
     def __init__(self, ray: Any, name: str | None = None) -> None:
@@ -41,19 +41,19 @@ class HookDoors:
             controller.ask("drain_node", node_id, deadline_s, cause, timeout_s=ANSWER_S)
         return {"node_id": node_id, "through": f"controller {controller.name}" if controller else "ray"}
 
-    def look(self) -> Wanted:
+    def look(self) -> WantedNodes:
         """How many worker nodes are wanted, and how many nodes there are by state."""
         controller = self._controller()
         if controller is not None:
             status = controller.ask("status", timeout_s=ANSWER_S)
-            return Wanted(status.get("desired_workers"), Counter(one["state"] for one in status["fleet"]))
+            return WantedNodes(status.get("desired_workers"), Counter(one["state"] for one in status["fleet"]))
         going = draining.draining(self._ray)
         alive = [one["NodeID"] for one in self._ray.nodes() if one.get("Alive")]
-        return Wanted(None, Counter("draining" if node in going else "ready" for node in alive))
+        return WantedNodes(None, Counter("draining" if node in going else "ready" for node in alive))
 
-    def _controller(self) -> ControllerLink | None:
+    def _controller(self) -> ControllerConnection | None:
         name = self._found()
-        return ControllerLink(self._ray, name, None, None, ANSWER_S, make=False) if name else None
+        return ControllerConnection(self._ray, name, None, None, ANSWER_S, make=False) if name else None
 
     def _found(self) -> str | None:
         if not self._ray.is_initialized():

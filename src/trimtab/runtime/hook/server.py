@@ -43,12 +43,12 @@ BODY_S = 10.0
 ANSWER_S = 30.0
 STOP_S = 5.0
 
-Drain = Callable[[str, float | None, str], Mapping[str, Any]]
+DrainCall = Callable[[str, float | None, str], Mapping[str, Any]]
 """Drains (node, seconds from now or None, cause) and says what was done; raises a TrimtabError."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedNodes:
     """How many worker nodes are wanted, and how many there are by state. `desired` None: nobody says."""
 
     desired: int | None
@@ -56,20 +56,20 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class DrainAsked:
+class DrainRequestBody:
     """A body that was understood."""
 
     deadline_s: float | None
     cause: str
 
 
-class Hook:
+class NodeHookServer:
     """A server on a socket that listens already; `serve` blocks until `stop`, Ctrl-C or SIGTERM."""
 
     def __init__(
         self,
-        drain: Drain,
-        look: Callable[[], Wanted],
+        drain: DrainCall,
+        look: Callable[[], WantedNodes],
         *,
         token: str,
         listening: socket.socket,
@@ -167,7 +167,7 @@ class Hook:
         return PlainTextResponse(metrics_text(wanted, self._asked), media_type="text/plain; version=0.0.4")
 
 
-def read_body(body: bytes) -> DrainAsked:
+def read_body(body: bytes) -> DrainRequestBody:
     """A drain's JSON, `{"deadline_s": 120, "cause": "spot"}`; both may be left out. Raises HTTPException 422."""
     try:
         data = json.loads(body or b"{}")
@@ -183,10 +183,10 @@ def read_body(body: bytes) -> DrainAsked:
             raise HTTPException(422, f"a deadline {deadline_s:g} s from now has passed already")
     if not isinstance(cause, str) or not cause.isprintable() or not 0 < len(cause) <= LONGEST_CAUSE:
         raise HTTPException(422, f"cause is a line of at most {LONGEST_CAUSE} characters")
-    return DrainAsked(None if deadline_s is None else float(deadline_s), cause)
+    return DrainRequestBody(None if deadline_s is None else float(deadline_s), cause)
 
 
-def metrics_text(wanted: Wanted, asked: Mapping[str, int]) -> str:
+def metrics_text(wanted: WantedNodes, asked: Mapping[str, int]) -> str:
     """What Prometheus reads."""
     lines = []
     if wanted.desired is not None:

@@ -14,14 +14,14 @@ import uuid
 from collections.abc import Mapping
 
 from trimtab.core.errors import InfeasibleError, InputError, UnreachableError
-from trimtab.runtime.localcluster.gpus import Gpus, in_short
+from trimtab.runtime.localcluster.gpus import LocalGpus, in_short
 from trimtab.runtime.localcluster.ledger import (
-    Books,
     ClusterRecord,
     Ledger,
+    LedgerState,
+    NodePhase,
     NodeRecord,
-    Phase,
-    Sizes,
+    NodeSizes,
     forget_old,
     left_over,
 )
@@ -32,7 +32,7 @@ HEAD = "head"
 START_ONE = "`trimtab cluster start` starts one; --address HOST:PORT names one that runs elsewhere"
 
 
-def open_cluster(ledger: Ledger, cluster: ClusterRecord, gpus: Gpus, workers: int) -> ClusterRecord:
+def open_cluster(ledger: Ledger, cluster: ClusterRecord, gpus: LocalGpus, workers: int) -> ClusterRecord:
     """Write down a new cluster with its head and workers: all of them, or an error and nothing."""
     if workers < 0:
         raise InputError(f"{workers} workers cannot be started", where="command line: N", hint="0 or more")
@@ -61,7 +61,7 @@ def open_cluster(ledger: Ledger, cluster: ClusterRecord, gpus: Gpus, workers: in
 
 
 def another_node(
-    ledger: Ledger, cluster: ClusterRecord, gpus: Gpus, sizes: Sizes | None = None, gpu: str | None = None
+    ledger: Ledger, cluster: ClusterRecord, gpus: LocalGpus, sizes: NodeSizes | None = None, gpu: str | None = None
 ) -> tuple[ClusterRecord, NodeRecord]:
     """Write down one more node, on the next free GPU or on the one asked for."""
     with ledger.change() as books:
@@ -76,12 +76,12 @@ def sweep(ledger: Ledger) -> list[str]:
     """Put the ledger right: end what is left of dead nodes, forget old ones; what was found, for people."""
     notes = []
     for cluster in ledger.read().values():
-        dead = [one for one in cluster.nodes if not one.stands and one.phase is not Phase.ended]
+        dead = [one for one in cluster.nodes if not one.stands and one.phase is not NodePhase.ended]
         for node in dead:
             left = left_over(node)
             kill_family(node.keeper, node.mark)
             ended = f", {_of(len(left), 'process', 'processes')} of it ended" if left else ""
-            ledger.update(node.mark, phase=Phase.ended, since=time.time(), cause="its keeper was killed")
+            ledger.update(node.mark, phase=NodePhase.ended, since=time.time(), cause="its keeper was killed")
             notes.append(f"node {node.name} of {cluster.address} had no keeper any more{ended}: its GPU is free again")
         if dead and len(dead) == len(cluster.nodes):
             notes = [f"the cluster at {cluster.address} is one of an earlier run: nothing of it is there; cleaned up"]
@@ -106,7 +106,7 @@ def chosen(ledger: Ledger, address: str | None, outside: Mapping[str, str]) -> C
             return known[0]
         plain = _plain(named)
         where = ledger.place / f"j{plain.rpartition(':')[2]}"
-        return ClusterRecord(plain, head_here=False, temp_dir=str(where), sizes=Sizes(), started=time.time())
+        return ClusterRecord(plain, head_here=False, temp_dir=str(where), sizes=NodeSizes(), started=time.time())
     running = [one for one in clusters.values() if one.standing]
     if len(running) == 1:
         return running[0]
@@ -148,19 +148,19 @@ def node_of(cluster: ClusterRecord, word: str) -> NodeRecord | None:
 def how_it_ended(cluster: ClusterRecord) -> str:
     """For people: when and why a cluster ended that is not there any more."""
     head = cluster.head
-    if head is None or head.phase is not Phase.ended:
+    if head is None or head.phase is not NodePhase.ended:
         return ""
     return f"the one at {cluster.address} ended {max(0, time.time() - head.since):.0f} s ago: {head.cause}"
 
 
 def _with_node(
     ledger: Ledger,
-    books: Books,
+    books: LedgerState,
     cluster: ClusterRecord,
-    gpus: Gpus,
+    gpus: LocalGpus,
     *,
     head: bool,
-    sizes: Sizes | None = None,
+    sizes: NodeSizes | None = None,
     gpu: str | None = None,
 ) -> tuple[ClusterRecord, NodeRecord]:
     sizes = sizes or cluster.sizes
@@ -185,7 +185,9 @@ def _with_node(
     return books.put(cluster, node), node
 
 
-def _gpus_for(books: Books, cluster: ClusterRecord, gpus: Gpus, count: int, asked: str | None) -> tuple[str, ...]:
+def _gpus_for(
+    books: LedgerState, cluster: ClusterRecord, gpus: LocalGpus, count: int, asked: str | None
+) -> tuple[str, ...]:
     given = books.gpus_given(fake=gpus.fake, address=cluster.address)
     free = [one for one in gpus.ids if one not in given]
     if asked is not None:
@@ -211,7 +213,7 @@ def _gpus_for(books: Books, cluster: ClusterRecord, gpus: Gpus, count: int, aske
     return tuple(free[:count])
 
 
-def _enough(books: Books, cluster: ClusterRecord, gpus: Gpus, workers: int) -> None:
+def _enough(books: LedgerState, cluster: ClusterRecord, gpus: LocalGpus, workers: int) -> None:
     """Before anything is written: whether there are GPUs for all."""
     needed = (workers + 1) * cluster.sizes.gpus
     given = books.gpus_given(fake=gpus.fake, address=cluster.address)
@@ -251,7 +253,7 @@ def _name(cluster: ClusterRecord, gpus: tuple[str, ...], slot: int) -> str:
 
 def _who(given: Mapping[str, NodeRecord]) -> str:
     """`GPU 0 has head, GPU 1 has gpu-1 (starting)`."""
-    words = {Phase.starting: " (starting)", Phase.ending: " (ending)"}
+    words = {NodePhase.starting: " (starting)", NodePhase.ending: " (ending)"}
     return ", ".join(f"GPU {gpu} is {node.name}'s{words.get(node.phase, '')}" for gpu, node in sorted(given.items()))
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trimtab.core.errors import InputError, UnreachableError
-from trimtab.runtime.procs.processes import Process, environment
+from trimtab.runtime.procs.processes import ProcessIdentity, environment
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 ON, OFF = "token", "disabled"
@@ -32,7 +32,7 @@ def for_new_cluster(outside: Mapping[str, str]) -> dict[str, str]:
     return {MODE: mode, **_tokens(outside)}
 
 
-def of_head(head: Process) -> dict[str, str]:
+def of_head(head: ProcessIdentity) -> dict[str, str]:
     """What the head of a cluster of ours was started with; empty where that cannot be read."""
     theirs = environment(head.pid) if head.lives else {}
     return {MODE: theirs[MODE], **_tokens(theirs)} if MODE in theirs else {}

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from trimtab.runtime.localcluster.ledger import ClusterRecord, NodeRecord, Sizes
+from trimtab.runtime.localcluster.ledger import ClusterRecord, NodeRecord, NodeSizes
 from trimtab.runtime.procs.processes import MARK
 
 MEMORY_SHARE, STORE_SHARE = 0.7, 0.3  # of the machine's memory, for all nodes together; Ray gives as much to each
@@ -87,7 +87,7 @@ def environment(
     return ours | (QUICK_LOSS if cluster.quick_loss else {})
 
 
-def with_shares(sizes: Sizes, nodes: int) -> Sizes:
+def with_shares(sizes: NodeSizes, nodes: int) -> NodeSizes:
     """Sizes in full: what is not said is one node's share, where the machine has so many."""
     machine, nodes = _memory(), max(1, nodes)
     store = max(LEAST_STORE, int(min(STORE_SHARE * machine, 0.8 * _shared_memory()) / nodes))

@@ -20,7 +20,7 @@ MOST_FAKED = 32
 
 
 @dataclass(frozen=True)
-class Gpus:
+class LocalGpus:
     """The GPUs that may be given to nodes, in order."""
 
     ids: tuple[str, ...]
@@ -35,20 +35,20 @@ class Gpus:
         return f"{len(self.ids)} {what}{'s' if len(self.ids) > 1 else ''} ({in_short(self.ids)})"
 
 
-def of_this_machine(fake: int | None) -> Gpus:
+def of_this_machine(fake: int | None) -> LocalGpus:
     """The GPUs here, or `fake` faked ones."""
     if fake is not None:
         if not 0 <= fake <= MOST_FAKED:
             raise InputError(
                 f"{fake} GPUs cannot be faked", where="command line: --fake-gpus", hint=f"0 to {MOST_FAKED}"
             )
-        return Gpus(tuple(str(one) for one in range(fake)), fake=True)
+        return LocalGpus(tuple(str(one) for one in range(fake)), fake=True)
     found = _asked() or _devices()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return found
     named = [word.strip() for word in visible.split(",") if word.strip()]
-    return Gpus(tuple(word for word in named if not word.isdecimal() or word in found.ids), kind=found.kind)
+    return LocalGpus(tuple(word for word in named if not word.isdecimal() or word in found.ids), kind=found.kind)
 
 
 def in_short(ids: tuple[str, ...]) -> str:
@@ -73,15 +73,15 @@ def users() -> dict[str, list[int]]:
     return found
 
 
-def _asked() -> Gpus | None:
+def _asked() -> LocalGpus | None:
     rows = [row for row in _query("--query-gpu=index,name") if len(row) == 2 and row[0].isdecimal()]
-    return Gpus(tuple(index for index, _ in rows), kind=rows[0][1]) if rows else None
+    return LocalGpus(tuple(index for index, _ in rows), kind=rows[0][1]) if rows else None
 
 
-def _devices() -> Gpus:
+def _devices() -> LocalGpus:
     """Without NVIDIA's command: the devices of the driver."""
     found = [int(match[1]) for one in Path("/dev").glob("nvidia*") if (match := re.fullmatch(r"nvidia(\d+)", one.name))]
-    return Gpus(tuple(str(one) for one in sorted(found)))
+    return LocalGpus(tuple(str(one) for one in sorted(found)))
 
 
 def _query(what: str) -> list[list[str]]:

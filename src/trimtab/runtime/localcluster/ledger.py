@@ -22,7 +22,7 @@ from pathlib import Path
 from trimtab.core.codec import decode, encode
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.runtime.procs.ports import NodePorts
-from trimtab.runtime.procs.processes import Process, family
+from trimtab.runtime.procs.processes import ProcessIdentity, family
 
 PLACE = "TRIMTAB_CLUSTER_DIR"
 LONGEST_PLACE = 30  # Ray's sockets lie below it, and the path of a socket has 107 letters
@@ -30,7 +30,7 @@ REMEMBER_S = 3600.0  # nodes that ended are shown for so long
 _LOCK_S = 30.0
 
 
-class Phase(str, enum.Enum):
+class NodePhase(str, enum.Enum):
     """Where a node of ours is."""
 
     starting = "starting"
@@ -40,7 +40,7 @@ class Phase(str, enum.Enum):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class NodeSizes:
     """What each node of a cluster gets."""
 
     gpus: int = 1
@@ -61,13 +61,13 @@ class NodeRecord:
     fake: bool
     slot: int
     ports: NodePorts
-    adder: Process  # who is starting it
+    adder: ProcessIdentity  # who is starting it
     log: str
-    sizes: Sizes = field(default_factory=Sizes)
-    keeper: Process | None = None
-    raylet: Process | None = None
+    sizes: NodeSizes = field(default_factory=NodeSizes)
+    keeper: ProcessIdentity | None = None
+    raylet: ProcessIdentity | None = None
     node_id: str = ""  # Ray's
-    phase: Phase = Phase.starting
+    phase: NodePhase = NodePhase.starting
     since: float = 0.0  # epoch seconds, of the phase
     deadline: float | None = None  # epoch seconds: it goes then
     cause: str = ""  # of ending
@@ -75,7 +75,7 @@ class NodeRecord:
     @property
     def stands(self) -> bool:
         """Whether somebody is behind what is written."""
-        if self.phase is Phase.ended:
+        if self.phase is NodePhase.ended:
             return False
         if self.keeper is not None:
             return self.keeper.lives
@@ -89,14 +89,14 @@ class ClusterRecord:
     address: str  # host:port of its head, as Ray knows it
     head_here: bool
     temp_dir: str
-    sizes: Sizes
+    sizes: NodeSizes
     fake_gpus: int | None = None
     ports_from: int = 6380
     worker_ports_from: int = 10_002
     dashboard_port: int | None = None
     client_port: int | None = None
     quick_loss: bool = False
-    owner: Process | None = None  # the command it lives as long as; None: detached
+    owner: ProcessIdentity | None = None  # the command it lives as long as; None: detached
     started: float = 0.0
     nodes: tuple[NodeRecord, ...] = ()
 
@@ -113,7 +113,7 @@ class ClusterRecord:
     @property
     def holding(self) -> tuple[NodeRecord, ...]:
         """Nodes whose GPUs and ports are not free: also those of a dead one until what is left of it has been ended."""
-        return tuple(one for one in self.nodes if one.phase is not Phase.ended)
+        return tuple(one for one in self.nodes if one.phase is not NodePhase.ended)
 
     @property
     def port(self) -> int:
@@ -122,14 +122,14 @@ class ClusterRecord:
 
 
 @dataclass
-class Books:
+class LedgerState:
     """The ledger while the lock is held; what is changed here is written when it is let go."""
 
     clusters: dict[str, ClusterRecord]
 
     def put(self, cluster: ClusterRecord, node: NodeRecord) -> ClusterRecord:
         """Write a node down, in place of an earlier one of its name."""
-        others = [one for one in cluster.nodes if one.name != node.name or one.phase is not Phase.ended]
+        others = [one for one in cluster.nodes if one.name != node.name or one.phase is not NodePhase.ended]
         changed = dataclasses.replace(cluster, nodes=(*others, node))
         self.clusters[cluster.address] = changed
         return changed
@@ -186,14 +186,14 @@ class Ledger:
             return 0
 
     @contextlib.contextmanager
-    def change(self) -> Iterator[Books]:
+    def change(self) -> Iterator[LedgerState]:
         """Hold the lock; what is in the books afterwards is written. A fault leaves everything as it was."""
         self._make_place()
         descriptor = os.open(self.place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             _take(descriptor, self.place)
             before = self.read()
-            books = Books(dict(before))
+            books = LedgerState(dict(before))
             yield books
             if books.clusters != before:
                 self._write(books.clusters)
@@ -237,14 +237,14 @@ def default_place() -> Path:
     return Path(f"/tmp/trimtab-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino:x}")
 
 
-def left_over(node: NodeRecord) -> list[Process]:
+def left_over(node: NodeRecord) -> list[ProcessIdentity]:
     """Processes of a node behind whose record nobody stands any more."""
     return [] if node.stands else family(node.keeper, node.mark)
 
 
 def forget_old(node: NodeRecord, now: float) -> bool:
     """Whether a node that ended need not be shown any more."""
-    return node.phase is Phase.ended and now - node.since > REMEMBER_S
+    return node.phase is NodePhase.ended and now - node.since > REMEMBER_S
 
 
 def _take(descriptor: int, place: Path) -> None:

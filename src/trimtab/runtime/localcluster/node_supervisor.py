@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 
 from trimtab.runtime.localcluster.command import ray_start, temp_dir
-from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodeRecord, Phase
-from trimtab.runtime.localcluster.start_limit import Turn
-from trimtab.runtime.procs.processes import Process, command, kill_family, process, send, table, this
+from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodePhase, NodeRecord
+from trimtab.runtime.localcluster.start_limit import StartPermit
+from trimtab.runtime.procs.processes import ProcessIdentity, command, kill_family, process, send, table, this
 
 LOOK_EVERY_S = 0.2
 ATTEMPTS = 3  # Ray gives its own parts fifteen seconds to come up, which a busy machine may exceed
@@ -29,7 +29,7 @@ IP = "TRIMTAB_NODE_IP"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-class Keeper:
+class NodeSupervisor:
     """Keeps one node."""
 
     def __init__(self, ledger: Ledger, mark: str) -> None:
@@ -37,12 +37,12 @@ class Keeper:
         self._mark = mark
         self._told = False
         self._seen = -1  # the ledger's state when it was last read
-        self._ray: Process | None = None
+        self._ray: ProcessIdentity | None = None
         self._status: int | None = None  # of `ray start`, once it has ended
-        self._vital: dict[str, Process] = {}  # Ray's own processes without which there is no node, by name
+        self._vital: dict[str, ProcessIdentity] = {}  # Ray's own processes without which there is no node, by name
         self._vital_gone: float | None = None  # since when one of them is gone
         self._attempt = 0
-        self._turn = Turn(ledger.place)
+        self._turn = StartPermit(ledger.place)
         self.cluster: ClusterRecord
         self.node: NodeRecord
 
@@ -53,7 +53,7 @@ class Keeper:
             signal.signal(number, signal.SIG_IGN)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         given = self._ledger.update(self._mark, keeper=this())
-        if given is None or given.phase is not Phase.starting or not self._reread():
+        if given is None or given.phase is not NodePhase.starting or not self._reread():
             return  # given up before it began
         cause = self._watch()
         self._end(cause)
@@ -82,7 +82,7 @@ class Keeper:
         with contextlib.suppress(ProcessLookupError):
             self._ray = process(pid)
         if self._ray is None:
-            self._ray = Process(pid, -1.0)
+            self._ray = ProcessIdentity(pid, -1.0)
 
     def _watch(self) -> str:
         """Wait for something to end the node; what it was."""
@@ -93,7 +93,7 @@ class Keeper:
                 return "it was struck from the ledger"
             if self._told:
                 return self.node.cause or "its keeper was told to end"
-            if self.node.phase is not Phase.starting:
+            if self.node.phase is not NodePhase.starting:
                 self._turn.give_back()
             elif self._attempt == 0 and self._turn.take():
                 self._start()
@@ -103,11 +103,11 @@ class Keeper:
 
     def _ended_by_itself(self) -> str:
         if self._status is not None:
-            if self.node.phase is Phase.starting and self._attempt < ATTEMPTS:
+            if self.node.phase is NodePhase.starting and self._attempt < ATTEMPTS:
                 kill_family(this(), self._mark)
                 self._start()
                 return ""
-            if self.node.phase is Phase.starting:
+            if self.node.phase is NodePhase.starting:
                 return f"its Ray did not start: {last_words(self.node.log, temp_dir(self.cluster, self.node))}"
             if self._status == 0 or self.node.deadline is not None:
                 return "drained"
@@ -116,7 +116,7 @@ class Keeper:
             self._find_vital()
         if not all(one.lives for one in self._vital.values()):
             self._vital_gone = self._vital_gone or time.monotonic()
-            if self.node.phase is Phase.starting and self._ray is not None:
+            if self.node.phase is NodePhase.starting and self._ray is not None:
                 send(self._ray, signal.SIGKILL)  # it would wait half a minute for what is not there any more
             elif _was_drained(temp_dir(self.cluster, self.node)):
                 return "drained"
@@ -142,7 +142,7 @@ class Keeper:
             words = command(pid)
             name = Path(words[0]).name if words else ""
             if name in ("raylet", "gcs_server") and name not in self._vital:
-                self._vital[name] = Process(pid, row.born)
+                self._vital[name] = ProcessIdentity(pid, row.born)
                 if name == "raylet":
                     node_id = next((word.partition("=")[2] for word in words if word.startswith("--node_id=")), "")
                     self._ledger.update(self._mark, raylet=self._vital[name], node_id=node_id)
@@ -150,7 +150,7 @@ class Keeper:
     def _end(self, cause: str) -> None:
         """End every process of the node, then say so."""
         self._turn.give_back()
-        self._ledger.update(self._mark, phase=Phase.ending, since=time.time(), cause=cause)
+        self._ledger.update(self._mark, phase=NodePhase.ending, since=time.time(), cause=cause)
         if self._ray is not None and self._status is None:
             send(self._ray, signal.SIGTERM)
             deadline = time.monotonic() + POLITE_S
@@ -159,7 +159,7 @@ class Keeper:
                 self._reap()
         kill_family(this(), self._mark)
         self._reap()
-        self._ledger.update(self._mark, phase=Phase.ended, since=time.time(), cause=cause)
+        self._ledger.update(self._mark, phase=NodePhase.ended, since=time.time(), cause=cause)
 
     def _reread(self) -> bool:
         """Look into the ledger where it has changed; whether the node is still in it."""
@@ -221,7 +221,7 @@ def _prctl(option: int, value: int) -> None:
 def main() -> None:
     """Keep the node whose mark is given."""
     place, mark = sys.argv[1:]
-    Keeper(Ledger(Path(place)), mark).run()
+    NodeSupervisor(Ledger(Path(place)), mark).run()
 
 
 if __name__ == "__main__":

@@ -18,16 +18,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from trimtab.core.errors import UnreachableError
 from trimtab.runtime.localcluster import auth
 from trimtab.runtime.localcluster.command import environment, temp_dir
-from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodeRecord, Phase
+from trimtab.runtime.localcluster.ledger import ClusterRecord, Ledger, NodePhase, NodeRecord
 from trimtab.runtime.localcluster.node_supervisor import IP, POLITE_S, last_words
-from trimtab.runtime.localcluster.ray_status import RayNode, Watch, answers
-from trimtab.runtime.procs.processes import Process, gone, kill_family, send
+from trimtab.runtime.localcluster.ray_status import RayNode, RayViewProcess, answers
+from trimtab.runtime.procs.processes import ProcessIdentity, gone, kill_family, send
 
 START_S = 120.0
 END_S = POLITE_S + 15.0
 LOOK_EVERY_S = 0.1
 
-Told = Callable[[NodeRecord], None]
+NodeListener = Callable[[NodeRecord], None]
 
 
 def own_address() -> str:
@@ -56,7 +56,7 @@ def launch(ledger: Ledger, cluster: ClusterRecord, node: NodeRecord, wanted: Map
 
 
 def start_all(
-    ledger: Ledger, cluster: ClusterRecord, wanted: Mapping[str, str], ip: str, timeout_s: float, told: Told
+    ledger: Ledger, cluster: ClusterRecord, wanted: Mapping[str, str], ip: str, timeout_s: float, told: NodeListener
 ) -> None:
     """Start the head and then its workers, several at a time; all or none."""
     head, *workers = cluster.nodes
@@ -93,22 +93,22 @@ def start_one(
 
 
 def settle(
-    ledger: Ledger, cluster: ClusterRecord, nodes: Sequence[NodeRecord], deadline: float, told: Told
+    ledger: Ledger, cluster: ClusterRecord, nodes: Sequence[NodeRecord], deadline: float, told: NodeListener
 ) -> list[NodeRecord]:
     """Wait until Ray has all of them alive; raises UnreachableError where one ends or the time is up."""
     waiting = {node.mark: node for node in nodes}
     settled = []
-    with Watch(cluster.address) as watch:
+    with RayViewProcess(cluster.address) as watch:
         while waiting:
             there = {one.node_id for one in _seen(watch)}
             now = _by_mark(ledger)
             for mark, asked in list(waiting.items()):
                 node = now.get(mark)
-                if node is None or node.phase in (Phase.ending, Phase.ended):
+                if node is None or node.phase in (NodePhase.ending, NodePhase.ended):
                     why = node.cause if node else "it was struck from the ledger"
                     raise UnreachableError(f"node {asked.name} did not start: {why}", where=asked.log)
                 if node.node_id and node.node_id in there:
-                    running = ledger.update(mark, phase=Phase.running, since=time.time()) or node
+                    running = ledger.update(mark, phase=NodePhase.running, since=time.time()) or node
                     settled.append(running)
                     told(running)
                     del waiting[mark]
@@ -118,7 +118,7 @@ def settle(
     return settled
 
 
-def _seen(watch: Watch) -> list[RayNode]:
+def _seen(watch: RayViewProcess) -> list[RayNode]:
     """Nodes that Ray has; none while it does not answer."""
     try:
         return watch.nodes(wait_s=LOOK_EVERY_S)
@@ -133,10 +133,10 @@ def end(ledger: Ledger, cluster: ClusterRecord, nodes: Sequence[NodeRecord], cau
         asked = []
         for one in group:
             node = _by_mark(ledger).get(one.mark)
-            if node is None or node.phase is Phase.ended:
+            if node is None or node.phase is NodePhase.ended:
                 continue
-            if node.phase is not Phase.ending:
-                node = ledger.update(node.mark, phase=Phase.ending, since=time.time(), cause=cause) or node
+            if node.phase is not NodePhase.ending:
+                node = ledger.update(node.mark, phase=NodePhase.ending, since=time.time(), cause=cause) or node
             if node.keeper is not None:
                 send(node.keeper, signal.SIGTERM)
             asked.append(node)
@@ -145,7 +145,7 @@ def end(ledger: Ledger, cluster: ClusterRecord, nodes: Sequence[NodeRecord], cau
             _keeper_gone(node.keeper, deadline)
             if kill_family(None, node.mark):  # a keeper that is only just starting carries the mark, too
                 left.append(node)
-            ledger.update(node.mark, phase=Phase.ended, since=time.time(), cause=cause)
+            ledger.update(node.mark, phase=NodePhase.ended, since=time.time(), cause=cause)
     return left
 
 
@@ -178,7 +178,7 @@ def auth_of(cluster: ClusterRecord) -> dict[str, str]:
 def _listening(ledger: Ledger, cluster: ClusterRecord, head: NodeRecord, deadline: float) -> None:
     while not answers(cluster.address, 0.5):
         node = _by_mark(ledger).get(head.mark)
-        if node is None or node.phase in (Phase.ending, Phase.ended):
+        if node is None or node.phase in (NodePhase.ending, NodePhase.ended):
             raise UnreachableError(f"the head did not start: {node.cause if node else 'it is gone'}", where=head.log)
         _in_time(cluster, deadline, [head])
 
@@ -193,7 +193,7 @@ def _in_time(cluster: ClusterRecord, deadline: float, waiting: Iterable[NodeReco
         )
 
 
-def _keeper_gone(keeper: Process | None, deadline: float) -> None:
+def _keeper_gone(keeper: ProcessIdentity | None, deadline: float) -> None:
     """Wait for a keeper to have ended its node and itself; kill one that does not."""
     if keeper is not None and gone([keeper], max(0.0, deadline - time.monotonic())):
         send(keeper, signal.SIGKILL)

@@ -2,7 +2,7 @@
 
 Reads Ray's tables without becoming a driver, so looking starts no job and changes nothing; only `drain` does. A cluster
 that vanishes takes the processes along that are looking at it, by Ray's own will and after a silent minute; so whoever
-goes on looking does it through a process of its own (`Watch`). Mode and token of the cluster have been adopted
+goes on looking does it through a process of its own (`RayViewProcess`). Mode and token of the cluster have been adopted
 (`auth.adopt`) by whoever looks.
 """
 
@@ -30,7 +30,7 @@ FIRST_ANSWER_S = 30.0  # importing Ray takes a second or two, on a busy machine 
 
 
 @dataclass(frozen=True)
-class Holder:
+class RayHolder:
     """What holds something on a node: an actor or a placement group."""
 
     kind: str
@@ -50,7 +50,7 @@ class RayNode:
     head: bool
     total: tuple[tuple[str, float], ...]
     free: tuple[tuple[str, float], ...]
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[RayHolder, ...] = ()
     draining: bool = False
     deadline: float | None = None  # epoch seconds
 
@@ -74,7 +74,7 @@ def _connects(address: str) -> bool:
     return True
 
 
-class _AsRay:
+class _RayShim:
     """What draining needs of the ray module, for a process that is no driver."""
 
     def __init__(self, state: Any, gcs: Any) -> None:
@@ -128,29 +128,29 @@ class RayView:
         """Have Ray put nothing new on a node, which goes in so many seconds."""
         from trimtab.runtime.rayapi.draining import drain
 
-        drain(_AsRay(self._state, self._gcs), node_id, deadline_s, cause)
+        drain(_RayShim(self._state, self._gcs), node_id, deadline_s, cause)
 
     def found(self, word: str) -> str:
         """The id of the node that a word stands for; raises InputError for the head and for an unknown one."""
         from trimtab.runtime.rayapi.draining import found
 
-        return found(_AsRay(self._state, self._gcs), word)
+        return found(_RayShim(self._state, self._gcs), word)
 
-    def _holders(self) -> dict[str, list[Holder]]:
+    def _holders(self) -> dict[str, list[RayHolder]]:
         """By node: actors that hold resources, and bundles of placement groups."""
-        found: dict[str, list[Holder]] = {}
+        found: dict[str, list[RayHolder]] = {}
         with contextlib.suppress(Exception):  # not to know who holds is no reason to show nothing
             for actor in self._actors():
                 holds = _ours(actor.required_resources)
                 name = actor.name or actor.class_name or actor.actor_id.hex()[:12]
                 node = actor.address.node_id.hex()
-                found.setdefault(node, []).append(Holder("actor", name, holds, actor.pid or None))
+                found.setdefault(node, []).append(RayHolder("actor", name, holds, actor.pid or None))
         with contextlib.suppress(Exception):
             for group in self._state.placement_group_table().values():
                 for bundle, node in (group.get("bundles_to_node_id") or {}).items():
                     if node and group.get("state") in ("CREATED", "RESCHEDULING"):
                         name = group.get("name") or group["placement_group_id"][:12]
-                        found.setdefault(node, []).append(Holder("group", name, _ours(group["bundles"][bundle])))
+                        found.setdefault(node, []).append(RayHolder("group", name, _ours(group["bundles"][bundle])))
         return found
 
     def _actors(self) -> list[Any]:
@@ -171,7 +171,7 @@ class RayView:
             ) from None
 
 
-class Watch:
+class RayViewProcess:
     """Has another process look again and again; every question to it has a deadline."""
 
     def __init__(self, address: str, every_s: float = 0.2) -> None:
@@ -189,7 +189,7 @@ class Watch:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> RayViewProcess:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -17,7 +17,7 @@ def places() -> int:
     return max(1, (os.cpu_count() or 2) // 2)
 
 
-class Turn:
+class StartPermit:
     """A place among those that start, once it is taken."""
 
     def __init__(self, directory: Path) -> None:

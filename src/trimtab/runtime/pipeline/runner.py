@@ -17,14 +17,14 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from trimtab.core.errors import InputError, UnreachableError
-from trimtab.model.pipeline import Schedule, Stage
+from trimtab.model.pipeline import PipelineStage, Schedule
 from trimtab.runtime.pipeline.stage import StageActor, StageError, StageSettings, StageTimes
 from trimtab.runtime.rayapi.connect import connected, heeded_interrupts, import_ray, node_of
 
 if TYPE_CHECKING:
-    from trimtab.profile.layers import Chain
+    from trimtab.profile.layers import BlockChain
 
-Outcome = Literal["equal", "close", "different", "not compared"]
+OutputComparison = Literal["equal", "close", "different", "not compared"]
 
 # Calls between processes take a millisecond or two: emulated steps should be long against that.
 EMULATED_BOTTLENECK_S = 0.1
@@ -56,7 +56,7 @@ class PipelineRun:
     stretch: float
     predicted_period_s: float
     measured_period_s: float
-    output: Outcome
+    output: OutputComparison
     largest_difference: float
 
     @property
@@ -77,7 +77,7 @@ class PipelineRun:
 
 def run_pipeline(
     schedule: Schedule,
-    chain: Chain | None = None,
+    chain: BlockChain | None = None,
     make_input: Callable[[int], Any] | None = None,
     *,
     batch_size: int = 8,
@@ -172,7 +172,7 @@ def run_pipeline(
 
 def _check(
     schedule: Schedule,
-    chain: Chain | None,
+    chain: BlockChain | None,
     make_input: Callable[[int], Any] | None,
     emulate: bool,
     buffers_in: int,
@@ -214,7 +214,7 @@ def _check(
 
 
 def _whole(
-    chain: Chain, make_input: Callable[[int], Any], count: int, threads: int
+    chain: BlockChain, make_input: Callable[[int], Any], count: int, threads: int
 ) -> tuple[list[Any], list[Any], float]:
     """Some inputs as the first block takes them, what the whole chain makes of each, and the seconds that it takes."""
     from trimtab.profile import layers
@@ -286,7 +286,7 @@ def _node(ray: Any, host: str, address: str) -> str:
     return node
 
 
-def _packed(chain: Chain, stage: Stage) -> bytes:
+def _packed(chain: BlockChain, stage: PipelineStage) -> bytes:
     try:
         return bytes(import_ray().cloudpickle.dumps(tuple(chain.blocks[stage.first - 1 : stage.last])))
     except InputError:
@@ -408,14 +408,14 @@ def _fault_of(ray: Any, ref: Any) -> Exception | None:
     return None
 
 
-def _compared(results: Sequence[Any], expected: Sequence[Any]) -> tuple[Outcome, float]:
+def _compared(results: Sequence[Any], expected: Sequence[Any]) -> tuple[OutputComparison, float]:
     """Whether every result is what the whole model gave for the same input, and by how much they differ."""
     if not expected:
         return "not compared", 0.0
     from trimtab.profile import layers
 
     torch = layers.import_torch()
-    worst: Outcome = "equal"
+    worst: OutputComparison = "equal"
     largest = 0.0
     for number, result in enumerate(results):
         wanted = list(layers.tensors_in(expected[number % len(expected)]))

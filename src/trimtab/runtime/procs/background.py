@@ -22,7 +22,7 @@ from typing import Any, Literal
 log = logging.getLogger(__name__)
 
 MOST_ENDED = 50  # names of jobs that were given up; the latest are kept
-State = Literal["running", "backing off", "failed"]
+WorkStatus = Literal["running", "backing off", "failed"]
 OnFailed = Callable[[str, Exception], None]
 
 
@@ -44,12 +44,12 @@ NEVER_GIVE_UP = RestartPolicy(max_failures=None)  # for loops that nothing can d
 
 
 @dataclass
-class _Job:
+class _BackgroundJob:
     name: str
     policy: RestartPolicy
     on_failed: OnFailed | None
     repeats: bool = True  # a loop, not a job that runs once
-    state: State = "running"
+    state: WorkStatus = "running"
     failures: int = 0  # since the start
     last_error: str = ""
     recent: deque[float] = field(default_factory=deque)  # times of failures within the window
@@ -78,8 +78,8 @@ class Background:
         self._clock = clock
         self._prefix = prefix
         self._lock = threading.Lock()
-        self._jobs: dict[int, _Job] = {}  # running, and those that failed once: a clean end leaves no entry
-        self._ended_failures: dict[str, _Job] = {}  # given up, by name: the latest of each
+        self._jobs: dict[int, _BackgroundJob] = {}  # running, and those that failed once: a clean end leaves no entry
+        self._ended_failures: dict[str, _BackgroundJob] = {}  # given up, by name: the latest of each
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stop = threading.Event()
 
@@ -163,13 +163,13 @@ class Background:
 
     def _enter(
         self, name: str, policy: RestartPolicy | None, on_failed: OnFailed | None, *, repeats: bool = True
-    ) -> _Job:
-        job = _Job(name, policy or self._policy, on_failed, repeats)
+    ) -> _BackgroundJob:
+        job = _BackgroundJob(name, policy or self._policy, on_failed, repeats)
         with self._lock:
             self._jobs[id(job)] = job
         return job
 
-    def _leave(self, job: _Job) -> None:
+    def _leave(self, job: _BackgroundJob) -> None:
         with self._lock:
             self._jobs.pop(id(job), None)
             if job.state == "failed":
@@ -179,7 +179,7 @@ class Background:
                 while len(self._ended_failures) > MOST_ENDED:
                     del self._ended_failures[next(iter(self._ended_failures))]
 
-    def _spawn(self, job: _Job, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+    def _spawn(self, job: _BackgroundJob, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(self._supervise(job, work), name=f"{self._prefix}-{job.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -187,7 +187,7 @@ class Background:
         task.add_done_callback(lambda _: self._leave(job))
         return task
 
-    async def _supervise(self, job: _Job, work: Callable[[], Awaitable[None]]) -> None:
+    async def _supervise(self, job: _BackgroundJob, work: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
                 await work()
@@ -199,7 +199,7 @@ class Background:
             await asyncio.sleep(delay_s)
             job.state = "running"
 
-    def _supervise_thread(self, job: _Job, work: Callable[[], None]) -> None:
+    def _supervise_thread(self, job: _BackgroundJob, work: Callable[[], None]) -> None:
         try:
             while not self._stop.is_set():
                 try:
@@ -213,7 +213,7 @@ class Background:
         finally:
             self._leave(job)
 
-    def _failed(self, job: _Job, error: Exception) -> float | None:
+    def _failed(self, job: _BackgroundJob, error: Exception) -> float | None:
         with self._lock:
             delay_s = job.failed(error, self._clock())
         if delay_s is not None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.core.errors import InputError
-from trimtab.machines.diagnose.snapshot import Foreign
+from trimtab.machines.diagnose.snapshot import NonRayGpuUser
 from trimtab.runtime.procs import nvml
 
 FILE_VARIABLE = "TRIMTAB_GPU_PROCESSES"
@@ -26,7 +26,7 @@ PROC = Path("/proc")
 
 
 @dataclass(frozen=True)
-class GpuUse:
+class GpuProcess:
     """A process that computes on a GPU of this machine."""
 
     gpu: int
@@ -44,7 +44,7 @@ class Raylet:
     gpus: tuple[int, ...] | None  # of the machine, in Ray's order; None: all of them
 
 
-def foreign(nodes: Mapping[str, int]) -> tuple[Foreign, ...]:
+def foreign(nodes: Mapping[str, int]) -> tuple[NonRayGpuUser, ...]:
     """Processes outside Ray on GPUs of this machine. `nodes`: the GPUs that each living node of the cluster has."""
     uses = gpu_uses()
     if not uses:
@@ -55,11 +55,11 @@ def foreign(nodes: Mapping[str, int]) -> tuple[Foreign, ...]:
         if _is_rays(use.pid, {one.pid for one in raylets}):
             continue
         node, place = _whose(use.gpu, raylets, nodes)
-        found.append(Foreign(node, use.gpu, use.pid, _command(use.pid), use.used_bytes, use.of_bytes, place))
+        found.append(NonRayGpuUser(node, use.gpu, use.pid, _command(use.pid), use.used_bytes, use.of_bytes, place))
     return tuple(found)
 
 
-def gpu_uses() -> list[GpuUse]:
+def gpu_uses() -> list[GpuProcess]:
     """Who computes on which GPU here."""
     named = os.environ.get(FILE_VARIABLE)
     return _from_file(Path(named)) if named else _from_driver()
@@ -70,11 +70,11 @@ def visible(pid: int) -> bool:
     return (PROC / str(pid)).exists()
 
 
-def _from_file(path: Path) -> list[GpuUse]:
+def _from_file(path: Path) -> list[GpuProcess]:
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))
         return [
-            GpuUse(int(one["gpu"]), int(one["pid"]), int(one.get("used_bytes", 0)), int(one.get("of_bytes", 0)))
+            GpuProcess(int(one["gpu"]), int(one["pid"]), int(one.get("used_bytes", 0)), int(one.get("of_bytes", 0)))
             for one in listed
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
@@ -85,19 +85,19 @@ def _from_file(path: Path) -> list[GpuUse]:
         ) from None
 
 
-class _Memory(ctypes.Structure):
+class _NvmlMemory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
-def _from_driver() -> list[GpuUse]:
+def _from_driver() -> list[GpuProcess]:
     driver = nvml.driver()
     devices = ctypes.c_uint()
     if driver is None or driver.nvmlDeviceGetCount_v2(ctypes.byref(devices)):
         return []
     uses = []
     for index in range(devices.value):
-        device, count, memory = ctypes.c_void_p(), ctypes.c_uint(nvml.MOST_PROCESSES), _Memory()
-        listed = (nvml.Process * nvml.MOST_PROCESSES)()
+        device, count, memory = ctypes.c_void_p(), ctypes.c_uint(nvml.MOST_PROCESSES), _NvmlMemory()
+        listed = (nvml.NvmlProcess * nvml.MOST_PROCESSES)()
         if driver.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) or (
             driver.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), listed)
         ):
@@ -105,7 +105,7 @@ def _from_driver() -> list[GpuUse]:
         whole = 0 if driver.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) else memory.total
         for one in listed[: count.value]:
             known = one.used_bytes <= whole  # "not available" is the greatest number there is
-            uses.append(GpuUse(index, one.pid, one.used_bytes if known else 0, whole))
+            uses.append(GpuProcess(index, one.pid, one.used_bytes if known else 0, whole))
     return uses
 
 

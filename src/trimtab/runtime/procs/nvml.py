@@ -13,7 +13,7 @@ from typing import Any
 MOST_PROCESSES = 1024
 
 
-class Process(ctypes.Structure):
+class NvmlProcess(ctypes.Structure):
     """A process, as the driver lists it."""
 
     _fields_ = (
@@ -35,7 +35,7 @@ def users() -> set[int]:
         return set()
     for index in range(devices.value):
         device, count = ctypes.c_void_p(), ctypes.c_uint(MOST_PROCESSES)
-        listed = (Process * MOST_PROCESSES)()
+        listed = (NvmlProcess * MOST_PROCESSES)()
         if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0 and (
             library.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), listed) == 0
         ):

@@ -21,7 +21,7 @@ _LOOK_EVERY_S = 0.05
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessIdentity:
     """One process, for certain: its number and when it started (seconds since boot)."""
 
     pid: int
@@ -35,7 +35,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Row:
+class ProcessRow:
     """A line of the table of processes."""
 
     parent: int
@@ -43,31 +43,31 @@ class Row:
     born: float
 
 
-def this() -> Process:
+def this() -> ProcessIdentity:
     """The process that asks."""
     return process(os.getpid())
 
 
-def process(pid: int) -> Process:
+def process(pid: int) -> ProcessIdentity:
     """The process that has this number now; ProcessLookupError where there is none."""
     found = _row(pid)
     if found is None:
         raise ProcessLookupError(pid)
-    return Process(pid, found.born)
+    return ProcessIdentity(pid, found.born)
 
 
-def table() -> dict[int, Row]:
+def table() -> dict[int, ProcessRow]:
     """All living processes that can be seen from here."""
     return {int(one): row for one in os.listdir("/proc") if one.isdecimal() and (row := _row(int(one)))}
 
 
-def below(*pids: int) -> list[Process]:
+def below(*pids: int) -> list[ProcessIdentity]:
     """All descendants of these processes."""
     known = table()
-    return [Process(one, known[one].born) for one in sorted(_below(pids, known))]
+    return [ProcessIdentity(one, known[one].born) for one in sorted(_below(pids, known))]
 
 
-def family(root: Process | None, mark: str) -> list[Process]:
+def family(root: ProcessIdentity | None, mark: str) -> list[ProcessIdentity]:
     """Whatever belongs to a node, without `root` itself, which may be gone already."""
     known = table()
     below: set[int] = set()
@@ -81,10 +81,10 @@ def family(root: Process | None, mark: str) -> list[Process]:
     if root is not None:
         below.discard(root.pid)
     below.discard(os.getpid())
-    return [Process(pid, known[pid].born) for pid in sorted(below)]
+    return [ProcessIdentity(pid, known[pid].born) for pid in sorted(below)]
 
 
-def send(one: Process, number: signal.Signals) -> None:
+def send(one: ProcessIdentity, number: signal.Signals) -> None:
     """Signal this very process, if it is still there."""
     try:
         handle = os.pidfd_open(one.pid)
@@ -98,7 +98,7 @@ def send(one: Process, number: signal.Signals) -> None:
         os.close(handle)
 
 
-def gone(them: Iterable[Process], wait_s: float) -> list[Process]:
+def gone(them: Iterable[ProcessIdentity], wait_s: float) -> list[ProcessIdentity]:
     """Wait until they are gone; those that are not when the time is up."""
     deadline = time.monotonic() + wait_s
     left = [one for one in them if one.lives]
@@ -108,7 +108,7 @@ def gone(them: Iterable[Process], wait_s: float) -> list[Process]:
     return left
 
 
-def kill_family(root: Process | None, mark: str, wait_s: float = 10.0) -> list[Process]:
+def kill_family(root: ProcessIdentity | None, mark: str, wait_s: float = 10.0) -> list[ProcessIdentity]:
     """Kill whatever belongs to a node, without the root; what is still there when the time is up."""
     deadline = time.monotonic() + wait_s
     while True:
@@ -138,7 +138,7 @@ def command(pid: int) -> list[str]:
         return []
 
 
-def _below(pids: Iterable[int], known: dict[int, Row]) -> set[int]:
+def _below(pids: Iterable[int], known: dict[int, ProcessRow]) -> set[int]:
     found: set[int] = set()
     level = set(pids)
     while level:
@@ -147,11 +147,11 @@ def _below(pids: Iterable[int], known: dict[int, Row]) -> set[int]:
     return found
 
 
-def _row(pid: int) -> Row | None:
+def _row(pid: int) -> ProcessRow | None:
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
     if fields[0] in (b"Z", b"X"):
         return None
-    return Row(int(fields[1]), int(fields[3]), int(fields[19]) / _TICKS_PER_S)
+    return ProcessRow(int(fields[1]), int(fields[3]), int(fields[19]) / _TICKS_PER_S)

@@ -45,7 +45,7 @@ class EmbeddedRay:
         self._nodes = cluster.nodes
         self._check = check
         self._started: dict[str, Any] = {}
-        self._seen: set[processes.Process] = set()
+        self._seen: set[processes.ProcessIdentity] = set()
 
     def __enter__(self) -> EmbeddedRay:
         self._ray = import_ray()

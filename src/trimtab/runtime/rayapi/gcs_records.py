@@ -15,18 +15,18 @@ from typing import Any
 
 from trimtab.core.resources import GRAIN, NOTHING, Resources, total
 from trimtab.machines.diagnose.snapshot import (
-    Ask,
-    GivenUp,
-    Holder,
-    Job,
-    Kind,
-    SeenGroup,
-    Selector,
-    Selectors,
-    Stage,
-    Waiting,
+    AbandonedWorkload,
+    LabelSelector,
+    LabelSelectors,
+    PendingStage,
+    PendingWorkload,
+    PlacementGroupSnapshot,
+    RayJob,
+    ResourceHolder,
+    ResourceRequest,
+    WorkloadKind,
 )
-from trimtab.model.pool import Strategy
+from trimtab.model.pool import PlacementStrategy
 
 MOST_SHAPES = 100  # Ray tells no more of them
 SETTLED_S = 3.0  # Ray's lists agree with each other after so long
@@ -59,7 +59,7 @@ def _resources(plain: Mapping[str, float]) -> Resources:
 
 
 @dataclass(frozen=True)
-class Needs:
+class ResourceNeeds:
     """What something asks, and of whom: of nodes, or of one placement group."""
 
     amounts: Resources
@@ -67,7 +67,7 @@ class Needs:
     bundle: int | None = None
 
     @classmethod
-    def of(cls, ray_amounts: Mapping[str, float]) -> Needs:
+    def of(cls, ray_amounts: Mapping[str, float]) -> ResourceNeeds:
         """From Ray's amounts."""
         parts = [(match, value) for name, value in ray_amounts.items() if (match := IN_GROUP.match(name))]
         if not parts:
@@ -78,25 +78,25 @@ class Needs:
         return cls(_resources(plain), parts[0][0]["group"], bundles.pop() if len(bundles) == 1 else None)
 
 
-def _selector(key: str, text: str) -> Selector:
+def _selector(key: str, text: str) -> LabelSelector:
     """As Ray writes it: `a`, `!a`, `in(a,b)`, `!in(a,b)`."""
     negated, text = text.startswith("!"), text.removeprefix("!")
     if text.startswith("in(") and text.endswith(")"):
-        return Selector(key, tuple(part.strip() for part in text[3:-1].split(",")), negated)
-    return Selector(key, (text,), negated)
+        return LabelSelector(key, tuple(part.strip() for part in text[3:-1].split(",")), negated)
+    return LabelSelector(key, (text,), negated)
 
 
-def _selectors(told: Mapping[str, str]) -> Selectors:
+def _selectors(told: Mapping[str, str]) -> LabelSelectors:
     return tuple(sorted((_selector(key, text) for key, text in told.items()), key=str))
 
 
-def _constraints(told: Any) -> Selectors:
+def _constraints(told: Any) -> LabelSelectors:
     """The same from Ray's records."""
-    found = (Selector(one.label_key, tuple(one.label_values), one.operator == 2) for one in told.label_constraints)
+    found = (LabelSelector(one.label_key, tuple(one.label_values), one.operator == 2) for one in told.label_constraints)
     return tuple(sorted(found, key=str))
 
 
-def _labels(actor: Any) -> tuple[Selectors, ...]:
+def _labels(actor: Any) -> tuple[LabelSelectors, ...]:
     """The conditions of an actor, and those it falls back to."""
     if not actor.label_selector:
         return ()
@@ -119,7 +119,7 @@ def among(some: Resources, known: Resources) -> Resources:
 # ---- who holds ------------------------------------------------------------------------------------------------------
 
 
-def group_holders(group: Any, living: set[str]) -> list[Holder]:
+def group_holders(group: Any, living: set[str]) -> list[ResourceHolder]:
     """What a placement group holds, node by node."""
     if group.state not in (2, 4):  # created, or created again in part
         return []
@@ -130,7 +130,7 @@ def group_holders(group: Any, living: set[str]) -> list[Holder]:
             held.setdefault(str(node), []).append(amounts(bundle.unit_resources))
     id, job = group.placement_group_id.hex(), group.creator_job_id.hex()
     return [
-        Holder(id, Kind.group, group.name, node, total(each), job, like=_stem(group.name))
+        ResourceHolder(id, WorkloadKind.group, group.name, node, total(each), job, like=_stem(group.name))
         for node, each in held.items()
     ]
 
@@ -146,10 +146,10 @@ def bundles_free(states: Iterable[Any]) -> dict[tuple[str, int], Resources]:
     return {key: _resources(each) for key, each in free.items()}
 
 
-def seen_group(group: Any, free: Mapping[tuple[str, int], Resources]) -> SeenGroup:
+def seen_group(group: Any, free: Mapping[tuple[str, int], Resources]) -> PlacementGroupSnapshot:
     """A placement group that stands."""
     id = group.placement_group_id.hex()
-    return SeenGroup(
+    return PlacementGroupSnapshot(
         id=id,
         name=group.name,
         bundles=tuple(amounts(one.unit_resources) for one in group.bundles),
@@ -159,7 +159,7 @@ def seen_group(group: Any, free: Mapping[tuple[str, int], Resources]) -> SeenGro
     )
 
 
-def actor_holders(actor: Any, living: set[str]) -> list[Holder]:
+def actor_holders(actor: Any, living: set[str]) -> list[ResourceHolder]:
     """What an actor holds, where it has a process."""
     node = _hex(actor.address.node_id)
     if not _has_process(actor) or node not in living:
@@ -172,14 +172,14 @@ def actor_holders(actor: Any, living: set[str]) -> list[Holder]:
             gpus.update(one.index for one in entry.resource_ids if one.quantity > 0)
     if not held and actor.state != 2:
         held = dict(actor.required_resources)
-    needs = Needs.of(held)
+    needs = ResourceNeeds.of(held)
     if not needs.amounts:
         return []
     id, job, like = actor.actor_id.hex(), actor.job_id.hex(), actor.class_name
     return [
-        Holder(
+        ResourceHolder(
             id,
-            Kind.actor,
+            WorkloadKind.actor,
             actor.name or like,
             str(node),
             needs.amounts,
@@ -199,25 +199,27 @@ def _has_process(actor: Any) -> bool:
 # ---- who waits ------------------------------------------------------------------------------------------------------
 
 
-def group_waiting(group: Any) -> Waiting | None:
+def group_waiting(group: Any) -> PendingWorkload | None:
     """A placement group that has no place, or lost a part of it."""
     if group.state not in (0, 1, 4):  # pending, prepared, to be placed again
         return None
     again = group.state == 4
     asks = tuple(
-        Ask(
+        ResourceRequest(
             amounts(one.unit_resources),
             (_selectors(one.label_selector),) if one.label_selector else (),
             _hex(one.node_id) if again else None,
         )
         for one in group.bundles
     )
-    return Waiting(
+    return PendingWorkload(
         id=group.placement_group_id.hex(),
-        kind=Kind.group,
+        kind=WorkloadKind.group,
         name=group.name,
         asks=asks,
-        strategy=list(Strategy)[group.strategy],  # Ray's order is ours: PACK, SPREAD, STRICT_PACK, STRICT_SPREAD
+        strategy=list(PlacementStrategy)[
+            group.strategy
+        ],  # Ray's order is ours: PACK, SPREAD, STRICT_PACK, STRICT_SPREAD
         since=None if again else group.stats.creation_request_received_ns / 1e9 or None,
         job=group.creator_job_id.hex(),
         like=_stem(group.name),
@@ -228,10 +230,10 @@ def group_waiting(group: Any) -> Waiting | None:
 def actors_waiting(
     actors: Iterable[Any],
     began: Mapping[str, float],
-    requests: Counter[Shape],
+    requests: Counter[DemandShape],
     totals: Mapping[str, Resources],
     now: float,
-) -> list[Waiting]:
+) -> list[PendingWorkload]:
     """Actors that do not run.
 
     `began`: when each was asked for, by id; `requests`: what waits for room, by shape; `totals`: what each node has.
@@ -240,16 +242,16 @@ def actors_waiting(
     left = Counter(requests)
     marked = []
     for one in sorted(waiting, key=lambda one: -(one.since or now)):  # the oldest are the first to leave the queue
-        shape = Shape(Needs(one.asks[0].amounts, one.group, one.bundle), one.asks[0].labels)
-        queued = left[shape] > 0 or len(requests) >= MOST_SHAPES or one.stage is not Stage.room
-        if one.stage is Stage.room:
+        shape = DemandShape(ResourceNeeds(one.asks[0].amounts, one.group, one.bundle), one.asks[0].labels)
+        queued = left[shape] > 0 or len(requests) >= MOST_SHAPES or one.stage is not PendingStage.room
+        if one.stage is PendingStage.room:
             left[shape] -= 1
         bound = not queued and _bound(one, totals, now)
         marked.append(replace(one, queued=queued, pinned=one.node if bound else None))
     return marked[::-1]
 
 
-def _bound(one: Waiting, totals: Mapping[str, Resources], now: float) -> bool:
+def _bound(one: PendingWorkload, totals: Mapping[str, Resources], now: float) -> bool:
     """Whether it may run on one node alone, the one that was asked for it.
 
     Ray does not say so, but it does not count such an actor among what waits for room anywhere either; and where that
@@ -264,15 +266,19 @@ def _bound(one: Waiting, totals: Mapping[str, Resources], now: float) -> bool:
     )
 
 
-def _actor_waiting(actor: Any, began: float | None) -> Waiting:
+def _actor_waiting(actor: Any, began: float | None) -> PendingWorkload:
     again = actor.state == 3
-    needs = Needs.of(actor.required_resources)
-    return Waiting(
+    needs = ResourceNeeds.of(actor.required_resources)
+    return PendingWorkload(
         id=actor.actor_id.hex(),
-        kind=Kind.actor,
+        kind=WorkloadKind.actor,
         name=actor.name or actor.class_name,
-        asks=(Ask(needs.amounts, _labels(actor)),),
-        stage=Stage.inputs if actor.state == 0 else Stage.starting if _has_process(actor) else Stage.room,
+        asks=(ResourceRequest(needs.amounts, _labels(actor)),),
+        stage=PendingStage.inputs
+        if actor.state == 0
+        else PendingStage.starting
+        if _has_process(actor)
+        else PendingStage.room,
         since=actor.timestamp / 1000 or None if again else began,
         job=actor.job_id.hex(),
         like=actor.class_name,
@@ -284,39 +290,39 @@ def _actor_waiting(actor: Any, began: float | None) -> Waiting:
 
 
 @dataclass(frozen=True)
-class Shape:
+class DemandShape:
     """What Ray tells of requests that wait: amounts and labels, and how many there are of them."""
 
-    needs: Needs
-    labels: tuple[Selectors, ...] = ()
+    needs: ResourceNeeds
+    labels: tuple[LabelSelectors, ...] = ()
 
 
-def requests_by_shape(told: Iterable[Any]) -> Counter[Shape]:
+def requests_by_shape(told: Iterable[Any]) -> Counter[DemandShape]:
     """How many requests wait for room, by what they ask."""
-    shapes: Counter[Shape] = Counter()
+    shapes: Counter[DemandShape] = Counter()
     for one in told:
         conditions = tuple(_constraints(each) for each in one.request.label_selectors if each.label_constraints)
-        shapes[Shape(Needs.of(one.request.resources_bundle), conditions)] += one.count
+        shapes[DemandShape(ResourceNeeds.of(one.request.resources_bundle), conditions)] += one.count
     return shapes
 
 
 @dataclass(frozen=True)
-class TaskRecord:
+class RayTaskRecord:
     """What Ray remembers of one attempt of a task."""
 
     id: str
     name: str
     job: str
     actor: str | None  # it is the making of that actor
-    needs: Needs
-    labels: tuple[Selectors, ...]
+    needs: ResourceNeeds
+    labels: tuple[LabelSelectors, ...]
     waits: bool
     runs_on: str | None
     blocked: bool
     since: float | None
 
     @classmethod
-    def of(cls, event: Any) -> TaskRecord:
+    def of(cls, event: Any) -> RayTaskRecord:
         """From Ray's events."""
         info, states = event.task_info, event.state_updates.state_ts_ns
         making = info.type == 1  # of an actor
@@ -329,7 +335,7 @@ class TaskRecord:
             name=info.func_or_class_name or info.name,
             job=event.job_id.hex(),
             actor=info.actor_id.hex() if making else None,
-            needs=Needs.of(info.required_resources),
+            needs=ResourceNeeds.of(info.required_resources),
             labels=(_selectors(info.label_selector),) if info.label_selector else (),
             waits=info.type == 0 and not ended and not running and 2 in states,
             runs_on=_hex(event.state_updates.node_id) if running and info.type == 0 else None,
@@ -337,7 +343,7 @@ class TaskRecord:
             since=asked / 1e9 or None,
         )
 
-    def holders(self, living: set[str]) -> list[Holder]:
+    def holders(self, living: set[str]) -> list[ResourceHolder]:
         """What it holds while it runs. Actors are counted as such."""
         held = self.needs.amounts
         if self.blocked:
@@ -346,24 +352,32 @@ class TaskRecord:
             return []
         needs = self.needs
         return [
-            Holder(
-                self.id, Kind.task, self.name, str(self.runs_on), held, self.job, self.name, needs.group, needs.bundle
+            ResourceHolder(
+                self.id,
+                WorkloadKind.task,
+                self.name,
+                str(self.runs_on),
+                held,
+                self.job,
+                self.name,
+                needs.group,
+                needs.bundle,
             )
         ]
 
 
 def tasks_waiting(
-    tasks: Iterable[TaskRecord], requests: Counter[Shape], others: Iterable[Waiting], now: float
-) -> list[Waiting]:
+    tasks: Iterable[RayTaskRecord], requests: Counter[DemandShape], others: Iterable[PendingWorkload], now: float
+) -> list[PendingWorkload]:
     """Requests that are not actors': by name as far as Ray remembers tasks of that shape, the rest by number."""
     left = Counter(requests)
     for one in others:
-        if one.kind is Kind.actor and one.stage is Stage.room and one.queued:
-            left[Shape(Needs(one.asks[0].amounts, one.group, one.bundle), one.asks[0].labels)] -= 1
-    alike: dict[tuple[Shape, str, str], list[TaskRecord]] = {}
+        if one.kind is WorkloadKind.actor and one.stage is PendingStage.room and one.queued:
+            left[DemandShape(ResourceNeeds(one.asks[0].amounts, one.group, one.bundle), one.asks[0].labels)] -= 1
+    alike: dict[tuple[DemandShape, str, str], list[RayTaskRecord]] = {}
     for task in tasks:
         if task.waits:
-            alike.setdefault((Shape(task.needs, task.labels), task.job, task.name), []).append(task)
+            alike.setdefault((DemandShape(task.needs, task.labels), task.job, task.name), []).append(task)
     waiting = []
     for (shape, job, name), each in alike.items():
         if shape in requests:
@@ -380,13 +394,15 @@ def tasks_waiting(
     return waiting
 
 
-def _task_waiting(id: str, name: str, shape: Shape, job: str, number: int, since: float | None) -> Waiting:
+def _task_waiting(
+    id: str, name: str, shape: DemandShape, job: str, number: int, since: float | None
+) -> PendingWorkload:
     needs = shape.needs
-    return Waiting(
+    return PendingWorkload(
         id=id,
-        kind=Kind.task,
+        kind=WorkloadKind.task,
         name=name,
-        asks=(Ask(needs.amounts, shape.labels),),
+        asks=(ResourceRequest(needs.amounts, shape.labels),),
         since=since,
         job=job,
         like=name,
@@ -399,18 +415,18 @@ def _task_waiting(id: str, name: str, shape: Shape, job: str, number: int, since
 # ---- the rest -------------------------------------------------------------------------------------------------------
 
 
-def job(told: Any) -> Job:
+def job(told: Any) -> RayJob:
     """Whoever submits."""
-    return Job(told.job_id.hex(), told.entrypoint, told.driver_pid, told.driver_ip_address, told.is_dead)
+    return RayJob(told.job_id.hex(), told.entrypoint, told.driver_pid, told.driver_ip_address, told.is_dead)
 
 
-def given_up(actor: Any) -> GivenUp | None:
+def given_up(actor: Any) -> AbandonedWorkload | None:
     """An actor that Ray does not try to place any more."""
     if actor.state != 4 or not actor.death_cause.HasField("actor_unschedulable_context"):
         return None
     why = actor.death_cause.actor_unschedulable_context.error_message
     name = actor.name or actor.class_name
-    return GivenUp(actor.actor_id.hex(), Kind.actor, name, why, actor.end_time / 1000 or None)
+    return AbandonedWorkload(actor.actor_id.hex(), WorkloadKind.actor, name, why, actor.end_time / 1000 or None)
 
 
 def _stem(name: str) -> str:

@@ -19,13 +19,21 @@ from typing import Any, TypeVar
 
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.core.resources import GRAIN, Resources, total
-from trimtab.machines.diagnose.snapshot import Drain, Foreign, Holder, NodeKind, SeenNode, Survey, named
+from trimtab.machines.diagnose.snapshot import (
+    DrainNotice,
+    GcsSnapshot,
+    NodeSnapshot,
+    NodeType,
+    NonRayGpuUser,
+    ResourceHolder,
+    named,
+)
 from trimtab.runtime.localcluster import auth
 from trimtab.runtime.procs.non_ray_gpu_users import foreign, visible
 from trimtab.runtime.rayapi.connect import answers, import_ray
 from trimtab.runtime.rayapi.gcs_records import (
     HEAD,
-    TaskRecord,
+    RayTaskRecord,
     actor_holders,
     actors_waiting,
     among,
@@ -111,7 +119,7 @@ def _greets(address: str) -> None:
 # ---- looking --------------------------------------------------------------------------------------------------------
 
 
-class Lookout:
+class GcsReader:
     """A connection to a cluster's control store, for one look or several."""
 
     def __init__(self, address: str) -> None:
@@ -131,7 +139,7 @@ class Lookout:
         except Exception as fault:
             raise _unreachable(address, fault) from None
 
-    def look(self) -> Survey:
+    def look(self) -> GcsSnapshot:
         """The cluster as it is now. Raises UnreachableError where it is gone."""
         _greets(self.address)  # Ray's client ends the whole process where the cluster went away
         try:
@@ -141,7 +149,7 @@ class Lookout:
         except Exception as fault:
             raise _unreachable(self.address, fault) from fault
 
-    def _look(self) -> Survey:
+    def _look(self) -> GcsSnapshot:
         from ray.core.generated import autoscaler_pb2, gcs_pb2
 
         now = time.time()
@@ -156,7 +164,7 @@ class Lookout:
         none: list[Any] = []
         events = _tried(faults, "when tasks began to wait", none, self._task_events)
         ended = {one.id for one in jobs if one.ended}
-        tasks = [one for one in map(TaskRecord.of, events) if one.job not in ended]
+        tasks = [one for one in map(RayTaskRecord.of, events) if one.job not in ended]
         requests = requests_by_shape(state.pending_resource_requests)
         holders = [one for each in groups for one in group_holders(each, living)]
         nodes = _less(nodes, holders)
@@ -167,7 +175,7 @@ class Lookout:
         waiting = [one for one in map(group_waiting, groups) if one is not None]
         waiting += actors_waiting(actors, began, requests, {one.id: one.total for one in nodes}, now)
         waiting += tasks_waiting(tasks, requests, waiting, now)
-        return Survey(
+        return GcsSnapshot(
             at=now,
             nodes=nodes,
             waiting=tuple(waiting),
@@ -181,7 +189,7 @@ class Lookout:
             faults=tuple(faults),
         )
 
-    def _nodes(self, states: Iterable[Any]) -> tuple[SeenNode, ...]:
+    def _nodes(self, states: Iterable[Any]) -> tuple[NodeSnapshot, ...]:
         free = {one.node_id.hex(): one.available_resources for one in states}
         drains: Mapping[str, int] = self._tables.get_draining_nodes()
         nodes = []
@@ -191,9 +199,9 @@ class Lookout:
             id, whole = str(one["NodeID"]), amounts(one["Resources"])
             given = str(one.get("NodeName") or "")
             address = str(one["NodeManagerAddress"])
-            drain = Drain(drains[id] / 1000 if drains[id] else None) if id in drains else None
+            drain = DrainNotice(drains[id] / 1000 if drains[id] else None) if id in drains else None
             nodes.append(
-                SeenNode(
+                NodeSnapshot(
                     id=id,
                     name="" if given == address else given,
                     total=whole,
@@ -212,10 +220,11 @@ class Lookout:
 
         return [gcs_pb2.TaskEvents.FromString(one) for one in self._tables.get_task_events()]
 
-    def _kinds(self, status: Any) -> tuple[NodeKind, ...]:
+    def _kinds(self, status: Any) -> tuple[NodeType, ...]:
         """Kinds of nodes of the autoscaler, where the cluster has one that tells."""
-        from ray import _raylet
         from ray.core.generated import autoscaler_pb2
+
+        from ray import _raylet
 
         told = self._tables.get_internal_kv(
             _raylet.GCS_AUTOSCALER_STATE_NAMESPACE.encode(), _raylet.GCS_AUTOSCALER_CLUSTER_CONFIG_KEY.encode()
@@ -227,7 +236,7 @@ class Lookout:
             coming[request.ray_node_type_name] += request.count
         there = Counter(one.ray_node_type_name for one in status.cluster_resource_state.node_states)
         return tuple(
-            NodeKind(
+            NodeType(
                 name=one.name,
                 total=amounts(one.resources),
                 more=None if one.max_count < 0 else max(0, one.max_count - there[one.name] - coming[one.name]),
@@ -237,7 +246,7 @@ class Lookout:
         )
 
 
-def _less(nodes: tuple[SeenNode, ...], groups: list[Holder]) -> tuple[SeenNode, ...]:
+def _less(nodes: tuple[NodeSnapshot, ...], groups: list[ResourceHolder]) -> tuple[NodeSnapshot, ...]:
     """Nodes tell what is free a moment after the control store has given bundles away there."""
     held: dict[str, list[Resources]] = {}
     for one in groups:
@@ -272,7 +281,7 @@ def _unreachable(address: str, fault: Exception) -> UnreachableError:
     )
 
 
-def _foreign(nodes: Iterable[SeenNode], holders: Iterable[Holder]) -> tuple[Foreign, ...]:
+def _foreign(nodes: Iterable[NodeSnapshot], holders: Iterable[ResourceHolder]) -> tuple[NonRayGpuUser, ...]:
     found = foreign({one.id: one.total.get("gpu") // GRAIN for one in nodes})
     # A process that cannot be seen from here (another container) may be Ray's own: not told where Ray has GPUs in use.
     in_use = {one.node for one in holders if one.gpus or one.amounts.get("gpu")}

@@ -13,33 +13,38 @@ import contextlib
 from trimtab.core.errors import InfeasibleError, InputError, TrimtabError
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import ANSWERED, End
-from trimtab.runtime.engines.engine import Engine, EngineError, EngineGoneError, Finish, Piece
+from trimtab.runtime.engines.engine import Engine, EngineError, EngineGoneError, FinishReason, StreamDelta
 from trimtab.runtime.engines.texts import texts_of
-from trimtab.runtime.rollout.machine_loop import Attempt, Core
-from trimtab.runtime.rollout.pending_request import Asked
-from trimtab.runtime.rollout.stop_strings import AcrossCut, Stopped
+from trimtab.runtime.rollout.machine_loop import RequestAttempt, RolloutCore
+from trimtab.runtime.rollout.pending_request import PendingRequest
+from trimtab.runtime.rollout.stop_strings import StopMatch, StopStringBuffer
 
 
-class Flights:
+class Dispatcher:
     """Sends, cuts and answers."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: RolloutCore) -> None:
         self._core = core
-        core.handlers |= {e.Send: self._send, e.AbortSent: self._abort, e.Answer: self._answer, e.Refuse: self._refuse}
+        core.handlers |= {
+            e.SendRequest: self._send,
+            e.AbortAttempt: self._abort,
+            e.AnswerRequest: self._answer,
+            e.RefuseRequest: self._refuse,
+        }
 
     # ---- out -------------------------------------------------------------------------------------------------------
 
-    def _send(self, send: e.Send) -> None:
+    def _send(self, send: e.SendRequest) -> None:
         core = self._core
         asked = core.asked[send.request]
         asked.begin(send.attempt, send.worker, send.resumed)
         if send.attempt > 1:
             core.counters["moved" if send.resumed else "restarted"] += 1
-        attempt = Attempt(asked, send.attempt, send.worker, f"{send.request}@{send.attempt}", version=None)
+        attempt = RequestAttempt(asked, send.attempt, send.worker, f"{send.request}@{send.attempt}", version=None)
         core.attempts[send.request, send.attempt] = attempt
         attempt.task = core.spawn(self._fly(attempt, send), f"attempt-{attempt.order}")
 
-    def _abort(self, abort: e.AbortSent) -> None:
+    def _abort(self, abort: e.AbortAttempt) -> None:
         attempt = self._core.attempts.get((abort.request, abort.attempt))
         if attempt is None:  # it has ended, and that is being told or was before its worker was lost
             self._core.soon(e.AbortDone(abort.request, abort.attempt, 0))
@@ -47,7 +52,7 @@ class Flights:
         attempt.cut = True
         self._core.spawn(self._cut(attempt, abort.deadline), f"cut-{attempt.order}")
 
-    def _answer(self, answer: e.Answer) -> None:
+    def _answer(self, answer: e.AnswerRequest) -> None:
         core = self._core
         core.counters[f"answered_{answer.end.value}"] += 1
         asked = core.asked.get(answer.request)
@@ -61,7 +66,7 @@ class Flights:
             self._keyed(answer, asked)
         asked.answer(answer.end, answer.spans, answer.reason)
 
-    def _note_failed(self, answer: e.Answer, asked: Asked) -> None:
+    def _note_failed(self, answer: e.AnswerRequest, asked: PendingRequest) -> None:
         view = self._core.machine.request(answer.request)
         self._core.failed.append(
             {
@@ -75,12 +80,12 @@ class Flights:
             }
         )
 
-    def _wanted_by_others(self, answer: e.Answer) -> bool:
+    def _wanted_by_others(self, answer: e.AnswerRequest) -> bool:
         """Whether only this client has left, and others who gave the same key still wait for it."""
         view = None if answer.of else self._core.machine.request(answer.request)
         return view is not None and view.state not in ANSWERED
 
-    def _keyed(self, answer: e.Answer, asked: Asked) -> None:
+    def _keyed(self, answer: e.AnswerRequest, asked: PendingRequest) -> None:
         """Answers of requests with a key are kept, for whoever asks with it again."""
         kept = self._core.kept
         if not answer.of:
@@ -90,7 +95,7 @@ class Flights:
         elif (first := kept.get(answer.of) or self._core.asked.get(answer.of)) is not None:
             copied(first, asked)
 
-    def _refuse(self, refuse: e.Refuse) -> None:
+    def _refuse(self, refuse: e.RefuseRequest) -> None:
         self._core.counters["refused"] += 1
         asked = self._core.asked.pop(refuse.request, None)
         if asked is not None:
@@ -98,7 +103,7 @@ class Flights:
 
     # ---- one attempt -----------------------------------------------------------------------------------------------
 
-    async def _fly(self, attempt: Attempt, send: e.Send) -> None:
+    async def _fly(self, attempt: RequestAttempt, send: e.SendRequest) -> None:
         news: e.RolloutEvent
         try:
             news = await self._stream(attempt, send)
@@ -111,14 +116,14 @@ class Flights:
         except EngineError as error:
             news = self._broke(attempt, error.what, gone=isinstance(error, EngineGoneError) and error.reached)
         except (InputError, InfeasibleError) as error:  # it would be refused everywhere
-            news = e.Broke(send.request, send.attempt, self._made(attempt), str(error), fatal=True)
+            news = e.AttemptFailed(send.request, send.attempt, self._made(attempt), str(error), fatal=True)
         except Exception as error:
             news = self._broke(attempt, f"{type(error).__name__}: {error}")
             self._core.warn(send.worker, f"{attempt.order}: {error!r}")
         self._core.attempts.pop((send.request, send.attempt), None)
         self._core.tell(news)
 
-    async def _stream(self, attempt: Attempt, send: e.Send) -> e.RolloutEvent:
+    async def _stream(self, attempt: RequestAttempt, send: e.SendRequest) -> e.RolloutEvent:
         engine, asked = self._engine(send.worker), attempt.asked
         order = asked.params.order(
             attempt.order, (*asked.prompt, *asked.ids), send.max_tokens, min(send.min_tokens, send.max_tokens)
@@ -126,7 +131,7 @@ class Flights:
         across = await self._across(attempt, engine)
         if across is not None and (stopped := across.before()) is not None:
             await self._stop_across(attempt, across, stopped, engine)
-            return e.Finished(send.request, send.attempt, 0, End.stop)
+            return e.AttemptFinished(send.request, send.attempt, 0, End.stop)
         finish = None
         async with contextlib.aclosing(engine.generate(order)) as pieces:
             async for piece in pieces:
@@ -139,7 +144,7 @@ class Flights:
                     stopped = across.hold(piece)
                     if stopped is not None:
                         await self._stop_across(attempt, across, stopped, engine)
-                        return e.Finished(send.request, send.attempt, asked.made, End.stop)
+                        return e.AttemptFinished(send.request, send.attempt, asked.made, End.stop)
                     if across.open and finish is None:
                         continue
                     for held in across.held:
@@ -148,36 +153,38 @@ class Flights:
                 self._core.tokens_came(attempt)
         return self._ended(attempt, finish)
 
-    def _require_current(self, attempt: Attempt) -> None:
+    def _require_current(self, attempt: RequestAttempt) -> None:
         """Nothing of an attempt that the machine has given up gets into the answer, which another one writes by now."""
         if attempt.asked.attempt != attempt.number:
             raise EngineError("it was given up", engine=attempt.worker)
 
-    def _take(self, attempt: Attempt, piece: Piece) -> None:
+    def _take(self, attempt: RequestAttempt, piece: StreamDelta) -> None:
         if piece.version is not None:
             attempt.version = number_of(piece.version)
         attempt.asked.take(piece)
         if piece.missing:  # at once: an answer that has a gap must never be carried on from
-            self._core.tell(e.Streamed(attempt.asked.spec.id, attempt.number, attempt.asked.made, None, again=True))
+            self._core.tell(
+                e.TokensStreamed(attempt.asked.spec.id, attempt.number, attempt.asked.made, None, again=True)
+            )
 
-    def _ended(self, attempt: Attempt, finish: Finish | None) -> e.RolloutEvent:
+    def _ended(self, attempt: RequestAttempt, finish: FinishReason | None) -> e.RolloutEvent:
         name, number, made = attempt.asked.spec.id, attempt.number, self._made(attempt)
-        if finish in (Finish.stop, Finish.length, Finish.full):
-            end = End.stop if finish is Finish.stop else End.length
-            return e.Finished(name, number, made, end, attempt.version)
-        if finish is Finish.aborted_elsewhere:
-            return e.AbortedElsewhere(name, number, made)
+        if finish in (FinishReason.stop, FinishReason.length, FinishReason.full):
+            end = End.stop if finish is FinishReason.stop else End.length
+            return e.AttemptFinished(name, number, made, end, attempt.version)
+        if finish is FinishReason.aborted_elsewhere:
+            return e.AbortedExternally(name, number, made)
         if attempt.cut:
             return e.AbortDone(name, number, made)
         return self._broke(attempt, "it was aborted here" if finish else "its stream ended without a finish")
 
-    def _broke(self, attempt: Attempt, why: str, *, gone: bool = False) -> e.RolloutEvent:
+    def _broke(self, attempt: RequestAttempt, why: str, *, gone: bool = False) -> e.RolloutEvent:
         name, made = attempt.asked.spec.id, self._made(attempt)
         if attempt.cut:
             return e.AbortDone(name, attempt.number, made)
-        return e.Broke(name, attempt.number, made, why, gone=gone)
+        return e.AttemptFailed(name, attempt.number, made, why, gone=gone)
 
-    def _made(self, attempt: Attempt) -> int:
+    def _made(self, attempt: RequestAttempt) -> int:
         return attempt.asked.made if attempt.asked.attempt == attempt.number else 0
 
     def _engine(self, worker: str) -> Engine:
@@ -186,7 +193,7 @@ class Flights:
             raise EngineError("it has no engine", engine=worker)
         return hand.engine
 
-    async def _cut(self, attempt: Attempt, deadline: float) -> None:
+    async def _cut(self, attempt: RequestAttempt, deadline: float) -> None:
         """Ask the engine to end it; where that takes too long, the stream is closed from here."""
         task = attempt.task
         assert task is not None
@@ -201,7 +208,7 @@ class Flights:
 
     # ---- stop strings across a cut -----------------------------------------------------------------------------------
 
-    async def _across(self, attempt: Attempt, engine: Engine) -> AcrossCut | None:
+    async def _across(self, attempt: RequestAttempt, engine: Engine) -> StopStringBuffer | None:
         """What the answer reads so far, where it goes on from a cut; engines hold text back that a cut then loses."""
         asked = attempt.asked
         if not asked.base:
@@ -217,9 +224,11 @@ class Flights:
                 self._require_current(attempt)
                 asked.before = before
                 asked.give_rest()
-        return AcrossCut(asked.before, asked.params.stop) if asked.params.stop else None
+        return StopStringBuffer(asked.before, asked.params.stop) if asked.params.stop else None
 
-    async def _stop_across(self, attempt: Attempt, across: AcrossCut, stopped: Stopped, engine: Engine) -> None:
+    async def _stop_across(
+        self, attempt: RequestAttempt, across: StopStringBuffer, stopped: StopMatch, engine: Engine
+    ) -> None:
         """The answer ends with the token that completed the stop string, as it would have without the cut."""
         asked = attempt.asked
         ids = (*asked.ids, *(one for held in across.held for one in held.token_ids))
@@ -234,7 +243,7 @@ class Flights:
         asked.cut(last, asked.before[: stopped.begins], stopped.word)
 
 
-def copied(first: Asked, to: Asked) -> None:
+def copied(first: PendingRequest, to: PendingRequest) -> None:
     """The answer of a request to another that has the same key."""
     tokens = len(first.ids)
     to.ids = list(first.ids)

@@ -15,20 +15,20 @@ import functools
 from trimtab.core.errors import TrimtabError
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import WorkerState, WorkerView
+from trimtab.runtime.engines.engine import EngineCapability as Offers
 from trimtab.runtime.engines.engine import EngineState
-from trimtab.runtime.engines.engine import Verb as Offers
 from trimtab.runtime.procs.background import describe
 from trimtab.runtime.rollout.dispatcher import number_of
-from trimtab.runtime.rollout.machine_loop import Core, Hand
+from trimtab.runtime.rollout.machine_loop import RolloutCore, WorkerHandle
 
 S = WorkerState
 IN_OUR_HANDS = (S.starting, S.inactive)
 
 
-class Watch:
+class EngineHealthChecker:
     """Asks engines, and tells the machine."""
 
-    def __init__(self, core: Core, look_s: float) -> None:
+    def __init__(self, core: RolloutCore, look_s: float) -> None:
         self._core = core
         self._look_s = look_s
 
@@ -42,7 +42,7 @@ class Watch:
                 on_failed=lambda _, error: self._given_up(worker, hand, error),
             )
 
-    async def _keep_looking(self, worker: str, hand: Hand) -> None:
+    async def _keep_looking(self, worker: str, hand: WorkerHandle) -> None:
         while self._core.hands.get(worker) is hand:
             if hand.engine is not None:
                 try:
@@ -52,13 +52,13 @@ class Watch:
                     raise
             await asyncio.sleep(self._look_s)
 
-    def _given_up(self, worker: str, hand: Hand, error: Exception) -> None:
+    def _given_up(self, worker: str, hand: WorkerHandle, error: Exception) -> None:
         """Nothing looks after it any more, so it may not serve."""
         if self._core.hands.get(worker) is hand:
             why = f"it is not looked after any more, attach it again: {describe(error)}"
-            self._core.tell(e.WorkerUnwell(worker, self._core.machine.rules.lost_s, why))
+            self._core.tell(e.WorkerUnhealthy(worker, self._core.machine.rules.lost_s, why))
 
-    async def look(self, worker: str, hand: Hand) -> None:
+    async def look(self, worker: str, hand: WorkerHandle) -> None:
         """Once."""
         core, engine = self._core, hand.engine
         assert engine is not None
@@ -74,7 +74,7 @@ class Watch:
         else:
             self._unwell(worker, hand, state.why)
 
-    async def _reached(self, worker: str, hand: Hand, state: EngineState, view: WorkerView) -> None:
+    async def _reached(self, worker: str, hand: WorkerHandle, state: EngineState, view: WorkerView) -> None:
         core = self._core
         hand.unwell_since = None
         if self._restarted(hand, state, view):
@@ -88,11 +88,11 @@ class Watch:
             core.tell(e.WorkerUp(worker, number_of(state.version), restarted=False))
             return
         if view.state is not S.inactive and (view.paused_elsewhere or not view.paused):
-            core.tell(e.PausedElsewhere(worker, state.paused and state.elsewhere and not state.asleep))
-        core.tell(e.WorkerWell(worker))
+            core.tell(e.PausedExternally(worker, state.paused and state.elsewhere and not state.asleep))
+        core.tell(e.WorkerHealthy(worker))
         await self._load(worker, hand)
 
-    def _restarted(self, hand: Hand, state: EngineState, view: WorkerView) -> bool:
+    def _restarted(self, hand: WorkerHandle, state: EngineState, view: WorkerView) -> bool:
         if view.state is S.lost or state.boots != hand.boots:
             return True
         offered = hand.engine is not None and Offers.version in hand.engine.verbs
@@ -101,7 +101,7 @@ class Watch:
         reported = number_of(state.version)
         return reported is not None and reported != view.version
 
-    async def _load(self, worker: str, hand: Hand) -> None:
+    async def _load(self, worker: str, hand: WorkerHandle) -> None:
         engine = hand.engine
         assert engine is not None
         try:
@@ -110,10 +110,10 @@ class Watch:
             return  # the next look says whether it is well
         if load.fresh and hand.engine is engine and worker in self._core.hands:
             hand.load = load
-            self._core.tell(e.LoadSeen(worker, load.running, load.waiting, load.kv_used_share or 0.0, load.at))
+            self._core.tell(e.LoadReported(worker, load.running, load.waiting, load.kv_used_share or 0.0, load.at))
 
-    def _unwell(self, worker: str, hand: Hand, why: str) -> None:
+    def _unwell(self, worker: str, hand: WorkerHandle, why: str) -> None:
         now = self._core.clock()
         if hand.unwell_since is None:
             hand.unwell_since = now
-        self._core.tell(e.WorkerUnwell(worker, now - hand.unwell_since, why))
+        self._core.tell(e.WorkerUnhealthy(worker, now - hand.unwell_since, why))

@@ -11,7 +11,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from trimtab.runtime.rollout.machine_loop import Core
+from trimtab.runtime.rollout.machine_loop import RolloutCore
 from trimtab.runtime.store.journal import ROLLOUT_EVENTS, Journal
 
 COMPACT_EVENTS = 100_000
@@ -19,15 +19,15 @@ QUIET_REQUESTS = 200
 LOOK_S = 5.0
 
 
-class PoolJournal:
+class RolloutJournal:
     """Of one pool that runs."""
 
-    def __init__(self, core: Core, journal: Journal) -> None:
+    def __init__(self, core: RolloutCore, journal: Journal) -> None:
         self._core, self._journal = core, journal
         self._fault: str | None = None
 
     @classmethod
-    async def begin(cls, core: Core, directory: Path) -> PoolJournal:
+    async def begin(cls, core: RolloutCore, directory: Path) -> RolloutJournal:
         """Open it, and write down all that happens from now on."""
 
         def opened() -> Journal:

@@ -14,7 +14,7 @@ from types import TracebackType
 from trimtab.core.errors import UnreachableError
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import RequestSpec
-from trimtab.runtime.rollout.machine_loop import Core
+from trimtab.runtime.rollout.machine_loop import RolloutCore
 from trimtab.runtime.rollout.sampling import RefusedError
 
 
@@ -28,7 +28,7 @@ class Lease:
     version: int
     revoked: asyncio.Event = field(default_factory=asyncio.Event)
     why: str = ""
-    _leases: Leases | None = None
+    _leases: EngineLeases | None = None
     _attempt: int = 0
 
     async def release(self, tokens: int = 0) -> None:
@@ -45,16 +45,23 @@ class Lease:
         await self.release()
 
 
-class Leases:
+class EngineLeases:
     """Leases that are held or waited for. It stands before the flights: what is no lease of its goes on to them."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: RolloutCore) -> None:
         self._core = core
         self._waiting: dict[str, asyncio.Future[Lease]] = {}
         self._held: dict[str, Lease] = {}
         # Leases are requests to the machine, so what it says of requests comes by here first.
-        self._flights = {kind: core.handlers[kind] for kind in (e.Send, e.AbortSent, e.Answer, e.Refuse)}
-        core.handlers |= {e.Send: self._send, e.AbortSent: self._abort, e.Answer: self._answer, e.Refuse: self._refuse}
+        self._flights = {
+            kind: core.handlers[kind] for kind in (e.SendRequest, e.AbortAttempt, e.AnswerRequest, e.RefuseRequest)
+        }
+        core.handlers |= {
+            e.SendRequest: self._send,
+            e.AbortAttempt: self._abort,
+            e.AnswerRequest: self._answer,
+            e.RefuseRequest: self._refuse,
+        }
 
     async def acquire(self, spec: RequestSpec, wait_s: float) -> Lease:
         """Wait for a worker."""
@@ -62,7 +69,7 @@ class Leases:
         granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self._waiting[spec.id] = granted
         try:
-            core.tell(e.Arrived(spec))
+            core.tell(e.RequestArrived(spec))
             done, _ = await asyncio.wait({granted}, timeout=wait_s)
             if done:
                 return granted.result()
@@ -72,7 +79,7 @@ class Leases:
         except BaseException:
             if self._held.pop(spec.id, None) is None and not granted.done():
                 granted.cancel()
-            core.tell(e.Cancelled(spec.id, "its caller waits no longer"))
+            core.tell(e.RequestCancelled(spec.id, "its caller waits no longer"))
             raise
         finally:
             self._waiting.pop(spec.id, None)
@@ -84,7 +91,7 @@ class Leases:
     def release(self, lease: Lease, tokens: int) -> None:
         """Its place is free."""
         if self._held.pop(lease.id, None) is not None:
-            self._core.tell(e.Finished(lease.id, lease._attempt, tokens))
+            self._core.tell(e.AttemptFinished(lease.id, lease._attempt, tokens))
 
     def revoke(self, name: str, why: str) -> None:
         """Its holder is told."""
@@ -95,55 +102,55 @@ class Leases:
 
     # ---- what the machine says -------------------------------------------------------------------------------------
 
-    def _send(self, send: e.Send) -> None:
+    def _send(self, send: e.SendRequest) -> None:
         if send.request in self._held:  # its worker was lost, and it is never moved
             self.revoke(send.request, send.reason.sentence)
             del self._held[send.request]
-            self._core.soon(e.Cancelled(send.request, "its worker was lost"))
+            self._core.soon(e.RequestCancelled(send.request, "its worker was lost"))
             return
         granted = self._waiting.get(send.request)
         if granted is None:
-            self._flights[e.Send](send)
+            self._flights[e.SendRequest](send)
             return
         hand = self._core.hands.get(send.worker)
         lease = Lease(send.request, "" if hand is None else hand.url, send.worker, send.version)
         lease._leases, lease._attempt = self, send.attempt
         if granted.done():  # its caller has just gone
-            self._core.soon(e.Finished(send.request, send.attempt, 0))
+            self._core.soon(e.AttemptFinished(send.request, send.attempt, 0))
             return
         self._held[send.request] = lease
         granted.set_result(lease)
 
-    def _abort(self, abort: e.AbortSent) -> None:
+    def _abort(self, abort: e.AbortAttempt) -> None:
         lease = self._held.get(abort.request)
         if lease is None:
-            self._flights[e.AbortSent](abort)
+            self._flights[e.AbortAttempt](abort)
             return
         self.revoke(abort.request, abort.reason.sentence)
         self._core.spawn(self._let_go(lease, abort), f"lease-{lease.id}")
 
-    async def _let_go(self, lease: Lease, abort: e.AbortSent) -> None:
+    async def _let_go(self, lease: Lease, abort: e.AbortAttempt) -> None:
         """Until its holder has let go, or the cut must be told as done. An engine that is busy refuses to sleep."""
         core = self._core
         left_s = max(0.0, 0.9 * (abort.deadline - core.clock()))
         await core.until(lambda: lease.id not in self._held, left_s)
         if self._held.pop(lease.id, None) is not None:
             core.warn(lease.worker, f"lease {lease.id} was revoked and not released: {lease.why}")
-            core.tell(e.Cancelled(lease.id, lease.why))
+            core.tell(e.RequestCancelled(lease.id, lease.why))
             core.tell(e.AbortDone(lease.id, abort.attempt, 0))
 
-    def _answer(self, answer: e.Answer) -> None:
+    def _answer(self, answer: e.AnswerRequest) -> None:
         waiting = self._waiting.get(answer.request)
         if waiting is None and answer.request not in self._held:
-            self._flights[e.Answer](answer)
+            self._flights[e.AnswerRequest](answer)
             return
         self.revoke(answer.request, answer.reason.sentence)  # its place is taken until it is released
         if waiting is not None and not waiting.done():
             waiting.set_exception(UnreachableError(answer.reason.sentence))
 
-    def _refuse(self, refuse: e.Refuse) -> None:
+    def _refuse(self, refuse: e.RefuseRequest) -> None:
         waiting = self._waiting.get(refuse.request)
         if waiting is None:
-            self._flights[e.Refuse](refuse)
+            self._flights[e.RefuseRequest](refuse)
         elif not waiting.done():
             waiting.set_exception(RefusedError(refuse.reason, refuse.retry_after_s))

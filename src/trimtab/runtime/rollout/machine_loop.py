@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from trimtab.core.errors import InputError, nearest
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import RolloutMachine
 from trimtab.model.rollout import End, WorkerSpec
 from trimtab.runtime.engines.engine import Engine, EngineLoad, EngineState
 from trimtab.runtime.procs.background import Background, describe
 from trimtab.runtime.rollout.launch.launcher import Launcher
-from trimtab.runtime.rollout.pending_request import Asked
+from trimtab.runtime.rollout.pending_request import PendingRequest
 
 log = logging.getLogger("trimtab.rollout")
 
@@ -41,7 +41,7 @@ Listener = Callable[[Any, float], None]
 
 
 @dataclass
-class Hand:
+class WorkerHandle:
     """What is known of a worker here, beside what the machine knows: how it is reached."""
 
     spec: WorkerSpec
@@ -61,10 +61,10 @@ class Hand:
 
 
 @dataclass
-class Attempt:
+class RequestAttempt:
     """One attempt that runs."""
 
-    asked: Asked
+    asked: PendingRequest
     number: int
     worker: str
     order: str  # its id at the engine
@@ -77,18 +77,20 @@ class Attempt:
 
 
 @dataclass
-class Core:
+class RolloutCore:
     """The machine, and everything that its instructions are about."""
 
     machine: RolloutMachine
     clock: Callable[[], float] = time.monotonic
-    hands: dict[str, Hand] = field(default_factory=dict)
-    asked: dict[str, Asked] = field(default_factory=dict)
-    kept: dict[str, Asked] = field(default_factory=dict)  # answers of requests that had a key
-    attempts: dict[tuple[str, int], Attempt] = field(default_factory=dict)
+    hands: dict[str, WorkerHandle] = field(default_factory=dict)
+    asked: dict[str, PendingRequest] = field(default_factory=dict)
+    kept: dict[str, PendingRequest] = field(default_factory=dict)  # answers of requests that had a key
+    attempts: dict[tuple[str, int], RequestAttempt] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
-    warnings: deque[tuple[float, str, str, Code | None]] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
+    warnings: deque[tuple[float, str, str, ReasonCode | None]] = field(
+        default_factory=lambda: deque(maxlen=WARNINGS_KEPT)
+    )
     failed: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=FAILED_KEPT))
     listeners: list[Listener] = field(default_factory=list)
     handlers: dict[type, Callable[[Any], None]] = field(default_factory=dict)
@@ -97,7 +99,7 @@ class Core:
     closing: bool = False
 
     def __post_init__(self) -> None:
-        self._untold: dict[tuple[str, int], Attempt] = {}
+        self._untold: dict[tuple[str, int], RequestAttempt] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
@@ -109,7 +111,7 @@ class Core:
 
     def tell(self, event: e.RolloutEvent) -> None:
         """The machine hears of it, and what it says is carried out. Raises as the machine does, nothing changed."""
-        if self._untold and type(event) is not e.Streamed:
+        if self._untold and type(event) is not e.TokensStreamed:
             self._tell_tokens()
         self._handle(event)
 
@@ -148,19 +150,19 @@ class Core:
         log.error("%s", why, exc_info=error)
         self.counters["instructions_failed"] += 1
         self.warn(getattr(instruction, "worker", ""), why)
-        if isinstance(instruction, e.Act):
-            self.soon(e.ActFailed(instruction.worker, instruction.attempt, why))
-        elif isinstance(instruction, e.Send):
+        if isinstance(instruction, e.WorkerAction):
+            self.soon(e.ActionFailed(instruction.worker, instruction.attempt, why))
+        elif isinstance(instruction, e.SendRequest):
             self.attempts.pop((instruction.request, instruction.attempt), None)
-            self.soon(e.Broke(instruction.request, instruction.attempt, 0, why))
-        elif isinstance(instruction, (e.Answer, e.Refuse)):
+            self.soon(e.AttemptFailed(instruction.request, instruction.attempt, 0, why))
+        elif isinstance(instruction, (e.AnswerRequest, e.RefuseRequest)):
             self.fail_client(instruction.request, why)
 
     def fail_client(self, request: str, why: str) -> None:
         """Answer a client with a failure, where it still waits."""
         asked = self.asked.pop(request, None)
         if asked is not None:
-            asked.answer(End.failed, (), Reason(Code.faulty, why))
+            asked.answer(End.failed, (), Reason(ReasonCode.faulty, why))
 
     def stir(self) -> None:
         """Whoever waits for something looks again."""
@@ -177,7 +179,7 @@ class Core:
         if not self.closing:
             self.tell(event)
 
-    def tokens_came(self, attempt: Attempt) -> None:
+    def tokens_came(self, attempt: RequestAttempt) -> None:
         """An attempt made tokens; told at once or soon."""
         if attempt.silent:
             return
@@ -188,11 +190,11 @@ class Core:
         self._untold.pop((attempt.asked.spec.id, attempt.number), None)
         self._tell_of(attempt, now)
 
-    def _tell_of(self, attempt: Attempt, now: float) -> None:
+    def _tell_of(self, attempt: RequestAttempt, now: float) -> None:
         made = attempt.asked.made
         if made > attempt.told:
             attempt.told, attempt.told_at = made, now
-            self._handle(e.Streamed(attempt.asked.spec.id, attempt.number, made, attempt.version))
+            self._handle(e.TokensStreamed(attempt.asked.spec.id, attempt.number, made, attempt.version))
 
     def _tell_tokens(self) -> None:
         untold, self._untold = self._untold, {}
@@ -220,7 +222,7 @@ class Core:
         if self.closing:
             return
         try:
-            self.tell(e.Tick())
+            self.tell(e.RolloutTick())
         except Exception:
             log.exception("a tick of the rollout pool failed")
             self.counters["ticks_failed"] += 1
@@ -282,12 +284,12 @@ class Core:
 
     # ---- words -----------------------------------------------------------------------------------------------------
 
-    def warn(self, worker: str, sentence: str, code: Code | None = None) -> None:
+    def warn(self, worker: str, sentence: str, code: ReasonCode | None = None) -> None:
         """Somebody should know."""
         self.warnings.append((self.clock(), worker, sentence, code))
         log.warning("%s%s", f"{worker}: " if worker else "", sentence)
 
-    def hand(self, worker: str) -> Hand:
+    def hand(self, worker: str) -> WorkerHandle:
         """What is known of a worker; an error where there is none."""
         found = self.hands.get(worker)
         if found is None:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 from trimtab.core.reasons import Reason
 from trimtab.model.rollout import End, RequestSpec, Span
-from trimtab.runtime.engines.engine import Piece, Ranking
+from trimtab.runtime.engines.engine import StreamDelta, TopLogprobs
 from trimtab.runtime.rollout.sampling import Chunk, RefusedError, Sample, SamplingParams
 
 
 @dataclass
-class Asked:
+class PendingRequest:
     """A request and its answer so far."""
 
     spec: RequestSpec
@@ -32,7 +32,7 @@ class Asked:
     worker: str = ""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
-    best: list[Ranking] = field(default_factory=list)
+    best: list[TopLogprobs] = field(default_factory=list)
     base: int = 0  # tokens that stood when this attempt began
     before: str = ""  # their text
     texts: list[tuple[int, str]] = field(default_factory=list)  # of this attempt, with the tokens that stood by then
@@ -72,7 +72,7 @@ class Asked:
             self.given = ""
             self.give_all()  # what stands is given out anew
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: StreamDelta) -> None:
         """More of it."""
         self.ids += piece.token_ids
         if piece.logprobs is not None:

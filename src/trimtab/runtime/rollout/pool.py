@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 
 from trimtab.core.errors import InputError, UnreachableError
-from trimtab.core.reasons import Chapter, Code
+from trimtab.core.reasons import ReasonCode, StoryEntry
 from trimtab.machines.rollout import events as e
 from trimtab.machines.rollout.machine import STATIC, RolloutMachine
 from trimtab.machines.rollout.policies.policy import Taker
@@ -36,24 +36,24 @@ from trimtab.model.rollout import (
     WorkerView,
 )
 from trimtab.runtime.engines.detect import attach as attach_engine
-from trimtab.runtime.engines.engine import Deadlines, Engine
-from trimtab.runtime.engines.engine import Verb as Offers
+from trimtab.runtime.engines.engine import Engine, EngineDeadlines
+from trimtab.runtime.engines.engine import EngineCapability as Offers
 from trimtab.runtime.engines.wire import addresses, open_session
 from trimtab.runtime.procs.background import Background
-from trimtab.runtime.rollout.dispatcher import Flights, number_of
-from trimtab.runtime.rollout.health import Watch
-from trimtab.runtime.rollout.journal import PoolJournal
+from trimtab.runtime.rollout.dispatcher import Dispatcher, number_of
+from trimtab.runtime.rollout.health import EngineHealthChecker
+from trimtab.runtime.rollout.journal import RolloutJournal
 from trimtab.runtime.rollout.launch.launcher import Launcher
-from trimtab.runtime.rollout.leases import Leases
-from trimtab.runtime.rollout.machine_loop import Core, Hand, Listener
-from trimtab.runtime.rollout.reconcile import Reconciler
-from trimtab.runtime.rollout.refits import Refits, RefitSession
-from trimtab.runtime.rollout.request_api import Asking
+from trimtab.runtime.rollout.leases import EngineLeases
+from trimtab.runtime.rollout.machine_loop import Listener, RolloutCore, WorkerHandle
+from trimtab.runtime.rollout.reconcile import RolloutReconciler
+from trimtab.runtime.rollout.refits import RefitSession, RefitWaiters
+from trimtab.runtime.rollout.request_api import RequestApi
 from trimtab.runtime.rollout.status import status
-from trimtab.runtime.rollout.worker_actions import Deeds
+from trimtab.runtime.rollout.worker_actions import WorkerActions
 
 
-class RolloutPool(Asking):
+class RolloutPool(RequestApi):
     """Engines and requests. Use it as an async context manager, or `start` and `stop` it."""
 
     def __init__(
@@ -64,22 +64,22 @@ class RolloutPool(Asking):
         journal: str | Path | None = None,
         look_s: float = 1.0,
         reconcile_s: float = 5.0,
-        deadlines: Deadlines | None = None,
+        deadlines: EngineDeadlines | None = None,
         gpus_of: Callable[[str], tuple[int, ...]] | None = None,
     ) -> None:
         self.elastic = elastic
-        core = Core(RolloutMachine(rules, elastic))
-        Flights(core)
-        super().__init__(core, Leases(core))
-        self._deeds = Deeds(core, gpus_of)
+        core = RolloutCore(RolloutMachine(rules, elastic))
+        Dispatcher(core)
+        super().__init__(core, EngineLeases(core))
+        self._deeds = WorkerActions(core, gpus_of)
         self._deeds.on_engine = self._has_engine
-        self._refits = Refits(core)
-        self._watch = Watch(core, look_s)
-        self._reconciler = Reconciler(core, reconcile_s, self._deeds.is_doing, self._leases.is_lease)
-        core.handlers |= {e.TellStep: lambda told: None, e.Warn: self._warned}
+        self._refits = RefitWaiters(core)
+        self._watch = EngineHealthChecker(core, look_s)
+        self._reconciler = RolloutReconciler(core, reconcile_s, self._deeds.is_doing, self._leases.is_lease)
+        core.handlers |= {e.AnnounceScaleStep: lambda told: None, e.Warn: self._warned}
         self._deadlines = deadlines
         self._journal_at = None if journal is None else Path(journal)
-        self._journal: PoolJournal | None = None
+        self._journal: RolloutJournal | None = None
         self._session: aiohttp.ClientSession | None = None
 
     # ---- life --------------------------------------------------------------------------------------------------------
@@ -90,11 +90,11 @@ class RolloutPool(Asking):
             return
         self._session = open_session()
         if self._journal_at is not None:
-            self._journal = await PoolJournal.begin(self._core, self._journal_at)
+            self._journal = await RolloutJournal.begin(self._core, self._journal_at)
         self._running = True
         self._core.closing = False
         self.background.start("reconcile", self._reconciler.run)
-        self._core.tell(e.Tick())
+        self._core.tell(e.RolloutTick())
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """End: what runs has so long to finish, then it is cancelled; engines that were started here are stopped."""
@@ -104,7 +104,7 @@ class RolloutPool(Asking):
         if drain_s > 0:
             await core.until(lambda: not core.machine.requests(), drain_s)
         for name in list(core.asked):
-            core.tell(e.Cancelled(name, "the pool stops"))
+            core.tell(e.RequestCancelled(name, "the pool stops"))
         await core.until(lambda: not core.attempts, core.machine.rules.abort_s)
         self._running = False
         await core.end_tasks()
@@ -192,7 +192,9 @@ class RolloutPool(Asking):
             version = number_of(state.version)
         if version is None and self.version == self._core.machine.rules.version:
             version = self.version
-        hand = self._core.hands[spec.id] = Hand(spec, engine, url, addresses, node=spec.node, note=note, state=state)
+        hand = self._core.hands[spec.id] = WorkerHandle(
+            spec, engine, url, addresses, node=spec.node, note=note, state=state
+        )
         hand.boots = state.boots
         try:
             self._core.tell(e.WorkerAdded(spec, up=True, version=version))
@@ -202,7 +204,7 @@ class RolloutPool(Asking):
         if note:
             self._core.warn(spec.id, note)
         if state.paused and not state.asleep:
-            self._core.tell(e.PausedElsewhere(spec.id))
+            self._core.tell(e.PausedExternally(spec.id))
         if state.asleep:
             self._core.tell(e.WorkerSlept(spec.id, keeps_weights=False))
         self._watch.begin(spec.id)
@@ -215,7 +217,7 @@ class RolloutPool(Asking):
             raise InputError(f"worker {spec.id} is not startable", hint="WorkerSpec(..., startable=True)")
         if spec.id in self._core.hands:
             raise InputError(f"there is a worker {spec.id} already", hint="remove it first")
-        self._core.hands[spec.id] = Hand(spec, launcher=launcher, node=spec.node)
+        self._core.hands[spec.id] = WorkerHandle(spec, launcher=launcher, node=spec.node)
         self._core.tell(e.WorkerAdded(spec))
         self._watch.begin(spec.id)
         return spec.id
@@ -251,17 +253,17 @@ class RolloutPool(Asking):
         core = self._core
         core.hand(worker)
         wait_s = core.machine.rules.drain_s + core.machine.rules.abort_s if deadline_s is None else deadline_s
-        core.tell(e.WorkerTaken(worker, core.clock() + wait_s, why or "by hand", patient=True))
+        core.tell(e.WorkerReclaimed(worker, core.clock() + wait_s, why or "by hand", patient=True))
 
     def take(self, worker: str, deadline_s: float, why: str, *, forced: bool = False) -> None:
         """It is given to others after so long at the latest, until `resume`; `forced`: whatever that leaves."""
         self._core.hand(worker)
-        self._core.tell(e.WorkerTaken(worker, self._core.clock() + deadline_s, why, forced))
+        self._core.tell(e.WorkerReclaimed(worker, self._core.clock() + deadline_s, why, forced))
 
     def resume(self, worker: str) -> None:
         """It may be used again."""
         self._core.hand(worker)
-        self._core.tell(e.WorkerGiven(worker))
+        self._core.tell(e.WorkerReturned(worker))
 
     def died(self, worker: str, why: str) -> None:
         """Its process has ended, for certain."""
@@ -275,7 +277,7 @@ class RolloutPool(Asking):
 
     def scale(self, workers: int, for_s: float | None = None, why: str = "") -> None:
         """So many are wanted, until `release_scale` or for so long. Wins over the policy."""
-        self._core.tell(e.Scaled(workers, None if for_s is None else self._core.clock() + for_s, why))
+        self._core.tell(e.ScaleRequested(workers, None if for_s is None else self._core.clock() + for_s, why))
 
     def release_scale(self) -> None:
         """The policy decides again."""
@@ -283,11 +285,11 @@ class RolloutPool(Asking):
 
     def set_range(self, least: int, most: int) -> None:
         """The plan's range is another."""
-        self._core.tell(e.RangeSet(least, most))
+        self._core.tell(e.WorkerRangeSet(least, most))
 
     def takers(self, takers: tuple[Taker, ...]) -> None:
         """Who could use a freed worker now, and has not got it."""
-        self._core.tell(e.TakersSeen(takers))
+        self._core.tell(e.DemandSeen(takers))
 
     # ---- weights and readiness ---------------------------------------------------------------------------------------
 
@@ -314,7 +316,7 @@ class RolloutPool(Asking):
     @asynccontextmanager
     async def _hold(self, workers: int, name: str, for_s: float | None, wait_s: float) -> AsyncIterator[None]:
         core = self._core
-        core.tell(e.Held(name, workers, None if for_s is None else core.clock() + for_s))
+        core.tell(e.HoldRequested(name, workers, None if for_s is None else core.clock() + for_s))
         try:
             if not await core.until(lambda: self._count(WorkerState.active) >= workers, wait_s):
                 raise UnreachableError(
@@ -324,7 +326,7 @@ class RolloutPool(Asking):
             yield
         finally:
             if self._running:
-                core.tell(e.Unheld(name))
+                core.tell(e.HoldReleased(name))
 
     def _count(self, state: WorkerState) -> int:
         return sum(one.state is state for one in self._core.machine.workers())
@@ -362,7 +364,7 @@ class RolloutPool(Asking):
         """The last changes of the number of workers."""
         return self._core.machine.steps
 
-    def story(self, name: str) -> tuple[Chapter, ...]:
+    def story(self, name: str) -> tuple[StoryEntry, ...]:
         """What became of a worker or a request, and why."""
         return self._core.machine.story(name)
 
@@ -384,7 +386,7 @@ class RolloutPool(Asking):
         """All that people ask about, as plain data."""
         return status(self._core, self.elastic)
 
-    def warn(self, sentence: str, worker: str = "", code: Code | None = None) -> None:
+    def warn(self, sentence: str, worker: str = "", code: ReasonCode | None = None) -> None:
         """Put a warning beside those of the pool, where `status` shows them."""
         self._core.warn(worker, sentence, code)
 

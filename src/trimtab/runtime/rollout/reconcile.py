@@ -13,25 +13,25 @@ from collections.abc import Callable, Hashable
 
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import ANSWERED, RequestState
-from trimtab.runtime.rollout.machine_loop import Core
+from trimtab.runtime.rollout.machine_loop import RolloutCore
 
 WHY = "it was asked for, and nothing carries it out"
 
 
-class Reconciler:
+class RolloutReconciler:
     """Of one pool. `is_doing`: whether something is being done to a worker; `is_lease`: of no flight, but a holder."""
 
     def __init__(
-        self, core: Core, every_s: float, is_doing: Callable[[str], bool], is_lease: Callable[[str], bool]
+        self, core: RolloutCore, every_s: float, is_doing: Callable[[str], bool], is_lease: Callable[[str], bool]
     ) -> None:
         self._core, self._every_s = core, every_s
         self._is_doing, self._is_lease = is_doing, is_lease
-        self._acts: dict[str, e.Act] = {}
+        self._acts: dict[str, e.WorkerAction] = {}
         self._seen: set[Hashable] = set()
         core.listeners.append(self._listen)
 
     def _listen(self, what: object, now: float) -> None:
-        if isinstance(what, e.Act):
+        if isinstance(what, e.WorkerAction):
             self._acts[what.worker] = what
 
     async def run(self) -> None:
@@ -57,13 +57,13 @@ class Reconciler:
             if flies or self._is_lease(name):
                 continue
             if request.state in (RequestState.sent, RequestState.streaming):
-                found[name, attempt] = self._telling(e.Broke(name, attempt, 0, WHY))
+                found[name, attempt] = self._telling(e.AttemptFailed(name, attempt, 0, WHY))
             elif request.state is RequestState.moving:
                 found[name, attempt] = self._telling(e.AbortDone(name, attempt, 0))
         for worker in core.machine.workers():
             act = self._acts.get(worker.worker)
             if act is not None and worker.doing is act.verb and not self._is_doing(act.worker):
-                found[act.worker, act.attempt, act.verb] = self._telling(e.ActFailed(act.worker, act.attempt, WHY))
+                found[act.worker, act.attempt, act.verb] = self._telling(e.ActionFailed(act.worker, act.attempt, WHY))
         for name, asked in core.asked.items():
             view = core.machine.request(name)
             if not asked.answered.done() and (view is None or view.state in ANSWERED):

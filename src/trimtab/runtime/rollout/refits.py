@@ -20,8 +20,8 @@ from trimtab.core.errors import InfeasibleError, InputError, TrimtabError, Unrea
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import InFlight, Membership, Owner, RefitWay
 from trimtab.runtime.engines.engine import Engine
-from trimtab.runtime.rollout.machine_loop import Core
-from trimtab.runtime.rollout.worker_actions import Deeds, resumed
+from trimtab.runtime.rollout.machine_loop import RolloutCore
+from trimtab.runtime.rollout.worker_actions import WorkerActions, resumed
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class RefitEngine:
     engine: Engine | None
 
 
-class Refits:
+class RefitWaiters:
     """Tells whoever waits that a refit may begin, or is over."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: RolloutCore) -> None:
         self.core = core
         self.ready: dict[int, asyncio.Future[e.RefitReady]] = {}
         self.over: dict[int, asyncio.Future[e.RefitOver]] = {}
@@ -59,7 +59,13 @@ class RefitSession:
     """One refit, from begin to end."""
 
     def __init__(
-        self, refits: Refits, deeds: Deeds, version: int, way: RefitWay, in_flight: InFlight, wait_s: float
+        self,
+        refits: RefitWaiters,
+        deeds: WorkerActions,
+        version: int,
+        way: RefitWay,
+        in_flight: InFlight,
+        wait_s: float,
     ) -> None:
         self.version = version
         self.way = way

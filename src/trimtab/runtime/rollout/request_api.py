@@ -16,18 +16,18 @@ from trimtab.core.errors import InputError, UnreachableError
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import DEFAULT_CLASS, End, RequestSpec
 from trimtab.runtime.engines.texts import texts_of
-from trimtab.runtime.rollout.leases import Lease, Leases
-from trimtab.runtime.rollout.machine_loop import Core
-from trimtab.runtime.rollout.pending_request import Asked
+from trimtab.runtime.rollout.leases import EngineLeases, Lease
+from trimtab.runtime.rollout.machine_loop import RolloutCore
+from trimtab.runtime.rollout.pending_request import PendingRequest
 from trimtab.runtime.rollout.sampling import Chunk, Completion, RefusedError, Sample, SamplingParams, checked_prompt
 
 NO_PARAMS = SamplingParams()
 
 
-class Asking:
+class RequestApi:
     """The half of a pool that clients see."""
 
-    def __init__(self, core: Core, leases: Leases) -> None:
+    def __init__(self, core: RolloutCore, leases: EngineLeases) -> None:
         self._core = core
         self._leases = leases
         self._numbers = itertools.count(1)
@@ -62,7 +62,7 @@ class Asking:
         ids = [checked_prompt(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
         call = next(self._numbers)
         rows: list[list[asyncio.Future[Sample]]] = []
-        asked: list[Asked] = []
+        asked: list[PendingRequest] = []
         try:
             for at, prompt in enumerate(ids):
                 group = groups[at] if groups is not None else f"p{call}.{at}"
@@ -81,13 +81,13 @@ class Asking:
                 future.cancel()
             raise
 
-    def _again_later(self, refused: Asked, how: tuple[Any, ...]) -> asyncio.Future[Sample]:
+    def _again_later(self, refused: PendingRequest, how: tuple[Any, ...]) -> asyncio.Future[Sample]:
         """Its answer, also where there was no room for it yet; none is made for one that was answered at once."""
         if refused.answered.exception() is None:
             return refused.answered
         return self._core.spawn_for(self._ask_patiently(refused, how), f"patience-{refused.spec.id}")
 
-    async def _ask_patiently(self, first: Asked, how: tuple[Any, ...]) -> Sample:
+    async def _ask_patiently(self, first: PendingRequest, how: tuple[Any, ...]) -> Sample:
         """Ask again whenever there may be room, until its deadline."""
         core, asked = self._core, first
         class_ = next(one for one in core.machine.rules.classes if one.name == how[0])
@@ -128,11 +128,11 @@ class Asking:
         """
         self._require_running()
         ids, chunks = checked_prompt(prompt, "prompt"), asyncio.Queue[Chunk]()
-        asked: list[Asked] = []
+        asked: list[PendingRequest] = []
         try:
             how = (class_, group, version, at_least, spans, key, deadline_s)
             asked += self._ask_all(ids, params, range(params.n), chunks, *how)
-            gate = _Gate(asked) if restarts == "hold" else None
+            gate = _RestartGate(asked) if restarts == "hold" else None
             left = len(asked)
             while left:
                 for chunk in joined([await chunks.get(), *_waiting(chunks)]):
@@ -156,7 +156,7 @@ class Asking:
         key: str = "",
         deadline_s: float | None = None,
         samples: Sequence[int] | None = None,
-    ) -> list[Asked]:
+    ) -> list[PendingRequest]:
         """Ask without waiting: `await one.answered` for each of the n samples, `cancel(one.spec.id)` ends it.
 
         Raises RefusedError, with none of them asked, where the queue is full. `samples`: only these of the n.
@@ -178,9 +178,9 @@ class Asking:
         spans: bool,
         key: str,
         deadline_s: float | None,
-    ) -> list[Asked]:
+    ) -> list[PendingRequest]:
         group = group or (f"p{next(self._numbers)}" if params.n > 1 else "")
-        asked: list[Asked] = []
+        asked: list[PendingRequest] = []
         try:
             for index in samples:
                 own = key if params.n == 1 or not key else f"{key}/{index}"
@@ -207,7 +207,7 @@ class Asking:
         spans: bool,
         key: str,
         deadline_s: float | None,
-    ) -> Asked:
+    ) -> PendingRequest:
         core, own = self._core, params.sample(index)
         spec = RequestSpec(
             f"r{next(self._numbers)}",
@@ -224,10 +224,10 @@ class Asking:
             None if deadline_s is None else core.clock() + deadline_s,
         )
         answered: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
-        asked = core.asked[spec.id] = Asked(spec, prompt, own, index, answered, chunks)
+        asked = core.asked[spec.id] = PendingRequest(spec, prompt, own, index, answered, chunks)
         core.a_token = prompt[0]
         try:
-            core.tell(e.Arrived(spec))
+            core.tell(e.RequestArrived(spec))
         except BaseException:
             core.asked.pop(spec.id, None)
             raise
@@ -241,7 +241,7 @@ class Asking:
     def cancel(self, request: str) -> None:
         """It is not wanted any more; harmless where it is answered."""
         if request in self._core.asked and self._running:
-            self._core.tell(e.Cancelled(request))
+            self._core.tell(e.RequestCancelled(request))
 
     async def acquire(
         self,
@@ -296,14 +296,14 @@ def joined(chunks: list[Chunk]) -> list[Chunk]:
     return out
 
 
-class _Gate:
+class _RestartGate:
     """Keeps back what may be taken back: chunks of requests that would begin again from the prompt.
 
     A request that may resume is passed on as it comes. Should it begin again all the same (its tokens could not be
     named), what comes anew must be what was given out, token by token; else the client is told the truth by an error.
     """
 
-    def __init__(self, asked: Sequence[Asked]) -> None:
+    def __init__(self, asked: Sequence[PendingRequest]) -> None:
         self._held: dict[int, list[Chunk]] = {
             one.index: [] for one in asked if not (one.spec.resumable and one.spec.spans and one.spec.version is None)
         }

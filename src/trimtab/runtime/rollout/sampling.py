@@ -13,7 +13,7 @@ from typing import Any
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.core.reasons import Reason
 from trimtab.model.rollout import End, Span
-from trimtab.runtime.engines.engine import GenerateOrder, Ranking
+from trimtab.runtime.engines.engine import GenerateRequest, TopLogprobs
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class SamplingParams:
             return self
         return replace(self, seed=self.seed + index)
 
-    def order(self, name: str, token_ids: tuple[int, ...], max_tokens: int, min_tokens: int) -> GenerateOrder:
+    def order(self, name: str, token_ids: tuple[int, ...], max_tokens: int, min_tokens: int) -> GenerateRequest:
         """What an engine is asked for."""
-        return GenerateOrder(
+        return GenerateRequest(
             name,
             token_ids,
             max_tokens,
@@ -84,7 +84,7 @@ class Sample:
     end: End
     reason: Reason
     logprobs: tuple[float | None, ...] | None = None  # where asked; None in places that the engine hid
-    best: tuple[Ranking, ...] | None = None  # where asked
+    best: tuple[TopLogprobs, ...] | None = None  # where asked
     text: str = ""  # as the engines wrote it; empty where they write none
     spans: tuple[Span, ...] = ()  # which version of the weights made which run of tokens
     workers: tuple[str, ...] = ()  # that made it, in order
@@ -118,7 +118,7 @@ class Chunk:
     index: int  # 0 .. n - 1
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float | None, ...] | None = None
-    best: tuple[Ranking, ...] | None = None
+    best: tuple[TopLogprobs, ...] | None = None
     text: str = ""
     restarted: bool = False  # it began again: forget all chunks of this index that came before
     sample: Sample | None = None  # the whole of it, with its last chunk

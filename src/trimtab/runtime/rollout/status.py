@@ -9,13 +9,13 @@ from typing import Any
 from trimtab.core.codec import encode
 from trimtab.core.reasons import Reason
 from trimtab.model.elastic_config import ElasticConfig
-from trimtab.model.rollout import Release, RequestState, WorkerView
-from trimtab.runtime.rollout.machine_loop import Core
+from trimtab.model.rollout import ReleaseSupport, RequestState, WorkerView
+from trimtab.runtime.rollout.machine_loop import RolloutCore
 
 STEPS_SHOWN = 20
 
 
-def status(core: Core, elastic: ElasticConfig) -> dict[str, Any]:
+def status(core: RolloutCore, elastic: ElasticConfig) -> dict[str, Any]:
     """All that people ask about."""
     machine, now = core.machine, core.clock()
     rules = machine.rules
@@ -60,14 +60,14 @@ def status(core: Core, elastic: ElasticConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _background(core: Core) -> list[dict[str, Any]]:
+def _background(core: RolloutCore) -> list[dict[str, Any]]:
     """What runs beside: the pool's, and that of whatever starts engines for it."""
     launchers = {id(one.launcher): one.launcher for one in core.hands.values() if one.launcher is not None}
     beside = [core.background, *(one.background for one in launchers.values() if hasattr(one, "background"))]
     return [row for one in beside for row in one.status()]
 
 
-def _worker(core: Core, view: WorkerView, now: float) -> dict[str, Any]:
+def _worker(core: RolloutCore, view: WorkerView, now: float) -> dict[str, Any]:
     hand = core.hands.get(view.worker)
     engine = None if hand is None else hand.engine
     seen = None if hand is None else hand.state
@@ -89,7 +89,7 @@ def _worker(core: Core, view: WorkerView, now: float) -> dict[str, Any]:
         "served": view.served,
         "node": "" if hand is None else hand.node,
         "note": "" if hand is None else hand.note,
-        "release": None if engine is None else getattr(engine, "release", Release.tried).value,
+        "release": None if engine is None else getattr(engine, "release", ReleaseSupport.tried).value,
         "startable": view.spec.startable,
         "can_sleep": view.spec.can_sleep,
         "paused": view.paused,
@@ -110,7 +110,7 @@ def _worker(core: Core, view: WorkerView, now: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _queue(core: Core, now: float) -> list[dict[str, Any]]:
+def _queue(core: RolloutCore, now: float) -> list[dict[str, Any]]:
     """What waits, by class."""
     found: dict[str, dict[str, Any]] = {
         one.name: {

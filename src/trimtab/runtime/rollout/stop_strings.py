@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trimtab.runtime.engines.engine import Piece
+from trimtab.runtime.engines.engine import StreamDelta
 
 
 @dataclass(frozen=True)
-class Stopped:
+class StopMatch:
     """A stop string that lies across the cut: where it begins in the text before it, and where it ends after it."""
 
     word: str
@@ -23,11 +23,11 @@ class Stopped:
     ends: int  # characters after the cut; 0 or less: it was complete
 
 
-class AcrossCut:
+class StopStringBuffer:
     """Holds the first pieces after a cut back until they cannot belong to a stop string that began before it."""
 
     def __init__(self, before: str, stop: Sequence[str]) -> None:
-        self.held: list[Piece] = []
+        self.held: list[StreamDelta] = []
         self._before = before
         self._stop = stop
         self._reach = max((len(word) for word in stop), default=0) - 1
@@ -38,21 +38,21 @@ class AcrossCut:
         """Whether pieces are still held back."""
         return len(self._text) < self._reach
 
-    def hold(self, piece: Piece) -> Stopped | None:
+    def hold(self, piece: StreamDelta) -> StopMatch | None:
         """Keep a piece; says whether a stop string is complete now."""
         self.held.append(piece)
         self._text += piece.text or ""
         return self.found(self._text)
 
-    def before(self) -> Stopped | None:
+    def before(self) -> StopMatch | None:
         """The first stop string that was complete at the cut."""
         places = [(at + len(word), at, word) for word in self._stop if (at := self._before.find(word)) >= 0]
         if not places:
             return None
         end, at, word = min(places)
-        return Stopped(word, at, end - len(self._before))
+        return StopMatch(word, at, end - len(self._before))
 
-    def found(self, after: str) -> Stopped | None:
+    def found(self, after: str) -> StopMatch | None:
         """The first stop string that begins before the cut and ends within this text."""
         tail = self._before[-self._reach :] if self._reach > 0 else ""
         joined, skipped = tail + after, len(self._before) - len(tail)
@@ -64,4 +64,4 @@ class AcrossCut:
         if not places:
             return None
         end, at, word = min(places)
-        return Stopped(word, skipped + at, end - len(tail))
+        return StopMatch(word, skipped + at, end - len(tail))

@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from trimtab.runtime.run.components import CrewLike
+from trimtab.runtime.run.components import ComponentSet
 from trimtab.runtime.run.folder import RunFolder
 
 
-class Saving:
+class Checkpointer:
     """When to save, and who has. Any thread may save a component, one at a time for each."""
 
     def __init__(
@@ -32,7 +32,7 @@ class Saving:
         """Whether there is to be a state after an iteration."""
         return self._folder is not None and (iteration % self._every == 0 or iteration == self._last)
 
-    def save(self, crew: CrewLike, name: str, iteration: int) -> None:
+    def save(self, crew: ComponentSet, name: str, iteration: int) -> None:
         """Have a component save that has just ended an iteration. Raises OSError."""
         if self._folder is None:
             return
@@ -41,7 +41,7 @@ class Saving:
         with self._lock:
             self._saved.add((iteration, name))
 
-    def complete(self, crew: CrewLike, iteration: int) -> None:
+    def complete(self, crew: ComponentSet, iteration: int) -> None:
         """Everybody has ended the iteration: have those save that have not, and let the state count. Raises OSError.
 
         As long as events cannot be written no state counts: after a crash it would know of iterations that they do not.

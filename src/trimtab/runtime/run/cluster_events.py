@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.core.errors import InfeasibleError, UnreachableError
-from trimtab.machines.replan.events import Why
+from trimtab.machines.replan.events import ClusterChangeCause
 from trimtab.model.nodes import NodeState, NodeView
-from trimtab.model.pool import ENDED, State
+from trimtab.model.pool import ENDED, TaskState
 from trimtab.model.workflow import ANY_KIND, Cluster, Node
 from trimtab.runtime.client.session import Session
-from trimtab.runtime.controller.rpc import News, TaskSeen
+from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot
 from trimtab.runtime.procs.background import Background, RestartPolicy
 
 log = logging.getLogger("trimtab")
@@ -29,7 +29,7 @@ AGAIN_S = 1.0  # after one that was not answered
 
 
 @dataclass(frozen=True)
-class Seen:
+class RunNodes:
     """The nodes of a run now. `ids` are Ray's, by the names that plans use."""
 
     cluster: Cluster
@@ -38,7 +38,7 @@ class Seen:
     ids: dict[str, str]
 
 
-class Nodes:
+class NodeSelection:
     """Which nodes a run uses: those that it asked for, and with `grow` those that join later."""
 
     def __init__(self, asked: Cluster, grow: bool = True) -> None:
@@ -47,7 +47,7 @@ class Nodes:
         self._known: dict[str, Node] = {}  # by Ray's id, those that the run uses or has used
         self._ignored: set[str] = set()  # there from the beginning, and more than was asked for
 
-    def first(self, views: Sequence[NodeView]) -> Seen:
+    def first(self, views: Sequence[NodeView]) -> RunNodes:
         """The nodes to begin with. Raises InfeasibleError where there is less than the job asks for."""
         there = [view for view in views if view.state is NodeState.ready]
         left = list(there)
@@ -67,7 +67,7 @@ class Nodes:
         self._ignored = {view.node for view in left}
         return self.now(views)
 
-    def now(self, views: Sequence[NodeView], gpus: float | None = None) -> Seen:
+    def now(self, views: Sequence[NodeView], gpus: float | None = None) -> RunNodes:
         """The nodes there are now, of `gpus` GPUs at most."""
         alike = self._asked.nodes[0] if self._asked.nodes else Node("", 0)
         there = []
@@ -89,7 +89,7 @@ class Nodes:
             some = int(min(node.gpus, left))
             left -= some
             nodes.append(replace(node, gpus=some))
-        return Seen(
+        return RunNodes(
             Cluster(tuple(nodes)),
             tuple(self._known[view.node].name for view in leaving),
             min(deadlines, default=None),
@@ -101,17 +101,17 @@ class Nodes:
         return self._grow and not mine and view.state is NodeState.ready and _gpus(view) > 0
 
 
-class Listening:
+class ClusterListener:
     """Asks the controller for news of a pool and its cluster until closed; whoever is told is told in its thread."""
 
     def __init__(
         self,
         session: Session,
         pool: str,
-        nodes: Nodes,
-        first: Seen,
-        on_cluster: Callable[[Seen, Why], None],
-        on_task: Callable[[TaskSeen], None],
+        nodes: NodeSelection,
+        first: RunNodes,
+        on_cluster: Callable[[RunNodes, ClusterChangeCause], None],
+        on_task: Callable[[TaskSnapshot], None],
     ) -> None:
         self._session = session
         self._pool = pool
@@ -121,7 +121,7 @@ class Listening:
         """What the run let its pool use: less than that is somebody else's doing."""
         self._on_cluster = on_cluster
         self._on_task = on_task
-        self._tasks: dict[str, tuple[State, int]] = {}
+        self._tasks: dict[str, tuple[TaskState, int]] = {}
         self.background = Background(RestartPolicy(max_failures=None, backoff_s=AGAIN_S))
         self._thread: threading.Thread | None = None
 
@@ -140,7 +140,7 @@ class Listening:
         closed, version, unheard = self.background.stopping, -1, ""
         while not closed.is_set():
             try:
-                told: News = self._session.ask("news", self._tasks, version, ASK_S, timeout_s=ASK_S + 10.0)
+                told: ClientUpdate = self._session.ask("news", self._tasks, version, ASK_S, timeout_s=ASK_S + 10.0)
                 own = self.own_gpus  # read before it is asked: the run raises its quota first, and then says so
                 quota = self._session.ask("pool", self._pool).quota.floats().get("gpu", 0.0)
                 tasks = self._session.tasks(self._pool)
@@ -158,24 +158,24 @@ class Listening:
                 self._heard(task)
             closed.wait(PAUSE_S)
 
-    def _take(self, seen: Seen) -> None:
+    def _take(self, seen: RunNodes) -> None:
         before = self._seen
         if (before.cluster, before.leaving, before.deadline) == (seen.cluster, seen.leaving, seen.deadline):
             self._seen = seen
             return
         names = {node.name for node in before.cluster.nodes}
         now = {node.name for node in seen.cluster.nodes}
-        why = Why.quota
+        why = ClusterChangeCause.quota
         if names - now:
-            why = Why.lost
+            why = ClusterChangeCause.lost
         elif set(seen.leaving) - set(before.leaving):
-            why = Why.draining
+            why = ClusterChangeCause.draining
         elif now - names:
-            why = Why.joined
+            why = ClusterChangeCause.joined
         self._on_cluster(seen, why)
         self._seen = seen
 
-    def _heard(self, task: TaskSeen) -> None:
+    def _heard(self, task: TaskSnapshot) -> None:
         stand = task.state, task.attempt
         if self._tasks.get(task.id) == stand:
             return
@@ -189,7 +189,7 @@ def first_nodes(session: Session, within_s: float = 30.0) -> tuple[NodeView, ...
     """The nodes that are there, once the controller has seen them."""
     end = time.monotonic() + within_s
     while True:
-        told: News = session.ask("news", {}, -1, 0.0)
+        told: ClientUpdate = session.ask("news", {}, -1, 0.0)
         if any(view.state is NodeState.ready for view in told.nodes) or time.monotonic() >= end:
             return told.nodes
         time.sleep(0.1)

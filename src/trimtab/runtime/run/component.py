@@ -22,7 +22,7 @@ from trimtab.core.errors import InputError, UnreachableError, nearest
 FOLDERS_ABOVE = 4
 """A module that Python does not find is looked for beside the job file, and in so many folders above it."""
 
-Wrong = Literal["raised", "hung", "wrong type", "unhealthy", "died"]
+FaultKind = Literal["raised", "hung", "wrong type", "unhealthy", "died"]
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class Result:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-class Component(Protocol):
-    """What has to be there. Anything of `Optionally` may be there too."""
+class RunComponent(Protocol):
+    """What has to be there. Anything of `OptionalMethods` may be there too."""
 
     def step(self, batch: Batch) -> Any:
         """One batch in, what becomes of it out: plain data, or a `Result`."""
 
 
-class Optionally(Protocol):
+class OptionalMethods(Protocol):
     """What a component may have besides; a run calls what it finds.
 
     `offload` and `onload` leave GPUs to others and come back to them; `sync` may come while it is off them. `save`
@@ -117,13 +117,15 @@ class Optionally(Protocol):
 class ComponentError(UnreachableError):
     """A component did what it may not: the run ends, or goes on without it."""
 
-    def __init__(self, component: str, wrong: Wrong, what: str, *, where: str | None = None, hint: str = "") -> None:
+    def __init__(
+        self, component: str, wrong: FaultKind, what: str, *, where: str | None = None, hint: str = ""
+    ) -> None:
         super().__init__(what, where=where, hint=hint or None)
         self.component = component
         self.wrong = wrong
 
 
-def make_component(use: str, settings: Mapping[str, Any], place: Place, near: Path | None = None) -> Component:
+def make_component(use: str, settings: Mapping[str, Any], place: Place, near: Path | None = None) -> RunComponent:
     """The component of a `use`, made with its settings and its place.
 
     InputError where module or class are not there, the arguments do not fit, or it has no `step`; ComponentError where
@@ -138,7 +140,7 @@ def make_component(use: str, settings: Mapping[str, Any], place: Place, near: Pa
         raise ComponentError(
             place.component, "raised", f"{place.component} could not be made: {said(error)}", where=origin(error)
         ) from error
-    return cast(Component, made)
+    return cast(RunComponent, made)
 
 
 def find_class(use: str, near: Path | None = None, where: str = "use") -> Callable[..., Any]:

@@ -12,29 +12,29 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trimtab.core.errors import UnreachableError
-from trimtab.machines.replan.placed_plan import Sited
+from trimtab.machines.replan.placed_plan import PlacedPlan
 from trimtab.model.plan import Plan
 from trimtab.model.workflow import Workflow
 from trimtab.runtime.run.clock import Clock
 from trimtab.runtime.run.component import (
     Batch,
-    Component,
     ComponentError,
     Place,
     Result,
+    RunComponent,
     checked,
     make_component,
     origin,
     said,
 )
-from trimtab.runtime.run.deadline_calls import Caller, DeadlineError
-from trimtab.runtime.run.emulated import EmulatedComponent, Paced, emulated_settings
+from trimtab.runtime.run.deadline_calls import DeadlineCaller, DeadlineError
+from trimtab.runtime.run.emulated import EmulatedComponent, PacedComponent, emulated_settings
 from trimtab.runtime.run.job import RunJob
 
 CLOSE_LIMIT_S = 10.0
 
 
-class LostError(UnreachableError):
+class ComponentLostError(UnreachableError):
     """A component's process is gone; what it had since it was saved is lost."""
 
     def __init__(self, component: str, what: str) -> None:
@@ -42,16 +42,16 @@ class LostError(UnreachableError):
         self.component = component
 
 
-class CrewLike(Protocol):
+class ComponentSet(Protocol):
     """All components of a run, wherever they are. Times are seconds; ComponentError says who did what it may not."""
 
-    def make(self, workflow: Workflow, sited: Sited, iteration: int) -> None:
+    def make(self, workflow: Workflow, sited: PlacedPlan, iteration: int) -> None:
         """Make all components, and have those that share GPUs leave them."""
 
     def drop(self, names: Sequence[str] | None = None) -> None:
         """End these components, or all. Never raises for a component's sake."""
 
-    def place(self, workflow: Workflow, sited: Sited, names: Sequence[str], iteration: int) -> None:
+    def place(self, workflow: Workflow, sited: PlacedPlan, names: Sequence[str], iteration: int) -> None:
         """Make these components anew where a plan has them."""
 
     def resize(self, workflow: Workflow, plan: Plan, name: str) -> None:
@@ -94,21 +94,21 @@ class CrewLike(Protocol):
         """The run is over. Never raises for a component's sake."""
 
 
-class Crew:
+class LocalComponents:
     """All components of a run, each with its place in the plan."""
 
     def __init__(self, run: RunJob, clock: Clock, folder: Path | None) -> None:
         self._run = run
         self._clock = clock
         self._folder = folder
-        self._caller = Caller()
-        self._made: dict[str, Component] = {}
+        self._caller = DeadlineCaller()
+        self._made: dict[str, RunComponent] = {}
         self._children = {
             name: tuple(c.name for c in run.job.workflow.components if name in c.after)
             for name in run.job.workflow.names
         }
 
-    def make(self, workflow: Workflow, sited: Sited, iteration: int) -> None:
+    def make(self, workflow: Workflow, sited: PlacedPlan, iteration: int) -> None:
         """Make all components, and have those that share GPUs leave them."""
         for component in workflow.in_order():
             self._make(workflow, sited.plan, component.name, iteration)
@@ -123,7 +123,7 @@ class Crew:
                     self._called(name, "close", self._method(name, "close"))
             self._made.pop(name, None)
 
-    def place(self, workflow: Workflow, sited: Sited, names: Sequence[str], iteration: int) -> None:
+    def place(self, workflow: Workflow, sited: PlacedPlan, names: Sequence[str], iteration: int) -> None:
         """Make these components anew where a plan has them; they are on their GPUs then."""
         for component in workflow.in_order():
             if component.name in names:
@@ -132,7 +132,7 @@ class Crew:
     def resize(self, workflow: Workflow, plan: Plan, name: str) -> None:
         """Have a component that can go on with the GPUs that a plan gives it."""
         component = self._made[name]
-        if isinstance(component, Paced):
+        if isinstance(component, PacedComponent):
             component.pace(**self._emulated(workflow, plan, name))
         self._timed(name, "resize", len(plan.placed(name).gpus))
 
@@ -218,9 +218,9 @@ class Crew:
             self._made[name] = EmulatedComponent(**self._emulated(workflow, plan, name), place=place, clock=self._clock)
             return
         use, given, near = part.use, part.settings, self._run.near
-        made: Component = self._called(name, "make", lambda: make_component(use, given, place, near))
+        made: RunComponent = self._called(name, "make", lambda: make_component(use, given, place, near))
         if part.paced:
-            made = Paced(made, place=place, clock=self._clock, **self._emulated(workflow, plan, name))
+            made = PacedComponent(made, place=place, clock=self._clock, **self._emulated(workflow, plan, name))
         self._made[name] = made
 
     def _emulated(self, workflow: Workflow, plan: Plan, name: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class _Call:
             self.over.set()
 
 
-class Caller:
+class DeadlineCaller:
     """Makes calls one at a time, in one thread, so that what is made in it is used in it."""
 
     def __init__(self, name: str = "trimtab-run") -> None:

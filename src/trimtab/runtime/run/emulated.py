@@ -4,8 +4,9 @@ They let plans for many GPUs be tried on one machine, with real queues and real 
 seed, component, iteration and batch alone, never by when or where it runs: the same job gives the same times again, a
 run that is resumed or moved goes on in the same story, and more GPUs change the level but not the luck.
 
-`Paced` joins the two worlds: somebody's code does its work, and then waits until it has taken as long as the emulated
-component would. What it computes is never touched, and work that takes longer than that takes as long as it takes.
+`PacedComponent` joins the two worlds: somebody's code does its work, and then waits until it has taken as long as the
+emulated component would. What it computes is never touched, and work that takes longer than that takes as long as it
+takes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from trimtab.model.workflow import Workflow
 from trimtab.plan.placement.cost import Points, seconds_at
 from trimtab.plan.placement.order import batch_seconds
 from trimtab.runtime.run.clock import Clock, WallClock
-from trimtab.runtime.run.component import Batch, Component, Optionally, Place, Result
+from trimtab.runtime.run.component import Batch, OptionalMethods, Place, Result, RunComponent
 
 _Given = TypeVar("_Given")
 
@@ -169,17 +170,17 @@ class EmulatedComponent:
         self._overslept_s = max(0.0, self._overslept_s + took_s - seconds)
 
 
-OPTIONAL = tuple(name for name in vars(Optionally) if not name.startswith("_"))
+OPTIONAL = tuple(name for name in vars(OptionalMethods) if not name.startswith("_"))
 """The methods that a component may have."""
 
 
-class Paced:
+class PacedComponent:
     """Somebody's component whose steps, switches and weight syncs last as long as the emulated ones would.
 
     It has the optional methods that the component has, and no others; `onload` also where a switch takes time.
     """
 
-    def __init__(self, component: Component, *, place: Place, clock: Clock | None = None, **settings: Any) -> None:
+    def __init__(self, component: RunComponent, *, place: Place, clock: Clock | None = None, **settings: Any) -> None:
         self.component = component
         self._place = place
         self._clock: Clock = clock if clock is not None else WallClock()

@@ -249,7 +249,7 @@ def read_run(path: Path) -> PastRun:
         raise _no_run(path) from None
     except (OSError, ValueError, KeyError, TypeError) as fault:
         raise InputError(f"the folder cannot be read: {fault}", where=str(path)) from None
-    past, unclear, why = _Reading(), [], ""
+    past, unclear, why = _EventReader(), [], ""
     for number, line in enumerate(lines, 1):
         try:
             past.take(read_event(line))
@@ -273,7 +273,7 @@ def read_saved(path: Path) -> tuple[int, str | None]:
 
 
 @dataclass
-class _Reading:
+class _EventReader:
     """The events of a run, one after another: what is run again takes the place of what was before."""
 
     iterations: dict[int, Iteration] = field(default_factory=dict)

@@ -12,25 +12,25 @@ from typing import Any
 
 from trimtab.model.plan import Plan
 from trimtab.model.workflow import Workflow
-from trimtab.plan.placement.order import Act, Order, Step, Sync, Turn
-from trimtab.runtime.run.checkpoints import Saving
+from trimtab.plan.placement.order import BatchStep, ExecutionOrder, GpuTurn, PlanAction, WeightSyncStep
+from trimtab.runtime.run.checkpoints import Checkpointer
 from trimtab.runtime.run.component import Batch
-from trimtab.runtime.run.components import CrewLike
-from trimtab.runtime.run.measurements import Measuring
+from trimtab.runtime.run.components import ComponentSet
+from trimtab.runtime.run.measurements import RunMeasurements
 
 Inputs = Callable[[int, int], Any]
 _Key = tuple[str, int, int]  # component, iteration, batch
 
 
-class Acting:
+class IterationRunner:
     """Iterations `first` to `last` under one plan, begun at `now_s` of the run's timeline."""
 
     def __init__(
         self,
-        crew: CrewLike,
+        crew: ComponentSet,
         workflow: Workflow,
         plan: Plan,
-        saving: Saving,
+        saving: Checkpointer,
         *,
         first: int,
         last: int,
@@ -39,8 +39,8 @@ class Acting:
     ) -> None:
         self.crew = crew
         self.plan = plan
-        self.order = Order(workflow, plan, first=first, last=last)
-        self.measuring = Measuring(workflow, plan, first, now_s)
+        self.order = ExecutionOrder(workflow, plan, first=first, last=last)
+        self.measuring = RunMeasurements(workflow, plan, first, now_s)
         self.lock = threading.RLock()
         """Of all that is not a call of a component: order, measuring, and what is private here."""
         self._workflow = workflow
@@ -52,21 +52,25 @@ class Acting:
         self._flowing: dict[_Key, tuple[Any, int]] = {}  # outputs, each with how many have not taken it yet
         self._held: tuple[Any, int] | None = None  # weights that wait until their receiver is between two iterations
 
-    def perform(self, act: Act, now_s: float) -> float:
+    def perform(self, act: PlanAction, now_s: float) -> float:
         """Do an act that begins now; gives the seconds that it takes on the timeline. Saving is not among them."""
-        if isinstance(act, Turn):
+        if isinstance(act, GpuTurn):
             took_s = self._turn(act)
-        elif isinstance(act, Sync):
+        elif isinstance(act, WeightSyncStep):
             took_s = self._sync(act)
         else:
             took_s = self._step(act, now_s)
         with self.lock:
             self.measuring.add(act, now_s, took_s)
-        if isinstance(act, Step) and act.batch == self._workflow.batches - 1 and self._saving.is_due(act.iteration):
+        if (
+            isinstance(act, BatchStep)
+            and act.batch == self._workflow.batches - 1
+            and self._saving.is_due(act.iteration)
+        ):
             self._saving.save(self.crew, act.component, act.iteration)
         return took_s
 
-    def _step(self, act: Step, now_s: float) -> float:
+    def _step(self, act: BatchStep, now_s: float) -> float:
         with self.lock:
             data = self._data(act)
             held = self._held if act.batch == 0 and self._is_target(act.component) else None
@@ -82,7 +86,7 @@ class Acting:
             self.measuring.step(act, now_s + held_s, took_s, result.metrics)
         return held_s + took_s
 
-    def _data(self, act: Step) -> Any:
+    def _data(self, act: BatchStep) -> Any:
         """What a batch is made of; data that nobody else waits for are let go."""
         after = self._workflow.component(act.component).after
         if not after:
@@ -97,7 +101,7 @@ class Acting:
                 self._flowing[key] = found[parent], left - 1
         return found if len(after) > 1 else found[after[0]]
 
-    def _turn(self, act: Turn) -> float:
+    def _turn(self, act: GpuTurn) -> float:
         left = [(name, self.crew.offload(name)) for name in act.offload]
         onload_s = self.crew.onload(act.component)
         with self.lock:
@@ -106,7 +110,7 @@ class Acting:
             self.measuring.onloaded(act, onload_s)
         return sum(offload_s for _, offload_s in left) + onload_s
 
-    def _sync(self, act: Sync) -> float:
+    def _sync(self, act: WeightSyncStep) -> float:
         """Weights go at once, or, where their receiver is in the midst of an iteration, when that is over."""
         weights, took_s = self.crew.weights(act.source)
         with self.lock:

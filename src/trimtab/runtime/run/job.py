@@ -11,10 +11,10 @@ import numpy as np
 
 from trimtab.core.errors import InfeasibleError, InputError
 from trimtab.model.plan import Plan
-from trimtab.model.run import Iteration, RunRules
-from trimtab.model.workflow import ANY_KIND, Component, Job, Variant, Workflow, check_workflow
-from trimtab.plan.placement.boxes import Found
-from trimtab.plan.placement.space import Space
+from trimtab.model.run import Iteration, ReplanRules
+from trimtab.model.workflow import ANY_KIND, Component, PlacementJob, Variant, Workflow, check_workflow
+from trimtab.plan.placement.boxes import FoundPlan
+from trimtab.plan.placement.space import PlanSpace
 from trimtab.plan.placement.timeline import to_plan
 from trimtab.runtime.run.emulated import UNDISTURBED, Disturbance
 
@@ -23,7 +23,7 @@ UNMEASURED_S = 1.0
 
 
 @dataclass(frozen=True)
-class Part:
+class ComponentCode:
     """Which code a component is: a class with its settings, or (`use` is None) one that is emulated.
 
     With `paced` the code is real and its steps are made to last as long as emulated ones would.
@@ -44,8 +44,8 @@ class RunJob:
     call of a component, that takes longer than `step_limit_s` counts as hung.
     """
 
-    job: Job
-    parts: Mapping[str, Part]
+    job: PlacementJob
+    parts: Mapping[str, ComponentCode]
     iterations: int = 1
     seed: int = 0
     save_every: int = 10
@@ -54,7 +54,7 @@ class RunJob:
     unmeasured: frozenset[str] = frozenset()
     near: Path | None = None
     name: str = "job"
-    rules: RunRules = field(default_factory=RunRules)
+    rules: ReplanRules = field(default_factory=ReplanRules)
     priority: float = 8.0
     text: str | None = None  # the job as a job file says it: kept in the run's folder
 
@@ -78,16 +78,16 @@ class RunJob:
                 raise InputError(f"{component} is emulated and has no costs", where=where, hint="add its `seconds`")
 
 
-def shared_plan(job: Job) -> Plan:
+def shared_plan(job: PlacementJob) -> Plan:
     """All components on the same GPUs, as many of one kind as they can use: how costs are measured without waiting."""
-    space = Space(job)
+    space = PlanSpace(job)
     for kind in space.budgets:
         grouping = space.grouping((tuple(space.on_gpu),), (kind,))
         if grouping is None:
             continue
         sizes = (grouping.tables[0].sizes[-1],)
         options, seconds = space.best_of(grouping, sizes)
-        return to_plan(space, Found(grouping, sizes, options, seconds))
+        return to_plan(space, FoundPlan(grouping, sizes, options, seconds))
     raise InfeasibleError(
         "the components do not fit on the same GPUs, so their costs cannot be measured there",
         where="workflow.components",

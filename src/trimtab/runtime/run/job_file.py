@@ -22,11 +22,11 @@ from typing import Any
 from trimtab.core.errors import InputError
 from trimtab.formats import job as job_form
 from trimtab.formats import yaml_text
-from trimtab.formats.loaded import Loaded
+from trimtab.formats.loaded import LoadedJob
 from trimtab.formats.run_section import mode_of, read_section, unknown_key, whole
 from trimtab.model.workflow import Workflow
 from trimtab.runtime.run.emulated import Disturbance
-from trimtab.runtime.run.job import UNMEASURED_S, Part, RunJob
+from trimtab.runtime.run.job import UNMEASURED_S, ComponentCode, RunJob
 
 PART_KEYS = ("use", "settings", "emulate")
 EMULATE_KEYS = ("seconds", "noise", "step_noise", "factors", "tail", "drift")
@@ -61,12 +61,12 @@ def read_run_job(config: Mapping[str, Any], path: Path, **overrides: Any) -> Run
     )
 
 
-def read_costed(config: Mapping[str, Any], path: Path) -> tuple[Loaded, dict[str, Part], frozenset[str]]:
+def read_costed(config: Mapping[str, Any], path: Path) -> tuple[LoadedJob, dict[str, ComponentCode], frozenset[str]]:
     """A file as the planner has it, which code its components are, and those whose costs only stand for some."""
     data = dict(config)
     workflow = data.get("workflow")
     sections = workflow.get("components") if isinstance(workflow, Mapping) else None
-    parts: dict[str, Part] = {}
+    parts: dict[str, ComponentCode] = {}
     unmeasured = set()
     if isinstance(workflow, Mapping) and isinstance(sections, Mapping):
         costed = {}
@@ -202,16 +202,16 @@ def _shown(value: Any) -> str:
 # ---- components ------------------------------------------------------------------------------------------------------
 
 
-def _part(section: Mapping[str, Any], where: str) -> Part | None:
+def _part(section: Mapping[str, Any], where: str) -> ComponentCode | None:
     use, settings, emulate = (section.get(key) for key in PART_KEYS)
     if use is not None and not isinstance(use, str):
         raise InputError("use names a class", where=f"{where}.use", hint="write package.module:Class")
     if settings is not None and not (isinstance(settings, Mapping) and all(isinstance(k, str) for k in settings)):
         raise InputError("settings is a section of keys", where=f"{where}.settings")
     if emulate in (None, False):
-        return Part(use, dict(settings or {})) if use is not None else None
+        return ComponentCode(use, dict(settings or {})) if use is not None else None
     if emulate is True:
-        emulated = Part()
+        emulated = ComponentCode()
     elif isinstance(emulate, Mapping):
         emulated = _emulated(emulate, f"{where}.emulate")
     else:
@@ -219,7 +219,7 @@ def _part(section: Mapping[str, Any], where: str) -> Part | None:
     return replace(emulated, use=use, settings=dict(settings or {}), paced=use is not None)
 
 
-def _emulated(section: Mapping[str, Any], where: str) -> Part:
+def _emulated(section: Mapping[str, Any], where: str) -> ComponentCode:
     for key in section:
         if key not in EMULATE_KEYS:
             raise unknown_key(key, EMULATE_KEYS, f"{where}.{key}")
@@ -249,7 +249,7 @@ def _emulated(section: Mapping[str, Any], where: str) -> Part:
         disturbance = Disturbance(**stated)
     except InputError as error:
         raise InputError(error.what, where=where) from None
-    return Part(curve=dict(curve) if curve else None, disturbance=disturbance)
+    return ComponentCode(curve=dict(curve) if curve else None, disturbance=disturbance)
 
 
 def _is_number(value: Any) -> bool:

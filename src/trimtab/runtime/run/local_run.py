@@ -20,43 +20,43 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
-from trimtab.core.reasons import Code, Reason
-from trimtab.machines.replan.events import Asked
-from trimtab.machines.replan.machine import LoopMachine
-from trimtab.machines.replan.placed_plan import Sited
+from trimtab.core.reasons import Reason, ReasonCode
+from trimtab.machines.replan.events import ReplanRequested
+from trimtab.machines.replan.machine import ReplanMachine
+from trimtab.machines.replan.placed_plan import PlacedPlan
 from trimtab.model.plan import Plan
 from trimtab.model.run import STAGES, Iteration
-from trimtab.model.workflow import Job, Workflow
+from trimtab.model.workflow import PlacementJob, Workflow
 from trimtab.plan.placement.order import play
 from trimtab.plan.placement.planner import best_plan
 from trimtab.plan.placement.timeline import to_plan
 from trimtab.runtime.procs.interrupts import interrupts_heard
 from trimtab.runtime.run import control_files as asks
-from trimtab.runtime.run.checkpoints import Saving
+from trimtab.runtime.run.checkpoints import Checkpointer
 from trimtab.runtime.run.clock import Clock, WallClock
 from trimtab.runtime.run.component import ComponentError, said
-from trimtab.runtime.run.components import Crew, CrewLike, LostError
+from trimtab.runtime.run.components import ComponentLostError, ComponentSet, LocalComponents
 from trimtab.runtime.run.engines.event_log import diary_of, read_diary
 from trimtab.runtime.run.folder import PastRun, RunFolder, iteration_facts, read_run
-from trimtab.runtime.run.iteration import Acting, Inputs
+from trimtab.runtime.run.iteration import Inputs, IterationRunner
 from trimtab.runtime.run.job import RunJob, shared_plan, with_costs
 from trimtab.runtime.run.measurements import Metrics, bars_facts, plan_facts, summary_facts
-from trimtab.runtime.run.migration import Moving, carry_out
-from trimtab.runtime.run.replanner import Looping, keep_machine, kept_machine, nodes_facts
+from trimtab.runtime.run.migration import MigrationExecutor, carry_out
+from trimtab.runtime.run.replanner import Replanner, keep_machine, kept_machine, nodes_facts
 
 log = logging.getLogger(__name__)
 
 LOOP = "loop.json"
 LOOK_S = 0.25  # between two looks into the folder, at what others have written there
-State = Literal["running", "done", "stopped", "failed"]
-_CODES = {"raised": Code.raised, "hung": Code.hung, "unhealthy": Code.unhealthy}
+RunStatus = Literal["running", "done", "stopped", "failed"]
+_CODES = {"raised": ReasonCode.raised, "hung": ReasonCode.hung, "unhealthy": ReasonCode.unhealthy}
 
 
 @dataclass(frozen=True)
 class RunEnd:
     """How a run ended: its iterations, each once, and why it did not go on."""
 
-    state: State
+    state: RunStatus
     reason: Reason
     iterations: tuple[Iteration, ...]
     plan: Plan
@@ -97,7 +97,7 @@ class LocalRun:
         self._told = told
         self._on_event = on_event
         self._inputs = inputs
-        self._loop: Looping | None = None
+        self._loop: Replanner | None = None
         self._asked: list[str] = []
         self._stop: Reason | None = None
         self._ending = False
@@ -105,7 +105,7 @@ class LocalRun:
         self._past = PastRun()
         self._iterations: list[Iteration] = []
         self._metrics: dict[int, Metrics] = {}
-        self._saving = Saving(None, run.job.workflow.names, run.save_every, run.iterations, self._tell)
+        self._saving = Checkpointer(None, run.job.workflow.names, run.save_every, run.iterations, self._tell)
         self._plan_now: Plan | None = None
         self._plan_since = 1
         self._time_s = 0.0  # of the plan, since the run began
@@ -113,7 +113,7 @@ class LocalRun:
         self._here_s: dict[int, float] = {}
         self._sync_s: dict[int, float] = {}
         self._cluster = run.job.cluster
-        self._kept: LoopMachine | None = None  # what the loop knew when the run was left
+        self._kept: ReplanMachine | None = None  # what the loop knew when the run was left
         self._measured = False  # costs that were not stated are known, and planned with
         self._spans: dict[str, tuple[int, int]] = {}
         self._diaries: dict[str, int] = {}  # how far those of components' own workers were read
@@ -123,14 +123,14 @@ class LocalRun:
 
     def stop(self, why: str = "somebody asked for it") -> None:
         """End the run after the iteration that is under way, with its state saved. From any thread."""
-        self._stop = Reason(Code.by_hand, why)
+        self._stop = Reason(ReasonCode.by_hand, why)
 
     def ask(self, why: str = "somebody asked") -> None:
         """Whether the plan is still right: the answer is told when the iteration under way is over. From any thread."""
         if self._loop is None:
             self._asked.append(why)
         else:
-            self._loop.post(Asked(why))
+            self._loop.post(ReplanRequested(why))
 
     def run(self) -> RunEnd:
         """Run it to its end. Raises only for what is wrong before anything has begun."""
@@ -151,39 +151,39 @@ class LocalRun:
             state, reason, tuple(self._iterations), plan, self._plan_since, self._metrics, self._here_s, error
         )
 
-    def _to_its_end(self, crew: CrewLike, plan: Plan, first: int) -> tuple[State, Reason, TrimtabError | None]:
+    def _to_its_end(self, crew: ComponentSet, plan: Plan, first: int) -> tuple[RunStatus, Reason, TrimtabError | None]:
         """All iterations, or as many as it comes to; whatever ends it is said, not raised."""
         try:
             try:
                 try:
                     self._begin(crew, plan, first)
-                except LostError as lost:
+                except ComponentLostError as lost:
                     plan, first = self._recovered(crew, lost, plan)
                 self._all_iterations(crew, plan, first)
             finally:
                 self._ending = True  # from here on Ctrl-C changes nothing
         except KeyboardInterrupt:
             sentence = f"stopped at once: iteration {self._done + 1} was not over, and does not count"
-            return "stopped", Reason(Code.by_hand, sentence), None
+            return "stopped", Reason(ReasonCode.by_hand, sentence), None
         except ComponentError as fault:
-            return "failed", Reason(_CODES.get(fault.wrong, Code.faulty), fault.what), fault
+            return "failed", Reason(_CODES.get(fault.wrong, ReasonCode.faulty), fault.what), fault
         except TrimtabError as refused:
-            return "failed", Reason(Code.refused, refused.what), refused
+            return "failed", Reason(ReasonCode.refused, refused.what), refused
         except OSError as full:
             error = InputError(f"the state cannot be saved: {full.strerror or full}", where=str(self._path))
-            return "failed", Reason(Code.faulty, error.what), error
+            return "failed", Reason(ReasonCode.faulty, error.what), error
         except BaseException as broken:  # of ours, or of whoever is told: the folder is left in order all the same
             crew.close()
-            self._finish("failed", Reason(Code.raised, f"it broke off: {said(broken)}"), self._plan_now or plan)
+            self._finish("failed", Reason(ReasonCode.raised, f"it broke off: {said(broken)}"), self._plan_now or plan)
             raise
         if self._loop is not None and self._loop.stop is not None:
             return "failed", self._loop.stop, UnreachableError(self._loop.stop.sentence)
         if self._stop is not None and self._done < self._job.iterations:
             return "stopped", self._stop, None
-        return "done", Reason(Code.completed, f"all {self._job.iterations} iterations are done"), None
+        return "done", Reason(ReasonCode.completed, f"all {self._job.iterations} iterations are done"), None
 
-    def _make_crew(self) -> CrewLike:
-        return Crew(self._job, self._clock, self._path)
+    def _make_crew(self) -> ComponentSet:
+        return LocalComponents(self._job, self._clock, self._path)
 
     # ---- beginning and ending ------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class LocalRun:
         self._diaries = {name: size_of(diary_of(self._path, name)) for name in self._workflow.names}
         asks.forget(self._path)
         saved = self._past.saved
-        self._saving = Saving(
+        self._saving = Checkpointer(
             self._folder, self._workflow.names, self._job.save_every, self._job.iterations, self._tell
         )
         self._saving.whole = saved
@@ -224,9 +224,9 @@ class LocalRun:
     def _fresh_plan(self) -> Plan:
         """The best plan for what there is; as long as costs are not known, one on shared GPUs to measure them."""
         best = shared_plan if self._has_to_measure() else _best
-        return best(Job(self._cluster, self._workflow))
+        return best(PlacementJob(self._cluster, self._workflow))
 
-    def _begin(self, crew: CrewLike, plan: Plan, first: int) -> None:
+    def _begin(self, crew: ComponentSet, plan: Plan, first: int) -> None:
         """Make the components, and bring them to where the run stands."""
         self._plan_now = plan
         if first > 1:
@@ -235,13 +235,13 @@ class LocalRun:
             self._tell("began", job=self._job.name, iterations=self._job.iterations, seed=self._job.seed)
         self._tell("cluster", why="first", leaving=[], deadline=None, nodes=nodes_facts(self._cluster))
         self._tell("plan", why="first", iteration=first, **plan_facts(plan))
-        self._summarise("running", Reason(Code.began, "it runs"), plan)
-        crew.make(self._workflow, Sited(plan, self._cluster), first)
+        self._summarise("running", Reason(ReasonCode.began, "it runs"), plan)
+        crew.make(self._workflow, PlacedPlan(plan, self._cluster), first)
         if first == 1 or self._folder is None:
             return
         self._load_states(crew, first - 1)
 
-    def _load_states(self, crew: CrewLike, saved: int) -> None:
+    def _load_states(self, crew: ComponentSet, saved: int) -> None:
         """Bring everybody to the state after an iteration."""
         for name in self._workflow.names:
             state = None if self._folder is None else self._folder.state(saved, name)
@@ -249,7 +249,7 @@ class LocalRun:
                 crew.load(name, state)
         self._sync_now(crew, saved)
 
-    def _sync_now(self, crew: CrewLike, version: int) -> None:
+    def _sync_now(self, crew: ComponentSet, version: int) -> None:
         sync = self._workflow.weight_sync
         if sync is not None:
             weights, _ = crew.weights(sync.source)
@@ -270,7 +270,7 @@ class LocalRun:
     def _done(self) -> int:
         return self._iterations[-1].number if self._iterations else 0
 
-    def _all_iterations(self, crew: CrewLike, plan: Plan, first: int) -> None:
+    def _all_iterations(self, crew: ComponentSet, plan: Plan, first: int) -> None:
         """Run to the last iteration; with costs unknown, measure them first, and plan with them."""
         last = self._job.iterations
         while not self._ends and first <= last:
@@ -284,7 +284,7 @@ class LocalRun:
                 first = self._done + 1
                 if not self._ends and first <= last:
                     plan = self._next_plan(crew, plan, first, loaded)
-            except LostError as lost:
+            except ComponentLostError as lost:
                 plan, first = self._recovered(crew, lost, plan)
         if self._stop is not None and self._done:
             self._saving.complete(crew, self._done)
@@ -296,39 +296,39 @@ class LocalRun:
     def _has_to_measure(self) -> bool:
         return self._given is None and bool(self._job.unmeasured) and not self._measured
 
-    def _recovered(self, crew: CrewLike, lost: LostError, plan: Plan) -> tuple[Plan, int]:
+    def _recovered(self, crew: ComponentSet, lost: ComponentLostError, plan: Plan) -> tuple[Plan, int]:
         """Go on after a component was lost; gives the plan and the iteration to go on with."""
         raise lost  # in one process nobody is lost alone
 
     # ---- the loop, and moves -------------------------------------------------------------------------------------
 
-    def _make_loop(self, plan: Plan, first: int) -> Looping:
+    def _make_loop(self, plan: Plan, first: int) -> Replanner:
         machine = self._kept
         if machine is None or machine.plan != plan:
-            machine = LoopMachine(self._workflow, self._cluster, plan, self._job.rules)
-        loop = Looping(machine, self._tell, self._now)
+            machine = ReplanMachine(self._workflow, self._cluster, plan, self._job.rules)
+        loop = Replanner(machine, self._tell, self._now)
         loop.began(first - 1, self._job.iterations - first + 1)
         while self._asked:
-            loop.post(Asked(self._asked.pop(0)))
+            loop.post(ReplanRequested(self._asked.pop(0)))
         return loop
 
     def _keep_loop(self) -> None:
         if self._loop is not None and self._path is not None:
             keep_machine(self._path / LOOP, self._loop.machine)
 
-    def _next_plan(self, crew: CrewLike, plan: Plan, first: int, loaded: frozenset[str]) -> Plan:
+    def _next_plan(self, crew: ComponentSet, plan: Plan, first: int, loaded: frozenset[str]) -> Plan:
         """What the next iterations run under: another plan where costs are known now, or where the loop moves."""
         if self._has_to_measure():
             self._measured, self._workflow = True, self._measured_workflow()
             before, after = plan, self._fresh_plan()
             touched = tuple(name for name in self._workflow.names if _seat(before, name) != _seat(after, name))
-            here, there = Sited(before, self._cluster), Sited(after, self._cluster)
+            here, there = PlacedPlan(before, self._cluster), PlacedPlan(after, self._cluster)
             moving = self._moving(crew, here, there, touched, first, loaded)
             try:
                 for stage in STAGES:
                     moving.do(stage)
             except ComponentError as fault:  # it ran well as it was: so it goes on
-                self._tell("told", code=Code.rolled_back.value, reason=f"the plan stays as it is: {fault.what}")
+                self._tell("told", code=ReasonCode.rolled_back.value, reason=f"the plan stays as it is: {fault.what}")
                 moving.undo()
                 return before
             finally:
@@ -343,7 +343,7 @@ class LocalRun:
             return plan
         return self._moved(crew, loop, plan, first, loaded)
 
-    def _moved(self, crew: CrewLike, loop: Looping, plan: Plan, first: int, loaded: frozenset[str]) -> Plan:
+    def _moved(self, crew: ComponentSet, loop: Replanner, plan: Plan, first: int, loaded: frozenset[str]) -> Plan:
         """Carry out a move that has begun, and is drained by now; gives the plan that is in place then."""
         assert loop.move is not None
         here, there = loop.machine.sited, loop.machine.moving_to
@@ -356,9 +356,15 @@ class LocalRun:
         return loop.machine.plan
 
     def _moving(
-        self, crew: CrewLike, before: Sited, after: Sited, touched: tuple[str, ...], first: int, loaded: frozenset[str]
-    ) -> Moving:
-        return Moving(
+        self,
+        crew: ComponentSet,
+        before: PlacedPlan,
+        after: PlacedPlan,
+        touched: tuple[str, ...],
+        first: int,
+        loaded: frozenset[str],
+    ) -> MigrationExecutor:
+        return MigrationExecutor(
             crew,
             self._workflow,
             before,
@@ -370,7 +376,7 @@ class LocalRun:
             sync=lambda: self._sync_now(crew, first - 1),
         )
 
-    def _settled(self, crew: CrewLike, plan: Plan, first: int, why: str) -> None:
+    def _settled(self, crew: ComponentSet, plan: Plan, first: int, why: str) -> None:
         """Another plan is in place."""
         self._plan_now, self._plan_since = plan, first
         self._tell("plan", why=why, iteration=first, **plan_facts(plan))
@@ -394,9 +400,9 @@ class LocalRun:
         syncs_s = [self._sync_s[one.number] for one in measured if one.number in self._sync_s]
         return with_costs(self._job.job.workflow, measured, self._job.unmeasured, syncs_s)
 
-    def _iterate(self, crew: CrewLike, plan: Plan, first: int, last: int) -> frozenset[str]:
+    def _iterate(self, crew: ComponentSet, plan: Plan, first: int, last: int) -> frozenset[str]:
         """Iterations `first` to `last` under one plan; gives who is on its GPUs at the end."""
-        acting = Acting(
+        acting = IterationRunner(
             crew,
             self._workflow,
             plan,
@@ -411,12 +417,12 @@ class LocalRun:
         self._acted = self._clock.now()
         return acting.order.loaded
 
-    def _drive(self, acting: Acting) -> None:
+    def _drive(self, acting: IterationRunner) -> None:
         """Perform all acts: here one after another, timed as if they ran side by side."""
         for played in play(acting.order, acting.perform, self._time_s):
             self._act_ended(acting, played.end_s)
 
-    def _act_ended(self, acting: Acting, now_s: float) -> None:
+    def _act_ended(self, acting: IterationRunner, now_s: float) -> None:
         """An act is over: whatever iterations end with it are told, and a stop that was asked for is begun."""
         self._time_s = now_s
         self._look_around()
@@ -426,7 +432,7 @@ class LocalRun:
             with acting.lock:
                 acting.order.stop_after(acting.order.finished)
 
-    def _iteration_done(self, acting: Acting, number: int, now_s: float) -> None:
+    def _iteration_done(self, acting: IterationRunner, number: int, now_s: float) -> None:
         """Tell of an iteration. Only this thread begins acts, so who is idle stays so; others under way may end."""
         idle = tuple(name for name in self._workflow.names if acting.order.is_idle(name))
         acting.crew.check_health(idle)
@@ -459,7 +465,7 @@ class LocalRun:
             self._loop.look()
         self._tell_ranges(acting.crew, idle)
 
-    def _tell_ranges(self, crew: CrewLike, names: Sequence[str]) -> None:
+    def _tell_ranges(self, crew: ComponentSet, names: Sequence[str]) -> None:
         """Tell components that bring their own workers what the loop lets them have."""
         for name in names:
             span = self._loop.ranges.get(name) if self._loop is not None else None
@@ -476,10 +482,10 @@ class LocalRun:
         for one in asks.taken(self._path, asks.RUN):
             if one.get("ask") == "replan":
                 why = str(one.get("why") or "somebody asked")[:200]
-                self._tell("told", code=Code.by_hand.value, reason=f"is the plan still right? ({why})")
+                self._tell("told", code=ReasonCode.by_hand.value, reason=f"is the plan still right? ({why})")
                 self.ask(why)
             else:
-                self._tell("told", code=Code.refused.value, reason="something was asked that is not understood")
+                self._tell("told", code=ReasonCode.refused.value, reason="something was asked that is not understood")
 
     def _tell_workers(self, folder: Path) -> None:
         for name in self._workflow.names:
@@ -515,7 +521,7 @@ def size_of(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
-def _best(job: Job) -> Plan:
+def _best(job: PlacementJob) -> Plan:
     space, outcome = best_plan(job)
     assert outcome.best is not None
     return to_plan(space, outcome.best)

@@ -14,10 +14,10 @@ import numpy as np
 
 from trimtab.core.ranks import ranks_text
 from trimtab.core.reasons import Reason
-from trimtab.model.plan import Bar, Doing, Plan
-from trimtab.model.run import Iteration, Measured
+from trimtab.model.plan import BarKind, Plan, TimelineBar
+from trimtab.model.run import ComponentTiming, Iteration
 from trimtab.model.workflow import Workflow
-from trimtab.plan.placement.order import Act, Step, Sync, Turn
+from trimtab.plan.placement.order import BatchStep, GpuTurn, PlanAction, WeightSyncStep
 from trimtab.runtime.run.component import figure_for_json
 
 Metrics = dict[str, dict[str, float | None]]
@@ -28,7 +28,7 @@ GAP_S = 1e-6
 
 
 @dataclass
-class _Tally:
+class _ComponentTally:
     """One component in one iteration, as far as it is."""
 
     busy_s: float = 0.0
@@ -39,19 +39,19 @@ class _Tally:
     metrics: dict[str, list[float]] = field(default_factory=dict)
 
 
-class Measuring:
+class RunMeasurements:
     """Adds up what happens under one plan, from its first iteration on."""
 
     def __init__(self, workflow: Workflow, plan: Plan, first: int, now_s: float) -> None:
         self._workflow = workflow
         self._gpus = {placed.name: len(placed.gpus) for placed in plan.components}
-        self._tallies: dict[tuple[int, str], _Tally] = {}
-        self._bars: dict[int, list[Bar]] = {}
+        self._tallies: dict[tuple[int, str], _ComponentTally] = {}
+        self._bars: dict[int, list[TimelineBar]] = {}
         self._sync_s: dict[int, float] = {}
         self._free_s = dict.fromkeys(workflow.names, now_s)  # since when each could have begun its next batch
         self._ended_s = now_s  # of the last iteration that is over
 
-    def step(self, act: Step, now_s: float, took_s: float, metrics: Mapping[str, float]) -> None:
+    def step(self, act: BatchStep, now_s: float, took_s: float, metrics: Mapping[str, float]) -> None:
         """A batch that began at a time and took so long."""
         tally = self._tally(act.iteration, act.component)
         since_s = self._free_s[act.component]
@@ -64,40 +64,40 @@ class Measuring:
             tally.metrics.setdefault(name, []).append(value)
         self._free_s[act.component] = now_s + took_s
 
-    def offloaded(self, component: str, act: Turn, took_s: float) -> None:
+    def offloaded(self, component: str, act: GpuTurn, took_s: float) -> None:
         """A component left its GPUs for another. The last of an iteration leaves them in the next one."""
         self._tally(act.iteration, component).offload_s += took_s
 
-    def onloaded(self, act: Turn, took_s: float) -> None:
+    def onloaded(self, act: GpuTurn, took_s: float) -> None:
         """A component came back to its GPUs."""
         self._tally(act.iteration, act.component).onload_s += took_s
 
-    def add(self, act: Act, now_s: float, took_s: float) -> None:
+    def add(self, act: PlanAction, now_s: float, took_s: float) -> None:
         """An act of any kind, for the timeline."""
         end_s = now_s + took_s
-        if isinstance(act, Turn):
+        if isinstance(act, GpuTurn):
             self._free_s[act.component] = end_s
         if not took_s:
             return
         bars = self._bars.setdefault(act.iteration, [])
-        if isinstance(act, Sync):
+        if isinstance(act, WeightSyncStep):
             self._sync_s[act.iteration] = took_s
-            bars += [Bar(name, "sync", now_s, end_s) for name in (act.source, act.target)]
+            bars += [TimelineBar(name, "sync", now_s, end_s) for name in (act.source, act.target)]
             return
-        doing: Doing = "switch" if isinstance(act, Turn) else "run"
+        doing: BarKind = "switch" if isinstance(act, GpuTurn) else "run"
         for at in range(len(bars) - 1, -1, -1):
             bar = bars[at]
             if bar.component == act.component:
                 if bar.doing == doing and now_s - bar.end <= GAP_S:
-                    bars[at] = Bar(bar.component, doing, bar.start, end_s)
+                    bars[at] = TimelineBar(bar.component, doing, bar.start, end_s)
                     return
                 break
-        bars.append(Bar(act.component, doing, now_s, end_s))
+        bars.append(TimelineBar(act.component, doing, now_s, end_s))
 
     def iteration(self, number: int, now_s: float, extra: tuple[str, ...] = ()) -> Iteration:
         """An iteration that is over now."""
         measured = tuple(
-            Measured(
+            ComponentTiming(
                 component=name,
                 busy_s=tally.busy_s,
                 gpus=self._gpus[name],
@@ -125,17 +125,17 @@ class Measuring:
             if at == number and tally.metrics
         }
 
-    def bars(self, number: int) -> list[Bar]:
+    def bars(self, number: int) -> list[TimelineBar]:
         """The stretches of an iteration; they are let go."""
         for old in [key for key in self._tallies if key[0] < number]:
             del self._tallies[old]
         return self._bars.pop(number, [])
 
-    def _tally(self, iteration: int, component: str) -> _Tally:
-        return self._tallies.setdefault((iteration, component), _Tally())
+    def _tally(self, iteration: int, component: str) -> _ComponentTally:
+        return self._tallies.setdefault((iteration, component), _ComponentTally())
 
 
-def bars_facts(bars: Sequence[Bar]) -> list[list[Any]]:
+def bars_facts(bars: Sequence[TimelineBar]) -> list[list[Any]]:
     """Bars as an event holds them: component, what it does, start and end in seconds since the run began."""
     return [[bar.component, bar.doing, round(bar.start, 6), round(bar.end, 6)] for bar in bars]
 

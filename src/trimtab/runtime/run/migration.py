@@ -15,24 +15,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trimtab.core.errors import TrimtabError, UnreachableError
-from trimtab.machines.replan.events import RollBack
-from trimtab.machines.replan.placed_plan import Sited
-from trimtab.model.run import Stage
+from trimtab.machines.replan.events import RollBackMigration
+from trimtab.machines.replan.placed_plan import PlacedPlan
+from trimtab.model.run import MigrationStage
 from trimtab.model.workflow import Workflow
 from trimtab.runtime.run.component import said
-from trimtab.runtime.run.components import CrewLike, LostError
-from trimtab.runtime.run.replanner import Looping
+from trimtab.runtime.run.components import ComponentLostError, ComponentSet
+from trimtab.runtime.run.replanner import Replanner
 
 
-class Moving:
+class MigrationExecutor:
     """From one plan to another, after `iteration` - 1. `loaded` are the components on their GPUs now."""
 
     def __init__(
         self,
-        crew: CrewLike,
+        crew: ComponentSet,
         workflow: Workflow,
-        before: Sited,
-        after: Sited,
+        before: PlacedPlan,
+        after: PlacedPlan,
         touched: Sequence[str],
         iteration: int,
         loaded: frozenset[str],
@@ -53,15 +53,15 @@ class Moving:
         self._saved = tuple(n for n in self._anew if crew.has(n, "save") and crew.has(n, "load"))
         self._released = self._resizing = False
 
-    def do(self, stage: Stage) -> None:
+    def do(self, stage: MigrationStage) -> None:
         """Do a stage; raises where it fails."""
-        doing: dict[Stage, Callable[[], None]] = {
-            Stage.save: self._save,
-            Stage.release: self._release,
-            Stage.place: lambda: self._place(self._after),
-            Stage.load: self._load,
-            Stage.check: self._check,
-            Stage.resume: lambda: self._resume(self._after),
+        doing: dict[MigrationStage, Callable[[], None]] = {
+            MigrationStage.save: self._save,
+            MigrationStage.release: self._release,
+            MigrationStage.place: lambda: self._place(self._after),
+            MigrationStage.load: self._load,
+            MigrationStage.check: self._check,
+            MigrationStage.resume: lambda: self._resume(self._after),
         }
         if stage in doing:  # draining was the run's doing
             doing[stage]()
@@ -98,7 +98,7 @@ class Moving:
         self._released = bool(self._anew)
         self._crew.drop(self._anew)
 
-    def _place(self, to: Sited) -> None:
+    def _place(self, to: PlacedPlan) -> None:
         # Whoever shrinks does so before others are placed, whoever grows after that: there is room for both then.
         plan, before = to.plan, (self._before if to is self._after else self._after).plan
         larger = [name for name in self._resized if len(plan.placed(name).gpus) > len(before.placed(name).gpus)]
@@ -118,7 +118,7 @@ class Moving:
     def _check(self) -> None:
         self._crew.check_health(self._workflow.names)
 
-    def _resume(self, to: Sited) -> None:
+    def _resume(self, to: PlacedPlan) -> None:
         made = frozenset(self._anew) if self._released else frozenset()
         self._crew.settle(to.plan, self._loaded | made)
         sync = self._workflow.weight_sync
@@ -126,17 +126,17 @@ class Moving:
             self._sync()
 
 
-def carry_out(loop: Looping, moving: Moving, now: Callable[[], float], passed: Callable[[], None]) -> bool:
+def carry_out(loop: Replanner, moving: MigrationExecutor, now: Callable[[], float], passed: Callable[[], None]) -> bool:
     """Do what the loop says of the move that has begun, stage by stage; whether it arrived.
 
     Where it fails the old plan is in place again, or the loop has said that the run cannot go on. `passed` is told
-    whenever time has gone by. Raises LostError where there is nobody left to go back with.
+    whenever time has gone by. Raises ComponentLostError where there is nobody left to go back with.
     """
     try:
         while loop.move is not None:
             todo, began = loop.todo, now()
             assert todo is not None
-            if isinstance(todo, RollBack):
+            if isinstance(todo, RollBackMigration):
                 _undo(loop, moving, now, passed)
                 return False
             try:
@@ -147,18 +147,18 @@ def carry_out(loop: Looping, moving: Moving, now: Callable[[], float], passed: C
                 continue
             passed()
             # The iteration that is drained would have run anyway: only what comes after it is standing still.
-            loop.stage_done(todo.stage, 0.0 if todo.stage is Stage.drain else now() - began)
+            loop.stage_done(todo.stage, 0.0 if todo.stage is MigrationStage.drain else now() - began)
             loop.look()
     finally:
         moving.end()
     return True
 
 
-def _undo(loop: Looping, moving: Moving, now: Callable[[], float], passed: Callable[[], None]) -> None:
+def _undo(loop: Replanner, moving: MigrationExecutor, now: Callable[[], float], passed: Callable[[], None]) -> None:
     began = now()
     try:
         moving.undo()
-    except LostError:
+    except ComponentLostError:
         raise
     except (TrimtabError, OSError) as fault:
         passed()

@@ -19,11 +19,11 @@ from trimtab.core.errors import InputError
 from trimtab.formats import yaml_text
 from trimtab.formats.job import matches, ranks_of
 from trimtab.formats.load import overridden
-from trimtab.formats.loaded import Loaded
+from trimtab.formats.loaded import LoadedJob
 from trimtab.formats.logs.measured import spread
 from trimtab.model.plan import CurrentPlacement
-from trimtab.model.run import Iteration, Measured
-from trimtab.model.workflow import ANY_KIND, Component, Job, Variant, WeightSync, Workflow
+from trimtab.model.run import ComponentTiming, Iteration
+from trimtab.model.workflow import ANY_KIND, Component, PlacementJob, Variant, WeightSync, Workflow
 from trimtab.plan.placement.cost import seconds_at
 from trimtab.runtime.run.folder import JOB, PastRun, read_run
 from trimtab.runtime.run.job_file import read_costed
@@ -35,7 +35,7 @@ NEWEST = 20  # iterations that tell switches and syncs
 
 
 @dataclass(frozen=True)
-class Stretch:
+class CostStretch:
     """Iterations in a row in which a component ran alike: how many GPUs of which kind, in which variant."""
 
     gpus: int
@@ -67,19 +67,19 @@ def _end_of(values: Sequence[float]) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Told:
+class PastComponentCosts:
     """What a run tells of one component, at the level of the run's end: points, newest first, and its drift."""
 
-    points: tuple[tuple[Stretch, float], ...]
+    points: tuple[tuple[CostStretch, float], ...]
     drift: float  # the level at the end against that at the beginning
 
     @property
-    def newest(self) -> tuple[Stretch, float]:
+    def newest(self) -> tuple[CostStretch, float]:
         """Where it ran last."""
         return self.points[0]
 
 
-def load_from_run(folder: Path, file: Path | None, overrides: Sequence[str]) -> tuple[Loaded, tuple[str, ...]]:
+def load_from_run(folder: Path, file: Path | None, overrides: Sequence[str]) -> tuple[LoadedJob, tuple[str, ...]]:
     """A job with the costs that the run in a folder has measured, and what they rest on.
 
     The job is the run's own, or that of a file, which may state another cluster or other limits.
@@ -94,7 +94,7 @@ def load_from_run(folder: Path, file: Path | None, overrides: Sequence[str]) -> 
     loaded, _, unmeasured = read_costed(overridden(data, overrides), path)
     workflow, notes = measured_workflow(loaded.job.workflow, unmeasured, past, str(folder))
     notes += (past.left_out,) * bool(past.left_out)
-    job = Job(loaded.job.cluster, workflow)
+    job = PlacementJob(loaded.job.cluster, workflow)
     return replace(loaded, job=job, current=loaded.current or _last_placement(past, job, folder)), notes
 
 
@@ -137,22 +137,22 @@ def measured_workflow(
 # ---- components ------------------------------------------------------------------------------------------------------
 
 
-def _told(past: PastRun, name: str, batches: int) -> Told | None:
+def _told(past: PastRun, name: str, batches: int) -> PastComponentCosts | None:
     stretches = _stretches(past, name, batches)
     if not stretches:
         return None
-    points: dict[tuple[int, str, str], tuple[Stretch, float]] = {}
+    points: dict[tuple[int, str, str], tuple[CostStretch, float]] = {}
     since = 1.0  # what has drifted since the stretch ended
     for stretch in reversed(stretches):
         first, last = stretch.ends()
         points.setdefault((stretch.gpus, stretch.kind, stretch.variant), (stretch, last * since))
         since *= last / first if first else 1.0
-    return Told(tuple(points.values()), since)
+    return PastComponentCosts(tuple(points.values()), since)
 
 
-def _stretches(past: PastRun, name: str, batches: int) -> list[Stretch]:
+def _stretches(past: PastRun, name: str, batches: int) -> list[CostStretch]:
     """A component's time by stretches; cold iterations and those with work beside the batches are left out."""
-    runs: list[tuple[tuple[int, str, str], list[tuple[Iteration, Measured]]]] = []
+    runs: list[tuple[tuple[int, str, str], list[tuple[Iteration, ComponentTiming]]]] = []
     for iteration in past.iterations:
         measured = next((one for one in iteration.components if one.component == name), None)
         if measured is None:
@@ -163,20 +163,20 @@ def _stretches(past: PastRun, name: str, batches: int) -> list[Stretch]:
         if not runs or runs[-1][0] != key:
             runs.append((key, []))
         runs[-1][1].append((iteration, measured))
-    return [Stretch(*key, tuple(_busy_s(one, batches) for one in _that_count(run))) for key, run in runs]
+    return [CostStretch(*key, tuple(_busy_s(one, batches) for one in _that_count(run))) for key, run in runs]
 
 
-def _that_count(run: Sequence[tuple[Iteration, Measured]]) -> list[Measured]:
+def _that_count(run: Sequence[tuple[Iteration, ComponentTiming]]) -> list[ComponentTiming]:
     warm = list(run[1:]) or list(run)
     usual = [measured for iteration, measured in warm if not iteration.extra]
     return usual or [measured for _, measured in warm]
 
 
-def _busy_s(measured: Measured, batches: int) -> float:
+def _busy_s(measured: ComponentTiming, batches: int) -> float:
     return measured.busy_s * (batches / measured.batches if measured.batches else 1.0)
 
 
-def _with_costs(component: Component, told: Told, *, is_stated: bool) -> tuple[Component, str]:
+def _with_costs(component: Component, told: PastComponentCosts, *, is_stated: bool) -> tuple[Component, str]:
     """A component with measured points, and the sentence that says which stated ones were moved."""
     stretch, newest_s = told.newest
     if component.on_cpu:
@@ -194,7 +194,7 @@ def _with_costs(component: Component, told: Told, *, is_stated: bool) -> tuple[C
     return replace(component, variants=variants), note
 
 
-def _moved(variant: Variant, told: Told, level: float, *, is_stated: bool) -> Variant:
+def _moved(variant: Variant, told: PastComponentCosts, level: float, *, is_stated: bool) -> Variant:
     """A variant with the points that were measured of it; those that are stated move by the level."""
     seconds: dict[str, dict[int, float]] = {}
     if is_stated:
@@ -252,7 +252,7 @@ def _sync(sync: WeightSync | None, past: PastRun) -> tuple[WeightSync | None, st
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-def _what_was_measured(told: Mapping[str, Told], iterations: int, where: str) -> str:
+def _what_was_measured(told: Mapping[str, PastComponentCosts], iterations: int, where: str) -> str:
     parts = []
     for name, one in told.items():
         counts = sorted({stretch.gpus for stretch, _ in one.points})
@@ -264,7 +264,7 @@ def _what_was_measured(told: Mapping[str, Told], iterations: int, where: str) ->
     return f"costs are those of {iterations} iterations of the run in {where}: {', '.join(parts)}"
 
 
-def _last_placement(past: PastRun, job: Job, folder: Path) -> CurrentPlacement | None:
+def _last_placement(past: PastRun, job: PlacementJob, folder: Path) -> CurrentPlacement | None:
     """Where the run's last plan had the components, if the cluster still has those GPUs."""
     facts: Mapping[str, Any] = past.plans.get(past.iterations[-1].number, {})
     ranks = {

@@ -3,9 +3,9 @@
 A group of the plan is one set of slots. Its first component is the task that holds them; the others share them and take
 turns there, so that leaving and coming back to GPUs is the pool's doing and shows in its books. A component that brings
 its own workers holds no GPUs itself where it has them alone: its workers do. Every call ends in a time or in an error
-that says whose fault it is: a component's own (`ComponentError`), or that its process is gone (`LostError`): nobody is
-started again behind the run's back, which goes on from its last state with everybody made anew. Calls may come from
-several threads, one at a time for each component.
+that says whose fault it is: a component's own (`ComponentError`), or that its process is gone (`ComponentLostError`):
+nobody is started again behind the run's back, which goes on from its last state with everybody made anew. Calls may
+come from several threads, one at a time for each component.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import InputError, TrimtabError
-from trimtab.machines.replan.placed_plan import Seat, Sited, seats
-from trimtab.model.plan import Group, Plan
-from trimtab.model.pool import State
+from trimtab.machines.replan.placed_plan import GpuSlot, PlacedPlan, seats
+from trimtab.model.plan import ComponentGroup, Plan
+from trimtab.model.pool import TaskState
 from trimtab.model.workflow import Workflow
 from trimtab.runtime.client.session import Pool, Session
 from trimtab.runtime.client.task import Task
 from trimtab.runtime.client.task_errors import TaskError, TaskTimeoutError
 from trimtab.runtime.run.component import Batch, ComponentError, Place, Result, find_class, said
-from trimtab.runtime.run.component_worker import ComponentSeat, Done, SeatOrder
-from trimtab.runtime.run.components import LostError
+from trimtab.runtime.run.component_worker import CallResult, ComponentStartSpec, ComponentWorker
+from trimtab.runtime.run.components import ComponentLostError
 from trimtab.runtime.run.emulated import emulated_settings
 from trimtab.runtime.run.job import RunJob
 
@@ -36,11 +36,11 @@ LOOK_S = 0.5  # a call is waited for in stretches of this, between which it is s
 CPU_EACH = 0.01  # slots of components that compute on GPUs, or nowhere, ask for next to nothing
 
 
-class ClusterCrew:
+class ClusterComponents:
     """All components of a run, each a task of the run's pool."""
 
     def __init__(self, run: RunJob, session: Session, pool: Pool, folder: Path) -> None:
-        self._seats: tuple[Seat, ...] = ()  # of the cluster that a plan counts through, by rank
+        self._seats: tuple[GpuSlot, ...] = ()  # of the cluster that a plan counts through, by rank
         self._run = run
         self._session = session
         self._pool = pool
@@ -59,16 +59,16 @@ class ClusterCrew:
 
     # ---- making and ending -----------------------------------------------------------------------------------------
 
-    def make(self, workflow: Workflow, sited: Sited, iteration: int) -> None:
+    def make(self, workflow: Workflow, sited: PlacedPlan, iteration: int) -> None:
         """Make all components; those that share GPUs come back to them with their first turn."""
         self._place(workflow, sited, workflow.names, iteration, may_evict=True)
 
-    def place(self, workflow: Workflow, sited: Sited, names: Sequence[str], iteration: int) -> None:
+    def place(self, workflow: Workflow, sited: PlacedPlan, names: Sequence[str], iteration: int) -> None:
         """Make these anew amid a run: room is there as soon as whoever had it is gone, so nobody is evicted for it."""
         self._place(workflow, sited, names, iteration, may_evict=False)
 
     def _place(
-        self, workflow: Workflow, sited: Sited, names: Sequence[str], iteration: int, *, may_evict: bool
+        self, workflow: Workflow, sited: PlacedPlan, names: Sequence[str], iteration: int, *, may_evict: bool
     ) -> None:
         """Submit these components and wait until each is made. Large ones first: they find room then if any do."""
         self._made += 1
@@ -129,7 +129,7 @@ class ClusterCrew:
             settings = self._emulated(workflow, plan, name)
         elif part.paced:
             pace = self._emulated(workflow, plan, name)
-        order = SeatOrder(place, part.use, settings, self._run.near, self._children[name], pace)
+        order = ComponentStartSpec(place, part.use, settings, self._run.near, self._children[name], pace)
         self._counts.pop(name, None)
         holder = next((one for one in group.components if one in self._tasks), None)
         sharing: dict[str, Any] = {}
@@ -141,7 +141,7 @@ class ClusterCrew:
         if placed.gpus and holder is None and not on_slots:
             self._counts[name] = self._on_each(group.gpus, group.gpus)
         self._tasks[name] = self._pool.submit(
-            ComponentSeat,
+            ComponentWorker,
             (order,),
             resources=self._bundles((), ()) if on_slots else self._bundles(placed.gpus, group.gpus),
             id=f"{self._pool.name}.{name}.{self._made}",
@@ -175,14 +175,14 @@ class ClusterCrew:
 
     def _await_made(self, name: str) -> None:
         try:
-            if name in self._shared or self._waited(name) is State.parked:
+            if name in self._shared or self._waited(name) is TaskState.parked:
                 self._take_turn(name)  # it is made when it has its first turn
         except TaskError as error:
-            raise LostError(name, f"{name} could not be placed: {error.what}") from error
+            raise ComponentLostError(name, f"{name} could not be placed: {error.what}") from error
         told = self._call(name, "has")
         self._has[name] = frozenset(told[0].value)
 
-    def _waited(self, name: str) -> State:
+    def _waited(self, name: str) -> TaskState:
         """Until a component has its process. A plan that was made for nodes which are gone is not waited for."""
         task, end = self._tasks[name], time.monotonic() + PLACE_S
         while True:
@@ -190,7 +190,7 @@ class ClusterCrew:
                 return task.wait(("running", "parked"), timeout=min(1.0, max(0.0, end - time.monotonic())))
             except TaskTimeoutError:  # noqa: PERF203 -- once a second
                 if self._alarm is not None:
-                    raise LostError(name, f"{name} is not placed any more: {self._alarm}") from None
+                    raise ComponentLostError(name, f"{name} is not placed any more: {self._alarm}") from None
                 if time.monotonic() >= end:
                     raise
 
@@ -284,13 +284,13 @@ class ClusterCrew:
             task.take_turn()
             task.wait("running", timeout=PLACE_S)
         except (InputError, TaskError) as error:
-            raise LostError(name, f"{name} cannot have its turn: {error.what}") from error
+            raise ComponentLostError(name, f"{name} cannot have its turn: {error.what}") from error
 
-    def _call(self, name: str, method: str, *arguments: Any) -> list[Done]:
+    def _call(self, name: str, method: str, *arguments: Any) -> list[CallResult]:
         """What came of a call of every member."""
         return self._called(name, method, lambda: self._tasks[name].begin(method, *arguments, timeout=PLACE_S))
 
-    def _call_for_data(self, name: str, method: str, *arguments: Any, **more: Any) -> tuple[list[Done], Any]:
+    def _call_for_data(self, name: str, method: str, *arguments: Any, **more: Any) -> tuple[list[CallResult], Any]:
         """The same of a method that gives data as well: a reference to those of the first member."""
         data: list[Any] = []
 
@@ -301,28 +301,28 @@ class ClusterCrew:
 
         return self._called(name, method, begun), data[0]
 
-    def _called(self, name: str, method: str, begin: Callable[[], list[Any]]) -> list[Done]:
+    def _called(self, name: str, method: str, begin: Callable[[], list[Any]]) -> list[CallResult]:
         from ray import exceptions
 
         limit_s, task = self._run.step_limit_s, self._tasks[name]
         try:
-            done: list[Done] = self._got(name, task, method, begin(), limit_s)
+            done: list[CallResult] = self._got(name, task, method, begin(), limit_s)
         except TaskError as error:
-            raise LostError(name, f"{name} was lost: {error.what}") from error
+            raise ComponentLostError(name, f"{name} was lost: {error.what}") from error
         except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
-            raise LostError(name, f"{name} was lost: {task.interrupted(method).what}") from error
+            raise ComponentLostError(name, f"{name} was lost: {task.interrupted(method).what}") from error
         except exceptions.RayTaskError as error:
             if isinstance(error.cause, exceptions.ObjectLostError | exceptions.RayActorError):
-                raise LostError(name, f"what {name} was to work on is gone with whoever made it") from error
+                raise ComponentLostError(name, f"what {name} was to work on is gone with whoever made it") from error
             raise ComponentError(name, "raised", f"the {method} of {name} raised {said(error.cause)}") from error
         except exceptions.RayError as error:
-            raise LostError(name, f"{name} cannot be reached: {said(error)}") from error
+            raise ComponentLostError(name, f"{name} cannot be reached: {said(error)}") from error
         for one in done:
             if one.fault is not None:
                 raise ComponentError(name, one.fault.wrong, one.fault.what, where=one.fault.where)
         return done
 
-    def _got(self, name: str, task: Task, method: str, references: list[Any], limit_s: float) -> list[Done]:
+    def _got(self, name: str, task: Task, method: str, references: list[Any], limit_s: float) -> list[CallResult]:
         """What the calls gave. Ray may take a quarter of a minute to miss a node: what others heard is seen sooner."""
         from ray.exceptions import GetTimeoutError
 
@@ -332,7 +332,7 @@ class ClusterCrew:
             with contextlib.suppress(GetTimeoutError):
                 return list(ray.get(references, timeout=max(0.0, min(LOOK_S, left_s))))
             if task.id in self._gone:
-                raise LostError(name, f"{name} was lost: {self._gone[task.id]}")
+                raise ComponentLostError(name, f"{name} was lost: {self._gone[task.id]}")
             if left_s <= 0:
                 raise ComponentError(
                     name,
@@ -342,6 +342,6 @@ class ClusterCrew:
                 )
 
 
-def _group(plan: Plan, name: str) -> Group:
+def _group(plan: Plan, name: str) -> ComponentGroup:
     """The group of a component; one of its own where it uses no GPUs."""
-    return next((one for one in plan.groups if name in one.components), Group((name,), ()))
+    return next((one for one in plan.groups if name in one.components), ComponentGroup((name,), ()))

@@ -19,22 +19,22 @@ from typing import Any
 
 from trimtab.core.errors import TrimtabError, UnreachableError
 from trimtab.machines.replan import events as e
-from trimtab.machines.replan.placed_plan import Sited
+from trimtab.machines.replan.placed_plan import PlacedPlan
 from trimtab.model.plan import Plan
-from trimtab.model.pool import ENDED, State
+from trimtab.model.pool import ENDED, TaskState
 from trimtab.model.run import STAGES, Iteration
-from trimtab.plan.placement.order import Act
+from trimtab.plan.placement.order import PlanAction
 from trimtab.runtime.client.session import Pool, Session
-from trimtab.runtime.controller.rpc import TaskSeen
-from trimtab.runtime.run.cluster_events import Listening, Nodes, Seen, first_nodes
-from trimtab.runtime.run.component_worker import ComponentSeat
-from trimtab.runtime.run.components import CrewLike, LostError
-from trimtab.runtime.run.iteration import Acting, Inputs
+from trimtab.runtime.controller.rpc import TaskSnapshot
+from trimtab.runtime.run.cluster_events import ClusterListener, NodeSelection, RunNodes, first_nodes
+from trimtab.runtime.run.component_worker import ComponentWorker
+from trimtab.runtime.run.components import ComponentLostError, ComponentSet
+from trimtab.runtime.run.iteration import Inputs, IterationRunner
 from trimtab.runtime.run.job import RunJob
 from trimtab.runtime.run.local_run import LocalRun
 from trimtab.runtime.run.measurements import Metrics
-from trimtab.runtime.run.ray_components import CPU_EACH, ClusterCrew
-from trimtab.runtime.run.replanner import Looping
+from trimtab.runtime.run.ray_components import CPU_EACH, ClusterComponents
+from trimtab.runtime.run.replanner import Replanner
 
 LOSSES = 20  # in a row without an iteration in between, after which the run gives up
 ENDS_S = 30.0  # for acts that are under way when one of them has failed
@@ -63,14 +63,14 @@ class ClusterRun(LocalRun):
         self._session = session
         self._losses = 0
         self._began = time.perf_counter()
-        self._nodes = Nodes(run.job.cluster)
+        self._nodes = NodeSelection(run.job.cluster)
         self._seen = self._nodes.first(first_nodes(session))
         self._cluster = self._seen.cluster
         self._names = {node: name for name, node in self._seen.ids.items()}  # of nodes, by Ray's id
-        self._listening: Listening | None = None
-        self._news: queue.SimpleQueue[tuple[Seen, e.Why]] = queue.SimpleQueue()
+        self._listening: ClusterListener | None = None
+        self._news: queue.SimpleQueue[tuple[RunNodes, e.ClusterChangeCause]] = queue.SimpleQueue()
         self._pool: Pool | None = None
-        self._crew: ClusterCrew | None = None
+        self._crew: ClusterComponents | None = None
 
     @property
     def pool(self) -> Pool:
@@ -81,7 +81,7 @@ class ClusterRun(LocalRun):
 
     # ---- beginning and ending ----------------------------------------------------------------------------------------
 
-    def _make_crew(self) -> CrewLike:
+    def _make_crew(self) -> ComponentSet:
         assert self._path is not None
         self._began = time.perf_counter() - self._time_s
         count = len(self._workflow.components)
@@ -92,12 +92,12 @@ class ClusterRun(LocalRun):
             quota=self._quota(),
             warm_hosts=0 if few else 2 * count,
             warm_each=self._warm_each(count) if few else 0,
-            preload=(ComponentSeat.__module__,),
+            preload=(ComponentWorker.__module__,),
             ends_with_me=True,
             strategy="PACK",
         )
-        crew = self._crew = ClusterCrew(self._job, self._session, self._pool, self._path)
-        self._listening = Listening(
+        crew = self._crew = ClusterComponents(self._job, self._session, self._pool, self._path)
+        self._listening = ClusterListener(
             self._session,
             name,
             self._nodes,
@@ -132,20 +132,20 @@ class ClusterRun(LocalRun):
 
     # ---- news --------------------------------------------------------------------------------------------------------
 
-    def _heard_of_nodes(self, crew: ClusterCrew, seen: Seen, why: e.Why) -> None:
+    def _heard_of_nodes(self, crew: ClusterComponents, seen: RunNodes, why: e.ClusterChangeCause) -> None:
         """Nodes have changed; in the thread that listens."""
         self._news.put((seen, why))
-        if why is e.Why.lost:
+        if why is e.ClusterChangeCause.lost:
             crew.alarm("a node was lost")
 
-    def _heard(self, crew: ClusterCrew, task: TaskSeen) -> None:
+    def _heard(self, crew: ClusterComponents, task: TaskSnapshot) -> None:
         """A task of the run's pool is in another state; in the thread that listens."""
         component = dict(task.labels).get("component")
         if component is not None:
-            if task.state in ENDED or task.state is State.evicted:
+            if task.state in ENDED or task.state is TaskState.evicted:
                 crew.gone(task.id, str(task.reason))
             return
-        what = "returned" if task.state is State.running and task.evictions else task.state.value
+        what = "returned" if task.state is TaskState.running and task.evictions else task.state.value
         facts = {"code": task.reason.code.value, "reason": task.reason.sentence, "priority": task.priority}
         self._tell("task", task=task.id, pool=task.pool, what=what, **facts)
 
@@ -167,7 +167,7 @@ class ClusterRun(LocalRun):
             self._know(self._news.get()[0])
         return self._cluster != before
 
-    def _know(self, seen: Seen) -> None:
+    def _know(self, seen: RunNodes) -> None:
         """These are the nodes from now on; what the pool may use grows with them."""
         self._seen, self._cluster = seen, seen.cluster
         self._names.update({node: name for name, node in seen.ids.items()})
@@ -177,12 +177,12 @@ class ClusterRun(LocalRun):
 
     # ---- acts beside each other --------------------------------------------------------------------------------------
 
-    def _drive(self, acting: Acting) -> None:
+    def _drive(self, acting: IterationRunner) -> None:
         """Begin whatever may begin; go on with whatever has ended first."""
-        ended: queue.SimpleQueue[tuple[Act, float, BaseException | None]] = queue.SimpleQueue()
+        ended: queue.SimpleQueue[tuple[PlanAction, float, BaseException | None]] = queue.SimpleQueue()
         under_way = 0
 
-        def act_in_thread(act: Act) -> None:
+        def act_in_thread(act: PlanAction) -> None:
             fault: BaseException | None = None
             try:
                 acting.perform(act, self._now())
@@ -211,17 +211,19 @@ class ClusterRun(LocalRun):
                 self._wait_for_others(ended, under_way)
                 raise
 
-    def _next(self, acting: Acting, ended: queue.SimpleQueue[Any]) -> tuple[Act, float, BaseException | None]:
+    def _next(
+        self, acting: IterationRunner, ended: queue.SimpleQueue[Any]
+    ) -> tuple[PlanAction, float, BaseException | None]:
         """What ends next. Each act has a deadline of its own; meanwhile news are heard."""
         while True:
             try:
-                told: tuple[Act, float, BaseException | None] = ended.get(timeout=LOOK_S)
+                told: tuple[PlanAction, float, BaseException | None] = ended.get(timeout=LOOK_S)
             except queue.Empty:
                 self._act_ended(acting, self._now())
                 continue
             return told
 
-    def _act_ended(self, acting: Acting, now_s: float) -> None:
+    def _act_ended(self, acting: IterationRunner, now_s: float) -> None:
         self._take_news()
         if self._loop is not None:
             self._loop.look()
@@ -236,13 +238,13 @@ class ClusterRun(LocalRun):
                 return
             under_way -= 1
 
-    def _iteration_done(self, acting: Acting, number: int, now_s: float) -> None:
+    def _iteration_done(self, acting: IterationRunner, number: int, now_s: float) -> None:
         super()._iteration_done(acting, number, now_s)
         self._losses = 0
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
-    def _make_loop(self, plan: Plan, first: int) -> Looping:
+    def _make_loop(self, plan: Plan, first: int) -> Replanner:
         loop = self._loop = super()._make_loop(plan, first)
         self._take_seats()
         self._take_news()
@@ -256,9 +258,9 @@ class ClusterRun(LocalRun):
             name: tuple((self._names.get(node, node), count) for node, count in nodes)
             for name, nodes in self._crew.where().items()
         }
-        self._loop.handle(e.Seated(tuple(where.items())))
+        self._loop.handle(e.PlanPlaced(tuple(where.items())))
 
-    def _settled(self, crew: CrewLike, plan: Plan, first: int, why: str) -> None:
+    def _settled(self, crew: ComponentSet, plan: Plan, first: int, why: str) -> None:
         if self._loop is not None:
             self._take_seats()
             plan = self._loop.machine.plan
@@ -266,9 +268,9 @@ class ClusterRun(LocalRun):
 
     # ---- losses ------------------------------------------------------------------------------------------------------
 
-    def _recovered(self, crew: CrewLike, lost: LostError, plan: Plan) -> tuple[Plan, int]:
+    def _recovered(self, crew: ComponentSet, lost: ComponentLostError, plan: Plan) -> tuple[Plan, int]:
         """Make everybody anew under a plan that fits, from the last state; gives plan and iteration to go on with."""
-        assert isinstance(crew, ClusterCrew)
+        assert isinstance(crew, ClusterComponents)
         while True:
             self._losses += 1
             if self._losses > LOSSES:
@@ -285,17 +287,17 @@ class ClusterRun(LocalRun):
                 if self._ends:
                     return plan, saved + 1
                 return self._rebuilt(crew, sited, saved), saved + 1
-            except LostError as again:
+            except ComponentLostError as again:
                 lost = again
 
-    def _plan_that_fits(self, plan: Plan, saved: int, lost: LostError) -> Sited:
+    def _plan_that_fits(self, plan: Plan, saved: int, lost: ComponentLostError) -> PlacedPlan:
         """The plan as it is where its GPUs are there; else what the loop moves to, once it finds something.
 
         A loop that only advises stops no run, so here it is seen to that nobody waits for ever.
         """
         loop = self._loop
         if loop is None:
-            return Sited(self._fresh_plan() if self._changed_unseen() else plan, self._cluster)
+            return PlacedPlan(self._fresh_plan() if self._changed_unseen() else plan, self._cluster)
         loop.began(saved, self._job.iterations - saved)
         end = self._now() + self._job.rules.wait_s + self._job.rules.rollback_limit_s
         while True:
@@ -304,7 +306,7 @@ class ClusterRun(LocalRun):
             self._take_news()
             loop.look()
             machine, to = loop.machine, loop.machine.moving_to
-            if to is not None and not isinstance(loop.todo, e.RollBack):
+            if to is not None and not isinstance(loop.todo, e.RollBackMigration):
                 return to
             if not machine.watch.must_go() or self._ends:
                 return machine.sited
@@ -316,21 +318,21 @@ class ClusterRun(LocalRun):
             else:
                 time.sleep(LOOK_S)
 
-    def _rebuilt(self, crew: ClusterCrew, sited: Sited, saved: int) -> Plan:
+    def _rebuilt(self, crew: ClusterComponents, sited: PlacedPlan, saved: int) -> Plan:
         """Everybody made anew, with the state after an iteration; a move that was under way has arrived then."""
         loop, began, plan = self._loop, self._now(), sited.plan
         try:
             crew.make(self._workflow, sited, saved + 1)
             if saved:
                 self._load_states(crew, saved)
-        except LostError:
-            if loop is not None and loop.move is not None and not isinstance(loop.todo, e.RollBack):
+        except ComponentLostError:
+            if loop is not None and loop.move is not None and not isinstance(loop.todo, e.RollBackMigration):
                 assert loop.todo is not None
                 loop.stage_failed(loop.todo.stage, "a component was lost again")
             raise
         took_s = self._now() - began
         if loop is not None and loop.move is not None:
-            if isinstance(loop.todo, e.RollBack):
+            if isinstance(loop.todo, e.RollBackMigration):
                 loop.rolled_back(took_s)
             else:
                 for stage in STAGES:

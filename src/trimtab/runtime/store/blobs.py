@@ -25,7 +25,7 @@ NO_ROOM_HINT = "make room there, or connect with a journal_dir on a disk that ha
 _STATE = re.compile(r"(.+)\.(\d+)\.(\d+)\.state")
 
 
-class Shelf:
+class BlobStore:
     """The folders of one controller; that of `states` may be elsewhere (`state_dir`). Files are their owner's alone."""
 
     def __init__(self, directory: Path, state_dir: str | None = None) -> None:
@@ -39,12 +39,14 @@ class Shelf:
         for folder in self._folders.values():
             folder.mkdir(parents=True, exist_ok=True)
 
-    def stage(self, kind: str, task: str, data: bytes) -> Staged:
-        """Write data under a temporary name; `Staged.commit` gives it its own. UnreachableError: no room, no disk."""
+    def stage(self, kind: str, task: str, data: bytes) -> StagedBlob:
+        """Write data under a temporary name; `StagedBlob.commit` gives it its own. UnreachableError: no room, no
+        disk.
+        """
         folder = self._folders[kind]
         try:
             descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".new", dir=folder)
-            staged = Staged(Path(temporary), folder / file_name(task))
+            staged = StagedBlob(Path(temporary), folder / file_name(task))
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(data)
@@ -127,7 +129,7 @@ class Shelf:
         return [(Path(path), int(one[2]), int(one[3])) for path, one in matches if one and one[1] == name]
 
 
-class Staged:
+class StagedBlob:
     """Data on disk under a temporary name."""
 
     def __init__(self, temporary: Path, path: Path) -> None:

@@ -38,10 +38,10 @@ VERSION = 1
 SYNC_EVERY_S = 0.1
 LATEST = 1e12  # seconds, of any clock
 SYNC_AGAIN_S = 5.0  # at most, between two tries at a disk that refuses
-Kinds = dict[str, type[Any]]
-POOL_EVENTS: Kinds = {kind.__name__: kind for kind in typing.get_args(pool_events.Event)}
-NODE_EVENTS: Kinds = {kind.__name__: kind for kind in typing.get_args(node_events.NodeEvent)}
-ROLLOUT_EVENTS: Kinds = {kind.__name__: kind for kind in typing.get_args(rollout_events.RolloutEvent)}
+EventKinds = dict[str, type[Any]]
+POOL_EVENTS: EventKinds = {kind.__name__: kind for kind in typing.get_args(pool_events.PoolEvent)}
+NODE_EVENTS: EventKinds = {kind.__name__: kind for kind in typing.get_args(node_events.NodeEvent)}
+ROLLOUT_EVENTS: EventKinds = {kind.__name__: kind for kind in typing.get_args(rollout_events.RolloutEvent)}
 _NAMES = re.compile(r"(journal|snapshot)-(\d{8})\.jsonl?")
 
 
@@ -50,7 +50,7 @@ class DamagedError(InputError):
 
 
 @dataclass(frozen=True)
-class Found:
+class JournalContents:
     """What a journal holds: a state, if one was written, and what happened after it."""
 
     snapshot: dict[str, Any] | None
@@ -69,7 +69,9 @@ class Found:
         return self.snapshot is None and not self.events
 
 
-def read_journal(directory: str | Path, *, before: int | None = None, kinds: Kinds = POOL_EVENTS) -> Found:
+def read_journal(
+    directory: str | Path, *, before: int | None = None, kinds: EventKinds = POOL_EVENTS
+) -> JournalContents:
     """What stands in the journal of a directory, or before one of its segments; changes nothing, takes no lock."""
     try:
         return _read_journal(directory, before, kinds)
@@ -77,7 +79,7 @@ def read_journal(directory: str | Path, *, before: int | None = None, kinds: Kin
         return _read_journal(directory, before, kinds)
 
 
-def _read_journal(directory: str | Path, before: int | None, kinds: Kinds) -> Found:
+def _read_journal(directory: str | Path, before: int | None, kinds: EventKinds) -> JournalContents:
     segments, snapshots = _files(Path(directory))
     if before is not None:
         segments = {number: path for number, path in segments.items() if number < before}
@@ -108,13 +110,13 @@ def _read_journal(directory: str | Path, before: int | None, kinds: Kinds) -> Fo
     if found:
         last_time = max(last_time, found[-1][0])
     segment = wanted[-1] if wanted else first
-    return Found(snapshot, tuple(found), last_time, notes, torn, segment, length, tuple(told), began)
+    return JournalContents(snapshot, tuple(found), last_time, notes, torn, segment, length, tuple(told), began)
 
 
-def read_segment(path: Path, *, kinds: Kinds = POOL_EVENTS) -> Found:
+def read_segment(path: Path, *, kinds: EventKinds = POOL_EVENTS) -> JournalContents:
     """What stands in one file of events, wherever it lies."""
     read = _read_segment(path, kinds, last=True)
-    return Found(
+    return JournalContents(
         None,
         tuple(read.events),
         read.events[-1][0] if read.events else 0.0,
@@ -136,7 +138,7 @@ class Journal:
         self,
         directory: str | Path,
         *,
-        kinds: Kinds = POOL_EVENTS,
+        kinds: EventKinds = POOL_EVENTS,
         owner: str = "",
         lock_wait_s: float = 15.0,
         background: Background | None = None,
@@ -151,7 +153,7 @@ class Journal:
             self._sync_fault: str | None = None
             self.notes = found.notes
             self.since_snapshot = len(found.events)
-            self._found: Found | None = found
+            self._found: JournalContents | None = found
             self._unwritten = bytearray()  # what the operating system does not have
             self._segment = found.segment
             self._fd, self._unsynced = self._open_segment(self._segment, found.length)
@@ -178,7 +180,7 @@ class Journal:
         """Whether all that was appended is on the disk."""
         return not self._unwritten and not self._unsynced and self.fault is None
 
-    def take_found(self) -> Found:
+    def take_found(self) -> JournalContents:
         """What stood in it when it was opened; once, for it is large."""
         found, self._found = self._found, None
         return found if found is not None else read_journal(self.directory, kinds=self._kinds)
@@ -401,7 +403,7 @@ def _read_snapshot(path: Path) -> tuple[dict[str, Any], float]:
         ) from None
 
 
-def _read_segment(path: Path, kinds: Kinds, *, last: bool) -> _Segment:
+def _read_segment(path: Path, kinds: EventKinds, *, last: bool) -> _Segment:
     read = _Segment([], [], (), None, 0)
     lines = list(_lines(path))
     for number, line in enumerate(lines, 1):
@@ -429,7 +431,7 @@ def _read_segment(path: Path, kinds: Kinds, *, last: bool) -> _Segment:
     return read
 
 
-def _event(data: Any, kinds: Kinds) -> tuple[float, Any, tuple[str, ...] | None]:
+def _event(data: Any, kinds: EventKinds) -> tuple[float, Any, tuple[str, ...] | None]:
     """When, what, and what it led to; every value is of its type, and every number finite."""
     if not isinstance(data, list) or len(data) not in (3, 4):
         raise ValueError("an event is a time, a kind and its fields")

@@ -21,10 +21,10 @@ from typing import Any
 
 from trimtab.runtime.workers import environments
 from trimtab.runtime.workers.worker_process import (
-    ControlDoor,
-    Order,
-    Seat,
-    Tenancy,
+    ControlServer,
+    HostedObject,
+    WorkerIdentity,
+    WorkerStartSpec,
     born,
     frame,
     make_run_dir,
@@ -42,10 +42,10 @@ _OWN_OPTIONS = (  # set here, by what the slot holds and the pool decides
     "scheduling_strategy", "placement_group", "placement_group_bundle_index", "placement_group_capture_child_tasks",
 )  # fmt: skip
 
-_tenancies: dict[int, Tenancy] = {}  # by the actor's object; in the actor's process there is one
+_tenancies: dict[int, HostedObject] = {}  # by the actor's object; in the actor's process there is one
 
 
-def actor_options(asked: dict[str, Any], seat: Seat, runtime_env: str, mark: str) -> dict[str, Any]:
+def actor_options(asked: dict[str, Any], seat: WorkerIdentity, runtime_env: str, mark: str) -> dict[str, Any]:
     """What of the user's options is Ray's to honour, and who the actor is, for its constructor to read."""
     theirs = {name: value for name, value in asked.items() if name not in _OWN_OPTIONS}
     own = {"env_vars": {**seat_variables(seat), environments.MARK: mark}}
@@ -53,7 +53,13 @@ def actor_options(asked: dict[str, Any], seat: Seat, runtime_env: str, mark: str
 
 
 def make_actor(
-    controller: str, node: str, order: Order, name: str, namespace: str, options: dict[str, Any], timeout_s: float
+    controller: str,
+    node: str,
+    order: WorkerStartSpec,
+    name: str,
+    namespace: str,
+    options: dict[str, Any],
+    timeout_s: float,
 ) -> tuple[dict[str, Any] | None, str, bool, str]:
     """Runs in a host on the member's node: its facts once it is constructed, or why not, if that is fatal, a trace."""
     import ray
@@ -99,16 +105,16 @@ def make_actor(
 
 
 def serve_in_actor(
-    actor: Any, controller: str, node: str, order: Order, name: str, namespace: str
+    actor: Any, controller: str, node: str, order: WorkerStartSpec, name: str, namespace: str
 ) -> tuple[dict[str, Any], str | None, str]:
     """Runs in the actor: opens its control door and restores its state; gives its facts, what went wrong, a trace."""
-    tenancy = Tenancy()
+    tenancy = HostedObject()
     tenancy.seat, tenancy.order, tenancy.object = order.seat, order, actor
     with contextlib.suppress(RuntimeError):
         tenancy.loop = asyncio.get_running_loop()
     _tenancies[id(actor)] = tenancy
     tenancy.phase = "constructing"
-    door = ControlDoor(make_run_dir(controller, node), "actor", name, namespace, node, tenancy)
+    door = ControlServer(make_run_dir(controller, node), "actor", name, namespace, node, tenancy)
     try:
         if tenancy.loop is None or order.state is None:
             tenancy.restore()
@@ -141,7 +147,7 @@ def end_named(name: str, namespace: str) -> None:
         _end(ray.get_actor(name, namespace))
 
 
-def _restore_beside(where: Path, facts: dict[str, Any], order: Order, deadline: float) -> str | None:
+def _restore_beside(where: Path, facts: dict[str, Any], order: WorkerStartSpec, deadline: float) -> str | None:
     """Have an async actor restore its state, which it cannot do within a call."""
     if order.state is None or not facts["loop"]:
         return None
@@ -187,7 +193,7 @@ def _why_dead(fault: Any) -> tuple[str, bool, str]:
     return f"its constructor raised: {raised[0].strip() if raised else lines[-1].strip()}", True, "\n".join(lines[1:])
 
 
-def _making(order: Order, name: str, namespace: str, node: str) -> dict[str, Any]:
+def _making(order: WorkerStartSpec, name: str, namespace: str, node: str) -> dict[str, Any]:
     return {
         "kind": "making", "actor": name, "namespace": namespace, "node": node, "seat": vars(order.seat),
         "maker": [os.getpid(), born(os.getpid())],

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trimtab.model.pool import PoolSpec
-from trimtab.runtime.store.blobs import Shelf
+from trimtab.runtime.store.blobs import BlobStore
 
 MARK = "TRIMTAB_MEMBER"  # set in a member's process and in all that it starts, through Ray or not
 _PIN_S = 600  # Ray keeps a package so long after it was asked to
@@ -24,7 +24,7 @@ _UPLOADED = "gcs://"
 _OWN_VARIABLES = "TRIMTAB_"  # of a process that is itself a member, and submits
 
 
-class HostKind(NamedTuple):
+class WarmWorkerKind(NamedTuple):
     """What a warm host is ready for: a task is only given one of its own runtime environment."""
 
     preload: tuple[str, ...] = ()  # modules imported ahead
@@ -32,9 +32,9 @@ class HostKind(NamedTuple):
     paths: tuple[str, ...] = ()  # where the client's own modules lie, for those that are imported ahead
 
 
-def host_kind(preload: Sequence[str], runtime_env: str, paths: Sequence[str]) -> HostKind:
+def host_kind(preload: Sequence[str], runtime_env: str, paths: Sequence[str]) -> WarmWorkerKind:
     """The kind of host; where nothing is imported ahead, paths make no difference yet."""
-    return HostKind(tuple(preload), runtime_env, tuple(paths) if preload else ())
+    return WarmWorkerKind(tuple(preload), runtime_env, tuple(paths) if preload else ())
 
 
 def of_this_process(ray: Any) -> str:
@@ -67,20 +67,20 @@ def packages(runtime_env: str) -> set[str]:
     return {uri for uri in named if isinstance(uri, str) and uri.startswith(_UPLOADED)}
 
 
-class Environments:
+class RuntimeEnvironments:
     """The controller's side: what pools keep warm hosts for, and the packages that tasks and pools still need."""
 
-    def __init__(self, ray: Any, shelf: Shelf) -> None:
+    def __init__(self, ray: Any, shelf: BlobStore) -> None:
         self._ray = ray
         self._shelf = shelf
-        self._pools: dict[str, HostKind] = {}
+        self._pools: dict[str, WarmWorkerKind] = {}
         self._needed: dict[str, set[str]] = {}  # by task
         self._pinned: dict[str, float] = {}  # URI -> when
 
     async def set_pool(self, pool: str, runtime_env: str, paths: Sequence[str]) -> None:
         """A client asked for a pool: its warm hosts are for tasks of this environment from now on."""
         self._shelf.put("environments", pool, json.dumps({"runtime_env": runtime_env, "paths": list(paths)}).encode())
-        self._pools[pool] = HostKind((), runtime_env, tuple(paths))
+        self._pools[pool] = WarmWorkerKind((), runtime_env, tuple(paths))
         await self._pin(packages(runtime_env))
 
     async def submitted(self, task: str, runtime_env: str) -> None:
@@ -94,14 +94,14 @@ class Environments:
             header = self._shelf.header("payloads", task) or {}
             self._needed[task] = packages(header.get("runtime_env", ""))
 
-    def kind(self, pool: PoolSpec) -> HostKind:
+    def kind(self, pool: PoolSpec) -> WarmWorkerKind:
         """The warm hosts of a pool."""
         if pool.name not in self._pools:
             found = json.loads(self._shelf.get("environments", pool.name) or b"{}")
-            self._pools[pool.name] = HostKind((), found.get("runtime_env", ""), tuple(found.get("paths", ())))
+            self._pools[pool.name] = WarmWorkerKind((), found.get("runtime_env", ""), tuple(found.get("paths", ())))
         return host_kind(pool.preload, *self._pools[pool.name][1:])
 
-    def task_kind(self, task: str, pool: PoolSpec) -> HostKind:
+    def task_kind(self, task: str, pool: PoolSpec) -> WarmWorkerKind:
         """The host that a task would be given."""
         header = self._shelf.header("payloads", task) or {}
         return host_kind(pool.preload, header.get("runtime_env", ""), header.get("sys_path", ()))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.core.errors import UnreachableError
-from trimtab.runtime.controller.heartbeats import Place, beat_forever
+from trimtab.runtime.controller.heartbeats import AgentAddress, beat_forever
 from trimtab.runtime.controller.leases import ClientProcess, is_alive_here
 from trimtab.runtime.procs import nvml
 from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background, RestartPolicy
@@ -41,7 +41,7 @@ WATCH_POLICY = RestartPolicy(max_failures=None, max_backoff_s=5.0)
 _SLACK_S = 0.02  # what an answer within its time-out may be late by
 
 
-class Warden:
+class NodeAgent:
     """An async actor, pinned to its node."""
 
     def __init__(self, controller: str, node: str) -> None:
@@ -53,7 +53,7 @@ class Warden:
         self._news = asyncio.Event()
         self._watched: dict[tuple[int, float], asyncio.Task[None]] = {}
         self._background = Background(WATCH_POLICY)
-        self._link: tuple[asyncio.Server, Place] | None = None
+        self._link: tuple[asyncio.Server, AgentAddress] | None = None
         self._stops: dict[tuple[int, float], asyncio.Task[tuple[str, bool, bytes | None, str]]] = {}  # under way
         self._fence: asyncio.Task[None] | None = None
         self._unwritten: dict[str, bytes] = {}  # saved states that this node's disk has no room for
@@ -440,7 +440,7 @@ async def _gpus_released(pids: set[int]) -> None:
 # ---- the controller's side
 
 
-class Wardens:
+class NodeAgents:
     """The wardens of a controller: made where a node joins, made again where one died, asked with a deadline."""
 
     def __init__(self, controller: str, on_death: Callable[[str, int, float], None], background: Background) -> None:
@@ -530,7 +530,7 @@ class Wardens:
         """Ids of all GPUs of a node; none where that is not known."""
         return tuple(self.facts.get(node, {}).get("gpus", ()))
 
-    async def link_place(self, node: str) -> Place | None:
+    async def link_place(self, node: str) -> AgentAddress | None:
         """Where the warden of a node sends its beats; asked anew, for it may be another one by now."""
         if node in self._actors:
             self.facts[node] = await self.ask(node, "hello", timeout_s=5.0)
@@ -564,10 +564,11 @@ class Wardens:
         await _ended(actor, facts)
 
     async def _make(self, node: str) -> Any:
-        import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        kind = ray.remote(Warden).options(
+        import ray
+
+        kind = ray.remote(NodeAgent).options(
             name=warden_name(self._controller, node),
             namespace=NAMESPACE,
             get_if_exists=True,

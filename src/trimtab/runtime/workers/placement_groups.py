@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.core.resources import Resources
-from trimtab.machines.pool.events import MakeGroup
-from trimtab.model.pool import Place
+from trimtab.machines.pool.events import CreatePlacementGroup
+from trimtab.model.pool import BundlePlacement
 from trimtab.runtime.procs.background import describe
-from trimtab.runtime.workers.slot_view import Slot
+from trimtab.runtime.workers.slot_view import BundleSlot
 
 _RAY_NAMES = {"cpu": "CPU", "gpu": "GPU"}
 _REMOVE_WAIT_S = 30.0
@@ -26,7 +26,7 @@ _READ_WAIT_S = 60.0  # for a process that reads a bundle's GPU ids after a recov
 
 
 @dataclass(frozen=True)
-class GroupSeen:
+class FoundPlacementGroup:
     """A placement group that exists; `intact`: every bundle is on a living node."""
 
     group: str
@@ -36,11 +36,11 @@ class GroupSeen:
     intact: bool
 
 
-class GroupError(Exception):
+class PlacementGroupError(Exception):
     """A placement group could not be made; nothing of it is left."""
 
 
-class Slots:
+class PlacementGroups:
     """The placement groups of one controller."""
 
     def __init__(self, controller: str, all_gpus: Callable[[str], tuple[str, ...]] = lambda node: ()) -> None:
@@ -49,21 +49,22 @@ class Slots:
         self._groups: dict[str, Any] = {}  # group -> Ray's handle
         self._devices: dict[tuple[str, int], tuple[str, ...]] = {}
 
-    async def make(self, wanted: MakeGroup, timeout_s: float) -> None:
-        """The group, standing, each bundle on its node; else GroupError, and nothing is left."""
+    async def make(self, wanted: CreatePlacementGroup, timeout_s: float) -> None:
+        """The group, standing, each bundle on its node; else PlacementGroupError, and nothing is left."""
         try:
             await asyncio.wait_for(self._make(wanted), max(timeout_s, 0.001))
         except asyncio.TimeoutError:
             await self.remove(wanted.group, wanted.pool)
-            raise GroupError(f"its resources were not free on its nodes within {timeout_s:.3g} s") from None
+            raise PlacementGroupError(f"its resources were not free on its nodes within {timeout_s:.3g} s") from None
         except BaseException:
             await asyncio.shield(self.remove(wanted.group, wanted.pool))
             raise
 
     async def remove(self, group: str, pool: str) -> None:
         """The group does not exist any more, nor what ran in it; also when it never did."""
-        import ray
         from ray.util.placement_group import placement_group_table, remove_placement_group
+
+        import ray
 
         for key in [key for key in self._devices if key[0] == group]:
             del self._devices[key]
@@ -78,11 +79,11 @@ class Slots:
                 return
             await asyncio.sleep(0.005)
 
-    async def seen(self) -> dict[str, GroupSeen]:
+    async def seen(self) -> dict[str, FoundPlacementGroup]:
         """The groups of this controller that exist now."""
         return await asyncio.to_thread(self._seen)
 
-    async def strategy(self, place: Place, pool: str, capture: bool) -> Any:
+    async def strategy(self, place: BundlePlacement, pool: str, capture: bool) -> Any:
         """Ray's words for "in this bundle"."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -92,15 +93,17 @@ class Slots:
             placement_group_capture_child_tasks=capture,
         )
 
-    async def view(self, place: Place, pool: str, held: Resources, world: int, capture: bool) -> Slot | None:
+    async def view(
+        self, place: BundlePlacement, pool: str, held: Resources, world: int, capture: bool
+    ) -> BundleSlot | None:
         """A bundle as user code in a host is to see it; None where there is no such group."""
         try:
             handle = await self._handle(place.group, pool)
-        except GroupError:
+        except PlacementGroupError:
             return None
-        return Slot(handle.id.hex(), place.bundle if world > 1 else -1, ray_resources(held), capture)
+        return BundleSlot(handle.id.hex(), place.bundle if world > 1 else -1, ray_resources(held), capture)
 
-    async def devices(self, place: Place, pool: str, held: Resources) -> tuple[str, ...]:
+    async def devices(self, place: BundlePlacement, pool: str, held: Resources) -> tuple[str, ...]:
         """GPU ids of a bundle that holds so much; none where it has no GPU."""
         if not held.get("gpu"):
             return ()
@@ -112,7 +115,7 @@ class Slots:
             self._devices[key] = await asyncio.wait_for(reading, _READ_WAIT_S)
         return self._devices[key]
 
-    async def _make(self, wanted: MakeGroup) -> None:
+    async def _make(self, wanted: CreatePlacementGroup) -> None:
         from ray.util.placement_group import placement_group, placement_group_table
 
         making = asyncio.ensure_future(
@@ -134,10 +137,10 @@ class Slots:
                 self._groups[wanted.group] = await making
             raise
         except Exception as fault:
-            raise GroupError(f"Ray refused it: {describe(fault)}") from fault
+            raise PlacementGroupError(f"Ray refused it: {describe(fault)}") from fault
         nodes = tuple(table["bundles_to_node_id"].get(index) for index in range(len(wanted.nodes)))
         if nodes != wanted.nodes:
-            raise GroupError(f"Ray put it on {_short(nodes)} instead of {_short(wanted.nodes)}")
+            raise PlacementGroupError(f"Ray put it on {_short(nodes)} instead of {_short(wanted.nodes)}")
         counts = {index: bundle.floats()["gpu"] for index, bundle in enumerate(wanted.bundles) if bundle.get("gpu")}
         reading = (self._read_devices(handle, index, gpus, wanted.nodes[index]) for index, gpus in counts.items())
         for index, devices in zip(counts, await asyncio.gather(*reading), strict=True):
@@ -154,7 +157,7 @@ class Slots:
         if group not in self._groups:
             handle = await asyncio.to_thread(self._find, group, pool)
             if handle is None:
-                raise GroupError(f"placement group {self._name(group, pool)} does not exist")
+                raise PlacementGroupError(f"placement group {self._name(group, pool)} does not exist")
             self._groups[group] = handle
         return self._groups[group]
 
@@ -165,9 +168,10 @@ class Slots:
             return get_placement_group(self._name(group, pool))
         return None
 
-    def _seen(self) -> dict[str, GroupSeen]:
-        import ray
+    def _seen(self) -> dict[str, FoundPlacementGroup]:
         from ray.util.placement_group import placement_group_table
+
+        import ray
 
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         found = {}
@@ -181,7 +185,7 @@ class Slots:
                 node if (node := placed.get(index)) in alive else None for index in range(len(table["bundles"]))
             )
             bundles = tuple(own_resources(table["bundles"][index]) for index in range(len(nodes)))
-            found[group] = GroupSeen(group, pool, bundles, nodes, None not in nodes)
+            found[group] = FoundPlacementGroup(group, pool, bundles, nodes, None not in nodes)
         return found
 
     def _name(self, group: str, pool: str) -> str:
@@ -200,8 +204,9 @@ def own_resources(amounts: dict[str, float]) -> Resources:
 
 
 async def _read_devices(handle: Any, bundle: int, gpus: float) -> tuple[str, ...]:
-    import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    import ray
 
     reader = ray.remote(_own_devices).options(
         num_cpus=0,

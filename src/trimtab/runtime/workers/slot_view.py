@@ -17,7 +17,7 @@ from trimtab.runtime.workers.environments import MARK
 
 
 @dataclass(frozen=True)
-class Slot:
+class BundleSlot:
     """A member's bundle, by Ray's names."""
 
     group: str  # Ray's id of the placement group, in hex
@@ -46,11 +46,12 @@ def supported() -> bool:
     return all(hasattr(kind, name) for kind, names in wanted.items() for name in names)
 
 
-def show(slot: Slot, devices: tuple[str, ...]) -> None:
+def show(slot: BundleSlot, devices: tuple[str, ...]) -> None:
     """From now on Ray tells the code in this process of its slot."""
-    from ray import PlacementGroupID
     from ray._private import worker
     from ray.runtime_context import RuntimeContext
+
+    from ray import PlacementGroupID
 
     group = PlacementGroupID(bytes.fromhex(slot.group))
 
@@ -69,7 +70,7 @@ def show(slot: Slot, devices: tuple[str, ...]) -> None:
     RuntimeContext.get_assigned_resources = lambda self: dict(slot.amounts)
 
 
-def mark_nested(slot: Slot | None, mark: str) -> None:
+def mark_nested(slot: BundleSlot | None, mark: str) -> None:
     """From now on what this process makes is marked, and goes into its slot unless a place is asked for.
 
     A detached actor is to outlive the task, so it is left alone.
@@ -108,10 +109,11 @@ def mark_nested(slot: Slot | None, mark: str) -> None:
     ActorClass._remote, RemoteFunction._remote = make_marked, call_marked
 
 
-def _in_bundle(slot: Slot) -> Any:
-    from ray import PlacementGroupID
+def _in_bundle(slot: BundleSlot) -> Any:
     from ray.util.placement_group import PlacementGroup
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    from ray import PlacementGroupID
 
     return PlacementGroupSchedulingStrategy(
         placement_group=PlacementGroup(PlacementGroupID(bytes.fromhex(slot.group))),

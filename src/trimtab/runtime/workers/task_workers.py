@@ -17,32 +17,45 @@ from typing import Any
 
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.core.resources import Resources
-from trimtab.machines.pool.events import MakeGroup
-from trimtab.model.pool import Place
+from trimtab.machines.pool.events import CreatePlacementGroup
+from trimtab.model.pool import BundlePlacement
 from trimtab.runtime.controller.leases import ClientProcess
 from trimtab.runtime.procs.background import Background
 from trimtab.runtime.store.blobs import state_name
 from trimtab.runtime.workers import actor_worker as plain
-from trimtab.runtime.workers.environments import HostKind, host_kind
-from trimtab.runtime.workers.node_agent import EXIT_WAIT_S, NAMESPACE, Wardens
-from trimtab.runtime.workers.placement_groups import GroupError, GroupSeen, Slots, ray_resources
-from trimtab.runtime.workers.warm_pool import HostSetupError, WarmHost, WarmHosts
-from trimtab.runtime.workers.worker_process import Order, Seat
+from trimtab.runtime.workers.environments import WarmWorkerKind, host_kind
+from trimtab.runtime.workers.node_agent import EXIT_WAIT_S, NAMESPACE, NodeAgents
+from trimtab.runtime.workers.placement_groups import (
+    FoundPlacementGroup,
+    PlacementGroupError,
+    PlacementGroups,
+    ray_resources,
+)
+from trimtab.runtime.workers.warm_pool import WarmPool, WarmWorker, WorkerSetupError
+from trimtab.runtime.workers.worker_process import WorkerIdentity, WorkerStartSpec
 
 __all__ = [
-    "DiedError", "GroupError", "GroupSeen", "Member", "Members", "Outcome", "ParkError", "Payload", "StartError",
-    "StopOutcome",
+    "EntryOutcome",
+    "FoundPlacementGroup",
+    "ParkError",
+    "PlacementGroupError",
+    "TaskPayload",
+    "TaskStartError",
+    "TaskWorker",
+    "TaskWorkerManager",
+    "WorkerDiedError",
+    "WorkerStopResult",
 ]  # fmt: skip
 
 _ANSWER_S = 15.0  # what a warden's answer may take beyond what it waits for itself
 _END_S = EXIT_WAIT_S + _ANSWER_S
 _CAPTURE = "placement_group_capture_child_tasks"
 
-Key = tuple[str, int, float]  # node, pid, born: one process
+ProcessKey = tuple[str, int, float]  # node, pid, born: one process
 
 
 @dataclass(frozen=True)
-class Payload:
+class TaskPayload:
     """What runs: made by the client, kept as a file beside the journal, unpickled only where it runs."""
 
     actor: bytes  # cloudpickle of (class, args, kwargs)
@@ -57,7 +70,7 @@ class Payload:
 
 
 @dataclass(frozen=True)
-class Member:
+class TaskWorker:
     """One running process of a task: facts only, so JSON can hold it."""
 
     task: str
@@ -74,13 +87,13 @@ class Member:
     wide: bool = False  # what it starts may be on other nodes
 
     @property
-    def key(self) -> Key:
+    def key(self) -> ProcessKey:
         """The process."""
         return self.node, self.pid, self.born
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EntryOutcome:
     """What the entry method came to: a value, or an error."""
 
     value: bytes | None = None  # cloudpickle of what it returned
@@ -89,7 +102,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class StopOutcome:
+class WorkerStopResult:
     """How a member ended; its process does not exist any more."""
 
     cancel: str  # "returned", "raised", "timed out" or "not called"
@@ -98,7 +111,7 @@ class StopOutcome:
     note: str = ""
 
 
-class StartError(Exception):
+class TaskStartError(Exception):
     """A start failed, and nothing of it is left. `fatal`: trying again would fail the same way."""
 
     def __init__(self, why: str, *, fatal: bool, timed_out: bool = False, trace: str = "") -> None:
@@ -109,7 +122,7 @@ class StartError(Exception):
         self.trace = trace  # of the user's code, where that raised
 
 
-class DiedError(Exception):
+class WorkerDiedError(Exception):
     """The process is gone."""
 
 
@@ -117,14 +130,14 @@ class ParkError(Exception):
     """The task could not be parked or unparked: it has no such method, it raised, or it took too long."""
 
 
-class Members:
+class TaskWorkerManager:
     """All processes of one controller, on all nodes."""
 
     def __init__(
         self,
         controller: str,
         state_dir: str | None,
-        on_death: Callable[[Member, str], None],
+        on_death: Callable[[TaskWorker, str], None],
         background: Background | None = None,
     ) -> None:
         if not controller or any(character in controller for character in ":/\\\n\0"):
@@ -133,18 +146,18 @@ class Members:
         self._controller = controller
         self._on_death = on_death
         self.background = background or Background()
-        self._wardens = Wardens(controller, self._died, self.background)
-        self._hosts = WarmHosts(controller, self._wardens, self.background)
-        self._slots = Slots(controller, self._wardens.all_gpus)
+        self._wardens = NodeAgents(controller, self._died, self.background)
+        self._hosts = WarmPool(controller, self._wardens, self.background)
+        self._slots = PlacementGroups(controller, self._wardens.all_gpus)
         self._lost: set[str] = set()  # nodes that are gone, though Ray may still list them
-        self._live: dict[Key, Member] = {}  # taken for a task and not known to be dead, nor being stopped
-        self._settled: set[Key] = set()  # of those: started whole, so that a death is the controller's business
-        self._handles: dict[Key, Any] = {}  # of hosts
-        self._entries: dict[Key, Any] = {}  # references to what the entry of a host comes to
+        self._live: dict[ProcessKey, TaskWorker] = {}  # taken for a task and not known to be dead, nor being stopped
+        self._settled: set[ProcessKey] = set()  # of those: started whole, so that a death is the controller's business
+        self._handles: dict[ProcessKey, Any] = {}  # of hosts
+        self._entries: dict[ProcessKey, Any] = {}  # references to what the entry of a host comes to
 
     # ---- nodes and warm hosts
 
-    async def node_joined(self, node: str, expected: Mapping[HostKind, int] | None = None) -> None:
+    async def node_joined(self, node: str, expected: Mapping[WarmWorkerKind, int] | None = None) -> None:
         """Have a warden there, and take over what warm hosts an earlier controller left. UnreachableError if not.
 
         `expected` hosts are warmed meanwhile, by their kind.
@@ -185,7 +198,7 @@ class Members:
         for key in [key for key in self._live if key[0] == node]:
             self._forget(key)
 
-    async def warm(self, targets: Mapping[str, Mapping[HostKind, int]]) -> None:
+    async def warm(self, targets: Mapping[str, Mapping[WarmWorkerKind, int]]) -> None:
         """Keep so many hosts warm, by node and kind; works behind."""
         self._hosts.aim(targets)
 
@@ -195,15 +208,15 @@ class Members:
 
     # ---- slots
 
-    async def make_group(self, instruction: MakeGroup, now: Callable[[], float]) -> None:
-        """The placement group, standing on its nodes; else GroupError."""
+    async def make_group(self, instruction: CreatePlacementGroup, now: Callable[[], float]) -> None:
+        """The placement group, standing on its nodes; else PlacementGroupError."""
         await self._slots.make(instruction, instruction.deadline - now())
 
     async def remove_group(self, group: str, pool: str) -> None:
         """The placement group does not exist any more."""
         await self._slots.remove(group, pool)
 
-    async def groups(self) -> dict[str, GroupSeen]:
+    async def groups(self) -> dict[str, FoundPlacementGroup]:
         """The placement groups of this controller that exist now."""
         return await self._slots.seen()
 
@@ -214,25 +227,25 @@ class Members:
         task: str,
         attempt: int,
         pool: str,
-        places: Sequence[Place],
+        places: Sequence[BundlePlacement],
         bundles: Sequence[Resources],
-        payload: Payload,
+        payload: TaskPayload,
         state: Mapping[int, bytes | str] | None,
         timeout_s: float,
         *,
         preload: tuple[str, ...] = (),
         facts: str = "",
         wide: bool = False,
-    ) -> tuple[list[Member], str]:
-        """A member in each place, all constructed, their entry begun; and how. Else StartError.
+    ) -> tuple[list[TaskWorker], str]:
+        """A member in each place, all constructed, their entry begun; and how. Else TaskStartError.
 
         `wide`: the group has several bundles, in any of which there may be actors that members make.
         """
         deadline = time.monotonic() + timeout_s
-        taken: list[Member] = []
+        taken: list[TaskWorker] = []
         orders = [
-            Order(
-                Seat(task, attempt, rank, len(places), pool, places[rank].group, facts, wide),
+            WorkerStartSpec(
+                WorkerIdentity(task, attempt, rank, len(places), pool, places[rank].group, facts, wide),
                 (),
                 payload.actor,
                 payload.entry,
@@ -262,23 +275,25 @@ class Members:
             await self._begin(members, payload)
             for member in members:
                 if member.key not in self._live:
-                    raise StartError(f"process {member.pid} died while the others were starting", fatal=False)
+                    raise TaskStartError(f"process {member.pid} died while the others were starting", fatal=False)
         except asyncio.TimeoutError:
             await self._end(taken)
-            raise StartError(f"it was not constructed within {timeout_s:.3g} s", fatal=False, timed_out=True) from None
-        except (UnreachableError, GroupError) as fault:
+            raise TaskStartError(
+                f"it was not constructed within {timeout_s:.3g} s", fatal=False, timed_out=True
+            ) from None
+        except (UnreachableError, PlacementGroupError) as fault:
             await self._end(taken)
-            raise StartError(str(fault), fatal=False) from None
-        except HostSetupError as fault:
+            raise TaskStartError(str(fault), fatal=False) from None
+        except WorkerSetupError as fault:
             await self._end(taken)
-            raise StartError(str(fault), fatal=True) from None
+            raise TaskStartError(str(fault), fatal=True) from None
         except BaseException:
             await asyncio.shield(self._end(taken))
             raise
         self._settled.update(member.key for member in members)
         return members, "; ".join(sorted(set(hows)))
 
-    async def ready(self, member: Member, timeout_s: float) -> bool:
+    async def ready(self, member: TaskWorker, timeout_s: float) -> bool:
         """Wait until a member that was found is constructed; False: that failed, it is gone, or the time is over."""
         with contextlib.suppress(UnreachableError):
             asked = self._wardens.ask(
@@ -287,8 +302,8 @@ class Members:
             return bool(await asked)
         return False
 
-    async def outcome(self, member: Member) -> Outcome:
-        """What the entry came to, as long as it takes; DiedError where the process is gone."""
+    async def outcome(self, member: TaskWorker) -> EntryOutcome:
+        """What the entry came to, as long as it takes; WorkerDiedError where the process is gone."""
         from ray.exceptions import RayError
 
         try:
@@ -297,18 +312,18 @@ class Members:
                 if entry is None:  # after a recovery
                     handle = await asyncio.to_thread(self.handle, member)
                     entry = self._entries[member.key] = handle.run_entry.options(name=f"{member.task}.entry").remote()
-                return Outcome(*await entry)
+                return EntryOutcome(*await entry)
             await self._let_begin(member)
             found = await self._wardens.ask(member.node, "outcome", member.pid, member.born, timeout_s=float("inf"))
         except (RayError, UnreachableError, ValueError) as fault:
-            raise DiedError(f"process {member.pid} of {member.task} is gone: {_line(fault)}") from None
+            raise WorkerDiedError(f"process {member.pid} of {member.task} is gone: {_line(fault)}") from None
         if found is None:
-            raise DiedError(f"process {member.pid} of {member.task} is gone")
-        return Outcome(*found)
+            raise WorkerDiedError(f"process {member.pid} of {member.task} is gone")
+        return EntryOutcome(*found)
 
     async def stop(
-        self, member: Member, tell_s: float, notice: bool, save_s: float, state_path: str | None
-    ) -> StopOutcome:
+        self, member: TaskWorker, tell_s: float, notice: bool, save_s: float, state_path: str | None
+    ) -> WorkerStopResult:
         """Tell it, save it, end it. On return the process does not exist, whatever it did.
 
         UnreachableError only where its node is there, but nobody on it can be asked.
@@ -322,14 +337,14 @@ class Members:
             )  # fmt: skip
         except UnreachableError as fault:
             if member.node not in self._wardens.nodes:
-                return StopOutcome("not called", note=fault.what)
+                return WorkerStopResult("not called", note=fault.what)
             await self._wardens.renew(member.node)  # it hangs
             answer = await self._wardens.ask(
                 member.node, "stop", member.pid, member.born, 0.0, False, 0.0, None, keep_as, timeout_s=2 * _END_S
             )
-            return replace(StopOutcome(*answer), note=fault.what)
+            return replace(WorkerStopResult(*answer), note=fault.what)
         await self._end_elsewhere([member])
-        return StopOutcome(*answer)
+        return WorkerStopResult(*answer)
 
     async def kept_states(self) -> dict[str, str]:
         """States that were saved for a controller which did not acknowledge them: by name, the node that keeps it."""
@@ -349,15 +364,15 @@ class Members:
         with contextlib.suppress(UnreachableError):
             await self._wardens.ask(node, "drop", name, timeout_s=_ANSWER_S)
 
-    async def park(self, member: Member, timeout_s: float) -> None:
+    async def park(self, member: TaskWorker, timeout_s: float) -> None:
         """Have it give its devices up."""
         await self._turn(member, "park", timeout_s)
 
-    async def unpark(self, member: Member, timeout_s: float) -> None:
+    async def unpark(self, member: TaskWorker, timeout_s: float) -> None:
         """Have it take its devices again."""
         await self._turn(member, "unpark", timeout_s)
 
-    async def beside(self, member: Member, method: str, timeout_s: float) -> tuple[str, str]:
+    async def beside(self, member: TaskWorker, method: str, timeout_s: float) -> tuple[str, str]:
         """Call a method of the object beside its work: returned, raised, timed out or not called, and a note."""
         try:
             word, note = await self._wardens.ask(
@@ -367,7 +382,7 @@ class Members:
             return "timed out", fault.what
         return str(word), str(note)
 
-    def handle(self, member: Member) -> Any:
+    def handle(self, member: TaskWorker) -> Any:
         """Ray's handle of a host: `handle.call.remote(method, ...)`. Plain actors are found by their name."""
         import ray
 
@@ -375,27 +390,27 @@ class Members:
             self._handles[member.key] = ray.get_actor(member.actor, member.namespace)
         return self._handles[member.key]
 
-    def known_handle(self, member: Member) -> Any:
+    def known_handle(self, member: TaskWorker) -> Any:
         """Ray's handle of a host, where it is at hand."""
         return self._handles.get(member.key)
 
     # ---- recovery and the end
 
-    async def seen(self) -> list[Member]:
+    async def seen(self) -> list[TaskWorker]:
         """Every member that is alive now, on any node."""
         return list(await self.seats())
 
-    async def seats(self) -> dict[Member, Seat]:
+    async def seats(self) -> dict[TaskWorker, WorkerIdentity]:
         """Every member that is alive now, with what its process knows of itself."""
         await self._join_all()
         found = {}
         for node in self._wardens.nodes:
             for record in await self._records(node):
                 if record["kind"] != "making" and record["seat"]:
-                    found[_member(record)] = Seat(**record["seat"])
+                    found[_member(record)] = WorkerIdentity(**record["seat"])
         return found
 
-    async def sweep(self, keep: Collection[Member]) -> int:
+    async def sweep(self, keep: Collection[TaskWorker]) -> int:
         """End every member that is not to be kept, and watch those that are; a kept one that is gone is reported."""
         await self._join_all()
         keys = {member.key for member in keep} | set(self._live)
@@ -430,13 +445,19 @@ class Members:
     # ---- the steps of a start
 
     async def _bind_host(
-        self, order: Order, place: Place, bundle: Resources, kind: HostKind, capture: bool, taken: list[Member]
+        self,
+        order: WorkerStartSpec,
+        place: BundlePlacement,
+        bundle: Resources,
+        kind: WarmWorkerKind,
+        capture: bool,
+        taken: list[TaskWorker],
     ) -> str:
         from ray.exceptions import RayError
 
         seat = order.seat
         host, ahead = await self._hosts.take(place.node, kind)
-        member = Member(
+        member = TaskWorker(
             seat.task,
             seat.attempt,
             seat.rank,
@@ -459,14 +480,20 @@ class Members:
             bind = host.handle.bind.options(name=f"{seat.task}.start")
             fault = await bind.remote(replace(order, devices=devices, slot=slot))
         except RayError as died:
-            raise StartError(f"its process died while it was constructed: {_line(died)}", fatal=False) from None
+            raise TaskStartError(f"its process died while it was constructed: {_line(died)}", fatal=False) from None
         if fault is not None:
             why, trace = fault
-            raise StartError(why, fatal=True, trace=trace)
+            raise TaskStartError(why, fatal=True, trace=trace)
         return "a warm host" if ahead else "a host started for it: none was warm"
 
     async def _make_actor(
-        self, order: Order, place: Place, bundle: Resources, payload: Payload, deadline: float, taken: list[Member]
+        self,
+        order: WorkerStartSpec,
+        place: BundlePlacement,
+        bundle: Resources,
+        payload: TaskPayload,
+        deadline: float,
+        taken: list[TaskWorker],
     ) -> str:
         from ray.exceptions import RayError
 
@@ -489,7 +516,7 @@ class Members:
             "max_restarts": 0,
             "scheduling_strategy": await self._slots.strategy(place, seat.pool, bool(asked.get(_CAPTURE, leaves_room))),
         }
-        maker, _ = await self._hosts.take(place.node, HostKind((), payload.runtime_env))
+        maker, _ = await self._hosts.take(place.node, WarmWorkerKind((), payload.runtime_env))
         left = deadline - time.monotonic()
         make = maker.handle.make.options(name=f"{seat.task}.make")
         facts = None
@@ -498,19 +525,19 @@ class Members:
                 self._controller, place.node, order, name, namespace or NAMESPACE, options, left
             )
         except RayError as died:
-            raise StartError(f"its process died while it was made: {_line(died)}", fatal=False) from None
+            raise TaskStartError(f"its process died while it was made: {_line(died)}", fatal=False) from None
         finally:
             await asyncio.shield(self._end_maker(maker, None if facts else seat))
         if facts is None:
             timed_out = not fatal and time.monotonic() >= deadline
-            raise StartError(why, fatal=fatal, timed_out=timed_out, trace=trace)
+            raise TaskStartError(why, fatal=fatal, timed_out=timed_out, trace=trace)
         member = _member({**facts, "seat": vars(seat)})
         taken.append(member)
         self._live[member.key] = member
         await self._wardens.watch(member.node, member.pid, member.born)
         return f"a plain Ray actor: {payload.plain}"
 
-    async def _begin(self, members: Sequence[Member], payload: Payload) -> None:
+    async def _begin(self, members: Sequence[TaskWorker], payload: TaskPayload) -> None:
         """All are constructed: the entry may run."""
         if payload.entry is None:
             return
@@ -521,7 +548,7 @@ class Members:
             else:
                 await self._let_begin(member)
 
-    async def _let_begin(self, member: Member) -> None:
+    async def _let_begin(self, member: TaskWorker) -> None:
         await self._wardens.ask(member.node, "begin", member.pid, member.born, _ANSWER_S, timeout_s=2 * _ANSWER_S)
 
     # ---- ends
@@ -535,20 +562,20 @@ class Members:
         elif settled:
             self._on_death(member, f"process {pid} on node {node[:12]} died")
 
-    def _forget(self, key: Key) -> None:
+    def _forget(self, key: ProcessKey) -> None:
         self._wardens.unwatch(*key)
         self._live.pop(key, None)
         self._settled.discard(key)
         self._handles.pop(key, None)
         self._entries.pop(key, None)
 
-    async def _end(self, members: Sequence[Member]) -> None:
+    async def _end(self, members: Sequence[TaskWorker]) -> None:
         for member in members:
             self._forget(member.key)
         await asyncio.gather(*(self._end_process(*member.key) for member in members))
         await self._end_elsewhere(members)
 
-    async def _end_elsewhere(self, members: Sequence[Member]) -> None:
+    async def _end_elsewhere(self, members: Sequence[TaskWorker]) -> None:
         """End what members started in bundles on other nodes."""
 
         async def end(node: str, mark: str) -> None:
@@ -581,7 +608,7 @@ class Members:
         with contextlib.suppress(UnreachableError):
             await self._wardens.ask(node, "drop", record["file"], timeout_s=_ANSWER_S)
 
-    async def _end_maker(self, maker: WarmHost, failed: Seat | None) -> None:
+    async def _end_maker(self, maker: WarmWorker, failed: WorkerIdentity | None) -> None:
         """Throw a maker away; and what it was making, where that failed or was called off."""
         self._wardens.unwatch(maker.node, maker.pid, maker.born)
         await self._end_process(maker.node, maker.pid, maker.born)
@@ -590,7 +617,7 @@ class Members:
                 made = record["kind"] != "making"
                 await (self._end([_member(record)]) if made else self._end_made(maker.node, record))
 
-    async def _turn(self, member: Member, do: str, timeout_s: float) -> None:
+    async def _turn(self, member: TaskWorker, do: str, timeout_s: float) -> None:
         word, note = await self.beside(member, do, timeout_s)
         if word != "returned":
             raise ParkError(f"{do}() {word}: {note}" if note else f"{do}() {word}")
@@ -624,14 +651,14 @@ async def _together(works: list[Coroutine[Any, Any, str]]) -> list[str]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def kept_name(member: Member) -> str:
+def kept_name(member: TaskWorker) -> str:
     """The name under which a node keeps the state of this very process: an id may begin a new life."""
     return f"{member.pid}-{member.born:g}~{state_name(member.task, member.attempt, member.rank)}"
 
 
-def _member(record: dict[str, Any]) -> Member:
+def _member(record: dict[str, Any]) -> TaskWorker:
     seat = record["seat"]
-    return Member(
+    return TaskWorker(
         seat["task"], seat["attempt"], seat["rank"], seat["world"],
         record["kind"], record["actor"], record["namespace"], record["node"], record["pid"], record["born"],
         record["mark"], seat["wide"],

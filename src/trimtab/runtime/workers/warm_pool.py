@@ -18,9 +18,9 @@ from typing import Any
 
 from trimtab.core.errors import UnreachableError
 from trimtab.runtime.procs.background import Background, describe
-from trimtab.runtime.workers.environments import HostKind
-from trimtab.runtime.workers.node_agent import EXIT_WAIT_S, NAMESPACE, Wardens
-from trimtab.runtime.workers.worker_process import Host
+from trimtab.runtime.workers.environments import WarmWorkerKind
+from trimtab.runtime.workers.node_agent import EXIT_WAIT_S, NAMESPACE, NodeAgents
+from trimtab.runtime.workers.worker_process import WorkerProcess
 
 _START_WAIT_S = 300.0  # modules to import ahead can take minutes on slow disks
 _REFILL_AFTER_S = 0.2  # the task that took a host goes first
@@ -29,12 +29,12 @@ _MOST_BACK_OFF_S = 30.0
 log = logging.getLogger(__name__)
 
 
-class HostSetupError(Exception):
+class WorkerSetupError(Exception):
     """Ray cannot set a task's runtime environment up; trying again would not help."""
 
 
 @dataclass(frozen=True)
-class WarmHost:
+class WarmWorker:
     """A process that is ready to be bound."""
 
     node: str
@@ -42,20 +42,20 @@ class WarmHost:
     handle: Any
     pid: int
     born: float
-    kind: HostKind
+    kind: WarmWorkerKind
 
 
-class WarmHosts:
+class WarmPool:
     """The warm hosts of one controller."""
 
-    def __init__(self, controller: str, wardens: Wardens, background: Background) -> None:
+    def __init__(self, controller: str, wardens: NodeAgents, background: Background) -> None:
         self._controller = controller
         self._wardens = wardens
         self._background = background
-        self._targets: dict[str, dict[HostKind, int]] = {}
-        self._ready: dict[str, list[WarmHost]] = {}
-        self._starting: dict[str, dict[str, HostKind]] = {}  # node -> host's name -> its kind
-        self._waiting: dict[str, list[tuple[HostKind, asyncio.Future[WarmHost]]]] = {}
+        self._targets: dict[str, dict[WarmWorkerKind, int]] = {}
+        self._ready: dict[str, list[WarmWorker]] = {}
+        self._starting: dict[str, dict[str, WarmWorkerKind]] = {}  # node -> host's name -> its kind
+        self._waiting: dict[str, list[tuple[WarmWorkerKind, asyncio.Future[WarmWorker]]]] = {}
         self._failures: Counter[tuple[str, str]] = Counter()  # in a row, by node and runtime environment
         self._resting: set[tuple[str, str]] = set()  # where the last start failed a moment ago
         self._own: set[str] = set()  # names of hosts that this object started or adopted
@@ -63,11 +63,11 @@ class WarmHosts:
         self._said: set[str] = set()
         self._closed = False
 
-    def aim(self, targets: Mapping[str, Mapping[HostKind, int]]) -> None:
+    def aim(self, targets: Mapping[str, Mapping[WarmWorkerKind, int]]) -> None:
         """Keep so many ready; what is too many is ended."""
         self._targets = {node: dict(wanted) for node, wanted in targets.items()}
         for node, ready in self._ready.items():
-            kept: Counter[HostKind] = Counter()
+            kept: Counter[WarmWorkerKind] = Counter()
             for host in list(ready):
                 kept[host.kind] += 1
                 if kept[host.kind] > self._targets.get(node, {}).get(host.kind, 0):
@@ -76,7 +76,7 @@ class WarmHosts:
         for node in self._targets:
             self._pump(node)
 
-    def expect(self, node: str, wanted: Mapping[HostKind, int]) -> None:
+    def expect(self, node: str, wanted: Mapping[WarmWorkerKind, int]) -> None:
         """A node is about to be used: warm these beside its warden, not after it. The next `aim` counts."""
         if wanted:
             self._targets[node] = dict(wanted)
@@ -89,10 +89,10 @@ class WarmHosts:
             for node in self._wardens.nodes
         }
 
-    async def take(self, node: str, kind: HostKind) -> tuple[WarmHost, bool]:
+    async def take(self, node: str, kind: WarmWorkerKind) -> tuple[WarmWorker, bool]:
         """A host of the node and runtime environment, the likest that is ready; else the next to become so.
 
-        And whether it was ready. HostSetupError where the environment cannot be set up there.
+        And whether it was ready. WorkerSetupError where the environment cannot be set up there.
         """
         ready = self._ready.get(node, [])
         for likeness in (kind.preload, (), None):
@@ -104,7 +104,7 @@ class WarmHosts:
                     return host, True
         if self._closed or node not in self._wardens.nodes:
             raise UnreachableError(f"node {node[:12]} is gone")
-        place: asyncio.Future[WarmHost] = asyncio.get_running_loop().create_future()
+        place: asyncio.Future[WarmWorker] = asyncio.get_running_loop().create_future()
         waiting = self._waiting.setdefault(node, [])
         waiting.append((kind, place))
         self._pump(node)
@@ -122,7 +122,7 @@ class WarmHosts:
         for record in records:
             if record.get("kind") == "host" and record["seat"] is None and record["actor"] not in self._own:
                 self._own.add(record["actor"])
-                self._starting.setdefault(node, {})[record["actor"]] = HostKind()
+                self._starting.setdefault(node, {})[record["actor"]] = WarmWorkerKind()
                 self._do("adopt a warm host", self._adopt(node, record))
 
     def died(self, node: str, pid: int, born: float) -> None:
@@ -174,13 +174,13 @@ class WarmHosts:
                 return
             self._launch(node, lacking[0])
 
-    def _launch(self, node: str, kind: HostKind) -> None:
+    def _launch(self, node: str, kind: WarmWorkerKind) -> None:
         name = f"trimtab:{self._controller}:host:{uuid.uuid4().hex[:8]}"
         self._own.add(name)
         self._starting[node][name] = kind
         self._do("start a warm host", self._start(node, name, kind))
 
-    async def _start(self, node: str, name: str, kind: HostKind) -> None:
+    async def _start(self, node: str, name: str, kind: WarmWorkerKind) -> None:
         """Start a host. Whatever comes of it, it does not count as starting any more afterwards."""
         try:
             host = await self._started(node, name, kind)
@@ -197,11 +197,12 @@ class WarmHosts:
         self._failures.pop((node, kind.runtime_env), None)
         self._arrived(host)
 
-    async def _started(self, node: str, name: str, kind: HostKind) -> WarmHost:
-        import ray
+    async def _started(self, node: str, name: str, kind: WarmWorkerKind) -> WarmWorker:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        host = ray.remote(Host).options(
+        import ray
+
+        host = ray.remote(WorkerProcess).options(
             name=name,
             namespace=NAMESPACE,
             lifetime="detached",
@@ -220,7 +221,7 @@ class WarmHosts:
                 ray.kill(await making)
             raise
         self._say(facts["missing"])
-        return WarmHost(node, name, handle, facts["pid"], facts["born"], kind)
+        return WarmWorker(node, name, handle, facts["pid"], facts["born"], kind)
 
     async def _adopt(self, node: str, record: dict[str, Any]) -> None:
         import ray
@@ -238,10 +239,10 @@ class WarmHosts:
             self._wardens.unwatch(node, facts["pid"], facts["born"])
             self._not_starting(node, record["actor"])
             return
-        kind = HostKind(*facts["kind"])
-        self._arrived(WarmHost(node, record["actor"], handle, facts["pid"], facts["born"], kind))
+        kind = WarmWorkerKind(*facts["kind"])
+        self._arrived(WarmWorker(node, record["actor"], handle, facts["pid"], facts["born"], kind))
 
-    def _arrived(self, host: WarmHost) -> None:
+    def _arrived(self, host: WarmWorker) -> None:
         if self._starting.get(host.node, {}).pop(host.actor, None) is not None:
             self._keep(host)
         else:  # the node was lost meanwhile
@@ -251,7 +252,7 @@ class WarmHosts:
         if self._starting.get(node, {}).pop(name, None) is not None:
             self._pump(node)
 
-    def _keep(self, host: WarmHost) -> None:
+    def _keep(self, host: WarmWorker) -> None:
         """To the first that waits for one of its environment, else to the ready ones."""
         waiting = self._waiting.get(host.node, [])
         first = next((one for one in waiting if one[0].runtime_env == host.kind.runtime_env), None)
@@ -262,7 +263,7 @@ class WarmHosts:
             self._ready.setdefault(host.node, []).append(host)
         self._pump(host.node)
 
-    async def _failed(self, node: str, kind: HostKind, fault: Exception) -> None:
+    async def _failed(self, node: str, kind: WarmWorkerKind, fault: Exception) -> None:
         """Rest a while before the next; requests that wait for such a host fail where waiting would not help."""
         from ray.exceptions import RuntimeEnvSetupError
 
@@ -271,8 +272,8 @@ class WarmHosts:
         key = (node, kind.runtime_env)
         self._failures[key] += 1
         if isinstance(fault, RuntimeEnvSetupError):
-            fault = HostSetupError(f"its runtime environment cannot be set up: {_reason(fault)}")
-        if self._failures[key] >= 3 or isinstance(fault, HostSetupError):
+            fault = WorkerSetupError(f"its runtime environment cannot be set up: {_reason(fault)}")
+        if self._failures[key] >= 3 or isinstance(fault, WorkerSetupError):
             waiting = self._waiting.get(node, [])
             for one in [one for one in waiting if one[0].runtime_env == kind.runtime_env]:
                 waiting.remove(one)
@@ -284,7 +285,7 @@ class WarmHosts:
         finally:
             self._resting.discard(key)
 
-    async def _end(self, host: WarmHost) -> None:
+    async def _end(self, host: WarmWorker) -> None:
         self._wardens.unwatch(host.node, host.pid, host.born)
         with contextlib.suppress(UnreachableError):
             await self._wardens.ask(host.node, "end", host.pid, host.born, timeout_s=EXIT_WAIT_S + 5.0)

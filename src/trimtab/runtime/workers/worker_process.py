@@ -29,15 +29,15 @@ from typing import Any, BinaryIO
 
 from trimtab.runtime.procs.background import Background, RestartPolicy
 from trimtab.runtime.workers import slot_view
-from trimtab.runtime.workers.environments import MARK, HostKind
-from trimtab.runtime.workers.slot_view import Slot
+from trimtab.runtime.workers.environments import MARK, WarmWorkerKind
+from trimtab.runtime.workers.slot_view import BundleSlot
 
 _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 FRAME = struct.Struct("!IQ")  # sizes of the JSON head and of the bytes that follow
 
 
 @dataclass(frozen=True)
-class Seat:
+class WorkerIdentity:
     """Who is in a process: one member of one attempt of a task."""
 
     task: str
@@ -51,10 +51,10 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Order:
+class WorkerStartSpec:
     """All that a process needs to become a member."""
 
-    seat: Seat
+    seat: WorkerIdentity
     devices: tuple[str, ...]  # GPU ids; empty: none
     actor: bytes  # pickle of (class, args, kwargs)
     entry: str | None
@@ -63,7 +63,7 @@ class Order:
     state: bytes | str | None  # to be restored: the bytes, or the path of a file
     sys_path: tuple[str, ...]
     mark: str = ""  # in the environment of all that it starts
-    slot: Slot | None = None  # what a host tells user code of its bundle; a plain actor is told by Ray
+    slot: BundleSlot | None = None  # what a host tells user code of its bundle; a plain actor is told by Ray
 
 
 def run_dir(controller: str, node: str) -> Path:
@@ -141,14 +141,14 @@ def read_frame(incoming: BinaryIO) -> tuple[dict[str, Any], bytes]:
     return json.loads(incoming.read(size)), incoming.read(more)
 
 
-class Tenancy:
+class HostedObject:
     """The user's object in this process, and what came of it."""
 
     def __init__(self) -> None:
-        self.seat: Seat | None = None
+        self.seat: WorkerIdentity | None = None
         self.phase = "warming"  # warm, constructing, ready, running, ended; or failed
         self.object: Any = None  # None until constructed
-        self.order: Order | None = None
+        self.order: WorkerStartSpec | None = None
         self.loop: asyncio.AbstractEventLoop | None = None  # of an async actor: where its coroutines run
         self.outcome: tuple[bytes | None, str | None, str] | None = None  # value, error, traceback
         self.entered = False  # the call that runs the entry is here
@@ -259,10 +259,10 @@ class Tenancy:
         return ()
 
 
-class ControlDoor:
+class ControlServer:
     """Listens for the warden beside the main thread, and keeps the record of who is in this process."""
 
-    def __init__(self, where: Path, kind: str, actor: str, namespace: str, node: str, tenancy: Tenancy) -> None:
+    def __init__(self, where: Path, kind: str, actor: str, namespace: str, node: str, tenancy: HostedObject) -> None:
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)  # whatever the user starts is of this group, so that it can be found and ended, too
         import ray
@@ -337,13 +337,13 @@ class ControlDoor:
         return tenancy.turn(ask), b""
 
 
-class Host:
+class WorkerProcess:
     """A warm process: bound to one task once, then thrown away."""
 
-    def __init__(self, controller: str, node: str, actor: str, namespace: str, kind: HostKind) -> None:
-        self._tenancy = Tenancy()
-        self._door = ControlDoor(make_run_dir(controller, node), "host", actor, namespace, node, self._tenancy)
-        self._kind = HostKind(*kind)
+    def __init__(self, controller: str, node: str, actor: str, namespace: str, kind: WarmWorkerKind) -> None:
+        self._tenancy = HostedObject()
+        self._door = ControlServer(make_run_dir(controller, node), "host", actor, namespace, node, self._tenancy)
+        self._kind = WarmWorkerKind(*kind)
         add_paths(self._kind.paths)
         self._missing = [missing for module in self._kind.preload if (missing := _import(module))]
         import ray.cloudpickle  # noqa: F401  (now rather than at the first save)
@@ -356,7 +356,7 @@ class Host:
         phase = self._tenancy.phase
         return {**self._door.facts, "missing": self._missing, "kind": self._kind, "phase": phase}
 
-    def bind(self, order: Order) -> tuple[str, str] | None:
+    def bind(self, order: WorkerStartSpec) -> tuple[str, str] | None:
         """Become the member: devices first, then the user's class. What went wrong in it, and the traceback."""
         if self._tenancy.seat is not None:
             raise RuntimeError(f"already bound to {self._tenancy.seat}")
@@ -408,7 +408,7 @@ def _import(module: str) -> str | None:
     return None
 
 
-def set_surroundings(order: Order) -> None:
+def set_surroundings(order: WorkerStartSpec) -> None:
     """What the user's code finds in its environment."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(order.devices)
     os.environ[MARK] = order.mark
@@ -430,7 +430,7 @@ def drop_paths(paths: Collection[str]) -> None:
             del sys.modules[name]
 
 
-def seat_variables(seat: Seat) -> dict[str, str]:
+def seat_variables(seat: WorkerIdentity) -> dict[str, str]:
     """Who a member is, as environment variables."""
     return {
         "TRIMTAB_TASK": seat.task,

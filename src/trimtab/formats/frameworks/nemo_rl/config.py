@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from trimtab.core.errors import InputError
 from trimtab.formats.frameworks.common import (
-    Sizes,
+    AllowedGpuCounts,
     check_expressible,
     component,
     costs,
@@ -25,12 +25,12 @@ from trimtab.formats.frameworks.common import (
     product,
     weight_sync,
 )
-from trimtab.formats.frameworks.hydra_config import Composed, Reader
-from trimtab.formats.loaded import Loaded, Settings
+from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
+from trimtab.formats.loaded import LoadedJob, PlanSettings
 from trimtab.formats.write_back import block_text, nested
-from trimtab.model.plan import CurrentPlacement, Plan, Rules
+from trimtab.model.plan import CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.profile import Profile
-from trimtab.model.workflow import Component, Job, Workflow, check_workflow
+from trimtab.model.workflow import Component, PlacementJob, Workflow, check_workflow
 
 NAME = "nemo_rl"
 
@@ -43,18 +43,18 @@ _ALGORITHMS = ("grpo", "ppo", "distillation")
 _TEACHERS = "on_policy_distillation"
 
 
-def matches(reader: Reader) -> bool:
+def matches(reader: ConfigReader) -> bool:
     """Whether this is a NeMo RL config."""
     return reader.has("policy.generation") or (reader.has("grpo") and reader.has("policy"))
 
 
-def read(composed: Composed, profile: Profile | None) -> Loaded:
+def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
     """A NeMo RL config and a profile as a job."""
     return _Config(composed, profile).loaded()
 
 
 @dataclass(frozen=True)
-class Gpus:
+class NemoRlGpus:
     """How NeMo RL divides its cluster: `nodes` x `per_node` are left when teachers have their nodes."""
 
     nodes: int
@@ -66,7 +66,7 @@ class Gpus:
     colocated: bool
 
 
-def gpus_of(reader: Reader) -> Gpus:
+def gpus_of(reader: ConfigReader) -> NemoRlGpus:
     """The GPUs that each worker group has by the file; raises InputError where none is left for training."""
     nodes = int(reader.positive_int("cluster.num_nodes", 1))
     per_node = int(reader.positive_int("cluster.gpus_per_node"))
@@ -97,10 +97,10 @@ def gpus_of(reader: Reader) -> Gpus:
             "training",
             where=reader.where(_RESOURCES),
         )
-    return Gpus(nodes, per_node, teacher_nodes, reward, generation, policy, colocated)
+    return NemoRlGpus(nodes, per_node, teacher_nodes, reward, generation, policy, colocated)
 
 
-def _teacher_nodes(reader: Reader) -> int:
+def _teacher_nodes(reader: ConfigReader) -> int:
     """Nodes that teachers have to themselves: one group of workers for each model, or for each alias."""
     own = f"{_TEACHERS}.non_colocated_teachers"
     if not (reader.boolean(f"{_TEACHERS}.enabled", False) and reader.boolean(f"{own}.enabled", False)):
@@ -121,7 +121,7 @@ def _teacher_nodes(reader: Reader) -> int:
 class _Config:
     """One NeMo RL config, while it is being read."""
 
-    def __init__(self, composed: Composed, profile: Profile | None) -> None:
+    def __init__(self, composed: ComposedConfig, profile: Profile | None) -> None:
         self.composed = composed
         self.reader = reader = composed.reader
         self.profile = profile
@@ -159,7 +159,7 @@ class _Config:
             return 0, None
         return int(reader.positive_int(f"{section}.max_trajectory_age_steps", 1)), None
 
-    def loaded(self) -> Loaded:
+    def loaded(self) -> LoadedJob:
         members = {name: self._component(name) for name in self.costs}
         workflow = Workflow(
             components=tuple(members.values()),
@@ -175,15 +175,15 @@ class _Config:
             options.append([["generation", *training], *reward])
         if self._runs("apart"):
             options.append([["generation"], training, *reward])
-        rules = Rules(
+        rules = FrameworkRules(
             framework="NeMo RL",
             groupings=groupings(options, members, self._pool_sizes(), str(self.composed.path)),
             even_nodes=True,
         )
-        return Loaded(
+        return LoadedJob(
             dialect=NAME,
             path=self.composed.path,
-            job=Job(cluster=self.cluster, workflow=workflow),
+            job=PlacementJob(cluster=self.cluster, workflow=workflow),
             settings=lambda plan: self._settings(plan, rules),
             rules=rules,
             assumptions=(self._mode_text(), *self._outside_text(), *not_placed(self.profile, COMPONENTS)),
@@ -229,15 +229,15 @@ class _Config:
         chunk = self.chunk if after else None
         return component(self.costs[name], after=after, sizes=self._sizes(name), granularity=chunk, on_cpu=on_cpu)
 
-    def _sizes(self, component_name: str) -> Sizes:
+    def _sizes(self, component_name: str) -> AllowedGpuCounts:
         reader = self.reader
         if component_name == "generation" and self.backend != "megatron":
             section = f"policy.generation.{'vllm' if self.backend == 'dynamo' else self.backend}_cfg"
             names = ["tensor_parallel_size", "pipeline_parallel_size", "tp_size", "pp_size"]
-            return Sizes(product(reader, [f"{section}.{name}" for name in names]))
+            return AllowedGpuCounts(product(reader, [f"{section}.{name}" for name in names]))
         if component_name == "reward":
             names = ["tensor_parallel_size", "context_parallel_size"]
-            return Sizes(product(reader, [f"env.reward_model.dtensor_cfg.{name}" for name in names]))
+            return AllowedGpuCounts(product(reader, [f"env.reward_model.dtensor_cfg.{name}" for name in names]))
         if reader.boolean("policy.megatron_cfg.enabled", False):
             names = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"]
             parallel = product(reader, [f"policy.megatron_cfg.{name}" for name in names])
@@ -245,9 +245,9 @@ class _Config:
             names = ["tensor_parallel_size", "context_parallel_size"]
             parallel = product(reader, [f"policy.dtensor_cfg.{name}" for name in names])
         if component_name == "generation":
-            return Sizes(parallel)
+            return AllowedGpuCounts(parallel)
         batch: int | None = reader.positive_int("policy.train_global_batch_size", None)
-        return Sizes(parallel, None if batch is None else divisors_of_batch(batch, parallel, self.total))
+        return AllowedGpuCounts(parallel, None if batch is None else divisors_of_batch(batch, parallel, self.total))
 
     def _pool_sizes(self) -> list[int]:
         """A part of the only node, or whole nodes; on several nodes no group has less than one."""
@@ -266,7 +266,7 @@ class _Config:
             ranks={name: ranks[name] for name in self.costs if name in ranks}, where=self.reader.where(_COLOCATED)
         )
 
-    def _settings(self, plan: Plan, rules: Rules) -> Settings:
+    def _settings(self, plan: Plan, rules: FrameworkRules) -> PlanSettings:
         check_expressible(plan, rules)
         gpus = {name: group.gpus for group in plan.groups for name in group.components}
         counts = {name: node_counts(ranks, self.cluster, name) for name, ranks in gpus.items()}
@@ -285,7 +285,7 @@ class _Config:
             values[f"{_RESOURCES}.num_nodes"] = 1 if one_node else counts["generation"][0]
         if "reward" in counts:
             values[f"{_REWARD}.num_nodes"], values[f"{_REWARD}.gpus_per_node"] = counts["reward"]
-        return Settings(values=values, block=block_text(nested(values)))
+        return PlanSettings(values=values, block=block_text(nested(values)))
 
     def _per_node(self, planned: int) -> int:
         """GPUs of each node: on the only node those that are used; teachers' nodes stay as large as they are."""

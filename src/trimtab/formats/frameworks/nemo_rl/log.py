@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from trimtab.formats.logs.records import Framework, Line, Record, number, tokens_of
+from trimtab.formats.logs.records import LogFramework, LogLine, StepRecord, number, tokens_of
 
 _STEP = re.compile(r"=+ Step (\d{1,12})/\d+ =+")
 _TIMING = re.compile(r"^\W*Timing:\s*$")
@@ -28,9 +28,9 @@ class _Parser:
         self._step: int | None = None
         self._seen = 0
         self._results: dict[str, float] = {}
-        self._block: Record | None = None
+        self._block: StepRecord | None = None
 
-    def take(self, line: Line) -> Iterator[Record]:
+    def take(self, line: LogLine) -> Iterator[StepRecord]:
         text = line.text
         if self._block is not None:
             if bullet := _BULLET.match(text) if "•" in text else None:
@@ -48,20 +48,20 @@ class _Parser:
             # Runs under the single controller print no step header: then blocks are counted.
             self._seen = self._seen + 1 if self._step is None else self._step
             self._step = None
-            self._block = Record(self._seen, self._results)
+            self._block = StepRecord(self._seen, self._results)
             self._results = {}
 
     def _result(self, name: str, text: str) -> None:
         if (value := number(text)) is not None:
             self._results[name] = value
 
-    def end(self) -> Iterator[Record]:
+    def end(self) -> Iterator[StepRecord]:
         block, self._block = self._block, None
         if block is not None:
             yield block
 
     @staticmethod
-    def _read(block: Record, bullet: re.Match[str], whole: bool) -> None:
+    def _read(block: StepRecord, bullet: re.Match[str], whole: bool) -> None:
         name, seconds = bullet[1].strip(), number(bullet[2])
         if seconds is not None and whole:
             block.values["timing/train/" + ("total_step_time" if name == _TOTAL else name)] = seconds
@@ -83,7 +83,7 @@ def _amounts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
     return tokens_of(values.get("train/mean_gen_tokens_per_sample"), values.get("train/global_valid_seqs"))
 
 
-NEMO_RL = Framework(
+NEMO_RL = LogFramework(
     name="nemo_rl",
     reads="NeMo RL: console blocks `Timing:` / `• Total step time: ...s`, TensorBoard",
     prefix="timing/train/",

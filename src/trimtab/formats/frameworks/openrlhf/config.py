@@ -15,7 +15,7 @@ from typing import Any
 
 from trimtab.core.errors import InputError
 from trimtab.formats.frameworks.common import (
-    Sizes,
+    AllowedGpuCounts,
     check_expressible,
     component,
     costs,
@@ -27,12 +27,12 @@ from trimtab.formats.frameworks.common import (
     product,
     weight_sync,
 )
-from trimtab.formats.frameworks.hydra_config import Composed, Reader
-from trimtab.formats.loaded import Loaded, Settings
+from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
+from trimtab.formats.loaded import LoadedJob, PlanSettings
 from trimtab.formats.write_back import block_text, nested
-from trimtab.model.plan import CurrentPlacement, Plan, Rules
+from trimtab.model.plan import CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.profile import Profile
-from trimtab.model.workflow import Cluster, Component, Job, Workflow, check_workflow
+from trimtab.model.workflow import Cluster, Component, PlacementJob, Workflow, check_workflow
 
 NAME = "openrlhf"
 
@@ -41,12 +41,12 @@ COMPONENTS = ("rollout", "inference", "actor")
 _PER_NODE = 8  # OpenRLHF's own number where flags do not say
 
 
-def matches(reader: Reader) -> bool:
+def matches(reader: ConfigReader) -> bool:
     """Whether these are OpenRLHF's flags."""
     return reader.has("vllm.num_engines")
 
 
-def read(composed: Composed, profile: Profile | None) -> Loaded:
+def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
     """OpenRLHF's flags and a profile as a job."""
     return _Config(composed, profile).loaded()
 
@@ -54,7 +54,7 @@ def read(composed: Composed, profile: Profile | None) -> Loaded:
 class _Config:
     """One set of flags, while it is being read."""
 
-    def __init__(self, composed: Composed, profile: Profile | None) -> None:
+    def __init__(self, composed: ComposedConfig, profile: Profile | None) -> None:
         self.composed = composed
         self.reader = reader = composed.reader
         self.profile = profile
@@ -114,7 +114,7 @@ class _Config:
             apart["critic and reward"] = max(apart.pop("critic"), apart.pop("reward"))
         return tuple(beside), apart
 
-    def loaded(self) -> Loaded:
+    def loaded(self) -> LoadedJob:
         members = {name: self._component(name) for name in self.costs}
         staleness = int(self.reader.positive_int("train.async_queue_size", 1)) if self.is_async else 0
         workflow = Workflow(
@@ -132,15 +132,15 @@ class _Config:
             options.append([["rollout", *training]])
         if not self.shares or not stays:
             options.append([["rollout"], training])
-        rules = Rules(
+        rules = FrameworkRules(
             framework="OpenRLHF",
             groupings=groupings(options, members, pool_sizes(self.cluster), str(self.composed.path)),
             even_nodes=True,
         )
-        return Loaded(
+        return LoadedJob(
             dialect=NAME,
             path=self.composed.path,
-            job=Job(cluster=self.cluster, workflow=workflow),
+            job=PlacementJob(cluster=self.cluster, workflow=workflow),
             settings=lambda plan: self._settings(plan, rules),
             rules=rules,
             assumptions=(self._mode_text(staleness), *self._apart_text(), *not_placed(self.profile, COMPONENTS)),
@@ -164,17 +164,19 @@ class _Config:
     def _component(self, name: str) -> Component:
         after = {"inference": ["rollout"], "actor": ["inference"] if "inference" in self.costs else ["rollout"]}
         if name == "rollout":
-            return component(self.costs[name], sizes=Sizes(self.engine_gpus))
+            return component(self.costs[name], sizes=AllowedGpuCounts(self.engine_gpus))
         return component(self.costs[name], after=after[name], sizes=self._training_sizes())
 
-    def _training_sizes(self) -> Sizes:
+    def _training_sizes(self) -> AllowedGpuCounts:
         """DeepSpeed splits a training batch evenly into micro-batches, and every process makes some experience."""
         read = self.reader.positive_int
         parallel = product(self.reader, ("ds.tensor_parallel_size", "ds.ring_attn_size"))
         batch, micro = int(read("train.batch_size", 128)), int(read("train.micro_batch_size", 1))
         samples = int(read("rollout.batch_size", 1024)) * int(read("rollout.n_samples_per_prompt", 1))
         most = min(samples // int(read("rollout.micro_batch_size", 1)), self.cluster.gpus // parallel)
-        return Sizes(parallel, tuple(dp * parallel for dp in range(1, most + 1) if batch % (micro * dp) == 0))
+        return AllowedGpuCounts(
+            parallel, tuple(dp * parallel for dp in range(1, most + 1) if batch % (micro * dp) == 0)
+        )
 
     def _current(self) -> CurrentPlacement:
         first = 0 if self.shares else self.actor_gpus
@@ -183,7 +185,7 @@ class _Config:
         ranks["rollout"] = tuple(range(first, first + self.rollout_gpus))
         return CurrentPlacement({name: ranks[name] for name in self.costs}, self.reader.where("vllm.num_engines"))
 
-    def _settings(self, plan: Plan, rules: Rules) -> Settings:
+    def _settings(self, plan: Plan, rules: FrameworkRules) -> PlanSettings:
         check_expressible(plan, rules)
         gpus = {name: group.gpus for group in plan.groups for name in group.components}
         shared = gpus["rollout"] == gpus["actor"]
@@ -198,7 +200,7 @@ class _Config:
             values |= {"train.colocate_all": shared, "vllm.enable_sleep": shared}
         off = [f"--{name}" for name, value in values.items() if value is False and self.reader.boolean(name, False)]
         said = (f"leave out {', '.join(off)}",) if off else ()
-        return Settings(values, block_text(nested(values)), said, tuple(_flags(values)))
+        return PlanSettings(values, block_text(nested(values)), said, tuple(_flags(values)))
 
 
 def _without(cluster: Cluster, gpus: int) -> Cluster:

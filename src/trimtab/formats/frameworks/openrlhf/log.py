@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from trimtab.formats.logs.records import Framework, Line, Record, number, tokens_of
+from trimtab.formats.logs.records import LogFramework, LogLine, StepRecord, number, tokens_of
 
 _STEP = re.compile(r"\bGlobal step (\d{1,12}): \{")
 _STEP_WITH_TIMES = re.compile(r"\bGlobal step \d{1,12}: \{.*'timing/step_total': ")
@@ -25,10 +25,10 @@ _OFF = 0.01  # sums that differ by more than this share are no rounding
 class _Parser:
     """A step in a line."""
 
-    def take(self, line: Line) -> Iterator[Record]:
+    def take(self, line: LogLine) -> Iterator[StepRecord]:
         if found := _STEP.search(line.text):
             rest = line.text[found.end() - 1 :]
-            record = Record(int(found[1]), whole=line.whole and rest.rstrip().endswith("}"))
+            record = StepRecord(int(found[1]), whole=line.whole and rest.rstrip().endswith("}"))
             for name, value in _ITEM.findall(rest):
                 if OPENRLHF.keeps(_PREFIX + name) and (read := number(value)) is not None:
                     record.values[_PREFIX + name] = read
@@ -36,7 +36,7 @@ class _Parser:
                 record.values[_BESIDE] = 1.0
             yield record
 
-    def end(self) -> Iterator[Record]:
+    def end(self) -> Iterator[StepRecord]:
         yield from ()
 
 
@@ -55,7 +55,7 @@ def _amounts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
     return tokens_of(values.get("train/response_length"), None)
 
 
-OPENRLHF = Framework(
+OPENRLHF = LogFramework(
     name="openrlhf",
     reads="OpenRLHF: console lines `Global step 1: {'timing/generation': ...}`, TensorBoard",
     prefix=_TIMING,

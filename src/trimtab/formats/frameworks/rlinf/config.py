@@ -11,7 +11,7 @@ from typing import Any
 
 from trimtab.core.errors import InputError
 from trimtab.formats.frameworks.common import (
-    Sizes,
+    AllowedGpuCounts,
     check_expressible,
     component,
     even_cluster,
@@ -21,13 +21,13 @@ from trimtab.formats.frameworks.common import (
     runnable,
     weight_sync,
 )
-from trimtab.formats.frameworks.hydra_config import Composed, Reader
+from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
 from trimtab.formats.frameworks.rlinf import embodied as rlinf_embodied
 from trimtab.formats.frameworks.rlinf import placement as rlinf_placement
-from trimtab.formats.loaded import Loaded, Settings
-from trimtab.model.plan import AllowedGroup, CurrentPlacement, Plan, Rules
+from trimtab.formats.loaded import LoadedJob, PlanSettings
+from trimtab.model.plan import AllowedGroup, CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.profile import ComponentProfile, Profile
-from trimtab.model.workflow import Component, Job, Workflow, check_workflow
+from trimtab.model.workflow import Component, PlacementJob, Workflow, check_workflow
 
 NAME = "rlinf"
 TRAINS = ("embodied", "reasoning", "coding_online_rl")
@@ -41,14 +41,14 @@ _ADD_PROFILE = (
 )
 
 
-def matches(reader: Reader) -> bool:
+def matches(reader: ConfigReader) -> bool:
     """Whether this is an RLinf config."""
     return any(reader.has(key) for key in (rlinf_placement.KEY, "profile_data")) or (
         reader.has("runner.task_type") and reader.has("cluster.num_nodes")
     )
 
 
-def read(composed: Composed, profile: Profile | None) -> Loaded:
+def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
     """An RLinf config as a job, with the ways in which RLinf can run it."""
     kind = composed.reader.text("runner.task_type", "")
     if (kind and kind not in TRAINS) or composed.reader.boolean("runner.only_eval", False):
@@ -65,7 +65,7 @@ def read(composed: Composed, profile: Profile | None) -> Loaded:
 class _Reasoning:
     """One reasoning config, while it is being read."""
 
-    def __init__(self, composed: Composed, profile: Profile | None) -> None:
+    def __init__(self, composed: ComposedConfig, profile: Profile | None) -> None:
         self.composed = composed
         self.reader = composed.reader
         self.profile = profile
@@ -85,7 +85,7 @@ class _Reasoning:
         self.written_trainer = next((n for n in ("actor", "trainer") if n in stated), self.trainer)
         self.placed = self._placed()
 
-    def loaded(self) -> Loaded:
+    def loaded(self) -> LoadedJob:
         components = self._components()
         workflow = Workflow(
             components=components,
@@ -94,10 +94,10 @@ class _Reasoning:
         )
         check_workflow(workflow)
         rules = self._rules(components)
-        return Loaded(
+        return LoadedJob(
             dialect=NAME,
             path=self.composed.path,
-            job=Job(cluster=even_cluster(self.nodes, self.gpus_per_node), workflow=workflow),
+            job=PlacementJob(cluster=even_cluster(self.nodes, self.gpus_per_node), workflow=workflow),
             settings=lambda plan: self._settings(plan, rules),
             rules=rules,
             assumptions=tuple(self.assumptions),
@@ -196,19 +196,19 @@ class _Reasoning:
         self.assumptions.append(f"no streaming: each component takes all its inputs at once ({why})")
         return False
 
-    def _sizes(self, name: str) -> Sizes:
+    def _sizes(self, name: str) -> AllowedGpuCounts:
         reader = self.reader
         if name == "reward":
-            return Sizes()
+            return AllowedGpuCounts()
         if name == "rollout":
-            return Sizes(product(reader, ["rollout.tensor_parallel_size", "rollout.pipeline_parallel_size"]))
+            return AllowedGpuCounts(product(reader, ["rollout.tensor_parallel_size", "rollout.pipeline_parallel_size"]))
         section = "actor.model"
         if name in ("inference", "critic") and reader.has(f"{name}.model"):
             section = f"{name}.model"
         keys = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
         model_parallel = product(reader, [f"{section}.{key}" for key in keys])
         if self.stated_batches is None:
-            return Sizes(model_parallel)
+            return AllowedGpuCounts(model_parallel)
         group_size: int = reader.positive_int("algorithm.group_size", 1)
         samples = self.stated_batches * group_size
         if samples % self.minibatches:
@@ -225,9 +225,9 @@ class _Reasoning:
         }
         # The shared profile was taken on these counts, so they run, whatever the rule for mini-batches says.
         allowed.update(g for g, _ in self.costs[name].seconds if g <= self.total and g % model_parallel == 0)
-        return Sizes(model_parallel, tuple(sorted(allowed)))
+        return AllowedGpuCounts(model_parallel, tuple(sorted(allowed)))
 
-    def _rules(self, components: tuple[Component, ...]) -> Rules:
+    def _rules(self, components: tuple[Component, ...]) -> FrameworkRules:
         names = [c.name for c in components if not c.on_cpu]
         groupings: list[tuple[AllowedGroup, ...]] = []
         if runnable([self.total], components):
@@ -249,7 +249,7 @@ class _Reasoning:
                 f"everything must share all {self.total} GPUs, and their parallel sizes do not divide that",
                 where=self.reader.where("cluster"),
             )
-        return Rules(framework="RLinf", groupings=tuple(groupings))
+        return FrameworkRules(framework="RLinf", groupings=tuple(groupings))
 
     def _placed(self) -> dict[str, tuple[int, ...]]:
         placed = rlinf_placement.ranks(self.reader, self.total)
@@ -276,7 +276,7 @@ class _Reasoning:
             return None
         return CurrentPlacement(ranks=ranks, where=self.reader.where(rlinf_placement.KEY))
 
-    def _settings(self, plan: Plan, rules: Rules) -> Settings:
+    def _settings(self, plan: Plan, rules: FrameworkRules) -> PlanSettings:
         check_expressible(plan, rules)
         shared = len(plan.groups) == 1
         placement: dict[str, Any] = {}
@@ -298,7 +298,7 @@ class _Reasoning:
             advice.append("cluster.auto_scheduler is turned off: it moves GPUs by rules of its own")
         if shared and self.reader.has("inference") and "inference" in self.placed:
             advice.append("the inference key is gone: on shared GPUs the actor's own workers do the inference")
-        return Settings(
+        return PlanSettings(
             values=values, block=rlinf_embodied.block(self.reader, self.nodes, values), advice=tuple(advice)
         )
 

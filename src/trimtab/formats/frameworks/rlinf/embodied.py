@@ -15,7 +15,7 @@ from typing import Any
 
 from trimtab.core.errors import InputError, nearest
 from trimtab.formats.frameworks.common import (
-    Sizes,
+    AllowedGpuCounts,
     check_expressible,
     check_gpus,
     component,
@@ -23,13 +23,13 @@ from trimtab.formats.frameworks.common import (
     refuse_waits,
     weight_sync,
 )
-from trimtab.formats.frameworks.hydra_config import Composed, Reader, as_number
+from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader, as_number
 from trimtab.formats.frameworks.rlinf import placement as rlinf_placement
-from trimtab.formats.loaded import Loaded, Settings
+from trimtab.formats.loaded import LoadedJob, PlanSettings
 from trimtab.formats.write_back import block_text, nested
-from trimtab.model.plan import AllowedGroup, CurrentPlacement, Plan, Rules
+from trimtab.model.plan import AllowedGroup, CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.profile import ComponentProfile, Profile
-from trimtab.model.workflow import Job, Workflow, check_workflow
+from trimtab.model.workflow import PlacementJob, Workflow, check_workflow
 
 COMPONENTS = ("env", "rollout", "actor")
 GROUPINGS: tuple[tuple[tuple[str, ...], ...], ...] = (
@@ -43,12 +43,12 @@ SPANNING = (("env",), ("rollout",), ("actor",))
 """Environment and rollout side by side, the actor over the GPUs of both."""
 
 
-def matches(reader: Reader) -> bool:
+def matches(reader: ConfigReader) -> bool:
     """Whether this is the embodied form."""
     return reader.has("profile_data.env_profile_data") or reader.get("runner.task_type") == "embodied"
 
 
-def cluster_size(reader: Reader) -> tuple[int, int]:
+def cluster_size(reader: ConfigReader) -> tuple[int, int]:
     """Nodes and GPUs of each. RLinf itself counts GPUs in the live cluster, so a config may not state them."""
     nodes = int(reader.positive_int("cluster.num_nodes", 1))
     stated: int | None = reader.positive_int("cluster.num_gpus_per_node", None)
@@ -66,13 +66,13 @@ def cluster_size(reader: Reader) -> tuple[int, int]:
     return nodes, (highest + 1) // nodes
 
 
-def block(reader: Reader, nodes: int, values: dict[str, Any]) -> str:
+def block(reader: ConfigReader, nodes: int, values: dict[str, Any]) -> str:
     """The cluster section to read and to paste."""
     _, per_node = cluster_size(reader)
     return block_text(nested({"cluster.num_nodes": nodes, "cluster.num_gpus_per_node": per_node, **values}))
 
 
-def read(composed: Composed, profile: Profile | None) -> Loaded:
+def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
     """An embodied config as a job."""
     reader = composed.reader
     nodes, per_node = cluster_size(reader)
@@ -109,16 +109,16 @@ def read(composed: Composed, profile: Profile | None) -> Loaded:
     if current is None and placed:
         assumptions.append("your placement is not compared: it leaves components out")
 
-    def settings(plan: Plan) -> Settings:
+    def settings(plan: Plan) -> PlanSettings:
         check_expressible(plan, rules)
         _check_counts(plan, workflow)
         values = {rlinf_placement.KEY: _placement(reader, plan, placed, total)}
-        return Settings(values=values, block=block(reader, nodes, values))
+        return PlanSettings(values=values, block=block(reader, nodes, values))
 
-    return Loaded(
+    return LoadedJob(
         dialect="rlinf",
         path=composed.path,
-        job=Job(cluster=even_cluster(nodes, per_node), workflow=workflow),
+        job=PlacementJob(cluster=even_cluster(nodes, per_node), workflow=workflow),
         settings=settings,
         rules=rules,
         assumptions=tuple(assumptions),
@@ -128,7 +128,7 @@ def read(composed: Composed, profile: Profile | None) -> Loaded:
     )
 
 
-def _placement(reader: Reader, plan: Plan, placed: dict[str, tuple[int, ...]], total: int) -> dict[str, Any]:
+def _placement(reader: ConfigReader, plan: Plan, placed: dict[str, tuple[int, ...]], total: int) -> dict[str, Any]:
     """The plan as RLinf's mapping; as it stands in the file where nothing moves."""
     gpus = {name: plan.placed(name).gpus for name in COMPONENTS}
     if all(placed.get(name) == gpus[name] for name in COMPONENTS):
@@ -142,7 +142,7 @@ def _placement(reader: Reader, plan: Plan, placed: dict[str, tuple[int, ...]], t
     return placement
 
 
-def _streaming(reader: Reader) -> tuple[int, int | None, str]:
+def _streaming(reader: ConfigReader) -> tuple[int, int | None, str]:
     """Units of an iteration, how many the rollout takes at a time (`None`: all), and a sentence on it.
 
     With pipeline stages the rollout answers one share of the environments while the other shares step.
@@ -157,14 +157,14 @@ def _streaming(reader: Reader) -> tuple[int, int | None, str]:
     return units, 1, f"streaming between env and rollout: {stages} pipeline stages of {units // stages} steps each"
 
 
-def _staleness(reader: Reader) -> int:
+def _staleness(reader: ConfigReader) -> int:
     """Of RLinf's asynchronous PPO, which alone has this loss; other runners are chosen on the command line."""
     if reader.get("algorithm.loss_type") != "decoupled_actor_critic":
         return 0
     return max(1, math.ceil(float(reader.number("algorithm.staleness_threshold", 1))))
 
 
-def _checked_sizes(reader: Reader, placed: dict[str, tuple[int, ...]], total: int) -> dict[str, Sizes]:
+def _checked_sizes(reader: ConfigReader, placed: dict[str, tuple[int, ...]], total: int) -> dict[str, AllowedGpuCounts]:
     """GPU counts that pass RLinf's checks at start: of environments, and of the actor's batch. The file's own do."""
     stages = int(reader.positive_int("rollout.pipeline_stage_num", 1))
     sections = ["train"]
@@ -185,14 +185,17 @@ def _checked_sizes(reader: Reader, placed: dict[str, tuple[int, ...]], total: in
     for name in COMPONENTS:
         if name in placed:
             allowed[name].add(len(placed[name]))
-    return {name: Sizes(gpus=tuple(sorted(some))) if len(some) < total else Sizes() for name, some in allowed.items()}
+    return {
+        name: AllowedGpuCounts(gpus=tuple(sorted(some))) if len(some) < total else AllowedGpuCounts()
+        for name, some in allowed.items()
+    }
 
 
-def _rules() -> Rules:
+def _rules() -> FrameworkRules:
     """Any grouping runs, and each component of a group may have fewer GPUs than the others."""
     groupings = tuple(tuple(AllowedGroup(frozenset(names)) for names in grouping) for grouping in GROUPINGS)
     over = tuple(AllowedGroup(frozenset(names)) for names in SPANNING)
-    return Rules(framework="RLinf", groupings=groupings, spanning=(over,))
+    return FrameworkRules(framework="RLinf", groupings=groupings, spanning=(over,))
 
 
 def _check_counts(plan: Plan, workflow: Workflow) -> None:
@@ -215,7 +218,9 @@ def _profiled(profile: Profile) -> dict[str, ComponentProfile]:
     return costs
 
 
-def _stated(reader: Reader, env_num: int, total: int) -> tuple[dict[str, ComponentProfile], dict[str, Sizes]]:
+def _stated(
+    reader: ConfigReader, env_num: int, total: int
+) -> tuple[dict[str, ComponentProfile], dict[str, AllowedGpuCounts]]:
     if not reader.has("profile_data"):
         raise InputError(
             "there is no profile_data: what each component costs is unknown",
@@ -234,9 +239,11 @@ def _stated(reader: Reader, env_num: int, total: int) -> tuple[dict[str, Compone
         ),
     }
     sizes = {
-        "env": Sizes(gpus=tuple(g for g in range(1, total + 1) if env_num % g == 0 and env_num / g <= most_envs)),
-        "rollout": Sizes(gpus=tuple(g for g in range(1, total + 1) if env_num / g <= most_rollouts)),
-        "actor": Sizes(),
+        "env": AllowedGpuCounts(
+            gpus=tuple(g for g in range(1, total + 1) if env_num % g == 0 and env_num / g <= most_envs)
+        ),
+        "rollout": AllowedGpuCounts(gpus=tuple(g for g in range(1, total + 1) if env_num / g <= most_rollouts)),
+        "actor": AllowedGpuCounts(),
     }
     for name in ("env", "rollout"):
         if not sizes[name].gpus:
@@ -250,7 +257,7 @@ def _stated(reader: Reader, env_num: int, total: int) -> tuple[dict[str, Compone
     return costs, sizes
 
 
-def check_profile_keys(reader: Reader, known: Sequence[str]) -> None:
+def check_profile_keys(reader: ConfigReader, known: Sequence[str]) -> None:
     """Refuse keys of `profile_data` that mean nothing here, with the nearest one that does."""
     for key in reader.mapping("profile_data"):
         if key not in known:
@@ -262,7 +269,9 @@ def check_profile_keys(reader: Reader, known: Sequence[str]) -> None:
             )
 
 
-def stated_cost(reader: Reader, name: str, measured_on: int, hint: str | None = None) -> tuple[tuple[int, float], ...]:
+def stated_cost(
+    reader: ConfigReader, name: str, measured_on: int, hint: str | None = None
+) -> tuple[tuple[int, float], ...]:
     """A cost of `profile_data` as points: seconds on `measured_on` GPUs, or `{GPUs: seconds}`."""
     key = f"profile_data.{name}_cost"
     stated = reader.get(key)
@@ -279,7 +288,7 @@ def stated_cost(reader: Reader, name: str, measured_on: int, hint: str | None = 
     return tuple(sorted(points.items()))
 
 
-def _points(reader: Reader, name: str, env_num: int, total: int) -> tuple[tuple[tuple[int, float], ...], float]:
+def _points(reader: ConfigReader, name: str, env_num: int, total: int) -> tuple[tuple[tuple[int, float], ...], float]:
     """Measured points (GPUs, seconds), and the most environments per instance that were measured.
 
     Seconds are linear in the environments between two measurements, which is linear in 1/g: so a count of environments
@@ -322,7 +331,7 @@ def _interpolated(table: list[tuple[float, float]], count: float) -> float | Non
     return None
 
 
-def _current(reader: Reader, placed: dict[str, tuple[int, ...]]) -> CurrentPlacement | None:
+def _current(reader: ConfigReader, placed: dict[str, tuple[int, ...]]) -> CurrentPlacement | None:
     ranks = {name: placed[name] for name in COMPONENTS if name in placed}
     if len(ranks) < len(COMPONENTS):
         return None

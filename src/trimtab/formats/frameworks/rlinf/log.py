@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from trimtab.formats.logs.records import Framework, Line, Record, number, tokens_of
+from trimtab.formats.logs.records import LogFramework, LogLine, StepRecord, number, tokens_of
 
 _TABLE_STEP = re.compile(r"│\s*Global Step:\s*(\d{1,12})/\d+")
 _SECTION = re.compile(r"^\s*├─+ ([^─]+?) ─+┤\s*$")
@@ -24,15 +24,15 @@ class _Parser:
     """A table over many lines, or a progress bar's state in one."""
 
     def __init__(self) -> None:
-        self._table: Record | None = None
+        self._table: StepRecord | None = None
         self._prefix: str | None = None  # of the table's section
 
-    def take(self, line: Line) -> Iterator[Record]:
+    def take(self, line: LogLine) -> Iterator[StepRecord]:
         text = line.text
         if "│" in text or "├" in text or "╰" in text:
             if found := _TABLE_STEP.search(text):
                 yield from self.end()
-                self._table = Record(int(found[1]), whole=False)
+                self._table = StepRecord(int(found[1]), whole=False)
             elif section := _SECTION.match(text):
                 self._prefix = _SECTIONS.get(section[1].strip())
             elif self._table is not None and "╰" in text:
@@ -43,13 +43,13 @@ class _Parser:
         elif "_time=" in text and (progress := _PROGRESS.search(text)):
             yield _progress_record(int(progress[1]), text[progress.end() :])
 
-    def end(self) -> Iterator[Record]:
+    def end(self) -> Iterator[StepRecord]:
         table, self._table, self._prefix = self._table, None, None
         if table is not None:
             yield table
 
 
-def _read_row(table: Record, prefix: str, text: str) -> None:
+def _read_row(table: StepRecord, prefix: str, text: str) -> None:
     for cell in text.split("│"):
         name, equals, value = cell.strip().rpartition("=")
         # A cell too narrow for its text ends in an ellipsis and is no number.
@@ -57,9 +57,9 @@ def _read_row(table: Record, prefix: str, text: str) -> None:
             table.values[prefix + name] = read
 
 
-def _progress_record(step: int, text: str) -> Record:
+def _progress_record(step: int, text: str) -> StepRecord:
     inside, bracket, _ = text.partition("]")
-    record = Record(step, whole=bool(bracket))
+    record = StepRecord(step, whole=bool(bracket))
     for item in inside.split(", "):
         name, equals, value = item.strip().rpartition("=")
         if not equals or (read := number(value)) is None:
@@ -94,7 +94,7 @@ def _amounts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
     return tokens_of(length, values.get("rollout/total_num_sequence"))
 
 
-RLINF = Framework(
+RLINF = LogFramework(
     name="rlinf",
     reads="RLinf: the metric table (metrics.log), the progress bar with `rollout_time=...`, TensorBoard",
     prefix="time/",

@@ -12,14 +12,14 @@ from typing import Any
 
 from trimtab.core.errors import InputError
 from trimtab.core.ranks import ranks_text
-from trimtab.formats.frameworks.hydra_config import Reader
+from trimtab.formats.frameworks.hydra_config import ConfigReader
 
 KEY = "cluster.component_placement"
 
 _RANGE = re.compile(r"(\d{1,6})(?:\s*-\s*(\d{1,6}))?\Z")
 
 
-def stated(reader: Reader) -> dict[str, Any]:
+def stated(reader: ConfigReader) -> dict[str, Any]:
     """What the file states: component name to its placement as written. Joint keys (`a,b`) are taken apart."""
     placements: dict[str, Any] = {}
     for names, value in reader.mapping(KEY).items():
@@ -31,7 +31,7 @@ def stated(reader: Reader) -> dict[str, Any]:
     return placements
 
 
-def highest_rank(reader: Reader) -> int | None:
+def highest_rank(reader: ConfigReader) -> int | None:
     """The highest GPU rank that the placements name; None where they name none (`all`)."""
     found = [
         max(ranks)
@@ -41,7 +41,7 @@ def highest_rank(reader: Reader) -> int | None:
     return max(found, default=None)
 
 
-def ranks(reader: Reader, total: int) -> dict[str, tuple[int, ...]]:
+def ranks(reader: ConfigReader, total: int) -> dict[str, tuple[int, ...]]:
     """The GPUs of every placed component on a cluster of `total` GPUs. Raises InputError on an invalid placement."""
     result = {}
     for name, value in stated(reader).items():
@@ -53,7 +53,7 @@ def ranks(reader: Reader, total: int) -> dict[str, tuple[int, ...]]:
     return result
 
 
-def refuse_partial_overlap(placed: Mapping[str, tuple[int, ...]], reader: Reader) -> None:
+def refuse_partial_overlap(placed: Mapping[str, tuple[int, ...]], reader: ConfigReader) -> None:
     """Raise InputError where two components share some of their GPUs but not all, which no mode of RLinf runs."""
     names = list(placed)
     for index, one in enumerate(names):
@@ -72,7 +72,7 @@ def text(gpus: tuple[int, ...], total: int) -> str:
     return "all" if len(gpus) == total else ranks_text(gpus)
 
 
-def _text(reader: Reader, name: str, value: Any) -> str:
+def _text(reader: ConfigReader, name: str, value: Any) -> str:
     where = reader.where(f"{KEY}.{name}")
     if isinstance(value, Mapping):
         group = value.get("node_group", "cluster")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from trimtab.core.errors import InputError
 from trimtab.formats.frameworks.common import (
-    Sizes,
+    AllowedGpuCounts,
     check_expressible,
     check_gpus,
     component,
@@ -27,12 +27,12 @@ from trimtab.formats.frameworks.common import (
     product,
     weight_sync,
 )
-from trimtab.formats.frameworks.hydra_config import Composed, Reader
-from trimtab.formats.loaded import Loaded, Settings
+from trimtab.formats.frameworks.hydra_config import ComposedConfig, ConfigReader
+from trimtab.formats.loaded import LoadedJob, PlanSettings
 from trimtab.formats.write_back import block_text, nested
-from trimtab.model.plan import CurrentPlacement, Plan, Rules
+from trimtab.model.plan import CurrentPlacement, FrameworkRules, Plan
 from trimtab.model.profile import Profile
-from trimtab.model.workflow import Cluster, Component, Job, Node, Workflow, check_workflow
+from trimtab.model.workflow import Cluster, Component, Node, PlacementJob, Workflow, check_workflow
 from trimtab.plan.placement.spread import positions_of, spread
 
 NAME = "verl"
@@ -40,8 +40,8 @@ NAME = "verl"
 COMPONENTS = ("rollout", "reward", "old_log_prob", "ref", "values", "teacher", "update_critic", "update_actor")
 TRAINING = ("old_log_prob", "ref", "values", "update_critic", "update_actor")
 
-Mode = Literal["sync", "colocate_async", "separate_async", "one_step_off", "fully_async"]
-SEPARATE: tuple[Mode, ...] = ("separate_async", "one_step_off", "fully_async")
+VerlMode = Literal["sync", "colocate_async", "separate_async", "one_step_off", "fully_async"]
+SEPARATE: tuple[VerlMode, ...] = ("separate_async", "one_step_off", "fully_async")
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -51,12 +51,12 @@ DEFAULT_MINI_BATCH = 256
 """What verl's own parent config states."""
 
 
-def matches(reader: Reader) -> bool:
+def matches(reader: ConfigReader) -> bool:
     """Whether this is a verl config."""
     return reader.has("actor_rollout_ref")
 
 
-def read(composed: Composed, profile: Profile | None) -> Loaded:
+def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
     """A verl config and a profile as a job."""
     return _Config(composed, profile).loaded()
 
@@ -64,7 +64,7 @@ def read(composed: Composed, profile: Profile | None) -> Loaded:
 class _Config:
     """One verl config, while it is being read."""
 
-    def __init__(self, composed: Composed, profile: Profile | None) -> None:
+    def __init__(self, composed: ComposedConfig, profile: Profile | None) -> None:
         self.composed = composed
         self.reader = composed.reader
         self.profile = profile
@@ -78,7 +78,7 @@ class _Config:
         self.assumptions: list[str] = []
         self.cluster = self._cluster()
 
-    def loaded(self) -> Loaded:
+    def loaded(self) -> LoadedJob:
         members = {name: self._component(name) for name in self.costs}
         staleness = self._staleness()
         workflow = Workflow(
@@ -90,15 +90,15 @@ class _Config:
         check_workflow(workflow)
         self._say_mode(staleness)
         self.assumptions.extend(not_placed(self.profile, COMPONENTS))
-        rules = Rules(
+        rules = FrameworkRules(
             framework=f"{NAME} in {self.mode} mode",
             groupings=groupings(self._options(), members, pool_sizes(self.cluster), str(self.composed.path)),
             even_nodes=True,
         )
-        return Loaded(
+        return LoadedJob(
             dialect=NAME,
             path=self.composed.path,
-            job=Job(cluster=self.cluster, workflow=workflow),
+            job=PlacementJob(cluster=self.cluster, workflow=workflow),
             settings=lambda plan: self._settings(plan, rules),
             rules=rules,
             assumptions=tuple(self.assumptions),
@@ -240,14 +240,14 @@ class _Config:
             words += [f"++{section}.nnodes={count}", f"++{section}.n_gpus_per_node={each}"]
         return [*words, f"++trimtab.nodes={len(self.cluster.nodes)}", f"++trimtab.gpus_per_node={gpus}"]
 
-    def _sizes(self, name: str) -> Sizes:
+    def _sizes(self, name: str) -> AllowedGpuCounts:
         reader = self.reader
         if name in ("rollout", "reward", "teacher"):
             section = {"rollout": _ROLLOUT, "reward": f"{self.reward_key}.rollout"}.get(name)
             if section is None:
-                return Sizes()
+                return AllowedGpuCounts()
             keys = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-            return Sizes(product(reader, [f"{section}.{key}" for key in keys]))
+            return AllowedGpuCounts(product(reader, [f"{section}.{key}" for key in keys]))
         if reader.text(f"{_ACTOR}.strategy", "fsdp") == "megatron":
             keys = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
             parallel = product(reader, [f"{_ACTOR}.megatron.{key}" for key in keys])
@@ -256,12 +256,12 @@ class _Config:
             parallel = int(reader.positive_int(f"{_ACTOR}.ulysses_sequence_parallel_size", 1))
             split = 1  # verl wants the batch to divide by all GPUs here, whatever the sequence parallelism
         if reader.get(f"{_ACTOR}.use_dynamic_bsz", False) is True or not reader.has("data.train_batch_size"):
-            return Sizes(parallel)
+            return AllowedGpuCounts(parallel)
         prompts = self._taken_at_once() if self._without_batch() else int(reader.positive_int("data.train_batch_size"))
         samples = prompts * int(reader.positive_int(f"{_ROLLOUT}.n", 1))
         if split > 1:
             samples //= int(reader.positive_int(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", 1)) or 1
-        return Sizes(parallel, divisors_of_batch(max(samples, 1), split, self.cluster.gpus))
+        return AllowedGpuCounts(parallel, divisors_of_batch(max(samples, 1), split, self.cluster.gpus))
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
@@ -303,7 +303,7 @@ class _Config:
     def _on_cpu(self, name: str) -> bool:
         return name == "reward" and not self.reward_model
 
-    def _settings(self, plan: Plan, rules: Rules) -> Settings:
+    def _settings(self, plan: Plan, rules: FrameworkRules) -> PlanSettings:
         check_expressible(plan, rules)
         gpus = {name: group.gpus for group in plan.groups for name in group.components}
         values: dict[str, Any] = {}
@@ -321,7 +321,7 @@ class _Config:
                 put(self.reward_key, "reward")
         if "teacher" in gpus:
             put("distillation", "teacher")
-        return Settings(values=values, block=block_text(nested(values)), advice=self._advice())
+        return PlanSettings(values=values, block=block_text(nested(values)), advice=self._advice())
 
     def _advice(self) -> tuple[str, ...]:
         """What verl refuses to start with, and pools do not say."""
@@ -346,13 +346,13 @@ class _Config:
         return tuple(advice)
 
 
-def _mode(reader: Reader) -> Mode:
+def _mode(reader: ConfigReader) -> VerlMode:
     if reader.has("async_training"):
         return "fully_async"
     if reader.has("rollout.nnodes"):
         return "one_step_off"
     mode = reader.text("trainer.v1.trainer_mode", "sync") if reader.get("trainer.use_v1", True) is True else "sync"
-    known: tuple[Mode, ...] = ("sync", "colocate_async", "separate_async")
+    known: tuple[VerlMode, ...] = ("sync", "colocate_async", "separate_async")
     for name in known:
         if mode == name:
             return name

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 
-from trimtab.formats.logs.records import Framework, Line, Record, number, step_number, tokens_of
+from trimtab.formats.logs.records import LogFramework, LogLine, StepRecord, number, step_number, tokens_of
 
 _STEP = re.compile(r"(?:^|[^\w:])step:(\d{1,12}) - ")
 _CONSOLE_OR_JSON = re.compile(r"step:\d{1,12} - .*\btiming(?:_s)?/|^\s*\{\s*\"step\":\s*\d+,\s*\"data\":\s*\{")
@@ -35,7 +35,7 @@ _ASYNCHRONOUS = {
 class _Parser:
     """Every line is a record of its own, or none."""
 
-    def take(self, line: Line) -> Iterator[Record]:
+    def take(self, line: LogLine) -> Iterator[StepRecord]:
         text = line.text.strip()
         if text.startswith("{"):
             record = _json_record(text)
@@ -46,16 +46,16 @@ class _Parser:
         if record is not None:
             yield record
 
-    def end(self) -> tuple[Record, ...]:
+    def end(self) -> tuple[StepRecord, ...]:
         return ()
 
 
-def _json_record(text: str) -> Record | None:
+def _json_record(text: str) -> StepRecord | None:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
         # A last line that was cut off is no JSON: it is marked, not guessed at.
-        return Record(step=-1, whole=False) if text.startswith('{"step"') else None
+        return StepRecord(step=-1, whole=False) if text.startswith('{"step"') else None
     if not isinstance(data, dict) or not isinstance(data.get("data"), dict):
         return None
     step = step_number(str(data.get("step")))
@@ -68,11 +68,11 @@ def _json_record(text: str) -> Record | None:
             read = number(repr(value))
             if read is not None:
                 values[key] = read
-    return Record(step, values)
+    return StepRecord(step, values)
 
 
-def _console_record(step: int, text: str, whole: bool) -> Record:
-    record = Record(step, whole=whole)
+def _console_record(step: int, text: str, whole: bool) -> StepRecord:
+    record = StepRecord(step, whole=whole)
     for item in text.split(" - "):
         name, colon, value = item.rpartition(":")
         key = _named(name.strip())
@@ -107,7 +107,7 @@ def _amounts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
     return tokens_of(length, None)
 
 
-VERL = Framework(
+VERL = LogFramework(
     name="verl",
     reads="verl: console lines `step:1 - timing_s/gen:...`, the file logger's JSON lines, TensorBoard",
     prefix="timing_s/",

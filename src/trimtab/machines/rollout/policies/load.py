@@ -33,7 +33,7 @@ class Taker:
 
 
 @dataclass(frozen=True)
-class Costs:
+class SleepCosts:
     """What it takes to give a worker up and have it back, as measured: means, None until measured."""
 
     sleep_s: float | None = None
@@ -57,7 +57,7 @@ class LoadSample:
     least: int  # limits as they are now
     most: int
     takers: tuple[Taker, ...] = ()
-    costs: Costs = Costs()
+    costs: SleepCosts = SleepCosts()
     fresh: bool = True  # False: some of this could not be asked, or is old
     idle: int = 0  # ACTIVE workers with no request at all
     service_s: float | None = None  # what a request takes on a worker, lately; None until one was answered
@@ -109,7 +109,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Span:
+class LoadSpan:
     """A stretch of time with its load."""
 
     start: float
@@ -119,7 +119,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedEffect:
     """What a decision expected: checked once its workers have come or gone, or when the next step is made."""
 
     at: float
@@ -129,17 +129,17 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Memory:
+class PolicyMemory:
     """What a policy remembers from one look to the next. Plain data: it can be in a snapshot."""
 
-    spans: tuple[Span, ...] = ()  # loads of the last `min_stable_period` and a little more, oldest first
+    spans: tuple[LoadSpan, ...] = ()  # loads of the last `min_stable_period` and a little more, oldest first
     last_at: float | None = None  # of the last look at which the load was known
     last_load: float = 0.0
     known_since: float | None = None  # no look since then failed or came late; None: the last one failed
     over_since: float | None = None  # an overload began then, and goes on
     last_up: float | None = None
     last_down: float | None = None
-    expected: Expected | None = None  # of the last decision, unless it has been checked
+    expected: ExpectedEffect | None = None  # of the last decision, unless it has been checked
     outcome: str = ""  # what became of the last step: told by the next one
     kept: Any = None  # what other policies, and those of users, remember: plain data
 
@@ -149,10 +149,10 @@ class PolicyState:
     """Settings and memory: all that a policy knows besides the sample."""
 
     config: ElasticConfig
-    memory: Memory = Memory()
+    memory: PolicyMemory = PolicyMemory()
 
 
-Policy = Callable[[PolicyState, LoadSample], tuple[PolicyState, Decision]]
+ScalingPolicy = Callable[[PolicyState, LoadSample], tuple[PolicyState, Decision]]
 
 
 def workers_text(count: int) -> str:

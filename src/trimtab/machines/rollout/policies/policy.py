@@ -15,14 +15,14 @@ from typing import Any
 
 from trimtab.core.codec import decode, encode
 from trimtab.core.errors import InputError, nearest
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout.policies.load import (
-    Costs,
     Decision,
     LoadSample,
-    Memory,
-    Policy,
+    PolicyMemory,
     PolicyState,
+    ScalingPolicy,
+    SleepCosts,
     Taker,
     workers_text,
 )
@@ -30,16 +30,33 @@ from trimtab.machines.rollout.policies.predictive import predictive
 from trimtab.machines.rollout.policies.threshold import threshold
 from trimtab.model.elastic_config import ElasticConfig
 
-__all__ = ["Costs", "Decision", "LoadSample", "Memory", "Policy", "PolicyState", "Taker", "begin", "consult", "dump",
-           "load", "policies", "policy_of", "predictive", "register", "static", "threshold"]  # fmt: skip
+__all__ = [
+    "Decision",
+    "LoadSample",
+    "PolicyMemory",
+    "PolicyState",
+    "ScalingPolicy",
+    "SleepCosts",
+    "Taker",
+    "begin",
+    "consult",
+    "dump",
+    "load",
+    "policies",
+    "policy_of",
+    "predictive",
+    "register",
+    "static",
+    "threshold",
+]  # fmt: skip
 
-policies: dict[str, Policy] = {}  # by the name that `ElasticConfig.policy` gives
+policies: dict[str, ScalingPolicy] = {}  # by the name that `ElasticConfig.policy` gives
 
 
-def register(name: str) -> Callable[[Policy], Policy]:
+def register(name: str) -> Callable[[ScalingPolicy], ScalingPolicy]:
     """Give a policy a name: `@register("mine")` above the function."""
 
-    def under(policy: Policy) -> Policy:
+    def under(policy: ScalingPolicy) -> ScalingPolicy:
         if policies.setdefault(name, policy) is not policy:
             raise InputError(f"there is a policy {name} already", hint="choose another name")
         return policy
@@ -47,7 +64,7 @@ def register(name: str) -> Callable[[Policy], Policy]:
     return under
 
 
-def policy_of(config: ElasticConfig) -> Policy:
+def policy_of(config: ElasticConfig) -> ScalingPolicy:
     """The policy that the settings name or hold."""
     if not isinstance(config.policy, str):
         return config.policy
@@ -75,7 +92,7 @@ def consult(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decisi
     except Exception as error:  # whatever a user's function may raise
         fault = f"it raised {type(error).__name__}: {error}"
     if fault:
-        reason = Reason(Code.policy_fault, f"{_name(state)}: {fault}; nothing is changed")
+        reason = Reason(ReasonCode.policy_fault, f"{_name(state)}: {fault}; nothing is changed")
         return state, Decision(sample.inside, reason, f"{workers_text(sample.inside)} serve")
     allowed = sample.within(decision.workers)
     if allowed != decision.workers:
@@ -90,7 +107,7 @@ def dump(state: PolicyState) -> Any:
 
 def load(data: Any, config: ElasticConfig) -> PolicyState:
     """A state that goes on from a dump."""
-    return PolicyState(config, decode(Memory, data))
+    return PolicyState(config, decode(PolicyMemory, data))
 
 
 def _fault(after: object, decision: object) -> str:
@@ -110,14 +127,14 @@ def _name(state: PolicyState) -> str:
 
 def _limited(reason: Reason, wanted: int, sample: LoadSample) -> Reason:
     limit = f"at least {sample.least}" if wanted < sample.least else f"at most {sample.most}"
-    return Reason(Code.limits, f"{reason.sentence}; {workers_text(wanted)} were wanted, {limit} are allowed")
+    return Reason(ReasonCode.limits, f"{reason.sentence}; {workers_text(wanted)} were wanted, {limit} are allowed")
 
 
 @register("static")
 def static(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Decision]:
     """All workers that can be had, up to the most, whatever the load."""
     workers = sample.most
-    code = Code.load_fits if workers == sample.serving else Code.limits
+    code = ReasonCode.load_fits if workers == sample.serving else ReasonCode.limits
     reason = Reason(code, f"the policy is static: all {workers_text(workers)}, whatever the load")
     return state, Decision(workers, reason, f"{workers_text(workers)} serve")
 

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout.policies import stream
 from trimtab.machines.rollout.policies.load import Decision, LoadSample, PolicyState, workers_text
-from trimtab.machines.rollout.policies.stream import Stream
+from trimtab.machines.rollout.policies.stream import StreamMemory
 from trimtab.machines.rollout.policies.threshold import for_takers
 
 WAKE_S, SLEEP_S = 10.0, 5.0  # assumed until measured
@@ -34,7 +34,7 @@ LONG = 3.0  # and, where steps were seen, that has lasted so many times as long 
 
 
 @dataclass(frozen=True)
-class Rhythm:
+class LoadPattern:
     """What is known of steps, and of now. Times are those of looks; None: never seen."""
 
     load: int = 0  # at the last look
@@ -50,7 +50,7 @@ class Rhythm:
     rose: bool = False  # what is there now looks like a stream
     streams: bool = False  # what was there before did
 
-    def look(self, sample: LoadSample, look_s: float, rent_s: float) -> Rhythm:
+    def look(self, sample: LoadSample, look_s: float, rent_s: float) -> LoadPattern:
         """With this sample in it."""
         now, load = sample.now, sample.load
         idle = (*(one for one in self.idle if one[0] >= now - rent_s - look_s), (now, sample.idle))
@@ -69,7 +69,7 @@ class Rhythm:
             return replace(known, begun=None, ended=now, steps=steps, streams=False)
         return known
 
-    def _goes_on(self, before: int, now: float, begin_s: float) -> Rhythm:
+    def _goes_on(self, before: int, now: float, begin_s: float) -> LoadPattern:
         begun = self.begun if self.begun is not None else now
         if now - begun <= begin_s:
             return replace(self, first=max(self.first, self.load))
@@ -101,7 +101,7 @@ class Rhythm:
         whole = self.idle and self.idle[0][0] <= now - rent_s
         return min(seen) if seen and whole else 0
 
-    def gave(self, count: int) -> Rhythm:
+    def gave(self, count: int) -> LoadPattern:
         """So many idle ones are let go."""
         return replace(self, idle=tuple((at, max(idle - count, 0)) for at, idle in self.idle))
 
@@ -121,12 +121,12 @@ def _decide(state: PolicyState, sample: LoadSample, worth_s: float) -> tuple[Pol
     config = state.config
     rhythm, flow = _known(state.memory.kept)
     if sample.inside != sample.serving:
-        return _said(state, rhythm, flow, sample, sample.inside, Code.limits, "the limits ask for another number")
+        return _said(state, rhythm, flow, sample, sample.inside, ReasonCode.limits, "the limits ask for another number")
     if not config.enable_elastic:
-        return _said(state, rhythm, flow, sample, sample.serving, Code.switched_off, "enable_elastic is off")
+        return _said(state, rhythm, flow, sample, sample.serving, ReasonCode.switched_off, "enable_elastic is off")
     if not sample.fresh:
         return _said(
-            state, rhythm, flow, sample, sample.serving, Code.load_unknown, "the load is not known for certain"
+            state, rhythm, flow, sample, sample.serving, ReasonCode.load_unknown, "the load is not known for certain"
         )
     look_s, rent_s = config.monitoring_interval, _rent_s(sample)
     rhythm, flow = rhythm.look(sample, look_s, rent_s), flow.look(sample)
@@ -140,9 +140,9 @@ def _decide(state: PolicyState, sample: LoadSample, worth_s: float) -> tuple[Pol
     else:
         workers, said = _in_step(rhythm, sample, look_s, worth_s)
     workers = sample.within(workers)
-    code = Code.load_fits if workers == sample.serving else Code.load_high
+    code = ReasonCode.load_fits if workers == sample.serving else ReasonCode.load_high
     if workers < sample.serving:
-        code = Code.load_low
+        code = ReasonCode.load_low
         if config.scale_down_requires_demand:
             workers, reason = for_takers(sample, workers, said)
             code, said = reason.code, reason.sentence
@@ -153,7 +153,7 @@ def _decide(state: PolicyState, sample: LoadSample, worth_s: float) -> tuple[Pol
     return _said(state, rhythm, flow, sample, workers, code, said)
 
 
-def _in_stream(state: PolicyState, sample: LoadSample, flow: Stream) -> tuple[int, str]:
+def _in_stream(state: PolicyState, sample: LoadSample, flow: StreamMemory) -> tuple[int, str]:
     needed = stream.up(flow, sample, MARGIN * (sample.costs.wake_s or WAKE_S) + state.config.monitoring_interval)
     if needed > sample.serving:
         return needed, f"{sample.load} requests, {sample.queued} of them wait, and it rises"
@@ -163,7 +163,7 @@ def _in_stream(state: PolicyState, sample: LoadSample, flow: Stream) -> tuple[in
     return sample.serving, f"{sample.load} requests, as the last minutes asked for"
 
 
-def _probe(rhythm: Rhythm, sample: LoadSample) -> tuple[int, str]:
+def _probe(rhythm: LoadPattern, sample: LoadSample) -> tuple[int, str]:
     """What a step may count on is not guessed: in its tail, somebody idle sleeps and is woken at once."""
     if sample.draining_workers or (rhythm.probed and sample.serving >= sample.most):
         return sample.serving, "how long waking takes is not known yet"
@@ -174,7 +174,7 @@ def _probe(rhythm: Rhythm, sample: LoadSample) -> tuple[int, str]:
     return sample.serving - 1, "an idle worker sleeps and wakes once, so that it is known what that takes"
 
 
-def _between(rhythm: Rhythm, sample: LoadSample, look_s: float, worth_s: float) -> tuple[int, str]:
+def _between(rhythm: LoadPattern, sample: LoadSample, look_s: float, worth_s: float) -> tuple[int, str]:
     if rhythm.ended is None:
         return sample.serving, "nothing has been asked yet"
     if not rhythm.pauses:
@@ -188,7 +188,7 @@ def _between(rhythm: Rhythm, sample: LoadSample, look_s: float, worth_s: float) 
     return sample.least, f"nothing will be asked for {left_s:.0f} s"
 
 
-def _in_step(rhythm: Rhythm, sample: LoadSample, look_s: float, worth_s: float) -> tuple[int, str]:
+def _in_step(rhythm: LoadPattern, sample: LoadSample, look_s: float, worth_s: float) -> tuple[int, str]:
     if sample.queued:
         return sample.most, f"{sample.queued} requests of a step wait"
     left = f"{sample.load} requests of a step are left"
@@ -222,20 +222,26 @@ def _back_s(sample: LoadSample, look_s: float) -> float:
 # ---- what is remembered -----------------------------------------------------------------------------------------
 
 
-def _known(kept: Any) -> tuple[Rhythm, Stream]:
+def _known(kept: Any) -> tuple[LoadPattern, StreamMemory]:
     """As it was kept; what another policy or version has kept counts for nothing."""
     try:
         rhythm, flow = kept["rhythm"], kept["stream"]
         lists = {name: tuple(rhythm[name]) for name in ("steps", "pauses")}
         pairs = tuple((at, idle) for at, idle in rhythm["idle"])
         loads = tuple((at, load, workers) for at, load, workers in flow["loads"])
-        return Rhythm(**{**rhythm, **lists, "idle": pairs}), Stream(**{**flow, "loads": loads})
+        return LoadPattern(**{**rhythm, **lists, "idle": pairs}), StreamMemory(**{**flow, "loads": loads})
     except (TypeError, KeyError, ValueError):
-        return Rhythm(), Stream()
+        return LoadPattern(), StreamMemory()
 
 
 def _said(
-    state: PolicyState, rhythm: Rhythm, flow: Stream, sample: LoadSample, workers: int, code: Code, said: str
+    state: PolicyState,
+    rhythm: LoadPattern,
+    flow: StreamMemory,
+    sample: LoadSample,
+    workers: int,
+    code: ReasonCode,
+    said: str,
 ) -> tuple[PolicyState, Decision]:
     kept = {"rhythm": asdict(rhythm), "stream": asdict(flow)}
     after = replace(state, memory=replace(state.memory, kept=kept))

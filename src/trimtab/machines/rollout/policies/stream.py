@@ -26,7 +26,7 @@ QUICK_LOOKS = 3  # looks whose mean decides on a step up
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamMemory:
     """What is remembered of a stream. Plain numbers, so that it can be in a snapshot."""
 
     loads: tuple[tuple[float, int, int], ...] = ()  # time, requests that were not answered, workers that served
@@ -34,7 +34,7 @@ class Stream:
     up_at: float | None = None  # of the last step up
     down_at: float | None = None
 
-    def look(self, sample: LoadSample) -> Stream:
+    def look(self, sample: LoadSample) -> StreamMemory:
         """With this sample in it."""
         now, load, workers = sample.now, sample.load, max(sample.active, 1)
         loads = [one for one in self.loads if one[0] > now - REMEMBERED_S]
@@ -44,7 +44,7 @@ class Stream:
             loads.append((now, load, workers))
         return replace(self, loads=tuple(loads), since=now if self.since is None else self.since)
 
-    def stepped(self, sample: LoadSample, workers: int) -> Stream:
+    def stepped(self, sample: LoadSample, workers: int) -> StreamMemory:
         """So many are to serve from now on."""
         return replace(self, up_at=sample.now) if workers > sample.serving else replace(self, down_at=sample.now)
 
@@ -73,7 +73,7 @@ def room(sample: LoadSample, workers: int) -> float:
     return workers * sample.capacity * (1 + (min(WAIT_S / each_s, MOST_OVER) if each_s else 0.0))
 
 
-def up(stream: Stream, sample: LoadSample, ahead_s: float) -> int:
+def up(stream: StreamMemory, sample: LoadSample, ahead_s: float) -> int:
     """The workers that the load of now, and where it is going, asks for; never fewer than serve."""
     latest = stream.loads[-QUICK_LOOKS:]
     now = sample.now
@@ -90,7 +90,7 @@ def up(stream: Stream, sample: LoadSample, ahead_s: float) -> int:
     return max(workers, sample.serving)
 
 
-def down(stream: Stream, sample: LoadSample) -> int:
+def down(stream: StreamMemory, sample: LoadSample) -> int:
     """The fewest workers on which the loads of the last minutes would have fitted, all but a few."""
     known_s = sample.now - (stream.since if stream.since is not None else sample.now)
     # What is known of less than that time may be the beginning of more: twice the load, at first.

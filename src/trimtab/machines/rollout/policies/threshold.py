@@ -17,14 +17,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from trimtab.core.reasons import Code, Reason
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.rollout.policies.load import (
     Decision,
-    Expected,
+    ExpectedEffect,
     LoadSample,
-    Memory,
+    LoadSpan,
+    PolicyMemory,
     PolicyState,
-    Span,
     workers_text,
 )
 from trimtab.model.elastic_config import ElasticConfig
@@ -50,29 +50,29 @@ def threshold(state: PolicyState, sample: LoadSample) -> tuple[PolicyState, Deci
     return replace(state, memory=memory), Decision(workers, reason, _expects(expected), checked, came_true)
 
 
-def _decide(config: ElasticConfig, memory: Memory, sample: LoadSample) -> tuple[int, Reason]:
+def _decide(config: ElasticConfig, memory: PolicyMemory, sample: LoadSample) -> tuple[int, Reason]:
     """How many workers, and why. Limits come first, then what is not known, then the load."""
     serving, inside = sample.serving, sample.inside
     if inside != serving:
         limit = f"at least {sample.least}" if inside > serving else f"at most {sample.most}"
-        return inside, Reason(Code.limits, f"{workers_text(serving)} serve, {limit} are to: {inside}")
+        return inside, Reason(ReasonCode.limits, f"{workers_text(serving)} serve, {limit} are to: {inside}")
     if not config.enable_elastic:
-        return serving, Reason(Code.switched_off, f"enable_elastic is off: {workers_text(serving)} stay")
+        return serving, Reason(ReasonCode.switched_off, f"enable_elastic is off: {workers_text(serving)} stay")
     if not sample.fresh:
         return serving, Reason(
-            Code.load_unknown, f"the load is not known for certain: {workers_text(serving)} stay until it is"
+            ReasonCode.load_unknown, f"the load is not known for certain: {workers_text(serving)} stay until it is"
         )
     if sample.ratio > config.scale_up_threshold:
         return _up(config, memory, sample)
     if sample.ratio < config.scale_down_threshold:
         return _down(config, memory, sample)
     return serving, Reason(
-        Code.load_fits,
+        ReasonCode.load_fits,
         f"{_load(sample)} is between {config.scale_down_threshold:g} and {config.scale_up_threshold:g}",
     )
 
 
-def _up(config: ElasticConfig, memory: Memory, sample: LoadSample) -> tuple[int, Reason]:
+def _up(config: ElasticConfig, memory: PolicyMemory, sample: LoadSample) -> tuple[int, Reason]:
     serving, now = sample.serving, sample.now
     window = _window(memory.spans, now - config.min_stable_period)
     needed = _needed(config, sample, max(float(sample.load), _mean(window, math.inf)))
@@ -80,51 +80,53 @@ def _up(config: ElasticConfig, memory: Memory, sample: LoadSample) -> tuple[int,
     above = f"{_load(sample)} is above {config.scale_up_threshold:g}"
     if workers == serving:
         return serving, Reason(
-            Code.limits, f"{above}, {workers_text(needed)} would be right, but at most {sample.most} are allowed"
+            ReasonCode.limits, f"{above}, {workers_text(needed)} would be right, but at most {sample.most} are allowed"
         )
     if serving == 0:  # requests wait and nobody serves them: there is nothing to be careful about
-        return workers, Reason(Code.load_high, f"{_load(sample)}: 0 to {workers_text(workers)}")
+        return workers, Reason(ReasonCode.load_high, f"{_load(sample)}: 0 to {workers_text(workers)}")
     since = now if memory.over_since is None else memory.over_since
     if now - since < config.min_stable_period - ROUNDING:
         return serving, Reason(
-            Code.not_yet, f"{above} for {now - since:.3g} s; it must be so for {config.min_stable_period:g} s"
+            ReasonCode.not_yet, f"{above} for {now - since:.3g} s; it must be so for {config.min_stable_period:g} s"
         )
     left_s = _left_s(memory.last_up, config.scale_up_cooldown, now)
     if left_s > 0:
         return serving, Reason(
-            Code.not_yet, f"{above}; the last step up was too short a time ago, the next in {left_s:.3g} s"
+            ReasonCode.not_yet, f"{above}; the last step up was too short a time ago, the next in {left_s:.3g} s"
         )
     short = "" if workers == needed else f" ({needed} would be right)"
     back = min(sample.draining_workers, workers - serving)
     called = f", {back} of them called back while they drain" if back else ""
-    return workers, Reason(Code.load_high, f"{above}: {serving} to {workers_text(workers)}{short}{called}")
+    return workers, Reason(ReasonCode.load_high, f"{above}: {serving} to {workers_text(workers)}{short}{called}")
 
 
-def _down(config: ElasticConfig, memory: Memory, sample: LoadSample) -> tuple[int, Reason]:
+def _down(config: ElasticConfig, memory: PolicyMemory, sample: LoadSample) -> tuple[int, Reason]:
     serving, now = sample.serving, sample.now
     window = _window(memory.spans, now - config.min_stable_period)
     peak = max([float(sample.load), *(span.peak for span in window)])
     needed = sample.within(_needed(config, sample, peak))
     below = f"{_load(sample)} is below {config.scale_down_threshold:g}"
     if serving <= sample.least:
-        return serving, Reason(Code.limits, f"{below}, but at least {sample.least} are to serve")
+        return serving, Reason(ReasonCode.limits, f"{below}, but at least {sample.least} are to serve")
     if sample.within(_needed(config, sample, sample.load)) >= serving:
-        return serving, Reason(Code.load_fits, f"{below}, but would be above {config.fit_share:.3g} on one worker less")
+        return serving, Reason(
+            ReasonCode.load_fits, f"{below}, but would be above {config.fit_share:.3g} on one worker less"
+        )
     known_s = 0.0 if memory.known_since is None else now - memory.known_since
     if known_s < config.min_stable_period - ROUNDING or needed >= serving:
         was = f"known for {known_s:.3g} s" if needed < serving else f"but was {peak:g} requests not long ago"
-        return serving, Reason(Code.not_yet, f"{below}, {was}; it must be so for {config.min_stable_period:g} s")
+        return serving, Reason(ReasonCode.not_yet, f"{below}, {was}; it must be so for {config.min_stable_period:g} s")
     left_s = max(
         _left_s(memory.last_down, config.scale_down_cooldown, now),
         _left_s(memory.last_up, config.scale_down_cooldown, now),
     )
     if left_s > 0:
         return serving, Reason(
-            Code.not_yet, f"{below}; the last step was too short a time ago, the next down in {left_s:.3g} s"
+            ReasonCode.not_yet, f"{below}; the last step was too short a time ago, the next down in {left_s:.3g} s"
         )
     if config.scale_down_requires_demand:
         return for_takers(sample, needed, below)
-    return needed, Reason(Code.load_low, f"{below}: {serving} to {workers_text(needed)}")
+    return needed, Reason(ReasonCode.load_low, f"{below}: {serving} to {workers_text(needed)}")
 
 
 def for_takers(sample: LoadSample, needed: int, below: str) -> tuple[int, Reason]:
@@ -136,12 +138,14 @@ def for_takers(sample: LoadSample, needed: int, below: str) -> tuple[int, Reason
     wanting = [one for one in sample.takers if one.workers > 0 and one.use_s > switch_s]
     if not wanting:
         who = ", ".join(f"{one.name} only for {one.use_s:.3g} s" for one in sample.takers if one.workers > 0)
-        return sample.serving, Reason(Code.no_taker, f"{below}, but nobody needs a worker ({who or takes})")
+        return sample.serving, Reason(ReasonCode.no_taker, f"{below}, but nobody needs a worker ({who or takes})")
     spare = min(sample.serving - needed, sum(one.workers for one in wanting))
     given = spare if measured else min(spare, 1)  # one is enough to measure what it takes
     names = ", ".join(f"{one.name} ({one.use_s:.3g} s)" for one in sorted(wanting, key=lambda one: -one.use_s))
     workers = sample.serving - given
-    return workers, Reason(Code.load_low, f"{below}: {sample.serving} to {workers_text(workers)}, for {names}; {takes}")
+    return workers, Reason(
+        ReasonCode.load_low, f"{below}: {sample.serving} to {workers_text(workers)}, for {names}; {takes}"
+    )
 
 
 def _needed(config: ElasticConfig, sample: LoadSample, load: float) -> int:
@@ -157,7 +161,7 @@ def _left_s(last: float | None, cooldown_s: float, now: float) -> float:
 # ---- what is remembered ----------------------------------------------------------------------------------------------
 
 
-def _look(state: PolicyState, sample: LoadSample) -> Memory:
+def _look(state: PolicyState, sample: LoadSample) -> PolicyMemory:
     """The memory with this sample in it."""
     memory, config, now = state.memory, state.config, sample.now
     if not sample.fresh:
@@ -167,7 +171,7 @@ def _look(state: PolicyState, sample: LoadSample) -> Memory:
     late = not 0 <= gap_s <= GAP_INTERVALS * config.monitoring_interval
     spans = _window(memory.spans, now - config.min_stable_period)
     if memory.last_at is not None and memory.known_since is not None and not late:
-        span = Span(memory.last_at, now, memory.last_load, memory.last_load)
+        span = LoadSpan(memory.last_at, now, memory.last_load, memory.last_load)
         spans = _joined((*spans, span), config.min_stable_period)
         known_since = memory.known_since
     else:
@@ -184,7 +188,7 @@ def _look(state: PolicyState, sample: LoadSample) -> Memory:
 
 
 def _over_since(
-    config: ElasticConfig, over_since: float | None, spans: tuple[Span, ...], sample: LoadSample
+    config: ElasticConfig, over_since: float | None, spans: tuple[LoadSpan, ...], sample: LoadSample
 ) -> float | None:
     """When the overload that goes on now began; None: there is none."""
     if sample.ratio > config.scale_up_threshold:
@@ -194,12 +198,12 @@ def _over_since(
     return over_since if mean > limit else None
 
 
-def _window(spans: tuple[Span, ...], start: float) -> tuple[Span, ...]:
+def _window(spans: tuple[LoadSpan, ...], start: float) -> tuple[LoadSpan, ...]:
     """The spans after a time; one that began before it is cut there."""
     return tuple(replace(span, start=max(span.start, start)) for span in spans if span.end > start)
 
 
-def _joined(spans: tuple[Span, ...], period_s: float) -> tuple[Span, ...]:
+def _joined(spans: tuple[LoadSpan, ...], period_s: float) -> tuple[LoadSpan, ...]:
     """Spans so that there are few: the last is joined to the one before while both are short."""
     if len(spans) < 2:
         return spans
@@ -209,10 +213,10 @@ def _joined(spans: tuple[Span, ...], period_s: float) -> tuple[Span, ...]:
     whole = last.end - before.start
     share = (last.end - last.start) / whole if whole > 0 else 0.0
     mean = before.mean * (1 - share) + last.mean * share
-    return (*spans[:-2], Span(before.start, last.end, mean, max(before.peak, last.peak)))
+    return (*spans[:-2], LoadSpan(before.start, last.end, mean, max(before.peak, last.peak)))
 
 
-def _mean(spans: tuple[Span, ...], cap: float) -> float:
+def _mean(spans: tuple[LoadSpan, ...], cap: float) -> float:
     """The mean load over time, where no load counts for more than the cap."""
     whole = sum(span.end - span.start for span in spans)
     if whole <= 0:
@@ -224,8 +228,8 @@ def _mean(spans: tuple[Span, ...], cap: float) -> float:
 
 
 def _stepped(
-    memory: Memory, sample: LoadSample, checked: str, came_true: bool | None, reason: Reason
-) -> tuple[Memory, str, bool | None, Reason]:
+    memory: PolicyMemory, sample: LoadSample, checked: str, came_true: bool | None, reason: Reason
+) -> tuple[PolicyMemory, str, bool | None, Reason]:
     """The memory after a step, and the reason with what became of the step before."""
     if memory.expected is not None and memory.expected.step:
         came_true, checked = _verdict(memory.expected, sample)
@@ -233,16 +237,16 @@ def _stepped(
     if memory.outcome:
         reason = Reason(reason.code, f"{reason.sentence}; {memory.outcome}")
     memory = replace(memory, expected=None, outcome="", over_since=None)
-    if reason.code is Code.load_high:  # a step for the limits' sake leaves the cooldowns alone
+    if reason.code is ReasonCode.load_high:  # a step for the limits' sake leaves the cooldowns alone
         memory = replace(memory, last_up=sample.now)
-    elif reason.code is Code.load_low:
+    elif reason.code is ReasonCode.load_low:
         memory = replace(memory, last_down=sample.now)
     return memory, checked, came_true, reason
 
 
-def _expectation(config: ElasticConfig, sample: LoadSample, workers: int) -> Expected:
+def _expectation(config: ElasticConfig, sample: LoadSample, workers: int) -> ExpectedEffect:
     most = max(_share(sample, workers), config.fit_share if workers != sample.serving else config.scale_up_threshold)
-    return Expected(sample.now, workers, most, workers - sample.serving)
+    return ExpectedEffect(sample.now, workers, most, workers - sample.serving)
 
 
 def _share(sample: LoadSample, workers: int) -> float:
@@ -250,11 +254,11 @@ def _share(sample: LoadSample, workers: int) -> float:
     return sample.load / (max(workers, 1) * sample.capacity)
 
 
-def _expects(expected: Expected) -> str:
+def _expects(expected: ExpectedEffect) -> str:
     return f"{workers_text(expected.workers)} serve, load at most {expected.ratio:.2f} of capacity"
 
 
-def _check(memory: Memory, sample: LoadSample) -> tuple[Memory, str, bool | None]:
+def _check(memory: PolicyMemory, sample: LoadSample) -> tuple[PolicyMemory, str, bool | None]:
     """What became of the last decision, if it can be said now: a step's workers take a while to come and go."""
     expected = memory.expected
     if expected is None or not sample.fresh:
@@ -267,7 +271,7 @@ def _check(memory: Memory, sample: LoadSample) -> tuple[Memory, str, bool | None
     return replace(memory, expected=None, outcome=said if expected.step else memory.outcome), said, came_true
 
 
-def _verdict(expected: Expected, sample: LoadSample) -> tuple[bool, str]:
+def _verdict(expected: ExpectedEffect, sample: LoadSample) -> tuple[bool, str]:
     share = _share(sample, sample.serving)
     true = sample.serving == expected.workers and share <= expected.ratio + ROUNDING
     what = "the last step" if expected.step else "what was expected"

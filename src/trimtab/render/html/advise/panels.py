@@ -23,7 +23,7 @@ _NOTHING = '<p class="none">'
 _ODD = (ValueError, KeyError, TypeError, AttributeError)
 
 
-class Advised:
+class AdvisePanels:
     """The summary of one folder."""
 
     def __init__(self, folder: Path) -> None:

@@ -10,21 +10,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trimtab import __version__
-from trimtab.formats.logs.follow import Step
+from trimtab.formats.logs.follow import LoggedStep
 from trimtab.model.plan import Plan
 from trimtab.render.html.kit import timeline
-from trimtab.render.html.kit.chart import Chart, Row, Stretch
+from trimtab.render.html.kit.chart import Chart, ChartBar, ChartRow
 from trimtab.render.html.kit.labels import duration, escape, escape_block, share
 from trimtab.render.html.plan_report import COPY_SCRIPT, NARROW_PX, WIDE_PX, page_head
 from trimtab.render.text.advise import gpus_text
-from trimtab.runtime.advise.analysis import News, Part, Picture
-from trimtab.runtime.advise.follower import Follower, Frame
+from trimtab.runtime.advise.analysis import ComponentSummary, FollowEvent, RunPicture
+from trimtab.runtime.advise.follower import Follower, FollowFrame
 from trimtab.runtime.advise.replanner import Advice
 
 STEPS_DRAWN = 14
 
 
-def advise_report(follower: Follower, frame: Frame) -> str:
+def advise_report(follower: Follower, frame: FollowFrame) -> str:
     """The report as HTML."""
     seen = frame.picture
     title = ", ".join(Path(path).name for path in follower.tail.paths)
@@ -42,7 +42,7 @@ def advise_report(follower: Follower, frame: Frame) -> str:
     return "\n".join(part for part in parts if part) + "\n"
 
 
-def _headline(seen: Picture, title: str) -> str:
+def _headline(seen: RunPicture, title: str) -> str:
     advice = seen.advice
     step = "–" if seen.step_s is None else duration(seen.step_s)
     drift = "" if seen.length_drift is None else f"{seen.length_drift:+.0%} since the beginning"
@@ -64,7 +64,7 @@ def _headline(seen: Picture, title: str) -> str:
     )
 
 
-def _advice(follower: Follower, seen: Picture, names: tuple[str, ...]) -> str:
+def _advice(follower: Follower, seen: RunPicture, names: tuple[str, ...]) -> str:
     advice, adviser = seen.advice, follower.advising.adviser
     if advice is None or adviser is None:
         return (
@@ -113,7 +113,7 @@ def _drawn(chart: Chart, prefix: str, *, compact: bool) -> str:
     return found
 
 
-def _steps(follower: Follower, seen: Picture) -> str:
+def _steps(follower: Follower, seen: RunPicture) -> str:
     if not seen.parts:
         return ""
     rows = "\n".join(_row(at, part) for at, part in enumerate(seen.parts))
@@ -128,7 +128,7 @@ def _steps(follower: Follower, seen: Picture) -> str:
     )
 
 
-def _step_chart(follower: Follower, parts: Sequence[Part]) -> Chart:
+def _step_chart(follower: Follower, parts: Sequence[ComponentSummary]) -> Chart:
     """Some steps from the first to the last, each as its components one after another."""
     notes = {part.name: ", a wait" if part.wait else "" for part in parts}
     steps = _some(follower.advising.counted)
@@ -137,21 +137,21 @@ def _step_chart(follower: Follower, parts: Sequence[Part]) -> Chart:
         at, stretches = 0.0, []
         for name, seconds in follower.advising.seconds(step).items():
             if name in notes and seconds > 0:
-                stretches.append(Stretch(at, at + seconds, name, note=f"{seconds:.1f} s{notes[name]}"))
+                stretches.append(ChartBar(at, at + seconds, name, note=f"{seconds:.1f} s{notes[name]}"))
                 at += seconds
         longest = max(longest, at)
-        rows.append(Row(f"step {step.number}", tuple(stretches), shaded=False))
+        rows.append(ChartRow(f"step {step.number}", tuple(stretches), shaded=False))
     return Chart("Steps of the run", tuple(rows), tuple(notes), max(longest, 1e-9))
 
 
-def _some(steps: Sequence[Step]) -> list[Step]:
+def _some(steps: Sequence[LoggedStep]) -> list[LoggedStep]:
     if len(steps) <= STEPS_DRAWN:
         return list(steps)
     last = len(steps) - 1
     return [steps[round(at * last / (STEPS_DRAWN - 1))] for at in range(STEPS_DRAWN)]
 
 
-def _row(index: int, part: Part) -> str:
+def _row(index: int, part: ComponentSummary) -> str:
     spread = "" if part.spread is None else f"±{part.spread:.0%}"
     drift = "" if part.drift is None else f"{part.drift:+.0%}"
     said = f"a wait, no cost: {escape(part.wait)}" if part.wait else "has drifted" if part.drifted else ""
@@ -163,7 +163,7 @@ def _row(index: int, part: Part) -> str:
     )
 
 
-def _history(history: Sequence[News]) -> str:
+def _history(history: Sequence[FollowEvent]) -> str:
     if not history:
         return ""
     items = "".join(f"<li>step {one.step}: {escape(one.what)}: {escape(one.sentence)}</li>" for one in history)

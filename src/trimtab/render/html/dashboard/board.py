@@ -14,9 +14,9 @@ from typing import Any
 from trimtab.core.ranks import ranks_text
 from trimtab.model.run_events import ODD
 from trimtab.render.html.kit.labels import duration, share
-from trimtab.render.html.run.facts import Happening, MoveSeen, NodeSeen, as_text, counted, whole
-from trimtab.render.html.run.figures import Cost, costs, idle_shares
-from trimtab.render.html.run.story import Story
+from trimtab.render.html.run.facts import ReportEvent, ReportMigration, ReportNode, as_text, counted, whole
+from trimtab.render.html.run.figures import ReportCost, costs, idle_shares
+from trimtab.render.html.run.story import RunStory
 from trimtab.render.html.run.summary import standing
 
 Subject = tuple[str, str]
@@ -28,7 +28,7 @@ BARS_EACH = 64  # at most, of an iteration
 
 
 @dataclass
-class Seen:
+class SubjectStatus:
     """A task or a worker: how it stands, and since when on the run's timeline."""
 
     name: str
@@ -57,12 +57,12 @@ class Seen:
 
 
 @dataclass
-class Board:
+class RunBoard:
     """Everything that is known of a run. Feed it with `take`."""
 
-    story: Story = field(default_factory=Story)
-    tasks: dict[str, Seen] = field(default_factory=dict)
-    workers: dict[str, Seen] = field(default_factory=dict)
+    story: RunStory = field(default_factory=RunStory)
+    tasks: dict[str, SubjectStatus] = field(default_factory=dict)
+    workers: dict[str, SubjectStatus] = field(default_factory=dict)
     leaving: tuple[str, ...] = ()
     lives: bool | None = None  # whether the run's process is there, where that is known
     lines: int = 0
@@ -91,13 +91,13 @@ class Board:
         elif kind in ("task", "worker") and len(self.story.happenings) > before:
             self._stands(kind, event, self.story.happenings[-1])
 
-    def _stands(self, kind: str, event: Mapping[str, Any], happening: Happening) -> None:
+    def _stands(self, kind: str, event: Mapping[str, Any], happening: ReportEvent) -> None:
         if kind == "task":
             name, group, state = str(event["task"]), as_text(event.get("pool")), str(event["what"])
         else:
             name, group, state = worker_name(event), str(event["component"]), str(event["state"])
         known = self.tasks if kind == "task" else self.workers
-        one = known.setdefault(name, Seen(name, group, str(event.get("worker", name))))
+        one = known.setdefault(name, SubjectStatus(name, group, str(event.get("worker", name))))
         if happening.t_s < one.since_s:  # told late: what is known is newer
             return
         gone = (
@@ -120,7 +120,7 @@ class Board:
                 one.running, one.limit = now
         return changed
 
-    def _subjects(self, event: Mapping[str, Any], happening: Happening) -> Iterator[Subject]:
+    def _subjects(self, event: Mapping[str, Any], happening: ReportEvent) -> Iterator[Subject]:
         kind = event["event"]
         if kind == "task":
             yield "task", str(event["task"])
@@ -161,7 +161,7 @@ class Board:
     # ---- asking ------------------------------------------------------------------------------------------------------
 
     @property
-    def costs(self) -> list[Cost]:
+    def costs(self) -> list[ReportCost]:
         """What each component cost in the last iterations, and how idle its GPUs were."""
         story = self.story
         done = story.done[-RECENT:]
@@ -171,7 +171,7 @@ class Board:
             story = replace(story, done=done, bars=[bar for bar in bars if bar.iteration in numbers])
         return costs(story, idle_shares(story))
 
-    def is_there(self, node: NodeSeen) -> bool:
+    def is_there(self, node: ReportNode) -> bool:
         """Whether a node is there now."""
         return bool(node.lives) and node.lives[-1][1] is None
 
@@ -265,7 +265,7 @@ class Board:
         moves = [one for one in self.story.moves if str(one.id) == name]
         if not moves:
             return None
-        move: MoveSeen = moves[-1]
+        move: ReportMigration = moves[-1]
         stages = ", ".join(f"{stage} {duration(took)}" for stage, _, took in move.stages)
         gain = move.numbers.get("gain_s")
         said = duration(gain) if isinstance(gain, (int, float)) and not isinstance(gain, bool) else ""
@@ -287,12 +287,12 @@ def worker_name(event: Mapping[str, Any]) -> str:
     return worker if worker.startswith(component) else f"{component} {worker}"
 
 
-def _standing(one: Seen) -> list[tuple[str, str]]:
+def _standing(one: SubjectStatus) -> list[tuple[str, str]]:
     why = f"{one.code}: {one.reason}" if one.code and one.reason else one.code or one.reason
     return [("state", f"{one.state}, since {duration(one.since_s)}"), ("why", why)]
 
 
-def _chapter(one: Happening) -> list[str]:
+def _chapter(one: ReportEvent) -> list[str]:
     why = f"{one.code}: {one.reason}" if one.code and one.reason else one.code or one.reason
     return [duration(one.t_s), one.title, why]
 

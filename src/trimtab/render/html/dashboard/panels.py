@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from trimtab.core.ranks import ranks_text
-from trimtab.render.html.dashboard.board import RECENT, Board, Seen
+from trimtab.render.html.dashboard.board import RECENT, RunBoard, SubjectStatus
 from trimtab.render.html.dashboard.timeline import LiveTimeline
 from trimtab.render.html.kit.labels import duration, escape, share
 from trimtab.render.html.kit.markup import code_of, heads, scroll
@@ -19,7 +19,7 @@ from trimtab.render.html.kit.timeline import COLOURS
 from trimtab.render.html.run.curves import metric_curve, predicted_curves
 from trimtab.render.html.run.facts import counted
 from trimtab.render.html.run.figures import course, ends_of, metric_names
-from trimtab.render.html.run.story import Story
+from trimtab.render.html.run.story import RunStory
 
 Panels = dict[str, str]
 
@@ -30,7 +30,7 @@ ROOM = "makes room for"  # what the pool says of an eviction; workers are also t
 _NONE = '<p class="none">None yet.</p>'
 
 
-def run_panels(board: Board, line: LiveTimeline) -> Panels:
+def run_panels(board: RunBoard, line: LiveTimeline) -> Panels:
     """All panels that a run fills."""
     story = board.story
     names = metric_names(story)
@@ -81,7 +81,7 @@ def _why(code: str, reason: str) -> str:
     return f"{escape(reason) or '–'}{code_of(code)}"
 
 
-def _tiles(story: Story, line: LiveTimeline, names: Sequence[str]) -> str:
+def _tiles(story: RunStory, line: LiveTimeline, names: Sequence[str]) -> str:
     done = story.iterations
     walls = [one.iteration.wall_s for one in done[-20:]]
     promised = story.prediction(len(story.plans) - 1) if story.plans else None
@@ -115,7 +115,7 @@ def _tiles(story: Story, line: LiveTimeline, names: Sequence[str]) -> str:
     )
 
 
-def _components(board: Board) -> str:
+def _components(board: RunBoard) -> str:
     rows = []
     plan = board.story.plans[-1] if board.story.plans else None
     for at, cost in enumerate(board.costs):
@@ -136,7 +136,7 @@ def _components(board: Board) -> str:
     return some + table("Components", columns, rows)
 
 
-def _nodes(board: Board) -> str:
+def _nodes(board: RunBoard) -> str:
     rows = []
     for node in board.story.nodes:
         here = board.is_there(node)
@@ -149,7 +149,7 @@ def _nodes(board: Board) -> str:
     return table("Nodes", heads("Node", "State", "Has", "Runs", words=4), rows, most=300)
 
 
-def _standing(kind: str, one: Seen, *cells: str) -> str:
+def _standing(kind: str, one: SubjectStatus, *cells: str) -> str:
     css = ' class="minor"' if one.is_over else ""
     return (
         f'<tr{css}><th scope="row">{named(kind, one.name)}</th>{_cell(escape(one.state))}'
@@ -157,7 +157,7 @@ def _standing(kind: str, one: Seen, *cells: str) -> str:
     )
 
 
-def workers_panel(board: Board) -> str:
+def workers_panel(board: RunBoard) -> str:
     """Rollout workers with their states, and how much each has to do."""
     rows = [
         _standing("worker", one, _cell(escape(one.group)), f'<td class="number">{one.load or "–"}</td>')
@@ -168,13 +168,13 @@ def workers_panel(board: Board) -> str:
     return table("Rollout workers", columns, rows)
 
 
-def _tasks(board: Board) -> str:
+def _tasks(board: RunBoard) -> str:
     ordered = sorted(board.tasks.values(), key=lambda one: (not one.is_over, one.since_s))
     rows = [_standing("task", one, _cell(escape(one.group))) for one in ordered]
     return table("Tasks", heads("Task", "State", "Pool", "Why", words=4), rows)
 
 
-def _moves(story: Story) -> str:
+def _moves(story: RunStory) -> str:
     rows = []
     for move in story.moves:
         css = {"arrived": "good", "rolled back": "warn", "stuck": "warn"}.get(move.state, "")
@@ -196,7 +196,7 @@ def _moves(story: Story) -> str:
     return said + table("Moves", columns, rows)
 
 
-def _events(story: Story) -> str:
+def _events(story: RunStory) -> str:
     """What happened, the newest first; states saved one after another, and what moves say twice, are left out."""
     shown = [
         (at, one) for at, one in enumerate(story.happenings) if one.kind != "saved" and (one.lane or one.kind != "told")
@@ -215,14 +215,14 @@ def _events(story: Story) -> str:
     return left + scroll("What happened", body, css="bare tall events")
 
 
-def _predicted(story: Story) -> str:
+def _predicted(story: RunStory) -> str:
     if not story.iterations:
         return _NONE
     said, drawn = predicted_curves(story, WIDTHS)
     return f"<p>{said}</p>{drawn}"
 
 
-def _rewards(story: Story, names: Sequence[str]) -> str:
+def _rewards(story: RunStory, names: Sequence[str]) -> str:
     drawn = [metric_curve(story, name, f"reward{at}", WIDTHS) for at, name in enumerate(names[:MOST_METRICS])]
     return "".join(f"<p>{escape(one[0])}</p>{one[1]}" for one in drawn if one) or _NONE
 

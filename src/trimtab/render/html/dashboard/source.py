@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
-from trimtab.render.html.advise.panels import Advised
+from trimtab.render.html.advise.panels import AdvisePanels
 from trimtab.render.html.dashboard import page as dashboard
-from trimtab.render.html.dashboard.board import Board
+from trimtab.render.html.dashboard.board import RunBoard
 from trimtab.render.html.dashboard.panels import Panels, controller_panels, fleet_panel, run_panels, workers_panel
 from trimtab.render.html.dashboard.timeline import LiveTimeline
 from trimtab.render.text.formatting import clock, counts
-from trimtab.runtime.dashboard.tail import Tail
+from trimtab.runtime.dashboard.tail import EventTail
 from trimtab.runtime.run import control_files as asks
 from trimtab.runtime.run.engines.event_log import load_of, read_load
 
@@ -47,12 +47,12 @@ class DashboardSource:
         if folder is None and opens is None:
             raise InputError("neither a run nor a cluster to look at", hint="name the folder of a run, or --address")
         self._folder = folder
-        self._tail = Tail(folder) if folder is not None else None
+        self._tail = EventTail(folder) if folder is not None else None
         self._title = (folder.resolve().name or "run") if folder is not None else "cluster"
-        self.board: Board | None = Board() if folder is not None else None
+        self.board: RunBoard | None = RunBoard() if folder is not None else None
         self._line = LiveTimeline(self.board.story) if self.board is not None else None
-        self.advised = Advised(folder) if folder is not None else None
-        self._controller = _Controller(opens) if opens is not None else None
+        self.advised = AdvisePanels(folder) if folder is not None else None
+        self._controller = _ControllerSource(opens) if opens is not None else None
         self._shown: dict[str, Any] = {}  # all that was told, but for the timeline
         self._is_new = True
 
@@ -116,7 +116,7 @@ class DashboardSource:
             return False
         anew, events = self._tail.read()
         if anew or self.board is None:
-            self.board = Board()
+            self.board = RunBoard()
             self._line = LiveTimeline(self.board.story)
             self._is_new = True
         for event in events:
@@ -191,7 +191,7 @@ class DashboardSource:
             self._controller.close()
 
 
-class _Controller:
+class _ControllerSource:
     """The controller of a cluster: asked once a second at most."""
 
     def __init__(self, opens: Opens) -> None:

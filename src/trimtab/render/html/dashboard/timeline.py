@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from trimtab.render.html.run.facts import BarSeen, Happening
-from trimtab.render.html.run.story import Story
-from trimtab.render.html.run.timeline import LANES, RunChart, Track, chart_data, legend, run_chart
+from trimtab.render.html.run.facts import ReportBar, ReportEvent
+from trimtab.render.html.run.story import RunStory
+from trimtab.render.html.run.timeline import LANES, RunChart, TimelineTrack, chart_data, legend, run_chart
 
 _WHOLE = ("keys", "nodes", "cpu", "lanes", "moves", "open", "end")  # told whole whenever they change
 
@@ -21,7 +21,7 @@ _WHOLE = ("keys", "nodes", "cpu", "lanes", "moves", "open", "end")  # told whole
 class LiveTimeline:
     """Follows one story."""
 
-    def __init__(self, story: Story) -> None:
+    def __init__(self, story: RunStory) -> None:
         self._story = story
         self._begin()
 
@@ -30,8 +30,8 @@ class LiveTimeline:
         self._bar_count = self._mark_count = 0
         self._told: dict[str, Any] = {"cpu": []}
         self._starts: dict[str, float] = {}  # of the last bar of each track
-        self._looks: dict[tuple[str, str, bool], BarSeen] = {}
-        self._kinds: dict[tuple[str, str], Happening] = {}
+        self._looks: dict[tuple[str, str, bool], ReportBar] = {}
+        self._kinds: dict[tuple[str, str], ReportEvent] = {}
         self.used_gpu_s = 0.0
 
     def whole(self) -> dict[str, Any]:
@@ -87,12 +87,12 @@ class LiveTimeline:
     def _small(self) -> RunChart:
         """A chart with one bar and one mark of each kind."""
         story = self._story
-        tracks = (Track(((0, 0, 0),), tuple(self._looks.values())),)
+        tracks = (TimelineTrack(((0, 0, 0),), tuple(self._looks.values())),)
         kinds = tuple(self._kinds.values())
         return RunChart(story.components, tuple(story.nodes), story.on_cpu, tracks, kinds, (), story.end_s)
 
 
-def _name(data: Mapping[str, Any], happenings: list[Happening], first: int) -> None:
+def _name(data: Mapping[str, Any], happenings: list[ReportEvent], first: int) -> None:
     """Give marks numbers that stay, whatever is told late: in the order in which they were told."""
     order = sorted(range(len(happenings)), key=lambda at: happenings[at].t_s)
     for mark in data["marks"]:

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Look = Literal["run", "switch", "sync"]
+BarLook = Literal["run", "switch", "sync"]
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ChartBar:
     """Something that goes on from `start` to `end` (seconds).
 
     `key` names what it belongs to and decides the colour. `part` is the share of the row's height that it takes (4 of a
@@ -25,28 +25,28 @@ class Stretch:
     start: float
     end: float
     key: str
-    look: Look = "run"
+    look: BarLook = "run"
     note: str = ""
     part: float = 1.0
     busy: float = 1.0
 
 
 @dataclass(frozen=True)
-class Row:
+class ChartRow:
     """One line of a chart: it does one thing at a time. `weight` (GPUs, say) makes it a little taller.
 
     `shaded` says whether time without a stretch is a loss, to be shown as idle.
     """
 
     label: str
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[ChartBar, ...]
     detail: str = ""
     weight: int = 1
     shaded: bool = True
 
 
 @dataclass(frozen=True)
-class Span:
+class ChartSpan:
     """A time with a name, bracketed above the rows: an iteration, a period."""
 
     start: float
@@ -55,7 +55,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Mark:
+class ChartMark:
     """A moment with a name: a dashed line through the rows, labelled above them."""
 
     at: float
@@ -70,16 +70,16 @@ class Chart:
     """
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[ChartRow, ...]
     keys: tuple[str, ...]
     seconds: float
     axis_seconds: float | None = None
-    spans: tuple[Span, ...] = ()
-    marks: tuple[Mark, ...] = ()
+    spans: tuple[ChartSpan, ...] = ()
+    marks: tuple[ChartMark, ...] = ()
     description: str = ""
 
 
-def gaps(row: Row, seconds: float) -> list[tuple[float, float]]:
+def gaps(row: ChartRow, seconds: float) -> list[tuple[float, float]]:
     """The times from 0 to `seconds` in which a row does nothing."""
     found = []
     free_from = 0.0
@@ -92,14 +92,14 @@ def gaps(row: Row, seconds: float) -> list[tuple[float, float]]:
     return [*found, (free_from, seconds)] if free_from < seconds else found
 
 
-def joined(stretches: Iterable[Stretch], least_seconds: float) -> list[Stretch]:
+def joined(stretches: Iterable[ChartBar], least_seconds: float) -> list[ChartBar]:
     """Stretches to draw: in order, none over another, those that the eye could not tell apart as one.
 
     Two are joined when less than `least_seconds` lies between them and they are of one kind, or the first is itself
     shorter than that. The one with the most work in it gives its name, and `busy` keeps the share that is work.
     """
-    out: list[Stretch] = []
-    worked: list[dict[Stretch, float]] = []
+    out: list[ChartBar] = []
+    worked: list[dict[ChartBar, float]] = []
     for stretch in sorted(stretches, key=lambda s: (s.start, s.end)):
         start = max(stretch.start, out[-1].end) if out else stretch.start
         if stretch.end <= start:

@@ -26,7 +26,7 @@ _ROOM_ABOVE = 1.25
 
 
 @dataclass(frozen=True)
-class Curve:
+class ReportCurve:
     """A line through points; `dashed` ones are steps that hold until the next point. Gaps are left open.
 
     `colour` is a component's; None is the ink of the text.
@@ -40,18 +40,18 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Curves:
+class CurveChart:
     """Curves over one axis. `marks` are upright lines with a name."""
 
     title: str
-    curves: tuple[Curve, ...]
+    curves: tuple[ReportCurve, ...]
     unit: Unit
     description: str
     marks: tuple[tuple[float, str], ...] = ()
     across: str = "iteration"
 
 
-def curves_svg(chart: Curves, width: int, prefix: str) -> str:
+def curves_svg(chart: CurveChart, width: int, prefix: str) -> str:
     """The picture, part of a page."""
     return _Plot(chart, width, escape(prefix)).draw()
 
@@ -64,7 +64,7 @@ def figure(value: float, unit: Unit) -> str:
 
 
 class _Plot:
-    def __init__(self, chart: Curves, width: int, prefix: str) -> None:
+    def __init__(self, chart: CurveChart, width: int, prefix: str) -> None:
         self.chart, self.width, self.prefix = chart, width, prefix
         points = [point for curve in chart.curves for point in curve.points]
         self.low, self.high = _span([y for _, y in points], chart.unit)
@@ -131,7 +131,7 @@ class _Plot:
                 self.out.append(text_at(middle, 13, words, "quiet", anchor="middle", tip=label))
                 free_from = middle + half + 10
 
-    def curve(self, curve: Curve) -> None:
+    def curve(self, curve: ReportCurve) -> None:
         stroke = "var(--tt-quiet)" if curve.colour is None else f"var(--tt-{curve.colour % COLOURS})"
         if curve.colour is None and not curve.dashed:
             stroke = "var(--tt-ink)"

@@ -12,8 +12,8 @@ from functools import cache
 from importlib import resources
 
 from trimtab.core.ranks import ranks_text
-from trimtab.model.plan import Bar, Plan
-from trimtab.render.html.kit.chart import Chart, Look, Mark, Row, Span, Stretch, gaps, joined
+from trimtab.model.plan import Plan, TimelineBar
+from trimtab.render.html.kit.chart import BarLook, Chart, ChartBar, ChartMark, ChartRow, ChartSpan, gaps, joined
 from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width, ticks, wrap
 from trimtab.render.html.kit.svg import px, rect, text_at
 
@@ -24,7 +24,7 @@ JOIN_PX = 0.5
 _NARROW_PX = 560
 _MOST_SPANS = 12
 _NO_TIME_S = 1e-9
-_WORDS: dict[Look, str] = {"run": "", "switch": "switch", "sync": "weight sync"}
+_WORDS: dict[BarLook, str] = {"run": "", "switch": "switch", "sync": "weight sync"}
 
 
 def plan_chart(
@@ -33,7 +33,7 @@ def plan_chart(
     *,
     keys: tuple[str, ...] = (),
     axis_seconds: float | None = None,
-    marks: tuple[Mark, ...] = (),
+    marks: tuple[ChartMark, ...] = (),
 ) -> Chart:
     """The chart of a plan: a row for each group, for each CPU component, and for GPUs that nothing uses.
 
@@ -44,17 +44,17 @@ def plan_chart(
         detail = _gpus(group.gpus) + (f" · {group.kind}" if group.kind else "")
         bars = (bar for bar in plan.timeline if bar.component in group.components)
         stretches = tuple(_stretch(plan, bar, len(group.gpus)) for bar in bars)
-        rows.append(Row(", ".join(group.components), stretches, detail, weight=len(group.gpus)))
+        rows.append(ChartRow(", ".join(group.components), stretches, detail, weight=len(group.gpus)))
     grouped = {name for group in plan.groups for name in group.components}
     for component in plan.components:
         if component.name not in grouped:
             bars = (bar for bar in plan.timeline if bar.component == component.name)
             stretches = tuple(_stretch(plan, bar, 0) for bar in bars)
-            rows.append(Row(component.name, stretches, "CPU", weight=0, shaded=False))
+            rows.append(ChartRow(component.name, stretches, "CPU", weight=0, shaded=False))
     used = {rank for group in plan.groups for rank in group.gpus}
     unused = tuple(rank for rank in range(plan.total_gpus) if rank not in used)
     if unused:
-        rows.append(Row("not used", (), _gpus(unused), weight=len(unused)))
+        rows.append(ChartRow("not used", (), _gpus(unused), weight=len(unused)))
     seconds = max(plan.timeline_seconds, plan.iteration_seconds)
     return Chart(
         title,
@@ -73,23 +73,23 @@ def _gpus(numbers: tuple[int, ...]) -> str:
     return f"GPU{'s' if len(numbers) != 1 else ''} {ranks_text(numbers, ', ')}"
 
 
-def _stretch(plan: Plan, bar: Bar, row_gpus: int) -> Stretch:
+def _stretch(plan: Plan, bar: TimelineBar, row_gpus: int) -> ChartBar:
     used = len(plan.placed(bar.component).gpus)
     if bar.doing == "run" and 0 < used < row_gpus:
-        return Stretch(bar.start, bar.end, bar.component, note=f"on {used} of {row_gpus} GPUs", part=used / row_gpus)
-    return Stretch(bar.start, bar.end, bar.component, bar.doing)
+        return ChartBar(bar.start, bar.end, bar.component, note=f"on {used} of {row_gpus} GPUs", part=used / row_gpus)
+    return ChartBar(bar.start, bar.end, bar.component, bar.doing)
 
 
-def _periods(plan: Plan, seconds: float) -> tuple[Span, ...]:
+def _periods(plan: Plan, seconds: float) -> tuple[ChartSpan, ...]:
     """The iteration; with staleness, each whole period of the steady state, the first one named."""
     period = plan.iteration_seconds
     if period <= 0:
         return ()
     if seconds <= period * (1 + 1e-9):
-        return (Span(0.0, period, f"one iteration · {duration(period)}"),)
+        return (ChartSpan(0.0, period, f"one iteration · {duration(period)}"),)
     whole = min(int(seconds / period + 1e-9), _MOST_SPANS)
     label = f"one iteration every {duration(period)}"
-    return tuple(Span(i * period, (i + 1) * period, label if i == 0 else "") for i in range(whole))
+    return tuple(ChartSpan(i * period, (i + 1) * period, label if i == 0 else "") for i in range(whole))
 
 
 @cache
@@ -221,7 +221,7 @@ class _Canvas:
         elif lines:
             self.y += 4
 
-    def row(self, row: Row) -> None:
+    def row(self, row: ChartRow) -> None:
         heaviest = max((other.weight for other in self.chart.rows), default=0) or 1
         low, grow = (14.0, 10.0) if self.compact else (36.0, 16.0)
         height = low + grow * row.weight / heaviest if row.weight else (12.0 if self.compact else 24.0)
@@ -246,7 +246,7 @@ class _Canvas:
                 self.inside(self.x(a), self.x(b), self.y + height / 2, [f"idle {duration(b - a)}"], "quiet")
         self.y += height + (6 if self.compact else 10)
 
-    def label(self, row: Row, height: float) -> None:
+    def label(self, row: ChartRow, height: float) -> None:
         """Name and detail: above the row where the picture is narrow, else to its left on two lines, or on one."""
         room = self.right - self.pad if self.narrow else self.left - self.pad - 14
         tip = f"{row.label} · {row.detail}" if row.detail else row.label
@@ -268,11 +268,11 @@ class _Canvas:
             y += 16
         self.out.append(text_at(self.pad, y, fit(row.detail, room, 12), "quiet", tip=tip))
 
-    def name(self, row: Row) -> list[str]:
+    def name(self, row: ChartRow) -> list[str]:
         """A row's name on the lines that it takes to the left of the row."""
         return [""] if self.narrow else wrap(row.label, self.left - self.pad - 14, 13, bold=True)
 
-    def bar(self, stretch: Stretch, height: float) -> None:
+    def bar(self, stretch: ChartBar, height: float) -> None:
         x0, x1 = self.x(stretch.start), self.x(stretch.end)
         tall = height * stretch.part
         y = self.y + height - tall

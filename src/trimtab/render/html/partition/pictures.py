@@ -6,8 +6,8 @@ never the only cue: types, limits and shares are written out, and every mark has
 
 from __future__ import annotations
 
-from trimtab.model.pipeline import PartitionAnswer, Stage
-from trimtab.render.html.kit.chart import Chart, Row, Span, Stretch
+from trimtab.model.pipeline import PartitionAnswer, PipelineStage
+from trimtab.render.html.kit.chart import Chart, ChartBar, ChartRow, ChartSpan
 from trimtab.render.html.kit.labels import duration, escape, fit, share, text_width, ticks
 from trimtab.render.html.kit.svg import px, rect, text_at
 from trimtab.render.html.kit.timeline import COLOURS
@@ -92,7 +92,9 @@ def _head(way: str) -> str:
     return f'<path class="bracket" d="{drawn}"/>'
 
 
-def _box(answer: PartitionAnswer, index: int, stage: Stage, x: float, y: float, wide: float, colour: int) -> list[str]:
+def _box(
+    answer: PartitionAnswer, index: int, stage: PipelineStage, x: float, y: float, wide: float, colour: int
+) -> list[str]:
     bottleneck = answer.schedule.bottleneck_seconds
     first = answer.limits[0] if answer.limits else None
     limits = first is not None and (first.what, first.stage) == ("compute", index)
@@ -148,11 +150,11 @@ def steady_chart(answer: PartitionAnswer) -> Chart:
     # The window opens when the first microbatch has reached the last stage, at a multiple of the period.
     reached = schedule.latency_seconds - schedule.stages[-1].compute_seconds - schedule.stages[-1].transfer_seconds
     begin = int(reached / period + 1) * period if period > 0 else 0.0
-    rows: list[Row] = []
+    rows: list[ChartRow] = []
     keys: dict[int, None] = {}
     at = schedule.input_seconds
 
-    def repeated(offset: float, lasts: float, note: str) -> tuple[Stretch, ...]:
+    def repeated(offset: float, lasts: float, note: str) -> tuple[ChartBar, ...]:
         found = []
         if lasts <= 0 or period <= 0:
             return ()
@@ -162,21 +164,21 @@ def steady_chart(answer: PartitionAnswer) -> Chart:
             if start + lasts > 1e-9 * period:
                 keys.setdefault(number)
                 stop = min(start + lasts, window)
-                found.append(Stretch(max(start, 0.0), stop, _name(number), note=note))
+                found.append(ChartBar(max(start, 0.0), stop, _name(number), note=note))
             number += 1
         return tuple(found)
 
     for index, stage in enumerate(schedule.stages):
         detail = f"layers {stage.first}–{stage.last}"
         stretches = repeated(at, stage.compute_seconds, f"{detail} on {stage.host}")
-        rows.append(Row(stage.host, stretches, detail))
+        rows.append(ChartRow(stage.host, stretches, detail))
         at += stage.compute_seconds
         if with_links and stage.transfer_seconds > 0:
             to = schedule.stages[index + 1].host if index + 1 < len(schedule.stages) else answer.job.sink or ""
             sent = repeated(at, stage.transfer_seconds, f"{stage.host} to {to}")
-            rows.append(Row(f"→ {to}", sent, weight=0, shaded=False))
+            rows.append(ChartRow(f"→ {to}", sent, weight=0, shaded=False))
         at += stage.transfer_seconds
-    spans = (Span(0.0, period, f"one microbatch every {duration(period)}"),)
+    spans = (ChartSpan(0.0, period, f"one microbatch every {duration(period)}"),)
     names = tuple(_name(number) for number in sorted(keys))
     said = limit_words(answer, answer.limits[0]) if answer.limits else "nothing"
     description = f"Steady state of {len(schedule.stages)} stages; limited by {said}."

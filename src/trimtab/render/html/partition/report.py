@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from trimtab import __version__
 from trimtab.formats.pipeline.pipeedge import schedule_yaml
-from trimtab.model.pipeline import PartitionAnswer, Stage
+from trimtab.model.pipeline import PartitionAnswer, PipelineStage
 from trimtab.render.html.kit import timeline
 from trimtab.render.html.kit.labels import duration, escape, escape_block, share
 from trimtab.render.html.partition.pictures import frontier_svg, stages_svg, steady_chart, type_colours
@@ -89,7 +89,7 @@ def _pipeline(answer: PartitionAnswer) -> str:
     )
 
 
-def _row(stage: Stage, colour: int, bottleneck: float) -> str:
+def _row(stage: PipelineStage, colour: int, bottleneck: float) -> str:
     busy = stage.compute_seconds / bottleneck if bottleneck > 0 else 0.0
     numbers = (
         f"{stage.compute_seconds:.4f}",

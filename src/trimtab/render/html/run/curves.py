@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from statistics import median
 
 from trimtab.render.html.kit.labels import duration, escape, share
-from trimtab.render.html.kit.lines import Curve, Curves, Point, curves_svg, thinned
+from trimtab.render.html.kit.lines import CurveChart, Point, ReportCurve, curves_svg, thinned
 from trimtab.render.html.kit.markup import card, heads, scroll, section
 from trimtab.render.html.kit.timeline import COLOURS
 from trimtab.render.html.plan_report import WIDTHS, both
 from trimtab.render.html.run.facts import counted
-from trimtab.render.html.run.figures import Cost, all_metrics, course, ends_of, errors, expected
-from trimtab.render.html.run.story import Story
+from trimtab.render.html.run.figures import ReportCost, all_metrics, course, ends_of, errors, expected
+from trimtab.render.html.run.story import RunStory
 
 Widths = Sequence[tuple[str, int]]
 
@@ -24,7 +24,7 @@ _MOST_METRICS = 8
 _MOST_POINTS = 600
 
 
-def _drawn(chart: Curves, prefix: str, key: str = "", widths: Widths = WIDTHS) -> str:
+def _drawn(chart: CurveChart, prefix: str, key: str = "", widths: Widths = WIDTHS) -> str:
     pictures = both(lambda width, name: curves_svg(chart, width, name), prefix, widths)
     return f"{key}<figure>{pictures}</figure>"
 
@@ -34,7 +34,7 @@ def _key(entries: Sequence[tuple[str, str]]) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-def _changes(story: Story) -> tuple[tuple[float, str], ...]:
+def _changes(story: RunStory) -> tuple[tuple[float, str], ...]:
     return tuple((float(plan.iteration), plan.words) for plan in story.plans if plan.number)
 
 
@@ -47,40 +47,40 @@ def _few(points: Sequence[tuple[int, float]], widths: Widths) -> tuple[Point, ..
     return tuple((round(first + x / scale), y) for x, y in thinned([((x - first) * scale, y) for x, y in points]))
 
 
-def predicted_curves(story: Story, widths: Widths = WIDTHS) -> tuple[str, str]:
+def predicted_curves(story: RunStory, widths: Widths = WIDTHS) -> tuple[str, str]:
     """Iteration times beside what plans promised: what is to be said of them, and the picture with its key."""
     done = story.iterations
     notes = tuple(", ".join(one.iteration.extra) for one in done) if len(done) <= _MOST_POINTS else ()
     measured = _few([(one.iteration.number, one.iteration.wall_s) for one in done], widths)
-    curves, key = [Curve("measured", measured, None, notes=notes)], [("line-ink", "measured")]
+    curves, key = [ReportCurve("measured", measured, None, notes=notes)], [("line-ink", "measured")]
     promised = [(float(plan.iteration), story.prediction(plan.number)) for plan in story.plans]
     known = any(value is not None for _, value in promised)
     if known:
         steps = tuple((at, float("nan") if value is None else value) for at, value in promised)
-        curves.append(Curve("predicted", steps, 0, dashed=True))
+        curves.append(ReportCurve("predicted", steps, 0, dashed=True))
         key.append(("line-0", "predicted"))
     if current := _few(expected(story), widths):
-        curves.append(Curve("expected by costs as measured then", current, 1))
+        curves.append(ReportCurve("expected by costs as measured then", current, 1))
         key.append(("line-1", curves[-1].name))
     off = [abs(error) for _, error in errors(story)]
     said = f"Off by {share(median(off))} at the median, {share(max(off))} at worst." if off else ""
-    chart = Curves("Iteration time, predicted and measured", tuple(curves), "seconds", said, _changes(story))
+    chart = CurveChart("Iteration time, predicted and measured", tuple(curves), "seconds", said, _changes(story))
     lede = f"{said} Dashed: what the plan promised. Upright: another plan." if known else "Nothing was predicted."
     return lede.strip(), _drawn(chart, "predicted", _key(key), widths)
 
 
-def metric_curve(story: Story, name: str, prefix: str, widths: Widths = WIDTHS) -> tuple[str, str] | None:
+def metric_curve(story: RunStory, name: str, prefix: str, widths: Widths = WIDTHS) -> tuple[str, str] | None:
     """A metric over the iterations: what is to be said of it, and the picture. None where it has no values."""
     points = course(story.iterations, name)
     if not points:
         return None
     first, last = ends_of([value for _, value in points])
     said = f"{name}: from {first:.3g} to {last:.3g}."
-    chart = Curves(name, (Curve(name, _few(points, widths), 2),), "number", said, _changes(story))
+    chart = CurveChart(name, (ReportCurve(name, _few(points, widths), 2),), "number", said, _changes(story))
     return said, _drawn(chart, prefix, widths=widths)
 
 
-def predicted_section(story: Story) -> str:
+def predicted_section(story: RunStory) -> str:
     """Iteration times beside what plans promised."""
     if not story.iterations:
         return ""
@@ -88,7 +88,7 @@ def predicted_section(story: Story) -> str:
     return section("predicted", "Predicted against measured", lede, card(drawn))
 
 
-def costs_section(story: Story, spent: list[Cost]) -> str:
+def costs_section(story: RunStory, spent: list[ReportCost]) -> str:
     """What each component cost, as curves and as a table."""
     if not story.iterations:
         return ""
@@ -100,8 +100,8 @@ def costs_section(story: Story, spent: list[Cost]) -> str:
             for m in one.iteration.components
             if m.component == name
         )
-        curves.append(Curve(name, points, at % COLOURS))
-    chart = Curves(
+        curves.append(ReportCurve(name, points, at % COLOURS))
+    chart = CurveChart(
         "Cost of components", tuple(curves), "seconds", "Each component's own time per iteration.", _changes(story)
     )
     rows = "".join(_cost(at, cost) for at, cost in enumerate(spent))
@@ -115,7 +115,7 @@ def costs_section(story: Story, spent: list[Cost]) -> str:
     return section("costs", "Cost of components", lede, card(_drawn(chart, "costs", key) + table))
 
 
-def _cost(at: int, cost: Cost) -> str:
+def _cost(at: int, cost: ReportCost) -> str:
     def cell(value: float | None) -> str:
         return f'<td class="number">{duration(value) if value is not None else "–"}</td>'
 
@@ -129,22 +129,24 @@ def _cost(at: int, cost: Cost) -> str:
     )
 
 
-def idle_section(story: Story, idle: dict[str, list[tuple[int, float]]]) -> str:
+def idle_section(story: RunStory, idle: dict[str, list[tuple[int, float]]]) -> str:
     """The share of time in which GPUs did nothing."""
     curves = tuple(
-        Curve(name, tuple((float(number), value) for number, value in idle[name]), at % COLOURS)
+        ReportCurve(name, tuple((float(number), value) for number, value in idle[name]), at % COLOURS)
         for at, name in enumerate(story.components)
         if idle.get(name)
     )
     if not curves:
         return ""
-    chart = Curves("Idle share", curves, "share", "Share of each iteration in which GPUs did nothing.", _changes(story))
+    chart = CurveChart(
+        "Idle share", curves, "share", "Share of each iteration in which GPUs did nothing.", _changes(story)
+    )
     key = _key([(f"key{curve.colour}", curve.name) for curve in curves])
     lede = "The share of each iteration in which the GPUs of a component did nothing at all; on CPUs, the component."
     return section("idle", "Idle share", lede, card(_drawn(chart, "idle", key)))
 
 
-def metrics_section(story: Story, names: list[str], wanted: Sequence[str]) -> str:
+def metrics_section(story: RunStory, names: list[str], wanted: Sequence[str]) -> str:
     """What the run learned: rewards, or the metrics asked for."""
     if not names:
         there = ", ".join(all_metrics(story)[:20])
@@ -159,7 +161,7 @@ def metrics_section(story: Story, names: list[str], wanted: Sequence[str]) -> st
     return section("metrics", title, "Means over the batches of an iteration.", cards) if cards else ""
 
 
-def figures_section(story: Story, names: list[str]) -> str:
+def figures_section(story: RunStory, names: list[str]) -> str:
     """The curves as a table."""
     done = story.iterations
     if not done:

@@ -13,7 +13,7 @@ from typing import Any
 
 from trimtab.model.run import Iteration
 
-Seat = tuple[str, int]
+GpuKey = tuple[str, int]
 """A node, and a GPU of it."""
 
 BROKEN_OFF = "broken off"
@@ -23,7 +23,7 @@ _MOST_GPUS = 100_000
 
 
 @dataclass(frozen=True)
-class PlanSeen:
+class ReportPlan:
     """A plan that ran, and from when. `groups` are components with the seats that they take turns on."""
 
     number: int
@@ -32,16 +32,16 @@ class PlanSeen:
     t_s: float
     words: str
     predicted_s: float | None  # None: nothing was known of its costs
-    groups: tuple[tuple[tuple[str, ...], tuple[Seat, ...]], ...]
+    groups: tuple[tuple[tuple[str, ...], tuple[GpuKey, ...]], ...]
     costs_s: Mapping[str, float]
 
-    def seats(self, component: str) -> tuple[Seat, ...]:
+    def seats(self, component: str) -> tuple[GpuKey, ...]:
         """Where a component is; nowhere for one on CPUs."""
         return next((seats for names, seats in self.groups if component in names), ())
 
 
 @dataclass(frozen=True)
-class BarSeen:
+class ReportBar:
     """A stretch of a component under a plan, on its first `gpus` seats (0: all of its group)."""
 
     component: str
@@ -55,7 +55,7 @@ class BarSeen:
 
 
 @dataclass(frozen=True)
-class Done:
+class ReportIteration:
     """An iteration that is over. Void ones were run again."""
 
     iteration: Iteration
@@ -67,7 +67,7 @@ class Done:
 
 
 @dataclass
-class MoveSeen:
+class ReportMigration:
     """A move from its beginning to wherever it came."""
 
     id: int
@@ -99,7 +99,7 @@ class MoveSeen:
 
 
 @dataclass(frozen=True)
-class Decision:
+class ReportDecision:
     """A decision to stay, or advice."""
 
     t_s: float
@@ -112,7 +112,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Happening:
+class ReportEvent:
     """Something that happened beside the work, for the marks of the timeline and the list of events.
 
     `lane` is where it is drawn: run, moves, nodes, tasks or workers; without one it is only listed. A `strong` one goes
@@ -129,7 +129,7 @@ class Happening:
 
 
 @dataclass
-class NodeSeen:
+class ReportNode:
     """A node and the times in which it was there; the last one is open as long as it is."""
 
     name: str

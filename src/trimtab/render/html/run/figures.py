@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from statistics import fmean, median
 
-from trimtab.render.html.run.facts import Decision, Done, finite
-from trimtab.render.html.run.story import Story
+from trimtab.render.html.run.facts import ReportDecision, ReportIteration, finite
+from trimtab.render.html.run.story import RunStory
 
 _TENTH = 10
 
 
 @dataclass(frozen=True)
-class Cost:
+class ReportCost:
     """A component over the run: medians per iteration, without periodic work, and where it stood idle."""
 
     component: str
@@ -32,9 +32,9 @@ class Cost:
     drift: float | None  # cost at the end against the beginning of the longest time on as many GPUs
 
 
-def idle_shares(story: Story) -> dict[str, list[tuple[int, float]]]:
+def idle_shares(story: RunStory) -> dict[str, list[tuple[int, float]]]:
     """For each component and iteration that counts, the share in which its GPUs did nothing."""
-    spells: dict[frozenset[str], _Busy] = {}
+    spells: dict[frozenset[str], _BusyTimes] = {}
     found: dict[str, list[tuple[int, float]]] = {name: [] for name in story.components}
     by_name: dict[str, list[tuple[float, float]]] = {}
     for bar in story.bars:
@@ -47,13 +47,13 @@ def idle_shares(story: Story) -> dict[str, list[tuple[int, float]]]:
         for name in story.components:
             together = groups.get(name, frozenset((name,)))
             if together not in spells:
-                spells[together] = _Busy([some for other in together for some in by_name.get(other, ())])
+                spells[together] = _BusyTimes([some for other in together for some in by_name.get(other, ())])
             busy_s = spells[together].between(one.end_s - wall_s, one.end_s)
             found[name].append((one.iteration.number, min(max(1 - busy_s / wall_s, 0.0), 1.0)))
     return found
 
 
-class _Busy:
+class _BusyTimes:
     """Times of work, merged; answers how much of it lies between two moments."""
 
     def __init__(self, spells: list[tuple[float, float]]) -> None:
@@ -77,7 +77,7 @@ class _Busy:
         return self._before[at - 1] + min(moment, self._ends[at - 1]) - self._starts[at - 1]
 
 
-def costs(story: Story, idle: dict[str, list[tuple[int, float]]]) -> list[Cost]:
+def costs(story: RunStory, idle: dict[str, list[tuple[int, float]]]) -> list[ReportCost]:
     """What each component cost."""
     counted = [one for one in story.iterations if not one.iteration.extra] or story.iterations
     found = []
@@ -88,7 +88,7 @@ def costs(story: Story, idle: dict[str, list[tuple[int, float]]]) -> list[Cost]:
         plan = story.plans[-1] if story.plans else None
         known = plan is not None and story.prediction(plan.number) is not None
         found.append(
-            Cost(
+            ReportCost(
                 name,
                 tuple(gpus for gpus, _ in groupby(m.gpus for _, m in mine)),
                 plan.costs_s.get(name) if plan is not None and known else None,
@@ -123,7 +123,7 @@ def _drift(course: list[tuple[int, float]]) -> float | None:
     return median(longest[-some:]) / start if start > 0 else None
 
 
-def errors(story: Story) -> list[tuple[int, float]]:
+def errors(story: RunStory) -> list[tuple[int, float]]:
     """How far measured iterations were from what their plan promised: number, relative difference."""
     return [
         (one.iteration.number, one.iteration.wall_s / predicted - 1)
@@ -132,13 +132,13 @@ def errors(story: Story) -> list[tuple[int, float]]:
     ]
 
 
-def expected(story: Story) -> list[tuple[int, float]]:
+def expected(story: RunStory) -> list[tuple[int, float]]:
     """What the plan that ran was expected to take, by costs as measured until then: iteration after which, seconds."""
     found = [(one.iteration, finite(one.numbers.get("iteration_s"))) for one in story.decisions]
     return [(number, value) for number, value in found if value is not None]
 
 
-def expected_errors(story: Story) -> list[float]:
+def expected_errors(story: RunStory) -> list[float]:
     """How far iterations were from what was expected of them after the one before."""
     by_number = dict(expected(story))
     return [
@@ -148,7 +148,7 @@ def expected_errors(story: Story) -> list[float]:
     ]
 
 
-def metric_names(story: Story, wanted: Sequence[str] = ()) -> list[str]:
+def metric_names(story: RunStory, wanted: Sequence[str] = ()) -> list[str]:
     """Metrics to show, as `component.name`: those asked for, or all whose own name begins with reward."""
     there = sorted({f"{name}.{key}" for one in story.done for name, some in one.metrics.items() for key in some})
     if not wanted:
@@ -156,12 +156,12 @@ def metric_names(story: Story, wanted: Sequence[str] = ()) -> list[str]:
     return [name for want in wanted for name in there if name == want or name.partition(".")[2] == want]
 
 
-def all_metrics(story: Story) -> list[str]:
+def all_metrics(story: RunStory) -> list[str]:
     """Every metric that components had to show."""
     return sorted({f"{name}.{key}" for one in story.done for name, some in one.metrics.items() for key in some})
 
 
-def course(iterations: Sequence[Done], metric: str) -> list[tuple[int, float]]:
+def course(iterations: Sequence[ReportIteration], metric: str) -> list[tuple[int, float]]:
     """A metric over the iterations."""
     component, _, key = metric.partition(".")
     return [
@@ -177,9 +177,9 @@ def ends_of(values: Sequence[float]) -> tuple[float, float]:
     return fmean(values[:some]), fmean(values[-some:])
 
 
-def runs_of_equal(decisions: Sequence[Decision]) -> list[tuple[Decision, Decision, int]]:
+def runs_of_equal(decisions: Sequence[ReportDecision]) -> list[tuple[ReportDecision, ReportDecision, int]]:
     """Decisions one after another that say the same, as the first, the last and how many."""
-    out: list[tuple[Decision, Decision, int]] = []
+    out: list[tuple[ReportDecision, ReportDecision, int]] = []
     for one in decisions:
         if out and (out[-1][1].what, out[-1][1].code, out[-1][1].plan) == (one.what, one.code, one.plan):
             first, _, count = out[-1]

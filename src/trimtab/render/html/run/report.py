@@ -26,9 +26,9 @@ from trimtab.render.html.run.curves import (
     metrics_section,
     predicted_section,
 )
-from trimtab.render.html.run.facts import MoveSeen, PlanSeen, counted
+from trimtab.render.html.run.facts import ReportMigration, ReportPlan, counted
 from trimtab.render.html.run.figures import (
-    Cost,
+    ReportCost,
     costs,
     course,
     ends_of,
@@ -37,7 +37,7 @@ from trimtab.render.html.run.figures import (
     metric_names,
     runs_of_equal,
 )
-from trimtab.render.html.run.story import Story
+from trimtab.render.html.run.story import RunStory
 from trimtab.render.html.run.summary import in_words, is_elsewhere, standing
 from trimtab.render.html.run.timeline import RunChart, chart_data, legend, run_chart, static_svg
 
@@ -49,7 +49,7 @@ _NUMBERS = {
 }  # fmt: skip
 
 
-def run_report(story: Story, *, title: str, command: str | None, metrics: Sequence[str] = ()) -> str:
+def run_report(story: RunStory, *, title: str, command: str | None, metrics: Sequence[str] = ()) -> str:
     """The report of a story as HTML. `metrics` names what to draw besides costs; without any, rewards."""
     chart = run_chart(story)
     idle = idle_shares(story)
@@ -85,7 +85,7 @@ def style() -> str:
     return resources.files("trimtab.render.html").joinpath("assets/run_report.css").read_text(encoding="utf-8")
 
 
-def _headline(story: Story, chart: RunChart, spent: list[Cost], names: list[str], title: str) -> str:
+def _headline(story: RunStory, chart: RunChart, spent: list[ReportCost], names: list[str], title: str) -> str:
     lines = "".join(f"<li>{escape(line)}</li>" for line in in_words(story, chart, spent, names))
     tiles = "".join(f"<div><dt>{name}</dt>{value}</div>" for name, value in _tiles(story, chart, names))
     warned = ""
@@ -102,7 +102,7 @@ def _headline(story: Story, chart: RunChart, spent: list[Cost], names: list[str]
     )
 
 
-def _tiles(story: Story, chart: RunChart, names: list[str]) -> list[tuple[str, str]]:
+def _tiles(story: RunStory, chart: RunChart, names: list[str]) -> list[tuple[str, str]]:
     count = len(story.iterations)
     of = f"of {story.wanted}" if story.wanted else "done"
     arrived = sum(move.state == "arrived" for move in story.moves)
@@ -131,7 +131,7 @@ def _tiles(story: Story, chart: RunChart, names: list[str]) -> list[tuple[str, s
 # ---- the timeline ----------------------------------------------------------------------------------------------------
 
 
-def _timeline(story: Story, chart: RunChart) -> str:
+def _timeline(story: RunStory, chart: RunChart) -> str:
     if story.end_s <= 0 or not (chart.tracks or chart.marks):
         return ""
     drawn = both(lambda width, name: static_svg(chart, width, name, "The run over time"), "run")
@@ -155,7 +155,7 @@ def _json(data: dict[str, Any]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _happened(story: Story) -> str:
+def _happened(story: RunStory) -> str:
     """The marks of the timeline in words; states that were saved one after another are one line."""
     if not story.happenings:
         return ""
@@ -184,7 +184,7 @@ def _happened(story: Story) -> str:
 # ---- plans, moves, decisions -----------------------------------------------------------------------------------------
 
 
-def _plans(story: Story) -> str:
+def _plans(story: RunStory) -> str:
     if not story.plans:
         return ""
     items = "\n".join(_plan(story, plan) for plan in story.plans)
@@ -192,7 +192,7 @@ def _plans(story: Story) -> str:
     return section("plans", "Plans", "One after another, with what they promised and what came of it.", body)
 
 
-def _plan(story: Story, plan: PlanSeen) -> str:
+def _plan(story: RunStory, plan: ReportPlan) -> str:
     under = [one for one in story.iterations if one.plan == plan.number]
     measured = [one.iteration.wall_s for one in under if not one.iteration.extra] or [
         one.iteration.wall_s for one in under
@@ -237,7 +237,7 @@ def _seats_words(seats: tuple[tuple[str, int], ...]) -> str:
     return f"{counted(len(seats), 'GPU')} ({some})"
 
 
-def _moves(moves: list[MoveSeen]) -> str:
+def _moves(moves: list[ReportMigration]) -> str:
     if not moves:
         return ""
     items = "\n".join(map(_move, moves))
@@ -249,7 +249,7 @@ def _moves(moves: list[MoveSeen]) -> str:
     )
 
 
-def _move(move: MoveSeen) -> str:
+def _move(move: ReportMigration) -> str:
     css = {"arrived": "good", "rolled back": "warn", "stuck": "warn"}.get(move.state, "")
     forced = ' <span class="badge">had to be</span>' if move.forced else ""
     goes = f"{escape(move.before or '?')} → {escape(move.after or '?')}"
@@ -285,7 +285,7 @@ def _figures(numbers: Any) -> str:
     return f'<dl class="figures">{"".join(shown)}</dl>' if shown else ""
 
 
-def _decisions(story: Story) -> str:
+def _decisions(story: RunStory) -> str:
     if not story.decisions:
         return ""
     rows = ""
@@ -310,7 +310,7 @@ def _decisions(story: Story) -> str:
     return section("decisions", "Decisions", lede, body)
 
 
-def _foot(story: Story, command: str | None) -> str:
+def _foot(story: RunStory, command: str | None) -> str:
     made = f" Made by <code>{escape(command)}</code>." if command else ""
     return (
         f"</main>\n<footer><p>trimtab {escape(__version__)}. {story.events:,} events.{made}</p></footer>\n"

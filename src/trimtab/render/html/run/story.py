@@ -1,8 +1,8 @@
 """What the folder of a run tells, put in order for drawing: who did what on which GPU, and what happened beside it.
 
-Read by the report from `events.jsonl`; `Story.take` takes one event at a time, so that a run can be followed as well.
-Nothing is judged here and nothing is lost: iterations that were run again stay as void ones. Unknown events are passed
-over, lines that cannot be understood are counted and left out, and neither ever stops the reading.
+Read by the report from `events.jsonl`; `RunStory.take` takes one event at a time, so that a run can be followed as
+well. Nothing is judged here and nothing is lost: iterations that were run again stay as void ones. Unknown events are
+passed over, lines that cannot be understood are counted and left out, and neither ever stops the reading.
 
 Time is that of the run's own timeline (`t_s`, and the times of bars). A run that was ended and resumed goes on where it
 stopped: the time in between, when nothing ran, is left out.
@@ -23,14 +23,14 @@ from trimtab.model.run import Iteration
 from trimtab.model.run_events import ODD, read_event
 from trimtab.render.html.run.facts import (
     BROKEN_OFF,
-    BarSeen,
-    Decision,
-    Done,
-    Happening,
-    MoveSeen,
-    NodeSeen,
-    PlanSeen,
-    Seat,
+    GpuKey,
+    ReportBar,
+    ReportDecision,
+    ReportEvent,
+    ReportIteration,
+    ReportMigration,
+    ReportNode,
+    ReportPlan,
     as_text,
     counted,
     finite,
@@ -49,7 +49,7 @@ _MARKED_ALREADY = ("MOVING", "ARRIVED", "STAGE_FAILED", "ROLLED_BACK", "STUCK") 
 
 
 @dataclass
-class Story:
+class RunStory:
     """All of a run. Feed it with `take`, then read its lists."""
 
     job: str = ""
@@ -62,13 +62,13 @@ class Story:
     state: str = ""  # "": it has not ended
     end_code: str = ""
     end_reason: str = ""
-    nodes: list[NodeSeen] = field(default_factory=list)
-    plans: list[PlanSeen] = field(default_factory=list)
-    bars: list[BarSeen] = field(default_factory=list)
-    done: list[Done] = field(default_factory=list)
-    moves: list[MoveSeen] = field(default_factory=list)
-    decisions: list[Decision] = field(default_factory=list)
-    happenings: list[Happening] = field(default_factory=list)
+    nodes: list[ReportNode] = field(default_factory=list)
+    plans: list[ReportPlan] = field(default_factory=list)
+    bars: list[ReportBar] = field(default_factory=list)
+    done: list[ReportIteration] = field(default_factory=list)
+    moves: list[ReportMigration] = field(default_factory=list)
+    decisions: list[ReportDecision] = field(default_factory=list)
+    happenings: list[ReportEvent] = field(default_factory=list)
     unclear: list[int] = field(default_factory=list)  # lines that could not be understood
     resumes: int = 0
     events: int = 0
@@ -78,12 +78,12 @@ class Story:
     _shift_s: float = 0.0
     _resuming: bool = False
     _last: int = 0  # number of the last iteration that counts
-    _targets: dict[str, tuple[tuple[tuple[str, ...], tuple[Seat, ...]], ...]] = field(default_factory=dict)
+    _targets: dict[str, tuple[tuple[tuple[str, ...], tuple[GpuKey, ...]], ...]] = field(default_factory=dict)
 
     # ---- asking ----------------------------------------------------------------------------------------------------
 
     @property
-    def iterations(self) -> list[Done]:
+    def iterations(self) -> list[ReportIteration]:
         """Each iteration once, as it counts."""
         counted = {one.iteration.number: one for one in self.done if not one.void}
         return [counted[number] for number in sorted(counted)]
@@ -149,7 +149,7 @@ class Story:
 
     def _happened(self, t_s: float, lane: str, kind: str, title: str, *, strong: bool = False, **why: Any) -> None:
         self.happenings.append(
-            Happening(t_s, lane, kind, title, as_text(why.get("code")), as_text(why.get("reason")), strong)
+            ReportEvent(t_s, lane, kind, title, as_text(why.get("code")), as_text(why.get("reason")), strong)
         )
 
     def _take_began(self, event: Mapping[str, Any]) -> None:
@@ -213,7 +213,7 @@ class Story:
         if seen.why not in ("move", "lost"):  # those are told as moves and losses
             self._happened(t_s, "moves", "plan", f"{title}: {seen.words}")
 
-    def _plan(self, event: Mapping[str, Any], t_s: float) -> PlanSeen:
+    def _plan(self, event: Mapping[str, Any], t_s: float) -> ReportPlan:
         groups = event["groups"]
         named = [tuple(map(str, group["components"])) for group in groups]
         ranks = [ranks_of(group["gpus"]) for group in groups]
@@ -230,7 +230,7 @@ class Story:
         if costs and all(cost == UNMEASURED_S for cost in costs.values()):
             predicted = None  # the costs only stand for unknown ones
         iteration = whole(event.get("iteration")) or 1
-        return PlanSeen(len(self.plans), as_text(event.get("why")), iteration, t_s, words, predicted, placed, costs)
+        return ReportPlan(len(self.plans), as_text(event.get("why")), iteration, t_s, words, predicted, placed, costs)
 
     def _make_room(self, gpus: int) -> None:
         """Nobody said which nodes there are, or too few: the ranks of a plan are GPUs all the same."""
@@ -242,7 +242,7 @@ class Story:
         self._order[-1] = (_UNNAMED, self._order[-1][1] + short)
         unnamed = next((node for node in self.nodes if node.name == _UNNAMED), None)
         if unnamed is None:
-            unnamed = NodeSeen(_UNNAMED, 0, "", [(0.0, None)])
+            unnamed = ReportNode(_UNNAMED, 0, "", [(0.0, None)])
             self.nodes.append(unnamed)
         unnamed.gpus = max(unnamed.gpus, self._order[-1][1])
 
@@ -264,7 +264,7 @@ class Story:
             if name in known:
                 known[name].gpus = max(known[name].gpus, gpus)
             else:
-                known[name] = NodeSeen(name, gpus, kind)
+                known[name] = ReportNode(name, gpus, kind)
                 self.nodes.append(known[name])
             if name not in present:
                 known[name].lives.append((0.0 if first else t_s, None))
@@ -295,14 +295,14 @@ class Story:
         plan = len(self.plans) - 1
         shift = self._shift_s
         mine = [
-            BarSeen(name, doing, start + shift, end + shift, number, plan, gpus.get(name, 0) if doing == "run" else 0)
+            ReportBar(name, doing, start + shift, end + shift, number, plan, gpus.get(name, 0) if doing == "run" else 0)
             for name, doing, start, end in raw
         ]
         self.bars += mine
         self._names.update(dict.fromkeys(bar.component for bar in mine))
         end_s = max((bar.end for bar in mine), default=t_s if "t_s" in event else self.end_s + iteration.wall_s)
         self.end_s = max(self.end_s, end_s)
-        self.done.append(Done(iteration, end_s, plan, metrics, here_s))
+        self.done.append(ReportIteration(iteration, end_s, plan, metrics, here_s))
         self._last = max(self._last, number)
 
     def _take_saved(self, event: Mapping[str, Any]) -> None:
@@ -321,7 +321,9 @@ class Story:
         words = as_text(plan.get("plan")) if isinstance(plan, Mapping) else as_text(plan)
         code, reason = as_text(event.get("code")), as_text(event.get("reason"))
         t_s = self._time(event)
-        self.decisions.append(Decision(t_s, whole(event.get("iteration")) or 0, what, code, reason, numbers, words))
+        self.decisions.append(
+            ReportDecision(t_s, whole(event.get("iteration")) or 0, what, code, reason, numbers, words)
+        )
         if what not in ("stay", "advised"):  # advised: what was told before still stands
             to = f": {words}" if words else ""
             self._happened(t_s, "moves", "advice", f"advice{to}", code=code, reason=reason)
@@ -357,12 +359,12 @@ class Story:
             strong = state != "arrived"
             self._happened(t_s, "moves", kind, f"move {number} {title}", code=code, reason=reason, strong=strong)
 
-    def _begun(self, event: Mapping[str, Any], number: int) -> MoveSeen:
+    def _begun(self, event: Mapping[str, Any], number: int) -> ReportMigration:
         plan = event.get("plan")
         changes = []
         for component, how, before, after in event.get("changes") or ():
             changes.append((str(component), str(how), len(before), len(after)))
-        move = MoveSeen(
+        move = ReportMigration(
             id=number,
             iteration=whole(event.get("iteration")) or 0,
             began_s=self._time(event),
@@ -412,7 +414,7 @@ class Story:
         self._happened(self._time(event), lane, kind, title, code=event.get("code"), reason=event.get("reason"))
 
 
-def read_story(folder: Path) -> Story:
+def read_story(folder: Path) -> RunStory:
     """The story of the run in a folder. InputError where there is none; changes nothing."""
     path = folder / EVENTS
     try:
@@ -428,7 +430,7 @@ def read_story(folder: Path) -> Story:
         ) from None
     except OSError as fault:
         raise InputError(f"it cannot be read: {fault.strerror or fault}", where=str(path)) from None
-    story = Story()
+    story = RunStory()
     for number, line in _lines(data):
         try:
             story.take(read_event(line))

@@ -6,9 +6,9 @@ from collections import Counter
 from statistics import median
 
 from trimtab.render.html.kit.labels import duration, share
-from trimtab.render.html.run.facts import MoveSeen, counted
-from trimtab.render.html.run.figures import Cost, course, ends_of, errors, expected_errors
-from trimtab.render.html.run.story import Story
+from trimtab.render.html.run.facts import ReportMigration, counted
+from trimtab.render.html.run.figures import ReportCost, course, ends_of, errors, expected_errors
+from trimtab.render.html.run.story import RunStory
 from trimtab.render.html.run.timeline import RunChart
 
 MOST_LINES = 10
@@ -16,7 +16,7 @@ _UNLIKE = 0.1  # the clock of the process and the run's timeline differ by more 
 _DRIFTED = 0.1
 
 
-def in_words(story: Story, chart: RunChart, costs: list[Cost], metrics: list[str]) -> list[str]:
+def in_words(story: RunStory, chart: RunChart, costs: list[ReportCost], metrics: list[str]) -> list[str]:
     """The lines, the most important first."""
     lines = [
         _length(story),
@@ -34,7 +34,7 @@ def in_words(story: Story, chart: RunChart, costs: list[Cost], metrics: list[str
     return [line for line in lines if line][:MOST_LINES]
 
 
-def standing(story: Story) -> str:
+def standing(story: RunStory) -> str:
     """How it stands with the run, in a sentence."""
     if not story.events:
         return "Nothing has been written yet: the run has only begun, or never did."
@@ -46,13 +46,13 @@ def standing(story: Story) -> str:
     return f"{story.state.capitalize()}: {reason}." if reason else f"{story.state.capitalize()}."
 
 
-def is_elsewhere(story: Story) -> bool:
+def is_elsewhere(story: RunStory) -> bool:
     """Whether the run's timeline is another than the clock on the wall: one process, timed as if side by side."""
     there_s, here_s = story.wall_s, story.here_s
     return bool(story.iterations) and here_s > 0 and abs(here_s - there_s) > _UNLIKE * max(here_s, there_s)
 
 
-def _length(story: Story) -> str:
+def _length(story: RunStory) -> str:
     count = len(story.iterations)
     of = f" of {story.wanted}" if story.wanted and story.wanted != count else ""
     if not count:
@@ -62,7 +62,7 @@ def _length(story: Story) -> str:
     return f"{count}{of} iteration{'s' if count != 1 else ''} in {duration(story.end_s)}; {each}."
 
 
-def _clock(story: Story) -> str:
+def _clock(story: RunStory) -> str:
     if not is_elsewhere(story):
         return ""
     return (
@@ -71,7 +71,7 @@ def _clock(story: Story) -> str:
     )
 
 
-def _plans(story: Story) -> str:
+def _plans(story: RunStory) -> str:
     if not story.plans:
         return ""
     first, last = story.plans[0], story.plans[-1]
@@ -82,7 +82,7 @@ def _plans(story: Story) -> str:
     return f"It began as {first.words} and ended as {last.words}{predicted}."
 
 
-def _moves(moves: list[MoveSeen]) -> str:
+def _moves(moves: list[ReportMigration]) -> str:
     if not moves:
         return "No moves."
     arrived = [move for move in moves if move.state == "arrived"]
@@ -101,7 +101,7 @@ def _moves(moves: list[MoveSeen]) -> str:
     return _sentence("; ".join(said))
 
 
-def _decisions(story: Story) -> str:
+def _decisions(story: RunStory) -> str:
     stays = [one for one in story.decisions if one.what == "stay"]
     advice = [one for one in story.decisions if one.what not in ("stay", "advised")]
     said = []
@@ -113,7 +113,7 @@ def _decisions(story: Story) -> str:
     return f"Decisions: {'; '.join(said)}." if said else ""
 
 
-def _prediction(story: Story) -> str:
+def _prediction(story: RunStory) -> str:
     found = [error for _, error in errors(story)]
     if not found:
         return ""
@@ -127,7 +127,7 @@ def _prediction(story: Story) -> str:
     return f"Iterations were {how} predicted at the median{spread}{current}."
 
 
-def _drift(costs: list[Cost]) -> str:
+def _drift(costs: list[ReportCost]) -> str:
     drifted = [cost for cost in costs if cost.drift is not None and abs(cost.drift - 1) >= _DRIFTED]
     if not drifted:
         return ""
@@ -135,7 +135,7 @@ def _drift(costs: list[Cost]) -> str:
     return f"{most.component} came to cost {most.drift:.2f} times what it did at first, on as many GPUs."
 
 
-def _idle(chart: RunChart, costs: list[Cost]) -> str:
+def _idle(chart: RunChart, costs: list[ReportCost]) -> str:
     if chart.there_gpu_s <= 0:
         return ""
     whole = share(max(0.0, 1 - chart.used_gpu_s / chart.there_gpu_s))
@@ -145,7 +145,7 @@ def _idle(chart: RunChart, costs: list[Cost]) -> str:
     return f"GPUs did nothing for {whole} of the time that they were there{who}."
 
 
-def _others(story: Story) -> str:
+def _others(story: RunStory) -> str:
     kinds = Counter((one.lane, one.kind) for one in story.happenings)
     said = []
     for key, words in (
@@ -161,7 +161,7 @@ def _others(story: Story) -> str:
     return _sentence(", ".join(said)) if said else ""
 
 
-def _losses(story: Story) -> str:
+def _losses(story: RunStory) -> str:
     lost = [one for one in story.happenings if (one.lane, one.kind) == ("run", "lost")]
     void = [one for one in story.done if one.void]
     said = []
@@ -180,7 +180,7 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _rewards(story: Story, metrics: list[str]) -> str:
+def _rewards(story: RunStory, metrics: list[str]) -> str:
     for name in metrics:
         values = [value for _, value in course(story.iterations, name)]
         if values:

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.render.html.kit.chart import Look, Stretch, joined
+from trimtab.render.html.kit.chart import BarLook, ChartBar, joined
 from trimtab.render.html.kit.labels import duration, escape, fit, text_width, ticks
 from trimtab.render.html.kit.svg import px, rect, text_at
 from trimtab.render.html.kit.timeline import COLOURS, JOIN_PX
-from trimtab.render.html.run.facts import BarSeen, Happening, MoveSeen, NodeSeen, Seat, counted
-from trimtab.render.html.run.story import Story
+from trimtab.render.html.run.facts import GpuKey, ReportBar, ReportEvent, ReportMigration, ReportNode, counted
+from trimtab.render.html.run.story import RunStory
 
 Rows = tuple[tuple[int, int, int], ...]
 """Neighbouring rows: which node (-1: those of components on CPUs), the first and the last of its rows."""
@@ -55,18 +55,18 @@ SHAPE_WORDS = {
     "resumed": "resumed", "told": "told",
 }  # fmt: skip
 
-_LOOKS: tuple[Look, ...] = ("run", "switch", "sync")
+_LOOKS: tuple[BarLook, ...] = ("run", "switch", "sync")
 _LANE_PX, _GLYPH_PX, _NODE_PX = 20.0, 5.0, 19.0
 _NARROW_PX = 560
 _CROWDED_PX = 7.0
 
 
 @dataclass(frozen=True)
-class Track:
+class TimelineTrack:
     """Rows that do the same at all times drawn here; bars in order, none over another."""
 
     rows: Rows
-    bars: tuple[BarSeen, ...]
+    bars: tuple[ReportBar, ...]
 
     @property
     def height(self) -> int:
@@ -79,11 +79,11 @@ class RunChart:
     """A run to be drawn."""
 
     keys: tuple[str, ...]
-    nodes: tuple[NodeSeen, ...]
+    nodes: tuple[ReportNode, ...]
     on_cpu: tuple[str, ...]
-    tracks: tuple[Track, ...]
-    marks: tuple[Happening, ...]
-    moves: tuple[MoveSeen, ...]
+    tracks: tuple[TimelineTrack, ...]
+    marks: tuple[ReportEvent, ...]
+    moves: tuple[ReportMigration, ...]
     end_s: float
     is_open: bool = False  # it may go on
 
@@ -112,12 +112,12 @@ class RunChart:
         )
 
 
-def run_chart(story: Story) -> RunChart:
+def run_chart(story: RunStory) -> RunChart:
     """The picture of a run."""
     places = {node.name: at for at, node in enumerate(story.nodes)}
     on_cpu = story.on_cpu
     rows_of: dict[tuple[int, str, int], Rows] = {}
-    bars: dict[Rows, list[BarSeen]] = {}
+    bars: dict[Rows, list[ReportBar]] = {}
     for bar in story.bars:
         key = (bar.plan, bar.component, bar.gpus)
         if key not in rows_of:
@@ -128,7 +128,7 @@ def run_chart(story: Story) -> RunChart:
                 rows_of[key] = ((-1, at, at),)
         if rows_of[key]:
             bars.setdefault(rows_of[key], []).append(bar)
-    tracks = tuple(Track(rows, tuple(_apart(some))) for rows, some in bars.items())
+    tracks = tuple(TimelineTrack(rows, tuple(_apart(some))) for rows, some in bars.items())
     return RunChart(
         story.components,
         tuple(story.nodes),
@@ -141,7 +141,7 @@ def run_chart(story: Story) -> RunChart:
     )
 
 
-def _rows(seats: tuple[Seat, ...], places: Mapping[str, int]) -> Rows:
+def _rows(seats: tuple[GpuKey, ...], places: Mapping[str, int]) -> Rows:
     found: list[list[int]] = []
     for node, gpu in sorted((places[name], gpu) for name, gpu in seats):
         if found and found[-1][0] == node and found[-1][2] == gpu - 1:
@@ -151,7 +151,7 @@ def _rows(seats: tuple[Seat, ...], places: Mapping[str, int]) -> Rows:
     return tuple((node, first, last) for node, first, last in found)
 
 
-def _apart(bars: list[BarSeen]) -> Iterator[BarSeen]:
+def _apart(bars: list[ReportBar]) -> Iterator[ReportBar]:
     free_from = 0.0
     for bar in sorted(bars, key=lambda one: (one.start, one.end)):
         start = max(bar.start, free_from)
@@ -208,7 +208,7 @@ def chart_data(chart: RunChart) -> dict[str, Any]:
     }
 
 
-def _why(mark: Happening) -> str:
+def _why(mark: ReportEvent) -> str:
     return f"{mark.code}: {mark.reason}" if mark.code and mark.reason else mark.code or mark.reason
 
 
@@ -304,14 +304,14 @@ class _Drawing:
             self.out.append(glyph(group[0].kind, x, middle, tip))
         self.y += _LANE_PX
 
-    def idle(self, node: NodeSeen, top: float) -> None:
+    def idle(self, node: ReportNode, top: float) -> None:
         """The times in which a node is there; what nothing is drawn over is idle."""
         for since, until in node.lives:
             x0, x1 = self.x(since), self.x(self.chart.end_s if until is None else until)
             tip = f"{node.name or 'GPUs'}: idle where nothing is drawn"
             self.out.append(rect(x0, top, x1 - x0, node.gpus * self.row, "track idle", tip))
 
-    def head(self, node: NodeSeen, top: float) -> None:
+    def head(self, node: ReportNode, top: float) -> None:
         """The names of a node and of its GPUs."""
         if node.name or len(self.chart.nodes) > 1:
             self.out.append(rect(self.left, top - _NODE_PX, self.right - self.left, _NODE_PX, "head"))
@@ -340,10 +340,10 @@ class _Drawing:
                 found.append((top, bottom, node, last))
         return [(top, bottom) for top, bottom, _, _ in found]
 
-    def track(self, track: Track) -> None:
+    def track(self, track: TimelineTrack) -> None:
         blocks = self.blocks(track.rows)
         stretches = (
-            Stretch(bar.start, bar.end, bar.component, _look(bar.doing), "void" if bar.void else "")
+            ChartBar(bar.start, bar.end, bar.component, _look(bar.doing), "void" if bar.void else "")
             for bar in track.bars
         )
         for one in joined(stretches, JOIN_PX / self.scale if self.scale else 0.0):
@@ -390,13 +390,13 @@ class _Drawing:
         return out
 
 
-def _look(doing: str) -> Look:
+def _look(doing: str) -> BarLook:
     return next((look for look in _LOOKS if look == doing), "run")
 
 
-def _crowds(marks: list[Happening], x: Any) -> Iterator[list[Happening]]:
+def _crowds(marks: list[ReportEvent], x: Any) -> Iterator[list[ReportEvent]]:
     """Marks that would lie over each other, together."""
-    group: list[Happening] = []
+    group: list[ReportEvent] = []
     for mark in marks:
         if group and (x(mark.t_s) - x(group[0].t_s) >= _CROWDED_PX):
             yield group
@@ -417,7 +417,7 @@ def _tone(kind: str) -> str:
     return "bad" if kind in ("lost", "evicted", "rollback") else "good" if kind in ("joined", "arrived") else "plain"
 
 
-def _move_tip(move: MoveSeen) -> str:
+def _move_tip(move: ReportMigration) -> str:
     stages = ", ".join(f"{name} {duration(took)}" for name, _, took in move.stages if took)
     return f"move {move.id}: {move.state}\n{move.reason}" + (f"\n{stages}" if stages else "")
 

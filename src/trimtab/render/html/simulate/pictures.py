@@ -18,7 +18,7 @@ _CURVE_HEIGHT = 190.0
 
 
 @dataclass(frozen=True)
-class Bar:
+class PolicyBar:
     """One policy: a value, its spread, and how both are written."""
 
     name: str
@@ -28,7 +28,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Curve:
+class PolicyCurve:
     """One policy over time."""
 
     name: str
@@ -36,7 +36,7 @@ class Curve:
     values: Sequence[float]
 
 
-def bars_svg(title: str, bars: Sequence[Bar], width: int, prefix: str) -> str:
+def bars_svg(title: str, bars: Sequence[PolicyBar], width: int, prefix: str) -> str:
     """Horizontal bars, one below the other, each with its number; the thin line at its end is the spread."""
     names_px = min(max(text_width(one.name, 13) for one in bars) + 14, width * 0.36)
     words_px = max(text_width(one.words, 12) for one in bars) + 12
@@ -65,7 +65,7 @@ DAYS = (86_400.0, " d")
 
 
 def curves_svg(
-    title: str, curves: Sequence[Curve], width: int, prefix: str, unit: str, across: tuple[float, str] = DAYS
+    title: str, curves: Sequence[PolicyCurve], width: int, prefix: str, unit: str, across: tuple[float, str] = DAYS
 ) -> str:
     """Lines over time; each has its colour and, in the legend, its name. `across`: what a unit of time is, its word."""
     left, right, top = 56.0, width - 12.0, 12.0

@@ -14,7 +14,7 @@ from trimtab.render.live.simulate import pool_runs
 from trimtab.replay.common.recommend import Recommendation, best, recommend
 from trimtab.replay.pool.figures import ALL, PoolFigures, spread
 from trimtab.replay.pool.policies import POOL_KEYS, PREEMPTION_KEYS, SWITCHES, PoolPolicy
-from trimtab.replay.pool.scenario import Scenario
+from trimtab.replay.pool.scenario import PoolScenario
 
 APART = 1_000  # seeds that judge are so much higher
 NO_LONGER, NO_WAIT_S = 1.05, 10.0  # of the first class's waits: within this, or so short that nobody minds
@@ -23,7 +23,7 @@ NO_LESS = 0.99  # of the utilisation
 ByName = dict[str, list[PoolFigures]]
 
 
-def swept(scenario: Scenario, key: str, values: Sequence[float], where: str) -> Scenario:
+def swept(scenario: PoolScenario, key: str, values: Sequence[float], where: str) -> PoolScenario:
     """The scenario with the pool machine once as it is and once for every value of a setting."""
     known = (*PREEMPTION_KEYS, *POOL_KEYS)
     if key not in known:
@@ -43,11 +43,11 @@ def swept(scenario: Scenario, key: str, values: Sequence[float], where: str) -> 
     return replace(scenario, policies=(*tried, *others))
 
 
-def _base(scenario: Scenario) -> PoolPolicy:
+def _base(scenario: PoolScenario) -> PoolPolicy:
     return next((one for one in scenario.policies if one.use == "trimtab"), PoolPolicy("trimtab", "trimtab"))
 
 
-def recommendation(scenario: Scenario, runs: Sequence[PoolFigures], jobs: int) -> Recommendation:
+def recommendation(scenario: PoolScenario, runs: Sequence[PoolFigures], jobs: int) -> Recommendation:
     """What to do about the setting that was swept. Runs more: those that judge."""
     base = _base(scenario)
     tried = [one for one in scenario.policies if one is base or one.name.startswith(f"{base.name}, ")]

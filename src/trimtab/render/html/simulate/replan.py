@@ -17,7 +17,7 @@ from rich.markup import escape
 from trimtab.core.errors import InputError
 from trimtab.render.html.kit import labels as lettering
 from trimtab.render.html.plan_report import page_head
-from trimtab.render.html.simulate.pictures import Bar, Curve, bars_svg, curves_svg
+from trimtab.render.html.simulate.pictures import PolicyBar, PolicyCurve, bars_svg, curves_svg
 from trimtab.render.html.simulate.report import both, compared, foot, line, section
 from trimtab.render.live.simulate import loop_runs
 from trimtab.render.output import out, plain_table
@@ -25,8 +25,8 @@ from trimtab.render.text.formatting import show
 from trimtab.render.text.simulate import brief
 from trimtab.replay.common.recommend import Recommendation, best, recommend
 from trimtab.replay.pool.figures import spread
-from trimtab.replay.replan.runner import LoopFigures
-from trimtab.replay.replan.scenario import LoopPolicy, LoopScenario, with_rule
+from trimtab.replay.replan.runner import ReplanFigures
+from trimtab.replay.replan.scenario import ReplanPolicy, ReplanScenario, with_rule
 
 FIGURES = (
     "total_s",
@@ -47,7 +47,7 @@ APART = 1_000  # seeds that judge a sweep are so much higher
 
 
 @dataclass(frozen=True)
-class LoopRow:
+class ReplanRow:
     """One policy over all seeds. Shares are against another policy under the same seed; None: it did not run."""
 
     policy: str
@@ -62,14 +62,14 @@ class LoopRow:
         return self.figures[name][0]
 
 
-def rows(scenario: LoopScenario, runs: Sequence[LoopFigures]) -> list[LoopRow]:
+def rows(scenario: ReplanScenario, runs: Sequence[ReplanFigures]) -> list[ReplanRow]:
     """A row for each policy."""
     oracle, kept = (_totals(scenario, runs, use) for use in ("oracle", "kept"))
     made = []
     for policy in scenario.policies:
         known = [one for one in runs if one.policy == policy.name]
         made.append(
-            LoopRow(
+            ReplanRow(
                 policy.name,
                 {name: spread(float(getattr(one, name)) for one in known) for name in FIGURES},
                 sum(one.finished for one in known),
@@ -81,12 +81,12 @@ def rows(scenario: LoopScenario, runs: Sequence[LoopFigures]) -> list[LoopRow]:
     return made
 
 
-def _totals(scenario: LoopScenario, runs: Sequence[LoopFigures], use: str) -> dict[int, float]:
+def _totals(scenario: ReplanScenario, runs: Sequence[ReplanFigures], use: str) -> dict[int, float]:
     name = next((one.name for one in scenario.policies if one.use == use), None)
     return {one.seed: one.total_s for one in runs if one.policy == name and one.finished}
 
 
-def _beside(known: Sequence[LoopFigures], other: dict[int, float]) -> tuple[float, float] | None:
+def _beside(known: Sequence[ReplanFigures], other: dict[int, float]) -> tuple[float, float] | None:
     shares = [one.total_s / other[one.seed] - 1 for one in known if one.finished and other.get(one.seed)]
     return spread(shares) if shares else None
 
@@ -94,7 +94,7 @@ def _beside(known: Sequence[LoopFigures], other: dict[int, float]) -> tuple[floa
 # ---- sweeps -----------------------------------------------------------------------------------------------------
 
 
-def swept(scenario: LoopScenario, key: str, values: Sequence[float], where: str) -> LoopScenario:
+def swept(scenario: ReplanScenario, key: str, values: Sequence[float], where: str) -> ReplanScenario:
     """The scenario with the loop once as it is and once for every other value of a setting."""
     base = _base(scenario)
     tried = [with_rule(base, key, value, where) for value in values]
@@ -105,11 +105,11 @@ def swept(scenario: LoopScenario, key: str, values: Sequence[float], where: str)
     return replace(scenario, policies=(base, *tried, *others))
 
 
-def _base(scenario: LoopScenario) -> LoopPolicy:
-    return next((one for one in scenario.policies if one.use == "trimtab"), LoopPolicy("trimtab", "trimtab"))
+def _base(scenario: ReplanScenario) -> ReplanPolicy:
+    return next((one for one in scenario.policies if one.use == "trimtab"), ReplanPolicy("trimtab", "trimtab"))
 
 
-def recommendation(scenario: LoopScenario, runs: Sequence[LoopFigures], jobs: int) -> Recommendation:
+def recommendation(scenario: ReplanScenario, runs: Sequence[ReplanFigures], jobs: int) -> Recommendation:
     """What to do about the setting that was swept. Runs more: seeds that did not choose judge.
 
     A setting with which a run did not finish is none to choose.
@@ -126,14 +126,14 @@ def recommendation(scenario: LoopScenario, runs: Sequence[LoopFigures], jobs: in
     return recommend(base.name, figures, "the time of the run", judged_by)
 
 
-def _seconds(runs: Sequence[LoopFigures], policy: LoopPolicy) -> dict[int, float]:
+def _seconds(runs: Sequence[ReplanFigures], policy: ReplanPolicy) -> dict[int, float]:
     return {one.seed: one.total_s for one in runs if one.policy == policy.name}
 
 
 # ---- text and data ----------------------------------------------------------------------------------------------
 
 
-def as_csv(runs: Sequence[LoopFigures]) -> str:
+def as_csv(runs: Sequence[ReplanFigures]) -> str:
     """A line for each run."""
     page = io.StringIO()
     lines = [{name: value for name, value in asdict(one).items() if name not in LONG} for one in runs]
@@ -143,7 +143,7 @@ def as_csv(runs: Sequence[LoopFigures]) -> str:
     return page.getvalue()
 
 
-def as_json(scenario: LoopScenario, runs: Sequence[LoopFigures], advice: Recommendation | None = None) -> str:
+def as_json(scenario: ReplanScenario, runs: Sequence[ReplanFigures], advice: Recommendation | None = None) -> str:
     """As JSON."""
     data: dict[str, Any] = {
         "scenario": scenario.name,
@@ -170,7 +170,7 @@ def _data(figure: tuple[float, float] | None) -> dict[str, float] | None:
     return None if figure is None else {"mean": figure[0], "deviation": figure[1]}
 
 
-def print_answer(scenario: LoopScenario, runs: Sequence[LoopFigures], advice: Recommendation | None = None) -> None:
+def print_answer(scenario: ReplanScenario, runs: Sequence[ReplanFigures], advice: Recommendation | None = None) -> None:
     """The table for people."""
     out.print(f"[bold]{escape(scenario.name)}[/]")
     for sentence in scenario.assumptions():
@@ -194,13 +194,13 @@ def print_answer(scenario: LoopScenario, runs: Sequence[LoopFigures], advice: Re
     )
 
 
-def _over(scenario: LoopScenario) -> str:
+def _over(scenario: ReplanScenario) -> str:
     seeds = len(scenario.seeds)
     over = f"mean of {seeds} seeds, ± their standard deviation" if seeds > 1 else "one seed"
     return f"Time of {scenario.iterations} iterations: {over}"
 
 
-def _cells(row: LoopRow, seeds: int) -> tuple[str, ...]:
+def _cells(row: ReplanRow, seeds: int) -> tuple[str, ...]:
     total, deviation = row.figures["total_s"]
     words = brief(total) + (f" ± {brief(deviation)}" if seeds > 1 else "")
     if row.finished < row.runs:
@@ -229,8 +229,8 @@ def _share(figure: tuple[float, float] | None, seeds: int) -> str:
 
 
 def report(
-    scenario: LoopScenario,
-    runs: Sequence[LoopFigures],
+    scenario: ReplanScenario,
+    runs: Sequence[ReplanFigures],
     *,
     command: str | None,
     advice: Recommendation | None = None,
@@ -238,7 +238,7 @@ def report(
     """The report as HTML. `command` is what made it."""
     made, seeds = rows(scenario, runs), len(scenario.seeds)
     first = [one for one in runs if one.seed == scenario.seeds[0]]
-    totals = [Bar(row.policy, *row.figures["total_s"], _cells(row, seeds)[0]) for row in made]
+    totals = [PolicyBar(row.policy, *row.figures["total_s"], _cells(row, seeds)[0]) for row in made]
     body = "".join(
         line(at, row.policy, "".join(f'<td class="number">{cell}</td>' for cell in _cells(row, seeds)))
         for at, row in enumerate(made)
@@ -263,8 +263,8 @@ def report(
     return "\n".join(parts) + "\n"
 
 
-def _over_iterations(runs: Sequence[LoopFigures]) -> str:
-    curves = [Curve(one.policy, range(1, len(one.walls_s) + 1), one.walls_s) for one in runs if one.walls_s]
+def _over_iterations(runs: Sequence[ReplanFigures]) -> str:
+    curves = [PolicyCurve(one.policy, range(1, len(one.walls_s) + 1), one.walls_s) for one in runs if one.walls_s]
     drawn = both(lambda w, p: curves_svg("Seconds of an iteration", curves, w, p, "s", ITERATIONS), "walls")
     return (
         '<section aria-labelledby="h-walls">\n<h2 id="h-walls">Seconds of an iteration</h2>\n'
@@ -273,7 +273,7 @@ def _over_iterations(runs: Sequence[LoopFigures]) -> str:
     )
 
 
-def _moves(runs: Sequence[LoopFigures]) -> str:
+def _moves(runs: Sequence[ReplanFigures]) -> str:
     """Every move of the first seed; the oracle's are for nothing and left out."""
     heads = ("After iteration", "Why", "To", "Stood still", "Ended")
     body = ""
@@ -300,7 +300,7 @@ def _plain(key: str, title: str, said: Sequence[str]) -> str:
     return f'{head}\n<ul class="plain">{items}</ul>\n</section>'
 
 
-def _held(scenario: LoopScenario, runs: Sequence[LoopFigures]) -> str:
+def _held(scenario: ReplanScenario, runs: Sequence[ReplanFigures]) -> str:
     seeds = ", ".join(map(str, scenario.seeds))
     looks = sum(one.looks for one in runs)
     return (

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from trimtab import __version__
 from trimtab.render.html.kit.labels import escape
 from trimtab.render.html.plan_report import COPY_SCRIPT, NARROW_PX, WIDE_PX, page_head
-from trimtab.render.html.simulate.pictures import Bar, Curve, bars_svg, curves_svg
-from trimtab.render.text.simulate import Compared, brief
+from trimtab.render.html.simulate.pictures import PolicyBar, PolicyCurve, bars_svg, curves_svg
+from trimtab.render.text.simulate import PolicyComparison, brief
 from trimtab.replay.common.recommend import Recommendation
-from trimtab.replay.common.summary import Row, summary
+from trimtab.replay.common.summary import PolicySummary, summary
 from trimtab.replay.pool.figures import ALL, PoolFigures
 
 _WIDTHS = (("wide", WIDE_PX - 60), ("narrow", NARROW_PX))
@@ -23,7 +23,7 @@ _HEADS = ("Wait", "Median", "p99", "Completion", "p99", "Slowdown", "Evictions")
 
 
 def report(
-    scenario: Compared,
+    scenario: PolicyComparison,
     runs: Sequence[PoolFigures],
     *,
     command: str | None,
@@ -56,7 +56,7 @@ def recommended(advice: Recommendation) -> str:
     )
 
 
-def _headline(scenario: Compared, rows: Sequence[Row], runs: Sequence[PoolFigures], verb: str) -> str:
+def _headline(scenario: PolicyComparison, rows: Sequence[PolicySummary], runs: Sequence[PoolFigures], verb: str) -> str:
     first = rows[0]
     top = next(iter(runs[0].classes))
     tiles = [
@@ -80,10 +80,10 @@ def _headline(scenario: Compared, rows: Sequence[Row], runs: Sequence[PoolFigure
     )
 
 
-def _class(name: str, rows: Sequence[Row], seeds: int) -> str:
+def _class(name: str, rows: Sequence[PolicySummary], seeds: int) -> str:
     title = "All tasks" if name == ALL else f"Class {name}"
     bars = [
-        Bar(
+        PolicyBar(
             row.policy,
             *row.figures[f"{name}.completion_mean_s"],
             _with_spread(row, f"{name}.completion_mean_s", seeds),
@@ -109,8 +109,11 @@ def _seeds(many: int) -> str:
     return "one seed" if many == 1 else f"{many} seeds"
 
 
-def _cluster(rows: Sequence[Row], seeds: int, until: str) -> str:
-    bars = [Bar(row.policy, *row.figures["utilisation"], _share_with_spread(row, "utilisation", seeds)) for row in rows]
+def _cluster(rows: Sequence[PolicySummary], seeds: int, until: str) -> str:
+    bars = [
+        PolicyBar(row.policy, *row.figures["utilisation"], _share_with_spread(row, "utilisation", seeds))
+        for row in rows
+    ]
     pictures = both(lambda width, prefix: bars_svg("Utilisation", bars, width, prefix), "utilisation")
     heads = ("Utilisation", "Held", "Evictions", "Losses", "Work redone", "Last task ended")
     body = ""
@@ -135,8 +138,8 @@ def _across(seconds: float) -> tuple[float, str]:
 
 
 def _over_time(runs: Sequence[PoolFigures], seed: int | None, until: str) -> str:
-    waiting = [Curve(one.policy, one.curves.at, one.curves.waiting) for one in runs]
-    used = [Curve(one.policy, one.curves.at, one.curves.used_gpus) for one in runs]
+    waiting = [PolicyCurve(one.policy, one.curves.at, one.curves.waiting) for one in runs]
+    used = [PolicyCurve(one.policy, one.curves.at, one.curves.used_gpus) for one in runs]
     across = _across(max((one.curves.at[-1] for one in runs if one.curves.at), default=0.0))
     first = both(lambda wide, name: curves_svg("Tasks that wait", waiting, wide, name, "tasks", across), "waiting")
     second = both(lambda wide, name: curves_svg("GPUs in use", used, wide, name, "GPUs", across), "used")
@@ -148,7 +151,7 @@ def _over_time(runs: Sequence[PoolFigures], seed: int | None, until: str) -> str
     )
 
 
-def compared(scenario: Compared) -> str:
+def compared(scenario: PolicyComparison) -> str:
     """What the policies are."""
     items = "".join(f"<li><b>{escape(one.name)}</b>: {escape(one.text())}</li>" for one in scenario.policies)
     return (
@@ -157,7 +160,7 @@ def compared(scenario: Compared) -> str:
     )
 
 
-def _assumed(scenario: Compared, runs: Sequence[PoolFigures]) -> str:
+def _assumed(scenario: PolicyComparison, runs: Sequence[PoolFigures]) -> str:
     events = sum(one.events for one in runs)
     said = [
         *scenario.assumptions(),
@@ -202,12 +205,12 @@ def line(at: int, policy: str, cells: str) -> str:
     )
 
 
-def _with_spread(row: Row, name: str, seeds: int) -> str:
+def _with_spread(row: PolicySummary, name: str, seeds: int) -> str:
     mean, deviation = row.figures[name]
     return brief(mean) + (f" ± {brief(deviation)}" if seeds > 1 else "")
 
 
-def _share_with_spread(row: Row, name: str, seeds: int) -> str:
+def _share_with_spread(row: PolicySummary, name: str, seeds: int) -> str:
     mean, deviation = row.figures[name]
     return f"{mean:.1%}" + (f" ± {deviation:.1%}" if seeds > 1 else "")
 

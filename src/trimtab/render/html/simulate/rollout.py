@@ -19,7 +19,7 @@ from rich.markup import escape
 from trimtab import __version__
 from trimtab.render.html.kit import labels as lettering
 from trimtab.render.html.plan_report import COPY_SCRIPT, NARROW_PX, WIDE_PX, page_head
-from trimtab.render.html.simulate.pictures import Bar, bars_svg
+from trimtab.render.html.simulate.pictures import PolicyBar, bars_svg
 from trimtab.render.output import out, plain_table
 from trimtab.render.text.formatting import show
 from trimtab.render.text.simulate import brief
@@ -203,10 +203,10 @@ def report(
     if bound is not None:
         said.append(f"clairvoyant: {bound:,.0f} engine-seconds at the best pace, asleep whenever not needed")
     items = "".join(f"<li>{lettering.escape(one)}</li>" for one in said)
-    engine = [Bar(row.policy, *row.figures["engine_s"], f"{row.mean('engine_s'):,.0f}") for row in made]
+    engine = [PolicyBar(row.policy, *row.figures["engine_s"], f"{row.mean('engine_s'):,.0f}") for row in made]
     if bound is not None:
-        engine.append(Bar("clairvoyant", bound, 0.0, f"{bound:,.0f}"))
-    steps = [Bar(row.policy, *row.figures["step_s"], brief(row.mean("step_s"))) for row in made]
+        engine.append(PolicyBar("clairvoyant", bound, 0.0, f"{bound:,.0f}"))
+    steps = [PolicyBar(row.policy, *row.figures["step_s"], brief(row.mean("step_s"))) for row in made]
     columns = "".join(f'<th scope="col" class="number">{head}</th>' for head in HEADS)
     body = "".join(
         f'<tr><th scope="row">{lettering.escape(row.policy)}</th>'
@@ -242,7 +242,7 @@ def _advice(advice: Recommendation | None) -> str:
     )
 
 
-def _figure(key: str, title: str, said: str, bars: Sequence[Bar]) -> str:
+def _figure(key: str, title: str, said: str, bars: Sequence[PolicyBar]) -> str:
     drawn = "".join(
         bars_svg(title, bars, width, f"{key}-{name}").replace('class="tt"', f'class="tt {name}"', 1)
         for name, width in (("wide", WIDE_PX - 60), ("narrow", NARROW_PX))

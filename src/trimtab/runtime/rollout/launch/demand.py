@@ -11,9 +11,9 @@ import asyncio
 import logging
 
 from trimtab.core.errors import InputError, TrimtabError
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.machines.rollout.policies.policy import Taker
-from trimtab.model.pool import Explanation
+from trimtab.model.pool import TaskExplanation
 from trimtab.model.rollout import WorkerState
 from trimtab.runtime.rollout.launch.slots import SlotLauncher
 
@@ -23,7 +23,7 @@ EVERY_S = 1.0
 MOST = 32  # waiters that are asked about at each look, first in the queue first
 
 
-class Takers:
+class DemandWatch:
     """Looks for them, and tells."""
 
     def __init__(self, launcher: SlotLauncher, use_s: float = 600.0, every_s: float = EVERY_S) -> None:
@@ -55,7 +55,7 @@ class Takers:
         leaving = self._leaving()
         found = []
         for task in waiting[:MOST] if held else ():
-            explanation: Explanation = await launcher.ask("explain", task)
+            explanation: TaskExplanation = await launcher.ask("explain", task)
             wanted = self._wanted(explanation, held)
             counted_off = min(wanted, leaving)
             leaving -= counted_off
@@ -64,10 +64,10 @@ class Takers:
                 found.append(Taker(task, wanted - counted_off, use_s))
         return tuple(found)
 
-    def _wanted(self, explanation: Explanation, held: set[str]) -> int:
+    def _wanted(self, explanation: TaskExplanation, held: set[str]) -> int:
         """How many workers would have to go; 0 where that would not help, or where they are going already."""
         needs = set(explanation.needs)
-        if explanation.reason.code is Code.evicting or not needs <= held:
+        if explanation.reason.code is ReasonCode.evicting or not needs <= held:
             return 0
         return len(needs)
 

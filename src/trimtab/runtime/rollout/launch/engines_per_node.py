@@ -37,7 +37,7 @@ def places_on(node: NodeView, unit: Resources, per_node: int | None = None) -> i
     return fit if per_node is None else min(fit, per_node)
 
 
-class NodeFollower:
+class EnginesPerNode:
     """As many workers as there are places, at least `least` and at most `most`."""
 
     def __init__(

@@ -53,7 +53,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Seen:
+class EngineProcessState:
     """An engine's process as it is now, to whoever waits until it serves."""
 
     ended: str = ""  # how, with its last words; empty while it runs
@@ -82,7 +82,7 @@ class Launcher(Protocol):
         """Ends whatever was started and not stopped."""
 
 
-class Told(Protocol):
+class LauncherCallbacks(Protocol):
     """What launchers tell the pool."""
 
     def died(self, worker: str, why: str) -> None:

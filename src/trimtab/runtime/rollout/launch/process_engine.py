@@ -22,8 +22,8 @@ from pathlib import Path
 from trimtab.core.errors import InputError
 from trimtab.runtime.http.tokens import without_tokens
 from trimtab.runtime.procs.ports import is_free
-from trimtab.runtime.procs.processes import Process, below, gone, send, table
-from trimtab.runtime.rollout.launch.launcher import Seen
+from trimtab.runtime.procs.processes import ProcessIdentity, below, gone, send, table
+from trimtab.runtime.rollout.launch.launcher import EngineProcessState
 from trimtab.runtime.rollout.launch.process_guard import NOT_FOUND
 
 GUARD = "trimtab.runtime.rollout.launch.process_guard"
@@ -77,10 +77,14 @@ class EngineProcess:
         """Whether it runs."""
         return self._popen.poll() is None
 
-    def seen(self, port: int) -> Seen:
+    def seen(self, port: int) -> EngineProcessState:
         """How it is: whether it runs, and has its port."""
         ended = self.how_it_ended()
-        return Seen(ended, robbed=not is_free(port)) if ended else Seen(listens=self._listens(port))
+        return (
+            EngineProcessState(ended, robbed=not is_free(port))
+            if ended
+            else EngineProcessState(listens=self._listens(port))
+        )
 
     def _listens(self, port: int) -> bool:
         """Whether it, and not somebody else, has this port."""
@@ -159,13 +163,13 @@ class EngineProcess:
             self._popen.wait(KILL_S)
         return not self.alive and not gone(self._family(), KILL_S)
 
-    def _family(self) -> list[Process]:
+    def _family(self) -> list[ProcessIdentity]:
         """The guard, what descends from it, and what is in its session, also where the guard is gone."""
         found = set(below(self.pid)) if self.alive else set()
         for pid, row in table().items():
             # A number is not given anew while it names a session.
             if (self._apart and row.session == self.pid) or (self.alive and pid == self.pid):
-                found.add(Process(pid, row.born))
+                found.add(ProcessIdentity(pid, row.born))
         return list(found)
 
 

@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
-class Guard:
+class EngineSupervisor:
     """Guards one engine."""
 
     def __init__(self, parent: int, stop_s: float, folder: str, command: list[str]) -> None:
@@ -100,7 +100,7 @@ def main() -> NoReturn:
     parent, stop_s, folder, *command = sys.argv[1:]
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    sys.exit(Guard(int(parent), float(stop_s), folder, command).run())
+    sys.exit(EngineSupervisor(int(parent), float(stop_s), folder, command).run())
 
 
 if __name__ == "__main__":

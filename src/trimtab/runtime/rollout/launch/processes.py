@@ -18,10 +18,17 @@ from pathlib import Path
 import aiohttp
 
 from trimtab.core.errors import InfeasibleError, UnreachableError
-from trimtab.runtime.engines.engine import Deadlines
+from trimtab.runtime.engines.engine import EngineDeadlines
 from trimtab.runtime.engines.wire import open_session
 from trimtab.runtime.procs.background import Background, describe
-from trimtab.runtime.rollout.launch.launcher import EngineCommand, Seen, Started, Told, address, plain
+from trimtab.runtime.rollout.launch.launcher import (
+    EngineCommand,
+    EngineProcessState,
+    LauncherCallbacks,
+    Started,
+    address,
+    plain,
+)
 from trimtab.runtime.rollout.launch.process_engine import EngineProcess, free_port
 from trimtab.runtime.rollout.launch.readiness import PORT_TRIES, PortTakenError, serving
 
@@ -37,12 +44,12 @@ class ProcessLauncher:
 
     def __init__(
         self,
-        pool: Told,
+        pool: LauncherCallbacks,
         command: EngineCommand,
         *,
         devices: Sequence[str] = (),
         logs: Path | str | None = None,
-        deadlines: Deadlines | None = None,
+        deadlines: EngineDeadlines | None = None,
     ) -> None:
         self.command = command
         self.logs = Path(logs) if logs is not None else Path(tempfile.mkdtemp(prefix="trimtab-engines-"))
@@ -109,7 +116,7 @@ class ProcessLauncher:
         self._session = self._session or open_session()
         url = address(command.host, port)
 
-        async def look() -> Seen:
+        async def look() -> EngineProcessState:
             return await asyncio.to_thread(process.seen, port)  # reads all of /proc
 
         try:

@@ -15,15 +15,15 @@ import aiohttp
 
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
 from trimtab.runtime.engines.detect import attach
-from trimtab.runtime.engines.engine import Deadlines
+from trimtab.runtime.engines.engine import EngineDeadlines
 from trimtab.runtime.engines.http_engine import HttpEngine
 from trimtab.runtime.engines.wire import require_private
-from trimtab.runtime.rollout.launch.launcher import EngineCommand, Seen
+from trimtab.runtime.rollout.launch.launcher import EngineCommand, EngineProcessState
 
 FIRST_S, LONGEST_S = 0.05, 1.0  # between looks: more often at first, for some engines start in half a second
 PORT_TRIES = 3
 
-Look = Callable[[], Awaitable[Seen]]
+ProcessProbe = Callable[[], Awaitable[EngineProcessState]]
 
 
 class EngineEndedError(UnreachableError):
@@ -35,7 +35,12 @@ class PortTakenError(EngineEndedError):
 
 
 async def serving(
-    name: str, url: str, command: EngineCommand, session: aiohttp.ClientSession, look: Look, deadlines: Deadlines | None
+    name: str,
+    url: str,
+    command: EngineCommand,
+    session: aiohttp.ClientSession,
+    look: ProcessProbe,
+    deadlines: EngineDeadlines | None,
 ) -> tuple[HttpEngine, str]:
     """The adapter of the engine, once it would serve, and what a person should know of it."""
     await require_private(url)
@@ -64,7 +69,7 @@ async def _asked(
     url: str,
     command: EngineCommand,
     session: aiohttp.ClientSession,
-    deadlines: Deadlines | None,
+    deadlines: EngineDeadlines | None,
 ) -> tuple[HttpEngine | None, str, str]:
     """The engine where it would serve, a note, and what was seen."""
     try:

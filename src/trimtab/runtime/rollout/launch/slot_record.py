@@ -10,16 +10,16 @@ import time
 from typing import Any
 
 from trimtab.core.errors import UnreachableError
-from trimtab.model.pool import State
-from trimtab.runtime.elastic.member_client import Line, MemberGoneError, MemberHungError, MemberRaisedError
+from trimtab.model.pool import TaskState
+from trimtab.runtime.elastic.member_client import MemberClient, MemberGoneError, MemberHungError, MemberRaisedError
 
 ANSWER_S = 30.0
 
 
-class Place:
+class WorkerSlot:
     """A worker's task in the slots' pool."""
 
-    def __init__(self, worker: str, line: Line) -> None:
+    def __init__(self, worker: str, line: MemberClient) -> None:
         self.worker = worker
         self.line = line
         self.reason = "it was submitted a moment ago"
@@ -32,7 +32,7 @@ class Place:
         self.watching: asyncio.Task[None] | None = None
 
     @property
-    def state(self) -> State:
+    def state(self) -> TaskState:
         """Of its task, as last heard."""
         return self.line.seen[0]
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from trimtab.runtime.rollout.launch.launcher import EngineCommand, Seen, address, plain
+from trimtab.runtime.rollout.launch.launcher import EngineCommand, EngineProcessState, address, plain
 from trimtab.runtime.rollout.launch.process_engine import EngineProcess, free_port
 
 ENDED_HERE = "it was told to end"
 SPARE_S = 1.0  # of the notice: for the process to vanish before it is killed with its host
 
 
-class Leaving:
+class SlotTask:
     """How whoever holds a slot leaves it: when its launcher has let it go, or when its notice is over."""
 
     def __init__(self, worker: str) -> None:
@@ -46,7 +46,7 @@ class Leaving:
         self._let_go.set()
 
 
-class Berth(Leaving):
+class EngineSlotTask(SlotTask):
     """A slot's task, with an engine or without one."""
 
     def __init__(self, worker: str) -> None:
@@ -71,10 +71,10 @@ class Berth(Leaving):
             )  # fmt: skip
         return address(host, self._port)
 
-    def look(self) -> Seen:
+    def look(self) -> EngineProcessState:
         """How the engine is, while it comes up."""
         process = self._process
-        return Seen(ENDED_HERE) if process is None else process.seen(self._port)
+        return EngineProcessState(ENDED_HERE) if process is None else process.seen(self._port)
 
     def ended(self) -> str:
         """How the engine ended; empty while it runs."""

@@ -25,20 +25,27 @@ from typing import Any
 import aiohttp
 
 from trimtab.core.errors import InputError, TrimtabError, UnreachableError
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.core.resources import Resources
 from trimtab.model.nodes import NodeState, NodeView
-from trimtab.model.pool import ENDED, IN_QUEUE, State
+from trimtab.model.pool import ENDED, IN_QUEUE, TaskState
 from trimtab.runtime.client.session import Pool, Session
-from trimtab.runtime.controller.rpc import News, TaskSeen
-from trimtab.runtime.elastic.member_client import Line
-from trimtab.runtime.engines.engine import Deadlines
+from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot
+from trimtab.runtime.elastic.member_client import MemberClient
+from trimtab.runtime.engines.engine import EngineDeadlines
 from trimtab.runtime.engines.wire import open_session
 from trimtab.runtime.procs.background import Background, describe
-from trimtab.runtime.rollout.launch.launcher import EngineCommand, NoRoomError, Seen, Started, Told, plain
+from trimtab.runtime.rollout.launch.launcher import (
+    EngineCommand,
+    EngineProcessState,
+    LauncherCallbacks,
+    NoRoomError,
+    Started,
+    plain,
+)
 from trimtab.runtime.rollout.launch.readiness import PORT_TRIES, PortTakenError, serving
-from trimtab.runtime.rollout.launch.slot_record import ANSWER_S, Place
-from trimtab.runtime.rollout.launch.slot_task import Berth
+from trimtab.runtime.rollout.launch.slot_record import ANSWER_S, WorkerSlot
+from trimtab.runtime.rollout.launch.slot_task import EngineSlotTask
 
 log = logging.getLogger("trimtab.rollout")
 
@@ -47,7 +54,13 @@ LOOK_S = 1.0  # between looks at an engine's process
 GIVE_UP_S = 60.0  # for a task to end
 UNTIMED_DRAIN_S = 30.0  # a node that drains without a deadline
 AS_LONG_AS_IT_TAKES_S = 1e7
-LOSSES = (Code.node_lost, Code.slot_lost, Code.process_died, Code.start_timeout, Code.restarts_used)
+LOSSES = (
+    ReasonCode.node_lost,
+    ReasonCode.slot_lost,
+    ReasonCode.process_died,
+    ReasonCode.start_timeout,
+    ReasonCode.restarts_used,
+)
 
 
 class SlotLauncher:
@@ -59,7 +72,7 @@ class SlotLauncher:
 
     def __init__(
         self,
-        pool: Told,
+        pool: LauncherCallbacks,
         session: Session,
         slots: Pool | str,
         command: EngineCommand,
@@ -70,7 +83,7 @@ class SlotLauncher:
         notice_s: float = 30.0,
         room_s: float = 5.0,
         idle_s: float = 30.0,
-        deadlines: Deadlines | None = None,
+        deadlines: EngineDeadlines | None = None,
     ) -> None:
         self.unit = _checked(resources)
         self.pool = pool
@@ -79,7 +92,7 @@ class SlotLauncher:
         self.command = command
         self.notice_s = notice_s
         self.on_nodes: list[Callable[[tuple[NodeView, ...]], None]] = []
-        self.places: dict[str, Place] = {}  # by worker
+        self.places: dict[str, WorkerSlot] = {}  # by worker
         self._settings: dict[str, Any] = {"priority": priority, "labels": dict(labels or {}), "notice_s": notice_s}
         self._room_s, self._idle_s = room_s, idle_s
         self._deadlines = deadlines
@@ -92,7 +105,7 @@ class SlotLauncher:
         self.background = Background(prefix="slots")
         self._loops: list[asyncio.Task[None]] = []
         self._aside_tasks: set[asyncio.Task[None]] = set()
-        self._submitting: dict[str, asyncio.Task[Place]] = {}
+        self._submitting: dict[str, asyncio.Task[WorkerSlot]] = {}
         self._listening = self._closed = False
 
     # ---- what the rollout pool asks ----------------------------------------------------------------------------------
@@ -128,7 +141,7 @@ class SlotLauncher:
         place.stop_watching()
         if place.state in IN_QUEUE and place.taken:
             return  # it waits for its slot, and has no engine
-        if place.state is State.cancelling:
+        if place.state is TaskState.cancelling:
             await self._hand_over(place)
             return
         if not place.taken and await self._ended_by_itself(place):
@@ -164,7 +177,7 @@ class SlotLauncher:
 
     # ---- having a slot -----------------------------------------------------------------------------------------------
 
-    async def _submitted(self, worker: str) -> Place:
+    async def _submitted(self, worker: str) -> WorkerSlot:
         """Its task, submitted; also where nobody waits for that any more, so that it can be found and ended."""
         task = self._submitting.get(worker)
         if task is None:
@@ -172,15 +185,15 @@ class SlotLauncher:
             task.add_done_callback(functools.partial(self._is_submitted, worker))
         return await asyncio.shield(task)
 
-    def _is_submitted(self, worker: str, task: asyncio.Task[Place]) -> None:
+    def _is_submitted(self, worker: str, task: asyncio.Task[WorkerSlot]) -> None:
         del self._submitting[worker]
         if not task.cancelled():
             task.exception()  # whoever waited has it; that nobody did is no fault
 
-    async def _submit(self, worker: str) -> Place:
+    async def _submit(self, worker: str) -> WorkerSlot:
         submit = functools.partial(
             self.slots.submit,
-            Berth,
+            EngineSlotTask,
             (worker,),
             resources=self.unit.floats(),
             id=f"{plain(worker)}.{self._run_id}.{next(self._numbers)}",
@@ -190,13 +203,13 @@ class SlotLauncher:
             awaits_node=True,
             **self._settings,
         )
-        place = self.places[worker] = Place(worker, Line(worker, await self._beside(submit)))
+        place = self.places[worker] = WorkerSlot(worker, MemberClient(worker, await self._beside(submit)))
         return place
 
-    async def _placed(self, place: Place) -> None:
+    async def _placed(self, place: WorkerSlot) -> None:
         """Until its slot is there; NoRoomError after `room_s` in the queue."""
         deadline = time.monotonic() + self._room_s
-        while not (place.line.there and place.state is State.running):
+        while not (place.line.there and place.state is TaskState.running):
             if self.places.get(place.worker) is not place or place.state in ENDED:
                 raise UnreachableError(f"its task in pool {self.slots.name} ended: {place.reason}")
             left_s = deadline - time.monotonic()
@@ -206,7 +219,7 @@ class SlotLauncher:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(place.changed.wait(), max(0.05, min(left_s, 1.0)))
 
-    async def _no_room(self, place: Place) -> NoRoomError:
+    async def _no_room(self, place: WorkerSlot) -> NoRoomError:
         """The rollout pool goes on without the worker, until its task has a slot."""
         reason = place.reason
         with contextlib.suppress(TrimtabError):
@@ -216,18 +229,18 @@ class SlotLauncher:
         self._tell(self.pool.take, place.worker, 0.0, why, forced=True)
         return NoRoomError(why, where=f"worker {place.worker}")
 
-    async def _launch(self, place: Place, version: int, path: str | None) -> Started:
+    async def _launch(self, place: WorkerSlot, version: int, path: str | None) -> Started:
         for _ in range(PORT_TRIES - 1):
             with contextlib.suppress(PortTakenError):
                 return await self._launch_once(place, version, path)
         return await self._launch_once(place, version, path)
 
-    async def _launch_once(self, place: Place, version: int, path: str | None) -> Started:
+    async def _launch_once(self, place: WorkerSlot, version: int, path: str | None) -> Started:
         command = self.command
         self._http = self._http or open_session()
 
-        async def look() -> Seen:
-            seen: Seen = await place.call("look")
+        async def look() -> EngineProcessState:
+            seen: EngineProcessState = await place.call("look")
             return seen
 
         within_s = command.stop_s + ANSWER_S  # an engine that is there ends first
@@ -241,7 +254,7 @@ class SlotLauncher:
         )
         return Started(engine, command.starts_with(version, path), url, place.line.node, note)
 
-    async def _watch(self, place: Place) -> None:
+    async def _watch(self, place: WorkerSlot) -> None:
         """Tell the rollout pool when the engine ends and its task does not."""
         while place.up:
             await asyncio.sleep(LOOK_S)
@@ -249,30 +262,30 @@ class SlotLauncher:
                 ended = await place.call("ended")
             except UnreachableError:
                 continue  # of the task's own end the news will tell
-            if ended and place.up and place.state is State.running:
+            if ended and place.up and place.state is TaskState.running:
                 place.watching = None
                 self._gone(place, ended)
 
-    async def _ended_by_itself(self, place: Place) -> bool:
+    async def _ended_by_itself(self, place: WorkerSlot) -> bool:
         with contextlib.suppress(UnreachableError):
             return bool(await place.call("ended"))
         return False
 
     # ---- giving it up ------------------------------------------------------------------------------------------------
 
-    async def _hand_over(self, place: Place) -> None:
+    async def _hand_over(self, place: WorkerSlot) -> None:
         """The pool has given notice: the engine ends, and the task returns to the queue by itself."""
         with contextlib.suppress(UnreachableError):
             await place.call("leave", within_s=self.command.stop_s + ANSWER_S)
         deadline = time.monotonic() + self.notice_s + GIVE_UP_S
-        while place.state is State.cancelling and self.places.get(place.worker) is place and not self._closed:
+        while place.state is TaskState.cancelling and self.places.get(place.worker) is place and not self._closed:
             if time.monotonic() > deadline:
                 raise UnreachableError(f"its task does not leave its slot: {place.reason}")
             place.changed.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(place.changed.wait(), 1.0)
 
-    async def _give_back(self, place: Place) -> None:
+    async def _give_back(self, place: WorkerSlot) -> None:
         """The engine ends, then the task, and the slot is free."""
         if self.places.get(place.worker) is place:
             del self.places[place.worker]
@@ -284,11 +297,11 @@ class SlotLauncher:
             await self._beside(functools.partial(place.line.task.complete, keep_slot=False))
         except InputError:
             return  # it has ended already
-        seen: TaskSeen = await self.ask("wait", place.line.task.id, ENDED, GIVE_UP_S, within_s=GIVE_UP_S + ANSWER_S)
+        seen: TaskSnapshot = await self.ask("wait", place.line.task.id, ENDED, GIVE_UP_S, within_s=GIVE_UP_S + ANSWER_S)
         if seen.state not in ENDED:
             raise UnreachableError(f"its task in pool {self.slots.name} does not end: {seen.reason}")
 
-    def _gone(self, place: Place, why: str) -> None:
+    def _gone(self, place: WorkerSlot, why: str) -> None:
         """Its engine is gone, unasked; told once."""
         if place.up:
             place.stop_watching()
@@ -319,7 +332,7 @@ class SlotLauncher:
                 log.exception("news of slots could not be heard")
                 await asyncio.sleep(NEWS_S)
 
-    async def _hear(self, news: News) -> None:
+    async def _hear(self, news: ClientUpdate) -> None:
         by_task = {place.line.task.id: place for place in self.places.values()}
         for seen in news.tasks:
             if seen.id in by_task:
@@ -332,31 +345,31 @@ class SlotLauncher:
                 hear(news.nodes)
         self._let_idle_ones_go()
 
-    async def _hear_task(self, place: Place, seen: TaskSeen) -> None:
+    async def _hear_task(self, place: WorkerSlot, seen: TaskSnapshot) -> None:
         place.line.seen = seen.state, seen.attempt
         place.reason = str(seen.reason)
         if place.line.there and seen.attempt != place.line.attempt:  # it went and came between two pieces of news
             place.line.down("its task was started again")
             self._gone(place, "its task was started again")
-        if seen.state is State.running and not place.line.there:
+        if seen.state is TaskState.running and not place.line.there:
             await self._has_slot(place, seen)
-        elif seen.state is State.cancelling and seen.reason.code not in LOSSES:
+        elif seen.state is TaskState.cancelling and seen.reason.code not in LOSSES:
             self._notice(place, seen)
-        elif seen.state in (State.cancelling, *IN_QUEUE, *ENDED):
+        elif seen.state in (TaskState.cancelling, *IN_QUEUE, *ENDED):
             place.line.down(f"its task is {seen.state.value}: {seen.reason}")
             self._gone(place, str(seen.reason))
             if seen.state in ENDED:
                 self._ended(place, seen)
         place.changed.set()
 
-    def _ended(self, place: Place, seen: TaskSeen) -> None:
+    def _ended(self, place: WorkerSlot, seen: TaskSnapshot) -> None:
         """Its task will not run again: another one may be submitted, unless somebody cancelled this one by hand."""
         if self.places.get(place.worker) is place:
             del self.places[place.worker]
-        if place.taken and seen.state is not State.cancelled:
+        if place.taken and seen.state is not TaskState.cancelled:
             self._tell(self.pool.resume, place.worker)
 
-    async def _has_slot(self, place: Place, seen: TaskSeen) -> None:
+    async def _has_slot(self, place: WorkerSlot, seen: TaskSnapshot) -> None:
         self._gone(place, "its task was started again")
         handle, node = seen.handles[0] if seen.handles else None, seen.members[0].node
         if handle is None:
@@ -372,7 +385,7 @@ class SlotLauncher:
             place.taken = False
             self._tell(self.pool.resume, place.worker)
 
-    def _notice(self, place: Place, seen: TaskSeen) -> None:
+    def _notice(self, place: WorkerSlot, seen: TaskSnapshot) -> None:
         """The pool gives the slot to somebody else."""
         if place.up or place.starting:
             place.taken = True
@@ -381,7 +394,7 @@ class SlotLauncher:
         else:
             self._aside(self._hand_over(place))
 
-    def _hear_node(self, place: Place, node: NodeView | None) -> None:
+    def _hear_node(self, place: WorkerSlot, node: NodeView | None) -> None:
         """Its node will go: the worker leaves in time."""
         if node is None or node.state is not NodeState.draining or place.node_goes:
             return
@@ -401,7 +414,7 @@ class SlotLauncher:
         known = {one.worker for one in self.pool.workers()}
         now = time.monotonic()
         for place in list(self.places.values()):
-            if place.up or place.starting or place.state is State.cancelling:
+            if place.up or place.starting or place.state is TaskState.cancelling:
                 continue
             if place.worker not in known or (place.line.there and now - place.idle_since > self._idle_s):
                 self._aside(self._give_back(place))

@@ -11,15 +11,21 @@ from typing import Any
 from trimtab.core.errors import InputError
 from trimtab.model.rollout import WorkerSpec
 from trimtab.runtime.client.session import Pool, Session
-from trimtab.runtime.rollout.launch.demand import Takers
-from trimtab.runtime.rollout.launch.engines_per_node import NodeFollower, on_slots
-from trimtab.runtime.rollout.launch.launcher import EngineCommand, Told
+from trimtab.runtime.rollout.launch.demand import DemandWatch
+from trimtab.runtime.rollout.launch.engines_per_node import EnginesPerNode, on_slots
+from trimtab.runtime.rollout.launch.launcher import EngineCommand, LauncherCallbacks
 from trimtab.runtime.rollout.launch.processes import ProcessLauncher
 from trimtab.runtime.rollout.launch.slots import SlotLauncher
 
 
 def engines_as_processes(
-    pool: Told, command: EngineCommand, workers: int, *, name: str = "engine", limit: int = 64, **settings: Any
+    pool: LauncherCallbacks,
+    command: EngineCommand,
+    workers: int,
+    *,
+    name: str = "engine",
+    limit: int = 64,
+    **settings: Any,
 ) -> ProcessLauncher:
     """So many workers, each a process here when it runs. Further settings are those of `ProcessLauncher`."""
     _checked(workers)
@@ -33,7 +39,7 @@ def engines_as_processes(
 
 
 def engines_on_slots(
-    pool: Told,
+    pool: LauncherCallbacks,
     session: Session,
     slots: Pool | str,
     command: EngineCommand,
@@ -62,7 +68,7 @@ def engines_on_slots(
         return on_slots(worker, limit=limit, size=size, can_pause=pauses)
 
     if workers is None:
-        follower = NodeFollower(launcher, least=least, most=most, per_node=per_node, name=name, spec=spec)
+        follower = EnginesPerNode(launcher, least=least, most=most, per_node=per_node, name=name, spec=spec)
         launcher.on_nodes.append(follower.hear)
     else:
         _checked(workers)
@@ -70,7 +76,7 @@ def engines_on_slots(
             pool.add_startable(spec(f"{name}-{number}"), launcher)
     launcher.listen()
     if lends:
-        launcher.also(Takers(launcher, use_s).look_again_and_again)
+        launcher.also(DemandWatch(launcher, use_s).look_again_and_again)
     return launcher
 
 

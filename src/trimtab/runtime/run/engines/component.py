@@ -26,7 +26,7 @@ from trimtab.core.errors import InputError, UnreachableError, nearest
 from trimtab.model.rollout import End, WorkerState
 from trimtab.runtime.rollout.sampling import Completion, Sample, SamplingParams
 from trimtab.runtime.run.component import Batch, Place, Result, find_class
-from trimtab.runtime.run.engines.engine_pool import EngineFleet
+from trimtab.runtime.run.engines.engine_pool import RunEnginePool
 from trimtab.runtime.run.engines.object_engine import cannot_refit
 from trimtab.runtime.run.engines.settings import EngineSettings
 
@@ -49,7 +49,7 @@ class EngineRollout:
         self._number = 0  # the pool's: it only ever grows, also where a run goes back
         self._weights: Any = None
         self._at: dict[str, Any] = {}  # by the path that stands for them: the last two
-        self._fleet = EngineFleet(self.settings, place, near, self._at.__getitem__)
+        self._fleet = RunEnginePool(self.settings, place, near, self._at.__getitem__)
         try:
             self._fleet.wait(self._fleet.served(), None)
         except BaseException:
@@ -138,7 +138,7 @@ class EngineRollout:
         return self._fleet.gateway_url
 
     @property
-    def fleet(self) -> EngineFleet:
+    def fleet(self) -> RunEnginePool:
         """The engines and the pool before them."""
         return self._fleet
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trimtab.core.errors import TrimtabError, UnreachableError
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 from trimtab.machines.rollout.machine import STATIC
 from trimtab.model.rollout import WorkerSpec, WorkerState, WorkerView
 from trimtab.runtime.procs.background import NEVER_GIVE_UP, Background
@@ -33,7 +33,7 @@ from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.run import control_files as asks
 from trimtab.runtime.run.component import Place
 from trimtab.runtime.run.engines.engine_thread import engine_class, methods_of
-from trimtab.runtime.run.engines.event_log import Diary
+from trimtab.runtime.run.engines.event_log import EngineEventLog
 from trimtab.runtime.run.engines.object_engine import ObjectLauncher, WeightsAt
 from trimtab.runtime.run.engines.settings import EngineSettings
 
@@ -52,7 +52,7 @@ MOST_THREADS = 256  # each engine here has one while it is spoken to
 S = WorkerState
 
 
-class EngineFleet:
+class RunEnginePool:
     """Engines for `gpus` GPUs, and the pool before them."""
 
     def __init__(self, settings: EngineSettings, place: Place, near: Path | None, weights_at: WeightsAt) -> None:
@@ -73,7 +73,7 @@ class EngineFleet:
         self._gateway: Any = None
         self._off = False  # others have the GPUs
         self._closed = False
-        self._diary: Diary | None = None
+        self._diary: EngineEventLog | None = None
         self._writing: asyncio.Task[None] | None = None
         self._beside = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix=f"trimtab-{place.component}-beside")
         self._loop = asyncio.new_event_loop()
@@ -173,7 +173,7 @@ class EngineFleet:
         rules = settings.rollout_rules(min(1, self._count), self._count)
         self.pool = RolloutPool(rules, settings.elastic_config() or STATIC, look_s=1.0)
         await self.pool.start()
-        self._diary = Diary(self.pool, self.place.folder, self.place.component)
+        self._diary = EngineEventLog(self.pool, self.place.folder, self.place.component)
         self._writing = Background().start("rollout-diary", self._write_down, policy=NEVER_GIVE_UP)
         self._launcher = self._make_launcher()
         await self._arrange()
@@ -250,9 +250,9 @@ class EngineFleet:
         return ObjectLauncher(self._kind, settings.engine_settings, methods, self._place_of, self._weights_at, start_s)
 
     def _on_slots(self) -> Launcher:
-        from trimtab.runtime.rollout.launch.demand import Takers
+        from trimtab.runtime.rollout.launch.demand import DemandWatch
         from trimtab.runtime.rollout.launch.slots import SlotLauncher
-        from trimtab.runtime.run.engines.slot_engines import ActorLauncher, EngineActor
+        from trimtab.runtime.run.engines.slot_engines import ActorLauncher, EngineObjectSpec
 
         settings, place = self.settings, self.place
         assert self._session is not None
@@ -269,7 +269,7 @@ class EngineFleet:
             launcher = SlotLauncher(self.pool, self._session, place.pool, self._command, **how)
         else:
             assert settings.engine is not None
-            actor = EngineActor(
+            actor = EngineObjectSpec(
                 settings.engine, self._place_of(""), settings.engine_settings, self._near, float(settings.start_s)
             )
             launcher = ActorLauncher(
@@ -277,7 +277,7 @@ class EngineFleet:
             )
         launcher.listen()
         if settings.elastic is not None:
-            launcher.also(Takers(launcher).look_again_and_again)
+            launcher.also(DemandWatch(launcher).look_again_and_again)
         return launcher
 
     def _place_of(self, worker: str) -> Place:
@@ -370,7 +370,7 @@ class EngineFleet:
         why = ""
         for one in self.pool.workers():
             last = self.pool.story(one.worker)[-1].reason
-            if one.state is not S.lost or one.taken or last.code is not Code.restarts_used:
+            if one.state is not S.lost or one.taken or last.code is not ReasonCode.restarts_used:
                 return ""
             why = last.sentence
         return why

@@ -30,11 +30,11 @@ MOST_THREADS = 64  # of an engine whose methods are not asynchronous
 NEEDED = ("ready", "generate")
 METHODS = (*NEEDED, "load", "abort", "pause", "resume", "sleep", "wake", "flush", "version", "refit")
 
-Said = tuple[Literal["order", "call", "end"], str, Any]
+EngineMessage = tuple[Literal["order", "call", "end"], str, Any]
 """To the engine, each with its key: an order, a call as (method, arguments), or that it is not wanted any more."""
 
-TellVerb = Literal["piece", "over", "value", "raised"]
-Told = tuple[TellVerb, str, Any]
+ReplyKind = Literal["piece", "over", "value", "raised"]
+EngineReply = tuple[ReplyKind, str, Any]
 """From the engine: a piece, the end of a stream, what a call gave, or what either raised; each with its key."""
 
 
@@ -72,7 +72,7 @@ def _place(kind: Callable[..., Any], place: Place) -> dict[str, Place]:
     return {}
 
 
-class EngineDesk:
+class EngineThread:
     """One engine, its thread, and what is on its way to it and from it.
 
     It has to be made `within_s`. `unwrapped` makes of the weights in a refit what the engine is to have, where they
@@ -92,10 +92,10 @@ class EngineDesk:
         self._gather_s = gather_s
         self._unwrapped = unwrapped
         self._doing: dict[str, asyncio.Task[None]] = {}
-        self._fresh: list[Told] = []  # said in this turn of the loop
+        self._fresh: list[EngineReply] = []  # said in this turn of the loop
         self._hurry = False  # somebody waits for something in it
         self._news = threading.Condition()
-        self._out: list[Told] = []
+        self._out: list[EngineReply] = []
         self._first_at = 0.0  # when the oldest of it came
         self._urgent = False  # it is not gathered any longer
         self._engine: Any = None
@@ -119,7 +119,7 @@ class EngineDesk:
 
     # ---- from outside, one at a time -------------------------------------------------------------------------------
 
-    def exchange(self, what: list[Said], wait_s: float) -> list[Told]:
+    def exchange(self, what: list[EngineMessage], wait_s: float) -> list[EngineReply]:
         """Say this, and hear what there is, or what comes within so long."""
         if not self._thread.is_alive():
             raise UnreachableError("the engine's thread has ended")
@@ -157,7 +157,7 @@ class EngineDesk:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
 
-    def _hear(self, what: list[Said]) -> None:
+    def _hear(self, what: list[EngineMessage]) -> None:
         for verb, key, content in what:
             if verb == "end":
                 task = self._doing.get(key)
@@ -216,7 +216,7 @@ class EngineDesk:
     def _over(self, key: str) -> None:
         self._doing.pop(key, None)
 
-    def _tell(self, verb: TellVerb, key: str, content: Any, *, urgent: bool = False) -> None:
+    def _tell(self, verb: ReplyKind, key: str, content: Any, *, urgent: bool = False) -> None:
         """Once this turn of the loop is through: what came in one turn goes out together."""
         if not self._fresh:
             self._loop.call_soon(self._pass_on)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.core import plain_data as plain
 from trimtab.core.codec import decode
-from trimtab.core.reasons import Code
+from trimtab.core.reasons import ReasonCode
 
 if TYPE_CHECKING:
     from trimtab.runtime.rollout.pool import RolloutPool
@@ -29,7 +29,10 @@ LEFT = "left"
 LOAD_S = 0.5  # between two writings of loads
 BEAT_S = 5.0  # they are written again when nothing has changed, so that those of a process that is gone are known
 STALE_S = 20.0  # then nobody writes them any more
-NO_NEWS = (Code.joined, Code.refitting)  # it is started in the same moment; and gets weights after every iteration
+NO_NEWS = (
+    ReasonCode.joined,
+    ReasonCode.refitting,
+)  # it is started in the same moment; and gets weights after every iteration
 
 
 def diary_of(folder: Path, component: str) -> Path:
@@ -79,7 +82,7 @@ def read_load(path: Path) -> dict[str, tuple[int, int]]:
         return {}
 
 
-class Diary:
+class EngineEventLog:
     """Writes down what the pool tells of its workers."""
 
     def __init__(self, pool: RolloutPool, folder: Path | None, component: str) -> None:
@@ -103,14 +106,14 @@ class Diary:
                 since = chapter.at
                 if chapter.reason.code in NO_NEWS:
                     continue
-                if chapter.state != state or chapter.reason.code is Code.returned:
+                if chapter.state != state or chapter.reason.code is ReasonCode.returned:
                     state = str(chapter.state)
                     code, reason = chapter.reason.code.value, chapter.reason.sentence
                     lines.append(_line(now - clock + chapter.at, worker, state, code, reason, view.running))
             self._seen[worker] = since, state
         for worker in [one for one in self._seen if one not in there]:
             del self._seen[worker]
-            code = Code.completed if last else Code.by_hand
+            code = ReasonCode.completed if last else ReasonCode.by_hand
             lines.append(_line(now, worker, LEFT, code.value, last or "it was removed"))
         self._write(sorted(lines, key=lambda one: float(one["at"])))
         self._write_load({} if last else {one.worker: [one.running, one.spec.limit] for one in there.values()}, clock)
@@ -119,7 +122,9 @@ class Diary:
         """Something that was asked of a worker is not done; why."""
         for one in self._pool.workers():
             if one.worker == worker:
-                self._write([_line(time.time(), worker, one.state.value, Code.refused.value, reason, one.running)])
+                self._write(
+                    [_line(time.time(), worker, one.state.value, ReasonCode.refused.value, reason, one.running)]
+                )
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
         if self._path is None or not lines:

@@ -18,46 +18,46 @@ from typing import Any
 from trimtab.core.errors import InfeasibleError, TrimtabError, UnreachableError
 from trimtab.runtime.engines.actor import ActorEngine
 from trimtab.runtime.engines.engine import (
-    Deadlines,
+    EngineCapability,
+    EngineDeadlines,
     EngineError,
     EngineFailedError,
     EngineGoneError,
-    EngineNonsenseError,
+    EngineMalformedError,
     EngineWedgedError,
-    Refit,
-    Verb,
+    WeightUpdate,
 )
-from trimtab.runtime.engines.gated import Events, Flight
+from trimtab.runtime.engines.gated import EventStream, OpenStream
 from trimtab.runtime.rollout.launch.launcher import Started
 from trimtab.runtime.run.component import Place
-from trimtab.runtime.run.engines.engine_thread import EngineDesk, Said, Told
+from trimtab.runtime.run.engines.engine_thread import EngineMessage, EngineReply, EngineThread
 
 log = logging.getLogger("trimtab.rollout")
 
 WAIT_S = 0.05  # of one exchange: what is said meanwhile waits for its end
 HERE_GATHER_S = 0.002  # between threads an exchange costs next to nothing
 
-Exchange = Callable[[list[Said], float], Awaitable[list[Told]]]
+ExchangeCall = Callable[[list[EngineMessage], float], Awaitable[list[EngineReply]]]
 WeightsAt = Callable[[str], Any]
 """What the trainer gave, by the path that stands for it."""
 
 
-class DeskEngine(ActorEngine):
+class ThreadedEngine(ActorEngine):
     """An engine object at a desk, here or in another process."""
 
     def __init__(
         self,
         name: str,
         methods: frozenset[str],
-        exchange: Exchange,
+        exchange: ExchangeCall,
         weights_at: WeightsAt,
-        deadlines: Deadlines | None = None,
+        deadlines: EngineDeadlines | None = None,
     ) -> None:
         super().__init__(name, _Methods(methods), deadlines)
         self._exchange = exchange
         self._weights_at = weights_at
         self._keys = itertools.count(1)
-        self._saying: list[Said] = []
+        self._saying: list[EngineMessage] = []
         self._calls: dict[str, asyncio.Future[Any]] = {}
         self._streams: dict[str, _Stream] = {}
         self._talking: asyncio.Task[None] | None = None
@@ -80,11 +80,11 @@ class DeskEngine(ActorEngine):
             raise EngineFailedError(f"{method}() said success: false: {value}", engine=self.name)
         return value
 
-    async def _refit(self, refit: Refit) -> None:
+    async def _refit(self, refit: WeightUpdate) -> None:
         told = {**dataclasses.asdict(refit), "weights": self._weights_at(refit.path)}
         await self._call("refit", told, within_s=self.deadlines.refit_s)
 
-    def _events(self, flight: Flight) -> Events:
+    def _events(self, flight: OpenStream) -> EventStream:
         order = {**vars(flight.order), "id": flight.key, "token_ids": list(flight.order.token_ids)}
         return _Stream(self, flight.key, order)
 
@@ -107,7 +107,7 @@ class DeskEngine(ActorEngine):
 
     # ---- the conversation ------------------------------------------------------------------------------------------
 
-    def say(self, what: Said) -> None:
+    def say(self, what: EngineMessage) -> None:
         """With the next exchange."""
         self._saying.append(what)
         if self._talking is None or self._talking.done():
@@ -163,7 +163,7 @@ class _Methods:
 class _Stream:
     """One order's pieces, as a stream of events. There are many of them, so each costs a future and a timer at most."""
 
-    def __init__(self, engine: DeskEngine, key: str, order: dict[str, Any]) -> None:
+    def __init__(self, engine: ThreadedEngine, key: str, order: dict[str, Any]) -> None:
         self._engine, self._key, self._order = engine, key, order
         self._come: deque[Any] = deque()
         self._waiting: asyncio.Future[None] | None = None
@@ -207,7 +207,7 @@ class _Stream:
         if isinstance(told, EngineError):
             raise told
         if not isinstance(told, dict):
-            raise EngineNonsenseError(f"it gave a {type(told).__name__} and no dictionary", engine=name)
+            raise EngineMalformedError(f"it gave a {type(told).__name__} and no dictionary", engine=name)
         self._seconds = self._engine.deadlines.silence_s
         return told
 
@@ -225,12 +225,12 @@ class _Stream:
 _OVER = object()
 
 
-def started(engine: DeskEngine, path: str | None, node: str = "") -> Started:
+def started(engine: ThreadedEngine, path: str | None, node: str = "") -> Started:
     """An engine that was just made: with weights of its own, which count only where the trainer has given none yet.
 
     The pool sees that it is behind, and has it refitted before it serves.
     """
-    if path is not None and Verb.refit not in engine.verbs:
+    if path is not None and EngineCapability.refit not in engine.verbs:
         raise cannot_refit(engine.name)
     return Started(engine, 0 if path is None else None, "", node)
 
@@ -254,13 +254,13 @@ class ObjectLauncher:
         place_of: Callable[[str], Place],
         weights_at: WeightsAt,
         start_s: float,
-        deadlines: Deadlines | None = None,
+        deadlines: EngineDeadlines | None = None,
     ) -> None:
         self._start_s = start_s
         self._kind, self._settings, self._methods = kind, settings, methods
         self._place_of, self._weights_at = place_of, weights_at
         self._deadlines = deadlines
-        self._desks: dict[str, EngineDesk] = {}
+        self._desks: dict[str, EngineThread] = {}
         self._making = asyncio.Lock()  # one at a time: seeds and devices of a process are everybody's
 
     async def start(self, worker: str, version: int, path: str | None) -> Started:
@@ -273,18 +273,18 @@ class ObjectLauncher:
             raise UnreachableError(f"the engine of {worker} could not be made: {error}") from error
         self._desks[worker] = desk
 
-        async def exchange(what: list[Said], wait_s: float) -> list[Told]:
+        async def exchange(what: list[EngineMessage], wait_s: float) -> list[EngineReply]:
             return await asyncio.to_thread(desk.exchange, what, wait_s)
 
-        engine = DeskEngine(worker, self._methods, exchange, self._weights_at, self._deadlines)
+        engine = ThreadedEngine(worker, self._methods, exchange, self._weights_at, self._deadlines)
         state = await engine.ready()
         if not state.up:
             raise UnreachableError(f"the engine of {worker} is not ready: {state.why}")
         return started(engine, path)
 
-    def _desk(self, worker: str) -> EngineDesk:
+    def _desk(self, worker: str) -> EngineThread:
         place = self._place_of(worker)
-        return EngineDesk(self._kind, self._settings, place, within_s=self._start_s, gather_s=HERE_GATHER_S)
+        return EngineThread(self._kind, self._settings, place, within_s=self._start_s, gather_s=HERE_GATHER_S)
 
     async def restart(self, worker: str, version: int, path: str | None) -> Started:
         """Only for engines that take no weights, and this one would not either."""

@@ -17,19 +17,19 @@ from typing import Any, cast
 from trimtab.core.errors import UnreachableError
 from trimtab.runtime.client.session import Pool, Session
 from trimtab.runtime.client.task import Task
-from trimtab.runtime.engines.engine import Deadlines
-from trimtab.runtime.rollout.launch.launcher import EngineCommand, Started, Told
-from trimtab.runtime.rollout.launch.slot_record import Place as SlotPlace
-from trimtab.runtime.rollout.launch.slot_task import ENDED_HERE, Leaving
+from trimtab.runtime.engines.engine import EngineDeadlines
+from trimtab.runtime.rollout.launch.launcher import EngineCommand, LauncherCallbacks, Started
+from trimtab.runtime.rollout.launch.slot_record import WorkerSlot as SlotPlace
+from trimtab.runtime.rollout.launch.slot_task import ENDED_HERE, SlotTask
 from trimtab.runtime.rollout.launch.slots import SlotLauncher
 from trimtab.runtime.run.component import Place
-from trimtab.runtime.run.engines.engine_thread import EngineDesk, Said, engine_class
-from trimtab.runtime.run.engines.engine_thread import Told as Heard
-from trimtab.runtime.run.engines.object_engine import DeskEngine, WeightsAt, cannot_refit, started
+from trimtab.runtime.run.engines.engine_thread import EngineMessage, EngineThread, engine_class
+from trimtab.runtime.run.engines.engine_thread import EngineReply as Heard
+from trimtab.runtime.run.engines.object_engine import ThreadedEngine, WeightsAt, cannot_refit, started
 
 
 @dataclass(frozen=True)
-class EngineActor:
+class EngineObjectSpec:
     """How an engine object is made in a slot."""
 
     use: str
@@ -40,14 +40,14 @@ class EngineActor:
     stop_s: float = 10.0
 
 
-class ActorBerth(Leaving):
+class EngineObjectSlotTask(SlotTask):
     """A slot's task, with an engine object or without one. Calls come on the main thread, `drain` and `cancel` not."""
 
     def __init__(self, worker: str) -> None:
         super().__init__(worker)
-        self._desk: EngineDesk | None = None
+        self._desk: EngineThread | None = None
 
-    def launch(self, actor: EngineActor) -> int:
+    def launch(self, actor: EngineObjectSpec) -> int:
         """Make an engine, in the place of the one before; gives the process that it lives in."""
         with self._changing:
             self.end()
@@ -55,11 +55,11 @@ class ActorBerth(Leaving):
                 raise RuntimeError("this slot is being given up")
             kind = engine_class(actor.use, actor.settings, actor.near, "engine")
             place = replace(actor.place, component=self._worker, devices=_devices())
-            self._desk = EngineDesk(kind, actor.settings, place, within_s=actor.start_s, unwrapped=_fetched)
+            self._desk = EngineThread(kind, actor.settings, place, within_s=actor.start_s, unwrapped=_fetched)
         return os.getpid()
 
-    def exchange(self, what: list[Said], wait_s: float) -> list[Heard]:
-        """See `EngineDesk.exchange`."""
+    def exchange(self, what: list[EngineMessage], wait_s: float) -> list[Heard]:
+        """See `EngineThread.exchange`."""
         desk = self._desk
         if desk is None:
             raise RuntimeError(ENDED_HERE)
@@ -90,7 +90,7 @@ def _fetched(weights: Any) -> Any:
     return ray.get(weights[0])
 
 
-class _BerthPool:
+class _SlotTaskPool:
     """The slots' pool as the launcher sees it: what it submits is a berth for an object."""
 
     def __init__(self, pool: Pool) -> None:
@@ -99,7 +99,7 @@ class _BerthPool:
 
     def submit(self, kind: Any, args: Any, **settings: Any) -> Task:
         """The task that holds a slot."""
-        return self._pool.submit(ActorBerth, args, **settings)
+        return self._pool.submit(EngineObjectSlotTask, args, **settings)
 
 
 class ActorLauncher(SlotLauncher):
@@ -107,17 +107,17 @@ class ActorLauncher(SlotLauncher):
 
     def __init__(
         self,
-        pool: Told,
+        pool: LauncherCallbacks,
         session: Session,
         slots: str,
-        actor: EngineActor,
+        actor: EngineObjectSpec,
         methods: frozenset[str],
         weights_at: WeightsAt,
         *,
-        deadlines: Deadlines | None = None,
+        deadlines: EngineDeadlines | None = None,
         **settings: Any,
     ) -> None:
-        berths = cast(Pool, _BerthPool(session.pool(slots)))
+        berths = cast(Pool, _SlotTaskPool(session.pool(slots)))
         # Of a command only `stop_s` is asked, but for the launch, which is another one here.
         super().__init__(pool, session, berths, cast(EngineCommand, actor), deadlines=deadlines, **settings)
         self._actor = actor
@@ -129,11 +129,11 @@ class ActorLauncher(SlotLauncher):
         actor, worker = self._actor, place.worker
         self.pids[worker] = await place.call("launch", actor, within_s=actor.start_s)
 
-        async def exchange(what: list[Said], wait_s: float) -> list[Heard]:
+        async def exchange(what: list[EngineMessage], wait_s: float) -> list[Heard]:
             heard: list[Heard] = await place.call("exchange", what, wait_s)
             return heard
 
-        engine = DeskEngine(worker, self._methods, exchange, self._weights_at, self._deadlines)
+        engine = ThreadedEngine(worker, self._methods, exchange, self._weights_at, self._deadlines)
         state = await engine.ready()
         if not state.up:
             raise UnreachableError(f"the engine of {worker} is not ready: {state.why}")
