@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from disks import full, small_disk
 from trimtab.core.errors import UnreachableError
 from trimtab.core.reasons import ReasonCode
 from trimtab.model.pool import TaskState
@@ -39,30 +39,6 @@ def own_session(**settings: Any) -> Iterator[Session]:
         yield session
     finally:
         session.shutdown()
-
-
-@contextlib.contextmanager
-def small_disk(place: Path, size: str) -> Iterator[Path]:
-    """A file system of its own with so much room."""
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("a file system cannot be mounted here: it takes root")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "--lazy", place], check=True)
-
-
-@contextlib.contextmanager
-def full(disk: Path) -> Iterator[None]:
-    """While this lasts, there is no room on the disk."""
-    ballast = disk / "ballast"
-    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
-        while True:
-            file.write(b"x" * 4096)
-    yield
-    ballast.unlink()
 
 
 def until(true: Callable[[], Any], timeout_s: float = LONG_S) -> Any:
