@@ -36,7 +36,7 @@ from trimtab.runtime.client.session import Pool, Session, connect
 from trimtab.runtime.procs.background import Background
 from trimtab.runtime.procs.processes import table
 from trimtab.runtime.rollout.launch.demand import DemandWatch
-from trimtab.runtime.rollout.launch.engines_per_node import EnginesPerNode, places_on
+from trimtab.runtime.rollout.launch.engines_per_node import EnginesPerNode, engines_that_fit
 from trimtab.runtime.rollout.launch.slots import SlotLauncher
 from trimtab.runtime.rollout.launch.start import engines_as_processes, engines_on_slots
 from waiting import until_async
@@ -350,14 +350,14 @@ def node(name: str, gpus: float, state: NodeState = NodeState.ready, **more: Any
 
 def test_a_node_has_places_for_what_is_left_of_it_and_none_before_it_may_be_used() -> None:
     unit = TWO_GPUS
-    assert places_on(node("a", 8), unit) == 4
-    assert places_on(node("a", 8), unit, per_node=1) == 1
-    assert places_on(node("a", 8, outside=Resources.of(gpu=3)), unit) == 2
-    assert places_on(node("a", 1), unit) == 0
-    assert places_on(node("a", 8, NodeState.suspect), unit) == 4, "silent for a moment"
+    assert engines_that_fit(node("a", 8), unit) == 4
+    assert engines_that_fit(node("a", 8), unit, per_node=1) == 1
+    assert engines_that_fit(node("a", 8, outside=Resources.of(gpu=3)), unit) == 2
+    assert engines_that_fit(node("a", 1), unit) == 0
+    assert engines_that_fit(node("a", 8, NodeState.suspect), unit) == 4, "silent for a moment"
     for state in (NodeState.held, NodeState.draining, NodeState.lost):
-        assert places_on(node("a", 8, state), unit) == 0
-    assert places_on(node("a", 8, told=False), unit) == 0
+        assert engines_that_fit(node("a", 8, state), unit) == 0
+    assert engines_that_fit(node("a", 8, told=False), unit) == 0
 
 
 def test_workers_follow_nodes_within_limits_and_those_whose_node_goes_go_first() -> None:
@@ -369,7 +369,7 @@ def test_workers_follow_nodes_within_limits_and_those_whose_node_goes_go_first()
         follower.hear([node("a", 4), node("b", 4)])
         assert len(follower.workers) == 4
         for worker, where in zip(follower.workers, "aabb", strict=True):
-            ledger.places[worker] = SimpleNamespace(line=SimpleNamespace(there=True, node=where), node_goes=False)
+            ledger.places[worker] = SimpleNamespace(line=SimpleNamespace(there=True, node=where), node_leaving=False)
         follower.hear([node("a", 4, NodeState.draining), node("b", 4)])
         await asyncio.sleep(0)
         assert ledger.removed == ["engine-1", "engine-2"]

@@ -73,9 +73,9 @@ def test_asking_is_open_on_loopback_and_needs_the_token_elsewhere() -> None:
         assert (await front.get("/ready")).status == 503
 
     play([], act, open_requests=False, model_name="m")
-    assert GatewaySettings(TOKEN).answers_openly
-    assert not GatewaySettings(TOKEN, host="0.0.0.0").answers_openly
-    assert GatewaySettings(TOKEN, host="0.0.0.0", open_requests=True).answers_openly
+    assert GatewaySettings(TOKEN).allows_anonymous
+    assert not GatewaySettings(TOKEN, host="0.0.0.0").allows_anonymous
+    assert GatewaySettings(TOKEN, host="0.0.0.0", open_requests=True).allows_anonymous
 
 
 @pytest.mark.parametrize("token", ["", "short", "a token with spaces in it", "ünïcödë-tökën-0123456789"])

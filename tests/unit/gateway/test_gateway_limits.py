@@ -119,7 +119,7 @@ async def test_a_large_body_is_parsed_while_the_event_loop_does_other_things() -
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_more_token_ids_than_a_call_may_have_are_refused(nested: bool) -> None:
-    ids = b"[" + b"7," * fields.MOST_IDS + b"7]"
+    ids = b"[" + b"7," * fields.MAX_TOKEN_IDS + b"7]"
     prompt = b"[" + ids + b",[7]]" if nested else ids
 
     async def act(front: Front) -> None:
@@ -127,7 +127,7 @@ def test_more_token_ids_than_a_call_may_have_are_refused(nested: bool) -> None:
         assert (got.status, got.json["error"]["param"]) == (400, "prompt"), got.text
         got = await front.post("/generate", data=io.BytesIO(b'{"input_ids":' + prompt + b"}"))
         assert (got.status, got.json["error"]["param"]) == (400, "input_ids"), got.text
-        assert f"{fields.MOST_IDS}" in got.message
+        assert f"{fields.MAX_TOKEN_IDS}" in got.message
 
     play([], act, model_name="m")
 

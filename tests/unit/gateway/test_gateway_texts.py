@@ -18,7 +18,7 @@ from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.model.rollout import End, WorkerState
 from trimtab.runtime.engines.detect import KINDS
 from trimtab.runtime.engines.engine import EngineGoneError, EngineMalformedError, EngineRefusedError
-from trimtab.runtime.engines.texts import Tokenizer, texts_of
+from trimtab.runtime.engines.texts import Tokenizer, tokenizer_of
 from trimtab.runtime.engines.wire import open_session
 from trimtab.runtime.gateway.errors import Refusal
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer, TextStream
@@ -69,7 +69,7 @@ class TokenizerStub:
         await site.start()
         async with open_session() as session:
             engine = KINDS[self.kind]("one", f"http://127.0.0.1:{runner.addresses[0][1]}", session)
-            found = texts_of(engine)
+            found = tokenizer_of(engine)
             assert found is not None
             yield found
         await runner.cleanup()

@@ -25,7 +25,7 @@ from trimtab.runtime.engines.engine import (
     WeightUpdate,
 )
 from trimtab.runtime.engines.http_engine import HttpEngine
-from trimtab.runtime.engines.memory import sleep_and_look, used_bytes
+from trimtab.runtime.engines.memory import sleep_and_verify, used_bytes
 from trimtab.runtime.engines.wire import open_session
 
 # Pauses.
@@ -441,7 +441,7 @@ def test_memory_that_a_sleep_did_not_release_is_said(
 ) -> None:
     async def play(stub: Any, engine: HttpEngine) -> None:
         left = iter(readings)
-        slept = await sleep_and_look(engine, [0, 1], within_s=0.3, used=lambda gpus: next(left, readings[-1]))
+        slept = await sleep_and_verify(engine, [0, 1], within_s=0.3, used=lambda gpus: next(left, readings[-1]))
         assert slept.released is released
         assert said in slept.reason.sentence
         assert (slept.reason.code is ReasonCode.memory_kept) == (released is False)

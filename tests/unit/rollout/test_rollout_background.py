@@ -87,8 +87,8 @@ def test_an_engine_that_can_never_be_looked_at_is_lost_and_not_active_for_ever()
 
         scene.pool.background._policy = RestartPolicy(max_failures=2, backoff_s=0.01)
         engine.ready = ready  # type: ignore[union-attr,method-assign]
-        scene.pool._core.hands[scene.names[0]].watch.cancel()  # type: ignore[union-attr]
-        await until(lambda: scene.pool._core.hands[scene.names[0]].watch.done())  # type: ignore[union-attr]
+        scene.pool._core.handles[scene.names[0]].watch.cancel()  # type: ignore[union-attr]
+        await until(lambda: scene.pool._core.handles[scene.names[0]].watch.done())  # type: ignore[union-attr]
         scene.pool._watch.begin(scene.names[0])
         await scene.becomes(0, WorkerState.lost, within_s=50)
         assert "a surprise" in scene.reason(0)

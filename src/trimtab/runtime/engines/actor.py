@@ -62,8 +62,8 @@ class ActorEngine(GatedEngine):
     def _has(self, method: str) -> bool:
         return getattr(self._handle, method, None) is not None
 
-    def _events(self, flight: OpenStream) -> EventStream:
-        order = dataclasses.asdict(flight.order) | {"id": flight.key}
+    def _events(self, stream: OpenStream) -> EventStream:
+        order = dataclasses.asdict(stream.order) | {"id": stream.key}
         return _Generator(self.name, self._handle, order, self.deadlines)
 
     def _reader(self, order: GenerateRequest) -> DeltaReader:
@@ -75,14 +75,14 @@ class ActorEngine(GatedEngine):
         paused, asleep = bool(told.get("paused")), bool(told.get("asleep"))
         self._seen(paused, asleep)
         version = None if self._discarded or told.get("version") is None else str(told["version"])
-        up = bool(told.get("up")) and not self._shut
-        why = self._shut or str(told.get("why") or ("it answers" if up else "it says that it is not ready"))
+        up = bool(told.get("up")) and not self._closed_reason
+        why = self._closed_reason or str(told.get("why") or ("it answers" if up else "it says that it is not ready"))
         return EngineState(up, why, version, paused or self._paused is not None, asleep, "actor")
 
     async def _load(self) -> EngineLoad:
         if not self._has("load"):
             # It has what was sent from here, and nobody else's: else it would have a load to tell.
-            return EngineLoad(len(self._flights), 0, None, time.monotonic(), fresh=True)
+            return EngineLoad(len(self._open_streams), 0, None, time.monotonic(), fresh=True)
         told = await self._call("load", within_s=self.deadlines.call_s)
         try:
             used = told.get("kv_used_share")
@@ -114,7 +114,7 @@ class ActorEngine(GatedEngine):
             if mode is PauseMode.abort:
                 await self.abort()
             deadline = time.monotonic() + self.deadlines.change_s
-            while self._flights:
+            while self._open_streams:
                 if time.monotonic() > deadline:
                     raise EngineWedgedError("requests still ran long after the pause", engine=self.name)
                 await asyncio.sleep(0.02)

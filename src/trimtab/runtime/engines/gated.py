@@ -81,7 +81,7 @@ class OpenStream:
         # aborts a name once more two seconds after its stream has ended, also if somebody has used it again by then.
         self.key = f"{order.id}.{attempt}"
         self.events: EventStream | None = None
-        self.abort_asked = False
+        self.aborting = False
         self.over = False  # it ended by itself, well or not
         self._pieces: list[StreamDelta] = []
 
@@ -106,17 +106,17 @@ class GatedEngine:
         self.dialect = ""
         self.release = ReleaseSupport.tried
         # Requests whose streams are open, by id.
-        self._flights: dict[str, OpenStream] = {}
+        self._open_streams: dict[str, OpenStream] = {}
         self._attempts, self._sign = 0, secrets.token_hex(4)
         # Why nothing may be sent: set before a pause or sleep is sent, empty only when the engine confirmed otherwise.
-        self._shut = ""
-        self._shut_by_others = False  # it was somebody else's pause that shut it
+        self._closed_reason = ""
+        self._paused_externally = False  # it was somebody else's pause that shut it
         # How this adapter paused it last; None when it is not paused, or the pause was not confirmed.
         self._paused: PauseMode | None = None
         # Parts of the memory that are released.
         self._asleep: set[MemoryTag] = set()
         # A look that has not begun yet, for all that wait for one.
-        self._next_look: asyncio.Task[EngineState] | None = None
+        self._next_check: asyncio.Task[EngineState] | None = None
         # What is still being told to the engine of requests whose clients went away.
         self._telling: set[asyncio.Task[None]] = set()
         self._discarded = False  # its weights are gone or unknown until a refit is confirmed, whatever it reports
@@ -126,9 +126,9 @@ class GatedEngine:
     async def ready(self) -> EngineState:
         """Would it serve now? A paused or sleeping engine is not ready, whatever its health page says."""
         try:
-            await self._reach()
+            await self._ensure_reachable()
             state = await self._look()
-            return replace(state, elsewhere=self._shut_by_others)
+            return replace(state, elsewhere=self._paused_externally)
         except TrimtabError as error:
             return EngineState(
                 False, error.what, paused=bool(self._paused), asleep=bool(self._asleep), dialect=self.dialect
@@ -136,64 +136,64 @@ class GatedEngine:
 
     async def load(self) -> EngineLoad:
         """What it has to do, by its own counters."""
-        await self._reach()
+        await self._ensure_reachable()
         return await self._load()
 
     async def version(self) -> str | None:
         """Of its weights; None while they are discarded."""
         if self._discarded:
             return None
-        await self._reach()
+        await self._ensure_reachable()
         return await self._version()
 
     # Generating.
 
     async def generate(self, order: GenerateRequest) -> AsyncGenerator[StreamDelta, None]:
         """Streams one answer; see `Engine.generate`."""
-        self._refuse_when_shut()
-        if order.id in self._flights:
+        self._require_open()
+        if order.id in self._open_streams:
             raise InputError(f"a request '{order.id}' is already running there", where=f"engine {self.name}")
         self._attempts += 1
-        flight = self._flights[order.id] = OpenStream(order, f"{self._sign}.{self._attempts}")
+        stream = self._open_streams[order.id] = OpenStream(order, f"{self._sign}.{self._attempts}")
         try:
-            await self._reach()
-            self._refuse_when_shut()
-            async with aclosing(self._pieces(flight)) as pieces:
+            await self._ensure_reachable()
+            self._require_open()
+            async with aclosing(self._pieces(stream)) as pieces:
                 async for piece in pieces:
-                    flight.heard(piece)
+                    stream.heard(piece)
                     yield piece
         except TrimtabError:
-            flight.over = True
+            stream.over = True
             raise
         finally:
-            self._flights.pop(order.id, None)
-            if flight.events is not None:
-                flight.events.close()
-            if not flight.over:
-                self._left(flight.key)
+            self._open_streams.pop(order.id, None)
+            if stream.events is not None:
+                stream.events.close()
+            if not stream.over:
+                self._left(stream.key)
 
-    async def _pieces(self, flight: OpenStream) -> AsyncGenerator[StreamDelta, None]:
-        reader, flight.events = self._reader(flight.order), self._events(flight)
-        if flight.abort_asked:
+    async def _pieces(self, stream: OpenStream) -> AsyncGenerator[StreamDelta, None]:
+        reader, stream.events = self._reader(stream.order), self._events(stream)
+        if stream.aborting:
             yield StreamDelta(finish=FinishReason.aborted)
             return
         try:
-            async for event in flight.events:
+            async for event in stream.events:
                 for told in await self._read(reader, event):
-                    piece = self._blamed(flight, told)
+                    piece = self._mark_own_abort(stream, told)
                     if piece.finish is FinishReason.aborted_elsewhere and (why := await self._ending()):
                         yield replace(piece, finish=None)
                         raise EngineGoneError(f"it ended, and the answer with it: {why}", engine=self.name)
                     yield piece
                     if piece.finish is not None:
-                        await flight.events.rest()
+                        await stream.events.rest()
                         return
             raise EngineGoneError("it ended the stream without finishing the answer", engine=self.name)
         except (EngineError, OSError) as error:
-            if flight.abort_asked:
+            if stream.aborting:
                 yield StreamDelta(finish=FinishReason.aborted)
                 return
-            raise await self._told(error, flight.so_far()) from None
+            raise await self._told(error, stream.so_far()) from None
 
     async def _read(self, reader: DeltaReader, event: dict[str, Any]) -> list[StreamDelta]:
         try:
@@ -205,9 +205,9 @@ class GatedEngine:
                 f"an event that cannot be read ({type(error).__name__}: {error})", engine=self.name
             ) from None
 
-    def _blamed(self, flight: OpenStream, piece: StreamDelta) -> StreamDelta:
+    def _mark_own_abort(self, stream: OpenStream, piece: StreamDelta) -> StreamDelta:
         """An abort that was asked here is told apart from one that others asked for."""
-        if piece.finish is FinishReason.aborted_elsewhere and flight.abort_asked:
+        if piece.finish is FinishReason.aborted_elsewhere and stream.aborting:
             return StreamDelta(
                 piece.token_ids, piece.logprobs, piece.best, piece.text, FinishReason.aborted, version=piece.version,
                 missing=piece.missing,
@@ -220,14 +220,14 @@ class GatedEngine:
         An engine that is told to end calls that an abort of everything that it has, as a trainer's abort is called; but
         it answers no question afterwards. One look is shared by all requests that ended with the same word.
         """
-        if self._next_look is None:
-            self._next_look = asyncio.get_running_loop().create_task(self._look_soon())
-        state = await asyncio.shield(self._next_look)
+        if self._next_check is None:
+            self._next_check = asyncio.get_running_loop().create_task(self._state_soon())
+        state = await asyncio.shield(self._next_check)
         return "" if state.up or state.paused or state.asleep else state.why
 
-    async def _look_soon(self) -> EngineState:
+    async def _state_soon(self) -> EngineState:
         await asyncio.sleep(0.02)
-        self._next_look = None  # who asks from here on asks about a later moment
+        self._next_check = None  # who asks from here on asks about a later moment
         return await self.ready()
 
     async def _told(self, error: Exception, so_far: PartialOutput) -> EngineError:
@@ -241,54 +241,54 @@ class GatedEngine:
         error.so_far = so_far
         return error
 
-    def _refuse_when_shut(self) -> None:
-        if self._shut:
+    def _require_open(self) -> None:
+        if self._closed_reason:
             raise EnginePausedError(
-                f"nothing is sent to it: {self._shut}", engine=self.name, hint="resume or wake it first"
+                f"nothing is sent to it: {self._closed_reason}", engine=self.name, hint="resume or wake it first"
             )
 
     def _left(self, key: str) -> None:
         """A client went away and its stream was closed; engines that are slow to notice are told besides."""
-        task = asyncio.get_running_loop().create_task(self._tell_left(key))
+        task = asyncio.get_running_loop().create_task(self._abort_left(key))
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
 
-    async def _tell_left(self, key: str) -> None:
+    async def _abort_left(self, key: str) -> None:
         """Nothing more to say, for most."""
 
     # Life cycle.
 
     async def abort(self, ids: Collection[str] | None = None) -> None:
         """Ends these requests, or all."""
-        flights = [flight for key, flight in self._flights.items() if ids is None or key in ids]
+        flights = [stream for key, stream in self._open_streams.items() if ids is None or key in ids]
         if ids is not None and not flights:
             return  # an empty list means everybody's requests to some engines
-        for flight in flights:
-            flight.abort_asked = True
+        for stream in flights:
+            stream.aborting = True
         try:
-            told = await self._abort(None if ids is None else [flight.key for flight in flights])
+            told = await self._abort(None if ids is None else [stream.key for stream in flights])
         except (EngineError, EngineRefusedError):
             told = False
-        for flight in flights:
-            if flight.events is not None:
+        for stream in flights:
+            if stream.events is not None:
                 # Where the engine was told, the stream should end by itself, with its last tokens.
                 if told:
-                    flight.events.close_within(self.deadlines.abort_s)
+                    stream.events.close_within(self.deadlines.abort_s)
                 else:
-                    flight.events.close(on_purpose=True)
+                    stream.events.close(on_purpose=True)
 
     async def pause(self, mode: PauseMode = PauseMode.abort) -> None:
         """No request is sent from now on; see `PauseMode` for those that run."""
-        await self._reach()
-        self._shut, self._shut_by_others, self._paused = f"a pause ({mode.value}) was asked for", False, None
-        ends = list(self._flights.values()) if mode is PauseMode.abort else []
-        for flight in ends:
-            flight.abort_asked = True
+        await self._ensure_reachable()
+        self._closed_reason, self._paused_externally, self._paused = f"a pause ({mode.value}) was asked for", False, None
+        ends = list(self._open_streams.values()) if mode is PauseMode.abort else []
+        for stream in ends:
+            stream.aborting = True
         await self._pause(mode)
-        self._shut, self._paused = f"it is paused ({mode.value})", mode
-        for flight in ends:
-            if flight.events is not None:
-                flight.events.close_within(self.deadlines.abort_s)
+        self._closed_reason, self._paused = f"it is paused ({mode.value})", mode
+        for stream in ends:
+            if stream.events is not None:
+                stream.events.close_within(self.deadlines.abort_s)
 
     async def resume(self) -> None:
         """The gate opens only when the engine has confirmed."""
@@ -296,44 +296,44 @@ class GatedEngine:
             raise EnginePausedError("it is asleep", engine=self.name, hint="wake it first")
         if self._discarded:
             raise EnginePausedError(_EMPTY, engine=self.name, hint="refit it first")
-        await self._reach()
+        await self._ensure_reachable()
         await self._resume()
-        self._shut, self._shut_by_others, self._paused = "", False, None
+        self._closed_reason, self._paused_externally, self._paused = "", False, None
 
     async def sleep(self, level: int = 1) -> None:
         """Gives memory back; never with requests running."""
         self._offers(EngineCapability.sleep)
         if level not in (1, 2):
             raise InputError(f"there is no sleep of level {level}", hint="1 keeps the weights, 2 discards them")
-        await self._reach()
-        await self._shut_while_idle(f"a sleep (level {level}) was asked for")
+        await self._ensure_reachable()
+        await self._close_when_idle(f"a sleep (level {level}) was asked for")
         if self._paused is None:
             # Somebody else may send between the look and the release; a pause turns that from a crash into an abort.
             await self.pause(PauseMode.abort)
         if level == 2:
             self._discarded = True  # from here on, even if the call fails half-way
         self._asleep = {MemoryTag.weights, MemoryTag.kv_cache}
-        self._shut = f"it is asleep (level {level})"
+        self._closed_reason = f"it is asleep (level {level})"
         await self._sleep(level)
 
     async def wake(self, parts: Collection[MemoryTag] | None = None) -> None:
         """Takes memory again; the gate opens when all of it is back and the weights are there."""
         self._offers(EngineCapability.sleep)
-        await self._reach()
+        await self._ensure_reachable()
         chosen = set(parts) if parts is not None else {MemoryTag.weights, MemoryTag.kv_cache}
         await self._wake(chosen)
         self._asleep -= chosen
         if self._asleep:
-            self._shut = f"only part of it is awake; {', '.join(sorted(part.value for part in self._asleep))} is not"
+            self._closed_reason = f"only part of it is awake; {', '.join(sorted(part.value for part in self._asleep))} is not"
         elif self._discarded:
-            self._shut = _EMPTY
+            self._closed_reason = _EMPTY
         else:
             await self.resume()
 
     async def flush(self) -> None:
         """Forgets cached prefixes; an engine that could not is an error."""
         self._offers(EngineCapability.flush)
-        await self._reach()
+        await self._ensure_reachable()
         await self._flush()
 
     async def refit(self, refit: WeightUpdate) -> None:
@@ -346,9 +346,9 @@ class GatedEngine:
             )  # fmt: skip
         if MemoryTag.weights in self._asleep:
             raise EnginePausedError("its weights are asleep", engine=self.name, hint="wake the weights first")
-        await self._reach()
+        await self._ensure_reachable()
         if self._paused is None:
-            await self._shut_while_idle("it is being refitted")
+            await self._close_when_idle("it is being refitted")
         # Until the new version is confirmed nobody knows which weights it has: neither the old ones nor the new.
         self._discarded = True
         await self._refit(refit)
@@ -356,7 +356,7 @@ class GatedEngine:
 
     async def refitted(self, version: str) -> None:
         """The weights are new, says whoever sent them; believed unless the engine says another version."""
-        await self._reach()
+        await self._ensure_reachable()
         confirmed = await self._version()
         if confirmed != version and EngineCapability.version in self.verbs:
             raise EngineFailedError(
@@ -364,25 +364,25 @@ class GatedEngine:
                 hint="whoever sends the weights has to send their version too",
             )  # fmt: skip
         self._discarded = False
-        if not self._asleep and self._paused is None and not self._shut_by_others:
-            self._shut = ""
+        if not self._asleep and self._paused is None and not self._paused_externally:
+            self._closed_reason = ""
 
     async def close(self) -> None:
         """Ends the open streams."""
-        for flight in self._flights.values():
-            flight.abort_asked = True
-            if flight.events is not None:
-                flight.events.close(on_purpose=True)
+        for stream in self._open_streams.values():
+            stream.aborting = True
+            if stream.events is not None:
+                stream.events.close(on_purpose=True)
         if self._telling:
             await asyncio.wait(self._telling, timeout=self.deadlines.call_s)
 
-    async def _shut_while_idle(self, why: str) -> None:
+    async def _close_when_idle(self, why: str) -> None:
         """Shuts the gate first, so that nothing comes in during the look; a refusal leaves it as it was."""
-        before, self._shut = self._shut, why
+        before, self._closed_reason = self._closed_reason, why
         try:
             await self._require_idle()
         except TrimtabError:
-            self._shut = before
+            self._closed_reason = before
             raise
 
     async def _require_idle(self) -> None:
@@ -390,11 +390,11 @@ class GatedEngine:
         if self._paused in (PauseMode.abort, PauseMode.wait):
             return  # the engine itself confirmed that nothing runs any more
         if self._paused is PauseMode.keep:
-            await self._require_put_back()
+            await self._require_retracted()
             return
-        if self._flights:
+        if self._open_streams:
             raise EngineBusyError(
-                f"{len(self._flights)} requests run there", engine=self.name, hint="drain or abort them first"
+                f"{len(self._open_streams)} requests run there", engine=self.name, hint="drain or abort them first"
             )
         load = await self._load_settled()
         if not load.fresh:
@@ -412,13 +412,13 @@ class GatedEngine:
         deadline = asyncio.get_running_loop().time() + min(_SETTLES_S, self.deadlines.call_s)
         while True:
             load = await self.load()
-            if (load.fresh and not load.running and not load.waiting) or self._flights:
+            if (load.fresh and not load.running and not load.waiting) or self._open_streams:
                 return load
             if asyncio.get_running_loop().time() >= deadline:
                 return load
             await asyncio.sleep(_LOOK_S)
 
-    async def _require_put_back(self) -> None:
+    async def _require_retracted(self) -> None:
         """Requests that stand still still hold memory, unless the dialect knows better."""
         raise EngineBusyError(
             "its paused requests hold their memory", engine=self.name, hint="resume it and drain, or pause with abort"
@@ -428,21 +428,21 @@ class GatedEngine:
         if verb not in self.verbs:
             raise NotSupportedError(f"{self.kind} has no way to {verb.value}", where=f"engine {self.name}")
 
-    async def _reach(self) -> None:
+    async def _ensure_reachable(self) -> None:
         """What has to be known of the engine before anything is asked of it."""
 
     def _seen(self, paused: bool, asleep: bool, why: str = "") -> None:
         """What a look at the engine showed of pauses that others asked for, or ended."""
         if paused or asleep:
-            if not self._shut:
-                self._shut = why or f"somebody else {'paused it' if paused else 'put it to sleep'}"
-                self._shut_by_others = True
-        elif self._shut_by_others:
-            self._shut, self._shut_by_others = "", False
+            if not self._closed_reason:
+                self._closed_reason = why or f"somebody else {'paused it' if paused else 'put it to sleep'}"
+                self._paused_externally = True
+        elif self._paused_externally:
+            self._closed_reason, self._paused_externally = "", False
 
     # What a dialect has to say.
 
-    def _events(self, flight: OpenStream) -> EventStream:
+    def _events(self, stream: OpenStream) -> EventStream:
         raise NotImplementedError
 
     def _reader(self, order: GenerateRequest) -> DeltaReader:

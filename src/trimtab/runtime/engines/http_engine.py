@@ -25,13 +25,13 @@ class HttpEngine(GatedEngine):
         self.wire = EngineHttpClient(name, url, session, self.deadlines, keep_alive=self.keeps_alive)
         self._private = False
 
-    async def _reach(self) -> None:
+    async def _ensure_reachable(self) -> None:
         if not self._private:
             await require_private(self.url)
             self._private = True
 
-    def _events(self, flight: OpenStream) -> EventStream:
-        path, body = self._asked(flight.order, flight.key)
+    def _events(self, stream: OpenStream) -> EventStream:
+        path, body = self._asked(stream.order, stream.key)
         return self.wire.events(path, body)
 
     def _asked(self, order: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:

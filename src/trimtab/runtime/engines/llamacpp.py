@@ -73,8 +73,8 @@ class LlamaCppEngine(HttpEngine):
             props = await self.wire.get("/props")
             self.dialect = f"llama.cpp {props.get('build_info', 'of unknown build') if isinstance(props, dict) else ''}"
         await self._load()
-        paused = bool(self._shut)
-        said = self._shut or "it answers"
+        paused = bool(self._closed_reason)
+        said = self._closed_reason or "it answers"
         return EngineState(not paused, said, paused=paused, dialect=self.dialect, boots=self._boots)
 
     async def _load(self) -> EngineLoad:
@@ -99,7 +99,7 @@ class LlamaCppEngine(HttpEngine):
         elif mode is PauseMode.keep:
             raise InputError("llama.cpp cannot hold requests still", where=f"engine {self.name}", hint="abort or wait")
         deadline = time.monotonic() + self.deadlines.change_s
-        while self._flights or (await self._load()).running:
+        while self._open_streams or (await self._load()).running:
             if time.monotonic() > deadline:
                 raise EngineWedgedError(
                     f"requests still ran {self.deadlines.change_s:g} s after the pause", engine=self.name

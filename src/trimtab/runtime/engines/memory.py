@@ -17,7 +17,7 @@ from typing import Any
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.runtime.engines.engine import Engine
 
-_LEAST_SHARE = 0.1
+_MIN_FREED_SHARE = 0.1
 """Of what was in use before: less than that freed is nothing freed, where nobody said how much it should be."""
 _GIB = 2**30
 
@@ -39,12 +39,12 @@ class SleepResult:
         return None if self.after is None else self.reason.code is ReasonCode.asleep
 
 
-async def sleep_and_look(
+async def sleep_and_verify(
     engine: Engine,
     gpus: Sequence[int],
     *,
     level: int = 1,
-    least_bytes: int | None = None,
+    min_bytes: int | None = None,
     within_s: float = 10.0,
     used: MemoryProbe | None = None,
 ) -> SleepResult:
@@ -56,7 +56,7 @@ async def sleep_and_look(
         return SleepResult(
             None, None, Reason(ReasonCode.asleep, f"{engine.name} sleeps; its GPU memory cannot be seen from here")
         )
-    wanted = least_bytes if least_bytes is not None else int(before * _LEAST_SHARE)
+    wanted = min_bytes if min_bytes is not None else int(before * _MIN_FREED_SHARE)
     deadline = asyncio.get_running_loop().time() + within_s
     while True:
         after = look(gpus)

@@ -99,35 +99,35 @@ class SglangEngine(HttpEngine):
         info = await self._info()
         if not self.dialect:
             self.dialect = f"sglang {await self._release()}"
-        if not self._shut or self._shut_by_others:
-            self._seen(await self._stands_still(), asleep=False, why=_NOT_READY)
+        if not self._closed_reason or self._paused_externally:
+            self._seen(await self._not_serving(), asleep=False, why=_NOT_READY)
         version = None if self._discarded else _version_in(info)
-        paused = self._paused is not None or self._shut_by_others
-        why = self._shut or "it answers"
-        return EngineState(not self._shut, why, version, paused, bool(self._asleep), self.dialect)
+        paused = self._paused is not None or self._paused_externally
+        why = self._closed_reason or "it answers"
+        return EngineState(not self._closed_reason, why, version, paused, bool(self._asleep), self.dialect)
 
-    async def _stands_still(self) -> bool:
+    async def _not_serving(self) -> bool:
         """Whether it takes no requests: they would hang until somebody lets it go on."""
         try:
             await self.wire.get("/ready")
         except NoSuchPathError:
             # Releases without that page say nothing; loads that stand still are the only outward sign.
-            return not (await self._load()).fresh and not await self._serves()
+            return not (await self._load()).fresh and not await self._generates_token()
         except EngineFailedError:
             return True
         # Ready by its own words is the front only: the scheduler behind it may stand still all the same.
-        if not (await self._load()).fresh and not await self._serves():
+        if not (await self._load()).fresh and not await self._generates_token():
             raise EngineWedgedError("it calls itself ready and does not answer", engine=self.name)
         return False
 
-    async def _serves(self) -> bool:
+    async def _generates_token(self) -> bool:
         """One token, with a deadline: loads also stand still when there is nothing to do."""
         key = f"trimtab-look-{time.monotonic_ns()}"
         body = {"rid": key, "input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
         try:
             await self.wire.post("/generate", body)
         except EngineWedgedError:
-            await self._tell_left(key)
+            await self._abort_left(key)
             return False
         return True
 
@@ -177,7 +177,7 @@ class SglangEngine(HttpEngine):
             await self.wire.post("/abort_request", {"rid": one})
         return True
 
-    async def _tell_left(self, key: str) -> None:
+    async def _abort_left(self, key: str) -> None:
         """It takes two seconds to notice a closed connection; those would be forward passes for nobody."""
         with suppress(TrimtabError):
             await self.wire.post("/abort_request", {"rid": key})
@@ -192,7 +192,7 @@ class SglangEngine(HttpEngine):
         deadline = time.monotonic() + self.deadlines.change_s
         while True:
             load = await self._load()
-            if not self._flights and load.running == load.waiting == 0:
+            if not self._open_streams and load.running == load.waiting == 0:
                 return
             if time.monotonic() > deadline:
                 raise EngineWedgedError(
@@ -200,7 +200,7 @@ class SglangEngine(HttpEngine):
                 )
             await asyncio.sleep(0.05)
 
-    async def _require_put_back(self) -> None:
+    async def _require_retracted(self) -> None:
         """Its `retract` has taken the memory of every request away; they are computed anew afterwards."""
 
     async def _resume(self) -> None:

@@ -1,6 +1,6 @@
 """Text to token ids and back, by the tokenizer that an engine has, over HTTP.
 
-Optional: `texts_of` is None for an engine that has none to offer. Ids go in and out of the pool; text is for whoever
+Optional: `tokenizer_of` is None for an engine that has none to offer. Ids go in and out of the pool; text is for whoever
 wants it, and nothing about a generation depends on it. What comes back is checked to be ids or text before anybody uses
 it. An engine reads text also while it is paused or asleep.
 """
@@ -151,7 +151,7 @@ _KINDS: dict[str, type[LlamaCppTokenizer | VllmTokenizer | SglangTokenizer]] = {
 }
 
 
-def texts_of(engine: object) -> Tokenizer | None:
+def tokenizer_of(engine: object) -> Tokenizer | None:
     """The tokenizer of an engine, where it has one that can be asked.
 
     An adapter that is not over HTTP (a Ray actor) may offer one itself, as an attribute `texts`.

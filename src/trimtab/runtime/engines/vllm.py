@@ -82,8 +82,8 @@ class VllmEngine(HttpEngine):
     def _reader(self, order: GenerateRequest) -> DeltaReader:
         return _Stream(order)
 
-    async def _reach(self) -> None:
-        await super()._reach()
+    async def _ensure_reachable(self) -> None:
+        await super()._ensure_reachable()
         if not self._model:
             models = await self.wire.get("/v1/models")
             try:
@@ -101,8 +101,8 @@ class VllmEngine(HttpEngine):
         paused, asleep = await self._flag("/is_paused", "is_paused"), await self._flag("/is_sleeping", "is_sleeping")
         self._seen(paused, asleep)
         version = None if self._discarded else await self._version()
-        why = self._shut or "it answers"
-        return EngineState(not self._shut, why, version, paused or bool(self._paused), asleep, self.dialect)
+        why = self._closed_reason or "it answers"
+        return EngineState(not self._closed_reason, why, version, paused or bool(self._paused), asleep, self.dialect)
 
     async def _flag(self, path: str, key: str) -> bool:
         answer = await self._maybe(path)

@@ -29,7 +29,7 @@ from trimtab.runtime.engines.engine import (
     EngineWedgedError,
 )
 
-LONGEST_EVENT = 64 * 2**20
+MAX_EVENT_BYTES = 64 * 2**20
 """Bytes of one event or answer; more is nonsense. A vocabulary with its bytes is about 20 MB."""
 
 _REST_S = 0.5
@@ -101,15 +101,15 @@ class EngineHttpClient:
                 method, self.url + path, json=body, params=query or None, timeout=timeout, headers=self.headers,
                 allow_redirects=False,
             ) as response:  # fmt: skip
-                raw = await response.content.read(LONGEST_EVENT + 1)
-                while len(raw) <= LONGEST_EVENT and (more := await response.content.read(LONGEST_EVENT + 1)):
+                raw = await response.content.read(MAX_EVENT_BYTES + 1)
+                while len(raw) <= MAX_EVENT_BYTES and (more := await response.content.read(MAX_EVENT_BYTES + 1)):
                     raw += more
                 status, location = response.status, response.headers.get("location", "")
         except asyncio.TimeoutError:
             raise EngineWedgedError(f"{method} {path} had no answer in {seconds:g} s", engine=self.name) from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineGoneError(f"{method} {path}: {_said(error)}", engine=self.name) from None
-        if len(raw) > LONGEST_EVENT:
+        if len(raw) > MAX_EVENT_BYTES:
             raise EngineMalformedError(f"{method} {path} answered without end", engine=self.name)
         answer = _parsed(raw)
         self.judge(f"{method} {path}", status, answer, location)
@@ -198,7 +198,7 @@ class HttpEventStream:
                     return
                 self._heard()
                 *lines, held = (held + chunk).split(b"\n")
-                if len(held) > LONGEST_EVENT:
+                if len(held) > MAX_EVENT_BYTES:
                     raise EngineMalformedError("an event without end", engine=self._wire.name)
                 for line in lines:
                     event = self._event(line)

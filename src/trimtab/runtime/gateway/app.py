@@ -232,7 +232,7 @@ class _RouteApp:
         exchange.closing = app.serving.stopping
         try:
             if self._kind is AccessLevel.changes or (
-                self._kind is AccessLevel.asks and not app.settings.answers_openly
+                self._kind is AccessLevel.asks and not app.settings.allows_anonymous
             ):
                 app.guard.check_token(exchange.heads)
             if self._kind is AccessLevel.changes and app.serving.stopping:

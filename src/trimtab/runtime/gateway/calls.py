@@ -69,7 +69,7 @@ def details(sample: Sample) -> dict[str, object]:
     }
 
 
-def heads_of(call: GenerationCall, samples: Sequence[Sample]) -> list[tuple[bytes, bytes]]:
+def response_headers(call: GenerationCall, samples: Sequence[Sample]) -> list[tuple[bytes, bytes]]:
     """Headers of an answer: who made it, how often it moved, and which weights made how many of its tokens."""
     if len(samples) == 1:
         workers: Sequence[str] = samples[0].workers

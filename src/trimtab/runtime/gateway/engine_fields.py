@@ -66,7 +66,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Values that change nothing."""
 
-EACH_BY_ITSELF = frozenset(
+PER_TOKEN_FIELDS = frozenset(
     {
         "min_p", "logit_bias", "ignore_eos", "allowed_token_ids", "skip_special_tokens", "include_stop_str_in_output",
         "spaces_between_special_tokens", "no_stop_trim", "cache_prompt",
@@ -125,4 +125,4 @@ def may_resume(
     A stop string may lie across the cut, which only those find who can read: the engines that are known here.
     """
     readable = not stop or KNOWN.keys() >= set(kinds)
-    return True if extra and seed is None and readable and EACH_BY_ITSELF.issuperset(extra) else None
+    return True if extra and seed is None and readable and PER_TOKEN_FIELDS.issuperset(extra) else None

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from trimtab.runtime.gateway.answer_forms import to_json
-from trimtab.runtime.gateway.guard import Heads, Receive, Scope
+from trimtab.runtime.gateway.guard import Headers, Receive, Scope
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 WATCH_AFTER_S = 0.25
@@ -25,7 +25,7 @@ class HttpExchange:
     """One request; `left` is set once its client is gone, `cut` where it has to end early."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, write_s: float) -> None:
-        self.heads: Heads = dict(scope["headers"])
+        self.heads: Headers = dict(scope["headers"])
         self.receive = receive
         self.status = 0  # of the answer, once it has begun
         self.left = False

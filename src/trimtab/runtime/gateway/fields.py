@@ -15,7 +15,7 @@ from trimtab.runtime.gateway.errors import Refusal, bad
 LARGE = 2**20
 """Bytes of a body; what has more is parsed beside (`bodies`)."""
 
-MOST_IDS = 2**20
+MAX_TOKEN_IDS = 2**20
 """Token ids of all prompts of one call: checking and sending them keeps others waiting."""
 
 _LARGEST_ID = 2**31
@@ -109,8 +109,8 @@ class BodyFields:
         """Token ids of one prompt, or of several. How many there are is looked at before what they are."""
         nested = isinstance(given[0], list)
         ids = sum(len(one) for one in given if isinstance(one, list)) if nested else len(given)
-        if ids > MOST_IDS:
-            raise self.wrong(name, f"{ids} token ids in one call; {MOST_IDS} are the most")
+        if ids > MAX_TOKEN_IDS:
+            raise self.wrong(name, f"{ids} token ids in one call; {MAX_TOKEN_IDS} are the most")
         return [self.as_ids(name, one) for one in given] if nested else [self.as_ids(name, given)]
 
     def neutral(self, table: Mapping[str, Sequence[Any]]) -> None:

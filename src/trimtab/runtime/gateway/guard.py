@@ -24,7 +24,7 @@ from trimtab.runtime.http.listening import host_name
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Heads = dict[bytes, bytes]
+Headers = dict[bytes, bytes]
 
 ANY = frozenset({"0.0.0.0", "::", ""})
 
@@ -42,7 +42,7 @@ class GatewayGuard:
         self._largest, self._body_s = settings.max_body_bytes, settings.body_s
         self._right: set[bytes] = set()  # Host headers that were checked; bounded, clients use few
 
-    def check_host(self, heads: Heads) -> None:
+    def check_host(self, heads: Headers) -> None:
         """That the caller meant this machine, and is no page of another one."""
         host = heads.get(b"host", b"")
         if host not in self._right:
@@ -71,7 +71,7 @@ class GatewayGuard:
             return False
         return self._takes_numbers
 
-    def check_token(self, heads: Heads) -> None:
+    def check_token(self, heads: Headers) -> None:
         """That the caller has the token: as bearer, or as the password of basic authentication (for .netrc)."""
         scheme, _, given = heads.get(b"authorization", b"").partition(b" ")
         given = given.strip()
@@ -105,7 +105,7 @@ class GatewayGuard:
             )
         return url.rstrip("/")
 
-    async def body(self, heads: Heads, receive: Receive) -> bytes:
+    async def body(self, heads: Headers, receive: Receive) -> bytes:
         """All of a body, if it is not too large and comes in time."""
         said = heads.get(b"content-length")
         if said is not None and said.isdigit() and (len(said) > 18 or int(said) > self._largest):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from trimtab.core.errors import nearest
 from trimtab.model.rollout import DEFAULT_CLASS
 from trimtab.runtime.gateway.errors import Refusal
-from trimtab.runtime.gateway.guard import Heads
+from trimtab.runtime.gateway.guard import Headers
 
 PREFIX = b"x-trimtab-"
 KNOWN = ("class", "group", "version", "at-least", "spans", "deadline-s", "details")
@@ -41,7 +41,7 @@ class RequestTerms:
 PLAIN = RequestTerms()
 
 
-def read_terms(heads: Heads, deadline_s: float | None) -> RequestTerms:
+def read_terms(heads: Headers, deadline_s: float | None) -> RequestTerms:
     """The terms of a call; `deadline_s` holds where it says none."""
     found = {
         name[len(PREFIX) :].decode("latin-1"): value.decode("latin-1").strip()

@@ -31,10 +31,10 @@ CHAT = (*COMMON, "messages", "top_logprobs", "max_completion_tokens", "add_gener
 ServedKinds = Callable[[], Collection[str]]
 """Which kinds of engines are up; asked only where it matters."""
 
-MOST_LOGPROBS = 20
-MOST_SAMPLES = 1_024
-MOST_PROMPTS = 4_096
-MOST_ANSWERS = 8_192  # prompts times samples
+MAX_LOGPROBS = 20
+MAX_SAMPLES = 1_024
+MAX_PROMPTS = 4_096
+MAX_ANSWERS = 8_192  # prompts times samples
 _NO_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id")
 _BY_TRIMTAB = {"priority": "x-trimtab-class chooses a class, which has a priority"}
 
@@ -68,7 +68,7 @@ class OpenAIReader:
         """A body of `/v1/completions`."""
         fields = BodyFields(body)
         prompts = await self._prompts(fields)
-        logprobs = fields.integer("logprobs", None, 0, MOST_LOGPROBS)
+        logprobs = fields.integer("logprobs", None, 0, MAX_LOGPROBS)
         most = fields.integer("max_tokens", 16, 1)
         return await self._read(fields, terms, kinds, prompts, logprobs, most, COMPLETIONS)
 
@@ -84,7 +84,7 @@ class OpenAIReader:
         for kind in kinds() if options else ():
             for name in options.keys() - RENDER_OPTIONS.get(kind, options.keys()):
                 raise fields.wrong(name, f"{kind} engines have no such option for their templates")
-        best = fields.integer("top_logprobs", None, 0, MOST_LOGPROBS)
+        best = fields.integer("top_logprobs", None, 0, MAX_LOGPROBS)
         wanted = fields.boolean("logprobs")
         if best is not None and not wanted:
             raise fields.wrong("top_logprobs", "needs logprobs: true")
@@ -151,8 +151,8 @@ class OpenAIReader:
             found = list(prompt)
         else:
             found = list(fields.prompts("prompt", prompt))
-        if len(found) > MOST_PROMPTS:
-            raise fields.wrong("prompt", f"{len(found)} prompts in one call; {MOST_PROMPTS} are the most")
+        if len(found) > MAX_PROMPTS:
+            raise fields.wrong("prompt", f"{len(found)} prompts in one call; {MAX_PROMPTS} are the most")
         if "" in found or () in found:
             raise fields.wrong("prompt", "an empty prompt")
         return found
@@ -161,7 +161,7 @@ class OpenAIReader:
 def _params(
     fields: BodyFields, kinds: ServedKinds, logprobs: int | None, max_tokens: int, known: tuple[str, ...]
 ) -> SamplingParams:
-    n = fields.integer("n", 1, 1, MOST_SAMPLES)
+    n = fields.integer("n", 1, 1, MAX_SAMPLES)
     if fields.rest.get("best_of") == n:
         fields.take("best_of")
     seed = fields.integer("seed", None, -(2**63), 2**63 - 1)
@@ -184,8 +184,8 @@ def _params(
 
 def require_few_answers(fields: BodyFields, name: str, answers: int) -> None:
     """That a call asks not for more than it may."""
-    if answers > MOST_ANSWERS:
-        raise fields.wrong(name, f"{answers} answers in one call; {MOST_ANSWERS} are the most")
+    if answers > MAX_ANSWERS:
+        raise fields.wrong(name, f"{answers} answers in one call; {MAX_ANSWERS} are the most")
 
 
 def left_over(fields: BodyFields, kinds: ServedKinds, known: tuple[str, ...], prefix: str = "") -> dict[str, Any]:

@@ -17,7 +17,7 @@ from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import UP
 from trimtab.runtime.gateway.answer_forms import ResponseFormat
 from trimtab.runtime.gateway.bodies import BodyParser
-from trimtab.runtime.gateway.calls import GenerationCall, answers, heads_of, samples_of
+from trimtab.runtime.gateway.calls import GenerationCall, answers, response_headers, samples_of
 from trimtab.runtime.gateway.errors import Refusal, failed, told
 from trimtab.runtime.gateway.exchange import HttpExchange, Send
 from trimtab.runtime.gateway.guard import ClientLeft, GatewayGuard, Receive, Scope
@@ -36,7 +36,7 @@ Refused = Callable[[Refusal], dict[str, object]]
 """How a dialect says that it will not."""
 
 STOPPING = "the gateway stops"
-LOOKED_EVERY_S = 0.5
+REFRESH_S = 0.5
 LEAST_SHARE = 16
 
 
@@ -78,7 +78,7 @@ class GenerationTracker:
             engines = (self.pool.engine(view.worker) for view in views)
             self._kinds = frozenset(engine.kind for engine in engines if engine is not None)
             self._capacity = sum(view.spec.limit for view in views)
-            self._looked_until = now + LOOKED_EVERY_S
+            self._looked_until = now + REFRESH_S
 
     def enter(self, exchange: HttpExchange) -> None:
         """Counts it among those under way; refuses it where there are too many."""
@@ -133,7 +133,7 @@ class GenerationEndpoint:
         exchange = HttpExchange(scope, receive, send, serving.settings.write_s)
         began = asyncio.get_running_loop().time()
         try:
-            if not serving.settings.answers_openly:
+            if not serving.settings.allows_anonymous:
                 serving.guard.check_token(exchange.heads)
             serving.enter(exchange)
             try:
@@ -174,7 +174,7 @@ class GenerationEndpoint:
         if not any(map(answers, samples)):
             raise failed(samples[0])
         answer = await form.whole(completions)
-        await exchange.json(answer, heads=heads_of(form.call, samples))
+        await exchange.json(answer, heads=response_headers(form.call, samples))
 
     async def _stream(self, exchange: HttpExchange, form: ResponseFormat) -> None:
         serving, begun, tail = self._serving, False, b""

@@ -51,6 +51,6 @@ class GatewaySettings:
         return self.host in LOOPBACK
 
     @property
-    def answers_openly(self) -> bool:
+    def allows_anonymous(self) -> bool:
         """Generations and figures need no token."""
         return self.on_loopback if self.open_requests is None else self.open_requests

@@ -21,9 +21,9 @@ from trimtab.runtime.gateway.errors import Refusal, failed
 from trimtab.runtime.gateway.fields import BodyFields
 from trimtab.runtime.gateway.headers import RequestTerms
 from trimtab.runtime.gateway.openai import (
-    MOST_LOGPROBS,
-    MOST_PROMPTS,
-    MOST_SAMPLES,
+    MAX_LOGPROBS,
+    MAX_PROMPTS,
+    MAX_SAMPLES,
     ServedKinds,
     left_over,
     require_few_answers,
@@ -70,7 +70,7 @@ class SglangReader:
         start = fields.integer("logprob_start_len", -1)
         if logprobs and start != -1:
             raise fields.wrong("logprob_start_len", "log-probabilities of prompts are not told here; only -1")
-        best = fields.integer("top_logprobs_num", 0, 0, MOST_LOGPROBS)
+        best = fields.integer("top_logprobs_num", 0, 0, MAX_LOGPROBS)
         with_text = fields.boolean("return_text_in_logprobs")
         stream = fields.boolean("stream")
         params = _all_params(fields, kinds, best if logprobs else None, len(prompts))
@@ -116,8 +116,8 @@ def _prompts(fields: BodyFields) -> tuple[bool, list[tuple[int, ...] | str]]:
         single, found = False, list(given)
     else:
         single, found = not isinstance(given[0], list), list(fields.prompts(name, given))
-    if len(found) > MOST_PROMPTS:
-        raise fields.wrong(name, f"{len(found)} prompts in one call; {MOST_PROMPTS} are the most")
+    if len(found) > MAX_PROMPTS:
+        raise fields.wrong(name, f"{len(found)} prompts in one call; {MAX_PROMPTS} are the most")
     if "" in found or () in found:
         raise fields.wrong(name, "an empty prompt")
     return single, found
@@ -155,7 +155,7 @@ def _params(given: Any, kinds: ServedKinds, logprobs: int | None, within: str) -
     if top_p == 0:
         raise fields.wrong("top_p", "0 leaves no token to choose from")
     top_k = fields.integer("top_k", -1, -1)
-    n = fields.integer("n", 1, 1, MOST_SAMPLES)
+    n = fields.integer("n", 1, 1, MAX_SAMPLES)
     stop, stop_ids = fields.strings("stop"), fields.ids("stop_token_ids")
     seed = fields.integer("sampling_seed", None, -(2**63), 2**63 - 1)
     extra = left_over(fields, kinds, SAMPLING, f"{within}.")

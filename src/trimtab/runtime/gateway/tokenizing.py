@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from trimtab.model.rollout import UP, End, WorkerState
 from trimtab.runtime.engines.engine import EngineError, EngineRefusedError
-from trimtab.runtime.engines.texts import Tokenizer, texts_of
+from trimtab.runtime.engines.texts import Tokenizer, tokenizer_of
 from trimtab.runtime.gateway.errors import Refusal
 from trimtab.runtime.gateway.fields import BodyFields
 from trimtab.runtime.rollout.pool import RolloutPool
@@ -24,8 +24,8 @@ from trimtab.runtime.rollout.sampling import Chunk, Sample
 T = TypeVar("T")
 TRIES = 3
 NAMES_KEPT = 400_000  # more than any vocabulary has
-ASKED_AT_ONCE = 16
-LOOKED_EVERY_S = 0.5
+NAMES_AT_ONCE = 16
+REFRESH_S = 0.5
 _HALF = "\ufffd"  # stands where bytes are no character
 
 
@@ -72,8 +72,8 @@ class PoolTokenizer:
         if len(self._names) + len(unknown) > NAMES_KEPT:
             self._names.clear()
             unknown = list(set(ids))
-        for start in range(0, len(unknown), ASKED_AT_ONCE):
-            part = unknown[start : start + ASKED_AT_ONCE]
+        for start in range(0, len(unknown), NAMES_AT_ONCE):
+            part = unknown[start : start + NAMES_AT_ONCE]
             self._names.update(zip(part, await asyncio.gather(*map(self._name, part)), strict=True))
         return [self._names[one] for one in ids]
 
@@ -120,7 +120,7 @@ class PoolTokenizer:
         """In turn."""
         now = time.monotonic()
         if now > self._known_until or not self._known:
-            self._known, self._known_until = self._found(), now + LOOKED_EVERY_S
+            self._known, self._known_until = self._found(), now + REFRESH_S
         self._turn += 1
         turn = self._turn % len(self._known) if self._known else 0
         return self._known[turn:] + self._known[:turn]
@@ -129,7 +129,7 @@ class PoolTokenizer:
         """Those that serve; where none does, all that are up."""
         views = [view for view in self._pool.workers() if view.state in UP]
         serve = [view for view in views if view.state is WorkerState.active] or views
-        found = (texts_of(self._pool.engine(view.worker)) for view in serve)
+        found = (tokenizer_of(self._pool.engine(view.worker)) for view in serve)
         return [texts for texts in found if texts is not None]
 
 

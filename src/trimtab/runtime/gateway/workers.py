@@ -22,7 +22,7 @@ from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.rollout.pool import RolloutPool
 
 HEALTHY = (WorkerState.active, WorkerState.draining)
-LONGEST_WHY = 200
+MAX_WHY_CHARS = 200
 LONGEST_NAME = 100
 
 
@@ -182,8 +182,8 @@ def seconds(fields: BodyFields, name: str) -> float | None:
 
 def _why(fields: BodyFields) -> str:
     why = fields.text("why")
-    if len(why) > LONGEST_WHY or not why.isprintable():
-        raise fields.wrong("why", f"at most {LONGEST_WHY} printable characters")
+    if len(why) > MAX_WHY_CHARS or not why.isprintable():
+        raise fields.wrong("why", f"at most {MAX_WHY_CHARS} printable characters")
     return why
 
 

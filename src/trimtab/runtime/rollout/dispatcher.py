@@ -14,7 +14,7 @@ from trimtab.core.errors import InfeasibleError, InputError, TrimtabError
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import ANSWERED, End
 from trimtab.runtime.engines.engine import Engine, EngineError, EngineGoneError, FinishReason, StreamDelta
-from trimtab.runtime.engines.texts import texts_of
+from trimtab.runtime.engines.texts import tokenizer_of
 from trimtab.runtime.rollout.machine_loop import RequestAttempt, RolloutCore
 from trimtab.runtime.rollout.pending_request import PendingRequest
 from trimtab.runtime.rollout.stop_strings import StopMatch, StopStringBuffer
@@ -42,7 +42,7 @@ class Dispatcher:
             core.counters["moved" if send.resumed else "restarted"] += 1
         attempt = RequestAttempt(asked, send.attempt, send.worker, f"{send.request}@{send.attempt}", version=None)
         core.attempts[send.request, send.attempt] = attempt
-        attempt.task = core.spawn(self._fly(attempt, send), f"attempt-{attempt.order}")
+        attempt.task = core.spawn(self._run_attempt(attempt, send), f"attempt-{attempt.order}")
 
     def _abort(self, abort: e.AbortAttempt) -> None:
         attempt = self._core.attempts.get((abort.request, abort.attempt))
@@ -103,7 +103,7 @@ class Dispatcher:
 
     # ---- one attempt -----------------------------------------------------------------------------------------------
 
-    async def _fly(self, attempt: RequestAttempt, send: e.SendRequest) -> None:
+    async def _run_attempt(self, attempt: RequestAttempt, send: e.SendRequest) -> None:
         news: e.RolloutEvent
         try:
             news = await self._stream(attempt, send)
@@ -130,7 +130,7 @@ class Dispatcher:
         )
         across = await self._across(attempt, engine)
         if across is not None and (stopped := across.before()) is not None:
-            await self._stop_across(attempt, across, stopped, engine)
+            await self._finish_at_stop(attempt, across, stopped, engine)
             return e.AttemptFinished(send.request, send.attempt, 0, End.stop)
         finish = None
         async with contextlib.aclosing(engine.generate(order)) as pieces:
@@ -143,14 +143,14 @@ class Dispatcher:
                     attempt.silent = True
                     stopped = across.hold(piece)
                     if stopped is not None:
-                        await self._stop_across(attempt, across, stopped, engine)
+                        await self._finish_at_stop(attempt, across, stopped, engine)
                         return e.AttemptFinished(send.request, send.attempt, asked.made, End.stop)
                     if across.open and finish is None:
                         continue
                     for held in across.held:
                         self._take(attempt, held)
                     across, attempt.silent = None, False
-                self._core.tokens_came(attempt)
+                self._core.report_tokens(attempt)
         return self._ended(attempt, finish)
 
     def _require_current(self, attempt: RequestAttempt) -> None:
@@ -160,7 +160,7 @@ class Dispatcher:
 
     def _take(self, attempt: RequestAttempt, piece: StreamDelta) -> None:
         if piece.version is not None:
-            attempt.version = number_of(piece.version)
+            attempt.version = version_number(piece.version)
         attempt.asked.take(piece)
         if piece.missing:  # at once: an answer that has a gap must never be carried on from
             self._core.tell(
@@ -188,20 +188,20 @@ class Dispatcher:
         return attempt.asked.made if attempt.asked.attempt == attempt.number else 0
 
     def _engine(self, worker: str) -> Engine:
-        hand = self._core.hands.get(worker)
-        if hand is None or hand.engine is None:
+        handle = self._core.handles.get(worker)
+        if handle is None or handle.engine is None:
             raise EngineError("it has no engine", engine=worker)
-        return hand.engine
+        return handle.engine
 
     async def _cut(self, attempt: RequestAttempt, deadline: float) -> None:
         """Ask the engine to end it; where that takes too long, the stream is closed from here."""
         task = attempt.task
         assert task is not None
-        hand = self._core.hands.get(attempt.worker)
+        handle = self._core.handles.get(attempt.worker)
         left_s = max(0.0, 0.8 * (deadline - self._core.clock()))
-        if hand is not None and hand.engine is not None:
+        if handle is not None and handle.engine is not None:
             with contextlib.suppress(TrimtabError, asyncio.TimeoutError, OSError):  # its stream is closed below
-                await asyncio.wait_for(hand.engine.abort([attempt.order]), left_s / 2)
+                await asyncio.wait_for(handle.engine.abort([attempt.order]), left_s / 2)
         await asyncio.wait({task}, timeout=left_s / 2)
         if not task.done():
             task.cancel()
@@ -213,7 +213,7 @@ class Dispatcher:
         asked = attempt.asked
         if not asked.base:
             return None
-        texts = texts_of(engine)
+        texts = tokenizer_of(engine)
         if texts is not None:
             try:
                 before = await texts.detokenize(tuple(asked.ids))
@@ -226,13 +226,13 @@ class Dispatcher:
                 asked.give_rest()
         return StopStringBuffer(asked.before, asked.params.stop) if asked.params.stop else None
 
-    async def _stop_across(
+    async def _finish_at_stop(
         self, attempt: RequestAttempt, across: StopStringBuffer, stopped: StopMatch, engine: Engine
     ) -> None:
         """The answer ends with the token that completed the stop string, as it would have without the cut."""
         asked = attempt.asked
         ids = (*asked.ids, *(one for held in across.held for one in held.token_ids))
-        last, texts = len(ids), texts_of(engine)
+        last, texts = len(ids), tokenizer_of(engine)
         while texts is not None and last > 1:
             if stopped.word not in (await texts.detokenize(ids[: last - 1]))[stopped.begins :]:
                 break
@@ -255,6 +255,6 @@ def copied(first: PendingRequest, to: PendingRequest) -> None:
     to.give_all()
 
 
-def number_of(version: str | None) -> int | None:
+def version_number(version: str | None) -> int | None:
     """The trainer's number of a version that an engine reports; None where it is none."""
     return int(version) if version is not None and version.isdecimal() else None

@@ -53,7 +53,7 @@ class EngineLeases:
         self._waiting: dict[str, asyncio.Future[Lease]] = {}
         self._held: dict[str, Lease] = {}
         # Leases are requests to the machine, so what it says of requests comes by here first.
-        self._flights = {
+        self._dispatch = {
             kind: core.handlers[kind] for kind in (e.SendRequest, e.AbortAttempt, e.AnswerRequest, e.RefuseRequest)
         }
         core.handlers |= {
@@ -110,10 +110,10 @@ class EngineLeases:
             return
         granted = self._waiting.get(send.request)
         if granted is None:
-            self._flights[e.SendRequest](send)
+            self._dispatch[e.SendRequest](send)
             return
-        hand = self._core.hands.get(send.worker)
-        lease = Lease(send.request, "" if hand is None else hand.url, send.worker, send.version)
+        handle = self._core.handles.get(send.worker)
+        lease = Lease(send.request, "" if handle is None else handle.url, send.worker, send.version)
         lease._leases, lease._attempt = self, send.attempt
         if granted.done():  # its caller has just gone
             self._core.soon(e.AttemptFinished(send.request, send.attempt, 0))
@@ -124,7 +124,7 @@ class EngineLeases:
     def _abort(self, abort: e.AbortAttempt) -> None:
         lease = self._held.get(abort.request)
         if lease is None:
-            self._flights[e.AbortAttempt](abort)
+            self._dispatch[e.AbortAttempt](abort)
             return
         self.revoke(abort.request, abort.reason.sentence)
         self._core.spawn(self._let_go(lease, abort), f"lease-{lease.id}")
@@ -142,7 +142,7 @@ class EngineLeases:
     def _answer(self, answer: e.AnswerRequest) -> None:
         waiting = self._waiting.get(answer.request)
         if waiting is None and answer.request not in self._held:
-            self._flights[e.AnswerRequest](answer)
+            self._dispatch[e.AnswerRequest](answer)
             return
         self.revoke(answer.request, answer.reason.sentence)  # its place is taken until it is released
         if waiting is not None and not waiting.done():
@@ -151,6 +151,6 @@ class EngineLeases:
     def _refuse(self, refuse: e.RefuseRequest) -> None:
         waiting = self._waiting.get(refuse.request)
         if waiting is None:
-            self._flights[e.RefuseRequest](refuse)
+            self._dispatch[e.RefuseRequest](refuse)
         elif not waiting.done():
             waiting.set_exception(RefusedError(refuse.reason, refuse.retry_after_s))

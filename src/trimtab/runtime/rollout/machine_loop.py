@@ -55,7 +55,7 @@ class WorkerHandle:
     load: EngineLoad | None = None
     slept: Reason | None = None  # what became of its memory when it was last put to sleep
     boots: int = 0
-    unwell_since: float | None = None
+    unhealthy_since: float | None = None
     resume_after_refit: bool = False  # it woke without weights, and its gate is shut until it has them
     watch: asyncio.Task[None] | None = None
 
@@ -82,7 +82,7 @@ class RolloutCore:
 
     machine: RolloutMachine
     clock: Callable[[], float] = time.monotonic
-    hands: dict[str, WorkerHandle] = field(default_factory=dict)
+    handles: dict[str, WorkerHandle] = field(default_factory=dict)
     asked: dict[str, PendingRequest] = field(default_factory=dict)
     kept: dict[str, PendingRequest] = field(default_factory=dict)  # answers of requests that had a key
     attempts: dict[tuple[str, int], RequestAttempt] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class RolloutCore:
     listeners: list[Listener] = field(default_factory=list)
     handlers: dict[type, Callable[[Any], None]] = field(default_factory=dict)
     background: Background = field(default_factory=lambda: Background(prefix="rollout"))
-    a_token: int = 1  # one that the engines know, for probes
+    probe_token: int = 1  # one that the engines know, for probes
     closing: bool = False
 
     def __post_init__(self) -> None:
@@ -132,7 +132,7 @@ class RolloutCore:
             self._telling = False
             self._arm()
         if self._news:
-            self.stir()
+            self.wake_waiters()
 
     def _listened(self, what: Any, now: float) -> None:
         for listener in self.listeners:
@@ -164,7 +164,7 @@ class RolloutCore:
         if asked is not None:
             asked.answer(End.failed, (), Reason(ReasonCode.faulty, why))
 
-    def stir(self) -> None:
+    def wake_waiters(self) -> None:
         """Whoever waits for something looks again."""
         news, self._news = self._news, []
         for one in news:
@@ -179,7 +179,7 @@ class RolloutCore:
         if not self.closing:
             self.tell(event)
 
-    def tokens_came(self, attempt: RequestAttempt) -> None:
+    def report_tokens(self, attempt: RequestAttempt) -> None:
         """An attempt made tokens; told at once or soon."""
         if attempt.silent:
             return
@@ -289,12 +289,12 @@ class RolloutCore:
         self.warnings.append((self.clock(), worker, sentence, code))
         log.warning("%s%s", f"{worker}: " if worker else "", sentence)
 
-    def hand(self, worker: str) -> WorkerHandle:
+    def worker_handle(self, worker: str) -> WorkerHandle:
         """What is known of a worker; an error where there is none."""
-        found = self.hands.get(worker)
+        found = self.handles.get(worker)
         if found is None:
-            near = nearest(worker, self.hands)
-            known = ", ".join(list(self.hands)[:8]) or "none"
+            near = nearest(worker, self.handles)
+            known = ", ".join(list(self.handles)[:8]) or "none"
             raise InputError(
                 f"there is no worker {worker}", hint=f"did you mean {near}?" if near else f"workers: {known}"
             )

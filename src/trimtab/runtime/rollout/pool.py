@@ -40,7 +40,7 @@ from trimtab.runtime.engines.engine import Engine, EngineDeadlines
 from trimtab.runtime.engines.engine import EngineCapability as Offers
 from trimtab.runtime.engines.wire import addresses, open_session
 from trimtab.runtime.procs.background import Background
-from trimtab.runtime.rollout.dispatcher import Dispatcher, number_of
+from trimtab.runtime.rollout.dispatcher import Dispatcher, version_number
 from trimtab.runtime.rollout.health import EngineHealthChecker
 from trimtab.runtime.rollout.journal import RolloutJournal
 from trimtab.runtime.rollout.launch.launcher import Launcher
@@ -75,7 +75,7 @@ class RolloutPool(RequestApi):
         self._deeds.on_engine = self._has_engine
         self._refits = RefitWaiters(core)
         self._watch = EngineHealthChecker(core, look_s)
-        self._reconciler = RolloutReconciler(core, reconcile_s, self._deeds.is_doing, self._leases.is_lease)
+        self._reconciler = RolloutReconciler(core, reconcile_s, self._deeds.is_busy, self._leases.is_lease)
         core.handlers |= {e.AnnounceScaleStep: lambda told: None, e.Warn: self._warned}
         self._deadlines = deadlines
         self._journal_at = None if journal is None else Path(journal)
@@ -108,10 +108,10 @@ class RolloutPool(RequestApi):
         await core.until(lambda: not core.attempts, core.machine.rules.abort_s)
         self._running = False
         await core.end_tasks()
-        launchers = {id(one.launcher): one.launcher for one in core.hands.values() if one.launcher is not None}
-        for hand in core.hands.values():
-            if hand.engine is not None:
-                await hand.engine.close()
+        launchers = {id(one.launcher): one.launcher for one in core.handles.values() if one.launcher is not None}
+        for handle in core.handles.values():
+            if handle.engine is not None:
+                await handle.engine.close()
         for launcher in launchers.values():
             await launcher.close()
         if self._session is not None:
@@ -148,7 +148,7 @@ class RolloutPool(RequestApi):
         self._require_running()
         assert self._session is not None
         name = name or url.partition("://")[2].rstrip("/") or url
-        if name in self._core.hands:
+        if name in self._core.handles:
             raise InputError(f"there is a worker {name} already", hint="remove it first, or give this one another name")
         there = await addresses(url)
         self._require_new(url, there)
@@ -166,7 +166,7 @@ class RolloutPool(RequestApi):
 
     def worker_at(self, there: frozenset[tuple[str, int]]) -> str | None:
         """The worker that was attached by a URL that leads to one of these addresses (`engines.wire.addresses`)."""
-        return next((name for name, hand in self._core.hands.items() if hand.addresses & there), None)
+        return next((name for name, handle in self._core.handles.items() if handle.addresses & there), None)
 
     def _require_new(self, url: str, there: frozenset[tuple[str, int]]) -> None:
         known = self.worker_at(there)
@@ -185,21 +185,21 @@ class RolloutPool(RequestApi):
     ) -> str:
         """Use an engine by its adapter, whatever it is."""
         self._require_running()
-        if spec.id in self._core.hands:
+        if spec.id in self._core.handles:
             raise InputError(f"there is a worker {spec.id} already", hint="remove it first")
         state = await engine.ready()
         if version is None:
-            version = number_of(state.version)
+            version = version_number(state.version)
         if version is None and self.version == self._core.machine.rules.version:
             version = self.version
-        hand = self._core.hands[spec.id] = WorkerHandle(
+        handle = self._core.handles[spec.id] = WorkerHandle(
             spec, engine, url, addresses, node=spec.node, note=note, state=state
         )
-        hand.boots = state.boots
+        handle.boots = state.boots
         try:
             self._core.tell(e.WorkerAdded(spec, up=True, version=version))
         except BaseException:
-            del self._core.hands[spec.id]
+            del self._core.handles[spec.id]
             raise
         if note:
             self._core.warn(spec.id, note)
@@ -215,9 +215,9 @@ class RolloutPool(RequestApi):
         self._require_running()
         if not spec.startable:
             raise InputError(f"worker {spec.id} is not startable", hint="WorkerSpec(..., startable=True)")
-        if spec.id in self._core.hands:
+        if spec.id in self._core.handles:
             raise InputError(f"there is a worker {spec.id} already", hint="remove it first")
-        self._core.hands[spec.id] = WorkerHandle(spec, launcher=launcher, node=spec.node)
+        self._core.handles[spec.id] = WorkerHandle(spec, launcher=launcher, node=spec.node)
         self._core.tell(e.WorkerAdded(spec))
         self._watch.begin(spec.id)
         return spec.id
@@ -225,7 +225,7 @@ class RolloutPool(RequestApi):
     async def remove(self, worker: str, deadline_s: float | None = None, why: str = "") -> None:
         """It goes for good: routed off, drained or cut, put to sleep, stopped. Returns when it is gone."""
         core = self._core
-        core.hand(worker)
+        core.worker_handle(worker)
         core.tell(e.WorkerRemoved(worker, deadline_s, why))
         rules = core.machine.rules
         allowed_s = (rules.drain_s if deadline_s is None else deadline_s) + rules.abort_s + rules.sleep_s + rules.stop_s
@@ -237,13 +237,13 @@ class RolloutPool(RequestApi):
         await self._forget(worker)
 
     async def _forget(self, worker: str) -> None:
-        hand = self._core.hands.pop(worker, None)
-        if hand is None:
+        handle = self._core.handles.pop(worker, None)
+        if handle is None:
             return
-        if hand.watch is not None:
-            hand.watch.cancel()
-        if hand.engine is not None:
-            await hand.engine.close()
+        if handle.watch is not None:
+            handle.watch.cancel()
+        if handle.engine is not None:
+            await handle.engine.close()
 
     def drain(self, worker: str, deadline_s: float | None = None, why: str = "") -> None:
         """It serves nothing new until `resume`; what it has goes elsewhere after so long. Refused if too few are left.
@@ -251,28 +251,28 @@ class RolloutPool(RequestApi):
         Left out, the deadline is the rules' `drain_s`.
         """
         core = self._core
-        core.hand(worker)
+        core.worker_handle(worker)
         wait_s = core.machine.rules.drain_s + core.machine.rules.abort_s if deadline_s is None else deadline_s
         core.tell(e.WorkerReclaimed(worker, core.clock() + wait_s, why or "by hand", patient=True))
 
     def take(self, worker: str, deadline_s: float, why: str, *, forced: bool = False) -> None:
         """It is given to others after so long at the latest, until `resume`; `forced`: whatever that leaves."""
-        self._core.hand(worker)
+        self._core.worker_handle(worker)
         self._core.tell(e.WorkerReclaimed(worker, self._core.clock() + deadline_s, why, forced))
 
     def resume(self, worker: str) -> None:
         """It may be used again."""
-        self._core.hand(worker)
+        self._core.worker_handle(worker)
         self._core.tell(e.WorkerReturned(worker))
 
     def died(self, worker: str, why: str) -> None:
         """Its process has ended, for certain."""
-        if worker in self._core.hands:
+        if worker in self._core.handles:
             self._core.tell(e.WorkerDied(worker, why))
 
     def vouch(self, worker: str, version: int | None = None) -> None:
         """It has these weights (left out: the trainer's), says whoever knows: the way back after a restart."""
-        self._core.hand(worker)
+        self._core.worker_handle(worker)
         self._core.tell(e.RefitConfirmed(worker, self.version if version is None else version))
 
     def scale(self, workers: int, for_s: float | None = None, why: str = "") -> None:
@@ -353,11 +353,11 @@ class RolloutPool(RequestApi):
 
     def engine(self, worker: str) -> Engine | None:
         """Its adapter; None where it is not started."""
-        return self._core.hand(worker).engine
+        return self._core.worker_handle(worker).engine
 
     def url(self, worker: str) -> str:
         """Its address; empty where it has none."""
-        return self._core.hand(worker).url
+        return self._core.worker_handle(worker).url
 
     @property
     def steps(self) -> tuple[ScaleStep, ...]:

@@ -19,13 +19,13 @@ WHY = "it was asked for, and nothing carries it out"
 
 
 class RolloutReconciler:
-    """Of one pool. `is_doing`: whether something is being done to a worker; `is_lease`: of no flight, but a holder."""
+    """Of one pool. `is_busy`: whether something is being done to a worker; `is_lease`: of no flight, but a holder."""
 
     def __init__(
-        self, core: RolloutCore, every_s: float, is_doing: Callable[[str], bool], is_lease: Callable[[str], bool]
+        self, core: RolloutCore, every_s: float, is_busy: Callable[[str], bool], is_lease: Callable[[str], bool]
     ) -> None:
         self._core, self._every_s = core, every_s
-        self._is_doing, self._is_lease = is_doing, is_lease
+        self._is_doing, self._is_lease = is_busy, is_lease
         self._acts: dict[str, e.WorkerAction] = {}
         self._seen: set[Hashable] = set()
         core.listeners.append(self._listen)

@@ -88,14 +88,14 @@ class RefitSession:
     @property
     def engines(self) -> tuple[RefitEngine, ...]:
         """The members with their addresses and ranks."""
-        hands = self._core.hands
+        handles = self._core.handles
         return tuple(
             RefitEngine(
                 one.worker,
-                hands[one.worker].url if one.worker in hands else "",
+                handles[one.worker].url if one.worker in handles else "",
                 one.offset,
                 one.size,
-                hands[one.worker].engine if one.worker in hands else None,
+                handles[one.worker].engine if one.worker in handles else None,
             )
             for one in self.membership.members
         )
@@ -103,7 +103,7 @@ class RefitSession:
     async def load(self, path: str) -> None:
         """Every engine reads the weights from disk, side by side. One that fails is out of service, the others not."""
         self._core.weights[self.version] = str(path)
-        self._core.stir()
+        self._core.wake_waiters()
         if self._core.machine.rules.ownership.refit is Owner.trimtab:
             return  # the machine has it done, one after the other where it says so, and is awaited at the end
         await asyncio.gather(*(self._load(one.worker) for one in self.membership.members))
@@ -176,11 +176,11 @@ class RefitSession:
             await asyncio.gather(*(self._ask(worker) for worker in left))
 
     async def _load(self, worker: str) -> None:
-        hand = self._core.hands.get(worker)
-        if hand is None or hand.engine is None:
+        handle = self._core.handles.get(worker)
+        if handle is None or handle.engine is None:
             return  # it is gone, which the machine knows
         try:
-            await asyncio.wait_for(self._deeds.load(hand, worker, self.version), self._core.machine.rules.refit_s)
+            await asyncio.wait_for(self._deeds.load(handle, worker, self.version), self._core.machine.rules.refit_s)
         except asyncio.TimeoutError:
             self.fail(worker, f"it has not loaded them in {self._core.machine.rules.refit_s:g} s")
         except (TrimtabError, OSError) as error:
@@ -190,12 +190,12 @@ class RefitSession:
 
     async def _ask(self, worker: str) -> None:
         """The trainer sent them by its own way; the engine says which version it has, where it can."""
-        hand = self._core.hands.get(worker)
-        if hand is None or hand.engine is None:
+        handle = self._core.handles.get(worker)
+        if handle is None or handle.engine is None:
             return
         try:
-            await hand.engine.refitted(str(self.version))
-            await resumed(hand)
+            await handle.engine.refitted(str(self.version))
+            await resumed(handle)
         except (TrimtabError, OSError) as error:
             self.fail(worker, getattr(error, "what", None) or str(error))
         else:

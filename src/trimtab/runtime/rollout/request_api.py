@@ -15,7 +15,7 @@ from typing import Any, Literal
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import DEFAULT_CLASS, End, RequestSpec
-from trimtab.runtime.engines.texts import texts_of
+from trimtab.runtime.engines.texts import tokenizer_of
 from trimtab.runtime.rollout.leases import EngineLeases, Lease
 from trimtab.runtime.rollout.machine_loop import RolloutCore
 from trimtab.runtime.rollout.pending_request import PendingRequest
@@ -72,7 +72,7 @@ class RequestApi:
                     how = (class_, group, version, at_least, spans, key, deadline_s)
                     one = self._ask(prompt, params, index, None, *how)
                     asked.append(one)
-                    rows[-1].append(one.answered if not one.answered.done() else self._again_later(one, how))
+                    rows[-1].append(one.answered if not one.answered.done() else self._retry_if_refused(one, how))
             return [Completion(tuple([await one for one in row])) for row in rows]
         except BaseException:
             for one in asked:
@@ -81,13 +81,13 @@ class RequestApi:
                 future.cancel()
             raise
 
-    def _again_later(self, refused: PendingRequest, how: tuple[Any, ...]) -> asyncio.Future[Sample]:
+    def _retry_if_refused(self, refused: PendingRequest, how: tuple[Any, ...]) -> asyncio.Future[Sample]:
         """Its answer, also where there was no room for it yet; none is made for one that was answered at once."""
         if refused.answered.exception() is None:
             return refused.answered
-        return self._core.spawn_for(self._ask_patiently(refused, how), f"patience-{refused.spec.id}")
+        return self._core.spawn_for(self._retry_until_accepted(refused, how), f"patience-{refused.spec.id}")
 
-    async def _ask_patiently(self, first: PendingRequest, how: tuple[Any, ...]) -> Sample:
+    async def _retry_until_accepted(self, first: PendingRequest, how: tuple[Any, ...]) -> Sample:
         """Ask again whenever there may be room, until its deadline."""
         core, asked = self._core, first
         class_ = next(one for one in core.machine.rules.classes if one.name == how[0])
@@ -131,7 +131,7 @@ class RequestApi:
         asked: list[PendingRequest] = []
         try:
             how = (class_, group, version, at_least, spans, key, deadline_s)
-            asked += self._ask_all(ids, params, range(params.n), chunks, *how)
+            asked += self._submit_all(ids, params, range(params.n), chunks, *how)
             gate = _RestartGate(asked) if restarts == "hold" else None
             left = len(asked)
             while left:
@@ -163,9 +163,9 @@ class RequestApi:
         """
         self._require_running()
         ids, which = checked_prompt(prompt, "prompt"), range(params.n) if samples is None else samples
-        return self._ask_all(ids, params, which, None, class_, group, version, at_least, spans, key, deadline_s)
+        return self._submit_all(ids, params, which, None, class_, group, version, at_least, spans, key, deadline_s)
 
-    def _ask_all(
+    def _submit_all(
         self,
         prompt: tuple[int, ...],
         params: SamplingParams,
@@ -218,14 +218,14 @@ class RequestApi:
             group,
             version,
             at_least,
-            own.may_resume(reads_text=not own.stop or self._reads_text()),
+            own.may_resume(reads_text=not own.stop or self._have_tokenizers()),
             spans,
             key,
             None if deadline_s is None else core.clock() + deadline_s,
         )
         answered: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
         asked = core.asked[spec.id] = PendingRequest(spec, prompt, own, index, answered, chunks)
-        core.a_token = prompt[0]
+        core.probe_token = prompt[0]
         try:
             core.tell(e.RequestArrived(spec))
         except BaseException:
@@ -233,10 +233,10 @@ class RequestApi:
             raise
         return asked
 
-    def _reads_text(self) -> bool:
+    def _have_tokenizers(self) -> bool:
         """Whether every engine could say what tokens read."""
-        engines = [one.engine for one in self._core.hands.values() if one.engine is not None]
-        return all(texts_of(engine) is not None for engine in engines)
+        engines = [one.engine for one in self._core.handles.values() if one.engine is not None]
+        return all(tokenizer_of(engine) is not None for engine in engines)
 
     def cancel(self, request: str) -> None:
         """It is not wanted any more; harmless where it is answered."""

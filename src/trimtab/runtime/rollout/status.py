@@ -62,19 +62,19 @@ def status(core: RolloutCore, elastic: ElasticConfig) -> dict[str, Any]:
 
 def _background(core: RolloutCore) -> list[dict[str, Any]]:
     """What runs beside: the pool's, and that of whatever starts engines for it."""
-    launchers = {id(one.launcher): one.launcher for one in core.hands.values() if one.launcher is not None}
+    launchers = {id(one.launcher): one.launcher for one in core.handles.values() if one.launcher is not None}
     beside = [core.background, *(one.background for one in launchers.values() if hasattr(one, "background"))]
     return [row for one in beside for row in one.status()]
 
 
 def _worker(core: RolloutCore, view: WorkerView, now: float) -> dict[str, Any]:
-    hand = core.hands.get(view.worker)
-    engine = None if hand is None else hand.engine
-    seen = None if hand is None else hand.state
-    load = None if hand is None else hand.load
+    handle = core.handles.get(view.worker)
+    engine = None if handle is None else handle.engine
+    seen = None if handle is None else handle.state
+    load = None if handle is None else handle.load
     return {
         "name": view.worker,
-        "url": "" if hand is None else hand.url,
+        "url": "" if handle is None else handle.url,
         "kind": "" if engine is None else engine.kind,
         "dialect": "" if seen is None else seen.dialect,
         "state": view.state.value,
@@ -87,8 +87,8 @@ def _worker(core: RolloutCore, view: WorkerView, now: float) -> dict[str, Any]:
         "limit": view.spec.limit,
         "size": view.spec.size,
         "served": view.served,
-        "node": "" if hand is None else hand.node,
-        "note": "" if hand is None else hand.note,
+        "node": "" if handle is None else handle.node,
+        "note": "" if handle is None else handle.note,
         "release": None if engine is None else getattr(engine, "release", ReleaseSupport.tried).value,
         "startable": view.spec.startable,
         "can_sleep": view.spec.can_sleep,
@@ -97,10 +97,10 @@ def _worker(core: RolloutCore, view: WorkerView, now: float) -> dict[str, Any]:
         "asleep": view.asleep,
         "taken": view.taken,
         "outside": view.outside,
-        "memory": None if hand is None or hand.slept is None else _reason(hand.slept),
+        "memory": None if handle is None or handle.slept is None else _reason(handle.slept),
         "doing": None if view.doing is None else view.doing.value,
         "deadline_s": None if view.deadline is None else view.deadline - now,
-        "unwell": None if hand is None or hand.unwell_since is None or seen is None else seen.why,
+        "unwell": None if handle is None or handle.unhealthy_since is None or seen is None else seen.why,
         "load": None
         if load is None
         else {

@@ -30,13 +30,13 @@ class StopStringBuffer:
         self.held: list[StreamDelta] = []
         self._before = before
         self._stop = stop
-        self._reach = max((len(word) for word in stop), default=0) - 1
+        self._ensure_reachable = max((len(word) for word in stop), default=0) - 1
         self._text = ""
 
     @property
     def open(self) -> bool:
         """Whether pieces are still held back."""
-        return len(self._text) < self._reach
+        return len(self._text) < self._ensure_reachable
 
     def hold(self, piece: StreamDelta) -> StopMatch | None:
         """Keep a piece; says whether a stop string is complete now."""
@@ -54,7 +54,7 @@ class StopStringBuffer:
 
     def found(self, after: str) -> StopMatch | None:
         """The first stop string that begins before the cut and ends within this text."""
-        tail = self._before[-self._reach :] if self._reach > 0 else ""
+        tail = self._before[-self._ensure_reachable :] if self._ensure_reachable > 0 else ""
         joined, skipped = tail + after, len(self._before) - len(tail)
         places = []
         for word in self._stop:

@@ -19,9 +19,9 @@ from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import WorkerVerb
 from trimtab.runtime.engines.engine import Engine, EngineError, GenerateRequest, PauseMode, WeightUpdate
 from trimtab.runtime.engines.engine import EngineCapability as Offers
-from trimtab.runtime.engines.memory import sleep_and_look
+from trimtab.runtime.engines.memory import sleep_and_verify
 from trimtab.runtime.procs.background import describe
-from trimtab.runtime.rollout.dispatcher import number_of
+from trimtab.runtime.rollout.dispatcher import version_number
 from trimtab.runtime.rollout.machine_loop import RolloutCore, WorkerHandle
 
 log = logging.getLogger("trimtab.rollout")
@@ -51,7 +51,7 @@ class WorkerActions:
         # What is to be done when a worker has an engine, or has none any more; set by the pool.
         self.on_engine: Callable[[str], None] = lambda worker: None
 
-    def is_doing(self, worker: str) -> bool:
+    def is_busy(self, worker: str) -> bool:
         """Whether something is being done to it."""
         task = self._doing.get(worker)
         return task is not None and not task.done()
@@ -68,9 +68,9 @@ class WorkerActions:
         if before is not None and not before.done():
             await asyncio.wait({before}, timeout=max(0.0, act.deadline - core.clock()))
         try:
-            hand = core.hand(act.worker)
+            handle = core.worker_handle(act.worker)
             left_s = max(0.0, SPARE_SHARE * (act.deadline - core.clock()))
-            done: Any = await asyncio.wait_for(self._verbs[act.verb](hand, act), left_s)
+            done: Any = await asyncio.wait_for(self._verbs[act.verb](handle, act), left_s)
         except asyncio.TimeoutError:
             done = e.ActionFailed(act.worker, act.attempt, f"it took more than {left_s:.3g} s")
         except (TrimtabError, OSError) as error:
@@ -91,100 +91,100 @@ class WorkerActions:
 
     # ---- the verbs -------------------------------------------------------------------------------------------------
 
-    async def _start(self, hand: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
-        if hand.launcher is None:
+    async def _start(self, handle: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
+        if handle.launcher is None:
             raise InfeasibleError(f"nobody here can start {act.worker}")
         version = self._core.machine.version if act.version is None else act.version
-        started = await hand.launcher.start(act.worker, version, self._core.weights.get(version))
-        hand.engine, hand.url, hand.node = started.engine, started.url, started.node or hand.node
-        hand.note, hand.boots, hand.unwell_since, hand.resume_after_refit = started.note, 0, None, False
+        started = await handle.launcher.start(act.worker, version, self._core.weights.get(version))
+        handle.engine, handle.url, handle.node = started.engine, started.url, started.node or handle.node
+        handle.note, handle.boots, handle.unhealthy_since, handle.resume_after_refit = started.note, 0, None, False
         self.on_engine(act.worker)
         return e.ActionDone(act.worker, act.attempt, started.version, started.note)
 
-    async def _stop(self, hand: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
-        if hand.launcher is not None:
-            await hand.launcher.stop(act.worker)
-        if hand.engine is not None:
-            await hand.engine.close()
-            hand.engine = None
+    async def _stop(self, handle: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
+        if handle.launcher is not None:
+            await handle.launcher.stop(act.worker)
+        if handle.engine is not None:
+            await handle.engine.close()
+            handle.engine = None
         return e.ActionDone(act.worker, act.attempt)
 
-    async def _wake(self, hand: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
-        engine = _there(hand)
+    async def _wake(self, handle: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
+        engine = _there(handle)
         if Offers.sleep not in engine.verbs:
             return e.ActionDone(act.worker, act.attempt)
         await engine.wake()
         version = await engine.version()
-        hand.resume_after_refit = Offers.version in engine.verbs and version is None
-        return e.ActionDone(act.worker, act.attempt, number_of(version))
+        handle.resume_after_refit = Offers.version in engine.verbs and version is None
+        return e.ActionDone(act.worker, act.attempt, version_number(version))
 
-    async def _sleep(self, hand: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
-        engine, note = _there(hand), ""
+    async def _sleep(self, handle: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
+        engine, note = _there(handle), ""
         if Offers.flush in engine.verbs:
             with contextlib.suppress(EngineError):  # the sleep below is what counts, and says so if it fails
                 await engine.flush()
         if Offers.sleep in engine.verbs:
             gpus = () if self._gpus_of is None else self._gpus_of(act.worker)
-            slept = await sleep_and_look(engine, gpus, level=1 if act.keeps_weights else 2)
-            hand.slept = slept.reason
+            slept = await sleep_and_verify(engine, gpus, level=1 if act.keeps_weights else 2)
+            handle.slept = slept.reason
             note = slept.reason.sentence if slept.reason.code is ReasonCode.memory_kept else ""
         return e.ActionDone(act.worker, act.attempt, note=note)
 
-    async def _pause(self, hand: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
-        await _there(hand).pause(PauseMode.keep)
+    async def _pause(self, handle: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
+        await _there(handle).pause(PauseMode.keep)
         return e.ActionDone(act.worker, act.attempt)
 
-    async def _resume(self, hand: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
-        await _there(hand).resume()
+    async def _resume(self, handle: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
+        await _there(handle).resume()
         return e.ActionDone(act.worker, act.attempt)
 
-    async def _refit(self, hand: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
+    async def _refit(self, handle: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
         version = self._core.machine.version if act.version is None else act.version
         await self._core.until(lambda: version in self._core.weights, act.deadline - self._core.clock())
-        await self.load(hand, act.worker, version)
+        await self.load(handle, act.worker, version)
         return e.ActionDone(act.worker, act.attempt, version)
 
-    async def load(self, hand: WorkerHandle, worker: str, version: int) -> None:
+    async def load(self, handle: WorkerHandle, worker: str, version: int) -> None:
         """The engine has these weights afterwards, read from disk; or raises."""
         path = self._core.weights.get(version)
         if path is None:
             raise InfeasibleError(
                 f"nobody has said where version {version} lies", hint="await refit.load(path) says it"
             )
-        engine = _there(hand)
+        engine = _there(handle)
         if Offers.refit in engine.verbs:
             await engine.refit(WeightUpdate(path, str(version)))
-            await resumed(hand)
+            await resumed(handle)
             return
-        if hand.launcher is None:
+        if handle.launcher is None:
             raise InfeasibleError(
                 f"a {engine.kind} engine cannot load weights, and this one is not started here",
                 where=worker,
                 hint="start it again with the new weights, and say so with pool.vouch",
             )
         await engine.close()
-        started = await hand.launcher.restart(worker, version, path)
-        hand.engine, hand.url, hand.boots = started.engine, started.url, 0
+        started = await handle.launcher.restart(worker, version, path)
+        handle.engine, handle.url, handle.boots = started.engine, started.url, 0
         if started.version != version:
             raise InfeasibleError(f"it was started again and has version {started.version}, not {version}")
 
-    async def _probe(self, hand: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
+    async def _probe(self, handle: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
         """One token, really generated: a health check that passes proves nothing of a wedged engine."""
-        order = GenerateRequest(f"probe-{act.worker}-{act.attempt}", (self._core.a_token,), 1, temperature=0.0)
-        async with contextlib.aclosing(_there(hand).generate(order)) as pieces:
+        order = GenerateRequest(f"probe-{act.worker}-{act.attempt}", (self._core.probe_token,), 1, temperature=0.0)
+        async with contextlib.aclosing(_there(handle).generate(order)) as pieces:
             async for _ in pieces:
                 pass
         return e.ActionDone(act.worker, act.attempt)
 
 
-def _there(hand: WorkerHandle) -> Engine:
-    if hand.engine is None:
-        raise EngineError("it has no engine", engine=hand.spec.id)
-    return hand.engine
+def _there(handle: WorkerHandle) -> Engine:
+    if handle.engine is None:
+        raise EngineError("it has no engine", engine=handle.spec.id)
+    return handle.engine
 
 
-async def resumed(hand: WorkerHandle) -> None:
+async def resumed(handle: WorkerHandle) -> None:
     """An engine that woke without weights has some now: its gate opens."""
-    if hand.resume_after_refit and hand.engine is not None:
-        await hand.engine.resume()
-        hand.resume_after_refit = False
+    if handle.resume_after_refit and handle.engine is not None:
+        await handle.engine.resume()
+        handle.resume_after_refit = False

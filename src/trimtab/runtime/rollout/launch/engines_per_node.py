@@ -28,7 +28,7 @@ def on_slots(worker: str, **settings: object) -> WorkerSpec:
     return WorkerSpec(worker, startable=True, can_sleep=False, **settings)  # type: ignore[arg-type]
 
 
-def places_on(node: NodeView, unit: Resources, per_node: int | None = None) -> int:
+def engines_that_fit(node: NodeView, unit: Resources, per_node: int | None = None) -> int:
     """Engines that a node has room for: what others than trimtab hold of it is left out."""
     if node.state not in (NodeState.ready, NodeState.suspect) or not node.told:
         return 0  # one that is silent for a moment keeps what it has
@@ -65,7 +65,7 @@ class EnginesPerNode:
     def hear(self, nodes: Iterable[NodeView]) -> None:
         """The nodes are these: add or remove workers."""
         there = {one.node: one for one in nodes}
-        places = sum(places_on(one, self._launcher.unit, self._per_node) for one in there.values())
+        places = sum(engines_that_fit(one, self._launcher.unit, self._per_node) for one in there.values())
         wanted = max(self._least, min(self._most, places))
         while len(self.workers) < wanted:
             worker = f"{self._name}-{next(self._numbers)}"
@@ -73,16 +73,16 @@ class EnginesPerNode:
             self.workers.append(worker)
         surplus = len(self.workers) - wanted
         if surplus > 0:
-            for worker in sorted(self.workers, key=lambda one: self._worth(one, there))[:surplus]:
+            for worker in sorted(self.workers, key=lambda one: self._removal_rank(one, there))[:surplus]:
                 self._remove(worker)
 
-    def _worth(self, worker: str, there: dict[str, NodeView]) -> int:
+    def _removal_rank(self, worker: str, there: dict[str, NodeView]) -> int:
         """Who goes first: those whose node goes or is gone, then those without one."""
         place = self._launcher.places.get(worker)
         if place is None or not place.line.there:
             return 1
         node = there.get(place.line.node)
-        return 0 if place.node_goes or node is None or node.state is not NodeState.ready else 2
+        return 0 if place.node_leaving or node is None or node.state is not NodeState.ready else 2
 
     def _remove(self, worker: str) -> None:
         self.workers.remove(worker)

@@ -58,7 +58,7 @@ class EngineProcessState:
 
     ended: str = ""  # how, with its last words; empty while it runs
     listens: bool = False  # it has its port
-    robbed: bool = False  # it ended, and somebody else has its port
+    port_taken: bool = False  # it ended, and somebody else has its port
 
 
 @runtime_checkable
@@ -168,11 +168,11 @@ class EngineCommand:
         """The command line of one engine."""
         values = {
             "model": path or self.model, "port": str(port), "host": host, "name": name,
-            "version": str(self.starts_with(version, path)), "path": path or "",
+            "version": str(self.started_version(version, path)), "path": path or "",
         }  # fmt: skip
         return [_BRACES.sub(lambda found: values[found[1]], word) for word in self.words]
 
-    def starts_with(self, version: int, path: str | None) -> int:
+    def started_version(self, version: int, path: str | None) -> int:
         """Which version an engine has that was started so: without the trainer's path, that of `model`."""
         if path is None or not any(place in " ".join(self.words) for place in ("{model}", "{path}")):
             return self.version

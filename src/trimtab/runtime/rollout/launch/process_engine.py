@@ -28,8 +28,8 @@ from trimtab.runtime.rollout.launch.process_guard import NOT_FOUND
 
 GUARD = "trimtab.runtime.rollout.launch.process_guard"
 KILL_S = 10.0  # for a killed process to vanish
-WORDS_KEPT = 4_000  # characters of a log that are read for its last words
-LINES_SAID = 12
+LOG_TAIL_CHARS = 4_000  # characters of a log that are read for its last words
+LOG_TAIL_LINES = 12
 
 
 def free_port(host: str) -> int:
@@ -61,7 +61,7 @@ class EngineProcess:
         self._stop_s = stop_s
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
-            self._since = out.tell()  # what is before this was said by an engine before it
+            self._since = out.terminate()  # what is before this was said by an engine before it
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", GUARD, str(os.getpid()), str(stop_s), folder, *line],
                 env={**without_tokens(os.environ), **settings},
@@ -81,7 +81,7 @@ class EngineProcess:
         """How it is: whether it runs, and has its port."""
         ended = self.how_it_ended()
         return (
-            EngineProcessState(ended, robbed=not is_free(port))
+            EngineProcessState(ended, port_taken=not is_free(port))
             if ended
             else EngineProcessState(listens=self._listens(port))
         )
@@ -110,15 +110,15 @@ class EngineProcess:
         try:
             with self.log.open("rb") as file:
                 end = file.seek(0, os.SEEK_END)
-                file.seek(max(self._since, end - WORDS_KEPT))
+                file.seek(max(self._since, end - LOG_TAIL_CHARS))
                 said = file.read().decode(errors="replace")
         except OSError:
             return ""
-        return "\n".join([line for line in said.splitlines() if line.strip()][-LINES_SAID:])
+        return "\n".join([line for line in said.splitlines() if line.strip()][-LOG_TAIL_LINES:])
 
     # ---- its end
 
-    def tell(self) -> None:
+    def terminate(self) -> None:
         """Ask it to end; what is left of it after its time is killed by the guard."""
         if self.alive:
             self._popen.terminate()
@@ -130,14 +130,14 @@ class EngineProcess:
 
     def end(self) -> bool:
         """In order, then for certain; whether it is gone. Waits."""
-        self.tell()
+        self.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(self._stop_s + KILL_S)
         return self._clear()
 
-    async def end_beside(self) -> bool:
+    async def end_async(self) -> bool:
         """As `end`, while other things go on."""
-        self.tell()
+        self.terminate()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.ended(), self._stop_s + KILL_S)
         return await asyncio.to_thread(self._clear)

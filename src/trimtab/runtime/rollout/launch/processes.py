@@ -77,7 +77,7 @@ class ProcessLauncher:
         if watching is not None:
             watching.cancel()
         process = self._running.get(worker)
-        if process is not None and not await process.end_beside():
+        if process is not None and not await process.end_async():
             raise UnreachableError(f"process {process.pid} of {worker} was killed, and is still there")
         self._running.pop(worker, None)
         self._device_of.pop(worker, None)
@@ -129,7 +129,7 @@ class ProcessLauncher:
             functools.partial(self._watch, worker, process),
             on_failed=lambda _, error: self._pool.died(worker, f"its process cannot be watched: {describe(error)}"),
         )
-        return Started(engine, command.starts_with(version, path), url, note=note)
+        return Started(engine, command.started_version(version, path), url, note=note)
 
     async def _watch(self, worker: str, process: EngineProcess) -> None:
         """Tell the pool when it ends unasked."""

@@ -49,7 +49,7 @@ async def serving(
     while True:
         process = await look()
         if process.ended:
-            kind = PortTakenError if process.robbed else EngineEndedError
+            kind = PortTakenError if process.port_taken else EngineEndedError
             raise kind(f"the engine of {name} did not come up: {process.ended}", hint=_shown(command))
         if process.listens:
             engine, note, seen = await _asked(name, url, command, session, deadlines)

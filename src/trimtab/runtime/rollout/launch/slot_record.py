@@ -23,7 +23,7 @@ class WorkerSlot:
         self.worker = worker
         self.line = line
         self.reason = "it was submitted a moment ago"
-        self.node_goes = False
+        self.node_leaving = False
         self.starting = False  # `start` is at work on it
         self.up = False  # its engine was given to the rollout pool, and was not stopped since
         self.taken = False  # the rollout pool was told that it may not use the worker

@@ -104,7 +104,7 @@ class SlotLauncher:
         self._threads = concurrent.futures.ThreadPoolExecutor(8, thread_name_prefix="trimtab-slots")
         self.background = Background(prefix="slots")
         self._loops: list[asyncio.Task[None]] = []
-        self._aside_tasks: set[asyncio.Task[None]] = set()
+        self._spawned: set[asyncio.Task[None]] = set()
         self._submitting: dict[str, asyncio.Task[WorkerSlot]] = {}
         self._listening = self._closed = False
 
@@ -147,7 +147,7 @@ class SlotLauncher:
         if not place.taken and await self._ended_by_itself(place):
             place.idle_since = time.monotonic()
             return
-        await asyncio.shield(self._aside(self._give_back(place)))
+        await asyncio.shield(self._spawn(self._give_back(place)))
         if place.taken:  # its node goes: elsewhere, if there is room
             self._tell(self.pool.resume, worker)
 
@@ -158,10 +158,10 @@ class SlotLauncher:
         self._closed = True
         for loop in self._loops:
             loop.cancel()
-        await asyncio.gather(*self._loops, *self._aside_tasks, *self._submitting.values(), return_exceptions=True)
+        await asyncio.gather(*self._loops, *self._spawned, *self._submitting.values(), return_exceptions=True)
         for place in self.places.values():
             place.stop_watching()
-        ends = [self._aside(self._give_back(place)) for place in list(self.places.values())]
+        ends = [self._spawn(self._give_back(place)) for place in list(self.places.values())]
         await asyncio.gather(*ends, return_exceptions=True)
         if self._http is not None:
             await self._http.close()
@@ -252,7 +252,7 @@ class SlotLauncher:
             functools.partial(self._watch, place),
             on_failed=lambda _, error: self._gone(place, f"its engine cannot be watched: {describe(error)}"),
         )
-        return Started(engine, command.starts_with(version, path), url, place.line.node, note)
+        return Started(engine, command.started_version(version, path), url, place.line.node, note)
 
     async def _watch(self, place: WorkerSlot) -> None:
         """Tell the rollout pool when the engine ends and its task does not."""
@@ -340,10 +340,10 @@ class SlotLauncher:
         if news.version != self._version:
             self._version = news.version
             for place in list(self.places.values()):
-                self._hear_node(place, {one.node: one for one in news.nodes}.get(place.line.node))
+                self._on_node(place, {one.node: one for one in news.nodes}.get(place.line.node))
             for hear in self.on_nodes:
                 hear(news.nodes)
-        self._let_idle_ones_go()
+        self._release_idle()
 
     async def _hear_task(self, place: WorkerSlot, seen: TaskSnapshot) -> None:
         place.line.seen = seen.state, seen.attempt
@@ -352,9 +352,9 @@ class SlotLauncher:
             place.line.down("its task was started again")
             self._gone(place, "its task was started again")
         if seen.state is TaskState.running and not place.line.there:
-            await self._has_slot(place, seen)
+            await self._on_slot(place, seen)
         elif seen.state is TaskState.cancelling and seen.reason.code not in LOSSES:
-            self._notice(place, seen)
+            self._on_notice(place, seen)
         elif seen.state in (TaskState.cancelling, *IN_QUEUE, *ENDED):
             place.line.down(f"its task is {seen.state.value}: {seen.reason}")
             self._gone(place, str(seen.reason))
@@ -369,7 +369,7 @@ class SlotLauncher:
         if place.taken and seen.state is not TaskState.cancelled:
             self._tell(self.pool.resume, place.worker)
 
-    async def _has_slot(self, place: WorkerSlot, seen: TaskSnapshot) -> None:
+    async def _on_slot(self, place: WorkerSlot, seen: TaskSnapshot) -> None:
         self._gone(place, "its task was started again")
         handle, node = seen.handles[0] if seen.handles else None, seen.members[0].node
         if handle is None:
@@ -380,25 +380,25 @@ class SlotLauncher:
             except ValueError:
                 return  # gone again; the news will say so
         place.line.up(handle, node, seen.attempt)
-        place.node_goes, place.idle_since = False, time.monotonic()
+        place.node_leaving, place.idle_since = False, time.monotonic()
         if place.taken:
             place.taken = False
             self._tell(self.pool.resume, place.worker)
 
-    def _notice(self, place: WorkerSlot, seen: TaskSnapshot) -> None:
+    def _on_notice(self, place: WorkerSlot, seen: TaskSnapshot) -> None:
         """The pool gives the slot to somebody else."""
         if place.up or place.starting:
             place.taken = True
             why = f"pool {self.slots.name} gives its slot to others: {seen.reason.sentence}"
             self._tell(self.pool.take, place.worker, self.notice_s, why, forced=True)
         else:
-            self._aside(self._hand_over(place))
+            self._spawn(self._hand_over(place))
 
-    def _hear_node(self, place: WorkerSlot, node: NodeView | None) -> None:
+    def _on_node(self, place: WorkerSlot, node: NodeView | None) -> None:
         """Its node will go: the worker leaves in time."""
-        if node is None or node.state is not NodeState.draining or place.node_goes:
+        if node is None or node.state is not NodeState.draining or place.node_leaving:
             return
-        place.node_goes = True
+        place.node_leaving = True
         left_s = UNTIMED_DRAIN_S
         if node.deadline is not None and self._offset is not None:
             left_s = max(0.0, node.deadline - self._offset - time.monotonic())
@@ -407,9 +407,9 @@ class SlotLauncher:
             place.taken = True
             self._tell(self.pool.take, place.worker, left_s, why, forced=True)
         elif place.line.there:
-            self._aside(self._give_back(place))
+            self._spawn(self._give_back(place))
 
-    def _let_idle_ones_go(self) -> None:
+    def _release_idle(self) -> None:
         """Slots without an engine, and places of workers that are none any more."""
         known = {one.worker for one in self.pool.workers()}
         now = time.monotonic()
@@ -417,7 +417,7 @@ class SlotLauncher:
             if place.up or place.starting or place.state is TaskState.cancelling:
                 continue
             if place.worker not in known or (place.line.there and now - place.idle_since > self._idle_s):
-                self._aside(self._give_back(place))
+                self._spawn(self._give_back(place))
 
     # ---- how it is done ----------------------------------------------------------------------------------------------
 
@@ -430,15 +430,15 @@ class SlotLauncher:
         except InputError as fault:
             log.info("%s", fault.what)
 
-    def _aside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Something that is seen through, though nobody may wait for it any more."""
         task = asyncio.get_running_loop().create_task(work, name="rollout-slot")
-        self._aside_tasks.add(task)
-        task.add_done_callback(self._seen_through)
+        self._spawned.add(task)
+        task.add_done_callback(self._spawned_done)
         return task
 
-    def _seen_through(self, task: asyncio.Task[None]) -> None:
-        self._aside_tasks.discard(task)
+    def _spawned_done(self, task: asyncio.Task[None]) -> None:
+        self._spawned.discard(task)
         if not task.cancelled() and (fault := task.exception()) is not None:
             log.warning("a slot was not given back: %s", fault)
 

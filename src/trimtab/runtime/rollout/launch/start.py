@@ -76,7 +76,7 @@ def engines_on_slots(
             pool.add_startable(spec(f"{name}-{number}"), launcher)
     launcher.listen()
     if lends:
-        launcher.also(DemandWatch(launcher, use_s).look_again_and_again)
+        launcher.also(DemandWatch(launcher, use_s).run_forever)
     return launcher
 
 

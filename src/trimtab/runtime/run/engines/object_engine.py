@@ -84,9 +84,9 @@ class ThreadedEngine(ActorEngine):
         told = {**dataclasses.asdict(refit), "weights": self._weights_at(refit.path)}
         await self._call("refit", told, within_s=self.deadlines.refit_s)
 
-    def _events(self, flight: OpenStream) -> EventStream:
-        order = {**vars(flight.order), "id": flight.key, "token_ids": list(flight.order.token_ids)}
-        return _Stream(self, flight.key, order)
+    def _events(self, stream: OpenStream) -> EventStream:
+        order = {**vars(stream.order), "id": stream.key, "token_ids": list(stream.order.token_ids)}
+        return _Stream(self, stream.key, order)
 
     def open(self, key: str, order: dict[str, Any], stream: _Stream) -> None:
         """Begin an order; what comes of it is put there."""
