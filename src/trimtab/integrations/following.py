@@ -90,7 +90,7 @@ async def _reported(pool: RolloutPool) -> dict[str, int]:
 async def _version_of(pool: RolloutPool, worker: str) -> int | None:
     try:
         engine = pool.engine(worker)
-        if engine is None or EngineCapability.version not in engine.verbs:
+        if engine is None or EngineCapability.version not in engine.capabilities:
             return None
         return version_number(await asyncio.wait_for(engine.version(), ASK_S))
     except (TrimtabError, OSError, asyncio.TimeoutError):

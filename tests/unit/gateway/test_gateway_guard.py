@@ -20,7 +20,7 @@ from trimtab.runtime.gateway import engine_fields as extras
 from trimtab.runtime.gateway import openai, sglang
 from trimtab.runtime.gateway.errors import Refusal
 from trimtab.runtime.gateway.guard import AllowedHosts, GatewayGuard
-from trimtab.runtime.gateway.headers import PLAIN
+from trimtab.runtime.gateway.headers import DEFAULT_TERMS
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer
 from trimtab.runtime.http.listening import host_name
@@ -185,7 +185,7 @@ def test_a_number_beyond_any_range_is_a_400_that_names_its_field() -> None:
 
 def test_fields_of_engines_are_bounded() -> None:
     def passed(name: str, value: Any) -> dict[str, Any]:
-        return extras.passed_on({name: value}, {"llamacpp"}, (), "sampling_params.")
+        return extras.engine_extras({name: value}, {"llamacpp"}, (), "sampling_params.")
 
     nested: list[Any] = []
     for _ in range(5_000):
@@ -551,7 +551,7 @@ def test_whatever_a_body_has_in_it_is_understood_or_refused(body: dict[str, Any]
             (sglang.SglangReader(texts).generate, mine),
         ):
             try:
-                call, _ = await read(given_body, PLAIN, lambda: {"sglang"})
+                call, _ = await read(given_body, DEFAULT_TERMS, lambda: {"sglang"})
             except (Refusal, InputError):
                 continue
             assert all(call.prompts)

@@ -29,8 +29,7 @@ from trimtab.runtime.engines.engine import (
     PauseMode,
     WeightUpdate,
 )
-from trimtab.runtime.engines.llamacpp import LlamaCppEngine, samplers
-from trimtab.runtime.engines.vocabulary import Vocabulary
+from trimtab.runtime.engines.llamacpp import LlamaCppEngine, Vocabulary, samplers
 from trimtab.runtime.engines.wire import open_session
 
 PROMPT = (40, 41, 42, 43, 44)

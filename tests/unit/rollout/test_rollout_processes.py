@@ -379,6 +379,6 @@ def test_an_engine_does_not_get_the_tokens_of_trimtab(tmp_path: Path, monkeypatc
     engine = EngineProcess([sys.executable, "-c", script], {"TRIMTAB_GIVEN": "too"}, tmp_path / "log", stop_s=5.0)
     try:
         assert engine._popen.wait(WAIT_S) == 0
-        assert engine.last_words() == "{'TRIMTAB_KEPT': 'yes', 'TRIMTAB_GIVEN': 'too'}"
+        assert engine.log_tail() == "{'TRIMTAB_KEPT': 'yes', 'TRIMTAB_GIVEN': 'too'}"
     finally:
         engine.end()

@@ -1,6 +1,6 @@
 """Engines that are Ray actors: any actor with a few methods, so that a trainer's own engine can serve.
 
-Needed are `generate(order)`, a generator of dictionaries with the fields of `StreamDelta`, and `ready()`, a dictionary
+Needed are `generate(request)`, a generator of dictionaries with the fields of `StreamDelta`, and `ready()`, a dictionary
 with the fields of `EngineState` or plain true or false. What else it has of `load`, `abort`, `pause`, `resume`,
 `sleep`, `wake`, `flush`, `version` and `refit` is used; what it lacks is not offered. Orders and refits are handed
 over as dictionaries, modes and parts as strings, so that the actor need not import anything of ours.
@@ -57,38 +57,38 @@ class ActorEngine(GatedEngine):
         for method in ("generate", "ready"):
             if not self._has(method):
                 raise InputError(f"the actor of engine {name} has no method '{method}'")
-        self.verbs = frozenset(verb for verb, needed in _NEEDS.items() if all(map(self._has, needed)))
+        self.capabilities = frozenset(verb for verb, needed in _NEEDS.items() if all(map(self._has, needed)))
 
     def _has(self, method: str) -> bool:
         return getattr(self._handle, method, None) is not None
 
     def _events(self, stream: OpenStream) -> EventStream:
-        order = dataclasses.asdict(stream.order) | {"id": stream.key}
-        return _Generator(self.name, self._handle, order, self.deadlines)
+        request = dataclasses.asdict(stream.request) | {"id": stream.key}
+        return _Generator(self.name, self._handle, request, self.deadlines)
 
-    def _reader(self, order: GenerateRequest) -> DeltaReader:
+    def _reader(self, request: GenerateRequest) -> DeltaReader:
         return _DictReader()
 
-    async def _look(self) -> EngineState:
-        told = await self._call("ready", within_s=self.deadlines.call_s)
-        told = dict(told) if isinstance(told, dict) else {"up": bool(told)}
-        paused, asleep = bool(told.get("paused")), bool(told.get("asleep"))
-        self._seen(paused, asleep)
-        version = None if self._discarded or told.get("version") is None else str(told["version"])
-        up = bool(told.get("up")) and not self._closed_reason
-        why = self._closed_reason or str(told.get("why") or ("it answers" if up else "it says that it is not ready"))
+    async def _read_state(self) -> EngineState:
+        reply = await self._call("ready", within_s=self.deadlines.call_s)
+        reply = dict(reply) if isinstance(reply, dict) else {"up": bool(reply)}
+        paused, asleep = bool(reply.get("paused")), bool(reply.get("asleep"))
+        self._update_gate(paused, asleep)
+        version = None if self._discarded or reply.get("version") is None else str(reply["version"])
+        up = bool(reply.get("up")) and not self._closed_reason
+        why = self._closed_reason or str(reply.get("why") or ("it answers" if up else "it says that it is not ready"))
         return EngineState(up, why, version, paused or self._paused is not None, asleep, "actor")
 
     async def _load(self) -> EngineLoad:
         if not self._has("load"):
             # It has what was sent from here, and nobody else's: else it would have a load to tell.
             return EngineLoad(len(self._open_streams), 0, None, time.monotonic(), fresh=True)
-        told = await self._call("load", within_s=self.deadlines.call_s)
+        reply = await self._call("load", within_s=self.deadlines.call_s)
         try:
-            used = told.get("kv_used_share")
+            used = reply.get("kv_used_share")
             return EngineLoad(
-                int(told["running"]), int(told.get("waiting", 0)), None if used is None else float(used),
-                time.monotonic(), fresh=bool(told.get("fresh", self._paused is None)),
+                int(reply["running"]), int(reply.get("waiting", 0)), None if used is None else float(used),
+                time.monotonic(), fresh=bool(reply.get("fresh", self._paused is None)),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineMalformedError(f"its load cannot be read: {error!r}", engine=self.name) from None
@@ -96,8 +96,8 @@ class ActorEngine(GatedEngine):
     async def _version(self) -> str | None:
         if not self._has("version"):
             return None
-        told = await self._call("version", within_s=self.deadlines.call_s)
-        return None if told is None else str(told)
+        reply = await self._call("version", within_s=self.deadlines.call_s)
+        return None if reply is None else str(reply)
 
     async def _abort(self, keys: Collection[str] | None) -> bool:
         if not self._has("abort"):
@@ -106,7 +106,7 @@ class ActorEngine(GatedEngine):
         return True
 
     async def _pause(self, mode: PauseMode) -> None:
-        if EngineCapability.pause in self.verbs:
+        if EngineCapability.pause in self.capabilities:
             await self._call("pause", mode.value)
         elif mode is PauseMode.keep:
             raise InputError("this actor cannot hold requests still", where=f"engine {self.name}", hint="abort or wait")
@@ -120,7 +120,7 @@ class ActorEngine(GatedEngine):
                 await asyncio.sleep(0.02)
 
     async def _resume(self) -> None:
-        if EngineCapability.pause in self.verbs:
+        if EngineCapability.pause in self.capabilities:
             await self._call("resume")
 
     async def _sleep(self, level: int) -> None:
@@ -138,9 +138,9 @@ class ActorEngine(GatedEngine):
     async def _call(self, method: str, *given: Any, within_s: float | None = None) -> Any:
         seconds = self.deadlines.change_s if within_s is None else within_s
         try:
-            answer = await asyncio.wait_for(_value(getattr(self._handle, method).remote(*given)), seconds)
+            answer = await asyncio.wait_for(_await_ref(getattr(self._handle, method).remote(*given)), seconds)
         except Exception as error:
-            raise _as_ours(error, f"{method}()", self.name, seconds) from None
+            raise _engine_error(error, f"{method}()", self.name, seconds) from None
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineFailedError(f"{method}() said success: false: {answer}", engine=self.name)
         return answer
@@ -149,8 +149,8 @@ class ActorEngine(GatedEngine):
 class _Generator:
     """One running generator of an actor, as a stream of events."""
 
-    def __init__(self, name: str, handle: Any, order: dict[str, Any], deadlines: EngineDeadlines) -> None:
-        self._name, self._handle, self._order, self._deadlines = name, handle, order, deadlines
+    def __init__(self, name: str, handle: Any, request: dict[str, Any], deadlines: EngineDeadlines) -> None:
+        self._name, self._handle, self._request, self._deadlines = name, handle, request, deadlines
         self._running: Any = None
         self._ended = asyncio.Event()  # closed from here
         self._timer: asyncio.TimerHandle | None = None
@@ -173,20 +173,20 @@ class _Generator:
         """An actor's generator that has said its last piece has nothing more to say."""
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
-        running = self._handle.generate.options(num_returns="streaming").remote(self._order)
+        running = self._handle.generate.options(num_returns="streaming").remote(self._request)
         self._running = running
         seconds = self._deadlines.first_bytes_s
         while True:
-            told = await self._next(running, seconds)
-            if told is _OVER:
+            reply = await self._next(running, seconds)
+            if reply is _OVER:
                 return
-            if not isinstance(told, dict):
-                raise EngineMalformedError(f"it gave a {type(told).__name__} and no dictionary", engine=self._name)
-            yield told
+            if not isinstance(reply, dict):
+                raise EngineMalformedError(f"it gave a {type(reply).__name__} and no dictionary", engine=self._name)
+            yield reply
             seconds = self._deadlines.silence_s
 
     async def _next(self, running: Any, seconds: float) -> Any:
-        reading = asyncio.ensure_future(_one(running))
+        reading = asyncio.ensure_future(_next_item(running))
         ending = asyncio.ensure_future(self._ended.wait())
         try:
             await asyncio.wait((reading, ending), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -198,7 +198,7 @@ class _Generator:
         except EngineError:
             raise
         except Exception as error:
-            raise _as_ours(error, "generate()", self._name, seconds) from None
+            raise _engine_error(error, "generate()", self._name, seconds) from None
         finally:
             ending.cancel()
             reading.cancel()
@@ -207,18 +207,18 @@ class _Generator:
 _OVER = object()
 
 
-async def _one(running: Any) -> Any:
+async def _next_item(running: Any) -> Any:
     try:
         return await (await running.__anext__())
     except StopAsyncIteration:
         return _OVER
 
 
-async def _value(reference: Any) -> Any:
+async def _await_ref(reference: Any) -> Any:
     return await reference
 
 
-def _as_ours(error: Exception, call: str, name: str, seconds: float) -> EngineError:
+def _engine_error(error: Exception, call: str, name: str, seconds: float) -> EngineError:
     """What went wrong at Ray, in our words."""
     from ray.exceptions import RayActorError, RayTaskError
 

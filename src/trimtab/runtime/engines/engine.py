@@ -245,7 +245,7 @@ class Engine(Protocol):
         """vllm, sglang, llamacpp or actor."""
 
     @property
-    def verbs(self) -> frozenset[EngineCapability]:
+    def capabilities(self) -> frozenset[EngineCapability]:
         """What it can do beyond generating."""
 
     async def ready(self) -> EngineState:
@@ -254,7 +254,7 @@ class Engine(Protocol):
     async def load(self) -> EngineLoad:
         """What it has to do. Raises an `EngineError` when it cannot be asked."""
 
-    def generate(self, order: GenerateRequest) -> AsyncGenerator[StreamDelta, None]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[StreamDelta, None]:
         """Streams until a piece with a `finish`, or raises. Closing the iterator aborts on the engine."""
 
     async def abort(self, ids: Collection[str] | None = None) -> None:

@@ -39,9 +39,9 @@ from trimtab.runtime.engines.engine import (
     WeightUpdate,
 )
 
-_SETTLES_S = 1.0
+_SETTLE_S = 1.0
 """So long its own figures may lag behind what it has done."""
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _EMPTY = "its weights were discarded or half replaced, and no refit has been confirmed since"
 
 
@@ -75,31 +75,31 @@ class MalformedOutput(Exception):  # noqa: N818 - not raised beyond this folder
 class OpenStream:
     """One open stream."""
 
-    def __init__(self, order: GenerateRequest, attempt: str) -> None:
-        self.order = order
+    def __init__(self, request: GenerateRequest, attempt: str) -> None:
+        self.request = request
         # What the engine knows it by. No second attempt may meet what is left of the first, whoever made that: SGLang
         # aborts a name once more two seconds after its stream has ended, also if somebody has used it again by then.
-        self.key = f"{order.id}.{attempt}"
+        self.key = f"{request.id}.{attempt}"
         self.events: EventStream | None = None
         self.aborting = False
-        self.over = False  # it ended by itself, well or not
-        self._pieces: list[StreamDelta] = []
+        self.ended = False  # it ended by itself, well or not
+        self._stream_pieces: list[StreamDelta] = []
 
-    def heard(self, piece: StreamDelta) -> None:
+    def add(self, piece: StreamDelta) -> None:
         """Keeps it, in case that this is how far it gets."""
-        self._pieces.append(piece)
-        self.over = piece.finish is not None
+        self._stream_pieces.append(piece)
+        self.ended = piece.finish is not None
 
     def so_far(self) -> PartialOutput:
         """All that came until now."""
-        return PartialOutput.of(self._pieces)
+        return PartialOutput.of(self._stream_pieces)
 
 
 class GatedEngine:
     """The shared half of an adapter; see `Engine` for the verbs."""
 
     kind: ClassVar[str]
-    verbs: frozenset[EngineCapability] = frozenset()
+    capabilities: frozenset[EngineCapability] = frozenset()
 
     def __init__(self, name: str, deadlines: EngineDeadlines | None = None) -> None:
         self.name, self.deadlines = name, deadlines or EngineDeadlines()
@@ -107,7 +107,7 @@ class GatedEngine:
         self.release = ReleaseSupport.tried
         # Requests whose streams are open, by id.
         self._open_streams: dict[str, OpenStream] = {}
-        self._attempts, self._sign = 0, secrets.token_hex(4)
+        self._attempts, self._instance = 0, secrets.token_hex(4)
         # Why nothing may be sent: set before a pause or sleep is sent, empty only when the engine confirmed otherwise.
         self._closed_reason = ""
         self._paused_externally = False  # it was somebody else's pause that shut it
@@ -118,7 +118,7 @@ class GatedEngine:
         # A look that has not begun yet, for all that wait for one.
         self._next_check: asyncio.Task[EngineState] | None = None
         # What is still being told to the engine of requests whose clients went away.
-        self._telling: set[asyncio.Task[None]] = set()
+        self._abort_tasks: set[asyncio.Task[None]] = set()
         self._discarded = False  # its weights are gone or unknown until a refit is confirmed, whatever it reports
 
     # Asking.
@@ -127,7 +127,7 @@ class GatedEngine:
         """Would it serve now? A paused or sleeping engine is not ready, whatever its health page says."""
         try:
             await self._ensure_reachable()
-            state = await self._look()
+            state = await self._read_state()
             return replace(state, elsewhere=self._paused_externally)
         except TrimtabError as error:
             return EngineState(
@@ -148,40 +148,40 @@ class GatedEngine:
 
     # Generating.
 
-    async def generate(self, order: GenerateRequest) -> AsyncGenerator[StreamDelta, None]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[StreamDelta, None]:
         """Streams one answer; see `Engine.generate`."""
         self._require_open()
-        if order.id in self._open_streams:
-            raise InputError(f"a request '{order.id}' is already running there", where=f"engine {self.name}")
+        if request.id in self._open_streams:
+            raise InputError(f"a request '{request.id}' is already running there", where=f"engine {self.name}")
         self._attempts += 1
-        stream = self._open_streams[order.id] = OpenStream(order, f"{self._sign}.{self._attempts}")
+        stream = self._open_streams[request.id] = OpenStream(request, f"{self._instance}.{self._attempts}")
         try:
             await self._ensure_reachable()
             self._require_open()
-            async with aclosing(self._pieces(stream)) as pieces:
+            async with aclosing(self._stream_pieces(stream)) as pieces:
                 async for piece in pieces:
-                    stream.heard(piece)
+                    stream.add(piece)
                     yield piece
         except TrimtabError:
-            stream.over = True
+            stream.ended = True
             raise
         finally:
-            self._open_streams.pop(order.id, None)
+            self._open_streams.pop(request.id, None)
             if stream.events is not None:
                 stream.events.close()
-            if not stream.over:
-                self._left(stream.key)
+            if not stream.ended:
+                self._abandoned(stream.key)
 
-    async def _pieces(self, stream: OpenStream) -> AsyncGenerator[StreamDelta, None]:
-        reader, stream.events = self._reader(stream.order), self._events(stream)
+    async def _stream_pieces(self, stream: OpenStream) -> AsyncGenerator[StreamDelta, None]:
+        reader, stream.events = self._reader(stream.request), self._events(stream)
         if stream.aborting:
             yield StreamDelta(finish=FinishReason.aborted)
             return
         try:
             async for event in stream.events:
-                for told in await self._read(reader, event):
-                    piece = self._mark_own_abort(stream, told)
-                    if piece.finish is FinishReason.aborted_elsewhere and (why := await self._ending()):
+                for reply in await self._read(reader, event):
+                    piece = self._mark_own_abort(stream, reply)
+                    if piece.finish is FinishReason.aborted_elsewhere and (why := await self._shutdown_reason()):
                         yield replace(piece, finish=None)
                         raise EngineGoneError(f"it ended, and the answer with it: {why}", engine=self.name)
                     yield piece
@@ -193,7 +193,7 @@ class GatedEngine:
             if stream.aborting:
                 yield StreamDelta(finish=FinishReason.aborted)
                 return
-            raise await self._told(error, stream.so_far()) from None
+            raise await self._with_partial(error, stream.so_far()) from None
 
     async def _read(self, reader: DeltaReader, event: dict[str, Any]) -> list[StreamDelta]:
         try:
@@ -214,7 +214,7 @@ class GatedEngine:
             )  # fmt: skip
         return piece
 
-    async def _ending(self) -> str:
+    async def _shutdown_reason(self) -> str:
         """Why it will answer nothing more; empty where it will.
 
         An engine that is told to end calls that an abort of everything that it has, as a trainer's abort is called; but
@@ -230,7 +230,7 @@ class GatedEngine:
         self._next_check = None  # who asks from here on asks about a later moment
         return await self.ready()
 
-    async def _told(self, error: Exception, so_far: PartialOutput) -> EngineError:
+    async def _with_partial(self, error: Exception, so_far: PartialOutput) -> EngineError:
         """The error with what had been generated; a silence that is a pause of others is called so."""
         if not isinstance(error, EngineError):
             error = EngineGoneError(str(error), engine=self.name)
@@ -247,11 +247,11 @@ class GatedEngine:
                 f"nothing is sent to it: {self._closed_reason}", engine=self.name, hint="resume or wake it first"
             )
 
-    def _left(self, key: str) -> None:
+    def _abandoned(self, key: str) -> None:
         """A client went away and its stream was closed; engines that are slow to notice are told besides."""
         task = asyncio.get_running_loop().create_task(self._abort_left(key))
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        self._abort_tasks.add(task)
+        task.add_done_callback(self._abort_tasks.discard)
 
     async def _abort_left(self, key: str) -> None:
         """Nothing more to say, for most."""
@@ -266,13 +266,13 @@ class GatedEngine:
         for stream in flights:
             stream.aborting = True
         try:
-            told = await self._abort(None if ids is None else [stream.key for stream in flights])
+            reply = await self._abort(None if ids is None else [stream.key for stream in flights])
         except (EngineError, EngineRefusedError):
-            told = False
+            reply = False
         for stream in flights:
             if stream.events is not None:
                 # Where the engine was told, the stream should end by itself, with its last tokens.
-                if told:
+                if reply:
                     stream.events.close_within(self.deadlines.abort_s)
                 else:
                     stream.events.close(on_purpose=True)
@@ -280,7 +280,11 @@ class GatedEngine:
     async def pause(self, mode: PauseMode = PauseMode.abort) -> None:
         """No request is sent from now on; see `PauseMode` for those that run."""
         await self._ensure_reachable()
-        self._closed_reason, self._paused_externally, self._paused = f"a pause ({mode.value}) was asked for", False, None
+        self._closed_reason, self._paused_externally, self._paused = (
+            f"a pause ({mode.value}) was asked for",
+            False,
+            None,
+        )
         ends = list(self._open_streams.values()) if mode is PauseMode.abort else []
         for stream in ends:
             stream.aborting = True
@@ -302,7 +306,7 @@ class GatedEngine:
 
     async def sleep(self, level: int = 1) -> None:
         """Gives memory back; never with requests running."""
-        self._offers(EngineCapability.sleep)
+        self._require_capability(EngineCapability.sleep)
         if level not in (1, 2):
             raise InputError(f"there is no sleep of level {level}", hint="1 keeps the weights, 2 discards them")
         await self._ensure_reachable()
@@ -318,13 +322,15 @@ class GatedEngine:
 
     async def wake(self, parts: Collection[MemoryTag] | None = None) -> None:
         """Takes memory again; the gate opens when all of it is back and the weights are there."""
-        self._offers(EngineCapability.sleep)
+        self._require_capability(EngineCapability.sleep)
         await self._ensure_reachable()
         chosen = set(parts) if parts is not None else {MemoryTag.weights, MemoryTag.kv_cache}
         await self._wake(chosen)
         self._asleep -= chosen
         if self._asleep:
-            self._closed_reason = f"only part of it is awake; {', '.join(sorted(part.value for part in self._asleep))} is not"
+            self._closed_reason = (
+                f"only part of it is awake; {', '.join(sorted(part.value for part in self._asleep))} is not"
+            )
         elif self._discarded:
             self._closed_reason = _EMPTY
         else:
@@ -332,13 +338,13 @@ class GatedEngine:
 
     async def flush(self) -> None:
         """Forgets cached prefixes; an engine that could not is an error."""
-        self._offers(EngineCapability.flush)
+        self._require_capability(EngineCapability.flush)
         await self._ensure_reachable()
         await self._flush()
 
     async def refit(self, refit: WeightUpdate) -> None:
         """New weights; the version counts when the engine confirms it."""
-        self._offers(EngineCapability.refit)
+        self._require_capability(EngineCapability.refit)
         if refit.way != "disk":
             raise NotSupportedError(
                 f"weights by way of '{refit.way}' are the trainer's to send", where=f"engine {self.name}",
@@ -358,7 +364,7 @@ class GatedEngine:
         """The weights are new, says whoever sent them; believed unless the engine says another version."""
         await self._ensure_reachable()
         confirmed = await self._version()
-        if confirmed != version and EngineCapability.version in self.verbs:
+        if confirmed != version and EngineCapability.version in self.capabilities:
             raise EngineFailedError(
                 f"after the refit it says version '{confirmed}' and not '{version}'", engine=self.name,
                 hint="whoever sends the weights has to send their version too",
@@ -373,8 +379,8 @@ class GatedEngine:
             stream.aborting = True
             if stream.events is not None:
                 stream.events.close(on_purpose=True)
-        if self._telling:
-            await asyncio.wait(self._telling, timeout=self.deadlines.call_s)
+        if self._abort_tasks:
+            await asyncio.wait(self._abort_tasks, timeout=self.deadlines.call_s)
 
     async def _close_when_idle(self, why: str) -> None:
         """Shuts the gate first, so that nothing comes in during the look; a refusal leaves it as it was."""
@@ -396,7 +402,7 @@ class GatedEngine:
             raise EngineBusyError(
                 f"{len(self._open_streams)} requests run there", engine=self.name, hint="drain or abort them first"
             )
-        load = await self._load_settled()
+        load = await self._settled_load()
         if not load.fresh:
             raise EngineBusyError(
                 "its load is an old figure, so it may be busy", engine=self.name, hint="pause it first"
@@ -407,16 +413,16 @@ class GatedEngine:
                 hint="drain or abort them first",
             )  # fmt: skip
 
-    async def _load_settled(self) -> EngineLoad:
+    async def _settled_load(self) -> EngineLoad:
         """Its load once it has counted the end of what was sent from here, which it does a moment late."""
-        deadline = asyncio.get_running_loop().time() + min(_SETTLES_S, self.deadlines.call_s)
+        deadline = asyncio.get_running_loop().time() + min(_SETTLE_S, self.deadlines.call_s)
         while True:
             load = await self.load()
             if (load.fresh and not load.running and not load.waiting) or self._open_streams:
                 return load
             if asyncio.get_running_loop().time() >= deadline:
                 return load
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     async def _require_retracted(self) -> None:
         """Requests that stand still still hold memory, unless the dialect knows better."""
@@ -424,14 +430,14 @@ class GatedEngine:
             "its paused requests hold their memory", engine=self.name, hint="resume it and drain, or pause with abort"
         )
 
-    def _offers(self, verb: EngineCapability) -> None:
-        if verb not in self.verbs:
+    def _require_capability(self, verb: EngineCapability) -> None:
+        if verb not in self.capabilities:
             raise NotSupportedError(f"{self.kind} has no way to {verb.value}", where=f"engine {self.name}")
 
     async def _ensure_reachable(self) -> None:
         """What has to be known of the engine before anything is asked of it."""
 
-    def _seen(self, paused: bool, asleep: bool, why: str = "") -> None:
+    def _update_gate(self, paused: bool, asleep: bool, why: str = "") -> None:
         """What a look at the engine showed of pauses that others asked for, or ended."""
         if paused or asleep:
             if not self._closed_reason:
@@ -445,10 +451,10 @@ class GatedEngine:
     def _events(self, stream: OpenStream) -> EventStream:
         raise NotImplementedError
 
-    def _reader(self, order: GenerateRequest) -> DeltaReader:
+    def _reader(self, request: GenerateRequest) -> DeltaReader:
         raise NotImplementedError
 
-    async def _look(self) -> EngineState:
+    async def _read_state(self) -> EngineState:
         raise NotImplementedError
 
     async def _load(self) -> EngineLoad:

@@ -31,10 +31,10 @@ class HttpEngine(GatedEngine):
             self._private = True
 
     def _events(self, stream: OpenStream) -> EventStream:
-        path, body = self._asked(stream.order, stream.key)
+        path, body = self._generate_call(stream.request, stream.key)
         return self.wire.events(path, body)
 
-    def _asked(self, order: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
+    def _generate_call(self, request: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
         """Where a generation is asked for, and how."""
         raise NotImplementedError
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,6 @@ from trimtab.runtime.engines.engine import (
 )
 from trimtab.runtime.engines.gated import DeltaReader, MalformedOutput
 from trimtab.runtime.engines.http_engine import HttpEngine, gauges
-from trimtab.runtime.engines.vocabulary import Vocabulary
 
 _REPLACED = "\ufffd"
 """Stands in a text for bytes that are no UTF-8; such a text does not tell its bytes."""
@@ -48,25 +48,25 @@ class LlamaCppEngine(HttpEngine):
     keeps_alive = False  # it closes connections that it said it would keep
 
     _boots = 0
-    _made = 0.0  # tokens that it had counted when it was last looked at; a process counts up from 0
+    _tokens_seen = 0.0  # tokens that it had counted when it was last looked at; a process counts up from 0
     _vocabulary: Vocabulary | None = None
-    _learning: asyncio.Lock | None = None
+    _vocabulary_lock: asyncio.Lock | None = None
 
-    def _asked(self, order: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
-        if 0 < order.min_tokens < order.max_tokens:
+    def _generate_call(self, request: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
+        if 0 < request.min_tokens < request.max_tokens:
             raise InputError(
-                "llama.cpp knows no least number of tokens", where=f"request {order.id}",
+                "llama.cpp knows no least number of tokens", where=f"request {request.id}",
                 hint="leave min_tokens out, or make it equal to max_tokens",
             )  # fmt: skip
-        body = completion(order) | dict(order.extra)
-        if "samplers" not in order.extra:
-            body["samplers"] = samplers(order.extra)
+        body = completion(request) | dict(request.extra)
+        if "samplers" not in request.extra:
+            body["samplers"] = samplers(request.extra)
         return "/completion", body
 
-    def _reader(self, order: GenerateRequest) -> DeltaReader:
-        return _Stream(self, order)
+    def _reader(self, request: GenerateRequest) -> DeltaReader:
+        return _LlamaCppReader(self, request)
 
-    async def _look(self) -> EngineState:
+    async def _read_state(self) -> EngineState:
         """The metrics come from the loop that computes, so they show what `/health` hides: a server that is wedged."""
         await self.wire.get("/health")
         if not self.dialect:
@@ -81,9 +81,11 @@ class LlamaCppEngine(HttpEngine):
         try:
             found = await gauges(self.wire)
             running, waiting = found["llamacpp:requests_processing"], found["llamacpp:requests_deferred"]
-            made = found.get("llamacpp:tokens_predicted_total", 0.0) + found.get("llamacpp:prompt_tokens_total", 0.0)
-            self._boots += made < self._made
-            self._made = made
+            tokens_seen = found.get("llamacpp:tokens_predicted_total", 0.0) + found.get(
+                "llamacpp:prompt_tokens_total", 0.0
+            )
+            self._boots += tokens_seen < self._tokens_seen
+            self._tokens_seen = tokens_seen
         except (KeyError, EngineFailedError):  # started without metrics
             slots = await self.wire.get("/slots")
             if not isinstance(slots, list):
@@ -113,13 +115,13 @@ class LlamaCppEngine(HttpEngine):
 
     async def vocabulary(self) -> Vocabulary:
         """What its ids write, in bytes: asked once, as the log-probabilities of all of them at one place."""
-        self._learning = self._learning or asyncio.Lock()
-        async with self._learning:
+        self._vocabulary_lock = self._vocabulary_lock or asyncio.Lock()
+        async with self._vocabulary_lock:
             if self._vocabulary is None:
-                self._vocabulary = await self._learn()
+                self._vocabulary = await self._load_vocabulary()
             return self._vocabulary
 
-    async def _learn(self) -> Vocabulary:
+    async def _load_vocabulary(self) -> Vocabulary:
         models = await self.wire.get("/v1/models")
         size = int(models["data"][0]["meta"]["n_vocab"])
         for tokens in (1, 4, 16):  # a token that is half a character tells nothing
@@ -133,10 +135,10 @@ class LlamaCppEngine(HttpEngine):
                     return Vocabulary({int(one["id"]): bytes(one["bytes"]) for one in place["top_logprobs"]})
         raise EngineFailedError("it does not tell its vocabulary", engine=self.name)
 
-    async def again(self, order: GenerateRequest, known: Sequence[int], tokens: int) -> tuple[int, ...]:
+    async def regenerate(self, request: GenerateRequest, known: Sequence[int], tokens: int) -> tuple[int, ...]:
         """The next ids after the known ones, of a greedy request, told whole because they are not streamed."""
-        body = completion(order) | dict(order.extra)
-        body |= {"prompt": [*order.token_ids, *known], "n_predict": tokens, "stream": False, "n_probs": 0, "stop": []}
+        body = completion(request) | dict(request.extra)
+        body |= {"prompt": [*request.token_ids, *known], "n_predict": tokens, "stream": False, "n_probs": 0, "stop": []}
         answer = await self.wire.post("/completion", body, within_s=self.deadlines.change_s)
         return tuple(int(one) for one in answer["tokens"])
 
@@ -159,20 +161,20 @@ _SAMPLERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def completion(order: GenerateRequest) -> dict[str, Any]:
+def completion(request: GenerateRequest) -> dict[str, Any]:
     """The body of `/completion` for an order."""
     return {
-        "prompt": list(order.token_ids),
-        "n_predict": order.max_tokens,
-        "ignore_eos": order.min_tokens == order.max_tokens,
-        "stop": list(order.stop),
+        "prompt": list(request.token_ids),
+        "n_predict": request.max_tokens,
+        "ignore_eos": request.min_tokens == request.max_tokens,
+        "stop": list(request.stop),
         "samplers": ["temperature", "top_k", "top_p"],
-        "temperature": order.temperature,
-        "top_k": order.top_k,
-        "top_p": order.top_p,
+        "temperature": request.temperature,
+        "top_k": request.top_k,
+        "top_p": request.top_p,
         "min_p": 0.0,
-        "seed": -1 if order.seed is None else order.seed,
-        "n_probs": 0 if order.logprobs is None else max(order.logprobs, 1),
+        "seed": -1 if request.seed is None else request.seed,
+        "n_probs": 0 if request.logprobs is None else max(request.logprobs, 1),
         "stream": True,
         "return_tokens": True,
         # A prompt that was read before gives the same answer only up to rounding; affinity is worth more than that.
@@ -180,11 +182,11 @@ def completion(order: GenerateRequest) -> dict[str, Any]:
     }
 
 
-class _Stream:
+class _LlamaCppReader:
     """The events of one request."""
 
-    def __init__(self, engine: LlamaCppEngine, order: GenerateRequest) -> None:
-        self._engine, self._order = engine, order
+    def __init__(self, engine: LlamaCppEngine, request: GenerateRequest) -> None:
+        self._engine, self._request = engine, request
         self._known: list[int] = []  # all ids so far, those of filled gaps too
         self._missing = 0  # of those before and between them that nobody could name
         self._unwritten: list[int] = []  # ids whose text the server holds back: it may become a stop string
@@ -202,30 +204,31 @@ class _Stream:
         self._missing += missing
         text = str(event.get("content") or "")
         self._unwritten = [] if text else [*self._unwritten, *all_ids]
-        logprobs, best = self._measured(event, len(filled), ids)
+        logprobs, best = self._logprobs(event, len(filled), ids)
         by: str | int | None
         finish, by = self._ended(event)
         for place, one in enumerate(ids):
-            if one in self._order.stop_ids and finish is None and len(self._known) >= self._order.min_tokens:
+            if one in self._request.stop_ids and finish is None and len(self._known) >= self._request.min_tokens:
                 finish, by = FinishReason.stop, one
                 if place + 1 < len(ids):
                     raise MalformedOutput("several ids in one event, though a stop id is among them")
         return [StreamDelta(all_ids, logprobs, best, text or None, finish, by, missing=missing)]
 
-    def _measured(
+    def _logprobs(
         self, event: dict[str, Any], hidden: int, ids: tuple[int, ...]
     ) -> tuple[tuple[float | None, ...] | None, tuple[TopLogprobs, ...] | None]:
-        asked = self._order.logprobs
-        if asked is None:
+        requested = self._request.logprobs
+        if requested is None:
             return None, None
         places = (event.get("completion_probabilities") or [])[-len(ids) :] if ids else []
         if len(places) != len(ids) or any(int(place["id"]) != one for place, one in zip(places, ids, strict=True)):
             raise MalformedOutput("log-probabilities of other tokens than those told")
         logprobs = (None,) * hidden + tuple(float(place["logprob"]) for place in places)
-        if not asked:
+        if not requested:
             return logprobs, None
         best = tuple(
-            tuple((int(one["id"]), float(one["logprob"])) for one in place["top_logprobs"][:asked]) for place in places
+            tuple((int(one["id"]), float(one["logprob"])) for one in place["top_logprobs"][:requested])
+            for place in places
         )
         return logprobs, ((),) * hidden + best
 
@@ -238,7 +241,7 @@ class _Stream:
         if how == "word":
             return FinishReason.stop, str(event.get("stopping_word", ""))
         if how == "limit":
-            whole = int(event["tokens_predicted"]) >= self._order.max_tokens
+            whole = int(event["tokens_predicted"]) >= self._request.max_tokens
             return (FinishReason.length if whole else FinishReason.full), None
         return FinishReason.aborted_elsewhere, None
 
@@ -252,10 +255,10 @@ class _Stream:
                 found = (await self._engine.vocabulary()).between(self._unwritten, written, ids, gap)
                 if found is not None:
                     return found
-            if self._order.greedy:
-                again = await self._engine.again(self._order, self._known, gap + len(ids))
-                if len(again) == gap + len(ids) and again[gap:] == ids:
-                    return again[:gap]
+            if self._request.greedy:
+                regenerate = await self._engine.regenerate(self._request, self._known, gap + len(ids))
+                if len(regenerate) == gap + len(ids) and regenerate[gap:] == ids:
+                    return regenerate[:gap]
         except (EngineError, EngineRefusedError, KeyError, TypeError, ValueError, IndexError):
             return ()  # the answer itself goes on; these ids stay unknown
         return ()
@@ -268,3 +271,41 @@ def _bytes_of(event: dict[str, Any]) -> bytes | None:
         return b"".join(bytes(place["bytes"]) for place in places)
     text = str(event.get("content") or "")
     return None if _REPLACED in text or not text else text.encode()
+
+
+class Vocabulary:
+    """What each id writes, and which ids write what."""
+
+    def __init__(self, pieces: Mapping[int, bytes]) -> None:
+        self._pieces = dict(pieces)
+        self._writers: dict[bytes, list[int]] = defaultdict(list)
+        for one, piece in self._pieces.items():
+            if piece:
+                self._writers[piece].append(one)
+        self._longest = max(map(len, self._writers), default=0)
+
+    def between(
+        self, before: Sequence[int], written: bytes, after: Sequence[int], tokens: int
+    ) -> tuple[int, ...] | None:
+        """The so many ids between two known runs that together wrote these bytes; None unless there is just one way."""
+        head = b"".join(self._pieces.get(one, b"") for one in before)
+        tail = b"".join(self._pieces.get(one, b"") for one in after)
+        if not (written.startswith(head) and written.endswith(tail)) or len(written) < len(head) + len(tail):
+            return None
+        ways = self._ways(written[len(head) : len(written) - len(tail)], tokens)
+        return ways[0] if len(ways) == 1 else None
+
+    def _ways(self, rest: bytes, tokens: int) -> list[tuple[int, ...]]:
+        """Up to two ways to write bytes in so many tokens: two are as good as many."""
+        if tokens == 0:
+            return [] if rest else [()]
+        found: list[tuple[int, ...]] = []
+        for cut in range(1, min(len(rest) - tokens + 1, self._longest) + 1):
+            writers = self._writers.get(rest[:cut])
+            if not writers:
+                continue
+            for way in self._ways(rest[cut:], tokens - 1):
+                found.extend((one, *way) for one in writers)
+                if len(found) > 1:
+                    return found[:2]
+        return found

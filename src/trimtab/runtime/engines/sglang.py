@@ -55,7 +55,7 @@ class SglangEngine(HttpEngine):
     """An SGLang server."""
 
     kind = "sglang"
-    verbs = frozenset(
+    capabilities = frozenset(
         {
             EngineCapability.pause,
             EngineCapability.sleep,
@@ -68,39 +68,39 @@ class SglangEngine(HttpEngine):
     _load_stamp: Any = None  # the engine's own time of its last loads
     _looked = False  # there was a look before
 
-    def _asked(self, order: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
+    def _generate_call(self, request: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
         sampling: dict[str, Any] = {
-            "max_new_tokens": order.max_tokens,
-            "min_new_tokens": order.min_tokens,
-            "temperature": order.temperature,
-            "top_p": order.top_p,
-            "top_k": order.top_k or -1,
+            "max_new_tokens": request.max_tokens,
+            "min_new_tokens": request.min_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k or -1,
         }
-        if order.stop:
-            sampling["stop"] = list(order.stop)
-        if order.stop_ids:
-            sampling["stop_token_ids"] = list(order.stop_ids)
-        if order.seed is not None:
-            sampling["sampling_seed"] = order.seed
+        if request.stop:
+            sampling["stop"] = list(request.stop)
+        if request.stop_ids:
+            sampling["stop_token_ids"] = list(request.stop_ids)
+        if request.seed is not None:
+            sampling["sampling_seed"] = request.seed
         body: dict[str, Any] = {
             "rid": key,
-            "input_ids": list(order.token_ids),
-            "sampling_params": sampling | dict(order.extra),
+            "input_ids": list(request.token_ids),
+            "sampling_params": sampling | dict(request.extra),
             "stream": True,
         }
-        if order.logprobs is not None:
-            body |= {"return_logprob": True, "top_logprobs_num": order.logprobs}
+        if request.logprobs is not None:
+            body |= {"return_logprob": True, "top_logprobs_num": request.logprobs}
         return "/generate", body
 
-    def _reader(self, order: GenerateRequest) -> DeltaReader:
-        return _Stream(order, self.name, self._left)
+    def _reader(self, request: GenerateRequest) -> DeltaReader:
+        return _SglangReader(request, self.name, self._abandoned)
 
-    async def _look(self) -> EngineState:
+    async def _read_state(self) -> EngineState:
         info = await self._info()
         if not self.dialect:
             self.dialect = f"sglang {await self._release()}"
         if not self._closed_reason or self._paused_externally:
-            self._seen(await self._not_serving(), asleep=False, why=_NOT_READY)
+            self._update_gate(await self._not_serving(), asleep=False, why=_NOT_READY)
         version = None if self._discarded else _version_in(info)
         paused = self._paused is not None or self._paused_externally
         why = self._closed_reason or "it answers"
@@ -140,20 +140,20 @@ class SglangEngine(HttpEngine):
     async def _release(self) -> str:
         for path in ("/server_info", "/get_server_info"):
             with suppress(TrimtabError):
-                told = await self.wire.get(path)
-                if isinstance(told, dict) and told.get("version"):
-                    return str(told["version"])
+                reply = await self.wire.get(path)
+                if isinstance(reply, dict) and reply.get("version"):
+                    return str(reply["version"])
         return "of unknown release"
 
     async def _load(self) -> EngineLoad:
-        told = await self.wire.get("/v1/loads", include="core")
+        reply = await self.wire.get("/v1/loads", include="core")
         try:
-            loads = told["loads"]
+            loads = reply["loads"]
             running = sum(int(one["num_running_reqs"]) for one in loads)
             waiting = sum(int(one["num_waiting_reqs"]) for one in loads)
             used = max(float(one["token_usage"]) for one in loads)
             held = sum(int(one.get("num_used_tokens") or 0) for one in loads)
-            stamp = [one.get("timestamp", told.get("timestamp")) for one in loads]
+            stamp = [one.get("timestamp", reply.get("timestamp")) for one in loads]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineMalformedError(f"/v1/loads cannot be read: {error!r}", engine=self.name) from None
         if held and not running + waiting:
@@ -184,10 +184,10 @@ class SglangEngine(HttpEngine):
 
     async def _pause(self, mode: PauseMode) -> None:
         if mode is PauseMode.wait:
-            await self._drained()
+            await self._wait_drained()
         await self._post("/pause_generation", {"mode": _MODES[mode]})
 
-    async def _drained(self) -> None:
+    async def _wait_drained(self) -> None:
         """It knows no pause that waits, so the waiting is done here."""
         deadline = time.monotonic() + self.deadlines.change_s
         while True:
@@ -233,31 +233,31 @@ class SglangEngine(HttpEngine):
         return await self.wire.post(path, body, within_s=self.deadlines.change_s)
 
 
-class _Stream:
+class _SglangReader:
     """The events of one request."""
 
-    def __init__(self, order: GenerateRequest, engine: str, leave: Callable[[str], None]) -> None:
-        self._order, self._engine, self._told, self._text = order, engine, 0, ""
+    def __init__(self, request: GenerateRequest, engine: str, leave: Callable[[str], None]) -> None:
+        self._request, self._engine, self._reported, self._text = request, engine, 0, ""
         self._whole = True  # events tell all that there is so far, not only what is new
         self._leave = leave  # tells the engine that nobody waits for the rest of a request
         # It takes "no end token" as no stop ids either, so then they are watched for here.
-        self._watched = frozenset(order.stop_ids if order.extra.get("ignore_eos") else ())
+        self._watched = frozenset(request.stop_ids if request.extra.get("ignore_eos") else ())
 
     async def take(self, event: dict[str, Any]) -> list[StreamDelta]:
         meta = event["meta_info"]
         ids = tuple(map(int, self._new(event.get("output_ids") or [], int(meta["completion_tokens"]))))
-        said = meta.get("finish_reason")
+        reason = meta.get("finish_reason")
         finish = None
-        if said is not None:
-            finish = _FINISHES.get(said["type"])
+        if reason is not None:
+            finish = _FINISHES.get(reason["type"])
             if finish is None:
-                raise MalformedOutput(f"an end of unknown kind: {said!r}")
-            if finish is FinishReason.aborted_elsewhere and said.get("status_code"):
-                raise self._no_abort(int(said["status_code"]), str(said.get("message")))
-        logprobs, best = self._measured(meta, len(ids))
-        matched = said.get("matched") if said else None
+                raise MalformedOutput(f"an end of unknown kind: {reason!r}")
+            if finish is FinishReason.aborted_elsewhere and reason.get("status_code"):
+                raise self._no_abort(int(reason["status_code"]), str(reason.get("message")))
+        logprobs, best = self._logprobs(meta, len(ids))
+        matched = reason.get("matched") if reason else None
         whole = StreamDelta(ids, logprobs, best, self._more(event.get("text")), finish, matched)
-        start, self._told = self._told, self._told + len(ids)
+        start, self._reported = self._reported, self._reported + len(ids)
         stop = next((at for at, one in enumerate(ids) if self._stops(one, start + at + 1)), None)
         if stop is None:
             return _by_version(whole, start, meta)
@@ -266,7 +266,7 @@ class _Stream:
         return _by_version(ended, start, meta)
 
     def _stops(self, one: int, count: int) -> bool:
-        return one in self._watched and count >= self._order.min_tokens
+        return one in self._watched and count >= self._request.min_tokens
 
     def _no_abort(self, status: int, message: str) -> EngineRefusedError | EngineFailedError:
         """An end called abort, with a status: nobody aborted anything, the order or the engine is at fault."""
@@ -276,11 +276,11 @@ class _Stream:
 
     def _new(self, ids: list[Any], counted: int) -> list[Any]:
         if len(ids) == counted:
-            return ids[self._told :]
-        if self._told + len(ids) == counted:
+            return ids[self._reported :]
+        if self._reported + len(ids) == counted:
             self._whole = False
             return ids
-        raise MalformedOutput(f"it counts {counted} tokens; told were {self._told}, and now {len(ids)}")
+        raise MalformedOutput(f"it counts {counted} tokens; told were {self._reported}, and now {len(ids)}")
 
     def _more(self, text: str | None) -> str | None:
         if not text or not self._whole:
@@ -290,20 +290,20 @@ class _Stream:
         new, self._text = text[len(self._text) :], text
         return new or None
 
-    def _measured(
+    def _logprobs(
         self, meta: dict[str, Any], count: int
     ) -> tuple[tuple[float | None, ...] | None, tuple[TopLogprobs, ...] | None]:
-        asked = self._order.logprobs
-        if asked is None:
+        requested = self._request.logprobs
+        if requested is None:
             return None, None
         places = (meta.get("output_token_logprobs") or [])[-count:] if count else []
         if len(places) != count:
             raise MalformedOutput(f"{len(places)} log-probabilities for {count} tokens")
         logprobs = tuple(float(place[0]) for place in places)
-        if not asked:
+        if not requested:
             return logprobs, None
         ranked = (meta.get("output_top_logprobs") or [])[-count:] if count else []
-        best = tuple(tuple((int(one[1]), float(one[0])) for one in place[:asked]) for place in ranked)
+        best = tuple(tuple((int(one[1]), float(one[0])) for one in place[:requested]) for place in ranked)
         return logprobs, best
 
 

@@ -43,7 +43,7 @@ class VllmEngine(HttpEngine):
     """A vLLM server."""
 
     kind = "vllm"
-    verbs = frozenset(
+    capabilities = frozenset(
         {
             EngineCapability.pause,
             EngineCapability.sleep,
@@ -55,32 +55,32 @@ class VllmEngine(HttpEngine):
 
     _model = ""
 
-    def _asked(self, order: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
+    def _generate_call(self, request: GenerateRequest, key: str) -> tuple[str, dict[str, Any]]:
         body: dict[str, Any] = {
             "model": self._model,
-            "prompt": list(order.token_ids),
+            "prompt": list(request.token_ids),
             "request_id": key,
-            "max_tokens": order.max_tokens,
-            "min_tokens": order.min_tokens,
-            "temperature": order.temperature,
-            "top_p": order.top_p,
-            "top_k": order.top_k,
+            "max_tokens": request.max_tokens,
+            "min_tokens": request.min_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             "return_token_ids": True,
         }
-        if order.stop:
-            body["stop"] = list(order.stop)
-        if order.stop_ids:
-            body["stop_token_ids"] = list(order.stop_ids)
-        if order.seed is not None:
-            body["seed"] = order.seed
-        if order.logprobs is not None:
-            body |= {"logprobs": order.logprobs, "return_tokens_as_token_ids": True}
-        return "/v1/completions", body | dict(order.extra)
+        if request.stop:
+            body["stop"] = list(request.stop)
+        if request.stop_ids:
+            body["stop_token_ids"] = list(request.stop_ids)
+        if request.seed is not None:
+            body["seed"] = request.seed
+        if request.logprobs is not None:
+            body |= {"logprobs": request.logprobs, "return_tokens_as_token_ids": True}
+        return "/v1/completions", body | dict(request.extra)
 
-    def _reader(self, order: GenerateRequest) -> DeltaReader:
-        return _Stream(order)
+    def _reader(self, request: GenerateRequest) -> DeltaReader:
+        return _VllmReader(request)
 
     async def _ensure_reachable(self) -> None:
         await super()._ensure_reachable()
@@ -91,15 +91,15 @@ class VllmEngine(HttpEngine):
             except (KeyError, IndexError, TypeError):
                 raise EngineMalformedError("/v1/models names no model", engine=self.name) from None
 
-    async def _look(self) -> EngineState:
+    async def _read_state(self) -> EngineState:
         await self.wire.get("/health")
         if not self.dialect:
-            told = await self._maybe("/version")
+            reply = await self._maybe("/version")
             self.dialect = (
-                f"vllm {told['version']}" if isinstance(told, dict) and "version" in told else "vllm, unknown"
+                f"vllm {reply['version']}" if isinstance(reply, dict) and "version" in reply else "vllm, unknown"
             )
         paused, asleep = await self._flag("/is_paused", "is_paused"), await self._flag("/is_sleeping", "is_sleeping")
-        self._seen(paused, asleep)
+        self._update_gate(paused, asleep)
         version = None if self._discarded else await self._version()
         why = self._closed_reason or "it answers"
         return EngineState(not self._closed_reason, why, version, paused or bool(self._paused), asleep, self.dialect)
@@ -127,8 +127,8 @@ class VllmEngine(HttpEngine):
         return EngineLoad(running, waiting, found.get("vllm:kv_cache_usage_perc"), time.monotonic(), fresh=not still)
 
     async def _version(self) -> str | None:
-        told = await self._maybe("/weight_info")
-        version = told.get("weight_version") if isinstance(told, dict) else None
+        reply = await self._maybe("/weight_info")
+        version = reply.get("weight_version") if isinstance(reply, dict) else None
         return None if version is None else str(version)
 
     async def _abort(self, keys: Collection[str] | None) -> bool:
@@ -188,11 +188,11 @@ class VllmEngine(HttpEngine):
             raise
 
 
-class _Stream:
+class _VllmReader:
     """The events of one request."""
 
-    def __init__(self, order: GenerateRequest) -> None:
-        self._order, self._told = order, 0
+    def __init__(self, request: GenerateRequest) -> None:
+        self._request, self._reported = request, 0
 
     async def take(self, event: dict[str, Any]) -> list[StreamDelta]:
         if not event["choices"]:
@@ -200,39 +200,39 @@ class _Stream:
             return []
         choice = event["choices"][0]
         ids = tuple(int(one) for one in choice.get("token_ids") or ())
-        self._told += len(ids)
+        self._reported += len(ids)
         self._count(event)
-        said = choice.get("finish_reason")
-        if said is not None and said not in _FINISHES:
-            raise MalformedOutput(f"an end of unknown kind: {said!r}")
-        logprobs, best = self._measured(choice.get("logprobs"), len(ids))
+        reason = choice.get("finish_reason")
+        if reason is not None and reason not in _FINISHES:
+            raise MalformedOutput(f"an end of unknown kind: {reason!r}")
+        logprobs, best = self._logprobs(choice.get("logprobs"), len(ids))
         return [
             StreamDelta(
-                ids, logprobs, best, choice.get("text") or None, None if said is None else _FINISHES[said],
+                ids, logprobs, best, choice.get("text") or None, None if reason is None else _FINISHES[reason],
                 choice.get("stop_reason"),
             )
         ]  # fmt: skip
 
     def _count(self, event: dict[str, Any]) -> None:
         usage = event.get("usage")
-        if usage and int(usage["completion_tokens"]) != self._told:
-            raise MalformedOutput(f"it counts {usage['completion_tokens']} tokens and has told {self._told}")
+        if usage and int(usage["completion_tokens"]) != self._reported:
+            raise MalformedOutput(f"it counts {usage['completion_tokens']} tokens and has told {self._reported}")
 
-    def _measured(
-        self, told: dict[str, Any] | None, count: int
+    def _logprobs(
+        self, reply: dict[str, Any] | None, count: int
     ) -> tuple[tuple[float | None, ...] | None, tuple[TopLogprobs, ...] | None]:
-        asked = self._order.logprobs
-        if asked is None:
+        requested = self._request.logprobs
+        if requested is None:
             return None, None
-        logprobs = tuple(told["token_logprobs"]) if told else ()
+        logprobs = tuple(reply["token_logprobs"]) if reply else ()
         if len(logprobs) != count:
             raise MalformedOutput(f"{len(logprobs)} log-probabilities for {count} tokens")
-        if not asked or not told:
-            return logprobs, () if asked else None
+        if not requested or not reply:
+            return logprobs, () if requested else None
         best = []
-        for place in told["top_logprobs"]:
+        for place in reply["top_logprobs"]:
             ranked = sorted(((_id(name), float(value)) for name, value in place.items()), key=lambda one: -one[1])
-            best.append(tuple(ranked[:asked]))
+            best.append(tuple(ranked[:requested]))
         return logprobs, tuple(best)
 
 

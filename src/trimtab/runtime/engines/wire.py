@@ -108,14 +108,14 @@ class EngineHttpClient:
         except asyncio.TimeoutError:
             raise EngineWedgedError(f"{method} {path} had no answer in {seconds:g} s", engine=self.name) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineGoneError(f"{method} {path}: {_said(error)}", engine=self.name) from None
+            raise EngineGoneError(f"{method} {path}: {_message(error)}", engine=self.name) from None
         if len(raw) > MAX_EVENT_BYTES:
             raise EngineMalformedError(f"{method} {path} answered without end", engine=self.name)
         answer = _parsed(raw)
-        self.judge(f"{method} {path}", status, answer, location)
+        self.raise_for_answer(f"{method} {path}", status, answer, location)
         return answer
 
-    def judge(self, call: str, status: int, answer: Any, location: str = "") -> None:
+    def raise_for_answer(self, call: str, status: int, answer: Any, location: str = "") -> None:
         """Raises what an answer means that is no success."""
         if 300 <= status < 400:
             to = f" to {location[:200]}" if location else ""
@@ -196,7 +196,7 @@ class HttpEventStream:
                 chunk = await response.content.readany()
                 if not chunk:
                     return
-                self._heard()
+                self._on_bytes()
                 *lines, held = (held + chunk).split(b"\n")
                 if len(held) > MAX_EVENT_BYTES:
                     raise EngineMalformedError("an event without end", engine=self._wire.name)
@@ -213,12 +213,12 @@ class HttpEventStream:
         deadlines = self._wire.deadlines
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=deadlines.connect_s)
         wire = self._wire
-        asked = wire.session.post(
+        sent = wire.session.post(
             wire.url + self._path, json=self._body, timeout=timeout, headers=wire.headers, allow_redirects=False
         )
-        self._opening = asyncio.ensure_future(_answered(asked))
+        self._opening = asyncio.ensure_future(_answered(sent))
         self._waiting_since = asyncio.get_running_loop().time()
-        self._watch(deadlines.first_bytes_s)
+        self._arm(deadlines.first_bytes_s)
         try:
             self._response = await self._opening
         except asyncio.CancelledError as error:
@@ -234,7 +234,7 @@ class HttpEventStream:
             with suppress(aiohttp.ClientError, OSError, asyncio.TimeoutError):
                 raw = await asyncio.wait_for(self._response.content.read(2**16), deadlines.call_s)
             location = self._response.headers.get("location", "")
-            self._wire.judge(f"POST {self._path}", self._response.status, _parsed(raw), location)
+            self._wire.raise_for_answer(f"POST {self._path}", self._response.status, _parsed(raw), location)
         return self._response
 
     def _event(self, line: bytes) -> Any:
@@ -262,22 +262,22 @@ class HttpEventStream:
             return EngineRefusedError(f"it was refused ({code}): {brief(error)}", where=f"engine {self._wire.name}")
         return EngineFailedError(f"it failed within the stream: {brief(error)}", engine=self._wire.name)
 
-    def _heard(self) -> None:
+    def _on_bytes(self) -> None:
         self._waiting_since = None
         if self._first and self._allowed_s > 0:
             self._first, self._allowed_s = False, self._wire.deadlines.silence_s
-            self._watch(self._allowed_s)
+            self._arm(self._allowed_s)
 
-    def _watch(self, seconds: float) -> None:
+    def _arm(self, seconds: float) -> None:
         if self._timer:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._check_silence)
 
-    def _look(self) -> None:
+    def _check_silence(self) -> None:
         now = asyncio.get_running_loop().time()
         left_s = self._allowed_s - (now - (now if self._waiting_since is None else self._waiting_since))
         if left_s > 0.001:
-            self._watch(left_s)
+            self._arm(left_s)
             return
         self._silent = True
         self.close()
@@ -288,7 +288,7 @@ class HttpEventStream:
     def _broken(self, error: BaseException) -> EngineGoneError | EngineWedgedError:
         if self._silent:
             return self._wedged(self._allowed_s)
-        gone = EngineGoneError(f"POST {self._path}: {_said(error)}", engine=self._wire.name)
+        gone = EngineGoneError(f"POST {self._path}: {_message(error)}", engine=self._wire.name)
         gone.reached = not isinstance(error, aiohttp.ClientConnectorError)
         return gone
 
@@ -296,8 +296,8 @@ class HttpEventStream:
 _DONE = object()
 
 
-async def _answered(asked: Any) -> aiohttp.ClientResponse:
-    response: aiohttp.ClientResponse = await asked
+async def _answered(sent: Any) -> aiohttp.ClientResponse:
+    response: aiohttp.ClientResponse = await sent
     return response
 
 
@@ -318,5 +318,5 @@ def brief(answer: Any) -> str:
     return " ".join(str(answer).split())[:200] or "nothing more"
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__

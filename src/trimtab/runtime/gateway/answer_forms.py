@@ -25,7 +25,7 @@ class ResponseFormat(Protocol):
     async def event(self, prompt: int, chunk: Chunk) -> bytes:
         """What is sent for a chunk; nothing where it says nothing new."""
 
-    def cut(self, why: str) -> bytes:
+    def aborted(self, why: str) -> bytes:
         """What is sent where a stream ends before its answers do: each ends as aborted, with what it had."""
 
     def fault(self, refusal: Refusal) -> bytes:

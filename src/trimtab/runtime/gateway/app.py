@@ -1,4 +1,4 @@
-"""The gateway's doors, and who may go through which.
+"""The gateway's routes, and who may go through which.
 
 Three kinds: whoever watches (is it alive, could it serve) is always let in; whoever asks (generations, figures) is let
 in openly on loopback and by token elsewhere; whoever changes anything needs the token everywhere. The Host is checked
@@ -21,7 +21,7 @@ from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import WorkerState
 from trimtab.runtime.gateway import openai, sglang
 from trimtab.runtime.gateway.answer_forms import ResponseFormat
-from trimtab.runtime.gateway.errors import Refusal, told
+from trimtab.runtime.gateway.errors import Refusal, refusal_for_error
 from trimtab.runtime.gateway.exchange import HttpExchange, Send
 from trimtab.runtime.gateway.fields import BodyFields
 from trimtab.runtime.gateway.guard import ClientLeft, GatewayGuard, Receive, Scope
@@ -32,7 +32,7 @@ from trimtab.runtime.gateway.openai_forms import OpenAIFormat
 from trimtab.runtime.gateway.serving import STOPPING, GenerationEndpoint, GenerationTracker
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer
-from trimtab.runtime.gateway.workers import WorkerApi, known, seconds
+from trimtab.runtime.gateway.workers import WorkerApi, require_only, seconds
 from trimtab.runtime.rollout.pool import RolloutPool
 
 log = logging.getLogger("trimtab.gateway")
@@ -44,9 +44,9 @@ RouteHandler = Callable[[HttpExchange, Request], Awaitable[None]]
 class AccessLevel(enum.Enum):
     """Who is let in."""
 
-    watches = "watches"
-    asks = "asks"
-    changes = "changes"
+    public = "public"
+    read = "read"
+    write = "write"
 
 
 class GatewayApp:
@@ -55,12 +55,12 @@ class GatewayApp:
     def __init__(self, pool: RolloutPool, settings: GatewaySettings) -> None:
         self.pool, self.settings = pool, settings
         self.guard = GatewayGuard(settings)
-        self.meters = GatewayMetrics(pool)
-        self.texts = PoolTokenizer(pool, settings.text_s, settings.vocabulary)
-        self.serving = GenerationTracker(pool, settings, self.guard, self.meters)
+        self.metrics = GatewayMetrics(pool)
+        self.tokenizer = PoolTokenizer(pool, settings.text_s, settings.vocabulary)
+        self.serving = GenerationTracker(pool, settings, self.guard, self.metrics)
         self.workers = WorkerApi(pool, settings, self.guard)
-        self._openai = openai.OpenAIReader(self.texts, settings.model_name, settings.default_max_tokens)
-        self._sglang = sglang.SglangReader(self.texts)
+        self._openai = openai.OpenAIReader(self.tokenizer, settings.model_name, settings.default_max_tokens)
+        self._sglang = sglang.SglangReader(self.tokenizer)
         generations = {
             "/v1/completions": GenerationEndpoint(self.serving, "completions", self._completions, Refusal.openai),
             "/v1/chat/completions": GenerationEndpoint(self.serving, "chat", self._chat, Refusal.openai),
@@ -108,40 +108,40 @@ class GatewayApp:
     # ---- generations -----------------------------------------------------------------------------------------------
 
     async def _completions(self, body: Any, terms: RequestTerms, kinds: ServedKinds) -> ResponseFormat:
-        return OpenAIFormat(*await self._openai.completions(body, terms, kinds), self.texts)
+        return OpenAIFormat(*await self._openai.completions(body, terms, kinds), self.tokenizer)
 
     async def _chat(self, body: Any, terms: RequestTerms, kinds: ServedKinds) -> ResponseFormat:
-        return OpenAIFormat(*await self._openai.chat(body, terms, kinds), self.texts)
+        return OpenAIFormat(*await self._openai.chat(body, terms, kinds), self.tokenizer)
 
     async def _generate(self, body: Any, terms: RequestTerms, kinds: ServedKinds) -> ResponseFormat:
-        return sglang.SglangFormat(*await self._sglang.generate(body, terms, kinds), self.texts)
+        return sglang.SglangFormat(*await self._sglang.generate(body, terms, kinds), self.tokenizer)
 
     # ---- everything else -------------------------------------------------------------------------------------------
 
     def _routes(self) -> list[Route]:
-        doors: tuple[tuple[str, str, AccessLevel, RouteHandler], ...] = (
-            ("GET", "/health", AccessLevel.watches, self._health),
-            ("GET", "/ready", AccessLevel.watches, self._ready),
-            ("GET", "/health_generate", AccessLevel.watches, self._ready),
-            ("GET", "/v1/models", AccessLevel.asks, self._models),
-            ("GET", "/model_info", AccessLevel.asks, self._model_info),
-            ("GET", "/get_model_info", AccessLevel.asks, self._model_info),
-            ("GET", "/metrics", AccessLevel.asks, self._metrics),
-            ("GET", "/status", AccessLevel.asks, self._status),
-            ("GET", "/story/{name:path}", AccessLevel.asks, self._story),
-            ("GET", "/workers", AccessLevel.asks, self._list),
-            ("GET", "/list_workers", AccessLevel.asks, self._urls),
-            ("POST", "/workers", AccessLevel.changes, self._add),
-            ("POST", "/add_worker", AccessLevel.changes, self._add_by_query),
-            ("POST", "/remove_worker", AccessLevel.changes, self._remove_by_query),
-            ("POST", "/workers/{name:path}/drain", AccessLevel.changes, self._drain),
-            ("POST", "/workers/{name:path}/resume", AccessLevel.changes, self._resume),
-            ("GET", "/workers/{name:path}", AccessLevel.asks, self._one),
-            ("DELETE", "/workers/{name:path}", AccessLevel.changes, self._remove),
-            ("POST", "/scale", AccessLevel.changes, self._scale),
-            ("DELETE", "/scale", AccessLevel.changes, self._release_scale),
+        routes: tuple[tuple[str, str, AccessLevel, RouteHandler], ...] = (
+            ("GET", "/health", AccessLevel.public, self._health),
+            ("GET", "/ready", AccessLevel.public, self._ready),
+            ("GET", "/health_generate", AccessLevel.public, self._ready),
+            ("GET", "/v1/models", AccessLevel.read, self._models),
+            ("GET", "/model_info", AccessLevel.read, self._model_info),
+            ("GET", "/get_model_info", AccessLevel.read, self._model_info),
+            ("GET", "/metrics", AccessLevel.read, self._metrics),
+            ("GET", "/status", AccessLevel.read, self._status),
+            ("GET", "/story/{name:path}", AccessLevel.read, self._story),
+            ("GET", "/workers", AccessLevel.read, self._list),
+            ("GET", "/list_workers", AccessLevel.read, self._urls),
+            ("POST", "/workers", AccessLevel.write, self._add),
+            ("POST", "/add_worker", AccessLevel.write, self._add_by_query),
+            ("POST", "/remove_worker", AccessLevel.write, self._remove_by_query),
+            ("POST", "/workers/{name:path}/drain", AccessLevel.write, self._drain),
+            ("POST", "/workers/{name:path}/resume", AccessLevel.write, self._resume),
+            ("GET", "/workers/{name:path}", AccessLevel.read, self._one),
+            ("DELETE", "/workers/{name:path}", AccessLevel.write, self._remove),
+            ("POST", "/scale", AccessLevel.write, self._scale),
+            ("DELETE", "/scale", AccessLevel.write, self._release_scale),
         )
-        return [Route(path, _RouteApp(self, answer, kind), methods=[method]) for method, path, kind, answer in doors]
+        return [Route(path, _RouteApp(self, answer, kind), methods=[method]) for method, path, kind, answer in routes]
 
     async def _health(self, exchange: HttpExchange, request: Request) -> None:
         await exchange.json({"status": "ok"})
@@ -167,7 +167,7 @@ class GatewayApp:
         await exchange.json({**told, "weight_version": str(self.pool.version)})
 
     async def _metrics(self, exchange: HttpExchange, request: Request) -> None:
-        await exchange.raw(self.meters.text(), 200, [(b"content-type", CONTENT_TYPE.encode())])
+        await exchange.raw(self.metrics.text(), 200, [(b"content-type", CONTENT_TYPE.encode())])
 
     async def _status(self, exchange: HttpExchange, request: Request) -> None:
         gateway = {
@@ -200,7 +200,7 @@ class GatewayApp:
     async def _remove(self, exchange: HttpExchange, request: Request) -> None:
         fields = BodyFields({name: _number(value) for name, value in request.query_params.items()})
         deadline_s = seconds(fields, "deadline_s")
-        known(fields, "deadline_s")
+        require_only(fields, "deadline_s")
         await exchange.json(await self.workers.remove(request.path_params["name"], deadline_s), 202)
 
     async def _drain(self, exchange: HttpExchange, request: Request) -> None:
@@ -216,7 +216,7 @@ class GatewayApp:
         await exchange.json(await self.workers.release_scale())
 
     async def _body(self, exchange: HttpExchange) -> Any:
-        return await self.serving.bodies.parsed(await self.guard.body(exchange.heads, exchange.receive) or b"{}")
+        return await self.serving.bodies.parsed(await self.guard.body(exchange.headers, exchange.receive) or b"{}")
 
 
 class _RouteApp:
@@ -231,18 +231,18 @@ class _RouteApp:
         exchange = HttpExchange(scope, receive, send, app.settings.write_s)
         exchange.closing = app.serving.stopping
         try:
-            if self._kind is AccessLevel.changes or (
-                self._kind is AccessLevel.asks and not app.settings.allows_anonymous
+            if self._kind is AccessLevel.write or (
+                self._kind is AccessLevel.read and not app.settings.allows_anonymous
             ):
-                app.guard.check_token(exchange.heads)
-            if self._kind is AccessLevel.changes and app.serving.stopping:
+                app.guard.check_token(exchange.headers)
+            if self._kind is AccessLevel.write and app.serving.stopping:
                 raise Refusal(503, STOPPING, code="stopping")
             within_s = app.settings.change_s + app.settings.body_s
             await asyncio.wait_for(self._answer(exchange, Request(scope, receive)), within_s)
         except Refusal as refusal:
             await _refuse(exchange, refusal)
         except TrimtabError as error:
-            await _refuse(exchange, told(error))
+            await _refuse(exchange, refusal_for_error(error))
         except asyncio.TimeoutError:
             await _refuse(exchange, Refusal(504, f"not done within {within_s:g} s", code="timeout"))
         except ClientLeft:
@@ -251,8 +251,8 @@ class _RouteApp:
 
 async def _refuse(exchange: HttpExchange, refusal: Refusal) -> None:
     if not exchange.status:
-        heads = [(name.encode(), value.encode()) for name, value in refusal.headers.items()]
-        await exchange.json(refusal.plain(), refusal.status, heads)
+        headers = [(name.encode(), value.encode()) for name, value in refusal.headers.items()]
+        await exchange.json(refusal.plain(), refusal.status, headers)
 
 
 def _number(text: str) -> Any:

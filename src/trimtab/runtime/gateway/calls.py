@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trimtab.model.rollout import End, Span
-from trimtab.runtime.gateway.headers import PLAIN, RequestTerms
+from trimtab.runtime.gateway.headers import DEFAULT_TERMS, RequestTerms
 from trimtab.runtime.rollout.sampling import Completion, Sample, SamplingParams
 
 FINISHES = {End.stop: "stop", End.length: "length", End.abort: "abort", End.cancelled: "abort", End.failed: "error"}
@@ -30,7 +30,7 @@ class GenerationCall:
 
     prompts: list[tuple[int, ...]]
     params: list[SamplingParams]  # one for each prompt
-    terms: RequestTerms = PLAIN
+    terms: RequestTerms = DEFAULT_TERMS
     stream: bool = False
     id: str = field(default_factory=new_id)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -51,7 +51,7 @@ def samples_of(completions: Sequence[Completion]) -> list[Sample]:
     return [sample for completion in completions for sample in completion.samples]
 
 
-def answers(sample: Sample) -> bool:
+def is_answer(sample: Sample) -> bool:
     """Whether it is one: whole, or what was left of it when it was aborted. What failed is none, tokens or not."""
     return sample.ok or sample.end is End.abort or (sample.end is End.cancelled and bool(sample.token_ids))
 

@@ -75,14 +75,14 @@ PER_TOKEN_FIELDS = frozenset(
 """They look at one token at a time, so a cut changes nothing for them."""
 
 
-MOST = 2**20
+MAX_NUMBER = 2**20
 """Of any number of an engine's own fields. Some engines allocate as many places as it says."""
 
-LARGEST = 2**18
+MAX_FIELD_BYTES = 2**18
 """Bytes of one of them, as JSON."""
 
 
-def passed_on(
+def engine_extras(
     rest: Mapping[str, Any], kinds: Collection[str], known: Collection[str], prefix: str = ""
 ) -> dict[str, Any]:
     """What is left of a body, if every kind of engine that is up takes it; else a refusal that names the field."""
@@ -105,16 +105,16 @@ def passed_on(
 
 
 def _require_bounded(name: str, value: Any, prefix: str) -> None:
-    said = ""
-    if type(value) in (int, float) and not -MOST <= value <= MOST:  # no NaN is
-        said = f"a number within {MOST}"
+    problem = ""
+    if type(value) in (int, float) and not -MAX_NUMBER <= value <= MAX_NUMBER:  # no NaN is
+        problem = f"a number within {MAX_NUMBER}"
     elif type(value) in (str, list, dict):
         try:
-            said = f"at most {LARGEST} bytes" if len(to_json(value)) > LARGEST else ""
+            problem = f"at most {MAX_FIELD_BYTES} bytes" if len(to_json(value)) > MAX_FIELD_BYTES else ""
         except RecursionError:
-            said = "lists and objects are nested too deeply"
-    if said:
-        raise Refusal(400, f"{prefix}{name}: {said}", param=prefix + name, code="invalid_value")
+            problem = "lists and objects are nested too deeply"
+    if problem:
+        raise Refusal(400, f"{prefix}{name}: {problem}", param=prefix + name, code="invalid_value")
 
 
 def may_resume(

@@ -48,12 +48,12 @@ _STATUSES = {
 }
 
 
-def bad(param: str, message: str) -> Refusal:
+def invalid_value(param: str, message: str) -> Refusal:
     """A field that is wrong."""
     return Refusal(400, message, param=param, code="invalid_value")
 
 
-def told(error: TrimtabError) -> Refusal:
+def refusal_for_error(error: TrimtabError) -> Refusal:
     """An error of the pool as an answer."""
     message = " ".join(part for part in (error.what, error.hint and f"({error.hint})") if part)
     if isinstance(error, RefusedError):
@@ -67,7 +67,7 @@ def told(error: TrimtabError) -> Refusal:
     return Refusal(503, message, code="unreachable")
 
 
-def failed(sample: Sample) -> Refusal:
+def refusal_for_sample(sample: Sample) -> Refusal:
     """A request that has no answer, as an answer."""
     reason = sample.reason
     return Refusal(_STATUSES.get(reason.code, 503), " ".join(reason.sentence.split()), code=reason.code.value)

@@ -25,11 +25,11 @@ class HttpExchange:
     """One request; `left` is set once its client is gone, `cut` where it has to end early."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, write_s: float) -> None:
-        self.heads: Headers = dict(scope["headers"])
+        self.headers: Headers = dict(scope["headers"])
         self.receive = receive
         self.status = 0  # of the answer, once it has begun
-        self.left = False
-        self.cut = ""  # why
+        self.client_gone = False
+        self.abort_reason = ""  # why
         self.closing = False  # the connection ends with this answer
         self._send, self._write_s = send, write_s
         self._task = asyncio.current_task()
@@ -61,14 +61,14 @@ class HttpExchange:
             self._timer = loop.call_later(self._write_s, self._look)
 
     def _gone(self) -> None:
-        self.left = True
+        self.client_gone = True
         if self._task is not None:
             self._task.cancel()
 
-    def cut_short(self, why: str) -> None:
+    def abort(self, why: str) -> None:
         """Its answer has to end now, with what there is."""
-        if not self.cut and self._task is not None:
-            self.cut = why
+        if not self.abort_reason and self._task is not None:
+            self.abort_reason = why
             self._task.cancel()
 
     def unwatch(self) -> None:
@@ -81,25 +81,25 @@ class HttpExchange:
 
     # ---- answers ---------------------------------------------------------------------------------------------------
 
-    async def json(self, answer: Any, status: int = 200, heads: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    async def json(self, answer: Any, status: int = 200, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         """An answer in one piece."""
         body = to_json(answer).encode()
-        await self.raw(body, status, [_JSON, *heads])
+        await self.raw(body, status, [_JSON, *headers])
 
-    async def raw(self, body: bytes, status: int, heads: Iterable[tuple[bytes, bytes]]) -> None:
+    async def raw(self, body: bytes, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """An answer in one piece, of any type."""
-        await self._start(status, [*heads, (b"content-length", str(len(body)).encode())])
+        await self._start(status, [*headers, (b"content-length", str(len(body)).encode())])
         await self.write(body, more=False)
 
-    async def events(self, heads: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    async def events(self, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         """Begins a stream of events."""
-        await self._start(200, [*_EVENTS, *heads])
+        await self._start(200, [*_EVENTS, *headers])
 
-    async def _start(self, status: int, heads: list[tuple[bytes, bytes]]) -> None:
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
         if self.closing:
-            heads.append((b"connection", b"close"))
-        await self._send({"type": "http.response.start", "status": status, "headers": heads})
+            headers.append((b"connection", b"close"))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, body: bytes, *, more: bool = True) -> None:
         """A part of the answer."""

@@ -6,20 +6,35 @@ both dialects have it.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import marshal
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trimtab.runtime.gateway.errors import Refusal, bad
+from trimtab.runtime.gateway.errors import Refusal, invalid_value
 
-LARGE = 2**20
+MAX_WAITING = 16
+PARSE_S = 60.0
+
+_PARSER = """
+import json, marshal, sys
+try:
+    answer = marshal.dumps((True, json.loads(sys.stdin.buffer.read().decode())))
+except (ValueError, RecursionError) as fault:
+    answer = marshal.dumps((False, str(fault)))
+sys.stdout.buffer.write(answer)
+"""
+
+LARGE_BODY_BYTES = 2**20
 """Bytes of a body; what has more is parsed beside (`bodies`)."""
 
 MAX_TOKEN_IDS = 2**20
 """Token ids of all prompts of one call: checking and sending them keeps others waiting."""
 
-_LARGEST_ID = 2**31
-_LARGEST = 10**15  # of numbers that have no range of their own; beyond it arithmetic is not exact
+_MAX_ID = 2**31
+_MAX_NUMBER = 10**15  # of numbers that have no range of their own; beyond it arithmetic is not exact
 
 
 class BodyFields:
@@ -37,7 +52,7 @@ class BodyFields:
 
     def wrong(self, name: str, message: str) -> Refusal:
         """A field that is not as it should be."""
-        return bad(self._prefix + name, f"{self._prefix}{name}: {message}")
+        return invalid_value(self._prefix + name, f"{self._prefix}{name}: {message}")
 
     def boolean(self, name: str, default: bool = False) -> bool:
         """True or false."""
@@ -48,7 +63,7 @@ class BodyFields:
             raise self.wrong(name, "true or false")
         return value
 
-    def integer(self, name: str, default: Any, least: int | None = None, most: int | None = None) -> Any:
+    def integer(self, name: str, default: Any, minimum: int | None = None, maximum: int | None = None) -> Any:
         """A whole number; the default may be None."""
         value = self.take(name)
         if value is None:
@@ -57,19 +72,19 @@ class BodyFields:
             value = int(value)
         if type(value) is not int:
             raise self.wrong(name, f"a whole number, not {_shown(value)}")
-        if not (-_LARGEST if least is None else least) <= value <= (_LARGEST if most is None else most):
-            raise self.wrong(name, f"{_shown(value)} is not {_range(least, most)}")
+        if not (-_MAX_NUMBER if minimum is None else minimum) <= value <= (_MAX_NUMBER if maximum is None else maximum):
+            raise self.wrong(name, f"{_shown(value)} is not {_range(minimum, maximum)}")
         return value
 
-    def number(self, name: str, default: float, least: float | None = None, most: float | None = None) -> float:
+    def number(self, name: str, default: float, minimum: float | None = None, maximum: float | None = None) -> float:
         """A finite number."""
         value = self.take(name)
         if value is None:
             return default
-        if type(value) not in (int, float) or not -_LARGEST <= value <= _LARGEST:  # no NaN is
+        if type(value) not in (int, float) or not -_MAX_NUMBER <= value <= _MAX_NUMBER:  # no NaN is
             raise self.wrong(name, f"a number, not {_shown(value)}")
-        if (least is not None and value < least) or (most is not None and value > most):
-            raise self.wrong(name, f"{value} is not {_range(least, most)}")
+        if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
+            raise self.wrong(name, f"{value} is not {_range(minimum, maximum)}")
         return float(value)
 
     def text(self, name: str, default: str = "") -> str:
@@ -101,7 +116,7 @@ class BodyFields:
     def as_ids(self, name: str, value: Any) -> tuple[int, ...]:
         """Token ids, or a refusal that names the field."""
         whole = isinstance(value, list) and set(map(type, value)) <= {int}  # a bool is no int here
-        if not whole or (value and (min(value) < 0 or max(value) >= _LARGEST_ID)):
+        if not whole or (value and (min(value) < 0 or max(value) >= _MAX_ID)):
             raise self.wrong(name, "a list of token ids, whole numbers of 0 or more")
         return tuple(value)
 
@@ -139,13 +154,58 @@ def _same(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-def _range(least: float | None, most: float | None) -> str:
-    if most is None:
-        return f"{least} or more, and at most {_LARGEST}" if least is not None else f"within {_LARGEST}"
-    return f"{least} to {most}" if least is not None else f"{most} or less"
+def _range(minimum: float | None, maximum: float | None) -> str:
+    if maximum is None:
+        return f"{minimum} or more, and at most {_MAX_NUMBER}" if minimum is not None else f"within {_MAX_NUMBER}"
+    return f"{minimum} to {maximum}" if minimum is not None else f"{maximum} or less"
 
 
 def _shown(value: Any) -> str:
-    if type(value) is int and abs(value) > _LARGEST:
+    if type(value) is int and abs(value) > _MAX_NUMBER:
         return "a number of many digits"  # repr refuses the longest
     return repr(value)[:60]
+
+
+class BodyParser:
+    """Of one gateway."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._waiting = 0
+
+    async def parsed(self, body: bytes) -> Any:
+        """JSON, or a refusal."""
+        if len(body) <= LARGE_BODY_BYTES:
+            return parsed(body)
+        if self._waiting >= MAX_WAITING:
+            raise Refusal(
+                503, f"{MAX_WAITING} large bodies wait to be parsed already", code="too_many",
+                headers={"retry-after": "1"},
+            )  # fmt: skip
+        self._waiting += 1
+        try:
+            async with self._turn:
+                return await asyncio.wait_for(_parse_in_process(body), PARSE_S)
+        except asyncio.TimeoutError:
+            raise Refusal(503, f"the body was not parsed within {PARSE_S:g} s", code="timeout") from None
+        finally:
+            self._waiting -= 1
+
+
+async def _parse_in_process(body: bytes) -> Any:
+    pipe = asyncio.subprocess.PIPE
+    parser = await asyncio.create_subprocess_exec(
+        sys.executable, "-I", "-S", "-c", _PARSER, stdin=pipe, stdout=pipe, env={}
+    )
+    try:
+        answer, _ = await parser.communicate(body)
+    finally:
+        if parser.returncode is None:
+            parser.kill()
+            await parser.wait()
+    if parser.returncode != 0:
+        raise Refusal(503, f"the body was not parsed: the parser ended with {parser.returncode}", code="fault")
+    found, said = marshal.loads(answer)
+    if not found:
+        raise not_json(said)
+    return said

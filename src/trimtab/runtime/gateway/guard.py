@@ -42,15 +42,15 @@ class GatewayGuard:
         self._largest, self._body_s = settings.max_body_bytes, settings.body_s
         self._right: set[bytes] = set()  # Host headers that were checked; bounded, clients use few
 
-    def check_host(self, heads: Headers) -> None:
+    def check_host(self, headers: Headers) -> None:
         """That the caller meant this machine, and is no page of another one."""
-        host = heads.get(b"host", b"")
+        host = headers.get(b"host", b"")
         if host not in self._right:
             if not self._is_ours(host_name(host.decode("latin-1"))):
                 raise Refusal(421, "this Host is not served here; allowed_hosts adds one", code="wrong_host")
             if len(self._right) < 64:
                 self._right.add(host)
-        origin = heads.get(b"origin")
+        origin = headers.get(b"origin")
         if origin is not None:
             self._check_origin(origin.decode("latin-1"))
 
@@ -71,9 +71,9 @@ class GatewayGuard:
             return False
         return self._takes_numbers
 
-    def check_token(self, heads: Headers) -> None:
+    def check_token(self, headers: Headers) -> None:
         """That the caller has the token: as bearer, or as the password of basic authentication (for .netrc)."""
-        scheme, _, given = heads.get(b"authorization", b"").partition(b" ")
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         given = given.strip()
         if scheme.lower() == b"basic":
             try:
@@ -105,9 +105,9 @@ class GatewayGuard:
             )
         return url.rstrip("/")
 
-    async def body(self, heads: Headers, receive: Receive) -> bytes:
+    async def body(self, headers: Headers, receive: Receive) -> bytes:
         """All of a body, if it is not too large and comes in time."""
-        said = heads.get(b"content-length")
+        said = headers.get(b"content-length")
         if said is not None and said.isdigit() and (len(said) > 18 or int(said) > self._largest):
             raise self._too_large()
         try:

@@ -19,7 +19,7 @@ from trimtab.runtime.rollout.sampling import Sample
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 PREFIX = "trimtab_rollout_"
-LEFT = 499  # a client that did not wait for its answer
+CLIENT_CLOSED = 499  # a client that did not wait for its answer
 
 
 class GatewayMetrics:
@@ -47,17 +47,17 @@ class GatewayMetrics:
         )
         self._registry.register(_PoolCollector(pool))
         self._children: dict[tuple[str, int], prometheus_client.Counter] = {}
-        self._doors: dict[str, prometheus_client.Histogram] = {}
+        self._latencies: dict[str, prometheus_client.Histogram] = {}
 
-    def answered(self, door: str, exchange: HttpExchange, seconds: float) -> None:
+    def answered(self, endpoint: str, exchange: HttpExchange, seconds: float) -> None:
         """A call is over."""
-        status = LEFT if exchange.left else exchange.status
-        child = self._children.get((door, status))
+        status = CLIENT_CLOSED if exchange.client_gone else exchange.status
+        child = self._children.get((endpoint, status))
         if child is None:
-            child = self._children[door, status] = self._answers.labels(door, str(status))
-            self._doors.setdefault(door, self._seconds.labels(door))
+            child = self._children[endpoint, status] = self._answers.labels(endpoint, str(status))
+            self._latencies.setdefault(endpoint, self._seconds.labels(endpoint))
         child.inc()
-        self._doors[door].observe(seconds)
+        self._latencies[endpoint].observe(seconds)
 
     def made(self, samples: Sequence[Sample]) -> None:
         """Answers were given out."""

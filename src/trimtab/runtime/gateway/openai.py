@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.runtime.engines.texts import RENDER_OPTIONS
+from trimtab.runtime.engines.tokenizer import RENDER_OPTIONS
 from trimtab.runtime.gateway import engine_fields as extras
 from trimtab.runtime.gateway.calls import GenerationCall
 from trimtab.runtime.gateway.errors import Refusal
@@ -55,12 +55,12 @@ class OpenAIOptions:
 class OpenAIReader:
     """Reads bodies of one gateway."""
 
-    def __init__(self, texts: PoolTokenizer, model_name: str, default_max_tokens: int) -> None:
-        self._texts, self._model_name, self._default_max_tokens = texts, model_name, default_max_tokens
+    def __init__(self, tokenizer: PoolTokenizer, model_name: str, default_max_tokens: int) -> None:
+        self._tokenizer, self._model_name, self._default_max_tokens = tokenizer, model_name, default_max_tokens
 
     async def model(self) -> str:
         """As clients call it."""
-        return self._model_name or await self._texts.model()
+        return self._model_name or await self._tokenizer.model()
 
     async def completions(
         self, body: Any, terms: RequestTerms, kinds: ServedKinds
@@ -69,8 +69,8 @@ class OpenAIReader:
         fields = BodyFields(body)
         prompts = await self._prompts(fields)
         logprobs = fields.integer("logprobs", None, 0, MAX_LOGPROBS)
-        most = fields.integer("max_tokens", 16, 1)
-        return await self._read(fields, terms, kinds, prompts, logprobs, most, COMPLETIONS)
+        max_tokens = fields.integer("max_tokens", 16, 1)
+        return await self._read(fields, terms, kinds, prompts, logprobs, max_tokens, COMPLETIONS)
 
     async def chat(self, body: Any, terms: RequestTerms, kinds: ServedKinds) -> tuple[GenerationCall, OpenAIOptions]:
         """A body of `/v1/chat/completions`."""
@@ -88,13 +88,15 @@ class OpenAIReader:
         wanted = fields.boolean("logprobs")
         if best is not None and not wanted:
             raise fields.wrong("top_logprobs", "needs logprobs: true")
-        most = fields.integer("max_completion_tokens", None, 1)
+        max_tokens = fields.integer("max_completion_tokens", None, 1)
         older = fields.integer("max_tokens", None, 1)
-        most = most or older or self._default_max_tokens
+        max_tokens = max_tokens or older or self._default_max_tokens
         # All else is looked at before an engine is asked to read anything.
-        call, wishes = await self._read(fields, terms, kinds, [(0,)], (best or 0) if wanted else None, most, CHAT)
-        call.prompts = [await self._texts.render(messages, options)]
-        return call, wishes
+        call, output_options = await self._read(
+            fields, terms, kinds, [(0,)], (best or 0) if wanted else None, max_tokens, CHAT
+        )
+        call.prompts = [await self._tokenizer.render(messages, options)]
+        return call, output_options
 
     async def _read(
         self,
@@ -112,7 +114,7 @@ class OpenAIReader:
         for name in options.rest:
             raise options.wrong(name, "there is no such option")
         model = await self._model(fields)
-        wishes = OpenAIOptions(
+        output_options = OpenAIOptions(
             known is CHAT,
             model,
             logprobs,
@@ -125,17 +127,19 @@ class OpenAIReader:
         require_few_answers(fields, "n", len(prompts) * params.n)
         given = [one for one in prompts if not isinstance(one, str)]
         if given and known is COMPLETIONS:
-            await self._texts.check_known(given, fields, "prompt")
-        ids = [await self._texts.tokenize(one) if isinstance(one, str) else one for one in prompts]
-        return GenerationCall(ids, [params] * len(ids), terms, stream), wishes
+            await self._tokenizer.check_known(given, fields, "prompt")
+        ids = [await self._tokenizer.tokenize(one) if isinstance(one, str) else one for one in prompts]
+        return GenerationCall(ids, [params] * len(ids), terms, stream), output_options
 
     async def _model(self, fields: BodyFields) -> str:
-        asked = fields.text("model")
-        if not asked and self._model_name:
+        wanted = fields.text("model")
+        if not wanted and self._model_name:
             return self._model_name
         model = await self.model()
-        if asked and asked != model:
-            raise Refusal(404, f"there is no model {asked!r} here; {model!r} is", param="model", code="model_not_found")
+        if wanted and wanted != model:
+            raise Refusal(
+                404, f"there is no model {wanted!r} here; {model!r} is", param="model", code="model_not_found"
+            )
         return model
 
     async def _prompts(self, fields: BodyFields) -> list[tuple[int, ...] | str]:
@@ -166,18 +170,18 @@ def _params(
         fields.take("best_of")
     seed = fields.integer("seed", None, -(2**63), 2**63 - 1)
     stop, stop_ids = fields.strings("stop"), fields.ids("stop_token_ids")
-    least = fields.integer("min_tokens", 0, 0)
-    if least > max_tokens:
-        raise fields.wrong("min_tokens", f"{least} is more than max_tokens, which is {max_tokens}")
+    min_tokens = fields.integer("min_tokens", 0, 0)
+    if min_tokens > max_tokens:
+        raise fields.wrong("min_tokens", f"{min_tokens} is more than max_tokens, which is {max_tokens}")
     temperature, top_p = fields.number("temperature", 1.0, 0.0), fields.number("top_p", 1.0, 0.0, 1.0)
     if top_p == 0:
         raise fields.wrong("top_p", "0 leaves no token to choose from")
     top_k = max(0, fields.integer("top_k", 0, -1))
     for name in _NO_EFFECT:
         fields.take(name)
-    extra = left_over(fields, kinds, known)
+    extra = take_engine_extras(fields, kinds, known)
     return SamplingParams(
-        max_tokens, least, temperature, top_p, top_k, n, stop, stop_ids, seed, logprobs, extra,
+        max_tokens, min_tokens, temperature, top_p, top_k, n, stop, stop_ids, seed, logprobs, extra,
         extras.may_resume(extra, seed, stop, kinds()) if extra else None,
     )  # fmt: skip
 
@@ -188,12 +192,14 @@ def require_few_answers(fields: BodyFields, name: str, answers: int) -> None:
         raise fields.wrong(name, f"{answers} answers in one call; {MAX_ANSWERS} are the most")
 
 
-def left_over(fields: BodyFields, kinds: ServedKinds, known: tuple[str, ...], prefix: str = "") -> dict[str, Any]:
+def take_engine_extras(
+    fields: BodyFields, kinds: ServedKinds, known: tuple[str, ...], prefix: str = ""
+) -> dict[str, Any]:
     """What the engines are to see of a body."""
     fields.neutral(extras.NEUTRAL)
     for name in fields.rest.keys() & _BY_TRIMTAB.keys():
         raise fields.wrong(name, _BY_TRIMTAB[name])
-    return extras.passed_on(fields.rest, kinds(), known, prefix) if fields.rest else {}
+    return extras.engine_extras(fields.rest, kinds(), known, prefix) if fields.rest else {}
 
 
 def _messages(fields: BodyFields) -> list[dict[str, Any]]:

@@ -23,29 +23,29 @@ class PendingCall:
 
     def __init__(self, pool: RolloutPool, call: GenerationCall, share: int) -> None:
         self._pool, self._call, self._share = pool, call, share
-        self._asked: list[list[PendingRequest]] = [[] for _ in call.prompts]
+        self._submitted: list[list[PendingRequest]] = [[] for _ in call.prompts]
         self._left: deque[tuple[int, int]] = deque()  # prompt and sample that were not asked yet
         self._open = 0
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
-        self._all_asked: asyncio.Future[None] | None = None
+        self._all_submitted: asyncio.Future[None] | None = None
         try:
             if sum(params.n for params in call.params) <= share:
                 for place in range(len(call.prompts)):
-                    self._ask(place, None)
+                    self._submit(place, None)
             else:
                 self._left.extend((place, index) for place, one in enumerate(call.params) for index in range(one.n))
                 self._fill()
-                self._all_asked = self._loop.create_future()
+                self._all_submitted = self._loop.create_future()
         except BaseException:
             self.cancel()
             raise
 
-    def _ask(self, place: int, samples: Sequence[int] | None) -> list[PendingRequest]:
+    def _submit(self, place: int, samples: Sequence[int] | None) -> list[PendingRequest]:
         call = self._call
         terms, params = call.terms, call.params[place]
-        asked = self._pool.ask(
+        submitted = self._pool.submit(
             call.prompts[place],
             params,
             class_=terms.class_,
@@ -57,8 +57,8 @@ class PendingCall:
             deadline_s=None if terms.deadline_s is None else max(0.0, terms.deadline_s - self._late_s()),
             samples=samples,
         )
-        self._asked[place] += asked
-        return asked
+        self._submitted[place] += submitted
+        return submitted
 
     def _late_s(self) -> float:
         return self._loop.time() - self._began
@@ -66,7 +66,7 @@ class PendingCall:
     def _fill(self) -> None:
         while self._left and self._open < self._share:
             place, index = self._left[0]
-            [one] = self._ask(place, (index,))
+            [one] = self._submit(place, (index,))
             self._left.popleft()
             self._open += 1
             one.answered.add_done_callback(self._ended)
@@ -78,33 +78,33 @@ class PendingCall:
 
     def _go_on(self) -> None:
         """Ask for more. There was room for the first of it, so a full queue is waited for until the deadline."""
-        assert self._all_asked is not None
+        assert self._all_submitted is not None
         self._timer = None
-        if self._all_asked.done():
+        if self._all_submitted.done():
             return
         try:
             self._fill()
         except RefusedError as refused:
             allowed_s = self._call.terms.deadline_s
             if allowed_s is not None and self._late_s() >= allowed_s:
-                self._all_asked.set_exception(refused)
+                self._all_submitted.set_exception(refused)
             else:
                 self._timer = self._loop.call_later(refused.retry_after_s, self._go_on)
             return
         except TrimtabError as error:
-            self._all_asked.set_exception(error)
+            self._all_submitted.set_exception(error)
             return
         if not self._left:
-            self._all_asked.set_result(None)
+            self._all_submitted.set_result(None)
 
     async def answers(self) -> list[Completion]:
         """All of them, once the last is there. Whoever stops waiting cancels them."""
         try:
-            if self._all_asked is not None:
-                await self._all_asked
+            if self._all_submitted is not None:
+                await self._all_submitted
                 if self._left:
                     raise Refusal(503, f"ended with {len(self._left)} answers not begun", code="stopping")
-            return [Completion(tuple([await one.answered for one in row])) for row in self._asked]
+            return [Completion(tuple([await one.answered for one in row])) for row in self._submitted]
         except BaseException:
             self.cancel()
             raise
@@ -113,12 +113,12 @@ class PendingCall:
         """Ends what is not answered yet; the answers are what there was."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._all_asked is not None and not self._all_asked.done():
-            self._all_asked.set_result(None)
+        if self._all_submitted is not None and not self._all_submitted.done():
+            self._all_submitted.set_result(None)
         for request in self.requests:
             self._pool.cancel(request)
 
     @property
     def requests(self) -> Sequence[str]:
         """Their ids in the pool."""
-        return [one.spec.id for row in self._asked for one in row]
+        return [one.spec.id for row in self._submitted for one in row]

@@ -85,7 +85,7 @@ class Gateway:
         serving.stopping = True
         if running is not None and self._server is not None:
             if not await serving.until_empty(drain_s):
-                serving.cut()
+                serving.abort_all()
                 await serving.until_empty(CUT_S)
             self._server.should_exit = True
             await asyncio.wait({running}, timeout=CUT_S + 1)

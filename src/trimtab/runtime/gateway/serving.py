@@ -16,10 +16,10 @@ from typing import Any
 from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import UP
 from trimtab.runtime.gateway.answer_forms import ResponseFormat
-from trimtab.runtime.gateway.bodies import BodyParser
-from trimtab.runtime.gateway.calls import GenerationCall, answers, response_headers, samples_of
-from trimtab.runtime.gateway.errors import Refusal, failed, told
+from trimtab.runtime.gateway.calls import GenerationCall, is_answer, response_headers, samples_of
+from trimtab.runtime.gateway.errors import Refusal, refusal_for_error, refusal_for_sample
 from trimtab.runtime.gateway.exchange import HttpExchange, Send
+from trimtab.runtime.gateway.fields import BodyParser
 from trimtab.runtime.gateway.guard import ClientLeft, GatewayGuard, Receive, Scope
 from trimtab.runtime.gateway.headers import RequestTerms, read_terms
 from trimtab.runtime.gateway.metrics import GatewayMetrics
@@ -37,16 +37,16 @@ Refused = Callable[[Refusal], dict[str, object]]
 
 STOPPING = "the gateway stops"
 REFRESH_S = 0.5
-LEAST_SHARE = 16
+MIN_SHARE = 16
 
 
 class GenerationTracker:
     """What is being answered now."""
 
     def __init__(
-        self, pool: RolloutPool, settings: GatewaySettings, guard: GatewayGuard, meters: GatewayMetrics
+        self, pool: RolloutPool, settings: GatewaySettings, guard: GatewayGuard, metrics: GatewayMetrics
     ) -> None:
-        self.pool, self.settings, self.guard, self.meters = pool, settings, guard, meters
+        self.pool, self.settings, self.guard, self.metrics = pool, settings, guard, metrics
         self.bodies = BodyParser()
         self.stopping = False
         self._open: set[HttpExchange] = set()
@@ -54,7 +54,7 @@ class GenerationTracker:
         self._empty = asyncio.Event()
         self._kinds: frozenset[str] = frozenset()
         self._capacity = 0
-        self._looked_until = 0.0
+        self._fresh_until = 0.0
 
     @property
     def open(self) -> int:
@@ -63,22 +63,22 @@ class GenerationTracker:
 
     def kinds(self) -> frozenset[str]:
         """Of the engines that are up, as seen a moment ago."""
-        self._look()
+        self._refresh()
         return self._kinds
 
     def share(self) -> int:
         """How many requests of one call may be in the pool at a time: enough to keep all engines busy."""
-        self._look()
-        return max(LEAST_SHARE, 2 * self._capacity)
+        self._refresh()
+        return max(MIN_SHARE, 2 * self._capacity)
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         now = time.monotonic()
-        if now > self._looked_until or not self._kinds:
+        if now > self._fresh_until or not self._kinds:
             views = [view for view in self.pool.workers() if view.state in UP]
             engines = (self.pool.engine(view.worker) for view in views)
             self._kinds = frozenset(engine.kind for engine in engines if engine is not None)
             self._capacity = sum(view.spec.limit for view in views)
-            self._looked_until = now + REFRESH_S
+            self._fresh_until = now + REFRESH_S
 
     def enter(self, exchange: HttpExchange) -> None:
         """Counts it among those under way; refuses it where there are too many."""
@@ -110,7 +110,7 @@ class GenerationTracker:
                 return False
         return not self._open
 
-    def cut(self) -> None:
+    def abort_all(self) -> None:
         """What is under way is answered now, with what there is."""
         for exchange in list(self._open):
             waiting = self.waiting.get(exchange)
@@ -118,7 +118,7 @@ class GenerationTracker:
                 exchange.closing = True
                 waiting.cancel()  # its answers come at once, as they are
             else:
-                exchange.cut_short(STOPPING)
+                exchange.abort(STOPPING)
 
 
 class GenerationEndpoint:
@@ -134,7 +134,7 @@ class GenerationEndpoint:
         began = asyncio.get_running_loop().time()
         try:
             if not serving.settings.allows_anonymous:
-                serving.guard.check_token(exchange.heads)
+                serving.guard.check_token(exchange.headers)
             serving.enter(exchange)
             try:
                 await self._answer(exchange)
@@ -143,20 +143,20 @@ class GenerationEndpoint:
         except Refusal as refusal:
             await self._refuse(exchange, refusal)
         except TrimtabError as error:
-            await self._refuse(exchange, told(error))
+            await self._refuse(exchange, refusal_for_error(error))
         except ClientLeft:
-            exchange.left = True
+            exchange.client_gone = True
         except asyncio.CancelledError:
-            if not (exchange.left or exchange.cut):
+            if not (exchange.client_gone or exchange.abort_reason):
                 raise  # the server itself is ended
-            if exchange.cut:
-                await self._refuse(exchange, Refusal(503, exchange.cut, code="stopping"))
-        serving.meters.answered(self._name, exchange, asyncio.get_running_loop().time() - began)
+            if exchange.abort_reason:
+                await self._refuse(exchange, Refusal(503, exchange.abort_reason, code="stopping"))
+        serving.metrics.answered(self._name, exchange, asyncio.get_running_loop().time() - began)
 
     async def _answer(self, exchange: HttpExchange) -> None:
         serving = self._serving
-        terms = read_terms(exchange.heads, serving.settings.deadline_s)
-        body = await serving.bodies.parsed(await serving.guard.body(exchange.heads, exchange.receive))
+        terms = read_terms(exchange.headers, serving.settings.deadline_s)
+        body = await serving.bodies.parsed(await serving.guard.body(exchange.headers, exchange.receive))
         exchange.watch()
         form = await self._read(body, terms, serving.kinds)
         if form.call.stream:
@@ -170,11 +170,11 @@ class GenerationEndpoint:
         completions = await waiting.answers()
         del serving.waiting[exchange]
         samples = samples_of(completions)
-        serving.meters.made(samples)
-        if not any(map(answers, samples)):
-            raise failed(samples[0])
+        serving.metrics.made(samples)
+        if not any(map(is_answer, samples)):
+            raise refusal_for_sample(samples[0])
         answer = await form.whole(completions)
-        await exchange.json(answer, heads=response_headers(form.call, samples))
+        await exchange.json(answer, headers=response_headers(form.call, samples))
 
     async def _stream(self, exchange: HttpExchange, form: ResponseFormat) -> None:
         serving, begun, tail = self._serving, False, b""
@@ -184,12 +184,12 @@ class GenerationEndpoint:
                 async for place, chunk in chunks:
                     sample = chunk.sample
                     if not begun:
-                        if sample is not None and left == 1 and not answers(sample):
-                            raise failed(sample)
+                        if sample is not None and left == 1 and not is_answer(sample):
+                            raise refusal_for_sample(sample)
                         await exchange.events([(b"x-trimtab-id", form.call.id.encode("ascii", "replace"))])
                         begun = True
                     if sample is not None:
-                        serving.meters.made((sample,))
+                        serving.metrics.made((sample,))
                         left -= 1
                     event = await form.event(place, chunk)
                     if not left:
@@ -197,21 +197,21 @@ class GenerationEndpoint:
                     elif event:
                         await exchange.write(event)
         except asyncio.CancelledError:
-            if not exchange.cut or not begun:
+            if not exchange.abort_reason or not begun:
                 raise
-            await exchange.write(form.cut(exchange.cut))
+            await exchange.write(form.aborted(exchange.abort_reason))
         except (TrimtabError, Refusal) as fault:
             if not begun:
                 raise
-            await exchange.write(form.fault(fault if isinstance(fault, Refusal) else told(fault)))
+            await exchange.write(form.fault(fault if isinstance(fault, Refusal) else refusal_for_error(fault)))
         await exchange.write(tail + form.end(), more=False)
 
     async def _refuse(self, exchange: HttpExchange, refusal: Refusal) -> None:
         exchange.unwatch()
         if exchange.status:
             return  # it has begun; the broken connection is what is left to say
-        heads = [(name.encode(), value.encode()) for name, value in refusal.headers.items()]
-        await exchange.json(self._refused(refusal), refusal.status, heads)
+        headers = [(name.encode(), value.encode()) for name, value in refusal.headers.items()]
+        await exchange.json(self._refused(refusal), refusal.status, headers)
 
 
 async def chunks_of(pool: RolloutPool, call: GenerationCall, share: int) -> AsyncGenerator[tuple[int, Chunk], None]:

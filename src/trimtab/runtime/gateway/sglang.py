@@ -17,7 +17,7 @@ from trimtab.model.rollout import End
 from trimtab.runtime.gateway import engine_fields as extras
 from trimtab.runtime.gateway.answer_forms import flag, sse, to_json
 from trimtab.runtime.gateway.calls import GenerationCall, details, new_id
-from trimtab.runtime.gateway.errors import Refusal, failed
+from trimtab.runtime.gateway.errors import Refusal, refusal_for_sample
 from trimtab.runtime.gateway.fields import BodyFields
 from trimtab.runtime.gateway.headers import RequestTerms
 from trimtab.runtime.gateway.openai import (
@@ -25,8 +25,8 @@ from trimtab.runtime.gateway.openai import (
     MAX_PROMPTS,
     MAX_SAMPLES,
     ServedKinds,
-    left_over,
     require_few_answers,
+    take_engine_extras,
 )
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer, TextStream
 from trimtab.runtime.rollout.sampling import Chunk, Completion, Sample, SamplingParams
@@ -49,14 +49,14 @@ class SglangOptions:
     single: bool  # one prompt, not in a list
     names: tuple[str, ...]  # what the client calls each prompt's request
     logprobs: bool = False
-    texts: bool = False  # of the tokens that have log-probabilities
+    token_texts: bool = False  # of the tokens that have log-probabilities
 
 
 class SglangReader:
     """Reads bodies of one gateway."""
 
-    def __init__(self, texts: PoolTokenizer) -> None:
-        self._texts = texts
+    def __init__(self, tokenizer: PoolTokenizer) -> None:
+        self._tokenizer = tokenizer
 
     async def generate(
         self, body: Any, terms: RequestTerms, kinds: ServedKinds
@@ -80,8 +80,8 @@ class SglangReader:
             raise fields.wrong(name, "this gateway knows no such field, and cannot pass it on")
         given = [one for one in prompts if not isinstance(one, str)]
         if given:
-            await self._texts.check_known(given, fields, "input_ids")
-        ids = [await self._texts.tokenize(one) if isinstance(one, str) else one for one in prompts]
+            await self._tokenizer.check_known(given, fields, "input_ids")
+        ids = [await self._tokenizer.tokenize(one) if isinstance(one, str) else one for one in prompts]
         return GenerationCall(ids, params, terms, stream, call_id), SglangOptions(single, names, logprobs, with_text)
 
 
@@ -147,10 +147,10 @@ def _all_params(fields: BodyFields, kinds: ServedKinds, logprobs: int | None, pr
 
 def _params(given: Any, kinds: ServedKinds, logprobs: int | None, within: str) -> SamplingParams:
     fields = BodyFields(given, within=within)
-    most = fields.integer("max_new_tokens", 128, 1)
-    least = fields.integer("min_new_tokens", 0, 0)
-    if least > most:
-        raise fields.wrong("min_new_tokens", f"{least} is more than max_new_tokens, which is {most}")
+    max_tokens = fields.integer("max_new_tokens", 128, 1)
+    min_tokens = fields.integer("min_new_tokens", 0, 0)
+    if min_tokens > max_tokens:
+        raise fields.wrong("min_new_tokens", f"{min_tokens} is more than max_new_tokens, which is {max_tokens}")
     temperature, top_p = fields.number("temperature", 1.0, 0.0), fields.number("top_p", 1.0, 0.0, 1.0)
     if top_p == 0:
         raise fields.wrong("top_p", "0 leaves no token to choose from")
@@ -158,9 +158,9 @@ def _params(given: Any, kinds: ServedKinds, logprobs: int | None, within: str) -
     n = fields.integer("n", 1, 1, MAX_SAMPLES)
     stop, stop_ids = fields.strings("stop"), fields.ids("stop_token_ids")
     seed = fields.integer("sampling_seed", None, -(2**63), 2**63 - 1)
-    extra = left_over(fields, kinds, SAMPLING, f"{within}.")
+    extra = take_engine_extras(fields, kinds, SAMPLING, f"{within}.")
     return SamplingParams(
-        most, least, temperature, top_p, 0 if top_k in (-1, _ALL_TOKENS) else top_k, n, stop, stop_ids, seed, logprobs,
+        max_tokens, min_tokens, temperature, top_p, 0 if top_k in (-1, _ALL_TOKENS) else top_k, n, stop, stop_ids, seed, logprobs,
         extra, extras.may_resume(extra, seed, stop, kinds()) if extra else None,
     )  # fmt: skip
 
@@ -168,21 +168,21 @@ def _params(given: Any, kinds: ServedKinds, logprobs: int | None, within: str) -
 class SglangFormat:
     """How one call is answered."""
 
-    def __init__(self, call: GenerationCall, wishes: SglangOptions, texts: PoolTokenizer) -> None:
-        self.call, self._wishes, self._texts = call, wishes, texts
+    def __init__(self, call: GenerationCall, output_options: SglangOptions, tokenizer: PoolTokenizer) -> None:
+        self.call, self._output, self._tokenizer = call, output_options, tokenizer
         self._began = time.monotonic()
         extra = call.params[0].extra
         self._special = not flag(extra, "skip_special_tokens", True)
         self._keep_stop = flag(extra, "no_stop_trim", False)
         self._flows: dict[int, _SampleStream] = {}
-        self._many = not wishes.single or call.params[0].n > 1
+        self._many = not output_options.single or call.params[0].n > 1
 
     async def whole(self, completions: Sequence[Completion]) -> Any:
         """The answer, or a list of them."""
         found = []
         for place, completion in enumerate(completions):
             for index, sample in enumerate(completion.samples):
-                text = await self._texts.written(sample, special=self._special, keep_stop=self._keep_stop)
+                text = await self._tokenizer.text_of(sample, special=self._special, keep_stop=self._keep_stop)
                 meta = await self._meta(place, index, sample)
                 found.append({"text": text, "output_ids": list(sample.token_ids), "meta_info": meta})
         return found if self._many else found[0]
@@ -192,10 +192,10 @@ class SglangFormat:
         number = self.call.number(prompt, chunk.index)
         flow = self._flows.get(number)
         if flow is None:
-            text = TextStream(self._texts, special=self._special, keep_stop=self._keep_stop)
+            text = TextStream(self._tokenizer, special=self._special, keep_stop=self._keep_stop)
             flow = self._flows[number] = _SampleStream(prompt, chunk.index, text)
         flow.take(chunk, await flow.text.more(chunk))
-        if chunk.sample is None and not self._wishes.logprobs:
+        if chunk.sample is None and not self._output.logprobs:
             return self._goes_on(number, flow)
         return await self._said(number, flow, chunk.sample)
 
@@ -219,7 +219,7 @@ class SglangFormat:
             answer["index"] = number
         return sse(to_json(answer))
 
-    def cut(self, why: str) -> bytes:
+    def aborted(self, why: str) -> bytes:
         """Ends the answers that have not ended."""
         said = []
         for place, params in enumerate(self.call.params):
@@ -248,7 +248,7 @@ class SglangFormat:
         return DONE
 
     def _name(self, place: int, index: int) -> str:
-        name = self._wishes.names[place]
+        name = self._output.names[place]
         return name if self.call.params[place].n == 1 else f"{name}-{index}"
 
     async def _meta(self, place: int, index: int, sample: Sample) -> dict[str, Any]:
@@ -267,19 +267,19 @@ class SglangFormat:
                     {"version": str(span.version), "start": start, "end": start + span.tokens}
                 )
                 start += span.tokens
-        if self._wishes.logprobs:
-            await self._measure(meta, sample)
+        if self._output.logprobs:
+            await self._add_logprobs(meta, sample)
         if sample.request and (self.call.terms.details or not sample.ok):
             meta["trimtab"] = details(sample)
         return meta
 
-    async def _measure(self, meta: dict[str, Any], sample: Sample) -> None:
+    async def _add_logprobs(self, meta: dict[str, Any], sample: Sample) -> None:
         ids, logprobs = sample.token_ids, sample.logprobs or (None,) * len(sample.token_ids)
         best = sample.best or ()
         every = [*ids, *(one for ranking in best for one, _ in ranking)]
         names: dict[int, str] = {}
-        if self._wishes.texts:
-            names = dict(zip(every, await self._texts.names(every), strict=True))
+        if self._output.token_texts:
+            names = dict(zip(every, await self._tokenizer.names(every), strict=True))
         meta["input_token_logprobs"] = []
         meta["output_token_logprobs"] = [[value, one, names.get(one)] for one, value in zip(ids, logprobs, strict=True)]
         if self.call.params[0].logprobs:
@@ -326,5 +326,5 @@ def _finish(sample: Sample) -> dict[str, Any]:
     told: dict[str, Any] = {"type": "abort", "message": sample.reason.sentence}
     if sample.end is End.failed:
         # Its own way to say that nobody aborted anything.
-        told |= {"status_code": failed(sample).status, "err_type": sample.reason.code.value}
+        told |= {"status_code": refusal_for_sample(sample).status, "err_type": sample.reason.code.value}
     return told

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from trimtab.model.rollout import UP, End, WorkerState
 from trimtab.runtime.engines.engine import EngineError, EngineRefusedError
-from trimtab.runtime.engines.texts import Tokenizer, tokenizer_of
+from trimtab.runtime.engines.tokenizer import Tokenizer, tokenizer_of
 from trimtab.runtime.gateway.errors import Refusal
 from trimtab.runtime.gateway.fields import BodyFields
 from trimtab.runtime.rollout.pool import RolloutPool
@@ -38,28 +38,28 @@ class PoolTokenizer:
         self._turn = 0
         self._model = ""
         self._names: dict[int, str] = {}  # what single tokens write
-        self._known: list[Tokenizer] = []  # who can read, as seen a moment ago
-        self._known_until = 0.0
+        self._readers_seen: list[Tokenizer] = []  # who can read, as seen a moment ago
+        self._fresh_until = 0.0
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
         """The ids of a prompt."""
-        return await self._ask(lambda texts: texts.tokenize(text))
+        return await self._call(lambda tokenizer: tokenizer.tokenize(text))
 
     async def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
         """The ids of a conversation."""
-        return await self._ask(lambda texts: texts.render(messages, options))
+        return await self._call(lambda tokenizer: tokenizer.render(messages, options))
 
     async def model(self) -> str:
         """What the engines call their model; asked once, because a refit may rename it."""
         if not self._model:
-            self._model = await self._ask(lambda texts: texts.model())
+            self._model = await self._call(lambda tokenizer: tokenizer.model())
         return self._model
 
     async def check_known(self, prompts: Sequence[tuple[int, ...]], fields: BodyFields, name: str) -> None:
         """Refuses ids that the model does not know. They end some servers, and the next one that they are sent to."""
         if self._vocabulary is None and not self._vocabulary_asked:
             with contextlib.suppress(Refusal):  # nobody is there to be asked; the next call asks again
-                self._vocabulary = await self._ask(lambda texts: texts.vocabulary())
+                self._vocabulary = await self._call(lambda tokenizer: tokenizer.vocabulary())
                 self._vocabulary_asked = True
         if self._vocabulary is not None:
             largest = max(map(max, prompts))
@@ -78,9 +78,9 @@ class PoolTokenizer:
         return [self._names[one] for one in ids]
 
     async def _name(self, one: int) -> str:
-        return await self._ask(lambda texts: texts.detokenize((one,), special=True))
+        return await self._call(lambda tokenizer: tokenizer.detokenize((one,), special=True))
 
-    async def written(self, sample: Sample, *, special: bool = False, keep_stop: bool = False) -> str:
+    async def text_of(self, sample: Sample, *, special: bool = False, keep_stop: bool = False) -> str:
         """The text of an answer: as the engine wrote it, or from its ids where several wrote it or none did."""
         if not sample.moves and (sample.text or not sample.token_ids):
             return sample.text
@@ -97,20 +97,20 @@ class PoolTokenizer:
         return text if sample.text.endswith(_HALF) else text.rstrip(_HALF)
 
     async def _detokenize(self, ids: Sequence[int], special: bool) -> str:
-        return await self._ask(lambda texts: texts.detokenize(ids, special=special)) if ids else ""
+        return await self._call(lambda tokenizer: tokenizer.detokenize(ids, special=special)) if ids else ""
 
-    async def _ask(self, question: Callable[[Tokenizer], Awaitable[T]]) -> T:
+    async def _call(self, question: Callable[[Tokenizer], Awaitable[T]]) -> T:
         said = "no worker is there that reads text"
-        for texts in self._readers()[:TRIES]:
+        for tokenizer in self._readers()[:TRIES]:
             try:
-                return await asyncio.wait_for(question(texts), self._within_s)
+                return await asyncio.wait_for(question(tokenizer), self._within_s)
             except EngineRefusedError as fault:
                 raise Refusal(400, fault.what, code="refused_by_engine") from None
             except EngineError as fault:
                 said = f"{fault.engine}: {fault.what}"
             except asyncio.TimeoutError:
                 said = f"no answer within {self._within_s:g} s"
-            self._known_until = 0.0  # whoever can read is looked at anew
+            self._fresh_until = 0.0  # whoever can read is looked at anew
         raise Refusal(
             503, f"text cannot be read now ({said}); token ids need no reader", code="no_reader",
             headers={"retry-after": "1"},
@@ -119,25 +119,25 @@ class PoolTokenizer:
     def _readers(self) -> list[Tokenizer]:
         """In turn."""
         now = time.monotonic()
-        if now > self._known_until or not self._known:
-            self._known, self._known_until = self._found(), now + REFRESH_S
+        if now > self._fresh_until or not self._readers_seen:
+            self._readers_seen, self._fresh_until = self._found(), now + REFRESH_S
         self._turn += 1
-        turn = self._turn % len(self._known) if self._known else 0
-        return self._known[turn:] + self._known[:turn]
+        turn = self._turn % len(self._readers_seen) if self._readers_seen else 0
+        return self._readers_seen[turn:] + self._readers_seen[:turn]
 
     def _found(self) -> list[Tokenizer]:
         """Those that serve; where none does, all that are up."""
         views = [view for view in self._pool.workers() if view.state in UP]
         serve = [view for view in views if view.state is WorkerState.active] or views
         found = (tokenizer_of(self._pool.engine(view.worker)) for view in serve)
-        return [texts for texts in found if texts is not None]
+        return [tokenizer for tokenizer in found if tokenizer is not None]
 
 
 class TextStream:
     """The text of one sample while it streams: what was written is never taken back."""
 
-    def __init__(self, texts: PoolTokenizer, *, special: bool, keep_stop: bool) -> None:
-        self._texts, self._special, self._keep_stop = texts, special, keep_stop
+    def __init__(self, tokenizer: PoolTokenizer, *, special: bool, keep_stop: bool) -> None:
+        self._tokenizer, self._special, self._keep_stop = tokenizer, special, keep_stop
         self._sent: list[str] = []
 
     async def more(self, chunk: Chunk) -> str:
@@ -147,7 +147,10 @@ class TextStream:
             text = chunk.text
         else:
             # A cut may have cost a few characters that an engine held back: they come with the end.
-            whole, sent = await self._texts.written(sample, special=self._special, keep_stop=self._keep_stop), self.text
+            whole, sent = (
+                await self._tokenizer.text_of(sample, special=self._special, keep_stop=self._keep_stop),
+                self.text,
+            )
             text = whole[len(sent) :] if whole.startswith(sent) else chunk.text
         if text:
             self._sent.append(text)

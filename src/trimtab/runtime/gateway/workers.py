@@ -23,7 +23,7 @@ from trimtab.runtime.rollout.pool import RolloutPool
 
 HEALTHY = (WorkerState.active, WorkerState.draining)
 MAX_WHY_CHARS = 200
-LONGEST_NAME = 100
+MAX_NAME_CHARS = 100
 
 
 class WorkerApi:
@@ -97,12 +97,12 @@ class WorkerApi:
             raise fields.wrong("worker_type", f"{kind!r} workers are not served here; only regular ones")
         name, limit = fields.text("name"), fields.integer("limit", 64, 1)
         version, size = fields.integer("version", None, 0), fields.integer("size", 1, 1)
-        if len(name) > LONGEST_NAME or not name.isascii() or not name.isprintable() or "," in name:
-            raise fields.wrong("name", f"at most {LONGEST_NAME} printable characters of ASCII, without commas")
+        if len(name) > MAX_NAME_CHARS or not name.isascii() or not name.isprintable() or "," in name:
+            raise fields.wrong("name", f"at most {MAX_NAME_CHARS} printable characters of ASCII, without commas")
         model = fields.text("model_id")
         if model and self._settings.model_name and model != self._settings.model_name:
             raise fields.wrong("model_id", f"this gateway serves {self._settings.model_name!r}")
-        known(fields, "url", "name", "limit", "version", "size", "worker_type")
+        require_only(fields, "url", "name", "limit", "version", "size", "worker_type")
         place = await addresses(url)
         joining = self._joining.setdefault(min(place), asyncio.Lock())
         async with joining:  # two calls for one address become one worker
@@ -141,7 +141,7 @@ class WorkerApi:
         worker = self._view(name).worker
         fields = BodyFields(body)
         deadline_s, why = seconds(fields, "deadline_s"), _why(fields)
-        known(fields, "deadline_s", "why")
+        require_only(fields, "deadline_s", "why")
         self._pool.drain(worker, deadline_s, why or "asked at the gateway")
         return self.one(worker)
 
@@ -158,7 +158,7 @@ class WorkerApi:
         if workers is None:
             raise fields.wrong("workers", "is missing: how many")
         for_s, why = seconds(fields, "for_s"), _why(fields)
-        known(fields, "workers", "for_s", "why")
+        require_only(fields, "workers", "for_s", "why")
         self._pool.scale(workers, for_s, why or "asked at the gateway")
         return {"workers": workers, "for_s": for_s, "status": self._pool.status().get("scaling")}
 
@@ -187,7 +187,7 @@ def _why(fields: BodyFields) -> str:
     return why
 
 
-def known(fields: BodyFields, *names: str) -> None:
+def require_only(fields: BodyFields, *names: str) -> None:
     """That nothing else was given."""
     for left in fields.rest:
         raise fields.wrong(left, f"there is no such field; known: {', '.join(names)}")

@@ -35,30 +35,30 @@ class EngineHealthChecker:
     def begin(self, worker: str) -> None:
         """Look after it from now on."""
         handle = self._core.handles[worker]
-        if handle.watch is None or handle.watch.done():
-            handle.watch = self._core.background.start(
+        if handle.health_task is None or handle.health_task.done():
+            handle.health_task = self._core.background.start(
                 f"watch {worker}",
                 functools.partial(self._check_loop, worker, handle),
-                on_failed=lambda _, error: self._given_up(worker, handle, error),
+                on_failed=lambda _, error: self._checks_failed(worker, handle, error),
             )
 
     async def _check_loop(self, worker: str, handle: WorkerHandle) -> None:
         while self._core.handles.get(worker) is handle:
             if handle.engine is not None:
                 try:
-                    await self.look(worker, handle)
+                    await self.check(worker, handle)
                 except Exception as error:
                     self._unhealthy(worker, handle, f"it could not be looked at: {describe(error)}")
                     raise
             await asyncio.sleep(self._look_s)
 
-    def _given_up(self, worker: str, handle: WorkerHandle, error: Exception) -> None:
+    def _checks_failed(self, worker: str, handle: WorkerHandle, error: Exception) -> None:
         """Nothing looks after it any more, so it may not serve."""
         if self._core.handles.get(worker) is handle:
             why = f"it is not looked after any more, attach it again: {describe(error)}"
-            self._core.tell(e.WorkerUnhealthy(worker, self._core.machine.rules.lost_s, why))
+            self._core.handle_event(e.WorkerUnhealthy(worker, self._core.machine.rules.lost_s, why))
 
-    async def look(self, worker: str, handle: WorkerHandle) -> None:
+    async def check(self, worker: str, handle: WorkerHandle) -> None:
         """Once."""
         core, engine = self._core, handle.engine
         assert engine is not None
@@ -70,32 +70,34 @@ class EngineHealthChecker:
         if view is None or view.doing is not None:
             return  # what is seen meanwhile is what is being done to it
         if state.up or state.paused or state.asleep:
-            await self._reached(worker, handle, state, view)
+            await self._on_state(worker, handle, state, view)
         else:
             self._unhealthy(worker, handle, state.why)
 
-    async def _reached(self, worker: str, handle: WorkerHandle, state: EngineState, view: WorkerView) -> None:
+    async def _on_state(self, worker: str, handle: WorkerHandle, state: EngineState, view: WorkerView) -> None:
         core = self._core
         handle.unhealthy_since = None
         if self._restarted(handle, state, view):
             handle.boots = state.boots
-            core.tell(e.WorkerUp(worker, version_number(state.version)))
+            core.handle_event(e.WorkerUp(worker, version_number(state.version)))
             return
         if state.asleep and state.elsewhere and not view.asleep and view.state not in STARTING_OR_INACTIVE:
-            core.tell(e.WorkerSlept(worker, keeps_weights=False))  # nobody says how deep: not to know is not to have
+            core.handle_event(
+                e.WorkerSlept(worker, keeps_weights=False)
+            )  # nobody says how deep: not to know is not to have
             return
         if state.up and view.asleep and view.state is S.inactive:
-            core.tell(e.WorkerUp(worker, version_number(state.version), restarted=False))
+            core.handle_event(e.WorkerUp(worker, version_number(state.version), restarted=False))
             return
         if view.state is not S.inactive and (view.paused_elsewhere or not view.paused):
-            core.tell(e.PausedExternally(worker, state.paused and state.elsewhere and not state.asleep))
-        core.tell(e.WorkerHealthy(worker))
+            core.handle_event(e.PausedExternally(worker, state.paused and state.elsewhere and not state.asleep))
+        core.handle_event(e.WorkerHealthy(worker))
         await self._load(worker, handle)
 
     def _restarted(self, handle: WorkerHandle, state: EngineState, view: WorkerView) -> bool:
         if view.state is S.lost or state.boots != handle.boots:
             return True
-        offered = handle.engine is not None and Offers.version in handle.engine.verbs
+        offered = handle.engine is not None and Offers.version in handle.engine.capabilities
         if not offered or state.version is None or view.version is None or view.state not in (S.active, S.draining):
             return False
         reported = version_number(state.version)
@@ -110,10 +112,12 @@ class EngineHealthChecker:
             return  # the next look says whether it is well
         if load.fresh and handle.engine is engine and worker in self._core.handles:
             handle.load = load
-            self._core.tell(e.LoadReported(worker, load.running, load.waiting, load.kv_used_share or 0.0, load.at))
+            self._core.handle_event(
+                e.LoadReported(worker, load.running, load.waiting, load.kv_used_share or 0.0, load.at)
+            )
 
     def _unhealthy(self, worker: str, handle: WorkerHandle, why: str) -> None:
         now = self._core.clock()
         if handle.unhealthy_since is None:
             handle.unhealthy_since = now
-        self._core.tell(e.WorkerUnhealthy(worker, now - handle.unhealthy_since, why))
+        self._core.handle_event(e.WorkerUnhealthy(worker, now - handle.unhealthy_since, why))

@@ -37,23 +37,23 @@ class RolloutJournal:
 
         made = cls(core, await asyncio.to_thread(opened))
         made._snapshot()
-        core.listeners.append(made._write_down)
-        core.background.start("journal", made._look_after)
+        core.listeners.append(made._append)
+        core.background.start("journal", made._compact_loop)
         return made
 
     def close(self) -> None:
         """All of it is on disk afterwards."""
-        self._core.listeners.remove(self._write_down)
+        self._core.listeners.remove(self._append)
         self._journal.close()
 
-    def _write_down(self, what: Any, now: float) -> None:
+    def _append(self, what: Any, now: float) -> None:
         if type(what).__name__ in ROLLOUT_EVENTS:
             self._journal.append(now, what)
 
     def _snapshot(self) -> None:
         self._journal.snapshot(self._core.clock(), self._core.machine.dump())
 
-    async def _look_after(self) -> None:
+    async def _compact_loop(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
             events = self._journal.since_snapshot

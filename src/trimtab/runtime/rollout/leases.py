@@ -69,7 +69,7 @@ class EngineLeases:
         granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self._waiting[spec.id] = granted
         try:
-            core.tell(e.RequestArrived(spec))
+            core.handle_event(e.RequestArrived(spec))
             done, _ = await asyncio.wait({granted}, timeout=wait_s)
             if done:
                 return granted.result()
@@ -79,7 +79,7 @@ class EngineLeases:
         except BaseException:
             if self._held.pop(spec.id, None) is None and not granted.done():
                 granted.cancel()
-            core.tell(e.RequestCancelled(spec.id, "its caller waits no longer"))
+            core.handle_event(e.RequestCancelled(spec.id, "its caller waits no longer"))
             raise
         finally:
             self._waiting.pop(spec.id, None)
@@ -91,7 +91,7 @@ class EngineLeases:
     def release(self, lease: Lease, tokens: int) -> None:
         """Its place is free."""
         if self._held.pop(lease.id, None) is not None:
-            self._core.tell(e.AttemptFinished(lease.id, lease._attempt, tokens))
+            self._core.handle_event(e.AttemptFinished(lease.id, lease._attempt, tokens))
 
     def revoke(self, name: str, why: str) -> None:
         """Its holder is told."""
@@ -106,7 +106,7 @@ class EngineLeases:
         if send.request in self._held:  # its worker was lost, and it is never moved
             self.revoke(send.request, send.reason.sentence)
             del self._held[send.request]
-            self._core.soon(e.RequestCancelled(send.request, "its worker was lost"))
+            self._core.handle_event_soon(e.RequestCancelled(send.request, "its worker was lost"))
             return
         granted = self._waiting.get(send.request)
         if granted is None:
@@ -116,7 +116,7 @@ class EngineLeases:
         lease = Lease(send.request, "" if handle is None else handle.url, send.worker, send.version)
         lease._leases, lease._attempt = self, send.attempt
         if granted.done():  # its caller has just gone
-            self._core.soon(e.AttemptFinished(send.request, send.attempt, 0))
+            self._core.handle_event_soon(e.AttemptFinished(send.request, send.attempt, 0))
             return
         self._held[send.request] = lease
         granted.set_result(lease)
@@ -127,17 +127,17 @@ class EngineLeases:
             self._dispatch[e.AbortAttempt](abort)
             return
         self.revoke(abort.request, abort.reason.sentence)
-        self._core.spawn(self._let_go(lease, abort), f"lease-{lease.id}")
+        self._core.spawn(self._await_release(lease, abort), f"lease-{lease.id}")
 
-    async def _let_go(self, lease: Lease, abort: e.AbortAttempt) -> None:
+    async def _await_release(self, lease: Lease, abort: e.AbortAttempt) -> None:
         """Until its holder has let go, or the cut must be told as done. An engine that is busy refuses to sleep."""
         core = self._core
         left_s = max(0.0, 0.9 * (abort.deadline - core.clock()))
         await core.until(lambda: lease.id not in self._held, left_s)
         if self._held.pop(lease.id, None) is not None:
             core.warn(lease.worker, f"lease {lease.id} was revoked and not released: {lease.why}")
-            core.tell(e.RequestCancelled(lease.id, lease.why))
-            core.tell(e.AbortDone(lease.id, abort.attempt, 0))
+            core.handle_event(e.RequestCancelled(lease.id, lease.why))
+            core.handle_event(e.AbortDone(lease.id, abort.attempt, 0))
 
     def _answer(self, answer: e.AnswerRequest) -> None:
         waiting = self._waiting.get(answer.request)

@@ -1,10 +1,10 @@
 """The machine with its clock: events go in here one after another, instructions come out to whoever carries them out.
 
-One event loop, one core. `tell` is the only way to the machine; it never waits and is never entered twice, because
+One event loop, one core. `handle_event` is the only way to the machine; it never waits and is never entered twice, because
 whoever carries an instruction out begins a task or calls back later. An instruction that raises drops neither those
 after it nor the timer: it is logged and counted, and ends in the event that says so. News of tokens is many times more
 frequent than anything else, so it is gathered: the machine hears of an attempt's tokens at once when they are the
-first, and at most every `TOLD_EVERY_S` after that; before any other event it is brought up to date, so that nothing is
+first, and at most every `TOKEN_REPORT_S` after that; before any other event it is brought up to date, so that nothing is
 decided on old counts.
 """
 
@@ -30,11 +30,11 @@ from trimtab.runtime.rollout.pending_request import PendingRequest
 
 log = logging.getLogger("trimtab.rollout")
 
-TOLD_EVERY_S = 0.25
-LEAST_WAIT_S = 0.001
+TOKEN_REPORT_S = 0.25
+MIN_WAIT_S = 0.001
 WARNINGS_KEPT = 100
 FAILED_KEPT = 20
-TICK_AGAIN_S, TICK_AGAIN_MAX_S = 0.1, 30.0  # after a tick that failed
+TICK_RETRY_S, TICK_RETRY_MAX_S = 0.1, 30.0  # after a tick that failed
 
 T = TypeVar("T")
 Listener = Callable[[Any, float], None]
@@ -57,21 +57,21 @@ class WorkerHandle:
     boots: int = 0
     unhealthy_since: float | None = None
     resume_after_refit: bool = False  # it woke without weights, and its gate is shut until it has them
-    watch: asyncio.Task[None] | None = None
+    health_task: asyncio.Task[None] | None = None
 
 
 @dataclass
 class RequestAttempt:
     """One attempt that runs."""
 
-    asked: PendingRequest
+    pending: PendingRequest
     number: int
     worker: str
-    order: str  # its id at the engine
-    told: int = 0
-    told_at: float = 0.0
+    engine_request_id: str  # its id at the engine
+    reported: int = 0
+    reported_at: float = 0.0
     version: int | None = None
-    cut: bool = False  # an end was asked for
+    aborting: bool = False  # an end was asked for
     silent: bool = False  # nothing is told before it has ended
     task: asyncio.Task[None] | None = None
 
@@ -83,8 +83,8 @@ class RolloutCore:
     machine: RolloutMachine
     clock: Callable[[], float] = time.monotonic
     handles: dict[str, WorkerHandle] = field(default_factory=dict)
-    asked: dict[str, PendingRequest] = field(default_factory=dict)
-    kept: dict[str, PendingRequest] = field(default_factory=dict)  # answers of requests that had a key
+    pending: dict[str, PendingRequest] = field(default_factory=dict)
+    keyed_answers: dict[str, PendingRequest] = field(default_factory=dict)  # answers of requests that had a key
     attempts: dict[tuple[str, int], RequestAttempt] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
@@ -99,42 +99,42 @@ class RolloutCore:
     closing: bool = False
 
     def __post_init__(self) -> None:
-        self._untold: dict[tuple[str, int], RequestAttempt] = {}
+        self._unreported: dict[tuple[str, int], RequestAttempt] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
-        self._news: list[asyncio.Future[None]] = []
-        self._telling = False
+        self._waiters: list[asyncio.Future[None]] = []
+        self._handling = False
         self._ticks_failed = 0  # one after another
 
     # ---- events and instructions -----------------------------------------------------------------------------------
 
-    def tell(self, event: e.RolloutEvent) -> None:
+    def handle_event(self, event: e.RolloutEvent) -> None:
         """The machine hears of it, and what it says is carried out. Raises as the machine does, nothing changed."""
-        if self._untold and type(event) is not e.TokensStreamed:
-            self._tell_tokens()
+        if self._unreported and type(event) is not e.TokensStreamed:
+            self._report_all()
         self._handle(event)
 
     def _handle(self, event: e.RolloutEvent) -> None:
-        assert not self._telling, "the machine is told one thing after another"
-        self._telling = True
+        assert not self._handling, "the machine is told one thing after another"
+        self._handling = True
         try:
             now = self.clock()
             instructions = self.machine.handle(event, now)
-            self._listened(event, now)
+            self._notify_listeners(event, now)
             for instruction in instructions:
-                self._listened(instruction, now)
+                self._notify_listeners(instruction, now)
                 try:
                     self.handlers[type(instruction)](instruction)
                 except Exception as error:
-                    self._not_done(instruction, error)
+                    self._instruction_failed(instruction, error)
         finally:
-            self._telling = False
+            self._handling = False
             self._arm()
-        if self._news:
+        if self._waiters:
             self.wake_waiters()
 
-    def _listened(self, what: Any, now: float) -> None:
+    def _notify_listeners(self, what: Any, now: float) -> None:
         for listener in self.listeners:
             try:
                 listener(what, now)
@@ -144,64 +144,64 @@ class RolloutCore:
                     self.warn("", f"a listener failed: {describe(error)}")
                 self.counters["listeners_failed"] += 1
 
-    def _not_done(self, instruction: Any, error: Exception) -> None:
+    def _instruction_failed(self, instruction: Any, error: Exception) -> None:
         """An instruction raised: what waits for its outcome gets one. A cut has a deadline in the machine."""
         why = f"{type(instruction).__name__} could not be carried out: {describe(error)}"
         log.error("%s", why, exc_info=error)
         self.counters["instructions_failed"] += 1
         self.warn(getattr(instruction, "worker", ""), why)
         if isinstance(instruction, e.WorkerAction):
-            self.soon(e.ActionFailed(instruction.worker, instruction.attempt, why))
+            self.handle_event_soon(e.ActionFailed(instruction.worker, instruction.attempt, why))
         elif isinstance(instruction, e.SendRequest):
             self.attempts.pop((instruction.request, instruction.attempt), None)
-            self.soon(e.AttemptFailed(instruction.request, instruction.attempt, 0, why))
+            self.handle_event_soon(e.AttemptFailed(instruction.request, instruction.attempt, 0, why))
         elif isinstance(instruction, (e.AnswerRequest, e.RefuseRequest)):
             self.fail_client(instruction.request, why)
 
     def fail_client(self, request: str, why: str) -> None:
         """Answer a client with a failure, where it still waits."""
-        asked = self.asked.pop(request, None)
-        if asked is not None:
-            asked.answer(End.failed, (), Reason(ReasonCode.faulty, why))
+        pending = self.pending.pop(request, None)
+        if pending is not None:
+            pending.answer(End.failed, (), Reason(ReasonCode.faulty, why))
 
     def wake_waiters(self) -> None:
         """Whoever waits for something looks again."""
-        news, self._news = self._news, []
+        news, self._waiters = self._waiters, []
         for one in news:
             if not one.done():
                 one.set_result(None)
 
-    def soon(self, event: e.RolloutEvent) -> None:
+    def handle_event_soon(self, event: e.RolloutEvent) -> None:
         """Tell it once the current event is through."""
-        asyncio.get_running_loop().call_soon(self._told_later, event)
+        asyncio.get_running_loop().call_soon(self._handle_later, event)
 
-    def _told_later(self, event: e.RolloutEvent) -> None:
+    def _handle_later(self, event: e.RolloutEvent) -> None:
         if not self.closing:
-            self.tell(event)
+            self.handle_event(event)
 
     def report_tokens(self, attempt: RequestAttempt) -> None:
         """An attempt made tokens; told at once or soon."""
         if attempt.silent:
             return
         now = self.clock()
-        if attempt.told and now - attempt.told_at < TOLD_EVERY_S:
-            self._untold[attempt.asked.spec.id, attempt.number] = attempt
+        if attempt.reported and now - attempt.reported_at < TOKEN_REPORT_S:
+            self._unreported[attempt.pending.spec.id, attempt.number] = attempt
             return
-        self._untold.pop((attempt.asked.spec.id, attempt.number), None)
-        self._tell_of(attempt, now)
+        self._unreported.pop((attempt.pending.spec.id, attempt.number), None)
+        self._report(attempt, now)
 
-    def _tell_of(self, attempt: RequestAttempt, now: float) -> None:
-        made = attempt.asked.made
-        if made > attempt.told:
-            attempt.told, attempt.told_at = made, now
-            self._handle(e.TokensStreamed(attempt.asked.spec.id, attempt.number, made, attempt.version))
+    def _report(self, attempt: RequestAttempt, now: float) -> None:
+        made = attempt.pending.made
+        if made > attempt.reported:
+            attempt.reported, attempt.reported_at = made, now
+            self._handle(e.TokensStreamed(attempt.pending.spec.id, attempt.number, made, attempt.version))
 
-    def _tell_tokens(self) -> None:
-        untold, self._untold = self._untold, {}
+    def _report_all(self) -> None:
+        untold, self._unreported = self._unreported, {}
         now = self.clock()
         for attempt in untold.values():
-            if attempt.asked.attempt == attempt.number:
-                self._tell_of(attempt, now)
+            if attempt.pending.attempt == attempt.number:
+                self._report(attempt, now)
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class RolloutCore:
             self._timer = None
         self._timer_at = due
         if due is not None and not self.closing:
-            wait_s = max(due - self.clock(), LEAST_WAIT_S)
+            wait_s = max(due - self.clock(), MIN_WAIT_S)
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._tick)
 
     def _tick(self) -> None:
@@ -222,15 +222,15 @@ class RolloutCore:
         if self.closing:
             return
         try:
-            self.tell(e.RolloutTick())
+            self.handle_event(e.RolloutTick())
         except Exception:
             log.exception("a tick of the rollout pool failed")
             self.counters["ticks_failed"] += 1
-            again_s = min(TICK_AGAIN_MAX_S, TICK_AGAIN_S * 2.0 ** min(self._ticks_failed, 20))
+            retry_s = min(TICK_RETRY_MAX_S, TICK_RETRY_S * 2.0 ** min(self._ticks_failed, 20))
             self._ticks_failed += 1
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = asyncio.get_running_loop().call_later(again_s, self._tick)
+            self._timer = asyncio.get_running_loop().call_later(retry_s, self._tick)
         else:
             self._ticks_failed = 0
 
@@ -242,22 +242,22 @@ class RolloutCore:
             if left_s is not None and left_s <= 0:
                 return False
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._news.append(future)
+            self._waiters.append(future)
             await asyncio.wait({future}, timeout=left_s)
         return True
 
     # ---- tasks -----------------------------------------------------------------------------------------------------
 
-    def spawn_for(self, deed: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+    def spawn_for(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Do something beside for somebody who waits for what comes of it."""
-        task = asyncio.get_running_loop().create_task(deed, name=f"rollout-{name}")
+        task = asyncio.get_running_loop().create_task(work, name=f"rollout-{name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def spawn(self, deed: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Do something beside; what it raises is an error of ours, and said."""
-        task = asyncio.get_running_loop().create_task(deed, name=f"rollout-{name}")
+        task = asyncio.get_running_loop().create_task(work, name=f"rollout-{name}")
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task

@@ -36,7 +36,7 @@ class PendingRequest:
     base: int = 0  # tokens that stood when this attempt began
     before: str = ""  # their text
     texts: list[tuple[int, str]] = field(default_factory=list)  # of this attempt, with the tokens that stood by then
-    given: str = ""  # text that a streaming client has
+    sent_text: str = ""  # text that a streaming client has
     missing: int = 0
     stopped_by: str | int | None = None
     workers: list[str] = field(default_factory=list)
@@ -68,9 +68,9 @@ class PendingRequest:
         if not self.workers or self.workers[-1] != worker:
             self.workers.append(worker)
         if taken_back and self.chunks is not None:
-            self._give(Chunk(self.index, restarted=True))
-            self.given = ""
-            self.give_all()  # what stands is given out anew
+            self._send_chunk(Chunk(self.index, restarted=True))
+            self.sent_text = ""
+            self.send_all()  # what stands is given out anew
 
     def take(self, piece: StreamDelta) -> None:
         """More of it."""
@@ -85,26 +85,26 @@ class PendingRequest:
         if piece.stopped_by is not None:
             self.stopped_by = piece.stopped_by
         if self.chunks is not None and (piece.token_ids or piece.text):
-            self.given += piece.text or ""
-            self._give(Chunk(self.index, piece.token_ids, piece.logprobs, piece.best, piece.text or ""))
+            self.sent_text += piece.text or ""
+            self._send_chunk(Chunk(self.index, piece.token_ids, piece.logprobs, piece.best, piece.text or ""))
 
-    def give_all(self) -> None:
+    def send_all(self) -> None:
         """All that there is, to a client that streams and has none of it."""
         if self.chunks is not None and (self.ids or self.before):
-            self.given = self.text
+            self.sent_text = self.text
             logprobs = tuple(self.logprobs) if self.params.logprobs is not None else None
             best = tuple(self.best) if self.params.logprobs else None
-            self._give(Chunk(self.index, tuple(self.ids), logprobs, best, self.given))
+            self._send_chunk(Chunk(self.index, tuple(self.ids), logprobs, best, self.sent_text))
 
-    def give_rest(self) -> None:
+    def send_held_text(self) -> None:
         """Text that an engine held back when it was cut is given out now, where it goes on from what was given."""
-        if self.chunks is not None and self.before.startswith(self.given):
-            rest = self.before[len(self.given) :].rstrip("\ufffd")
+        if self.chunks is not None and self.before.startswith(self.sent_text):
+            rest = self.before[len(self.sent_text) :].rstrip("\ufffd")
             if rest:
-                self.given += rest
-                self._give(Chunk(self.index, text=rest))
+                self.sent_text += rest
+                self._send_chunk(Chunk(self.index, text=rest))
 
-    def cut(self, tokens: int, text: str, stopped_by: str) -> None:
+    def truncate(self, tokens: int, text: str, stopped_by: str) -> None:
         """It had ended before: a stop string lay across a cut, and was seen late."""
         del self.ids[tokens:], self.logprobs[tokens:], self.best[tokens:]
         self.before, self.texts, self.stopped_by = text, [], stopped_by
@@ -128,10 +128,10 @@ class PendingRequest:
             self.stopped_by,
             self.missing,
         )
-        self._give(Chunk(self.index, sample=sample))
+        self._send_chunk(Chunk(self.index, sample=sample))
         self.answered.set_result(sample)
 
-    def _give(self, chunk: Chunk) -> None:
+    def _send_chunk(self, chunk: Chunk) -> None:
         """To a client that streams; nothing comes after the answer, though its engine may not be cut off yet."""
         if self.chunks is not None and not self.answered.done():
             self.chunks.put_nowait(chunk)

@@ -71,11 +71,11 @@ class RolloutPool(RequestApi):
         core = RolloutCore(RolloutMachine(rules, elastic))
         Dispatcher(core)
         super().__init__(core, EngineLeases(core))
-        self._deeds = WorkerActions(core, gpus_of)
-        self._deeds.on_engine = self._has_engine
+        self._actions = WorkerActions(core, gpus_of)
+        self._actions.on_engine = self._has_engine
         self._refits = RefitWaiters(core)
-        self._watch = EngineHealthChecker(core, look_s)
-        self._reconciler = RolloutReconciler(core, reconcile_s, self._deeds.is_busy, self._leases.is_lease)
+        self._health = EngineHealthChecker(core, look_s)
+        self._reconciler = RolloutReconciler(core, reconcile_s, self._actions.is_busy, self._leases.is_lease)
         core.handlers |= {e.AnnounceScaleStep: lambda told: None, e.Warn: self._warned}
         self._deadlines = deadlines
         self._journal_at = None if journal is None else Path(journal)
@@ -94,7 +94,7 @@ class RolloutPool(RequestApi):
         self._running = True
         self._core.closing = False
         self.background.start("reconcile", self._reconciler.run)
-        self._core.tell(e.RolloutTick())
+        self._core.handle_event(e.RolloutTick())
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """End: what runs has so long to finish, then it is cancelled; engines that were started here are stopped."""
@@ -103,8 +103,8 @@ class RolloutPool(RequestApi):
         core = self._core
         if drain_s > 0:
             await core.until(lambda: not core.machine.requests(), drain_s)
-        for name in list(core.asked):
-            core.tell(e.RequestCancelled(name, "the pool stops"))
+        for name in list(core.pending):
+            core.handle_event(e.RequestCancelled(name, "the pool stops"))
         await core.until(lambda: not core.attempts, core.machine.rules.abort_s)
         self._running = False
         await core.end_tasks()
@@ -158,8 +158,8 @@ class RolloutPool(RequestApi):
             name,
             limit=limit,
             size=size,
-            can_sleep=Offers.sleep in engine.verbs,
-            can_pause=Offers.pause in engine.verbs,
+            can_sleep=Offers.sleep in engine.capabilities,
+            can_pause=Offers.pause in engine.capabilities,
             node=node,
         )
         return await self.add_engine(engine, spec, version=version, url=url, note=dialect.note, addresses=there)
@@ -197,17 +197,17 @@ class RolloutPool(RequestApi):
         )
         handle.boots = state.boots
         try:
-            self._core.tell(e.WorkerAdded(spec, up=True, version=version))
+            self._core.handle_event(e.WorkerAdded(spec, up=True, version=version))
         except BaseException:
             del self._core.handles[spec.id]
             raise
         if note:
             self._core.warn(spec.id, note)
         if state.paused and not state.asleep:
-            self._core.tell(e.PausedExternally(spec.id))
+            self._core.handle_event(e.PausedExternally(spec.id))
         if state.asleep:
-            self._core.tell(e.WorkerSlept(spec.id, keeps_weights=False))
-        self._watch.begin(spec.id)
+            self._core.handle_event(e.WorkerSlept(spec.id, keeps_weights=False))
+        self._health.begin(spec.id)
         return spec.id
 
     def add_startable(self, spec: WorkerSpec, launcher: Launcher) -> str:
@@ -218,15 +218,15 @@ class RolloutPool(RequestApi):
         if spec.id in self._core.handles:
             raise InputError(f"there is a worker {spec.id} already", hint="remove it first")
         self._core.handles[spec.id] = WorkerHandle(spec, launcher=launcher, node=spec.node)
-        self._core.tell(e.WorkerAdded(spec))
-        self._watch.begin(spec.id)
+        self._core.handle_event(e.WorkerAdded(spec))
+        self._health.begin(spec.id)
         return spec.id
 
     async def remove(self, worker: str, deadline_s: float | None = None, why: str = "") -> None:
         """It goes for good: routed off, drained or cut, put to sleep, stopped. Returns when it is gone."""
         core = self._core
         core.worker_handle(worker)
-        core.tell(e.WorkerRemoved(worker, deadline_s, why))
+        core.handle_event(e.WorkerRemoved(worker, deadline_s, why))
         rules = core.machine.rules
         allowed_s = (rules.drain_s if deadline_s is None else deadline_s) + rules.abort_s + rules.sleep_s + rules.stop_s
         gone = await core.until(lambda: core.machine.worker(worker) is None, allowed_s)
@@ -240,8 +240,8 @@ class RolloutPool(RequestApi):
         handle = self._core.handles.pop(worker, None)
         if handle is None:
             return
-        if handle.watch is not None:
-            handle.watch.cancel()
+        if handle.health_task is not None:
+            handle.health_task.cancel()
         if handle.engine is not None:
             await handle.engine.close()
 
@@ -253,43 +253,43 @@ class RolloutPool(RequestApi):
         core = self._core
         core.worker_handle(worker)
         wait_s = core.machine.rules.drain_s + core.machine.rules.abort_s if deadline_s is None else deadline_s
-        core.tell(e.WorkerReclaimed(worker, core.clock() + wait_s, why or "by hand", patient=True))
+        core.handle_event(e.WorkerReclaimed(worker, core.clock() + wait_s, why or "by hand", patient=True))
 
     def take(self, worker: str, deadline_s: float, why: str, *, forced: bool = False) -> None:
         """It is given to others after so long at the latest, until `resume`; `forced`: whatever that leaves."""
         self._core.worker_handle(worker)
-        self._core.tell(e.WorkerReclaimed(worker, self._core.clock() + deadline_s, why, forced))
+        self._core.handle_event(e.WorkerReclaimed(worker, self._core.clock() + deadline_s, why, forced))
 
     def resume(self, worker: str) -> None:
         """It may be used again."""
         self._core.worker_handle(worker)
-        self._core.tell(e.WorkerReturned(worker))
+        self._core.handle_event(e.WorkerReturned(worker))
 
     def died(self, worker: str, why: str) -> None:
         """Its process has ended, for certain."""
         if worker in self._core.handles:
-            self._core.tell(e.WorkerDied(worker, why))
+            self._core.handle_event(e.WorkerDied(worker, why))
 
     def vouch(self, worker: str, version: int | None = None) -> None:
         """It has these weights (left out: the trainer's), says whoever knows: the way back after a restart."""
         self._core.worker_handle(worker)
-        self._core.tell(e.RefitConfirmed(worker, self.version if version is None else version))
+        self._core.handle_event(e.RefitConfirmed(worker, self.version if version is None else version))
 
     def scale(self, workers: int, for_s: float | None = None, why: str = "") -> None:
         """So many are wanted, until `release_scale` or for so long. Wins over the policy."""
-        self._core.tell(e.ScaleRequested(workers, None if for_s is None else self._core.clock() + for_s, why))
+        self._core.handle_event(e.ScaleRequested(workers, None if for_s is None else self._core.clock() + for_s, why))
 
     def release_scale(self) -> None:
         """The policy decides again."""
-        self._core.tell(e.ScaleReleased())
+        self._core.handle_event(e.ScaleReleased())
 
-    def set_range(self, least: int, most: int) -> None:
+    def set_range(self, min_workers: int, max_workers: int) -> None:
         """The plan's range is another."""
-        self._core.tell(e.WorkerRangeSet(least, most))
+        self._core.handle_event(e.WorkerRangeSet(min_workers, max_workers))
 
     def takers(self, takers: tuple[Taker, ...]) -> None:
         """Who could use a freed worker now, and has not got it."""
-        self._core.tell(e.DemandSeen(takers))
+        self._core.handle_event(e.DemandSeen(takers))
 
     # ---- weights and readiness ---------------------------------------------------------------------------------------
 
@@ -304,7 +304,7 @@ class RolloutPool(RequestApi):
         """New weights: `async with pool.refit(version) as refit: await refit.load(path)`. See `RefitSession`."""
         self._require_running()
         return RefitSession(
-            self._refits, self._deeds, version, _choice(RefitWay, way), _choice(InFlight, in_flight), wait_s
+            self._refits, self._actions, version, _choice(RefitWay, way), _choice(InFlight, in_flight), wait_s
         )
 
     def hold(
@@ -316,7 +316,7 @@ class RolloutPool(RequestApi):
     @asynccontextmanager
     async def _hold(self, workers: int, name: str, for_s: float | None, wait_s: float) -> AsyncIterator[None]:
         core = self._core
-        core.tell(e.HoldRequested(name, workers, None if for_s is None else core.clock() + for_s))
+        core.handle_event(e.HoldRequested(name, workers, None if for_s is None else core.clock() + for_s))
         try:
             if not await core.until(lambda: self._count(WorkerState.active) >= workers, wait_s):
                 raise UnreachableError(
@@ -326,7 +326,7 @@ class RolloutPool(RequestApi):
             yield
         finally:
             if self._running:
-                core.tell(e.HoldReleased(name))
+                core.handle_event(e.HoldReleased(name))
 
     def _count(self, state: WorkerState) -> int:
         return sum(one.state is state for one in self._core.machine.workers())
@@ -401,7 +401,7 @@ class RolloutPool(RequestApi):
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _has_engine(self, worker: str) -> None:
-        self._watch.begin(worker)
+        self._health.begin(worker)
 
     def _warned(self, warn: e.Warn) -> None:
         self._core.warn(warn.worker, warn.reason.sentence, warn.reason.code)

@@ -26,21 +26,21 @@ class RolloutReconciler:
     ) -> None:
         self._core, self._every_s = core, every_s
         self._is_doing, self._is_lease = is_busy, is_lease
-        self._acts: dict[str, e.WorkerAction] = {}
+        self._actions: dict[str, e.WorkerAction] = {}
         self._seen: set[Hashable] = set()
         core.listeners.append(self._listen)
 
     def _listen(self, what: object, now: float) -> None:
         if isinstance(what, e.WorkerAction):
-            self._acts[what.worker] = what
+            self._actions[what.worker] = what
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
             await asyncio.sleep(self._every_s)
-            self.look()
+            self.check()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Once."""
         missing = self._missing()
         again = [outcome for key, outcome in missing.items() if key in self._seen]
@@ -53,25 +53,27 @@ class RolloutReconciler:
         core, found = self._core, dict[Hashable, Callable[[], None]]()
         for request in core.machine.requests():
             name, attempt = request.request, request.attempt
-            flies = (name, attempt) in core.attempts
-            if flies or self._is_lease(name):
+            running = (name, attempt) in core.attempts
+            if running or self._is_lease(name):
                 continue
             if request.state in (RequestState.sent, RequestState.streaming):
-                found[name, attempt] = self._telling(e.AttemptFailed(name, attempt, 0, WHY))
+                found[name, attempt] = self._report(e.AttemptFailed(name, attempt, 0, WHY))
             elif request.state is RequestState.moving:
-                found[name, attempt] = self._telling(e.AbortDone(name, attempt, 0))
+                found[name, attempt] = self._report(e.AbortDone(name, attempt, 0))
         for worker in core.machine.workers():
-            act = self._acts.get(worker.worker)
-            if act is not None and worker.doing is act.verb and not self._is_doing(act.worker):
-                found[act.worker, act.attempt, act.verb] = self._telling(e.ActionFailed(act.worker, act.attempt, WHY))
-        for name, asked in core.asked.items():
+            action = self._actions.get(worker.worker)
+            if action is not None and worker.doing is action.verb and not self._is_doing(action.worker):
+                found[action.worker, action.attempt, action.verb] = self._report(
+                    e.ActionFailed(action.worker, action.attempt, WHY)
+                )
+        for name, pending in core.pending.items():
             view = core.machine.request(name)
-            if not asked.answered.done() and (view is None or view.state in ANSWERED):
-                found[name] = self._failing(name)
+            if not pending.answered.done() and (view is None or view.state in ANSWERED):
+                found[name] = self._fail_client(name)
         return found
 
-    def _telling(self, event: e.RolloutEvent) -> Callable[[], None]:
-        return lambda: self._core.tell(event)
+    def _report(self, event: e.RolloutEvent) -> Callable[[], None]:
+        return lambda: self._core.handle_event(event)
 
-    def _failing(self, request: str) -> Callable[[], None]:
+    def _fail_client(self, request: str) -> Callable[[], None]:
         return lambda: self._core.fail_client(request, "its answer was lost")

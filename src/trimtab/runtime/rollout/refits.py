@@ -21,7 +21,7 @@ from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import InFlight, Membership, Owner, RefitWay
 from trimtab.runtime.engines.engine import Engine
 from trimtab.runtime.rollout.machine_loop import RolloutCore
-from trimtab.runtime.rollout.worker_actions import WorkerActions, resumed
+from trimtab.runtime.rollout.worker_actions import WorkerActions, resume_after_update
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RefitSession:
     def __init__(
         self,
         refits: RefitWaiters,
-        deeds: WorkerActions,
+        actions: WorkerActions,
         version: int,
         way: RefitWay,
         in_flight: InFlight,
@@ -71,9 +71,9 @@ class RefitSession:
         self.way = way
         self.outcome: e.RefitOver | None = None
         """Who has the new weights and who has not; known when the block is left."""
-        self._refits, self._deeds, self._core = refits, deeds, refits.core
+        self._refits, self._actions, self._core = refits, actions, refits.core
         self._in_flight, self._wait_s = in_flight, wait_s
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._membership: Membership | None = None
 
     # ---- what the trainer asks ---------------------------------------------------------------------------------------
@@ -110,13 +110,13 @@ class RefitSession:
 
     def confirm(self, worker: str) -> None:
         """This engine has the new weights, for certain."""
-        self._told.add(worker)
-        self._core.tell(e.RefitConfirmed(worker, self.version, self.membership.epoch))
+        self._reported.add(worker)
+        self._core.handle_event(e.RefitConfirmed(worker, self.version, self.membership.epoch))
 
     def fail(self, worker: str, why: str) -> None:
         """This engine has not got them."""
-        self._told.add(worker)
-        self._core.tell(e.RefitFailed(worker, self.version, why))
+        self._reported.add(worker)
+        self._core.handle_event(e.RefitFailed(worker, self.version, why))
 
     # ---- from begin to end -------------------------------------------------------------------------------------------
 
@@ -127,10 +127,10 @@ class RefitSession:
         ready: asyncio.Future[e.RefitReady] = loop.create_future()
         self._refits.ready[version], self._refits.over[version] = ready, loop.create_future()
         try:
-            self._core.tell(e.RefitBegun(version, self.way, self._in_flight))
+            self._core.handle_event(e.RefitBegun(version, self.way, self._in_flight))
             done, _ = await asyncio.wait({ready}, timeout=self._wait_s)
             if not done:
-                self._core.tell(e.RefitEnded(version))
+                self._core.handle_event(e.RefitEnded(version))
                 raise UnreachableError(
                     f"the engines were not quiet after {self._wait_s:g} s, so version {version} was not sent",
                     hint="see `trimtab rollout status` for what they do",
@@ -148,9 +148,9 @@ class RefitSession:
         try:
             if self._core.machine.rules.ownership.refit is Owner.trainer:
                 await self._settle(error)
-                self._core.tell(e.RefitEnded(self.version))
+                self._core.handle_event(e.RefitEnded(self.version))
             elif error is not None:
-                self._core.tell(e.RefitEnded(self.version))
+                self._core.handle_event(e.RefitEnded(self.version))
             done, _ = await asyncio.wait({over}, timeout=self._core.machine.rules.refit_s)
             if done:
                 self.outcome = over.result()
@@ -165,7 +165,7 @@ class RefitSession:
             )
 
     async def _settle(self, error: BaseException | None) -> None:
-        left = [one.worker for one in self.membership.members if one.worker not in self._told]
+        left = [one.worker for one in self.membership.members if one.worker not in self._reported]
         if error is not None:
             for worker in left:
                 self.fail(worker, f"the trainer's refit broke off: {error!r}")
@@ -173,14 +173,14 @@ class RefitSession:
             for worker in left:
                 self.fail(worker, "nobody loaded the weights here")
         else:
-            await asyncio.gather(*(self._ask(worker) for worker in left))
+            await asyncio.gather(*(self._confirm_version(worker) for worker in left))
 
     async def _load(self, worker: str) -> None:
         handle = self._core.handles.get(worker)
         if handle is None or handle.engine is None:
             return  # it is gone, which the machine knows
         try:
-            await asyncio.wait_for(self._deeds.load(handle, worker, self.version), self._core.machine.rules.refit_s)
+            await asyncio.wait_for(self._actions.load(handle, worker, self.version), self._core.machine.rules.refit_s)
         except asyncio.TimeoutError:
             self.fail(worker, f"it has not loaded them in {self._core.machine.rules.refit_s:g} s")
         except (TrimtabError, OSError) as error:
@@ -188,14 +188,14 @@ class RefitSession:
         else:
             self.confirm(worker)
 
-    async def _ask(self, worker: str) -> None:
+    async def _confirm_version(self, worker: str) -> None:
         """The trainer sent them by its own way; the engine says which version it has, where it can."""
         handle = self._core.handles.get(worker)
         if handle is None or handle.engine is None:
             return
         try:
             await handle.engine.refitted(str(self.version))
-            await resumed(handle)
+            await resume_after_update(handle)
         except (TrimtabError, OSError) as error:
             self.fail(worker, getattr(error, "what", None) or str(error))
         else:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import DEFAULT_CLASS, End, RequestSpec
-from trimtab.runtime.engines.texts import tokenizer_of
+from trimtab.runtime.engines.tokenizer import tokenizer_of
 from trimtab.runtime.rollout.leases import EngineLeases, Lease
 from trimtab.runtime.rollout.machine_loop import RolloutCore
 from trimtab.runtime.rollout.pending_request import PendingRequest
@@ -62,7 +62,7 @@ class RequestApi:
         ids = [checked_prompt(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
         call = next(self._numbers)
         rows: list[list[asyncio.Future[Sample]]] = []
-        asked: list[PendingRequest] = []
+        pending: list[PendingRequest] = []
         try:
             for at, prompt in enumerate(ids):
                 group = groups[at] if groups is not None else f"p{call}.{at}"
@@ -70,12 +70,12 @@ class RequestApi:
                 for index in range(params.n):
                     key = "" if keys is None else (keys[at] if params.n == 1 else f"{keys[at]}/{index}")
                     how = (class_, group, version, at_least, spans, key, deadline_s)
-                    one = self._ask(prompt, params, index, None, *how)
-                    asked.append(one)
+                    one = self._submit(prompt, params, index, None, *how)
+                    pending.append(one)
                     rows[-1].append(one.answered if not one.answered.done() else self._retry_if_refused(one, how))
             return [Completion(tuple([await one for one in row])) for row in rows]
         except BaseException:
-            for one in asked:
+            for one in pending:
                 self.cancel(one.spec.id)
             for future in (future for row in rows for future in row):
                 future.cancel()
@@ -89,23 +89,23 @@ class RequestApi:
 
     async def _retry_until_accepted(self, first: PendingRequest, how: tuple[Any, ...]) -> Sample:
         """Ask again whenever there may be room, until its deadline."""
-        core, asked = self._core, first
+        core, pending = self._core, first
         class_ = next(one for one in core.machine.rules.classes if one.name == how[0])
         allowed_s = how[-1] if how[-1] is not None else class_.deadline_s
         until = None if allowed_s is None else core.clock() + allowed_s
         while True:
             try:
-                return await asked.answered
+                return await pending.answered
             except RefusedError as refused:
                 left_s = None if until is None else until - core.clock()
                 if left_s is not None and left_s <= refused.retry_after_s:
-                    return Sample(asked.spec.id, (), End.failed, refused.reason)
+                    return Sample(pending.spec.id, (), End.failed, refused.reason)
                 await asyncio.sleep(refused.retry_after_s)
             except asyncio.CancelledError:
-                self.cancel(asked.spec.id)
+                self.cancel(pending.spec.id)
                 raise
             left_s = None if until is None else max(0.0, until - core.clock())
-            asked = self._ask(asked.prompt, asked.params, asked.index, None, *(*how[:-1], left_s))
+            pending = self._submit(pending.prompt, pending.params, pending.index, None, *(*how[:-1], left_s))
 
     async def stream(
         self,
@@ -128,22 +128,22 @@ class RequestApi:
         """
         self._require_running()
         ids, chunks = checked_prompt(prompt, "prompt"), asyncio.Queue[Chunk]()
-        asked: list[PendingRequest] = []
+        pending: list[PendingRequest] = []
         try:
             how = (class_, group, version, at_least, spans, key, deadline_s)
-            asked += self._submit_all(ids, params, range(params.n), chunks, *how)
-            gate = _RestartGate(asked) if restarts == "hold" else None
-            left = len(asked)
+            pending += self._submit_all(ids, params, range(params.n), chunks, *how)
+            gate = _RestartGate(pending) if restarts == "hold" else None
+            left = len(pending)
             while left:
-                for chunk in joined([await chunks.get(), *_waiting(chunks)]):
+                for chunk in merge_chunks([await chunks.get(), *_queued(chunks)]):
                     for each in gate.passes(chunk) if gate is not None else (chunk,):
                         left -= each.sample is not None
                         yield each
         finally:
-            for one in asked:
+            for one in pending:
                 self.cancel(one.spec.id)
 
-    def ask(
+    def submit(
         self,
         prompt: Sequence[int],
         params: SamplingParams = NO_PARAMS,
@@ -180,21 +180,23 @@ class RequestApi:
         deadline_s: float | None,
     ) -> list[PendingRequest]:
         group = group or (f"p{next(self._numbers)}" if params.n > 1 else "")
-        asked: list[PendingRequest] = []
+        pending: list[PendingRequest] = []
         try:
             for index in samples:
                 own = key if params.n == 1 or not key else f"{key}/{index}"
-                one = self._ask(prompt, params, index, chunks, class_, group, version, at_least, spans, own, deadline_s)
-                asked.append(one)
+                one = self._submit(
+                    prompt, params, index, chunks, class_, group, version, at_least, spans, own, deadline_s
+                )
+                pending.append(one)
                 if one.answered.done():
                     one.answered.result()  # raises where it was refused
         except BaseException:
-            for one in asked:
+            for one in pending:
                 self.cancel(one.spec.id)
             raise
-        return asked
+        return pending
 
-    def _ask(
+    def _submit(
         self,
         prompt: tuple[int, ...],
         params: SamplingParams,
@@ -224,14 +226,14 @@ class RequestApi:
             None if deadline_s is None else core.clock() + deadline_s,
         )
         answered: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
-        asked = core.asked[spec.id] = PendingRequest(spec, prompt, own, index, answered, chunks)
+        pending = core.pending[spec.id] = PendingRequest(spec, prompt, own, index, answered, chunks)
         core.probe_token = prompt[0]
         try:
-            core.tell(e.RequestArrived(spec))
+            core.handle_event(e.RequestArrived(spec))
         except BaseException:
-            core.asked.pop(spec.id, None)
+            core.pending.pop(spec.id, None)
             raise
-        return asked
+        return pending
 
     def _have_tokenizers(self) -> bool:
         """Whether every engine could say what tokens read."""
@@ -240,8 +242,8 @@ class RequestApi:
 
     def cancel(self, request: str) -> None:
         """It is not wanted any more; harmless where it is answered."""
-        if request in self._core.asked and self._running:
-            self._core.tell(e.RequestCancelled(request))
+        if request in self._core.pending and self._running:
+            self._core.handle_event(e.RequestCancelled(request))
 
     async def acquire(
         self,
@@ -272,12 +274,12 @@ class RequestApi:
         return await self._leases.acquire(spec, wait_s)
 
 
-def _waiting(chunks: asyncio.Queue[Chunk]) -> list[Chunk]:
+def _queued(chunks: asyncio.Queue[Chunk]) -> list[Chunk]:
     """What lies in the queue already."""
     return [chunks.get_nowait() for _ in range(chunks.qsize())]
 
 
-def joined(chunks: list[Chunk]) -> list[Chunk]:
+def merge_chunks(chunks: list[Chunk]) -> list[Chunk]:
     """Neighbours of one sample in one piece: a reader who was busy gets what came meanwhile at once."""
     out = chunks[:1]
     for one in chunks[1:]:
@@ -303,11 +305,11 @@ class _RestartGate:
     named), what comes anew must be what was given out, token by token; else the client is told the truth by an error.
     """
 
-    def __init__(self, asked: Sequence[PendingRequest]) -> None:
+    def __init__(self, pending: Sequence[PendingRequest]) -> None:
         self._held: dict[int, list[Chunk]] = {
-            one.index: [] for one in asked if not (one.spec.resumable and one.spec.spans and one.spec.version is None)
+            one.index: [] for one in pending if not (one.spec.resumable and one.spec.spans and one.spec.version is None)
         }
-        self._given: dict[int, list[int]] = {one.index: [] for one in asked}
+        self._given: dict[int, list[int]] = {one.index: [] for one in pending}
         self._repeat: dict[int, int] = {}  # tokens that were given out and come again
 
     def passes(self, chunk: Chunk) -> tuple[Chunk, ...]:

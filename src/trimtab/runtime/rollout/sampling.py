@@ -38,7 +38,7 @@ class SamplingParams:
             raise InputError(f"stop is the string {self.stop!r}", hint=f"a tuple of strings: ({self.stop!r},)")
         if self.n < 1:
             raise InputError(f"n is {self.n}", hint="samples of each prompt, at least 1")
-        self.order("params", (0,), self.max_tokens, self.min_tokens)  # refused here rather than at the engine
+        self.engine_request("params", (0,), self.max_tokens, self.min_tokens)  # refused here rather than at the engine
 
     def may_resume(self, *, reads_text: bool) -> bool:
         """Whether prompt plus partial answer gives what the whole would have been.
@@ -57,7 +57,9 @@ class SamplingParams:
             return self
         return replace(self, seed=self.seed + index)
 
-    def order(self, name: str, token_ids: tuple[int, ...], max_tokens: int, min_tokens: int) -> GenerateRequest:
+    def engine_request(
+        self, name: str, token_ids: tuple[int, ...], max_tokens: int, min_tokens: int
+    ) -> GenerateRequest:
         """What an engine is asked for."""
         return GenerateRequest(
             name,

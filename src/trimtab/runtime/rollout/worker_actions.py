@@ -26,7 +26,7 @@ from trimtab.runtime.rollout.machine_loop import RolloutCore, WorkerHandle
 
 log = logging.getLogger("trimtab.rollout")
 
-SPARE_SHARE = 0.95
+DEADLINE_SHARE = 0.95
 """Of the time that a deed has: so that its own failure is told before the machine gives it up."""
 
 
@@ -47,7 +47,7 @@ class WorkerActions:
             WorkerVerb.refit: self._refit,
             WorkerVerb.probe: self._probe,
         }
-        core.handlers[e.WorkerAction] = self._act
+        core.handlers[e.WorkerAction] = self._start_action
         # What is to be done when a worker has an engine, or has none any more; set by the pool.
         self.on_engine: Callable[[str], None] = lambda worker: None
 
@@ -56,93 +56,93 @@ class WorkerActions:
         task = self._doing.get(worker)
         return task is not None and not task.done()
 
-    def _act(self, act: e.WorkerAction) -> None:
-        before = self._doing.get(act.worker)
+    def _start_action(self, action: e.WorkerAction) -> None:
+        before = self._doing.get(action.worker)
         if before is not None:
             before.cancel()
-        task = self._core.spawn(self._do(act, before), f"{act.verb.value}-{act.worker}")
-        self._doing[act.worker] = task
+        task = self._core.spawn(self._run_action(action, before), f"{action.verb.value}-{action.worker}")
+        self._doing[action.worker] = task
 
-    async def _do(self, act: e.WorkerAction, before: asyncio.Task[None] | None) -> None:
+    async def _run_action(self, action: e.WorkerAction, before: asyncio.Task[None] | None) -> None:
         core = self._core
         if before is not None and not before.done():
-            await asyncio.wait({before}, timeout=max(0.0, act.deadline - core.clock()))
+            await asyncio.wait({before}, timeout=max(0.0, action.deadline - core.clock()))
         try:
-            handle = core.worker_handle(act.worker)
-            left_s = max(0.0, SPARE_SHARE * (act.deadline - core.clock()))
-            done: Any = await asyncio.wait_for(self._verbs[act.verb](handle, act), left_s)
+            handle = core.worker_handle(action.worker)
+            left_s = max(0.0, DEADLINE_SHARE * (action.deadline - core.clock()))
+            done: Any = await asyncio.wait_for(self._verbs[action.verb](handle, action), left_s)
         except asyncio.TimeoutError:
-            done = e.ActionFailed(act.worker, act.attempt, f"it took more than {left_s:.3g} s")
+            done = e.ActionFailed(action.worker, action.attempt, f"it took more than {left_s:.3g} s")
         except (TrimtabError, OSError) as error:
-            done = e.ActionFailed(act.worker, act.attempt, getattr(error, "what", None) or str(error))
+            done = e.ActionFailed(action.worker, action.attempt, getattr(error, "what", None) or str(error))
         except Exception as error:
-            log.exception("%s of %s failed", act.verb.value, act.worker)
-            done = e.ActionFailed(act.worker, act.attempt, describe(error))
-        if self._doing.get(act.worker) is asyncio.current_task():
-            del self._doing[act.worker]
-        core.tell(done)
-        if act.verb is WorkerVerb.start and isinstance(done, e.ActionDone):
-            self._vouch(act.worker, done.version)
+            log.exception("%s of %s failed", action.verb.value, action.worker)
+            done = e.ActionFailed(action.worker, action.attempt, describe(error))
+        if self._doing.get(action.worker) is asyncio.current_task():
+            del self._doing[action.worker]
+        core.handle_event(done)
+        if action.verb is WorkerVerb.start and isinstance(done, e.ActionDone):
+            self._confirm_weights(action.worker, done.version)
 
-    def _vouch(self, worker: str, version: int | None) -> None:
+    def _confirm_weights(self, worker: str, version: int | None) -> None:
         """Whoever started it with the trainer's weights knows that it has them."""
         if version is not None and version == self._core.machine.version:
-            self._core.tell(e.RefitConfirmed(worker, version))
+            self._core.handle_event(e.RefitConfirmed(worker, version))
 
     # ---- the verbs -------------------------------------------------------------------------------------------------
 
-    async def _start(self, handle: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
+    async def _start(self, handle: WorkerHandle, action: e.WorkerAction) -> e.ActionDone:
         if handle.launcher is None:
-            raise InfeasibleError(f"nobody here can start {act.worker}")
-        version = self._core.machine.version if act.version is None else act.version
-        started = await handle.launcher.start(act.worker, version, self._core.weights.get(version))
+            raise InfeasibleError(f"nobody here can start {action.worker}")
+        version = self._core.machine.version if action.version is None else action.version
+        started = await handle.launcher.start(action.worker, version, self._core.weights.get(version))
         handle.engine, handle.url, handle.node = started.engine, started.url, started.node or handle.node
         handle.note, handle.boots, handle.unhealthy_since, handle.resume_after_refit = started.note, 0, None, False
-        self.on_engine(act.worker)
-        return e.ActionDone(act.worker, act.attempt, started.version, started.note)
+        self.on_engine(action.worker)
+        return e.ActionDone(action.worker, action.attempt, started.version, started.note)
 
-    async def _stop(self, handle: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
+    async def _stop(self, handle: WorkerHandle, action: e.WorkerAction) -> e.ActionDone:
         if handle.launcher is not None:
-            await handle.launcher.stop(act.worker)
+            await handle.launcher.stop(action.worker)
         if handle.engine is not None:
             await handle.engine.close()
             handle.engine = None
-        return e.ActionDone(act.worker, act.attempt)
+        return e.ActionDone(action.worker, action.attempt)
 
-    async def _wake(self, handle: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
-        engine = _there(handle)
-        if Offers.sleep not in engine.verbs:
-            return e.ActionDone(act.worker, act.attempt)
+    async def _wake(self, handle: WorkerHandle, action: e.WorkerAction) -> e.ActionDone:
+        engine = _require_engine(handle)
+        if Offers.sleep not in engine.capabilities:
+            return e.ActionDone(action.worker, action.attempt)
         await engine.wake()
         version = await engine.version()
-        handle.resume_after_refit = Offers.version in engine.verbs and version is None
-        return e.ActionDone(act.worker, act.attempt, version_number(version))
+        handle.resume_after_refit = Offers.version in engine.capabilities and version is None
+        return e.ActionDone(action.worker, action.attempt, version_number(version))
 
-    async def _sleep(self, handle: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
-        engine, note = _there(handle), ""
-        if Offers.flush in engine.verbs:
+    async def _sleep(self, handle: WorkerHandle, action: e.WorkerAction) -> e.ActionDone:
+        engine, note = _require_engine(handle), ""
+        if Offers.flush in engine.capabilities:
             with contextlib.suppress(EngineError):  # the sleep below is what counts, and says so if it fails
                 await engine.flush()
-        if Offers.sleep in engine.verbs:
-            gpus = () if self._gpus_of is None else self._gpus_of(act.worker)
-            slept = await sleep_and_verify(engine, gpus, level=1 if act.keeps_weights else 2)
+        if Offers.sleep in engine.capabilities:
+            gpus = () if self._gpus_of is None else self._gpus_of(action.worker)
+            slept = await sleep_and_verify(engine, gpus, level=1 if action.keeps_weights else 2)
             handle.slept = slept.reason
             note = slept.reason.sentence if slept.reason.code is ReasonCode.memory_kept else ""
-        return e.ActionDone(act.worker, act.attempt, note=note)
+        return e.ActionDone(action.worker, action.attempt, note=note)
 
-    async def _pause(self, handle: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
-        await _there(handle).pause(PauseMode.keep)
-        return e.ActionDone(act.worker, act.attempt)
+    async def _pause(self, handle: WorkerHandle, action: e.WorkerAction) -> e.ActionDone:
+        await _require_engine(handle).pause(PauseMode.keep)
+        return e.ActionDone(action.worker, action.attempt)
 
-    async def _resume(self, handle: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
-        await _there(handle).resume()
-        return e.ActionDone(act.worker, act.attempt)
+    async def _resume(self, handle: WorkerHandle, action: e.WorkerAction) -> e.ActionDone:
+        await _require_engine(handle).resume()
+        return e.ActionDone(action.worker, action.attempt)
 
-    async def _refit(self, handle: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
-        version = self._core.machine.version if act.version is None else act.version
-        await self._core.until(lambda: version in self._core.weights, act.deadline - self._core.clock())
-        await self.load(handle, act.worker, version)
-        return e.ActionDone(act.worker, act.attempt, version)
+    async def _refit(self, handle: WorkerHandle, action: e.WorkerAction) -> e.ActionDone:
+        version = self._core.machine.version if action.version is None else action.version
+        await self._core.until(lambda: version in self._core.weights, action.deadline - self._core.clock())
+        await self.load(handle, action.worker, version)
+        return e.ActionDone(action.worker, action.attempt, version)
 
     async def load(self, handle: WorkerHandle, worker: str, version: int) -> None:
         """The engine has these weights afterwards, read from disk; or raises."""
@@ -151,10 +151,10 @@ class WorkerActions:
             raise InfeasibleError(
                 f"nobody has said where version {version} lies", hint="await refit.load(path) says it"
             )
-        engine = _there(handle)
-        if Offers.refit in engine.verbs:
+        engine = _require_engine(handle)
+        if Offers.refit in engine.capabilities:
             await engine.refit(WeightUpdate(path, str(version)))
-            await resumed(handle)
+            await resume_after_update(handle)
             return
         if handle.launcher is None:
             raise InfeasibleError(
@@ -168,22 +168,24 @@ class WorkerActions:
         if started.version != version:
             raise InfeasibleError(f"it was started again and has version {started.version}, not {version}")
 
-    async def _probe(self, handle: WorkerHandle, act: e.WorkerAction) -> e.ActionDone:
+    async def _probe(self, handle: WorkerHandle, action: e.WorkerAction) -> e.ActionDone:
         """One token, really generated: a health check that passes proves nothing of a wedged engine."""
-        order = GenerateRequest(f"probe-{act.worker}-{act.attempt}", (self._core.probe_token,), 1, temperature=0.0)
-        async with contextlib.aclosing(_there(handle).generate(order)) as pieces:
+        order = GenerateRequest(
+            f"probe-{action.worker}-{action.attempt}", (self._core.probe_token,), 1, temperature=0.0
+        )
+        async with contextlib.aclosing(_require_engine(handle).generate(order)) as pieces:
             async for _ in pieces:
                 pass
-        return e.ActionDone(act.worker, act.attempt)
+        return e.ActionDone(action.worker, action.attempt)
 
 
-def _there(handle: WorkerHandle) -> Engine:
+def _require_engine(handle: WorkerHandle) -> Engine:
     if handle.engine is None:
         raise EngineError("it has no engine", engine=handle.spec.id)
     return handle.engine
 
 
-async def resumed(handle: WorkerHandle) -> None:
+async def resume_after_update(handle: WorkerHandle) -> None:
     """An engine that woke without weights has some now: its gate opens."""
     if handle.resume_after_refit and handle.engine is not None:
         await handle.engine.resume()

@@ -19,14 +19,14 @@ from trimtab.runtime.rollout.launch.slots import SlotLauncher
 
 log = logging.getLogger("trimtab.rollout")
 
-EVERY_S = 1.0
-MOST = 32  # waiters that are asked about at each look, first in the queue first
+INTERVAL_S = 1.0
+MAX_WAITERS = 32  # waiters that are asked about at each look, first in the queue first
 
 
 class DemandWatch:
     """Looks for them, and tells."""
 
-    def __init__(self, launcher: SlotLauncher, use_s: float = 600.0, every_s: float = EVERY_S) -> None:
+    def __init__(self, launcher: SlotLauncher, use_s: float = 600.0, every_s: float = INTERVAL_S) -> None:
         if not use_s > 0 or not every_s > 0:
             raise InputError(f"use_s {use_s:g}, every_s {every_s:g}", where="takers", hint="above 0 seconds")
         self._launcher = launcher
@@ -37,32 +37,32 @@ class DemandWatch:
         """Until cancelled."""
         while True:
             try:
-                found = await self.found()
-                if found != self._told:
-                    self._told = found
-                    self._launcher.pool.takers(found)
+                find = await self.find()
+                if find != self._told:
+                    self._told = find
+                    self._launcher.pool.takers(find)
             except TrimtabError as fault:
                 log.warning("who waits for slots could not be asked: %s", fault.what)
             await asyncio.sleep(self._every_s)
 
-    async def found(self) -> tuple[Taker, ...]:
+    async def find(self) -> tuple[Taker, ...]:
         """Who could use workers now, and how many."""
         launcher = self._launcher
-        ours = {place.line.task.id for place in launcher.places.values()}
-        held = {place.line.task.id for place in launcher.places.values() if place.up}
+        ours = {slot.member.task.id for slot in launcher.worker_slots.values()}
+        held = {slot.member.task.id for slot in launcher.worker_slots.values() if slot.up}
         pools = (await launcher.ask("status"))["pools"].values()
         waiting = [task for pool in pools for task in pool["queue"] if task not in ours]
         leaving = self._leaving()
-        found = []
-        for task in waiting[:MOST] if held else ():
+        find = []
+        for task in waiting[:MAX_WAITERS] if held else ():
             explanation: TaskExplanation = await launcher.ask("explain", task)
             wanted = self._wanted(explanation, held)
             counted_off = min(wanted, leaving)
             leaving -= counted_off
             if wanted > counted_off:
                 use_s = getattr(explanation, "estimate_s", 0.0) or self._use_s
-                found.append(Taker(task, wanted - counted_off, use_s))
-        return tuple(found)
+                find.append(Taker(task, wanted - counted_off, use_s))
+        return tuple(find)
 
     def _wanted(self, explanation: TaskExplanation, held: set[str]) -> int:
         """How many workers would have to go; 0 where that would not help, or where they are going already."""
@@ -73,6 +73,6 @@ class DemandWatch:
 
     def _leaving(self) -> int:
         """Workers that give up their slots already, and not because the slots' pool took them."""
-        places = self._launcher.places
+        worker_slots = self._launcher.worker_slots
         draining = (one.worker for one in self._launcher.pool.workers() if one.state is WorkerState.draining)
-        return sum(worker in places and not places[worker].taken for worker in draining)
+        return sum(worker in worker_slots and not worker_slots[worker].taken for worker in draining)

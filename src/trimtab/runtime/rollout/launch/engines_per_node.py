@@ -23,7 +23,7 @@ log = logging.getLogger("trimtab.rollout")
 MakeSpec = Callable[[str], WorkerSpec]
 
 
-def on_slots(worker: str, **settings: object) -> WorkerSpec:
+def slot_worker(worker: str, **settings: object) -> WorkerSpec:
     """A worker on a slot: stopped rather than put to sleep, for asleep it would keep its slot."""
     return WorkerSpec(worker, startable=True, can_sleep=False, **settings)  # type: ignore[arg-type]
 
@@ -38,35 +38,35 @@ def engines_that_fit(node: NodeView, unit: Resources, per_node: int | None = Non
 
 
 class EnginesPerNode:
-    """As many workers as there are places, at least `least` and at most `most`."""
+    """As many workers as there are places, at least `min_workers` and at most `max_workers`."""
 
     def __init__(
         self,
         launcher: SlotLauncher,
         *,
-        least: int = 0,
-        most: int = 64,
+        min_workers: int = 0,
+        max_workers: int = 64,
         per_node: int | None = None,
         name: str = "engine",
-        spec: MakeSpec = on_slots,
+        spec: MakeSpec = slot_worker,
     ) -> None:
-        if not 0 <= least <= most or (per_node is not None and per_node < 1):
+        if not 0 <= min_workers <= max_workers or (per_node is not None and per_node < 1):
             raise InputError(
-                f"least {least}, most {most}, per_node {per_node}", where="engines that follow nodes",
+                f"least {min_workers}, most {max_workers}, per_node {per_node}", where="engines that follow nodes",
                 hint="0 <= least <= most, and at least 1 for each node",
             )  # fmt: skip
         self._launcher = launcher
-        self._least, self._most, self._per_node = least, most, per_node
+        self._min_workers, self._max_workers, self._per_node = min_workers, max_workers, per_node
         self._name, self._spec = name, spec
         self._numbers = itertools.count(1)
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self.workers: list[str] = []
 
-    def hear(self, nodes: Iterable[NodeView]) -> None:
+    def update(self, nodes: Iterable[NodeView]) -> None:
         """The nodes are these: add or remove workers."""
         there = {one.node: one for one in nodes}
-        places = sum(engines_that_fit(one, self._launcher.unit, self._per_node) for one in there.values())
-        wanted = max(self._least, min(self._most, places))
+        worker_slots = sum(engines_that_fit(one, self._launcher.unit, self._per_node) for one in there.values())
+        wanted = max(self._min_workers, min(self._max_workers, worker_slots))
         while len(self.workers) < wanted:
             worker = f"{self._name}-{next(self._numbers)}"
             self._launcher.pool.add_startable(self._spec(worker), self._launcher)
@@ -78,11 +78,11 @@ class EnginesPerNode:
 
     def _removal_rank(self, worker: str, there: dict[str, NodeView]) -> int:
         """Who goes first: those whose node goes or is gone, then those without one."""
-        place = self._launcher.places.get(worker)
-        if place is None or not place.line.there:
+        slot = self._launcher.worker_slots.get(worker)
+        if slot is None or not slot.member.there:
             return 1
-        node = there.get(place.line.node)
-        return 0 if place.node_leaving or node is None or node.state is not NodeState.ready else 2
+        node = there.get(slot.member.node)
+        return 0 if slot.node_leaving or node is None or node.state is not NodeState.ready else 2
 
     def _remove(self, worker: str) -> None:
         self.workers.remove(worker)

@@ -20,7 +20,7 @@ from trimtab.machines.rollout.policies.policy import Taker
 from trimtab.model.rollout import WorkerSpec, WorkerView
 from trimtab.runtime.engines.engine import Engine
 
-PLACES = ("model", "port", "host", "name", "version", "path")
+PLACEHOLDERS = ("model", "port", "host", "name", "version", "path")
 """What may stand in braces in a command line."""
 
 TEMPLATES: dict[str, tuple[str, ...]] = {
@@ -143,11 +143,13 @@ class EngineCommand:
                 "neither a kind nor a command is given", where=where, hint=f"kind: one of {', '.join(TEMPLATES)}"
             )
         for word in self.words:
-            for place in _BRACES.findall(word):
-                if place not in PLACES:
-                    near = nearest(place, PLACES)
-                    hint = f"did you mean {{{near}}}?" if near else "one of " + ", ".join(f"{{{o}}}" for o in PLACES)
-                    raise InputError(f"{{{place}}} in '{word}' stands for nothing", where=where, hint=hint)
+            for placeholder in _BRACES.findall(word):
+                if placeholder not in PLACEHOLDERS:
+                    near = nearest(placeholder, PLACEHOLDERS)
+                    hint = (
+                        f"did you mean {{{near}}}?" if near else "one of " + ", ".join(f"{{{o}}}" for o in PLACEHOLDERS)
+                    )
+                    raise InputError(f"{{{placeholder}}} in '{word}' stands for nothing", where=where, hint=hint)
         if "{port}" not in " ".join(self.words):
             raise InputError("the command has no {port}", where=where, hint="engines are told where to listen")
         if not (self.start_s > 0 and self.stop_s >= 0):
@@ -174,16 +176,16 @@ class EngineCommand:
 
     def started_version(self, version: int, path: str | None) -> int:
         """Which version an engine has that was started so: without the trainer's path, that of `model`."""
-        if path is None or not any(place in " ".join(self.words) for place in ("{model}", "{path}")):
+        if path is None or not any(placeholder in " ".join(self.words) for placeholder in ("{model}", "{path}")):
             return self.version
         return version
 
 
-def plain(worker: str) -> str:
+def safe_name(worker: str) -> str:
     """A worker's name as a file or a task can bear it."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", worker)
 
 
-def address(host: str, port: int) -> str:
+def base_url(host: str, port: int) -> str:
     """Where an engine is reached that listens there."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

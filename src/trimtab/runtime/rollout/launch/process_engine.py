@@ -54,21 +54,21 @@ class EngineProcess:
         *,
         stop_s: float,
         folder: str = "",
-        apart: bool = True,
+        own_session: bool = True,
     ) -> None:
         self.log = log
-        self._apart = apart  # in a session of its own
+        self._own_session = own_session  # in a session of its own
         self._stop_s = stop_s
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
-            self._since = out.terminate()  # what is before this was said by an engine before it
+            self._since = out.tell()  # what is before this was said by an engine before it
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", GUARD, str(os.getpid()), str(stop_s), folder, *line],
                 env={**without_tokens(os.environ), **settings},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                start_new_session=apart,
+                start_new_session=own_session,
             )
         self.pid = self._popen.pid
 
@@ -77,9 +77,9 @@ class EngineProcess:
         """Whether it runs."""
         return self._popen.poll() is None
 
-    def seen(self, port: int) -> EngineProcessState:
+    def probe(self, port: int) -> EngineProcessState:
         """How it is: whether it runs, and has its port."""
-        ended = self.how_it_ended()
+        ended = self.exit_reason()
         return (
             EngineProcessState(ended, port_taken=not is_free(port))
             if ended
@@ -88,10 +88,10 @@ class EngineProcess:
 
     def _listens(self, port: int) -> bool:
         """Whether it, and not somebody else, has this port."""
-        links = (link for one in self._family() for link in _links(one.pid))
+        links = (link for one in self._tree() for link in _links(one.pid))
         return not {int(link[8:-1]) for link in links if link.startswith("socket:[")}.isdisjoint(_listening(port))
 
-    def how_it_ended(self) -> str:
+    def exit_reason(self) -> str:
         """What became of it, with its last words; empty while it runs."""
         status = self._popen.poll()
         if status is None:
@@ -102,10 +102,10 @@ class EngineProcess:
             how = f"it was ended by {_name(-status if status < 0 else status - 128)}"
         else:
             how = f"it ended with status {status}"
-        words = self.last_words()
+        words = self.log_tail()
         return f"{how}; the end of {self.log}:\n{words}" if words else f"{how}, and said nothing ({self.log})"
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """The last lines of what it printed."""
         try:
             with self.log.open("rb") as file:
@@ -125,7 +125,7 @@ class EngineProcess:
 
     def kill(self) -> None:
         """It and all that came of it, at once. Also after a guard that was killed before it could do its duty."""
-        for one in self._family():
+        for one in self._tree():
             send(one, signal.SIGKILL)
 
     def end(self) -> bool:
@@ -133,14 +133,14 @@ class EngineProcess:
         self.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(self._stop_s + KILL_S)
-        return self._clear()
+        return self._kill_tree()
 
     async def end_async(self) -> bool:
         """As `end`, while other things go on."""
         self.terminate()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.ended(), self._stop_s + KILL_S)
-        return await asyncio.to_thread(self._clear)
+        return await asyncio.to_thread(self._kill_tree)
 
     async def ended(self) -> None:
         """Returns when it is gone."""
@@ -157,18 +157,18 @@ class EngineProcess:
             os.close(handle)
         self._popen.wait(KILL_S)
 
-    def _clear(self) -> bool:
+    def _kill_tree(self) -> bool:
         self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(KILL_S)
-        return not self.alive and not gone(self._family(), KILL_S)
+        return not self.alive and not gone(self._tree(), KILL_S)
 
-    def _family(self) -> list[ProcessIdentity]:
+    def _tree(self) -> list[ProcessIdentity]:
         """The guard, what descends from it, and what is in its session, also where the guard is gone."""
         found = set(below(self.pid)) if self.alive else set()
         for pid, row in table().items():
             # A number is not given anew while it names a session.
-            if (self._apart and row.session == self.pid) or (self.alive and pid == self.pid):
+            if (self._own_session and row.session == self.pid) or (self.alive and pid == self.pid):
                 found.add(ProcessIdentity(pid, row.born))
         return list(found)
 

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from trimtab.runtime.procs.processes import below, send
 
-LOOK_S = 0.25  # between looks at whether the parent is still there
+PARENT_CHECK_S = 0.25  # between looks at whether the parent is still there
 CLEAR_S = 10.0  # for killed processes to vanish
 NOT_FOUND = 127  # as a shell has it
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -32,14 +32,14 @@ class EngineSupervisor:
     def __init__(self, parent: int, stop_s: float, folder: str, command: list[str]) -> None:
         self._parent = parent
         self._stop_s = stop_s
-        self._engine = _begun(folder, command)
+        self._engine = _spawn_engine(folder, command)
         self._status: int | None = None
         self._kill_at: float | None = None
 
     def run(self) -> int:
         """Until nothing is left; the engine's status."""
         while self._status is None:
-            heard = signal.sigtimedwait(_WATCHED, LOOK_S)
+            heard = signal.sigtimedwait(_WATCHED, PARENT_CHECK_S)
             if heard is not None and heard.si_signo in (signal.SIGTERM, signal.SIGINT) and self._kill_at is None:
                 self._kill_at = time.monotonic() + self._stop_s
                 os.kill(self._engine, signal.SIGTERM)
@@ -72,7 +72,7 @@ class EngineSupervisor:
                     self._status = 128 - code if code < 0 else code
 
 
-def _begun(folder: str, command: list[str]) -> int:
+def _spawn_engine(folder: str, command: list[str]) -> int:
     """The engine, as a child that the kernel kills if this process dies."""
     guard = os.getpid()
     pid = os.fork()

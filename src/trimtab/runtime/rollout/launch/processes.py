@@ -26,11 +26,11 @@ from trimtab.runtime.rollout.launch.launcher import (
     EngineProcessState,
     LauncherCallbacks,
     Started,
-    address,
-    plain,
+    base_url,
+    safe_name,
 )
 from trimtab.runtime.rollout.launch.process_engine import EngineProcess, free_port
-from trimtab.runtime.rollout.launch.readiness import PORT_TRIES, PortTakenError, serving
+from trimtab.runtime.rollout.launch.readiness import PORT_TRIES, PortTakenError, wait_until_serving
 
 log = logging.getLogger("trimtab.rollout")
 
@@ -102,7 +102,7 @@ class ProcessLauncher:
 
     def log_of(self, worker: str) -> Path:
         """Where what its engines print is kept."""
-        return self.logs / f"{plain(worker)}.log"
+        return self.logs / f"{safe_name(worker)}.log"
 
     # ---- how it is done
 
@@ -114,13 +114,13 @@ class ProcessLauncher:
         process = EngineProcess(line, settings, self.log_of(worker), stop_s=command.stop_s, folder=command.folder)
         self._running[worker] = process
         self._session = self._session or open_session()
-        url = address(command.host, port)
+        url = base_url(command.host, port)
 
         async def look() -> EngineProcessState:
-            return await asyncio.to_thread(process.seen, port)  # reads all of /proc
+            return await asyncio.to_thread(process.probe, port)  # reads all of /proc
 
         try:
-            engine, note = await serving(worker, url, command, self._session, look, self._deadlines)
+            engine, note = await wait_until_serving(worker, url, command, self._session, look, self._deadlines)
         except BaseException:
             process.kill()  # `stop` sees it gone
             raise
@@ -134,7 +134,7 @@ class ProcessLauncher:
     async def _watch(self, worker: str, process: EngineProcess) -> None:
         """Tell the pool when it ends unasked."""
         await process.ended()
-        why = process.how_it_ended()
+        why = process.exit_reason()
         log.warning("the engine of %s is gone: %s", worker, why)
         self._pool.died(worker, why)
         self._watching.pop(worker, None)

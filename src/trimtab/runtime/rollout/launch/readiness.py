@@ -20,7 +20,7 @@ from trimtab.runtime.engines.http_engine import HttpEngine
 from trimtab.runtime.engines.wire import require_private
 from trimtab.runtime.rollout.launch.launcher import EngineCommand, EngineProcessState
 
-FIRST_S, LONGEST_S = 0.05, 1.0  # between looks: more often at first, for some engines start in half a second
+FIRST_POLL_S, MAX_POLL_S = 0.05, 1.0  # between looks: more often at first, for some engines start in half a second
 PORT_TRIES = 3
 
 ProcessProbe = Callable[[], Awaitable[EngineProcessState]]
@@ -34,25 +34,25 @@ class PortTakenError(EngineEndedError):
     """It ended, and somebody else has the port that it was given: another one may do."""
 
 
-async def serving(
+async def wait_until_serving(
     name: str,
     url: str,
     command: EngineCommand,
     session: aiohttp.ClientSession,
-    look: ProcessProbe,
+    probe: ProcessProbe,
     deadlines: EngineDeadlines | None,
 ) -> tuple[HttpEngine, str]:
     """The adapter of the engine, once it would serve, and what a person should know of it."""
     await require_private(url)
-    began, pause_s = time.monotonic(), FIRST_S
+    began, pause_s = time.monotonic(), FIRST_POLL_S
     seen = "it does not listen yet"
     while True:
-        process = await look()
+        process = await probe()
         if process.ended:
             kind = PortTakenError if process.port_taken else EngineEndedError
             raise kind(f"the engine of {name} did not come up: {process.ended}", hint=_shown(command))
         if process.listens:
-            engine, note, seen = await _asked(name, url, command, session, deadlines)
+            engine, note, seen = await _try_attach(name, url, command, session, deadlines)
             if engine is not None:
                 return engine, note
         if time.monotonic() - began > command.start_s:
@@ -61,10 +61,10 @@ async def serving(
                 hint="a large model needs longer: start_s",
             )  # fmt: skip
         await asyncio.sleep(pause_s)
-        pause_s = min(LONGEST_S, pause_s * 1.5)
+        pause_s = min(MAX_POLL_S, pause_s * 1.5)
 
 
-async def _asked(
+async def _try_attach(
     name: str,
     url: str,
     command: EngineCommand,

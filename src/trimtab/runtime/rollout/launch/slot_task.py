@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from trimtab.runtime.rollout.launch.launcher import EngineCommand, EngineProcessState, address, plain
+from trimtab.runtime.rollout.launch.launcher import EngineCommand, EngineProcessState, base_url, safe_name
 from trimtab.runtime.rollout.launch.process_engine import EngineProcess, free_port
 
 ENDED_HERE = "it was told to end"
@@ -66,20 +66,20 @@ class EngineSlotTask(SlotTask):
             self._port = free_port(host)
             line = command.line(name=self._worker, host=host, port=self._port, version=version, path=path)
             self._process = EngineProcess(
-                line, command.settings, _log_dir() / f"trimtab-engine-{plain(self._worker)}.log",
-                stop_s=command.stop_s, folder=command.folder, apart=False,
+                line, command.settings, _log_dir() / f"trimtab-engine-{safe_name(self._worker)}.log",
+                stop_s=command.stop_s, folder=command.folder, own_session=False,
             )  # fmt: skip
-        return address(host, self._port)
+        return base_url(host, self._port)
 
     def look(self) -> EngineProcessState:
         """How the engine is, while it comes up."""
         process = self._process
-        return EngineProcessState(ENDED_HERE) if process is None else process.seen(self._port)
+        return EngineProcessState(ENDED_HERE) if process is None else process.probe(self._port)
 
     def ended(self) -> str:
         """How the engine ended; empty while it runs."""
         process = self._process
-        return ENDED_HERE if process is None else process.how_it_ended()
+        return ENDED_HERE if process is None else process.exit_reason()
 
     def end(self) -> bool:
         """The engine's process is gone afterwards; whether that is so."""

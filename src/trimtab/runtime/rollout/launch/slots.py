@@ -31,7 +31,7 @@ from trimtab.model.nodes import NodeState, NodeView
 from trimtab.model.pool import ENDED, IN_QUEUE, TaskState
 from trimtab.runtime.client.session import Pool, Session
 from trimtab.runtime.controller.rpc import ClientUpdate, TaskSnapshot
-from trimtab.runtime.elastic.member_client import MemberClient
+from trimtab.runtime.elastic.member_client import MemberClient, MemberGoneError, MemberHungError, MemberRaisedError
 from trimtab.runtime.engines.engine import EngineDeadlines
 from trimtab.runtime.engines.wire import open_session
 from trimtab.runtime.procs.background import Background, describe
@@ -41,17 +41,17 @@ from trimtab.runtime.rollout.launch.launcher import (
     LauncherCallbacks,
     NoRoomError,
     Started,
-    plain,
+    safe_name,
 )
-from trimtab.runtime.rollout.launch.readiness import PORT_TRIES, PortTakenError, serving
-from trimtab.runtime.rollout.launch.slot_record import ANSWER_S, WorkerSlot
+from trimtab.runtime.rollout.launch.readiness import PORT_TRIES, PortTakenError, wait_until_serving
 from trimtab.runtime.rollout.launch.slot_task import EngineSlotTask
 
 log = logging.getLogger("trimtab.rollout")
 
-NEWS_S = 0.5  # a question for news waits so long at most: then it is asked of the tasks there are by then
-LOOK_S = 1.0  # between looks at an engine's process
-GIVE_UP_S = 60.0  # for a task to end
+ANSWER_S = 30.0  # for the controller or a task to answer
+NEWS_WAIT_S = 0.5  # a question for news waits so long at most: then it is asked of the tasks there are by then
+ENGINE_CHECK_S = 1.0  # between looks at an engine's process
+TASK_END_S = 60.0  # for a task to end
 UNTIMED_DRAIN_S = 30.0  # a node that drains without a deadline
 AS_LONG_AS_IT_TAKES_S = 1e7
 LOSSES = (
@@ -61,6 +61,41 @@ LOSSES = (
     ReasonCode.start_timeout,
     ReasonCode.restarts_used,
 )
+
+
+class WorkerSlot:
+    """A worker's task in the slots' pool."""
+
+    def __init__(self, worker: str, member: MemberClient) -> None:
+        self.worker = worker
+        self.member = member
+        self.reason = "it was submitted a moment ago"
+        self.node_leaving = False
+        self.starting = False  # `start` is at work on it
+        self.up = False  # its engine was given to the rollout pool, and was not stopped since
+        self.taken = False  # the rollout pool was told that it may not use the worker
+        self.idle_since = time.monotonic()
+        self.changed = asyncio.Event()
+        self.watching: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> TaskState:
+        """Of its task, as last heard."""
+        return self.member.seen[0]
+
+    def stop_watching(self) -> None:
+        """Its engine is no longer the rollout pool's."""
+        self.up = False
+        if self.watching is not None:
+            self.watching.cancel()
+            self.watching = None
+
+    async def call(self, method: str, *args: Any, within_s: float = ANSWER_S) -> Any:
+        """Call the task; UnreachableError where it is gone, hangs or raises."""
+        try:
+            return await self.member.call(method, *args, within_s=within_s)
+        except (MemberGoneError, MemberHungError, MemberRaisedError) as fault:
+            raise UnreachableError(str(fault), where=f"worker {self.worker}") from fault
 
 
 class SlotLauncher:
@@ -92,7 +127,7 @@ class SlotLauncher:
         self.command = command
         self.notice_s = notice_s
         self.on_nodes: list[Callable[[tuple[NodeView, ...]], None]] = []
-        self.places: dict[str, WorkerSlot] = {}  # by worker
+        self.worker_slots: dict[str, WorkerSlot] = {}  # by worker
         self._settings: dict[str, Any] = {"priority": priority, "labels": dict(labels or {}), "notice_s": notice_s}
         self._room_s, self._idle_s = room_s, idle_s
         self._deadlines = deadlines
@@ -113,19 +148,19 @@ class SlotLauncher:
     async def start(self, worker: str, version: int, path: str | None) -> Started:
         """An engine on a slot of its own; NoRoomError where the slot is still awaited."""
         self.listen()
-        place = self.places.get(worker) or await self._submitted(worker)
-        place.starting = True
+        slot = self.worker_slots.get(worker) or await self._submitted(worker)
+        slot.starting = True
         try:
-            await self._placed(place)
-            return await self._launch(place, version, path)
+            await self._wait_for_slot(slot)
+            return await self._launch(slot, version, path)
         finally:
-            place.starting, place.idle_since = False, time.monotonic()
+            slot.starting, slot.idle_since = False, time.monotonic()
 
     async def restart(self, worker: str, version: int, path: str | None) -> Started:
         """Another engine in the same slot."""
-        place = self.places.get(worker)
-        if place is not None:
-            place.stop_watching()
+        slot = self.worker_slots.get(worker)
+        if slot is not None:
+            slot.stop_watching()
         return await self.start(worker, version, path)
 
     async def stop(self, worker: str) -> None:
@@ -135,21 +170,21 @@ class SlotLauncher:
         """
         if worker in self._submitting:
             await asyncio.wait([self._submitting[worker]])
-        place = self.places.get(worker)
-        if place is None:
+        slot = self.worker_slots.get(worker)
+        if slot is None:
             return
-        place.stop_watching()
-        if place.state in IN_QUEUE and place.taken:
+        slot.stop_watching()
+        if slot.state in IN_QUEUE and slot.taken:
             return  # it waits for its slot, and has no engine
-        if place.state is TaskState.cancelling:
-            await self._hand_over(place)
+        if slot.state is TaskState.cancelling:
+            await self._hand_over(slot)
             return
-        if not place.taken and await self._ended_by_itself(place):
-            place.idle_since = time.monotonic()
+        if not slot.taken and await self._ended_by_itself(slot):
+            slot.idle_since = time.monotonic()
             return
-        await asyncio.shield(self._spawn(self._give_back(place)))
-        if place.taken:  # its node goes: elsewhere, if there is room
-            self._tell(self.pool.resume, worker)
+        await asyncio.shield(self._spawn(self._give_back(slot)))
+        if slot.taken:  # its node goes: elsewhere, if there is room
+            self._notify(self.pool.resume, worker)
 
     async def close(self) -> None:
         """Ends all tasks, and hears nothing more."""
@@ -159,21 +194,21 @@ class SlotLauncher:
         for loop in self._loops:
             loop.cancel()
         await asyncio.gather(*self._loops, *self._spawned, *self._submitting.values(), return_exceptions=True)
-        for place in self.places.values():
-            place.stop_watching()
-        ends = [self._spawn(self._give_back(place)) for place in list(self.places.values())]
+        for slot in self.worker_slots.values():
+            slot.stop_watching()
+        ends = [self._spawn(self._give_back(slot)) for slot in list(self.worker_slots.values())]
         await asyncio.gather(*ends, return_exceptions=True)
         if self._http is not None:
             await self._http.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def also(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def add_loop(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Something else that goes on until the launcher is closed."""
         self._loops.append(self.background.start(f"slots: {loop.__name__.strip('_')}", loop))
 
-    async def ask(self, door: str, *args: Any, within_s: float = ANSWER_S) -> Any:
+    async def ask(self, method: str, *args: Any, within_s: float = ANSWER_S) -> Any:
         """Ask the controller."""
-        return await self._beside(functools.partial(self.session.ask, door, *args, timeout_s=within_s))
+        return await self._in_thread(functools.partial(self.session.ask, method, *args, timeout_s=within_s))
 
     # ---- having a slot -----------------------------------------------------------------------------------------------
 
@@ -196,118 +231,120 @@ class SlotLauncher:
             EngineSlotTask,
             (worker,),
             resources=self.unit.floats(),
-            id=f"{plain(worker)}.{self._run_id}.{next(self._numbers)}",
+            id=f"{safe_name(worker)}.{self._run_id}.{next(self._numbers)}",
             ends_with_me=True,
             restarts=0,
             wait_s=AS_LONG_AS_IT_TAKES_S,
             awaits_node=True,
             **self._settings,
         )
-        place = self.places[worker] = WorkerSlot(worker, MemberClient(worker, await self._beside(submit)))
-        return place
+        slot = self.worker_slots[worker] = WorkerSlot(worker, MemberClient(worker, await self._in_thread(submit)))
+        return slot
 
-    async def _placed(self, place: WorkerSlot) -> None:
+    async def _wait_for_slot(self, slot: WorkerSlot) -> None:
         """Until its slot is there; NoRoomError after `room_s` in the queue."""
         deadline = time.monotonic() + self._room_s
-        while not (place.line.there and place.state is TaskState.running):
-            if self.places.get(place.worker) is not place or place.state in ENDED:
-                raise UnreachableError(f"its task in pool {self.slots.name} ended: {place.reason}")
+        while not (slot.member.there and slot.state is TaskState.running):
+            if self.worker_slots.get(slot.worker) is not slot or slot.state in ENDED:
+                raise UnreachableError(f"its task in pool {self.slots.name} ended: {slot.reason}")
             left_s = deadline - time.monotonic()
-            if left_s <= 0 and place.state in IN_QUEUE:
-                raise await self._no_room(place)
-            place.changed.clear()
+            if left_s <= 0 and slot.state in IN_QUEUE:
+                raise await self._no_room(slot)
+            slot.changed.clear()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(place.changed.wait(), max(0.05, min(left_s, 1.0)))
+                await asyncio.wait_for(slot.changed.wait(), max(0.05, min(left_s, 1.0)))
 
-    async def _no_room(self, place: WorkerSlot) -> NoRoomError:
+    async def _no_room(self, slot: WorkerSlot) -> NoRoomError:
         """The rollout pool goes on without the worker, until its task has a slot."""
-        reason = place.reason
+        reason = slot.reason
         with contextlib.suppress(TrimtabError):
-            reason = (await self.ask("explain", place.line.task.id)).reason.sentence
+            reason = (await self.ask("explain", slot.member.task.id)).reason.sentence
         why = f"there is no room in pool {self.slots.name}: {reason}"
-        place.taken = True
-        self._tell(self.pool.take, place.worker, 0.0, why, forced=True)
-        return NoRoomError(why, where=f"worker {place.worker}")
+        slot.taken = True
+        self._notify(self.pool.take, slot.worker, 0.0, why, forced=True)
+        return NoRoomError(why, where=f"worker {slot.worker}")
 
-    async def _launch(self, place: WorkerSlot, version: int, path: str | None) -> Started:
+    async def _launch(self, slot: WorkerSlot, version: int, path: str | None) -> Started:
         for _ in range(PORT_TRIES - 1):
             with contextlib.suppress(PortTakenError):
-                return await self._launch_once(place, version, path)
-        return await self._launch_once(place, version, path)
+                return await self._launch_once(slot, version, path)
+        return await self._launch_once(slot, version, path)
 
-    async def _launch_once(self, place: WorkerSlot, version: int, path: str | None) -> Started:
+    async def _launch_once(self, slot: WorkerSlot, version: int, path: str | None) -> Started:
         command = self.command
         self._http = self._http or open_session()
 
         async def look() -> EngineProcessState:
-            seen: EngineProcessState = await place.call("look")
+            seen: EngineProcessState = await slot.call("look")
             return seen
 
         within_s = command.stop_s + ANSWER_S  # an engine that is there ends first
-        url = await place.call("launch", command, version, path, within_s=within_s)
-        engine, note = await serving(place.worker, url, command, self._http, look, self._deadlines)
-        place.up = True
-        place.watching = self.background.start(
-            f"engine of {place.worker}",
-            functools.partial(self._watch, place),
-            on_failed=lambda _, error: self._gone(place, f"its engine cannot be watched: {describe(error)}"),
+        url = await slot.call("launch", command, version, path, within_s=within_s)
+        engine, note = await wait_until_serving(slot.worker, url, command, self._http, look, self._deadlines)
+        slot.up = True
+        slot.watching = self.background.start(
+            f"engine of {slot.worker}",
+            functools.partial(self._watch, slot),
+            on_failed=lambda _, error: self._engine_gone(slot, f"its engine cannot be watched: {describe(error)}"),
         )
-        return Started(engine, command.started_version(version, path), url, place.line.node, note)
+        return Started(engine, command.started_version(version, path), url, slot.member.node, note)
 
-    async def _watch(self, place: WorkerSlot) -> None:
+    async def _watch(self, slot: WorkerSlot) -> None:
         """Tell the rollout pool when the engine ends and its task does not."""
-        while place.up:
-            await asyncio.sleep(LOOK_S)
+        while slot.up:
+            await asyncio.sleep(ENGINE_CHECK_S)
             try:
-                ended = await place.call("ended")
+                ended = await slot.call("ended")
             except UnreachableError:
                 continue  # of the task's own end the news will tell
-            if ended and place.up and place.state is TaskState.running:
-                place.watching = None
-                self._gone(place, ended)
+            if ended and slot.up and slot.state is TaskState.running:
+                slot.watching = None
+                self._engine_gone(slot, ended)
 
-    async def _ended_by_itself(self, place: WorkerSlot) -> bool:
+    async def _ended_by_itself(self, slot: WorkerSlot) -> bool:
         with contextlib.suppress(UnreachableError):
-            return bool(await place.call("ended"))
+            return bool(await slot.call("ended"))
         return False
 
     # ---- giving it up ------------------------------------------------------------------------------------------------
 
-    async def _hand_over(self, place: WorkerSlot) -> None:
+    async def _hand_over(self, slot: WorkerSlot) -> None:
         """The pool has given notice: the engine ends, and the task returns to the queue by itself."""
         with contextlib.suppress(UnreachableError):
-            await place.call("leave", within_s=self.command.stop_s + ANSWER_S)
-        deadline = time.monotonic() + self.notice_s + GIVE_UP_S
-        while place.state is TaskState.cancelling and self.places.get(place.worker) is place and not self._closed:
+            await slot.call("leave", within_s=self.command.stop_s + ANSWER_S)
+        deadline = time.monotonic() + self.notice_s + TASK_END_S
+        while slot.state is TaskState.cancelling and self.worker_slots.get(slot.worker) is slot and not self._closed:
             if time.monotonic() > deadline:
-                raise UnreachableError(f"its task does not leave its slot: {place.reason}")
-            place.changed.clear()
+                raise UnreachableError(f"its task does not leave its slot: {slot.reason}")
+            slot.changed.clear()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(place.changed.wait(), 1.0)
+                await asyncio.wait_for(slot.changed.wait(), 1.0)
 
-    async def _give_back(self, place: WorkerSlot) -> None:
+    async def _give_back(self, slot: WorkerSlot) -> None:
         """The engine ends, then the task, and the slot is free."""
-        if self.places.get(place.worker) is place:
-            del self.places[place.worker]
-        if place.line.there:
+        if self.worker_slots.get(slot.worker) is slot:
+            del self.worker_slots[slot.worker]
+        if slot.member.there:
             with contextlib.suppress(UnreachableError):
-                await place.call("leave", within_s=self.command.stop_s + ANSWER_S)
-        place.line.down("its slot was given back")
+                await slot.call("leave", within_s=self.command.stop_s + ANSWER_S)
+        slot.member.down("its slot was given back")
         try:
-            await self._beside(functools.partial(place.line.task.complete, keep_slot=False))
+            await self._in_thread(functools.partial(slot.member.task.complete, keep_slot=False))
         except InputError:
             return  # it has ended already
-        seen: TaskSnapshot = await self.ask("wait", place.line.task.id, ENDED, GIVE_UP_S, within_s=GIVE_UP_S + ANSWER_S)
+        seen: TaskSnapshot = await self.ask(
+            "wait", slot.member.task.id, ENDED, TASK_END_S, within_s=TASK_END_S + ANSWER_S
+        )
         if seen.state not in ENDED:
             raise UnreachableError(f"its task in pool {self.slots.name} does not end: {seen.reason}")
 
-    def _gone(self, place: WorkerSlot, why: str) -> None:
+    def _engine_gone(self, slot: WorkerSlot, why: str) -> None:
         """Its engine is gone, unasked; told once."""
-        if place.up:
-            place.stop_watching()
-            place.idle_since = time.monotonic()
-            log.warning("the engine of %s is gone: %s", place.worker, why)
-            self._tell(self.pool.died, place.worker, why)
+        if slot.up:
+            slot.stop_watching()
+            slot.idle_since = time.monotonic()
+            log.warning("the engine of %s is gone: %s", slot.worker, why)
+            self._notify(self.pool.died, slot.worker, why)
 
     # ---- news --------------------------------------------------------------------------------------------------------
 
@@ -315,118 +352,118 @@ class SlotLauncher:
         """Hear of nodes and tasks from now on."""
         if not self._listening and not self._closed:
             self._listening = True
-            self.also(self._listen)
+            self.add_loop(self._listen)
 
     async def _listen(self) -> None:
         while True:
-            known = {place.line.task.id: place.line.seen for place in self.places.values()}
+            known = {slot.member.task.id: slot.member.seen for slot in self.worker_slots.values()}
             try:
                 if self._offset is None:
                     self._offset = float((await self.ask("status"))["time"]) - time.monotonic()
-                news = await self.ask("news", known, self._version, NEWS_S)
-                await self._hear(news)
+                news = await self.ask("news", known, self._version, NEWS_WAIT_S)
+                await self._on_news(news)
             except TrimtabError as fault:
                 log.warning("no news of slots: %s", fault.what)
-                await asyncio.sleep(NEWS_S)
+                await asyncio.sleep(NEWS_WAIT_S)
             except Exception:  # a launcher that hears nothing more would keep slots for ever
                 log.exception("news of slots could not be heard")
-                await asyncio.sleep(NEWS_S)
+                await asyncio.sleep(NEWS_WAIT_S)
 
-    async def _hear(self, news: ClientUpdate) -> None:
-        by_task = {place.line.task.id: place for place in self.places.values()}
+    async def _on_news(self, news: ClientUpdate) -> None:
+        by_task = {slot.member.task.id: slot for slot in self.worker_slots.values()}
         for seen in news.tasks:
             if seen.id in by_task:
-                await self._hear_task(by_task[seen.id], seen)
+                await self._on_task(by_task[seen.id], seen)
         if news.version != self._version:
             self._version = news.version
-            for place in list(self.places.values()):
-                self._on_node(place, {one.node: one for one in news.nodes}.get(place.line.node))
+            for slot in list(self.worker_slots.values()):
+                self._on_node(slot, {one.node: one for one in news.nodes}.get(slot.member.node))
             for hear in self.on_nodes:
                 hear(news.nodes)
         self._release_idle()
 
-    async def _hear_task(self, place: WorkerSlot, seen: TaskSnapshot) -> None:
-        place.line.seen = seen.state, seen.attempt
-        place.reason = str(seen.reason)
-        if place.line.there and seen.attempt != place.line.attempt:  # it went and came between two pieces of news
-            place.line.down("its task was started again")
-            self._gone(place, "its task was started again")
-        if seen.state is TaskState.running and not place.line.there:
-            await self._on_slot(place, seen)
+    async def _on_task(self, slot: WorkerSlot, seen: TaskSnapshot) -> None:
+        slot.member.seen = seen.state, seen.attempt
+        slot.reason = str(seen.reason)
+        if slot.member.there and seen.attempt != slot.member.attempt:  # it went and came between two pieces of news
+            slot.member.down("its task was started again")
+            self._engine_gone(slot, "its task was started again")
+        if seen.state is TaskState.running and not slot.member.there:
+            await self._on_slot(slot, seen)
         elif seen.state is TaskState.cancelling and seen.reason.code not in LOSSES:
-            self._on_notice(place, seen)
+            self._on_notice(slot, seen)
         elif seen.state in (TaskState.cancelling, *IN_QUEUE, *ENDED):
-            place.line.down(f"its task is {seen.state.value}: {seen.reason}")
-            self._gone(place, str(seen.reason))
+            slot.member.down(f"its task is {seen.state.value}: {seen.reason}")
+            self._engine_gone(slot, str(seen.reason))
             if seen.state in ENDED:
-                self._ended(place, seen)
-        place.changed.set()
+                self._ended(slot, seen)
+        slot.changed.set()
 
-    def _ended(self, place: WorkerSlot, seen: TaskSnapshot) -> None:
+    def _ended(self, slot: WorkerSlot, seen: TaskSnapshot) -> None:
         """Its task will not run again: another one may be submitted, unless somebody cancelled this one by hand."""
-        if self.places.get(place.worker) is place:
-            del self.places[place.worker]
-        if place.taken and seen.state is not TaskState.cancelled:
-            self._tell(self.pool.resume, place.worker)
+        if self.worker_slots.get(slot.worker) is slot:
+            del self.worker_slots[slot.worker]
+        if slot.taken and seen.state is not TaskState.cancelled:
+            self._notify(self.pool.resume, slot.worker)
 
-    async def _on_slot(self, place: WorkerSlot, seen: TaskSnapshot) -> None:
-        self._gone(place, "its task was started again")
+    async def _on_slot(self, slot: WorkerSlot, seen: TaskSnapshot) -> None:
+        self._engine_gone(slot, "its task was started again")
         handle, node = seen.handles[0] if seen.handles else None, seen.members[0].node
         if handle is None:
             member = seen.members[0]
             find = functools.partial(self.session._ray.get_actor, member.actor, namespace=member.namespace)
             try:
-                handle = await self._beside(find)
+                handle = await self._in_thread(find)
             except ValueError:
                 return  # gone again; the news will say so
-        place.line.up(handle, node, seen.attempt)
-        place.node_leaving, place.idle_since = False, time.monotonic()
-        if place.taken:
-            place.taken = False
-            self._tell(self.pool.resume, place.worker)
+        slot.member.up(handle, node, seen.attempt)
+        slot.node_leaving, slot.idle_since = False, time.monotonic()
+        if slot.taken:
+            slot.taken = False
+            self._notify(self.pool.resume, slot.worker)
 
-    def _on_notice(self, place: WorkerSlot, seen: TaskSnapshot) -> None:
+    def _on_notice(self, slot: WorkerSlot, seen: TaskSnapshot) -> None:
         """The pool gives the slot to somebody else."""
-        if place.up or place.starting:
-            place.taken = True
+        if slot.up or slot.starting:
+            slot.taken = True
             why = f"pool {self.slots.name} gives its slot to others: {seen.reason.sentence}"
-            self._tell(self.pool.take, place.worker, self.notice_s, why, forced=True)
+            self._notify(self.pool.take, slot.worker, self.notice_s, why, forced=True)
         else:
-            self._spawn(self._hand_over(place))
+            self._spawn(self._hand_over(slot))
 
-    def _on_node(self, place: WorkerSlot, node: NodeView | None) -> None:
+    def _on_node(self, slot: WorkerSlot, node: NodeView | None) -> None:
         """Its node will go: the worker leaves in time."""
-        if node is None or node.state is not NodeState.draining or place.node_leaving:
+        if node is None or node.state is not NodeState.draining or slot.node_leaving:
             return
-        place.node_leaving = True
+        slot.node_leaving = True
         left_s = UNTIMED_DRAIN_S
         if node.deadline is not None and self._offset is not None:
             left_s = max(0.0, node.deadline - self._offset - time.monotonic())
         why = f"node {node.facts.name or node.node[:12]} will go: {node.reason.sentence}"
-        if place.up or place.starting:
-            place.taken = True
-            self._tell(self.pool.take, place.worker, left_s, why, forced=True)
-        elif place.line.there:
-            self._spawn(self._give_back(place))
+        if slot.up or slot.starting:
+            slot.taken = True
+            self._notify(self.pool.take, slot.worker, left_s, why, forced=True)
+        elif slot.member.there:
+            self._spawn(self._give_back(slot))
 
     def _release_idle(self) -> None:
         """Slots without an engine, and places of workers that are none any more."""
         known = {one.worker for one in self.pool.workers()}
         now = time.monotonic()
-        for place in list(self.places.values()):
-            if place.up or place.starting or place.state is TaskState.cancelling:
+        for slot in list(self.worker_slots.values()):
+            if slot.up or slot.starting or slot.state is TaskState.cancelling:
                 continue
-            if place.worker not in known or (place.line.there and now - place.idle_since > self._idle_s):
-                self._spawn(self._give_back(place))
+            if slot.worker not in known or (slot.member.there and now - slot.idle_since > self._idle_s):
+                self._spawn(self._give_back(slot))
 
     # ---- how it is done ----------------------------------------------------------------------------------------------
 
-    def _tell(self, door: Callable[..., None], *news: Any, **more: Any) -> None:
+    def _notify(self, method: Callable[..., None], *news: Any, **more: Any) -> None:
         """Tell the rollout pool; that it knows no such worker any more is no fault."""
         if self._closed:
             return
         try:
-            door(*news, **more)
+            method(*news, **more)
         except InputError as fault:
             log.info("%s", fault.what)
 
@@ -442,7 +479,7 @@ class SlotLauncher:
         if not task.cancelled() and (fault := task.exception()) is not None:
             log.warning("a slot was not given back: %s", fault)
 
-    async def _beside(self, work: Callable[[], Any]) -> Any:
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 

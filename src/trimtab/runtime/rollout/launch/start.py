@@ -12,7 +12,7 @@ from trimtab.core.errors import InputError
 from trimtab.model.rollout import WorkerSpec
 from trimtab.runtime.client.session import Pool, Session
 from trimtab.runtime.rollout.launch.demand import DemandWatch
-from trimtab.runtime.rollout.launch.engines_per_node import EnginesPerNode, on_slots
+from trimtab.runtime.rollout.launch.engines_per_node import EnginesPerNode, slot_worker
 from trimtab.runtime.rollout.launch.launcher import EngineCommand, LauncherCallbacks
 from trimtab.runtime.rollout.launch.processes import ProcessLauncher
 from trimtab.runtime.rollout.launch.slots import SlotLauncher
@@ -46,8 +46,8 @@ def engines_on_slots(
     *,
     resources: Mapping[str, float],
     workers: int | None = None,
-    least: int = 0,
-    most: int = 64,
+    min_workers: int = 0,
+    max_workers: int = 64,
     per_node: int | None = None,
     name: str = "engine",
     limit: int = 64,
@@ -65,18 +65,20 @@ def engines_on_slots(
 
     def spec(worker: str) -> WorkerSpec:
         pauses = command.kind in ("vllm", "sglang")
-        return on_slots(worker, limit=limit, size=size, can_pause=pauses)
+        return slot_worker(worker, limit=limit, size=size, can_pause=pauses)
 
     if workers is None:
-        follower = EnginesPerNode(launcher, least=least, most=most, per_node=per_node, name=name, spec=spec)
-        launcher.on_nodes.append(follower.hear)
+        follower = EnginesPerNode(
+            launcher, min_workers=min_workers, max_workers=max_workers, per_node=per_node, name=name, spec=spec
+        )
+        launcher.on_nodes.append(follower.update)
     else:
         _checked(workers)
         for number in range(1, workers + 1):
             pool.add_startable(spec(f"{name}-{number}"), launcher)
     launcher.listen()
     if lends:
-        launcher.also(DemandWatch(launcher, use_s).run_forever)
+        launcher.add_loop(DemandWatch(launcher, use_s).run_forever)
     return launcher
 
 

@@ -85,7 +85,7 @@ class ThreadedEngine(ActorEngine):
         await self._call("refit", told, within_s=self.deadlines.refit_s)
 
     def _events(self, stream: OpenStream) -> EventStream:
-        order = {**vars(stream.order), "id": stream.key, "token_ids": list(stream.order.token_ids)}
+        order = {**vars(stream.request), "id": stream.key, "token_ids": list(stream.request.token_ids)}
         return _Stream(self, stream.key, order)
 
     def open(self, key: str, order: dict[str, Any], stream: _Stream) -> None:
@@ -230,7 +230,7 @@ def started(engine: ThreadedEngine, path: str | None, node: str = "") -> Started
 
     The pool sees that it is behind, and has it refitted before it serves.
     """
-    if path is not None and EngineCapability.refit not in engine.verbs:
+    if path is not None and EngineCapability.refit not in engine.capabilities:
         raise cannot_refit(engine.name)
     return Started(engine, 0 if path is None else None, "", node)
 

@@ -49,32 +49,32 @@ class _HttpTokenizer:
         self._engine = engine
 
     async def model(self) -> str:
-        told = await self._engine.wire.get("/v1/models")
+        reply = await self._engine.wire.get("/v1/models")
         try:
-            return str(told["data"][0]["id"])
+            return str(reply["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
-            raise self._nonsense("/v1/models names no model", told) from None
+            raise self._nonsense("/v1/models names no model", reply) from None
 
     async def vocabulary(self) -> int | None:
         """See `Tokenizer`."""
         return None
 
     async def _ids(self, path: str, body: Mapping[str, Any]) -> tuple[int, ...]:
-        told = await self._engine.wire.post(path, body)
-        ids = told.get("tokens") if isinstance(told, dict) else None
+        reply = await self._engine.wire.post(path, body)
+        ids = reply.get("tokens") if isinstance(reply, dict) else None
         if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
-            raise self._nonsense(f"{path} gave no ids", told)
+            raise self._nonsense(f"{path} gave no ids", reply)
         return tuple(ids)
 
     async def _text(self, path: str, body: Mapping[str, Any], key: str) -> str:
-        told = await self._engine.wire.post(path, body)
-        text = told.get(key) if isinstance(told, dict) else None
+        reply = await self._engine.wire.post(path, body)
+        text = reply.get(key) if isinstance(reply, dict) else None
         if not isinstance(text, str):
-            raise self._nonsense(f"{path} gave no text", told)
+            raise self._nonsense(f"{path} gave no text", reply)
         return text
 
-    def _nonsense(self, what: str, told: Any) -> EngineMalformedError:
-        return EngineMalformedError(f"{what}: {str(told)[:80]!r}", engine=self._engine.name)
+    def _nonsense(self, what: str, reply: Any) -> EngineMalformedError:
+        return EngineMalformedError(f"{what}: {str(reply)[:80]!r}", engine=self._engine.name)
 
 
 class LlamaCppTokenizer(_HttpTokenizer):
@@ -95,9 +95,9 @@ class LlamaCppTokenizer(_HttpTokenizer):
 
     async def vocabulary(self) -> int | None:
         """It tells, with its model."""
-        told = await self._engine.wire.get("/v1/models")
+        reply = await self._engine.wire.get("/v1/models")
         try:
-            return int(told["data"][0]["meta"]["n_vocab"])
+            return int(reply["data"][0]["meta"]["n_vocab"])
         except (KeyError, IndexError, TypeError, ValueError):
             return None
 
@@ -123,9 +123,9 @@ class SglangTokenizer(_HttpTokenizer):
 
     async def vocabulary(self) -> int | None:
         """From the model's own file, where it lies here too: an id that the model does not know ends this server."""
-        told = await self._engine.wire.get("/model_info")
+        reply = await self._engine.wire.get("/model_info")
         try:
-            config = json.loads((Path(told["model_path"]) / "config.json").read_text(encoding="utf-8"))
+            config = json.loads((Path(reply["model_path"]) / "config.json").read_text(encoding="utf-8"))
             return int(config.get("text_config", config)["vocab_size"])
         except (OSError, KeyError, TypeError, ValueError, AttributeError):
             return None
