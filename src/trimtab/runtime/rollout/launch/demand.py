@@ -33,7 +33,7 @@ class DemandWatch:
         self._use_s, self._every_s = use_s, every_s
         self._told: tuple[Taker, ...] = ()
 
-    async def run_forever(self) -> None:
+    async def watch_demand(self) -> None:
         """Until cancelled."""
         while True:
             try:

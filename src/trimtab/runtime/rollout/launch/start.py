@@ -78,7 +78,7 @@ def engines_on_slots(
             pool.add_startable(spec(f"{name}-{number}"), launcher)
     launcher.listen()
     if lends:
-        launcher.add_loop(DemandWatch(launcher, use_s).run_forever)
+        launcher.add_loop(DemandWatch(launcher, use_s).watch_demand)
     return launcher
 
 
