@@ -408,11 +408,11 @@ def test_a_taker_is_who_waits_for_engines_alone_and_less_what_is_being_given_up_
             pool=SimpleNamespace(workers=lambda: [SimpleNamespace(worker=w, state=s) for w, s in states.items()]),
         )
         takers = DemandWatch(launcher, use_s=60.0)  # type: ignore[arg-type]
-        assert await takers.found() == (rollout.Taker("one", 1, 60.0), rollout.Taker("two", 2, 60.0))
+        assert await takers.find() == (rollout.Taker("one", 1, 60.0), rollout.Taker("two", 2, 60.0))
         states["w2"] = WorkerState.draining
-        assert await takers.found() == (rollout.Taker("two", 2, 60.0),)
+        assert await takers.find() == (rollout.Taker("two", 2, 60.0),)
         launcher.worker_slots["w2"].taken = True
-        assert len(await takers.found()) == 2, "what the slots' pool takes is for somebody else"
+        assert len(await takers.find()) == 2, "what the slots' pool takes is for somebody else"
 
     run(play())
 

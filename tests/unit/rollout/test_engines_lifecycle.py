@@ -74,7 +74,7 @@ def test_a_pause_that_failed_leaves_the_gate_shut(kind: str) -> None:
         stub.refuse[path] = (500, {"error": "no"})
         with pytest.raises(EngineFailedError):
             await engine.pause()
-        with pytest.raises(EnginePausedError, match="was asked for"):
+        with pytest.raises(EnginePausedError, match="was requested"):
             await answer(engine, greedy("a", PROMPT, 2))
         assert not (await engine.ready()).up
         await engine.resume()
@@ -109,7 +109,7 @@ def test_a_pause_of_somebody_else_shuts_the_gate_when_it_is_seen_and_opens_it_wh
             assert (await engine.load()).fresh is True, "it moved, though nobody knows the clock over there"
         state = await engine.ready()
         assert (state.up, state.paused) == (False, True)
-        with pytest.raises(EnginePausedError, match="somebody else"):
+        with pytest.raises(EnginePausedError, match="another client"):
             await answer(engine, greedy("a", PROMPT, 2))
         stub.go()
         stub.stamp = None
@@ -123,7 +123,7 @@ def test_a_request_caught_in_somebody_elses_pause_is_told_as_that_and_not_as_a_w
     async def play(stub: Any, engine: HttpEngine) -> None:
         async with running(stub, engine) as task:
             stub.stop("keep")
-            with pytest.raises(EnginePausedError, match="somebody else paused it") as caught:
+            with pytest.raises(EnginePausedError, match="another client paused it") as caught:
                 await task
             assert len(caught.value.so_far.token_ids) > 0
 
@@ -432,8 +432,8 @@ def test_an_engine_without_development_mode_says_what_to_do() -> None:
     [
         ([80 << 30, 78 << 30, 5 << 30], True, "gave 75.0 GiB back"),
         ([80 << 30, 79 << 30], False, "only 1.0 GiB of 80.0 GiB came free"),
-        ([None], None, "cannot be seen from here"),
-        ([80 << 30, None], None, "cannot be seen any more"),
+        ([None], None, "cannot be read here"),
+        ([80 << 30, None], None, "cannot be read any more"),
     ],
 )
 def test_memory_that_a_sleep_did_not_release_is_said(

@@ -1,11 +1,11 @@
-"""Engines that are Ray actors: any actor with a few methods, so that a trainer's own engine can serve.
+"""Engines that are Ray actors: any actor with a few methods, for example a trainer's own engine.
 
-Needed are `generate(request)`, a generator of dictionaries with the fields of `StreamDelta`, and `ready()`, a dictionary
-with the fields of `EngineState` or plain true or false. What else it has of `load`, `abort`, `pause`, `resume`,
-`sleep`, `wake`, `flush`, `version` and `refit` is used; what it lacks is not offered. Orders and refits are handed
-over as dictionaries, modes and parts as strings, so that the actor need not import anything of ours.
+Required: `generate(request)`, a generator of dictionaries with the fields of `StreamDelta`, and `ready()`, a dictionary
+with the fields of `EngineState`, or a bool. Optional: `load`, `abort`, `pause`, `resume`, `sleep`, `wake`, `flush`,
+`version`, `refit`; capabilities follow from what exists. Requests and weight updates are passed as dictionaries, modes
+and memory tags as strings, so the actor imports nothing of trimtab.
 
-`generate` and `abort` have to be able to run beside each other: an async actor, or one with several threads.
+`generate` and `abort` must be able to run concurrently: an async actor, or a threaded one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NEEDS = {
 
 
 class ActorEngine(GatedEngine):
-    """An actor that generates."""
+    """Adapter of an actor that generates."""
 
     kind = "actor"
 
@@ -76,12 +76,12 @@ class ActorEngine(GatedEngine):
         self._update_gate(paused, asleep)
         version = None if self._discarded or reply.get("version") is None else str(reply["version"])
         up = bool(reply.get("up")) and not self._closed_reason
-        why = self._closed_reason or str(reply.get("why") or ("it answers" if up else "it says that it is not ready"))
+        why = self._closed_reason or str(reply.get("why") or ("it answers" if up else "ready() says no"))
         return EngineState(up, why, version, paused or self._paused is not None, asleep, "actor")
 
     async def _load(self) -> EngineLoad:
         if not self._has("load"):
-            # It has what was sent from here, and nobody else's: else it would have a load to tell.
+            # Without `load`, the open streams of this adapter are taken as its whole load.
             return EngineLoad(len(self._open_streams), 0, None, time.monotonic(), fresh=True)
         reply = await self._call("load", within_s=self.deadlines.call_s)
         try:
@@ -126,8 +126,8 @@ class ActorEngine(GatedEngine):
     async def _sleep(self, level: int) -> None:
         await self._call("sleep", level)
 
-    async def _wake(self, parts: set[MemoryTag]) -> None:
-        await self._call("wake", sorted(part.value for part in parts))
+    async def _wake(self, tags: set[MemoryTag]) -> None:
+        await self._call("wake", sorted(tag.value for tag in tags))
 
     async def _flush(self) -> None:
         await self._call("flush")
@@ -135,10 +135,10 @@ class ActorEngine(GatedEngine):
     async def _refit(self, refit: WeightUpdate) -> None:
         await self._call("refit", dataclasses.asdict(refit), within_s=self.deadlines.refit_s)
 
-    async def _call(self, method: str, *given: Any, within_s: float | None = None) -> Any:
+    async def _call(self, method: str, *args: Any, within_s: float | None = None) -> Any:
         seconds = self.deadlines.change_s if within_s is None else within_s
         try:
-            answer = await asyncio.wait_for(_await_ref(getattr(self._handle, method).remote(*given)), seconds)
+            answer = await asyncio.wait_for(_await_ref(getattr(self._handle, method).remote(*args)), seconds)
         except Exception as error:
             raise _engine_error(error, f"{method}()", self.name, seconds) from None
         if isinstance(answer, dict) and answer.get("success") is False:
@@ -147,12 +147,12 @@ class ActorEngine(GatedEngine):
 
 
 class _Generator:
-    """One running generator of an actor, as a stream of events."""
+    """A running generator of an actor as a stream of events."""
 
     def __init__(self, name: str, handle: Any, request: dict[str, Any], deadlines: EngineDeadlines) -> None:
         self._name, self._handle, self._request, self._deadlines = name, handle, request, deadlines
         self._running: Any = None
-        self._ended = asyncio.Event()  # closed from here
+        self._ended = asyncio.Event()  # closed by this adapter
         self._timer: asyncio.TimerHandle | None = None
 
     def close(self, *, on_purpose: bool = False) -> None:
@@ -162,7 +162,7 @@ class _Generator:
         if self._running is not None:
             import ray
 
-            with suppress(Exception):  # a generator that is over, or an actor that is gone
+            with suppress(Exception):  # the generator has ended, or the actor is gone
                 ray.cancel(self._running)
             self._running = None
 
@@ -170,7 +170,7 @@ class _Generator:
         self._timer = asyncio.get_running_loop().call_later(seconds, lambda: self.close(on_purpose=True))
 
     async def rest(self) -> None:
-        """An actor's generator that has said its last piece has nothing more to say."""
+        """Nothing follows the last item of an actor's generator."""
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
         running = self._handle.generate.options(num_returns="streaming").remote(self._request)
@@ -219,7 +219,7 @@ async def _await_ref(reference: Any) -> Any:
 
 
 def _engine_error(error: Exception, call: str, name: str, seconds: float) -> EngineError:
-    """What went wrong at Ray, in our words."""
+    """Maps Ray's exceptions to engine errors."""
     from ray.exceptions import RayActorError, RayTaskError
 
     if isinstance(error, asyncio.TimeoutError):
@@ -233,7 +233,7 @@ def _engine_error(error: Exception, call: str, name: str, seconds: float) -> Eng
 
 
 class _DictReader:
-    """Pieces from the dictionaries of an actor."""
+    """Converts an actor's dictionaries to deltas."""
 
     async def take(self, event: dict[str, Any]) -> list[StreamDelta]:
         unknown = sorted(set(event) - _FIELDS)
@@ -243,7 +243,7 @@ class _DictReader:
         if finish is not None:
             finish = FinishReason.aborted_elsewhere if finish == FinishReason.aborted.value else FinishReason(finish)
         logprobs, text = event.get("logprobs"), event.get("text")
-        ids = tuple(int(one) for one in event.get("token_ids") or ())
+        ids = tuple(int(token) for token in event.get("token_ids") or ())
         if logprobs is not None and len(logprobs) != len(ids):
             raise MalformedOutput(f"{len(logprobs)} log-probabilities for {len(ids)} tokens")
         version = event.get("version")
@@ -255,4 +255,4 @@ class _DictReader:
         ]  # fmt: skip
 
 
-_FIELDS = {one.name for one in dataclasses.fields(StreamDelta)}
+_FIELDS = {field.name for field in dataclasses.fields(StreamDelta)}

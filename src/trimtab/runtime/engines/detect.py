@@ -1,7 +1,7 @@
-"""Which software answers at an address, and which release of it.
+"""Detects which engine software answers at an address, and its release.
 
-Asked before an adapter is made, because the dialects differ and releases differ within a dialect. A release that was
-never tried is not refused, but it is said; what answers like none of them is an error.
+The adapter depends on both. An untested release is accepted with a note; anything that answers like none of the known
+servers is an error.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from trimtab.runtime.engines.wire import EngineHttpClient, require_private
 
 KINDS: dict[str, type[HttpEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine, "llamacpp": LlamaCppEngine}
 TESTED_RELEASES = {"vllm": "0.32", "sglang": "0.5", "llamacpp": ""}
-"""The releases whose behaviour the adapters are written from; llama.cpp has builds, not releases."""
+"""Releases that the adapters were written for; llama.cpp has builds, not releases."""
 
 
 @dataclass(frozen=True)
 class EngineDialect:
-    """What answers at an address."""
+    """Software and release that answer at an address."""
 
     kind: str
-    release: str  # empty where it does not say
-    note: str = ""  # what a person should know before trusting it
+    release: str  # empty: not reported
+    note: str = ""  # warning about the release
     known: ReleaseSupport = ReleaseSupport.tried
 
 
 async def detect(url: str, session: aiohttp.ClientSession, deadlines: EngineDeadlines | None = None) -> EngineDialect:
-    """Asks what only one of them answers."""
+    """Probes paths that only one kind of server answers."""
     await require_private(url)
     wire = EngineHttpClient(url, url, session, deadlines or EngineDeadlines())
     for path, kind in (

@@ -1,13 +1,13 @@
-"""Engines of vLLM's HTTP server.
+"""Adapter of vLLM's HTTP server.
 
-Answers come from `/v1/completions` with the prompt as token ids and `return_token_ids`; a running count of the tokens
-comes with every event and is held against the ids. Stop strings end an answer after the token that completed them and
-are cut from the text, not from the ids; below `min_tokens` neither end tokens nor stop strings count; a seed holds for
-one request; log-probabilities are those of the model before temperature unless the server was started otherwise.
+Generation uses `/v1/completions` with the prompt as token ids and `return_token_ids`; the running token count of every
+event is checked against the ids. Stop strings end an answer after the token that completed them and are cut from the
+text, not from the ids; below `min_tokens` neither end tokens nor stop strings count; a seed holds for one request;
+log-probabilities are those of the model before temperature unless the server was started otherwise.
 
-The verbs beyond generating need its development mode (VLLM_SERVER_DEV_MODE=1), in which it obeys whoever reaches it:
-hence the private address. `/health` says 200 while it is paused or asleep, so readiness is asked with `/is_paused` and
-`/is_sleeping`. Requests that reach it while paused hang and are in neither of its gauges; only `/load` counts them.
+Everything beyond generating needs development mode (VLLM_SERVER_DEV_MODE=1), in which every client that reaches the
+server controls it: hence the private address. `/health` says 200 while paused or asleep, so `/is_paused` and
+`/is_sleeping` are read. Requests that arrive while paused hang and are in neither gauge; only `/load` counts them.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class VllmEngine(HttpEngine):
         return None if version is None else str(version)
 
     async def _abort(self, keys: Collection[str] | None) -> bool:
-        # Its own names for the requests of a completion; how many it says it aborted means nothing.
-        chosen = {} if keys is None else {"request_ids": [f"cmpl-{one}-0" for one in keys]}
+        # Its own ids of the requests of a completion; the reported number of aborts means nothing.
+        chosen = {} if keys is None else {"request_ids": [f"cmpl-{key}-0" for key in keys]}
         await self.wire.post("/abort_requests", chosen)
         return True
 
@@ -143,21 +143,21 @@ class VllmEngine(HttpEngine):
     async def _resume(self) -> None:
         await self._changed("/resume", "resumed")
         if await self._flag("/is_paused", "is_paused"):
-            raise EngineFailedError("it said that it resumed, and is paused", engine=self.name)
+            raise EngineFailedError("it confirmed the resume, but is paused", engine=self.name)
 
     async def _sleep(self, level: int) -> None:
         await self._dev("/sleep", level=level)
         if not await self._flag("/is_sleeping", "is_sleeping"):
-            raise EngineFailedError("it took the sleep and is not asleep", engine=self.name)
+            raise EngineFailedError("it confirmed the sleep, but is not asleep", engine=self.name)
 
-    async def _wake(self, parts: set[MemoryTag]) -> None:
-        left = self._asleep - parts
+    async def _wake(self, tags: set[MemoryTag]) -> None:
+        left = self._asleep - tags
         if left:
-            await self._dev("/wake_up", tags=[part.value for part in sorted(parts)])
+            await self._dev("/wake_up", tags=[tag.value for tag in sorted(tags)])
             return
         await self._dev("/wake_up")
         if await self._flag("/is_sleeping", "is_sleeping"):
-            raise EngineFailedError("it took the wake-up and sleeps on", engine=self.name)
+            raise EngineFailedError("it confirmed the wake-up, but is asleep", engine=self.name)
 
     async def _flush(self) -> None:
         await self._dev("/reset_prefix_cache")
@@ -168,7 +168,7 @@ class VllmEngine(HttpEngine):
             {"method": "reload_weights", "kwargs": {"weights_path": refit.path}},
             within_s=self.deadlines.refit_s,
         )
-        # What is cached was computed with the old weights. Requests that stand still are computed anew.
+        # The cache was computed with the old weights. Held requests are recomputed.
         if self._paused is PauseMode.keep:
             await self._dev("/reset_prefix_cache", reset_running_requests="true")
         else:
@@ -189,7 +189,7 @@ class VllmEngine(HttpEngine):
 
 
 class _VllmReader:
-    """The events of one request."""
+    """Reads the events of one request."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self._request, self._reported = request, 0
@@ -199,12 +199,12 @@ class _VllmReader:
             self._count(event)
             return []
         choice = event["choices"][0]
-        ids = tuple(int(one) for one in choice.get("token_ids") or ())
+        ids = tuple(int(token) for token in choice.get("token_ids") or ())
         self._reported += len(ids)
         self._count(event)
         reason = choice.get("finish_reason")
         if reason is not None and reason not in _FINISHES:
-            raise MalformedOutput(f"an end of unknown kind: {reason!r}")
+            raise MalformedOutput(f"unknown finish reason: {reason!r}")
         logprobs, best = self._logprobs(choice.get("logprobs"), len(ids))
         return [
             StreamDelta(
@@ -216,7 +216,7 @@ class _VllmReader:
     def _count(self, event: dict[str, Any]) -> None:
         usage = event.get("usage")
         if usage and int(usage["completion_tokens"]) != self._reported:
-            raise MalformedOutput(f"it counts {usage['completion_tokens']} tokens and has told {self._reported}")
+            raise MalformedOutput(f"it counts {usage['completion_tokens']} tokens and has sent {self._reported}")
 
     def _logprobs(
         self, reply: dict[str, Any] | None, count: int
@@ -231,11 +231,11 @@ class _VllmReader:
             return logprobs, () if requested else None
         best = []
         for place in reply["top_logprobs"]:
-            ranked = sorted(((_id(name), float(value)) for name, value in place.items()), key=lambda one: -one[1])
+            ranked = sorted(((_id(name), float(value)) for name, value in place.items()), key=lambda pair: -pair[1])
             best.append(tuple(ranked[:requested]))
         return logprobs, tuple(best)
 
 
 def _id(name: str) -> int:
-    """The id in `token_id:17`, as it writes tokens when asked for ids."""
+    """Id of `token_id:17`."""
     return int(name.rpartition(":")[2])
