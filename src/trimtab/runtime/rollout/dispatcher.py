@@ -1,8 +1,8 @@
-"""Requests on their way: each attempt is a stream from one engine, and ends in exactly one piece of news.
+"""Sends requests to engines: each attempt is a stream from one engine and ends in exactly one event.
 
-What must never happen: an attempt whose end is not told (its worker would count as busy for ever, and its memory could
-never be released); tokens of an attempt that is not the current one in an answer; an answer that runs on past a stop
-string because it was cut in the middle of it.
+What must never happen: an attempt whose end is not reported (its worker would count as busy for ever, and its memory
+could never be released); tokens of a superseded attempt in an answer; an answer that continues past a stop string
+because it was interrupted in the middle of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trimtab.runtime.rollout.stop_strings import StopMatch, StopStringBuffer
 
 
 class Dispatcher:
-    """Sends, cuts and answers."""
+    """Sends, aborts and answers requests."""
 
     def __init__(self, core: RolloutCore) -> None:
         self._core = core
@@ -32,7 +32,7 @@ class Dispatcher:
             e.RefuseRequest: self._refuse,
         }
 
-    # ---- out -------------------------------------------------------------------------------------------------------
+    # ---- instructions ----------------------------------------------------------------------------------------------
 
     def _send(self, send: e.SendRequest) -> None:
         core = self._core
@@ -46,11 +46,11 @@ class Dispatcher:
 
     def _abort(self, abort: e.AbortAttempt) -> None:
         attempt = self._core.attempts.get((abort.request, abort.attempt))
-        if attempt is None:  # it has ended, and that is being told or was before its worker was lost
+        if attempt is None:  # it has ended, and its event is under way or preceded the loss of its worker
             self._core.handle_event_soon(e.AbortDone(abort.request, abort.attempt, 0))
             return
         attempt.aborting = True
-        self._core.spawn(self._abort_attempt(attempt, abort.deadline), f"cut-{attempt.engine_request_id}")
+        self._core.spawn(self._abort_attempt(attempt, abort.deadline), f"abort-{attempt.engine_request_id}")
 
     def _answer(self, answer: e.AnswerRequest) -> None:
         core = self._core
@@ -81,12 +81,12 @@ class Dispatcher:
         )
 
     def _has_other_waiters(self, answer: e.AnswerRequest) -> bool:
-        """Whether only this client has left, and others who gave the same key still wait for it."""
+        """Whether only this client left, and others with the same key still wait."""
         view = None if answer.of else self._core.machine.request(answer.request)
         return view is not None and view.state not in ANSWERED
 
     def _keep_answer(self, answer: e.AnswerRequest, pending: PendingRequest) -> None:
-        """Answers of requests with a key are kept, for whoever asks with it again."""
+        """Answers of requests with a key are kept for later requests with the same key."""
         keyed_answers = self._core.keyed_answers
         if not answer.of:
             keyed_answers[answer.request] = pending
@@ -104,24 +104,24 @@ class Dispatcher:
     # ---- one attempt -----------------------------------------------------------------------------------------------
 
     async def _run_attempt(self, attempt: RequestAttempt, send: e.SendRequest) -> None:
-        news: e.RolloutEvent
+        event: e.RolloutEvent
         try:
-            news = await self._stream(attempt, send)
+            event = await self._stream(attempt, send)
         except asyncio.CancelledError:
-            # By a cut that the engine did not confirm in time, or because all is closing.
-            news = e.AbortDone(send.request, send.attempt, self._tokens_made(attempt))
+            # By an abort that the engine did not confirm in time, or because the pool stops.
+            event = e.AbortDone(send.request, send.attempt, self._tokens_made(attempt))
             if not attempt.aborting:
                 self._core.attempts.pop((send.request, send.attempt), None)
                 raise
         except EngineError as error:
-            news = self._attempt_failed(attempt, error.what, gone=isinstance(error, EngineGoneError) and error.reached)
-        except (InputError, InfeasibleError) as error:  # it would be refused everywhere
-            news = e.AttemptFailed(send.request, send.attempt, self._tokens_made(attempt), str(error), fatal=True)
+            event = self._attempt_failed(attempt, error.what, gone=isinstance(error, EngineGoneError) and error.reached)
+        except (InputError, InfeasibleError) as error:  # every engine would refuse it
+            event = e.AttemptFailed(send.request, send.attempt, self._tokens_made(attempt), str(error), fatal=True)
         except Exception as error:
-            news = self._attempt_failed(attempt, f"{type(error).__name__}: {error}")
+            event = self._attempt_failed(attempt, f"{type(error).__name__}: {error}")
             self._core.warn(send.worker, f"{attempt.engine_request_id}: {error!r}")
         self._core.attempts.pop((send.request, send.attempt), None)
-        self._core.handle_event(news)
+        self._core.handle_event(event)
 
     async def _stream(self, attempt: RequestAttempt, send: e.SendRequest) -> e.RolloutEvent:
         engine, pending = self._engine(send.worker), attempt.pending
@@ -150,22 +150,22 @@ class Dispatcher:
                         return e.AttemptFinished(send.request, send.attempt, pending.made, End.stop)
                     if buffer.open and finish is None:
                         continue
-                    for held in buffer.held:
-                        self._take(attempt, held)
+                    for held_piece in buffer.held:
+                        self._take(attempt, held_piece)
                     buffer, attempt.silent = None, False
                 self._core.report_tokens(attempt)
         return self._ended(attempt, finish)
 
     def _require_current(self, attempt: RequestAttempt) -> None:
-        """Nothing of an attempt that the machine has given up gets into the answer, which another one writes by now."""
+        """Tokens of a superseded attempt must not reach the answer."""
         if attempt.pending.attempt != attempt.number:
-            raise EngineError("it was given up", engine=attempt.worker)
+            raise EngineError("the attempt was superseded", engine=attempt.worker)
 
     def _take(self, attempt: RequestAttempt, piece: StreamDelta) -> None:
         if piece.version is not None:
             attempt.version = version_number(piece.version)
         attempt.pending.take(piece)
-        if piece.missing:  # at once: an answer that has a gap must never be carried on from
+        if piece.missing:  # at once: an answer with a gap must never be resumed
             self._core.handle_event(
                 e.TokensStreamed(attempt.pending.spec.id, attempt.number, attempt.pending.made, None, again=True)
             )
@@ -179,7 +179,9 @@ class Dispatcher:
             return e.AbortedExternally(name, number, made)
         if attempt.aborting:
             return e.AbortDone(name, number, made)
-        return self._attempt_failed(attempt, "it was aborted here" if finish else "its stream ended without a finish")
+        return self._attempt_failed(
+            attempt, "it was aborted by this adapter" if finish else "its stream ended without a finish"
+        )
 
     def _attempt_failed(self, attempt: RequestAttempt, why: str, *, gone: bool = False) -> e.RolloutEvent:
         name, made = attempt.pending.spec.id, self._tokens_made(attempt)
@@ -197,29 +199,29 @@ class Dispatcher:
         return handle.engine
 
     async def _abort_attempt(self, attempt: RequestAttempt, deadline: float) -> None:
-        """Ask the engine to end it; where that takes too long, the stream is closed from here."""
+        """Aborts at the engine; closes the stream if that takes too long."""
         task = attempt.task
         assert task is not None
         handle = self._core.handles.get(attempt.worker)
         left_s = max(0.0, 0.8 * (deadline - self._core.clock()))
         if handle is not None and handle.engine is not None:
-            with contextlib.suppress(TrimtabError, asyncio.TimeoutError, OSError):  # its stream is closed below
+            with contextlib.suppress(TrimtabError, asyncio.TimeoutError, OSError):  # the stream is closed below
                 await asyncio.wait_for(handle.engine.abort([attempt.engine_request_id]), left_s / 2)
         await asyncio.wait({task}, timeout=left_s / 2)
         if not task.done():
             task.cancel()
 
-    # ---- stop strings across a cut -----------------------------------------------------------------------------------
+    # ---- stop strings across an interruption -------------------------------------------------------------------------
 
     async def _stop_buffer(self, attempt: RequestAttempt, engine: Engine) -> StopStringBuffer | None:
-        """What the answer reads so far, where it goes on from a cut; engines hold text back that a cut then loses."""
+        """Text so far of a resumed answer: engines hold back text, which an abort loses."""
         pending = attempt.pending
         if not pending.base:
             return None
-        texts = tokenizer_of(engine)
-        if texts is not None:
+        tokenizer = tokenizer_of(engine)
+        if tokenizer is not None:
             try:
-                before = await texts.detokenize(tuple(pending.ids))
+                before = await tokenizer.detokenize(tuple(pending.ids))
             except EngineError:
                 if pending.params.stop:
                     raise
@@ -232,12 +234,12 @@ class Dispatcher:
     async def _finish_at_stop(
         self, attempt: RequestAttempt, buffer: StopStringBuffer, stopped: StopMatch, engine: Engine
     ) -> None:
-        """The answer ends with the token that completed the stop string, as it would have without the cut."""
+        """Ends the answer with the token that completed the stop string, as without the interruption."""
         pending = attempt.pending
-        ids = (*pending.ids, *(one for held in buffer.held for one in held.token_ids))
-        last, texts = len(ids), tokenizer_of(engine)
-        while texts is not None and last > 1:
-            if stopped.word not in (await texts.detokenize(ids[: last - 1]))[stopped.begins :]:
+        ids = (*pending.ids, *(token for held in buffer.held for token in held.token_ids))
+        last, tokenizer = len(ids), tokenizer_of(engine)
+        while tokenizer is not None and last > 1:
+            if stopped.word not in (await tokenizer.detokenize(ids[: last - 1]))[stopped.begins :]:
                 break
             last -= 1
         self._require_current(attempt)
@@ -247,10 +249,10 @@ class Dispatcher:
 
 
 def copy_answer(first: PendingRequest, to: PendingRequest) -> None:
-    """The answer of a request to another that has the same key."""
+    """Copies an answer to another request with the same key."""
     tokens = len(first.ids)
     to.ids = list(first.ids)
-    # The first may have been asked without them: each token has a place all the same.
+    # The first may have been requested without them: every token still has an entry.
     to.logprobs = list(first.logprobs) if len(first.logprobs) == tokens else [None] * tokens
     to.best = list(first.best) if len(first.best) == tokens else [()] * tokens
     to.before, to.texts, to.missing, to.stopped_by = first.text, [], first.missing, first.stopped_by
@@ -259,5 +261,5 @@ def copy_answer(first: PendingRequest, to: PendingRequest) -> None:
 
 
 def version_number(version: str | None) -> int | None:
-    """The trainer's number of a version that an engine reports; None where it is none."""
+    """Number of a version reported by an engine; None if it is no number."""
     return int(version) if version is not None and version.isdecimal() else None

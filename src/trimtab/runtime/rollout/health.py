@@ -1,10 +1,9 @@
-"""Looking after engines: whether they would serve, what they have to do, and what others did to them.
+"""Health checks of engines: state, load, and changes made by other clients.
 
-Every worker that has an engine is asked in turns of its own, so that one that hangs holds nobody up. An engine that
-cannot be reached is unwell, and the machine decides when that means lost. One that is seen to be another process than
-before, or to have other weights than were confirmed, was restarted behind trimtab's back, and does not serve until
-somebody vouches for its weights. One that could not be looked at, for whatever reason, is unwell as well: no worker
-stays active that is not looked after.
+Each worker with an engine has its own check loop, so a hanging engine delays no other. An unreachable engine is reported
+as unhealthy, and the machine decides when it is lost. An engine that turns out to be a new process, or to have other
+weights than were confirmed, was restarted outside trimtab and does not serve until its weights are confirmed. A check
+that fails for any reason counts as unhealthy: no worker stays active without checks.
 """
 
 from __future__ import annotations
@@ -26,14 +25,13 @@ STARTING_OR_INACTIVE = (S.starting, S.inactive)
 
 
 class EngineHealthChecker:
-    """Asks engines, and tells the machine."""
+    """Checks engines periodically and reports to the machine."""
 
     def __init__(self, core: RolloutCore, look_s: float) -> None:
         self._core = core
         self._look_s = look_s
 
     def begin(self, worker: str) -> None:
-        """Look after it from now on."""
         handle = self._core.handles[worker]
         if handle.health_task is None or handle.health_task.done():
             handle.health_task = self._core.background.start(
@@ -48,18 +46,16 @@ class EngineHealthChecker:
                 try:
                     await self.check(worker, handle)
                 except Exception as error:
-                    self._unhealthy(worker, handle, f"it could not be looked at: {describe(error)}")
+                    self._unhealthy(worker, handle, f"its health check failed: {describe(error)}")
                     raise
             await asyncio.sleep(self._look_s)
 
     def _checks_failed(self, worker: str, handle: WorkerHandle, error: Exception) -> None:
-        """Nothing looks after it any more, so it may not serve."""
         if self._core.handles.get(worker) is handle:
-            why = f"it is not looked after any more, attach it again: {describe(error)}"
+            why = f"its health checks have stopped, attach it again: {describe(error)}"
             self._core.handle_event(e.WorkerUnhealthy(worker, self._core.machine.rules.lost_s, why))
 
     async def check(self, worker: str, handle: WorkerHandle) -> None:
-        """Once."""
         core, engine = self._core, handle.engine
         assert engine is not None
         state = await engine.ready()
@@ -68,7 +64,7 @@ class EngineHealthChecker:
         handle.state = state
         view = core.machine.worker(worker)
         if view is None or view.doing is not None:
-            return  # what is seen meanwhile is what is being done to it
+            return  # its state is changing because of that action
         if state.up or state.paused or state.asleep:
             await self._on_state(worker, handle, state, view)
         else:
@@ -84,7 +80,7 @@ class EngineHealthChecker:
         if state.asleep and state.elsewhere and not view.asleep and view.state not in STARTING_OR_INACTIVE:
             core.handle_event(
                 e.WorkerSlept(worker, keeps_weights=False)
-            )  # nobody says how deep: not to know is not to have
+            )  # the level is unknown, so its weights count as gone
             return
         if state.up and view.asleep and view.state is S.inactive:
             core.handle_event(e.WorkerUp(worker, version_number(state.version), restarted=False))
@@ -109,7 +105,7 @@ class EngineHealthChecker:
         try:
             load = await engine.load()
         except TrimtabError:
-            return  # the next look says whether it is well
+            return  # the next check decides about its health
         if load.fresh and handle.engine is engine and worker in self._core.handles:
             handle.load = load
             self._core.handle_event(

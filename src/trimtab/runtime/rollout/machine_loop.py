@@ -1,11 +1,10 @@
-"""The machine with its clock: events go in here one after another, instructions come out to whoever carries them out.
+"""Event loop of the rollout machine: passes events in and instructions to their handlers.
 
-One event loop, one core. `handle_event` is the only way to the machine; it never waits and is never entered twice, because
-whoever carries an instruction out begins a task or calls back later. An instruction that raises drops neither those
-after it nor the timer: it is logged and counted, and ends in the event that says so. News of tokens is many times more
-frequent than anything else, so it is gathered: the machine hears of an attempt's tokens at once when they are the
-first, and at most every `TOKEN_REPORT_S` after that; before any other event it is brought up to date, so that nothing is
-decided on old counts.
+One event loop, one core. `handle_event` is the only entry to the machine; it never waits and is never reentered, because
+handlers start a task or call back later. A handler that raises drops neither later instructions nor the timer: the error
+is logged, counted and reported as an event. Token reports are far more frequent than other events, so they are batched:
+the first tokens of an attempt are reported at once, later ones at most every `TOKEN_REPORT_S`, and all of them before
+any other event, so that no decision uses old counts.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ TOKEN_REPORT_S = 0.25
 MIN_WAIT_S = 0.001
 WARNINGS_KEPT = 100
 FAILED_KEPT = 20
-TICK_RETRY_S, TICK_RETRY_MAX_S = 0.1, 30.0  # after a tick that failed
+TICK_RETRY_S, TICK_RETRY_MAX_S = 0.1, 30.0  # after a failed tick
 
 T = TypeVar("T")
 Listener = Callable[[Any, float], None]
@@ -42,49 +41,51 @@ Listener = Callable[[Any, float], None]
 
 @dataclass
 class WorkerHandle:
-    """What is known of a worker here, beside what the machine knows: how it is reached."""
+    """How a worker is reached; its state is in the machine."""
 
     spec: WorkerSpec
     engine: Engine | None = None  # None: not started
     url: str = ""
-    addresses: frozenset[tuple[str, int]] = frozenset()  # what `url` leads to, where it was attached
+    addresses: frozenset[tuple[str, int]] = frozenset()  # of `url`, if it was attached
     launcher: Launcher | None = None
     node: str = ""
-    note: str = ""  # what is odd about it
+    note: str = ""  # warning shown in status
     state: EngineState | None = None  # as last seen
     load: EngineLoad | None = None
-    slept: Reason | None = None  # what became of its memory when it was last put to sleep
+    slept: Reason | None = None  # memory released by the last sleep
     boots: int = 0
     unhealthy_since: float | None = None
-    resume_after_refit: bool = False  # it woke without weights, and its gate is shut until it has them
+    resume_after_refit: bool = False  # it woke without weights; its gate is closed until a refit
     health_task: asyncio.Task[None] | None = None
 
 
 @dataclass
 class RequestAttempt:
-    """One attempt that runs."""
+    """A running attempt."""
 
     pending: PendingRequest
     number: int
     worker: str
-    engine_request_id: str  # its id at the engine
+    engine_request_id: str
     reported: int = 0
     reported_at: float = 0.0
     version: int | None = None
-    aborting: bool = False  # an end was asked for
-    silent: bool = False  # nothing is told before it has ended
+    aborting: bool = False
+    silent: bool = False  # no token reports until it has ended
     task: asyncio.Task[None] | None = None
 
 
 @dataclass
 class RolloutCore:
-    """The machine, and everything that its instructions are about."""
+    """The machine and everything that its instructions refer to."""
 
     machine: RolloutMachine
     clock: Callable[[], float] = time.monotonic
     handles: dict[str, WorkerHandle] = field(default_factory=dict)
     pending: dict[str, PendingRequest] = field(default_factory=dict)
-    keyed_answers: dict[str, PendingRequest] = field(default_factory=dict)  # answers of requests that had a key
+    keyed_answers: dict[str, PendingRequest] = field(
+        default_factory=dict
+    )  # answers kept for requests with the same key
     attempts: dict[tuple[str, int], RequestAttempt] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
@@ -95,7 +96,7 @@ class RolloutCore:
     listeners: list[Listener] = field(default_factory=list)
     handlers: dict[type, Callable[[Any], None]] = field(default_factory=dict)
     background: Background = field(default_factory=lambda: Background(prefix="rollout"))
-    probe_token: int = 1  # one that the engines know, for probes
+    probe_token: int = 1  # a token id that the engines know
     closing: bool = False
 
     def __post_init__(self) -> None:
@@ -105,18 +106,18 @@ class RolloutCore:
         self._timer_at: float | None = None
         self._waiters: list[asyncio.Future[None]] = []
         self._handling = False
-        self._ticks_failed = 0  # one after another
+        self._ticks_failed = 0  # consecutive
 
     # ---- events and instructions -----------------------------------------------------------------------------------
 
     def handle_event(self, event: e.RolloutEvent) -> None:
-        """The machine hears of it, and what it says is carried out. Raises as the machine does, nothing changed."""
+        """Passes an event to the machine and executes its instructions. Raises, with nothing changed, as the machine does."""
         if self._unreported and type(event) is not e.TokensStreamed:
             self._report_all()
         self._handle(event)
 
     def _handle(self, event: e.RolloutEvent) -> None:
-        assert not self._handling, "the machine is told one thing after another"
+        assert not self._handling, "handle_event is not reentrant"
         self._handling = True
         try:
             now = self.clock()
@@ -145,8 +146,8 @@ class RolloutCore:
                 self.counters["listeners_failed"] += 1
 
     def _instruction_failed(self, instruction: Any, error: Exception) -> None:
-        """An instruction raised: what waits for its outcome gets one. A cut has a deadline in the machine."""
-        why = f"{type(instruction).__name__} could not be carried out: {describe(error)}"
+        """Reports an outcome for an instruction that raised. Aborts have a deadline in the machine."""
+        why = f"{type(instruction).__name__} failed: {describe(error)}"
         log.error("%s", why, exc_info=error)
         self.counters["instructions_failed"] += 1
         self.warn(getattr(instruction, "worker", ""), why)
@@ -159,20 +160,20 @@ class RolloutCore:
             self.fail_client(instruction.request, why)
 
     def fail_client(self, request: str, why: str) -> None:
-        """Answer a client with a failure, where it still waits."""
+        """Answers a waiting client with a failure."""
         pending = self.pending.pop(request, None)
         if pending is not None:
             pending.answer(End.failed, (), Reason(ReasonCode.faulty, why))
 
     def wake_waiters(self) -> None:
-        """Whoever waits for something looks again."""
-        news, self._waiters = self._waiters, []
-        for one in news:
-            if not one.done():
-                one.set_result(None)
+        """Makes all `until` calls check again."""
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def handle_event_soon(self, event: e.RolloutEvent) -> None:
-        """Tell it once the current event is through."""
+        """After the current event."""
         asyncio.get_running_loop().call_soon(self._handle_later, event)
 
     def _handle_later(self, event: e.RolloutEvent) -> None:
@@ -180,7 +181,7 @@ class RolloutCore:
             self.handle_event(event)
 
     def report_tokens(self, attempt: RequestAttempt) -> None:
-        """An attempt made tokens; told at once or soon."""
+        """Reports new tokens of an attempt, now or with the next batch."""
         if attempt.silent:
             return
         now = self.clock()
@@ -234,10 +235,10 @@ class RolloutCore:
         else:
             self._ticks_failed = 0
 
-    async def until(self, true: Callable[[], bool], within_s: float | None) -> bool:
-        """Wait until it is so, looking whenever something happened. Whether it came to be."""
+    async def until(self, condition: Callable[[], bool], within_s: float | None) -> bool:
+        """Waits until the condition holds, checking after every event; False on timeout."""
         end = None if within_s is None else self.clock() + within_s
-        while not true():
+        while not condition():
             left_s = None if end is None else end - self.clock()
             if left_s is not None and left_s <= 0:
                 return False
@@ -249,14 +250,14 @@ class RolloutCore:
     # ---- tasks -----------------------------------------------------------------------------------------------------
 
     def spawn_for(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Do something beside for somebody who waits for what comes of it."""
+        """Starts a task whose caller awaits the result."""
         task = asyncio.get_running_loop().create_task(work, name=f"rollout-{name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Do something beside; what it raises is an error of ours, and said."""
+        """Starts a task; its errors are logged and counted."""
         task = asyncio.get_running_loop().create_task(work, name=f"rollout-{name}")
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -270,27 +271,26 @@ class RolloutCore:
             self.warn("", f"{task.get_name()} failed: {error!r}")
 
     async def end_tasks(self) -> None:
-        """Cancel what is still being done, and see it end."""
         self.closing = True
         if self._timer is not None:
             self._timer.cancel()
         current = asyncio.current_task()
-        tasks = [one for one in self._tasks if one is not current]
-        for one in tasks:
-            one.cancel()
+        tasks = [task for task in self._tasks if task is not current]
+        for task in tasks:
+            task.cancel()
         await self.background.close()
         if tasks:
             await asyncio.wait(tasks, timeout=10.0)
 
-    # ---- words -----------------------------------------------------------------------------------------------------
+    # ---- warnings and lookups --------------------------------------------------------------------------------------
 
     def warn(self, worker: str, sentence: str, code: ReasonCode | None = None) -> None:
-        """Somebody should know."""
+        """Records a warning for `status` and logs it."""
         self.warnings.append((self.clock(), worker, sentence, code))
         log.warning("%s%s", f"{worker}: " if worker else "", sentence)
 
     def worker_handle(self, worker: str) -> WorkerHandle:
-        """What is known of a worker; an error where there is none."""
+        """Raises an InputError for an unknown worker."""
         found = self.handles.get(worker)
         if found is None:
             near = nearest(worker, self.handles)

@@ -1,9 +1,9 @@
-"""Now and then the machine is held against what is really being done.
+"""Compares the machine's state with the running tasks at intervals.
 
-What the machine waits for and no task does would be waited for until a deadline, or for ever: an attempt that was
-never begun, an act without a task, a client whose request the machine does not know. Each is failed with that reason,
-and the machine decides what comes of it. It is failed only when two looks in a row have seen it, because between an
-instruction and its task, and between the end of a task and its event, both are right.
+Something that the machine waits for and no task executes would be awaited until a deadline, or for ever: an attempt that
+was never started, an action without a task, a client whose request the machine does not know. Each is failed with that
+reason, and the machine decides how to go on. It is failed only if two checks in a row find it, because a task may start
+or end just between an instruction and its event.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from trimtab.machines.rollout import events as e
 from trimtab.model.rollout import ANSWERED, RequestState
 from trimtab.runtime.rollout.machine_loop import RolloutCore
 
-WHY = "it was asked for, and nothing carries it out"
+WHY = "it was instructed, but no task executes it"
 
 
 class RolloutReconciler:
-    """Of one pool. `is_busy`: whether something is being done to a worker; `is_lease`: of no flight, but a holder."""
+    """Reconciles one pool. `is_busy`: a worker has a running action; `is_lease`: the request has no attempt."""
 
     def __init__(
         self, core: RolloutCore, every_s: float, is_busy: Callable[[str], bool], is_lease: Callable[[str], bool]
@@ -35,13 +35,11 @@ class RolloutReconciler:
             self._actions[what.worker] = what
 
     async def run(self) -> None:
-        """Until cancelled."""
         while True:
             await asyncio.sleep(self._every_s)
             self.check()
 
     def check(self) -> None:
-        """Once."""
         missing = self._missing()
         again = [outcome for key, outcome in missing.items() if key in self._seen]
         self._seen = set(missing)

@@ -1,8 +1,8 @@
-"""What is done to workers: started, woken, put to sleep, stopped, paused, resumed, refitted, probed.
+"""Executes actions on workers: start, wake, sleep, stop, pause, resume, refit, probe.
 
-One deed at a time for each worker, in the order they were said; a newer one supersedes, and begins when the one before
-has ended or was cancelled. Every deed ends in ActionDone or ActionFailed before its deadline. An engine that cannot
-load weights by itself is refitted by being started again with them, where trimtab may start it.
+One action at a time per worker, in order; a newer action supersedes, and begins when the previous one has ended or was
+cancelled. Every action ends in ActionDone or ActionFailed before its deadline. An engine that cannot load weights is
+refitted by a restart with them, if trimtab may start it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from trimtab.runtime.rollout.machine_loop import RolloutCore, WorkerHandle
 log = logging.getLogger("trimtab.rollout")
 
 DEADLINE_SHARE = 0.95
-"""Of the time that a deed has: so that its own failure is told before the machine gives it up."""
+"""Of an action's time, so that its failure is reported before the machine's own timeout."""
 
 
 class WorkerActions:
-    """Carries acts out."""
+    """Executes actions and reports each outcome as an event."""
 
     def __init__(self, core: RolloutCore, gpus_of: Callable[[str], tuple[int, ...]] | None = None) -> None:
         self._core = core
@@ -48,11 +48,10 @@ class WorkerActions:
             WorkerVerb.probe: self._probe,
         }
         core.handlers[e.WorkerAction] = self._start_action
-        # What is to be done when a worker has an engine, or has none any more; set by the pool.
+        # Called when a worker got an engine; set by the pool.
         self.on_engine: Callable[[str], None] = lambda worker: None
 
     def is_busy(self, worker: str) -> bool:
-        """Whether something is being done to it."""
         task = self._doing.get(worker)
         return task is not None and not task.done()
 
@@ -85,15 +84,15 @@ class WorkerActions:
             self._confirm_weights(action.worker, done.version)
 
     def _confirm_weights(self, worker: str, version: int | None) -> None:
-        """Whoever started it with the trainer's weights knows that it has them."""
+        """An engine started with the trainer's weights has them."""
         if version is not None and version == self._core.machine.version:
             self._core.handle_event(e.RefitConfirmed(worker, version))
 
-    # ---- the verbs -------------------------------------------------------------------------------------------------
+    # ---- actions ---------------------------------------------------------------------------------------------------
 
     async def _start(self, handle: WorkerHandle, action: e.WorkerAction) -> e.ActionDone:
         if handle.launcher is None:
-            raise InfeasibleError(f"nobody here can start {action.worker}")
+            raise InfeasibleError(f"{action.worker} has no launcher, so it cannot be started")
         version = self._core.machine.version if action.version is None else action.version
         started = await handle.launcher.start(action.worker, version, self._core.weights.get(version))
         handle.engine, handle.url, handle.node = started.engine, started.url, started.node or handle.node
@@ -121,7 +120,7 @@ class WorkerActions:
     async def _sleep(self, handle: WorkerHandle, action: e.WorkerAction) -> e.ActionDone:
         engine, note = _require_engine(handle), ""
         if Offers.flush in engine.capabilities:
-            with contextlib.suppress(EngineError):  # the sleep below is what counts, and says so if it fails
+            with contextlib.suppress(EngineError):  # only the sleep below matters
                 await engine.flush()
         if Offers.sleep in engine.capabilities:
             gpus = () if self._gpus_of is None else self._gpus_of(action.worker)
@@ -145,12 +144,10 @@ class WorkerActions:
         return e.ActionDone(action.worker, action.attempt, version)
 
     async def load(self, handle: WorkerHandle, worker: str, version: int) -> None:
-        """The engine has these weights afterwards, read from disk; or raises."""
+        """Loads weights from disk into an engine, or raises."""
         path = self._core.weights.get(version)
         if path is None:
-            raise InfeasibleError(
-                f"nobody has said where version {version} lies", hint="await refit.load(path) says it"
-            )
+            raise InfeasibleError(f"the path of version {version} is unknown", hint="await refit.load(path) sets it")
         engine = _require_engine(handle)
         if Offers.refit in engine.capabilities:
             await engine.refit(WeightUpdate(path, str(version)))
@@ -158,18 +155,18 @@ class WorkerActions:
             return
         if handle.launcher is None:
             raise InfeasibleError(
-                f"a {engine.kind} engine cannot load weights, and this one is not started here",
+                f"a {engine.kind} engine cannot load weights, and this worker has no launcher",
                 where=worker,
-                hint="start it again with the new weights, and say so with pool.vouch",
+                hint="restart it with the new weights, then call pool.vouch",
             )
         await engine.close()
         started = await handle.launcher.restart(worker, version, path)
         handle.engine, handle.url, handle.boots = started.engine, started.url, 0
         if started.version != version:
-            raise InfeasibleError(f"it was started again and has version {started.version}, not {version}")
+            raise InfeasibleError(f"it was restarted and has version {started.version}, not {version}")
 
     async def _probe(self, handle: WorkerHandle, action: e.WorkerAction) -> e.ActionDone:
-        """One token, really generated: a health check that passes proves nothing of a wedged engine."""
+        """Generates one token: a health page proves nothing about a wedged engine."""
         order = GenerateRequest(
             f"probe-{action.worker}-{action.attempt}", (self._core.probe_token,), 1, temperature=0.0
         )
@@ -186,7 +183,7 @@ def _require_engine(handle: WorkerHandle) -> Engine:
 
 
 async def resume_after_update(handle: WorkerHandle) -> None:
-    """An engine that woke without weights has some now: its gate opens."""
+    """Opens the gate of an engine that woke without weights."""
     if handle.resume_after_refit and handle.engine is not None:
         await handle.engine.resume()
         handle.resume_after_refit = False
