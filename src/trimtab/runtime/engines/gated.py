@@ -1,8 +1,8 @@
 """Base of all adapters: open streams, the gate, and the order in which memory is released.
 
 The gate is closed before a pause or sleep is sent and opened only after a resume or wake was confirmed, so no request
-can slip in between. `ready` also closes it when it sees that another client paused the engine, and opens it when that is
-over. Subclasses implement reading of events and the calls for each capability.
+can slip in between. `ready` also closes it when it sees that another client paused the engine, and opens it when that
+is over. Subclasses implement reading of events and the calls for each capability.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ class GatedEngine:
     async def _shutdown_reason(self) -> str:
         """Why the engine will not answer any more; empty if it will.
 
-        An engine that shuts down reports an abort of all its requests, as after a trainer's abort, but then answers nothing.
-        One state check is shared by all requests that ended this way.
+        An engine that shuts down reports an abort of all its requests, as after a trainer's abort, but then answers
+        nothing. One state check is shared by all requests that ended this way.
         """
         if self._next_check is None:
             self._next_check = asyncio.get_running_loop().create_task(self._state_soon())

@@ -277,8 +277,8 @@ def _bytes_of(event: dict[str, Any]) -> bytes | None:
 class Vocabulary:
     """Maps ids to bytes and back.
 
-    Tokens that write nothing are ignored: control tokens within a character are not supported, and end tokens are always
-    streamed.
+    Tokens that write nothing are ignored: control tokens within a character are not supported, and end tokens are
+    always streamed.
     """
 
     def __init__(self, pieces: Mapping[int, bytes]) -> None:

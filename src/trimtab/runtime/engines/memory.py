@@ -1,8 +1,8 @@
 """Checks that an engine that went to sleep has released its GPU memory.
 
-Engines confirm a sleep that freed nothing: a flag was missing at start, or another process holds the rest. The next user
-of the memory must not find out by an out-of-memory error, so the driver is read before and after, and a Reason reports
-the result. If no driver can be read, the result is unknown, not success.
+Engines confirm a sleep that freed nothing: a flag was missing at start, or another process holds the rest. The next
+user of the memory must not find out by an out-of-memory error, so the driver is read before and after, and a Reason
+reports the result. If no driver can be read, the result is unknown, not success.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Adapter of SGLang's HTTP server.
 
 Generation uses `/generate` with `input_ids`. Depending on how the server was started, an event has all ids so far or
-only the new ones; the count in `meta_info` tells which, and anything else is malformed. Stop strings end an answer after
-the token that completed them and are cut from the text, not from the ids; `min_new_tokens` suppresses end tokens and
-stop ids; a seed has an effect only with deterministic inference. Weight versions are reported per span of tokens.
+only the new ones; the count in `meta_info` tells which, and anything else is malformed. Stop strings end an answer
+after the token that completed them and are cut from the text, not from the ids; `min_new_tokens` suppresses end tokens
+and stop ids; a seed has an effect only with deterministic inference. Weight versions are reported per span of tokens.
 
-`/health` runs a real request, which takes a second at best and twenty while paused, after which the server counts itself
-as unhealthy; so it is never called here. `/ready` answers at once, with 503 from the moment of any pause. Loads freeze
-while paused, except after a pause by abort: a reading whose timestamp does not move is stale. Releasing memory with
-requests running kills the server; `GatedEngine.sleep` prevents that. Releasing the weights discards them: the version is
-None until a refit, whatever the server reports.
+`/health` runs a real request, which takes a second at best and twenty while paused, after which the server counts
+itself as unhealthy; so it is never called here. `/ready` answers at once, with 503 from the moment of any pause. Loads
+freeze while paused, except after a pause by abort: a reading whose timestamp does not move is stale. Releasing memory
+with requests running kills the server; `GatedEngine.sleep` prevents that. Releasing the weights discards them: the
+version is None until a refit, whatever the server reports.
 """
 
 from __future__ import annotations

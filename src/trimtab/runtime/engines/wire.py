@@ -1,8 +1,8 @@
 """HTTP client of an engine: calls with a deadline, and event streams with a silence timeout.
 
 One `ClientSession` serves all engines of a process. Failures are raised as the errors of `engine.py`, never as those of
-the HTTP library, and no wait is unbounded. A 200 with `success: false` is a failure. Redirects are not followed: prompts
-go only to the address that was allowed.
+the HTTP library, and no wait is unbounded. A 200 with `success: false` is a failure. Redirects are not followed:
+prompts go only to the address that was allowed.
 """
 
 from __future__ import annotations

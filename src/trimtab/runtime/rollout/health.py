@@ -1,9 +1,9 @@
 """Health checks of engines: state, load, and changes made by other clients.
 
-Each worker with an engine has its own check loop, so a hanging engine delays no other. An unreachable engine is reported
-as unhealthy, and the machine decides when it is lost. An engine that turns out to be a new process, or to have other
-weights than were confirmed, was restarted outside trimtab and does not serve until its weights are confirmed. A check
-that fails for any reason counts as unhealthy: no worker stays active without checks.
+Each worker with an engine has its own check loop, so a hanging engine delays no other. An unreachable engine is
+reported as unhealthy, and the machine decides when it is lost. An engine that turns out to be a new process, or to
+have other weights than were confirmed, was restarted outside trimtab and does not serve until its weights are
+confirmed. A check that fails for any reason counts as unhealthy: no worker stays active without checks.
 """
 
 from __future__ import annotations

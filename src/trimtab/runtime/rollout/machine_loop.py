@@ -1,10 +1,10 @@
 """Event loop of the rollout machine: passes events in and instructions to their handlers.
 
-One event loop, one core. `handle_event` is the only entry to the machine; it never waits and is never reentered, because
-handlers start a task or call back later. A handler that raises drops neither later instructions nor the timer: the error
-is logged, counted and reported as an event. Token reports are far more frequent than other events, so they are batched:
-the first tokens of an attempt are reported at once, later ones at most every `TOKEN_REPORT_S`, and all of them before
-any other event, so that no decision uses old counts.
+One event loop, one core. `handle_event` is the only entry to the machine; it never waits and is never reentered,
+because handlers start a task or call back later. A handler that raises drops neither later instructions nor the timer:
+the error is logged, counted and reported as an event. Token reports are far more frequent than other events, so they
+are batched: the first tokens of an attempt are reported at once, later ones at most every `TOKEN_REPORT_S`, and all of
+them before any other event, so that no decision uses old counts.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ class RolloutCore:
     # ---- events and instructions -----------------------------------------------------------------------------------
 
     def handle_event(self, event: e.RolloutEvent) -> None:
-        """Passes an event to the machine and executes its instructions. Raises, with nothing changed, as the machine does."""
+        """Passes an event to the machine and executes its instructions. Raises, with nothing changed, as the machine
+        does.
+        """
         if self._unreported and type(event) is not e.TokensStreamed:
             self._report_all()
         self._handle(event)

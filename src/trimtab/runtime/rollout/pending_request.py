@@ -1,9 +1,10 @@
 """State of a request at its client: the prompt, the answer so far, and the waiting future.
 
 All attempts append to the same answer. After an interruption the next attempt continues from the number of tokens that
-the machine names (`resumed`), and tokens beyond that are discarded. Two attempts never write to the same answer, because
-tokens of superseded attempts are refused. A streaming client sees each token once; when an answer restarts after some of
-it was sent, the client is told (`restarted`), or, where that is impossible, the tokens must come out the same.
+the machine names (`resumed`), and tokens beyond that are discarded. Two attempts never write to the same answer,
+because tokens of superseded attempts are refused. A streaming client sees each token once; when an answer restarts
+after some of it was sent, the client is told (`restarted`), or, where that is impossible, the tokens must come out the
+same.
 """
 
 from __future__ import annotations

@@ -108,7 +108,9 @@ class RolloutPool(RequestApi):
         await core.until(lambda: not core.attempts, core.machine.rules.abort_s)
         self._running = False
         await core.end_tasks()
-        launchers = {id(handle.launcher): handle.launcher for handle in core.handles.values() if handle.launcher}
+        launchers = {
+            id(handle.launcher): handle.launcher for handle in core.handles.values() if handle.launcher is not None
+        }
         for handle in core.handles.values():
             if handle.engine is not None:
                 await handle.engine.close()
@@ -142,8 +144,8 @@ class RolloutPool(RequestApi):
     ) -> str:
         """Attaches a running engine, whose kind is detected. Returns the worker's name.
 
-        `version` is the version of its weights. Default: what the engine reports or, if it reports none and there was no refit
-        yet, the version that engines are started with.
+        `version` is the version of its weights. Default: what the engine reports or, if it reports none and there was
+        no refit yet, the version that engines are started with.
         """
         self._require_running()
         assert self._session is not None
@@ -246,7 +248,8 @@ class RolloutPool(RequestApi):
             await handle.engine.close()
 
     def drain(self, worker: str, deadline_s: float | None = None, why: str = "") -> None:
-        """Routes nothing new to it until `resume`; its requests move after `deadline_s` (default: the rules' `drain_s`).
+        """Routes nothing new to it until `resume`; its requests move after `deadline_s` (default: the rules'
+        `drain_s`).
 
         Refused if too few workers would be left.
         """

@@ -1,9 +1,9 @@
 """Compares the machine's state with the running tasks at intervals.
 
-Something that the machine waits for and no task executes would be awaited until a deadline, or for ever: an attempt that
-was never started, an action without a task, a client whose request the machine does not know. Each is failed with that
-reason, and the machine decides how to go on. It is failed only if two checks in a row find it, because a task may start
-or end just between an instruction and its event.
+Something that the machine waits for and no task executes would be awaited until a deadline, or for ever: an attempt
+that was never started, an action without a task, a client whose request the machine does not know. Each is failed with
+that reason, and the machine decides how to go on. It is failed only if two checks in a row find it, because a task may
+start or end just between an instruction and its event.
 """
 
 from __future__ import annotations

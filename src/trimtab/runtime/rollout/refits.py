@@ -6,7 +6,8 @@
         trainer.send(refit.engines)             # sent by the trainer; offsets and sizes are frozen until the end
 
 Leaving the block ends the refit. Engines that were neither confirmed nor failed are then asked for their version; after
-an exception, unconfirmed engines count as failed. An engine without the new weights is out of service; the others go on.
+an exception, unconfirmed engines count as failed. An engine without the new weights is out of service; the others go
+on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Request API of a pool: whole answers, streams, and leases.
 
-Every request ends in exactly one answer, refusal or cancellation; a caller that leaves cancels its requests. A streaming
-client sees each token once, and either learns that an answer was restarted or never sees it.
+Every request ends in exactly one answer, refusal or cancellation; a caller that leaves cancels its requests. A
+streaming client sees each token once, and either learns that an answer was restarted or never sees it.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class RequestApi:
     ) -> list[Completion]:
         """Answers all prompts, in order. Failed samples report it themselves; a full queue is waited for.
 
-        `groups` names prompts with a common prefix (default: each prompt its own, shared by its n samples). `spans` False: an
-        answer comes from a single version of the weights. `keys`: the same key gets the same answer.
+        `groups` names prompts with a common prefix (default: each prompt its own, shared by its n samples). `spans`
+        False: an answer comes from a single version of the weights. `keys`: the same key gets the same answer.
         """
         self._require_running()
         for name, given in (("groups", groups), ("keys", keys)):
@@ -126,8 +126,8 @@ class RequestApi:
     ) -> AsyncGenerator[Chunk, None]:
         """Streams the samples of one prompt. Closing the generator cancels them.
 
-        Raises RefusedError or InputError before the first chunk. `restarts="hold"` is for clients that cannot take tokens back:
-        an answer that may restart from the prompt is sent only when it is complete.
+        Raises RefusedError or InputError before the first chunk. `restarts="hold"` is for clients that cannot take
+        tokens back: an answer that may restart from the prompt is sent only when it is complete.
         """
         self._require_running()
         ids, chunks = checked_prompt(prompt, "prompt"), asyncio.Queue[Chunk]()
@@ -303,8 +303,8 @@ def merge_chunks(chunks: list[Chunk]) -> list[Chunk]:
 class _RestartGate:
     """Holds back chunks that may be retracted: those of requests that would restart from the prompt.
 
-    Chunks of resumable requests pass at once. If such a request restarts all the same (because of unidentified tokens), its
-    tokens must repeat those already sent; otherwise the stream ends with an error.
+    Chunks of resumable requests pass at once. If such a request restarts all the same (because of unidentified
+    tokens), its tokens must repeat those already sent; otherwise the stream ends with an error.
     """
 
     def __init__(self, pending: Sequence[PendingRequest]) -> None:

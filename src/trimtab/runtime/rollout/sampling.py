@@ -1,7 +1,7 @@
 """Parameters and results of generation: token ids in, token ids out.
 
-An answer is a sample: tokens with log-probabilities, how and why it ended, the workers that generated it, and the version
-of the weights for each run of tokens. Data types only.
+An answer is a sample: tokens with log-probabilities, how and why it ended, the workers that generated it, and the
+version of the weights for each run of tokens. Data types only.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class SamplingParams:
     def may_resume(self, *, reads_text: bool) -> bool:
         """Whether prompt plus partial answer continues as an uninterrupted answer would.
 
-        A seed counts from the start of a call, and penalties, grammars and other fields of `extra` see the answer alone. A stop
-        string may span the interruption: then the tokens must be detokenized.
+        A seed counts from the start of a call, and penalties, grammars and other fields of `extra` see the answer
+        alone. A stop string may span the interruption: then the tokens must be detokenized.
         """
         if self.resume is not None:
             return self.resume

@@ -61,7 +61,9 @@ def status(core: RolloutCore, elastic: ElasticConfig) -> dict[str, Any]:
 
 def _background(core: RolloutCore) -> list[dict[str, Any]]:
     """Background loops of the pool and of its launchers."""
-    launchers = {id(handle.launcher): handle.launcher for handle in core.handles.values() if handle.launcher}
+    launchers = {
+        id(handle.launcher): handle.launcher for handle in core.handles.values() if handle.launcher is not None
+    }
     backgrounds = [core.background, *(each.background for each in launchers.values() if hasattr(each, "background"))]
     return [row for background in backgrounds for row in background.status()]
 

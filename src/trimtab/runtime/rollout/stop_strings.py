@@ -1,9 +1,10 @@
 """Stop strings that span the interruption of an answer.
 
-An engine that continues from prompt plus partial answer looks for stop strings only in its own output. A stop string that
-began before the interruption and ends after it would be missed, and the answer would run on. So the first text after an
-interruption is held back until it is longer than any stop string could reach, and searched together with the text before.
-A stop string may also have been complete at the interruption without being reported: the text before is searched first.
+An engine that continues from prompt plus partial answer looks for stop strings only in its own output. A stop string
+that began before the interruption and ends after it would be missed, and the answer would run on. So the first text
+after an interruption is held back until it is longer than any stop string could reach, and searched together with the
+text before. A stop string may also have been complete at the interruption without being reported: the text before is
+searched first.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Engines on slots of a pool of a Ray cluster, one task for each, so that a freed GPU really goes to somebody else.
+"""Launcher of engines on slots of a pool of a Ray cluster, one task each, so that freed GPUs go to other tasks.
 
-A worker that is to start asks the pool for a slot, by its priority like everybody; one that is stopped gives it back:
-an engine that merely sleeps would keep it. When the slots' pool evicts a worker, its task is given notice, the rollout
-pool drains it and the slot is handed over; its task stays in the queue, and when its turn comes the worker may be used
-again. What must never happen: a slot that is held with no engine in it for longer than `idle_s`; a task that goes on
-after the process of the rollout pool; an engine that is still there when its slot is somebody else's.
+A starting worker queues for a slot by its priority; a stopped worker returns it (a sleeping engine would keep it). When
+the slots' pool evicts a worker, its task gets notice, the rollout pool drains the worker and the slot is handed over;
+the task stays queued, and the worker may be used again when it has a slot. What must never happen: a slot held without
+an engine for longer than `idle_s`; a task that outlives the process of the rollout pool; an engine that still runs when
+its slot belongs to another task.
 
-All of it lives on the loop of the rollout pool; the controller is asked on threads beside it, with deadlines.
+Everything runs on the rollout pool's event loop; the controller is called on threads, with deadlines.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from trimtab.runtime.rollout.launch.slot_task import EngineSlotTask
 log = logging.getLogger("trimtab.rollout")
 
 ANSWER_S = 30.0  # for the controller or a task to answer
-NEWS_WAIT_S = 0.5  # a question for news waits so long at most: then it is asked of the tasks there are by then
-ENGINE_CHECK_S = 1.0  # between looks at an engine's process
+NEWS_WAIT_S = 0.5  # of a call for news, which is then repeated for the current tasks
+ENGINE_CHECK_S = 1.0  # between checks of an engine's process
 TASK_END_S = 60.0  # for a task to end
 UNTIMED_DRAIN_S = 30.0  # a node that drains without a deadline
 AS_LONG_AS_IT_TAKES_S = 1e7
@@ -69,29 +69,28 @@ class WorkerSlot:
     def __init__(self, worker: str, member: MemberClient) -> None:
         self.worker = worker
         self.member = member
-        self.reason = "it was submitted a moment ago"
+        self.reason = "it was just submitted"
         self.node_leaving = False
-        self.starting = False  # `start` is at work on it
-        self.up = False  # its engine was given to the rollout pool, and was not stopped since
-        self.taken = False  # the rollout pool was told that it may not use the worker
+        self.starting = False  # `start` is running
+        self.up = False  # the rollout pool has its engine
+        self.taken = False  # reclaimed from the rollout pool
         self.idle_since = time.monotonic()
         self.changed = asyncio.Event()
         self.watching: asyncio.Task[None] | None = None
 
     @property
     def state(self) -> TaskState:
-        """Of its task, as last heard."""
         return self.member.seen[0]
 
     def stop_watching(self) -> None:
-        """Its engine is no longer the rollout pool's."""
+        """The rollout pool no longer has its engine."""
         self.up = False
         if self.watching is not None:
             self.watching.cancel()
             self.watching = None
 
     async def call(self, method: str, *args: Any, within_s: float = ANSWER_S) -> Any:
-        """Call the task; UnreachableError where it is gone, hangs or raises."""
+        """Calls the task; UnreachableError if it is gone, hangs or raises."""
         try:
             return await self.member.call(method, *args, within_s=within_s)
         except (MemberGoneError, MemberHungError, MemberRaisedError) as fault:
@@ -99,10 +98,10 @@ class WorkerSlot:
 
 
 class SlotLauncher:
-    """Starts and ends engines on slots of `slots`, a pool of the session's controller.
+    """Starts and stops engines on slots of `slots`, a pool of the session's controller.
 
-    `resources` is what one engine needs, on one node. A worker whose slot is not there within `room_s` waits for it in
-    the pool's queue, and the rollout pool goes on without it until then.
+    `resources` is what an engine needs, on one node. A worker without a slot after `room_s` stays in the pool's queue,
+    and the rollout pool goes on without it until then.
     """
 
     def __init__(
@@ -143,10 +142,10 @@ class SlotLauncher:
         self._submitting: dict[str, asyncio.Task[WorkerSlot]] = {}
         self._listening = self._closed = False
 
-    # ---- what the rollout pool asks ----------------------------------------------------------------------------------
+    # ---- for the rollout pool ----------------------------------------------------------------------------------------
 
     async def start(self, worker: str, version: int, path: str | None) -> Started:
-        """An engine on a slot of its own; NoRoomError where the slot is still awaited."""
+        """Starts an engine on its own slot; NoRoomError if the slot is still pending."""
         self.listen()
         slot = self.worker_slots.get(worker) or await self._submitted(worker)
         slot.starting = True
@@ -157,16 +156,16 @@ class SlotLauncher:
             slot.starting, slot.idle_since = False, time.monotonic()
 
     async def restart(self, worker: str, version: int, path: str | None) -> Started:
-        """Another engine in the same slot."""
+        """Replaces the engine in the same slot."""
         slot = self.worker_slots.get(worker)
         if slot is not None:
             slot.stop_watching()
         return await self.start(worker, version, path)
 
     async def stop(self, worker: str) -> None:
-        """The engine ends, and the slot is given back, or handed over where the pool has claimed it.
+        """Ends the engine and returns the slot, or hands it over if the pool has claimed it.
 
-        After an engine that ended by itself the slot is kept for a while: most likely it is started again.
+        After an engine that ended by itself the slot is kept for a while, for a likely restart.
         """
         if worker in self._submitting:
             await asyncio.wait([self._submitting[worker]])
@@ -175,7 +174,7 @@ class SlotLauncher:
             return
         slot.stop_watching()
         if slot.state in IN_QUEUE and slot.taken:
-            return  # it waits for its slot, and has no engine
+            return  # queued, without an engine
         if slot.state is TaskState.cancelling:
             await self._hand_over(slot)
             return
@@ -183,11 +182,10 @@ class SlotLauncher:
             slot.idle_since = time.monotonic()
             return
         await asyncio.shield(self._spawn(self._give_back(slot)))
-        if slot.taken:  # its node goes: elsewhere, if there is room
+        if slot.taken:  # its node leaves: may start on another
             self._notify(self.pool.resume, worker)
 
     async def close(self) -> None:
-        """Ends all tasks, and hears nothing more."""
         if self._closed:
             return
         self._closed = True
@@ -203,17 +201,17 @@ class SlotLauncher:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def add_loop(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Something else that goes on until the launcher is closed."""
+        """Adds a background loop that runs until `close`."""
         self._loops.append(self.background.start(f"slots: {loop.__name__.strip('_')}", loop))
 
     async def ask(self, method: str, *args: Any, within_s: float = ANSWER_S) -> Any:
-        """Ask the controller."""
+        """Calls the controller."""
         return await self._in_thread(functools.partial(self.session.ask, method, *args, timeout_s=within_s))
 
-    # ---- having a slot -----------------------------------------------------------------------------------------------
+    # ---- getting a slot ----------------------------------------------------------------------------------------------
 
     async def _submitted(self, worker: str) -> WorkerSlot:
-        """Its task, submitted; also where nobody waits for that any more, so that it can be found and ended."""
+        """Submits its task; completed even if the caller is cancelled, so that the task can be ended."""
         task = self._submitting.get(worker)
         if task is None:
             task = self._submitting[worker] = asyncio.create_task(self._submit(worker))
@@ -223,7 +221,7 @@ class SlotLauncher:
     def _is_submitted(self, worker: str, task: asyncio.Task[WorkerSlot]) -> None:
         del self._submitting[worker]
         if not task.cancelled():
-            task.exception()  # whoever waited has it; that nobody did is no fault
+            task.exception()  # retrieved; waiters have raised it
 
     async def _submit(self, worker: str) -> WorkerSlot:
         submit = functools.partial(
@@ -242,7 +240,7 @@ class SlotLauncher:
         return slot
 
     async def _wait_for_slot(self, slot: WorkerSlot) -> None:
-        """Until its slot is there; NoRoomError after `room_s` in the queue."""
+        """Waits for the slot; NoRoomError after `room_s` in the queue."""
         deadline = time.monotonic() + self._room_s
         while not (slot.member.there and slot.state is TaskState.running):
             if self.worker_slots.get(slot.worker) is not slot or slot.state in ENDED:
@@ -255,7 +253,7 @@ class SlotLauncher:
                 await asyncio.wait_for(slot.changed.wait(), max(0.05, min(left_s, 1.0)))
 
     async def _no_room(self, slot: WorkerSlot) -> NoRoomError:
-        """The rollout pool goes on without the worker, until its task has a slot."""
+        """The rollout pool goes on without the worker until its task has a slot."""
         reason = slot.reason
         with contextlib.suppress(TrimtabError):
             reason = (await self.ask("explain", slot.member.task.id)).reason.sentence
@@ -274,13 +272,13 @@ class SlotLauncher:
         command = self.command
         self._http = self._http or open_session()
 
-        async def look() -> EngineProcessState:
+        async def probe() -> EngineProcessState:
             seen: EngineProcessState = await slot.call("look")
             return seen
 
-        within_s = command.stop_s + ANSWER_S  # an engine that is there ends first
+        within_s = command.stop_s + ANSWER_S  # a previous engine ends first
         url = await slot.call("launch", command, version, path, within_s=within_s)
-        engine, note = await wait_until_serving(slot.worker, url, command, self._http, look, self._deadlines)
+        engine, note = await wait_until_serving(slot.worker, url, command, self._http, probe, self._deadlines)
         slot.up = True
         slot.watching = self.background.start(
             f"engine of {slot.worker}",
@@ -290,13 +288,13 @@ class SlotLauncher:
         return Started(engine, command.started_version(version, path), url, slot.member.node, note)
 
     async def _watch(self, slot: WorkerSlot) -> None:
-        """Tell the rollout pool when the engine ends and its task does not."""
+        """Reports an engine that ends before its task."""
         while slot.up:
             await asyncio.sleep(ENGINE_CHECK_S)
             try:
                 ended = await slot.call("ended")
             except UnreachableError:
-                continue  # of the task's own end the news will tell
+                continue  # the task's own end is reported by the controller
             if ended and slot.up and slot.state is TaskState.running:
                 slot.watching = None
                 self._engine_gone(slot, ended)
@@ -306,10 +304,10 @@ class SlotLauncher:
             return bool(await slot.call("ended"))
         return False
 
-    # ---- giving it up ------------------------------------------------------------------------------------------------
+    # ---- returning a slot --------------------------------------------------------------------------------------------
 
     async def _hand_over(self, slot: WorkerSlot) -> None:
-        """The pool has given notice: the engine ends, and the task returns to the queue by itself."""
+        """After notice: ends the engine; the task returns to the queue by itself."""
         with contextlib.suppress(UnreachableError):
             await slot.call("leave", within_s=self.command.stop_s + ANSWER_S)
         deadline = time.monotonic() + self.notice_s + TASK_END_S
@@ -321,7 +319,7 @@ class SlotLauncher:
                 await asyncio.wait_for(slot.changed.wait(), 1.0)
 
     async def _give_back(self, slot: WorkerSlot) -> None:
-        """The engine ends, then the task, and the slot is free."""
+        """Ends the engine, then the task."""
         if self.worker_slots.get(slot.worker) is slot:
             del self.worker_slots[slot.worker]
         if slot.member.there:
@@ -331,7 +329,7 @@ class SlotLauncher:
         try:
             await self._in_thread(functools.partial(slot.member.task.complete, keep_slot=False))
         except InputError:
-            return  # it has ended already
+            return  # already ended
         seen: TaskSnapshot = await self.ask(
             "wait", slot.member.task.id, ENDED, TASK_END_S, within_s=TASK_END_S + ANSWER_S
         )
@@ -339,7 +337,7 @@ class SlotLauncher:
             raise UnreachableError(f"its task in pool {self.slots.name} does not end: {seen.reason}")
 
     def _engine_gone(self, slot: WorkerSlot, why: str) -> None:
-        """Its engine is gone, unasked; told once."""
+        """Reports an unexpected end of the engine, once."""
         if slot.up:
             slot.stop_watching()
             slot.idle_since = time.monotonic()
@@ -349,7 +347,7 @@ class SlotLauncher:
     # ---- news --------------------------------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Hear of nodes and tasks from now on."""
+        """Starts listening for changes of nodes and tasks."""
         if not self._listening and not self._closed:
             self._listening = True
             self.add_loop(self._listen)
@@ -365,8 +363,8 @@ class SlotLauncher:
             except TrimtabError as fault:
                 log.warning("no news of slots: %s", fault.what)
                 await asyncio.sleep(NEWS_WAIT_S)
-            except Exception:  # a launcher that hears nothing more would keep slots for ever
-                log.exception("news of slots could not be heard")
+            except Exception:  # without news slots would be kept for ever
+                log.exception("news of slots could not be handled")
                 await asyncio.sleep(NEWS_WAIT_S)
 
     async def _on_news(self, news: ClientUpdate) -> None:
@@ -377,7 +375,7 @@ class SlotLauncher:
         if news.version != self._version:
             self._version = news.version
             for slot in list(self.worker_slots.values()):
-                self._on_node(slot, {one.node: one for one in news.nodes}.get(slot.member.node))
+                self._on_node(slot, {node.node: node for node in news.nodes}.get(slot.member.node))
             for hear in self.on_nodes:
                 hear(news.nodes)
         self._release_idle()
@@ -385,7 +383,7 @@ class SlotLauncher:
     async def _on_task(self, slot: WorkerSlot, seen: TaskSnapshot) -> None:
         slot.member.seen = seen.state, seen.attempt
         slot.reason = str(seen.reason)
-        if slot.member.there and seen.attempt != slot.member.attempt:  # it went and came between two pieces of news
+        if slot.member.there and seen.attempt != slot.member.attempt:  # it ended and restarted between two updates
             slot.member.down("its task was started again")
             self._engine_gone(slot, "its task was started again")
         if seen.state is TaskState.running and not slot.member.there:
@@ -400,7 +398,7 @@ class SlotLauncher:
         slot.changed.set()
 
     def _ended(self, slot: WorkerSlot, seen: TaskSnapshot) -> None:
-        """Its task will not run again: another one may be submitted, unless somebody cancelled this one by hand."""
+        """Its task will not run again: another may be submitted, unless it was cancelled by a user."""
         if self.worker_slots.get(slot.worker) is slot:
             del self.worker_slots[slot.worker]
         if slot.taken and seen.state is not TaskState.cancelled:
@@ -415,7 +413,7 @@ class SlotLauncher:
             try:
                 handle = await self._in_thread(find)
             except ValueError:
-                return  # gone again; the news will say so
+                return  # gone again; the next update reports it
         slot.member.up(handle, node, seen.attempt)
         slot.node_leaving, slot.idle_since = False, time.monotonic()
         if slot.taken:
@@ -423,23 +421,23 @@ class SlotLauncher:
             self._notify(self.pool.resume, slot.worker)
 
     def _on_notice(self, slot: WorkerSlot, seen: TaskSnapshot) -> None:
-        """The pool gives the slot to somebody else."""
+        """The pool gives the slot to another task."""
         if slot.up or slot.starting:
             slot.taken = True
-            why = f"pool {self.slots.name} gives its slot to others: {seen.reason.sentence}"
+            why = f"pool {self.slots.name} reclaims its slot: {seen.reason.sentence}"
             self._notify(self.pool.take, slot.worker, self.notice_s, why, forced=True)
         else:
             self._spawn(self._hand_over(slot))
 
     def _on_node(self, slot: WorkerSlot, node: NodeView | None) -> None:
-        """Its node will go: the worker leaves in time."""
+        """A draining node: the worker leaves in time."""
         if node is None or node.state is not NodeState.draining or slot.node_leaving:
             return
         slot.node_leaving = True
         left_s = UNTIMED_DRAIN_S
         if node.deadline is not None and self._offset is not None:
             left_s = max(0.0, node.deadline - self._offset - time.monotonic())
-        why = f"node {node.facts.name or node.node[:12]} will go: {node.reason.sentence}"
+        why = f"node {node.facts.name or node.node[:12]} is draining: {node.reason.sentence}"
         if slot.up or slot.starting:
             slot.taken = True
             self._notify(self.pool.take, slot.worker, left_s, why, forced=True)
@@ -447,8 +445,8 @@ class SlotLauncher:
             self._spawn(self._give_back(slot))
 
     def _release_idle(self) -> None:
-        """Slots without an engine, and places of workers that are none any more."""
-        known = {one.worker for one in self.pool.workers()}
+        """Returns slots without an engine, and those of removed workers."""
+        known = {view.worker for view in self.pool.workers()}
         now = time.monotonic()
         for slot in list(self.worker_slots.values()):
             if slot.up or slot.starting or slot.state is TaskState.cancelling:
@@ -456,10 +454,10 @@ class SlotLauncher:
             if slot.worker not in known or (slot.member.there and now - slot.idle_since > self._idle_s):
                 self._spawn(self._give_back(slot))
 
-    # ---- how it is done ----------------------------------------------------------------------------------------------
+    # ---- internals ---------------------------------------------------------------------------------------------------
 
     def _notify(self, method: Callable[..., None], *news: Any, **more: Any) -> None:
-        """Tell the rollout pool; that it knows no such worker any more is no fault."""
+        """Calls the rollout pool; an unknown worker is no error."""
         if self._closed:
             return
         try:
@@ -468,7 +466,7 @@ class SlotLauncher:
             log.info("%s", fault.what)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Something that is seen through, though nobody may wait for it any more."""
+        """Starts a task that is completed even if its caller is cancelled."""
         task = asyncio.get_running_loop().create_task(work, name="rollout-slot")
         self._spawned.add(task)
         task.add_done_callback(self._spawned_done)
@@ -484,7 +482,7 @@ class SlotLauncher:
 
 
 def _checked(resources: Mapping[str, float]) -> Resources:
-    """What an engine needs, in our words: Ray's would be resources that no node has, and waited for."""
+    """Resources of an engine in trimtab's names: under Ray's names no node would have them."""
     where = "engines on slots"
     for name in resources:
         if name in ("CPU", "GPU"):

@@ -1,6 +1,6 @@
-"""Two short ways to have engines started: as processes of this machine, or on slots of a pool of a Ray cluster.
+"""Adds engines to a rollout pool: as local processes, or on slots of a pool of a Ray cluster.
 
-Both add startable workers to a rollout pool, which starts and stops them as they are needed.
+Both add startable workers, which the rollout pool starts and stops on demand.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def engines_as_processes(
     limit: int = 64,
     **settings: Any,
 ) -> ProcessLauncher:
-    """So many workers, each a process here when it runs. Further settings are those of `ProcessLauncher`."""
+    """Adds `workers` local processes. Further settings are those of `ProcessLauncher`."""
     _checked(workers)
     launcher = ProcessLauncher(pool, command, **settings)
-    # Started here, it can be started again: an engine that cannot sleep is stopped when it is not needed.
+    # An engine that cannot sleep is stopped when it is not needed.
     sleeps = command.kind in ("vllm", "sglang")
     for number in range(1, workers + 1):
         spec = WorkerSpec(f"{name}-{number}", limit=limit, startable=True, can_sleep=sleeps, can_pause=sleeps)
@@ -56,10 +56,10 @@ def engines_on_slots(
     use_s: float = 600.0,
     **settings: Any,
 ) -> SlotLauncher:
-    """Workers on slots of the pool `slots`: `workers` of them, or as many as the nodes have places for.
+    """Adds workers on slots of the pool `slots`: `workers` of them, or as many as fit on the nodes.
 
-    `lends`: who waits for room that engines hold is told to the rollout pool's scaling, with `use_s` for those who do
-    not say how long they will need it. Further settings are those of `SlotLauncher`.
+    `lends`: tasks that wait for resources held by engines are reported to the rollout pool's scaling, with `use_s` as
+    the duration of those without an estimate. Further settings are those of `SlotLauncher`.
     """
     launcher = SlotLauncher(pool, session, slots, command, resources=resources, **settings)
 
