@@ -354,7 +354,7 @@ class GatedEngine:
         confirmed = await self._version()
         if confirmed != version and EngineCapability.version in self.capabilities:
             raise EngineFailedError(
-                f"after the refit it says version '{confirmed}' and not '{version}'", engine=self.name,
+                f"after the refit it reports version '{confirmed}' and not '{version}'", engine=self.name,
                 hint="send the weight version together with the weights",
             )  # fmt: skip
         self._discarded = False

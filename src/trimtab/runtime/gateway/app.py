@@ -1,8 +1,8 @@
-"""The gateway's routes, and who may go through which.
+"""Routes of the gateway and their access levels.
 
-Three kinds: whoever watches (is it alive, could it serve) is always let in; whoever asks (generations, figures) is let
-in openly on loopback and by token elsewhere; whoever changes anything needs the token everywhere. The Host is checked
-at every one of them. What a door raises is answered in the form of its dialect, and never with a traceback.
+Health and readiness are public; generations and queries are open on loopback and need the token elsewhere; changes need
+the token everywhere. The Host is checked for every route. Errors are answered in the format of the route, never with a
+traceback.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from starlette.routing import Match, Route
 from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import WorkerState
 from trimtab.runtime.gateway import openai, sglang
-from trimtab.runtime.gateway.answer_forms import ResponseFormat
+from trimtab.runtime.gateway.response_format import ResponseFormat
 from trimtab.runtime.gateway.errors import Refusal, refusal_for_error
 from trimtab.runtime.gateway.exchange import HttpExchange, Send
 from trimtab.runtime.gateway.fields import BodyFields
@@ -28,7 +28,7 @@ from trimtab.runtime.gateway.guard import ClientLeft, GatewayGuard, Receive, Sco
 from trimtab.runtime.gateway.headers import RequestTerms
 from trimtab.runtime.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from trimtab.runtime.gateway.openai import ServedKinds
-from trimtab.runtime.gateway.openai_forms import OpenAIFormat
+from trimtab.runtime.gateway.openai_format import OpenAIFormat
 from trimtab.runtime.gateway.serving import STOPPING, GenerationEndpoint, GenerationTracker
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer
@@ -42,7 +42,7 @@ RouteHandler = Callable[[HttpExchange, Request], Awaitable[None]]
 
 
 class AccessLevel(enum.Enum):
-    """Who is let in."""
+    """Which routes need the token."""
 
     public = "public"
     read = "read"
@@ -50,7 +50,7 @@ class AccessLevel(enum.Enum):
 
 
 class GatewayApp:
-    """The application: ASGI."""
+    """The ASGI application."""
 
     def __init__(self, pool: RolloutPool, settings: GatewaySettings) -> None:
         self.pool, self.settings = pool, settings
@@ -66,12 +66,11 @@ class GatewayApp:
             "/v1/chat/completions": GenerationEndpoint(self.serving, "chat", self._chat, Refusal.openai),
             "/generate": GenerationEndpoint(self.serving, "generate", self._generate, Refusal.plain),
         }
-        # Every token comes by these: found by one look, before any pattern is tried.
+        # The hot paths: found by one lookup, before any pattern is matched.
         self._direct: dict[str, App] = dict(generations)
         self._rest = Starlette(routes=self._routes())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
         if scope["type"] != "http":
             return
         try:
@@ -88,11 +87,11 @@ class GatewayApp:
             await _refuse(HttpExchange(scope, receive, send, self.settings.write_s), refusal)
         except Exception as fault:
             log.error("%s %s", scope["method"], scope["path"], exc_info=fault)
-            broken = Refusal(500, f"this is a fault in trimtab: {type(fault).__name__}", code="fault")
+            broken = Refusal(500, f"internal error in trimtab: {type(fault).__name__}", code="fault")
             await _refuse(HttpExchange(scope, receive, send, self.settings.write_s), broken)
 
     def _find(self, scope: Scope) -> None:
-        """A refusal in our form where no door is."""
+        """Raises 404 or 405 in the gateway's own format."""
         methods: set[str] = set()
         for route in self._rest.router.routes:
             match, _ = route.matches(scope)
@@ -116,7 +115,7 @@ class GatewayApp:
     async def _generate(self, body: Any, terms: RequestTerms, kinds: ServedKinds) -> ResponseFormat:
         return sglang.SglangFormat(*await self._sglang.generate(body, terms, kinds), self.tokenizer)
 
-    # ---- everything else -------------------------------------------------------------------------------------------
+    # ---- other routes ----------------------------------------------------------------------------------------------
 
     def _routes(self) -> list[Route]:
         routes: tuple[tuple[str, str, AccessLevel, RouteHandler], ...] = (
@@ -136,7 +135,7 @@ class GatewayApp:
             ("POST", "/remove_worker", AccessLevel.write, self._remove_by_query),
             ("POST", "/workers/{name:path}/drain", AccessLevel.write, self._drain),
             ("POST", "/workers/{name:path}/resume", AccessLevel.write, self._resume),
-            ("GET", "/workers/{name:path}", AccessLevel.read, self._one),
+            ("GET", "/workers/{name:path}", AccessLevel.read, self._worker),
             ("DELETE", "/workers/{name:path}", AccessLevel.write, self._remove),
             ("POST", "/scale", AccessLevel.write, self._scale),
             ("DELETE", "/scale", AccessLevel.write, self._release_scale),
@@ -163,8 +162,8 @@ class GatewayApp:
         await exchange.json({"object": "list", "data": [model]})
 
     async def _model_info(self, exchange: HttpExchange, request: Request) -> None:
-        told = {"model_path": await self._openai.model(), "is_generation": True}
-        await exchange.json({**told, "weight_version": str(self.pool.version)})
+        info = {"model_path": await self._openai.model(), "is_generation": True}
+        await exchange.json({**info, "weight_version": str(self.pool.version)})
 
     async def _metrics(self, exchange: HttpExchange, request: Request) -> None:
         await exchange.raw(self.metrics.text(), 200, [(b"content-type", CONTENT_TYPE.encode())])
@@ -185,8 +184,8 @@ class GatewayApp:
     async def _urls(self, exchange: HttpExchange, request: Request) -> None:
         await exchange.json(self.workers.urls())
 
-    async def _one(self, exchange: HttpExchange, request: Request) -> None:
-        await exchange.json(self.workers.one(request.path_params["name"]))
+    async def _worker(self, exchange: HttpExchange, request: Request) -> None:
+        await exchange.json(self.workers.get(request.path_params["name"]))
 
     async def _add(self, exchange: HttpExchange, request: Request) -> None:
         await exchange.json(await self.workers.add(await self._body(exchange)), 202)
@@ -220,25 +219,25 @@ class GatewayApp:
 
 
 class _RouteApp:
-    """One door that is no generation: ASGI, so that Starlette leaves it alone."""
+    """A route other than a generation: plain ASGI, so that Starlette does not wrap it."""
 
-    def __init__(self, app: GatewayApp, answer: RouteHandler, kind: AccessLevel) -> None:
-        self._app, self._answer, self._kind = app, answer, kind
+    def __init__(self, app: GatewayApp, handler: RouteHandler, access: AccessLevel) -> None:
+        self._app, self._handler, self._access = app, handler, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets in whoever may, and answers within a deadline."""
+        """Checks access, and answers within a deadline."""
         app = self._app
         exchange = HttpExchange(scope, receive, send, app.settings.write_s)
         exchange.closing = app.serving.stopping
         try:
-            if self._kind is AccessLevel.write or (
-                self._kind is AccessLevel.read and not app.settings.allows_anonymous
+            if self._access is AccessLevel.write or (
+                self._access is AccessLevel.read and not app.settings.allows_anonymous
             ):
                 app.guard.check_token(exchange.headers)
-            if self._kind is AccessLevel.write and app.serving.stopping:
+            if self._access is AccessLevel.write and app.serving.stopping:
                 raise Refusal(503, STOPPING, code="stopping")
             within_s = app.settings.change_s + app.settings.body_s
-            await asyncio.wait_for(self._answer(exchange, Request(scope, receive)), within_s)
+            await asyncio.wait_for(self._handler(exchange, Request(scope, receive)), within_s)
         except Refusal as refusal:
             await _refuse(exchange, refusal)
         except TrimtabError as error:
@@ -256,7 +255,6 @@ async def _refuse(exchange: HttpExchange, refusal: Refusal) -> None:
 
 
 def _number(text: str) -> Any:
-    """Of a query: a number where it is one."""
     try:
         return float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A call as it was understood, whatever dialect it came in."""
+"""A generation call, independent of the API it came by."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ _NUMBERS = itertools.count(1)
 
 
 def new_id() -> str:
-    """For a call that has none: no other process and no other call has it."""
+    """Id of a call, unique over processes."""
     return f"{_BOOT}{next(_NUMBERS):08x}"
 
 
 @dataclass
 class GenerationCall:
-    """Prompts to be answered. The answers are counted over all prompts: `number` of the k-th of prompt p."""
+    """Prompts to be answered. Answers are numbered over all prompts: see `number`."""
 
     prompts: list[tuple[int, ...]]
-    params: list[SamplingParams]  # one for each prompt
+    params: list[SamplingParams]  # per prompt
     terms: RequestTerms = DEFAULT_TERMS
     stream: bool = False
     id: str = field(default_factory=new_id)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def number(self, prompt: int, index: int) -> int:
-        """The place of an answer among all."""
+        """Number of the answer `index` of a prompt among all answers."""
         return prompt * self.params[0].n + index if prompt else index
 
     @property
     def alike(self) -> bool:
-        """All prompts have the same parameters."""
         first = self.params[0]
-        return all(one is first for one in self.params)
+        return all(params is first for params in self.params)
 
 
 def samples_of(completions: Sequence[Completion]) -> list[Sample]:
-    """All answers, in order."""
     return [sample for completion in completions for sample in completion.samples]
 
 
 def is_answer(sample: Sample) -> bool:
-    """Whether it is one: whole, or what was left of it when it was aborted. What failed is none, tokens or not."""
+    """Whether it counts as an answer: complete, or partial after an abort. A failure does not, with or without
+    tokens.
+    """
     return sample.ok or sample.end is End.abort or (sample.end is End.cancelled and bool(sample.token_ids))
 
 
 def details(sample: Sample) -> dict[str, object]:
-    """What trimtab knows of an answer."""
+    """Execution details of an answer."""
     return {
         "request": sample.request,
         "workers": list(sample.workers),
@@ -70,7 +70,7 @@ def details(sample: Sample) -> dict[str, object]:
 
 
 def response_headers(call: GenerationCall, samples: Sequence[Sample]) -> list[tuple[bytes, bytes]]:
-    """Headers of an answer: who made it, how often it moved, and which weights made how many of its tokens."""
+    """Headers of an answer: workers, moves, and tokens per weight version."""
     if len(samples) == 1:
         workers: Sequence[str] = samples[0].workers
         moves, versions = samples[0].moves + samples[0].restarts, versions_text(samples[0].spans)

@@ -1,7 +1,8 @@
-"""Reading the fields of a body: each has a type and a range, and none is passed over.
+"""JSON bodies and their fields: each field has a type and a range, and none is ignored.
 
-Whatever is not taken is left in `rest`, and its owner has to say what becomes of it. `null` is as good as nothing, as
-both dialects have it.
+Fields that were not taken remain in `rest`, and the caller decides about them. `null` counts as absent. Large bodies
+are parsed in another process: the standard parser holds the GIL throughout, seconds for a list of millions of token
+ids, in which no other client would get a token. One large body is parsed at a time, and only a few may wait.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ sys.stdout.buffer.write(answer)
 """
 
 LARGE_BODY_BYTES = 2**20
-"""Bytes of a body; what has more is parsed beside (`bodies`)."""
+"""Larger bodies are parsed in another process."""
 
 MAX_TOKEN_IDS = 2**20
-"""Token ids of all prompts of one call: checking and sending them keeps others waiting."""
+"""Per call, over all prompts: checking and sending them delays other requests."""
 
 _MAX_ID = 2**31
-_MAX_NUMBER = 10**15  # of numbers that have no range of their own; beyond it arithmetic is not exact
+_MAX_NUMBER = 10**15  # of numbers without a range; beyond it arithmetic is not exact
 
 
 class BodyFields:
-    """One JSON object."""
+    """A JSON object."""
 
     def __init__(self, body: Any, *, within: str = "") -> None:
         if not isinstance(body, dict):
@@ -47,15 +48,13 @@ class BodyFields:
         self._prefix = f"{within}." if within else ""
 
     def take(self, name: str) -> Any:
-        """Whatever it is; None where it is not there."""
+        """Any value; None if absent."""
         return self.rest.pop(name, None)
 
     def wrong(self, name: str, message: str) -> Refusal:
-        """A field that is not as it should be."""
         return invalid_value(self._prefix + name, f"{self._prefix}{name}: {message}")
 
     def boolean(self, name: str, default: bool = False) -> bool:
-        """True or false."""
         value = self.take(name)
         if value is None:
             return default
@@ -64,7 +63,7 @@ class BodyFields:
         return value
 
     def integer(self, name: str, default: Any, minimum: int | None = None, maximum: int | None = None) -> Any:
-        """A whole number; the default may be None."""
+        """The default may be None."""
         value = self.take(name)
         if value is None:
             return default
@@ -81,14 +80,13 @@ class BodyFields:
         value = self.take(name)
         if value is None:
             return default
-        if type(value) not in (int, float) or not -_MAX_NUMBER <= value <= _MAX_NUMBER:  # no NaN is
+        if type(value) not in (int, float) or not -_MAX_NUMBER <= value <= _MAX_NUMBER:  # excludes NaN
             raise self.wrong(name, f"a number, not {_shown(value)}")
         if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
             raise self.wrong(name, f"{value} is not {_range(minimum, maximum)}")
         return float(value)
 
     def text(self, name: str, default: str = "") -> str:
-        """A string."""
         value = self.take(name)
         if value is None:
             return default
@@ -102,50 +100,47 @@ class BodyFields:
         if value is None:
             return ()
         found = [value] if isinstance(value, str) else value
-        if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
             raise self.wrong(name, f"a string or a list of strings, not {_shown(value)}")
         if "" in found:
             raise self.wrong(name, "an empty string would end every answer at once")
         return tuple(found)
 
     def ids(self, name: str) -> tuple[int, ...]:
-        """Token ids; none where it is not there."""
+        """Token ids; empty if absent."""
         value = self.take(name)
         return () if value is None else self.as_ids(name, value)
 
     def as_ids(self, name: str, value: Any) -> tuple[int, ...]:
-        """Token ids, or a refusal that names the field."""
-        whole = isinstance(value, list) and set(map(type, value)) <= {int}  # a bool is no int here
+        whole = isinstance(value, list) and set(map(type, value)) <= {int}  # excludes bool
         if not whole or (value and (min(value) < 0 or max(value) >= _MAX_ID)):
             raise self.wrong(name, "a list of token ids, whole numbers of 0 or more")
         return tuple(value)
 
     def prompts(self, name: str, given: list[Any]) -> list[tuple[int, ...]]:
-        """Token ids of one prompt, or of several. How many there are is looked at before what they are."""
+        """Token ids of one prompt or several. Their number is checked before their content."""
         nested = isinstance(given[0], list)
-        ids = sum(len(one) for one in given if isinstance(one, list)) if nested else len(given)
+        ids = sum(len(prompt) for prompt in given if isinstance(prompt, list)) if nested else len(given)
         if ids > MAX_TOKEN_IDS:
-            raise self.wrong(name, f"{ids} token ids in one call; {MAX_TOKEN_IDS} are the most")
-        return [self.as_ids(name, one) for one in given] if nested else [self.as_ids(name, given)]
+            raise self.wrong(name, f"{ids} token ids in one call; the maximum is {MAX_TOKEN_IDS}")
+        return [self.as_ids(name, prompt) for prompt in given] if nested else [self.as_ids(name, given)]
 
     def neutral(self, table: Mapping[str, Sequence[Any]]) -> None:
-        """Drops what says only what holds anyway."""
+        """Drops fields with neutral values."""
         for name in list(self.rest):
-            if name in table and any(_same(self.rest[name], one) for one in table[name]):
+            if name in table and any(_same(self.rest[name], value) for value in table[name]):
                 del self.rest[name]
 
 
 def parsed(body: bytes) -> Any:
-    """JSON, or a refusal."""
     try:
         return json.loads(body.decode())
     except (ValueError, RecursionError) as fault:
         raise not_json(str(fault)) from None
 
 
-def not_json(said: str) -> Refusal:
-    """A body that is none."""
-    return Refusal(400, f"the body is no JSON: {said[:100]}", code="invalid_json")
+def not_json(why: str) -> Refusal:
+    return Refusal(400, f"the body is no JSON: {why[:100]}", code="invalid_json")
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -162,24 +157,23 @@ def _range(minimum: float | None, maximum: float | None) -> str:
 
 def _shown(value: Any) -> str:
     if type(value) is int and abs(value) > _MAX_NUMBER:
-        return "a number of many digits"  # repr refuses the longest
+        return "a number of many digits"  # repr refuses very long ones
     return repr(value)[:60]
 
 
 class BodyParser:
-    """Of one gateway."""
+    """Parses the bodies of a gateway."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
         self._waiting = 0
 
     async def parsed(self, body: bytes) -> Any:
-        """JSON, or a refusal."""
         if len(body) <= LARGE_BODY_BYTES:
             return parsed(body)
         if self._waiting >= MAX_WAITING:
             raise Refusal(
-                503, f"{MAX_WAITING} large bodies wait to be parsed already", code="too_many",
+                503, f"{MAX_WAITING} large bodies are already waiting to be parsed", code="too_many",
                 headers={"retry-after": "1"},
             )  # fmt: skip
         self._waiting += 1
@@ -205,7 +199,7 @@ async def _parse_in_process(body: bytes) -> Any:
             await parser.wait()
     if parser.returncode != 0:
         raise Refusal(503, f"the body was not parsed: the parser ended with {parser.returncode}", code="fault")
-    found, said = marshal.loads(answer)
-    if not found:
-        raise not_json(said)
-    return said
+    ok, value = marshal.loads(answer)
+    if not ok:
+        raise not_json(value)
+    return value

@@ -1,7 +1,6 @@
-"""What a client asks of trimtab itself, beside what it asks of the engines: headers that begin with `x-trimtab-`.
+"""Request headers of trimtab: `x-trimtab-*` and `Idempotency-Key`.
 
-`Idempotency-Key` is the one header with a name of others. A header of ours that nobody knows is refused: whoever writes
-one counts on it.
+An unknown `x-trimtab-` header is refused, because its sender relies on it.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ MAX_VERSION_DIGITS = 18  # digits
 
 @dataclass(frozen=True)
 class RequestTerms:
-    """Of one call."""
+    """Scheduling terms of one call."""
 
     class_: str = DEFAULT_CLASS
     group: str = ""
     version: int | None = None  # only these weights
     at_least: int | None = None  # these weights or newer
     spans: bool = True  # several versions may make one answer
-    key: str = ""  # a second call with it gets the answer of the first
+    key: str = ""  # a second call with this key gets the answer of the first
     deadline_s: float | None = None
-    details: bool = False  # the answer says who made it, and with which weights
+    details: bool = False  # add workers and weight versions to the answer
 
     def key_of(self, prompt: int, prompts: int) -> str:
         """Each prompt of a call is a request of its own."""
@@ -42,7 +41,7 @@ DEFAULT_TERMS = RequestTerms()
 
 
 def read_terms(headers: Headers, deadline_s: float | None) -> RequestTerms:
-    """The terms of a call; `deadline_s` holds where it says none."""
+    """Terms of a call; `deadline_s` is the default."""
     found = {
         name[len(PREFIX) :].decode("latin-1"): value.decode("latin-1").strip()
         for name, value in headers.items()

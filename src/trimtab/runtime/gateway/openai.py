@@ -1,8 +1,9 @@
-"""OpenAI's dialect, as vLLM speaks it: completions and chat, whole or as a stream.
+"""OpenAI API as in vLLM: reads completions and chat requests.
 
-A field is understood here, passed on to the engines, or refused with its name; see `extras`. Token ids go in as they
-are; text and conversations are read by the engines' own tokenizer and template. With `return_token_ids` an answer has
-its ids, as vLLM has them. An answer that others aborted ends with `abort`, one that failed beside others with `error`.
+A field is understood here, passed on to the engines (`engine_fields`), or refused by name. Token ids are used
+unchanged; text and conversations are converted by an engine's tokenizer and template. With `return_token_ids` an
+answer has its ids, as in vLLM. An answer aborted by another client ends with `abort`; one of several that failed ends
+with `error`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CHAT = (*COMMON, "messages", "top_logprobs", "max_completion_tokens", "add_gener
         "continue_final_message", "chat_template", "chat_template_kwargs")  # fmt: skip
 
 ServedKinds = Callable[[], Collection[str]]
-"""Which kinds of engines are up; asked only where it matters."""
+"""Kinds of engines that are up; called only if needed."""
 
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 1_024
@@ -41,11 +42,11 @@ _BY_TRIMTAB = {"priority": "x-trimtab-class chooses a class, which has a priorit
 
 @dataclass(frozen=True)
 class OpenAIOptions:
-    """What an answer is to have in it."""
+    """What a response contains."""
 
     chat: bool
     model: str
-    logprobs: int | None = None  # None: none; else how many of the best at each place
+    logprobs: int | None = None  # None: off; else how many top tokens at each position
     token_ids: bool = False
     names_as_ids: bool = False  # tokens are written `token_id:17`
     usage: bool = False  # at the end of a stream
@@ -53,19 +54,19 @@ class OpenAIOptions:
 
 
 class OpenAIReader:
-    """Reads bodies of one gateway."""
+    """Reads request bodies."""
 
     def __init__(self, tokenizer: PoolTokenizer, model_name: str, default_max_tokens: int) -> None:
         self._tokenizer, self._model_name, self._default_max_tokens = tokenizer, model_name, default_max_tokens
 
     async def model(self) -> str:
-        """As clients call it."""
+        """Model name for clients."""
         return self._model_name or await self._tokenizer.model()
 
     async def completions(
         self, body: Any, terms: RequestTerms, kinds: ServedKinds
     ) -> tuple[GenerationCall, OpenAIOptions]:
-        """A body of `/v1/completions`."""
+        """Body of `/v1/completions`."""
         fields = BodyFields(body)
         prompts = await self._prompts(fields)
         logprobs = fields.integer("logprobs", None, 0, MAX_LOGPROBS)
@@ -73,7 +74,7 @@ class OpenAIReader:
         return await self._read(fields, terms, kinds, prompts, logprobs, max_tokens, COMPLETIONS)
 
     async def chat(self, body: Any, terms: RequestTerms, kinds: ServedKinds) -> tuple[GenerationCall, OpenAIOptions]:
-        """A body of `/v1/chat/completions`."""
+        """Body of `/v1/chat/completions`."""
         fields = BodyFields(body)
         messages = _messages(fields)
         options = {
@@ -91,7 +92,7 @@ class OpenAIReader:
         max_tokens = fields.integer("max_completion_tokens", None, 1)
         older = fields.integer("max_tokens", None, 1)
         max_tokens = max_tokens or older or self._default_max_tokens
-        # All else is looked at before an engine is asked to read anything.
+        # Everything else is checked before an engine is called.
         call, output_options = await self._read(
             fields, terms, kinds, [(0,)], (best or 0) if wanted else None, max_tokens, CHAT
         )
@@ -125,10 +126,10 @@ class OpenAIReader:
         )
         params = _params(fields, kinds, logprobs, max_tokens, known)
         require_few_answers(fields, "n", len(prompts) * params.n)
-        given = [one for one in prompts if not isinstance(one, str)]
+        given = [prompt for prompt in prompts if not isinstance(prompt, str)]
         if given and known is COMPLETIONS:
             await self._tokenizer.check_known(given, fields, "prompt")
-        ids = [await self._tokenizer.tokenize(one) if isinstance(one, str) else one for one in prompts]
+        ids = [await self._tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         return GenerationCall(ids, [params] * len(ids), terms, stream), output_options
 
     async def _model(self, fields: BodyFields) -> str:
@@ -143,7 +144,7 @@ class OpenAIReader:
         return model
 
     async def _prompts(self, fields: BodyFields) -> list[tuple[int, ...] | str]:
-        """Text, texts, ids or lists of ids; texts are read later."""
+        """Text, texts, ids or lists of ids; texts are tokenized later."""
         prompt = fields.take("prompt")
         if prompt is None:
             raise fields.wrong("prompt", "is missing")
@@ -151,12 +152,12 @@ class OpenAIReader:
             found: list[tuple[int, ...] | str] = [prompt]
         elif not isinstance(prompt, list) or not prompt:
             raise fields.wrong("prompt", "a text, texts, token ids, or lists of token ids; not empty")
-        elif all(isinstance(one, str) for one in prompt):
+        elif all(isinstance(text, str) for text in prompt):
             found = list(prompt)
         else:
             found = list(fields.prompts("prompt", prompt))
         if len(found) > MAX_PROMPTS:
-            raise fields.wrong("prompt", f"{len(found)} prompts in one call; {MAX_PROMPTS} are the most")
+            raise fields.wrong("prompt", f"{len(found)} prompts in one call; the maximum is {MAX_PROMPTS}")
         if "" in found or () in found:
             raise fields.wrong("prompt", "an empty prompt")
         return found
@@ -187,15 +188,14 @@ def _params(
 
 
 def require_few_answers(fields: BodyFields, name: str, answers: int) -> None:
-    """That a call asks not for more than it may."""
     if answers > MAX_ANSWERS:
-        raise fields.wrong(name, f"{answers} answers in one call; {MAX_ANSWERS} are the most")
+        raise fields.wrong(name, f"{answers} answers in one call; the maximum is {MAX_ANSWERS}")
 
 
 def take_engine_extras(
     fields: BodyFields, kinds: ServedKinds, known: tuple[str, ...], prefix: str = ""
 ) -> dict[str, Any]:
-    """What the engines are to see of a body."""
+    """Fields of a body that are passed on to the engines."""
     fields.neutral(extras.NEUTRAL)
     for name in fields.rest.keys() & _BY_TRIMTAB.keys():
         raise fields.wrong(name, _BY_TRIMTAB[name])
@@ -206,10 +206,10 @@ def _messages(fields: BodyFields) -> list[dict[str, Any]]:
     messages = fields.take("messages")
     if not isinstance(messages, list) or not messages:
         raise fields.wrong("messages", "a list of messages, at least one")
-    for place, one in enumerate(messages):
-        if not isinstance(one, dict) or not isinstance(one.get("role"), str):
+    for place, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise fields.wrong(f"messages[{place}]", "an object with a role and a content")
-        content = one.get("content")
+        content = message.get("content")
         if content is not None and not isinstance(content, (str, list)):
             raise fields.wrong(f"messages[{place}].content", "a text, or a list of parts")
     return messages

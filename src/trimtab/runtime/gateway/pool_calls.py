@@ -1,7 +1,7 @@
-"""The one door from the gateway into the pool for whole answers: nothing but futures, so that a call costs little.
+"""Submits the requests of a call to the pool, for whole answers: futures only, so a call is cheap.
 
-A call has a share of the pool: so many of its requests are in the pool at a time, and the next is asked when one has
-ended. What one client asks for in one call is thus never queued as a whole before what others ask for.
+A call has a share of the pool: so many of its requests are in the pool at a time, and the next is submitted when one
+has ended. So a large call is never queued as a whole before the requests of other clients.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from trimtab.runtime.rollout.sampling import Completion, RefusedError, Sample
 
 
 class PendingCall:
-    """The requests of one call; awaited together, cancelled together. Raises where the first cannot be asked."""
+    """Requests of one call; awaited and cancelled together. Raises if the first cannot be submitted."""
 
     def __init__(self, pool: RolloutPool, call: GenerationCall, share: int) -> None:
         self._pool, self._call, self._share = pool, call, share
         self._submitted: list[list[PendingRequest]] = [[] for _ in call.prompts]
-        self._left: deque[tuple[int, int]] = deque()  # prompt and sample that were not asked yet
+        self._left: deque[tuple[int, int]] = deque()  # (prompt, sample) not submitted yet
         self._open = 0
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
@@ -35,7 +35,9 @@ class PendingCall:
                 for place in range(len(call.prompts)):
                     self._submit(place, None)
             else:
-                self._left.extend((place, index) for place, one in enumerate(call.params) for index in range(one.n))
+                self._left.extend(
+                    (place, index) for place, params in enumerate(call.params) for index in range(params.n)
+                )
                 self._fill()
                 self._all_submitted = self._loop.create_future()
         except BaseException:
@@ -66,10 +68,10 @@ class PendingCall:
     def _fill(self) -> None:
         while self._left and self._open < self._share:
             place, index = self._left[0]
-            [one] = self._submit(place, (index,))
+            [request] = self._submit(place, (index,))
             self._left.popleft()
             self._open += 1
-            one.answered.add_done_callback(self._ended)
+            request.answered.add_done_callback(self._ended)
 
     def _ended(self, answered: asyncio.Future[Sample]) -> None:
         self._open -= 1
@@ -77,7 +79,7 @@ class PendingCall:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Ask for more. There was room for the first of it, so a full queue is waited for until the deadline."""
+        """Submits more. The first were accepted, so a full queue is waited for until the deadline."""
         assert self._all_submitted is not None
         self._timer = None
         if self._all_submitted.done():
@@ -98,19 +100,19 @@ class PendingCall:
             self._all_submitted.set_result(None)
 
     async def answers(self) -> list[Completion]:
-        """All of them, once the last is there. Whoever stops waiting cancels them."""
+        """All answers, once the last has come. Cancelling the wait cancels the requests."""
         try:
             if self._all_submitted is not None:
                 await self._all_submitted
                 if self._left:
-                    raise Refusal(503, f"ended with {len(self._left)} answers not begun", code="stopping")
-            return [Completion(tuple([await one.answered for one in row])) for row in self._submitted]
+                    raise Refusal(503, f"stopped before {len(self._left)} answers were begun", code="stopping")
+            return [Completion(tuple([await request.answered for request in row])) for row in self._submitted]
         except BaseException:
             self.cancel()
             raise
 
     def cancel(self) -> None:
-        """Ends what is not answered yet; the answers are what there was."""
+        """Cancels unfinished requests; the answers are partial."""
         if self._timer is not None:
             self._timer.cancel()
         if self._all_submitted is not None and not self._all_submitted.done():
@@ -120,5 +122,4 @@ class PendingCall:
 
     @property
     def requests(self) -> Sequence[str]:
-        """Their ids in the pool."""
-        return [one.spec.id for row in self._submitted for one in row]
+        return [request.spec.id for row in self._submitted for request in row]

@@ -1,8 +1,8 @@
-"""Answering generations: a call in, its answer out, and nothing left running behind it.
+"""Answers generation calls.
 
-What must never happen: a request that goes on in the pool after its client has gone; a stream that ends without saying
-so; two answers to one call. A call counts from the moment its head was read until its last byte was written, so that a
-stop knows what is under way.
+What must never happen: a request that stays in the pool after its client has disconnected; a stream that ends without a
+final event; two responses to one call. A call counts as open from its head to the last byte of its response, so that a
+stop knows what is open.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import UP
-from trimtab.runtime.gateway.answer_forms import ResponseFormat
+from trimtab.runtime.gateway.response_format import ResponseFormat
 from trimtab.runtime.gateway.calls import GenerationCall, is_answer, response_headers, samples_of
 from trimtab.runtime.gateway.errors import Refusal, refusal_for_error, refusal_for_sample
 from trimtab.runtime.gateway.exchange import HttpExchange, Send
@@ -30,10 +30,10 @@ from trimtab.runtime.rollout.pool import RolloutPool
 from trimtab.runtime.rollout.sampling import Chunk, RefusedError
 
 Read = Callable[[Any, RequestTerms, ServedKinds], Awaitable[ResponseFormat]]
-"""Understands a body, with the kinds of engines that are up, and says how it is answered."""
+"""Reads a body, given the kinds of engines that are up."""
 
 Refused = Callable[[Refusal], dict[str, object]]
-"""How a dialect says that it will not."""
+"""Formats a refusal."""
 
 STOPPING = "the gateway stops"
 REFRESH_S = 0.5
@@ -41,7 +41,7 @@ MIN_SHARE = 16
 
 
 class GenerationTracker:
-    """What is being answered now."""
+    """Open calls."""
 
     def __init__(
         self, pool: RolloutPool, settings: GatewaySettings, guard: GatewayGuard, metrics: GatewayMetrics
@@ -50,7 +50,7 @@ class GenerationTracker:
         self.bodies = BodyParser()
         self.stopping = False
         self._open: set[HttpExchange] = set()
-        self.waiting: dict[HttpExchange, PendingCall] = {}  # those whose answers come in one piece
+        self.waiting: dict[HttpExchange, PendingCall] = {}  # calls answered in one piece
         self._empty = asyncio.Event()
         self._kinds: frozenset[str] = frozenset()
         self._capacity = 0
@@ -58,16 +58,15 @@ class GenerationTracker:
 
     @property
     def open(self) -> int:
-        """How many are being answered."""
         return len(self._open)
 
     def kinds(self) -> frozenset[str]:
-        """Of the engines that are up, as seen a moment ago."""
+        """Kinds of engines that are up, cached for a moment."""
         self._refresh()
         return self._kinds
 
     def share(self) -> int:
-        """How many requests of one call may be in the pool at a time: enough to keep all engines busy."""
+        """Requests of one call that may be in the pool at a time: enough to keep all engines busy."""
         self._refresh()
         return max(MIN_SHARE, 2 * self._capacity)
 
@@ -81,20 +80,19 @@ class GenerationTracker:
             self._fresh_until = now + REFRESH_S
 
     def enter(self, exchange: HttpExchange) -> None:
-        """Counts it among those under way; refuses it where there are too many."""
+        """Counts a call as open, or refuses it."""
         if self.stopping:
             exchange.closing = True
             raise Refusal(503, STOPPING, code="stopping", headers={"retry-after": "5"})
         if len(self._open) >= self.settings.max_concurrent:
             raise Refusal(
-                503, f"{len(self._open)} requests are being answered already, and that is the limit",
+                503, f"{len(self._open)} requests are open, which is the limit",
                 code="too_many", headers={"retry-after": "1"},
             )  # fmt: skip
         self._open.add(exchange)
         self._empty.clear()
 
     def leave(self, exchange: HttpExchange) -> None:
-        """It is over."""
         exchange.unwatch()
         self.waiting.pop(exchange, None)
         self._open.discard(exchange)
@@ -102,7 +100,7 @@ class GenerationTracker:
             self._empty.set()
 
     async def until_empty(self, within_s: float) -> bool:
-        """Whether all that was under way has ended by then."""
+        """Whether all open calls ended in time."""
         if self._open and within_s > 0:
             try:
                 await asyncio.wait_for(self._empty.wait(), within_s)
@@ -111,24 +109,23 @@ class GenerationTracker:
         return not self._open
 
     def abort_all(self) -> None:
-        """What is under way is answered now, with what there is."""
+        """Answers all open calls now, with what there is."""
         for exchange in list(self._open):
             waiting = self.waiting.get(exchange)
             if waiting is not None:
                 exchange.closing = True
-                waiting.cancel()  # its answers come at once, as they are
+                waiting.cancel()  # partial answers come at once
             else:
                 exchange.abort(STOPPING)
 
 
 class GenerationEndpoint:
-    """One endpoint: ASGI, because every token goes through it."""
+    """One endpoint; plain ASGI, because every token passes here."""
 
     def __init__(self, serving: GenerationTracker, name: str, read: Read, refused: Refused) -> None:
         self._serving, self._name, self._read, self._refused = serving, name, read, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
         serving = self._serving
         exchange = HttpExchange(scope, receive, send, serving.settings.write_s)
         began = asyncio.get_running_loop().time()
@@ -148,7 +145,7 @@ class GenerationEndpoint:
             exchange.client_gone = True
         except asyncio.CancelledError:
             if not (exchange.client_gone or exchange.abort_reason):
-                raise  # the server itself is ended
+                raise  # the server stops
             if exchange.abort_reason:
                 await self._refuse(exchange, Refusal(503, exchange.abort_reason, code="stopping"))
         serving.metrics.answered(self._name, exchange, asyncio.get_running_loop().time() - began)
@@ -193,7 +190,7 @@ class GenerationEndpoint:
                         left -= 1
                     event = await form.event(place, chunk)
                     if not left:
-                        tail = event  # goes out together with the end
+                        tail = event  # sent together with the end
                     elif event:
                         await exchange.write(event)
         except asyncio.CancelledError:
@@ -209,38 +206,38 @@ class GenerationEndpoint:
     async def _refuse(self, exchange: HttpExchange, refusal: Refusal) -> None:
         exchange.unwatch()
         if exchange.status:
-            return  # it has begun; the broken connection is what is left to say
+            return  # the response has begun; only the connection can be closed
         headers = [(name.encode(), value.encode()) for name, value in refusal.headers.items()]
         await exchange.json(self._refused(refusal), refusal.status, headers)
 
 
 async def chunks_of(pool: RolloutPool, call: GenerationCall, share: int) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """What comes of all prompts of a call, with the place of the prompt; ending it cancels what still runs.
+    """Chunks of all prompts of a call, with the prompt's index; closing it cancels the requests.
 
-    As many prompts stream at a time as the call's share has samples for, at least one.
+    As many prompts stream at a time as fit in the call's share, at least one.
     """
     if len(call.prompts) == 1:
-        async with aclosing(_stream_of(pool, call, 0)) as only:
-            async for chunk in only:
+        async with aclosing(_stream_of(pool, call, 0)) as stream:
+            async for chunk in stream:
                 yield 0, chunk
         return
     queue: asyncio.Queue[tuple[int, Chunk | BaseException | None]] = asyncio.Queue()
-    beside = max(1, share // call.params[0].n)
-    turns = asyncio.Semaphore(beside)
+    concurrent = max(1, share // call.params[0].n)
+    turns = asyncio.Semaphore(concurrent)
     tasks = [
-        asyncio.create_task(_pump(pool, call, place, queue, turns, patient=place >= beside))
+        asyncio.create_task(_pump(pool, call, place, queue, turns, retry=place >= concurrent))
         for place in range(len(call.prompts))
     ]
     try:
         left = len(tasks)
         while left:
-            place, came = await queue.get()
-            if came is None:
+            place, item = await queue.get()
+            if item is None:
                 left -= 1
-            elif isinstance(came, BaseException):
-                raise came
+            elif isinstance(item, BaseException):
+                raise item
             else:
-                yield place, came
+                yield place, item
     finally:
         for task in tasks:
             task.cancel()
@@ -254,9 +251,9 @@ async def _pump(
     queue: asyncio.Queue[tuple[int, Chunk | BaseException | None]],
     turns: asyncio.Semaphore,
     *,
-    patient: bool,
+    retry: bool,
 ) -> None:
-    """One prompt's chunks; a full queue refuses the call, or is waited for once the call has begun."""
+    """Chunks of one prompt; a full queue refuses the call, or is waited for once the call has begun."""
     try:
         async with turns:
             while True:
@@ -266,7 +263,7 @@ async def _pump(
                             queue.put_nowait((place, chunk))
                     break
                 except RefusedError as refused:  # before the first chunk
-                    if not patient:
+                    if not retry:
                         raise
                     await asyncio.sleep(refused.retry_after_s)
     except Exception as fault:

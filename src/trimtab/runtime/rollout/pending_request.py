@@ -3,8 +3,8 @@
 All attempts append to the same answer. After an interruption the next attempt continues from the number of tokens that
 the machine names (`resumed`), and tokens beyond that are discarded. Two attempts never write to the same answer,
 because tokens of superseded attempts are refused. A streaming client sees each token once; when an answer restarts
-after some of it was sent, the client is told (`restarted`), or, where that is impossible, the tokens must come out the
-same.
+after some of it was sent, the client gets a chunk with `restarted`, or, where that is impossible, the tokens must come
+out the same.
 """
 
 from __future__ import annotations

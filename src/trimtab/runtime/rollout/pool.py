@@ -291,7 +291,7 @@ class RolloutPool(RequestApi):
         self._core.handle_event(e.WorkerRangeSet(min_workers, max_workers))
 
     def takers(self, takers: tuple[Taker, ...]) -> None:
-        """Reports who is waiting for a freed worker."""
+        """Reports the tasks that wait for a freed worker."""
         self._core.handle_event(e.DemandSeen(takers))
 
     # ---- weights and readiness ---------------------------------------------------------------------------------------

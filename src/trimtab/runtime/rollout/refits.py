@@ -5,7 +5,7 @@
     async with pool.refit(version=8, way="collective") as refit:
         trainer.send(refit.engines)             # sent by the trainer; offsets and sizes are frozen until the end
 
-Leaving the block ends the refit. Engines that were neither confirmed nor failed are then asked for their version; after
+Leaving the block ends the refit. Engines that were neither confirmed nor failed must then report the version; after
 an exception, unconfirmed engines count as failed. An engine without the new weights is out of service; the others go
 on.
 """

@@ -70,11 +70,11 @@ class RequestApi:
                 rows.append([])
                 for index in range(params.n):
                     key = "" if keys is None else (keys[at] if params.n == 1 else f"{keys[at]}/{index}")
-                    how = (class_, group, version, at_least, spans, key, deadline_s)
-                    request = self._submit(prompt, params, index, None, *how)
+                    options = (class_, group, version, at_least, spans, key, deadline_s)
+                    request = self._submit(prompt, params, index, None, *options)
                     pending.append(request)
                     rows[-1].append(
-                        request.answered if not request.answered.done() else self._retry_if_refused(request, how)
+                        request.answered if not request.answered.done() else self._retry_if_refused(request, options)
                     )
             return [Completion(tuple([await future for future in row])) for row in rows]
         except BaseException:
@@ -84,17 +84,17 @@ class RequestApi:
                 future.cancel()
             raise
 
-    def _retry_if_refused(self, refused: PendingRequest, how: tuple[Any, ...]) -> asyncio.Future[Sample]:
+    def _retry_if_refused(self, refused: PendingRequest, options: tuple[Any, ...]) -> asyncio.Future[Sample]:
         """The answer; a refused request is retried in a task."""
         if refused.answered.exception() is None:
             return refused.answered
-        return self._core.spawn_for(self._retry_until_accepted(refused, how), f"retry-{refused.spec.id}")
+        return self._core.spawn_for(self._retry_until_accepted(refused, options), f"retry-{refused.spec.id}")
 
-    async def _retry_until_accepted(self, first: PendingRequest, how: tuple[Any, ...]) -> Sample:
+    async def _retry_until_accepted(self, first: PendingRequest, options: tuple[Any, ...]) -> Sample:
         """Submits again after each refusal, until the deadline."""
         core, pending = self._core, first
-        class_ = next(known for known in core.machine.rules.classes if known.name == how[0])
-        allowed_s = how[-1] if how[-1] is not None else class_.deadline_s
+        class_ = next(known for known in core.machine.rules.classes if known.name == options[0])
+        allowed_s = options[-1] if options[-1] is not None else class_.deadline_s
         until = None if allowed_s is None else core.clock() + allowed_s
         while True:
             try:
@@ -108,7 +108,7 @@ class RequestApi:
                 self.cancel(pending.spec.id)
                 raise
             left_s = None if until is None else max(0.0, until - core.clock())
-            pending = self._submit(pending.prompt, pending.params, pending.index, None, *(*how[:-1], left_s))
+            pending = self._submit(pending.prompt, pending.params, pending.index, None, *(*options[:-1], left_s))
 
     async def stream(
         self,
@@ -133,8 +133,8 @@ class RequestApi:
         ids, chunks = checked_prompt(prompt, "prompt"), asyncio.Queue[Chunk]()
         pending: list[PendingRequest] = []
         try:
-            how = (class_, group, version, at_least, spans, key, deadline_s)
-            pending += self._submit_all(ids, params, range(params.n), chunks, *how)
+            options = (class_, group, version, at_least, spans, key, deadline_s)
+            pending += self._submit_all(ids, params, range(params.n), chunks, *options)
             gate = _RestartGate(pending) if restarts == "hold" else None
             left = len(pending)
             while left:

@@ -115,8 +115,8 @@ def _queue(core: RolloutCore, now: float) -> list[dict[str, Any]]:
     """Queued requests by class."""
     found: dict[str, dict[str, Any]] = {
         class_.name: {
-            "class": class_.name, "priority": class_.priority, "limit": class_.queue_limit, "waiting": 0, "oldest_s": 0.0,
-            "reason": None,
+            "class": class_.name, "priority": class_.priority, "limit": class_.queue_limit, "waiting": 0,
+            "oldest_s": 0.0, "reason": None,
         }
         for class_ in core.machine.rules.classes
     }  # fmt: skip

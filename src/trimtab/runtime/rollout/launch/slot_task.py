@@ -71,7 +71,7 @@ class EngineSlotTask(SlotTask):
             )  # fmt: skip
         return base_url(host, self._port)
 
-    def look(self) -> EngineProcessState:
+    def probe(self) -> EngineProcessState:
         """Process state during the start."""
         process = self._process
         return EngineProcessState(ENDED_HERE) if process is None else process.probe(self._port)

@@ -133,7 +133,7 @@ class SlotLauncher:
         self._http: aiohttp.ClientSession | None = None
         self._run_id = uuid.uuid4().hex[:6]
         self._numbers = itertools.count(1)
-        self._version = -1  # of the nodes, as last heard
+        self._version = -1  # of the nodes, as last received
         self._offset: float | None = None  # of the controller's clock
         self._threads = concurrent.futures.ThreadPoolExecutor(8, thread_name_prefix="trimtab-slots")
         self.background = Background(prefix="slots")
@@ -273,7 +273,7 @@ class SlotLauncher:
         self._http = self._http or open_session()
 
         async def probe() -> EngineProcessState:
-            seen: EngineProcessState = await slot.call("look")
+            seen: EngineProcessState = await slot.call("probe")
             return seen
 
         within_s = command.stop_s + ANSWER_S  # a previous engine ends first
@@ -376,8 +376,8 @@ class SlotLauncher:
             self._version = news.version
             for slot in list(self.worker_slots.values()):
                 self._on_node(slot, {node.node: node for node in news.nodes}.get(slot.member.node))
-            for hear in self.on_nodes:
-                hear(news.nodes)
+            for callback in self.on_nodes:
+                callback(news.nodes)
         self._release_idle()
 
     async def _on_task(self, slot: WorkerSlot, seen: TaskSnapshot) -> None:
