@@ -20,7 +20,6 @@ from starlette.routing import Match, Route
 from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import WorkerState
 from trimtab.runtime.gateway import openai, sglang
-from trimtab.runtime.gateway.response_format import ResponseFormat
 from trimtab.runtime.gateway.errors import Refusal, refusal_for_error
 from trimtab.runtime.gateway.exchange import HttpExchange, Send
 from trimtab.runtime.gateway.fields import BodyFields
@@ -29,6 +28,7 @@ from trimtab.runtime.gateway.headers import RequestTerms
 from trimtab.runtime.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from trimtab.runtime.gateway.openai import ServedKinds
 from trimtab.runtime.gateway.openai_format import OpenAIFormat
+from trimtab.runtime.gateway.response_format import ResponseFormat
 from trimtab.runtime.gateway.serving import STOPPING, GenerationEndpoint, GenerationTracker
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer

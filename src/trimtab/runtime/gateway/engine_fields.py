@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from trimtab.core.errors import nearest
-from trimtab.runtime.gateway.response_format import to_json
 from trimtab.runtime.gateway.errors import Refusal
+from trimtab.runtime.gateway.response_format import to_json
 
 _ALL = frozenset({"frequency_penalty", "presence_penalty", "min_p", "logit_bias", "ignore_eos"})
 KNOWN: dict[str, frozenset[str]] = {

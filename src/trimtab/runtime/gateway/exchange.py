@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
-from trimtab.runtime.gateway.response_format import to_json
 from trimtab.runtime.gateway.guard import Headers, Receive, Scope
+from trimtab.runtime.gateway.response_format import to_json
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 WATCH_AFTER_S = 0.25

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trimtab.runtime.gateway.response_format import flag, sse, to_json
 from trimtab.runtime.gateway.calls import FINISHES, GenerationCall, details, samples_of
 from trimtab.runtime.gateway.errors import Refusal
 from trimtab.runtime.gateway.openai import OpenAIOptions
+from trimtab.runtime.gateway.response_format import flag, sse, to_json
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer, TextStream
 from trimtab.runtime.rollout.sampling import Chunk, Completion, Sample
 

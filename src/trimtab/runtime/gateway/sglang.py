@@ -15,7 +15,6 @@ from typing import Any
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.model.rollout import End
 from trimtab.runtime.gateway import engine_fields as extras
-from trimtab.runtime.gateway.response_format import flag, sse, to_json
 from trimtab.runtime.gateway.calls import GenerationCall, details, new_id
 from trimtab.runtime.gateway.errors import Refusal, refusal_for_sample
 from trimtab.runtime.gateway.fields import BodyFields
@@ -28,6 +27,7 @@ from trimtab.runtime.gateway.openai import (
     require_few_answers,
     take_engine_extras,
 )
+from trimtab.runtime.gateway.response_format import flag, sse, to_json
 from trimtab.runtime.gateway.tokenizing import PoolTokenizer, TextStream
 from trimtab.runtime.rollout.sampling import Chunk, Completion, Sample, SamplingParams
 
