@@ -194,7 +194,7 @@ def test_those_that_serve_are_asked_first_and_the_others_only_where_none_does() 
         only = pool_of(one, two, states=(WorkerState.stale, WorkerState.lost))
         await only.tokenize("a")
         assert one.asked
-        with pytest.raises(Refusal, match="no worker is there that reads text"):
+        with pytest.raises(Refusal, match="no worker has a tokenizer"):
             await pool_of().tokenize("a")
 
     run(whole())

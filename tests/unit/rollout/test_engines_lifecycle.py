@@ -91,7 +91,7 @@ def test_a_pause_or_resume_that_did_not_happen_is_a_failure_though_the_status_wa
         del stub.refuse["/pause"]
         await engine.pause()
         stub.refuse["/resume"] = (200, {"status": "resumed"})
-        with pytest.raises(EngineFailedError, match="and is paused"):
+        with pytest.raises(EngineFailedError, match="but is paused"):
             await engine.resume()
         with pytest.raises(EnginePausedError):
             await answer(engine, greedy("a", PROMPT, 2))
@@ -164,7 +164,7 @@ def test_a_server_that_calls_itself_ready_over_a_scheduler_that_stands_still_is_
         await engine.load()
         state = await engine.ready()
         assert (state.up, state.paused) == (False, False)
-        assert "does not answer" in state.why
+        assert "does not generate" in state.why
 
     scene("sglang", play, call_s=2.0)
 
@@ -226,7 +226,7 @@ def test_what_holds_memory_counts_as_running_before_the_engine_counts_it() -> No
         async with open_session() as others:
             async with running(stub, KINDS["sglang"]("other", stub.url, others), 500) as task:
                 assert (await engine.load()).running == 1
-                with pytest.raises(EngineBusyError, match="of others"):
+                with pytest.raises(EngineBusyError, match="of other clients"):
                     await engine.sleep(1)
                 assert (await task).ids == expected(500)
             assert (await engine.load()).running == 0
@@ -332,7 +332,7 @@ def test_a_refit_changes_the_answers_and_one_with_requests_running_is_refused(ki
             with pytest.raises(EngineBusyError):
                 await engine.refit(WeightUpdate("v8", "v8"))
         assert stub.loaded == "v7"
-        with pytest.raises(NotSupportedError, match="trainer's to send"):
+        with pytest.raises(NotSupportedError, match="sent by the trainer"):
             await engine.refit(WeightUpdate("", "v9", way="nccl"))
 
     scene(kind, play)
