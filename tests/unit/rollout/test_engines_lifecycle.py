@@ -391,7 +391,7 @@ def test_a_refit_whose_version_is_not_confirmed_has_failed(kind: str) -> None:
     async def play(stub: Any, engine: HttpEngine) -> None:
         path = "/weight_info" if kind == "vllm" else "/model_info"
         stub.refuse[path] = (200, {"weight_version": "default"})
-        with pytest.raises(EngineFailedError, match="says version 'default' and not 'v2'"):
+        with pytest.raises(EngineFailedError, match="reports version 'default' and not 'v2'"):
             await engine.refit(WeightUpdate("v2", "v2"))
         assert await engine.version() is None
         assert not (await engine.ready()).up

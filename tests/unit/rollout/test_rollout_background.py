@@ -345,7 +345,7 @@ async def test_processes_are_looked_at_beside_the_event_loop(tmp_path: Path, mon
     looked: list[threading.Thread] = []
     monkeypatch.setattr(
         EngineProcess,
-        "seen",
+        "probe",
         lambda self, port: looked.append(threading.current_thread()) or EngineProcessState("it ended"),
     )
     pool = SimpleNamespace(died=lambda worker, why: None)
