@@ -109,15 +109,13 @@ class ActorEngine(GatedEngine):
         if EngineCapability.pause in self.capabilities:
             await self._call("pause", mode.value)
         elif mode is PauseMode.keep:
-            raise InputError("this actor cannot hold requests still", where=f"engine {self.name}", hint="abort or wait")
+            raise InputError(
+                "this actor cannot hold running requests", where=f"engine {self.name}", hint="abort or wait"
+            )
         else:
             if mode is PauseMode.abort:
                 await self.abort()
-            deadline = time.monotonic() + self.deadlines.change_s
-            while self._open_streams:
-                if time.monotonic() > deadline:
-                    raise EngineWedgedError("requests still ran long after the pause", engine=self.name)
-                await asyncio.sleep(0.02)
+            await self._wait_drained()
 
     async def _resume(self) -> None:
         if EngineCapability.pause in self.capabilities:

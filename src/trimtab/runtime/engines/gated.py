@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
@@ -399,6 +399,16 @@ class GatedEngine:
                 f"it has {load.running} running and {load.waiting} waiting requests of other clients", engine=self.name,
                 hint="drain or abort them first",
             )  # fmt: skip
+
+    async def _wait_drained(self, running: Callable[[], Awaitable[bool]] | None = None) -> None:
+        """Waits until no request runs, for engines without a waiting pause."""
+        deadline = asyncio.get_running_loop().time() + self.deadlines.change_s
+        while self._open_streams or (running is not None and await running()):
+            if asyncio.get_running_loop().time() > deadline:
+                raise EngineWedgedError(
+                    f"requests still ran {self.deadlines.change_s:g} s after the pause", engine=self.name
+                )
+            await asyncio.sleep(_POLL_S)
 
     async def _settled_load(self) -> EngineLoad:
         """Load after the engine has counted the end of this adapter's requests, which it does late."""

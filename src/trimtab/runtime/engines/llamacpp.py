@@ -26,7 +26,6 @@ from trimtab.runtime.engines.engine import (
     EngineLoad,
     EngineRefusedError,
     EngineState,
-    EngineWedgedError,
     FinishReason,
     GenerateRequest,
     PauseMode,
@@ -101,13 +100,10 @@ class LlamaCppEngine(HttpEngine):
             raise InputError(
                 "llama.cpp cannot hold running requests", where=f"engine {self.name}", hint="abort or wait"
             )
-        deadline = time.monotonic() + self.deadlines.change_s
-        while self._open_streams or (await self._load()).running:
-            if time.monotonic() > deadline:
-                raise EngineWedgedError(
-                    f"requests still ran {self.deadlines.change_s:g} s after the pause", engine=self.name
-                )
-            await asyncio.sleep(0.02)
+        await self._wait_drained(self._is_running)
+
+    async def _is_running(self) -> bool:
+        return (await self._load()).running > 0
 
     async def _resume(self) -> None:
         await self.wire.get("/health")

@@ -14,7 +14,6 @@ version is None until a refit, whatever the server reports.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -183,21 +182,12 @@ class SglangEngine(HttpEngine):
 
     async def _pause(self, mode: PauseMode) -> None:
         if mode is PauseMode.wait:
-            await self._wait_drained()
+            await self._wait_drained(self._is_busy)  # the server has no waiting pause
         await self._post("/pause_generation", {"mode": _MODES[mode]})
 
-    async def _wait_drained(self) -> None:
-        """It has no waiting pause, so the wait is done here."""
-        deadline = time.monotonic() + self.deadlines.change_s
-        while True:
-            load = await self._load()
-            if not self._open_streams and load.running == load.waiting == 0:
-                return
-            if time.monotonic() > deadline:
-                raise EngineWedgedError(
-                    f"requests still ran {self.deadlines.change_s:g} s after the pause", engine=self.name
-                )
-            await asyncio.sleep(0.05)
+    async def _is_busy(self) -> bool:
+        load = await self._load()
+        return load.running + load.waiting > 0
 
     async def _require_retracted(self) -> None:
         """`retract` has released the memory of every request; they are recomputed afterwards."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from trimtab.core.errors import TrimtabError
 from trimtab.model.rollout import UP
-from trimtab.runtime.gateway.calls import GenerationCall, is_answer, response_headers, samples_of
+from trimtab.runtime.gateway.calls import GenerationCall, PendingCall, is_answer, response_headers, samples_of
 from trimtab.runtime.gateway.errors import Refusal, refusal_for_error, refusal_for_sample
 from trimtab.runtime.gateway.exchange import HttpExchange, Send
 from trimtab.runtime.gateway.fields import BodyParser
@@ -23,7 +23,6 @@ from trimtab.runtime.gateway.guard import ClientLeft, GatewayGuard, Receive, Sco
 from trimtab.runtime.gateway.headers import RequestTerms, read_terms
 from trimtab.runtime.gateway.metrics import GatewayMetrics
 from trimtab.runtime.gateway.openai import ServedKinds
-from trimtab.runtime.gateway.pool_calls import PendingCall
 from trimtab.runtime.gateway.response_format import ResponseFormat
 from trimtab.runtime.gateway.settings import GatewaySettings
 from trimtab.runtime.rollout.pool import RolloutPool

@@ -89,6 +89,11 @@ class WorkerSlot:
             self.watching.cancel()
             self.watching = None
 
+    async def wait_for_change(self, within_s: float) -> None:
+        self.changed.clear()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.changed.wait(), within_s)
+
     async def call(self, method: str, *args: Any, within_s: float = ANSWER_S) -> Any:
         """Calls the task; UnreachableError if it is gone, hangs or raises."""
         try:
@@ -248,9 +253,7 @@ class SlotLauncher:
             left_s = deadline - time.monotonic()
             if left_s <= 0 and slot.state in IN_QUEUE:
                 raise await self._no_room(slot)
-            slot.changed.clear()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(slot.changed.wait(), max(0.05, min(left_s, 1.0)))
+            await slot.wait_for_change(max(0.05, min(left_s, 1.0)))
 
     async def _no_room(self, slot: WorkerSlot) -> NoRoomError:
         """The rollout pool goes on without the worker until its task has a slot."""
@@ -314,9 +317,7 @@ class SlotLauncher:
         while slot.state is TaskState.cancelling and self.worker_slots.get(slot.worker) is slot and not self._closed:
             if time.monotonic() > deadline:
                 raise UnreachableError(f"its task does not leave its slot: {slot.reason}")
-            slot.changed.clear()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(slot.changed.wait(), 1.0)
+            await slot.wait_for_change(1.0)
 
     async def _give_back(self, slot: WorkerSlot) -> None:
         """Ends the engine, then the task."""
