@@ -36,20 +36,20 @@ class GatewayGuard:
         self._token = settings.token.encode()
         own = set() if settings.host in ANY else {settings.host.lower()}
         self._names = LOOPBACK | own | {name.lower() for name in settings.allowed_hosts}
-        # The owner of a name can point it here (DNS rebinding); a numeric address cannot be forged.
+        # The owner of a name can point it here (DNS rebinding); a numeric address is what the caller typed.
         self._takes_numbers = not settings.on_loopback
         self._places = AllowedHosts(settings.worker_hosts)
         self._largest, self._body_s = settings.max_body_bytes, settings.body_s
-        self._right: set[bytes] = set()  # accepted Host headers; bounded
+        self._accepted: set[bytes] = set()  # accepted Host headers; bounded
 
     def check_host(self, headers: Headers) -> None:
         """Checks that the Host is this gateway and that the caller is no page of another origin."""
         host = headers.get(b"host", b"")
-        if host not in self._right:
+        if host not in self._accepted:
             if not self._is_ours(host_name(host.decode("latin-1"))):
                 raise Refusal(421, "this Host is not served here; add it to allowed_hosts", code="wrong_host")
-            if len(self._right) < 64:
-                self._right.add(host)
+            if len(self._accepted) < 64:
+                self._accepted.add(host)
         origin = headers.get(b"origin")
         if origin is not None:
             self._check_origin(origin.decode("latin-1"))

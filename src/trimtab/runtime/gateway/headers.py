@@ -16,7 +16,7 @@ from trimtab.runtime.gateway.guard import Headers
 PREFIX = b"x-trimtab-"
 KNOWN = ("class", "group", "version", "at-least", "spans", "deadline-s", "details")
 MAX_CHARS = 256
-MAX_VERSION_DIGITS = 18  # digits
+MAX_VERSION_DIGITS = 18
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ log = logging.getLogger("trimtab.gateway")
 FILES_BESIDE = 512
 FILES_FEW = 4_096  # fewer: log a warning
 KEEP_ALIVE_S = 75
-CUT_S = 5.0  # to write aborted responses
+ABORT_WRITE_S = 5.0  # to write aborted responses
 START_S = 10.0
 
 
@@ -66,7 +66,7 @@ class Gateway:
             log.warning("at most %d open files are allowed here: about %d concurrent requests", files, files // 2)
         self._server = quiet_server(
             self.app, http=limited(self.settings.head_s, self.settings.max_head_bytes),
-            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=int(CUT_S),
+            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=int(ABORT_WRITE_S),
         )  # fmt: skip
         self._running = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="gateway")
         for _ in range(int(START_S / 0.005)):
@@ -84,9 +84,9 @@ class Gateway:
         if running is not None and self._server is not None:
             if not await serving.until_empty(drain_s):
                 serving.abort_all()
-                await serving.until_empty(CUT_S)
+                await serving.until_empty(ABORT_WRITE_S)
             self._server.should_exit = True
-            await asyncio.wait({running}, timeout=CUT_S + 1)
+            await asyncio.wait({running}, timeout=ABORT_WRITE_S + 1)
             if not running.done():
                 self._server.force_exit = True
                 running.cancel()

@@ -78,9 +78,8 @@ class EngineHealthChecker:
             core.handle_event(e.WorkerUp(worker, version_number(state.version)))
             return
         if state.asleep and state.elsewhere and not view.asleep and view.state not in STARTING_OR_INACTIVE:
-            core.handle_event(
-                e.WorkerSlept(worker, keeps_weights=False)
-            )  # the level is unknown, so its weights count as gone
+            # The level is unknown, so its weights count as gone.
+            core.handle_event(e.WorkerSlept(worker, keeps_weights=False))
             return
         if state.up and view.asleep and view.state is S.inactive:
             core.handle_event(e.WorkerUp(worker, version_number(state.version), restarted=False))

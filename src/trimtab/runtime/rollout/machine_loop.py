@@ -83,9 +83,8 @@ class RolloutCore:
     clock: Callable[[], float] = time.monotonic
     handles: dict[str, WorkerHandle] = field(default_factory=dict)
     pending: dict[str, PendingRequest] = field(default_factory=dict)
-    keyed_answers: dict[str, PendingRequest] = field(
-        default_factory=dict
-    )  # answers kept for requests with the same key
+    # Kept for requests with the same key.
+    keyed_answers: dict[str, PendingRequest] = field(default_factory=dict)
     attempts: dict[tuple[str, int], RequestAttempt] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)

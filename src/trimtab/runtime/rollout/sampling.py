@@ -31,9 +31,7 @@ class SamplingParams:
     seed: int | None = None  # of the first sample; the next ones add 1 each
     logprobs: int | None = None  # None: off; 0: of the chosen tokens; n: also of the top n at each position
     extra: Mapping[str, Any] = field(default_factory=dict)  # passed to the engine unchanged
-    resume: bool | None = (
-        None  # whether an interrupted answer may continue from its tokens; None: if that changes nothing
-    )
+    resume: bool | None = None  # an interrupted answer may continue from its tokens; None: if that changes nothing
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

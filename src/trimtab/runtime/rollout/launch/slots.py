@@ -53,7 +53,7 @@ NEWS_WAIT_S = 0.5  # of a call for news, which is then repeated for the current 
 ENGINE_CHECK_S = 1.0  # between checks of an engine's process
 TASK_END_S = 60.0  # for a task to end
 UNTIMED_DRAIN_S = 30.0  # a node that drains without a deadline
-AS_LONG_AS_IT_TAKES_S = 1e7
+NO_TIMEOUT_S = 1e7
 LOSSES = (
     ReasonCode.node_lost,
     ReasonCode.slot_lost,
@@ -237,7 +237,7 @@ class SlotLauncher:
             id=f"{safe_name(worker)}.{self._run_id}.{next(self._numbers)}",
             ends_with_me=True,
             restarts=0,
-            wait_s=AS_LONG_AS_IT_TAKES_S,
+            wait_s=NO_TIMEOUT_S,
             awaits_node=True,
             **self._settings,
         )
