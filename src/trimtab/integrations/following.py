@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 from trimtab.core.errors import InputError, TrimtabError
 from trimtab.model.rollout import RefitWay, WorkerState
 from trimtab.runtime.engines.engine import EngineCapability
-from trimtab.runtime.rollout.dispatcher import number_of
+from trimtab.runtime.rollout.dispatcher import version_number
 from trimtab.runtime.rollout.pool import RolloutPool
 
 log = logging.getLogger("trimtab.integrations.following")
@@ -90,8 +90,8 @@ async def _reported(pool: RolloutPool) -> dict[str, int]:
 async def _version_of(pool: RolloutPool, worker: str) -> int | None:
     try:
         engine = pool.engine(worker)
-        if engine is None or EngineCapability.version not in engine.verbs:
+        if engine is None or EngineCapability.version not in engine.capabilities:
             return None
-        return number_of(await asyncio.wait_for(engine.version(), ASK_S))
+        return version_number(await asyncio.wait_for(engine.version(), ASK_S))
     except (TrimtabError, OSError, asyncio.TimeoutError):
         return None

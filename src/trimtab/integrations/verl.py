@@ -325,7 +325,7 @@ class ServerEngine:
     """A server that somebody else talks to: all that is asked of it is whether it lives."""
 
     kind = "actor"
-    verbs: frozenset[EngineCapability] = frozenset()
+    capabilities: frozenset[EngineCapability] = frozenset()
 
     def __init__(self, name: str, handle: Any, on_gone: Callable[[str], None]) -> None:
         self.name = name

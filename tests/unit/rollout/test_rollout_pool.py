@@ -104,7 +104,7 @@ def test_a_prompt_that_is_none_is_refused_before_anything_is_sent(prompt: object
     async def act(scene: Scene) -> None:
         with pytest.raises(InputError, match=says):
             await scene.pool.generate([PROMPT, prompt])  # type: ignore[list-item]
-        assert not scene.pool._core.asked
+        assert not scene.pool._core.pending
 
     play(act, kinds=("sglang",))
 

@@ -243,7 +243,7 @@ def test_an_engine_that_ignores_its_end_is_killed_with_all_that_it_started(tmp_p
         await until_async(lambda: log.exists() and "deaf" in log.read_text() and len(family(launcher, "w0")) == 3)
         them = family(launcher, "w0")
         process = launcher._running["w0"]
-        assert await process.end_beside()
+        assert await process.end_async()
         assert not gone(them, 0.0)
         assert "I stay" in log.read_text(), "it was asked before it was killed"
         with pytest.raises(UnreachableError, match="SIGKILL"):
@@ -366,9 +366,9 @@ def test_a_command_line_is_filled_in_and_json_in_it_is_left_alone() -> None:
     assert line[:4] == ["vllm", "serve", "/weights/7", "--host"]
     assert line[-4:] == ["--override", '{"a": {"b": 1}}', "--seed", "7"]
     assert command.settings == {"VLLM_SERVER_DEV_MODE": "1"}
-    assert command.starts_with(7, None) == 0
+    assert command.started_version(7, None) == 0
     fixed = EngineCommand("base", command="serve base --port {port}", version=2)
-    assert fixed.starts_with(7, "/weights/7") == 2, "a command that names no weights starts with its own"
+    assert fixed.started_version(7, "/weights/7") == 2, "a command that names no weights starts with its own"
 
 
 def test_an_engine_does_not_get_the_tokens_of_trimtab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,6 +379,6 @@ def test_an_engine_does_not_get_the_tokens_of_trimtab(tmp_path: Path, monkeypatc
     engine = EngineProcess([sys.executable, "-c", script], {"TRIMTAB_GIVEN": "too"}, tmp_path / "log", stop_s=5.0)
     try:
         assert engine._popen.wait(WAIT_S) == 0
-        assert engine.last_words() == "{'TRIMTAB_KEPT': 'yes', 'TRIMTAB_GIVEN': 'too'}"
+        assert engine.log_tail() == "{'TRIMTAB_KEPT': 'yes', 'TRIMTAB_GIVEN': 'too'}"
     finally:
         engine.end()

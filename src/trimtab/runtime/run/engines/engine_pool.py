@@ -277,7 +277,7 @@ class RunEnginePool:
             )
         launcher.listen()
         if settings.elastic is not None:
-            launcher.also(DemandWatch(launcher).look_again_and_again)
+            launcher.add_loop(DemandWatch(launcher).watch_demand)
         return launcher
 
     def _place_of(self, worker: str) -> Place:

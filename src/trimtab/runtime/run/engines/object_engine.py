@@ -84,9 +84,9 @@ class ThreadedEngine(ActorEngine):
         told = {**dataclasses.asdict(refit), "weights": self._weights_at(refit.path)}
         await self._call("refit", told, within_s=self.deadlines.refit_s)
 
-    def _events(self, flight: OpenStream) -> EventStream:
-        order = {**vars(flight.order), "id": flight.key, "token_ids": list(flight.order.token_ids)}
-        return _Stream(self, flight.key, order)
+    def _events(self, stream: OpenStream) -> EventStream:
+        order = {**vars(stream.request), "id": stream.key, "token_ids": list(stream.request.token_ids)}
+        return _Stream(self, stream.key, order)
 
     def open(self, key: str, order: dict[str, Any], stream: _Stream) -> None:
         """Begin an order; what comes of it is put there."""
@@ -230,7 +230,7 @@ def started(engine: ThreadedEngine, path: str | None, node: str = "") -> Started
 
     The pool sees that it is behind, and has it refitted before it serves.
     """
-    if path is not None and EngineCapability.refit not in engine.verbs:
+    if path is not None and EngineCapability.refit not in engine.capabilities:
         raise cannot_refit(engine.name)
     return Started(engine, 0 if path is None else None, "", node)
 

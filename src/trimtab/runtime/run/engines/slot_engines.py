@@ -19,9 +19,9 @@ from trimtab.runtime.client.session import Pool, Session
 from trimtab.runtime.client.task import Task
 from trimtab.runtime.engines.engine import EngineDeadlines
 from trimtab.runtime.rollout.launch.launcher import EngineCommand, LauncherCallbacks, Started
-from trimtab.runtime.rollout.launch.slot_record import WorkerSlot as SlotPlace
 from trimtab.runtime.rollout.launch.slot_task import ENDED_HERE, SlotTask
 from trimtab.runtime.rollout.launch.slots import SlotLauncher
+from trimtab.runtime.rollout.launch.slots import WorkerSlot as SlotPlace
 from trimtab.runtime.run.component import Place
 from trimtab.runtime.run.engines.engine_thread import EngineMessage, EngineThread, engine_class
 from trimtab.runtime.run.engines.engine_thread import EngineReply as Heard
@@ -137,7 +137,7 @@ class ActorLauncher(SlotLauncher):
         state = await engine.ready()
         if not state.up:
             raise UnreachableError(f"the engine of {worker} is not ready: {state.why}")
-        told = started(engine, path, place.line.node)
+        told = started(engine, path, place.member.node)
         place.up = True
         place.watching = asyncio.create_task(self._watch(place), name=f"engine-{worker}")
         return told
