@@ -153,7 +153,7 @@ class StoryEntry:
 STORY_KEPT = 100  # chapters of one story
 
 
-def add_chapter(story: list[StoryEntry], chapter: StoryEntry) -> None:
+def add_story_entry(story: list[StoryEntry], chapter: StoryEntry) -> None:
     """One more chapter of a story. Where there are too many, the first stays and the oldest behind it go."""
     story.append(chapter)
     del story[1 : max(1, len(story) - STORY_KEPT + 1)]

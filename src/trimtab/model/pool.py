@@ -71,8 +71,10 @@ class PoolSpec:
     hosts_each: int = 0  # and on every node besides
     preload: tuple[str, ...] = ()  # modules that warm hosts import ahead
     wait_s: float = 3600.0  # how long a task waits at most, where it does not say
-    patience_s: float = 60.0  # after so long at the least, a waiter's room is kept for it
-    patience_runs: float = 20.0  # and so many times as long as tasks of the pool run on average; 0: `patience_s` alone
+    starvation_timeout_s: float = 60.0  # after so long at the least, a waiter's room is kept for it
+    starvation_runs: float = (
+        20.0  # and so many times as long as tasks of the pool run on average; 0: `starvation_timeout_s` alone
+    )
     client: str | None = None  # ends with this client
 
     def __post_init__(self) -> None:
@@ -81,7 +83,7 @@ class PoolSpec:
             raise InputError("a pool needs a name")
         if any(character in self.name for character in "/\\\n\0") or self.name in (".", ".."):
             raise InputError(f"{self.name!r} cannot be the name of a pool", hint="letters, digits, - and _")
-        for name in ("reserved_priority", "wait_s", "patience_s", "patience_runs"):
+        for name in ("reserved_priority", "wait_s", "starvation_timeout_s", "starvation_runs"):
             check_number(name, getattr(self, name), where, -MOST_PRIORITY if name == "reserved_priority" else 0.0)
         check_whole("max_dynamic_pgs", self.dynamic_limit or 0, where)
         check_whole("target_agents", self.target_hosts, where, most=MOST_HOSTS)

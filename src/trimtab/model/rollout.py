@@ -219,7 +219,7 @@ class RolloutRules:
     tries: int = 3  # of a start, wake, stop or refit in a row; and probes of a suspect
     faults: int = 3  # broken requests in a row: suspect
     retries: int = 5  # of one request after breaks; moves that trimtab asks for are not counted
-    deadly: int = 3  # engines in a row that were gone before its first token: it is not tried on another one
+    poison_count: int = 3  # engines in a row that were gone before its first token: it is not tried on another one
     load_fresh_s: float = 5.0  # an engine's own figures are believed for so long
     kv_full: float = 0.97  # share of its cache in use: nothing more for it
     affinity_requests: float = 2.0  # a prefix is worth waiting behind so many requests more than elsewhere
@@ -249,7 +249,7 @@ class RolloutRules:
                 raise InputError(f"{name} is {getattr(self, name)}", hint=f"from 0 to {most:g}")
         if self.lost_s < self.suspect_s:
             raise InputError(f"lost_s {self.lost_s} is under suspect_s {self.suspect_s}")
-        counts = {"tries": 1, "faults": 1, "deadly": 1, "retries": 0, "affinity_window": 0, "answers_kept": 0}
+        counts = {"tries": 1, "faults": 1, "poison_count": 1, "retries": 0, "affinity_window": 0, "answers_kept": 0}
         for name, fewest in counts.items():
             most = MOST_TRIES if name == "tries" else MOST
             if not is_whole(getattr(self, name), fewest, most):

@@ -876,7 +876,7 @@ def test_a_step_by_hand_is_judged_by_its_own_number() -> None:
 
 
 def test_a_request_of_which_engines_die_is_not_given_to_all_of_them() -> None:
-    bench = Bench(5, retries=10, deadly=3)
+    bench = Bench(5, retries=10, poison_count=3)
     bench.ask()
     for attempt in (1, 2):
         out = bench.tell(e.AttemptFailed("r", attempt, 0, "connection reset", gone=True))
@@ -891,7 +891,7 @@ def test_a_request_of_which_engines_die_is_not_given_to_all_of_them() -> None:
 
 
 def test_an_engine_that_dies_after_a_token_is_not_held_against_the_request() -> None:
-    bench = Bench(5, retries=10, deadly=3)
+    bench = Bench(5, retries=10, poison_count=3)
     bench.ask()
     for attempt in range(1, 8):
         bench.tell(e.TokensStreamed("r", attempt, 1))

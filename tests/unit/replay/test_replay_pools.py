@@ -314,15 +314,18 @@ def test_an_end_looks_only_at_those_whom_it_could_help(monkeypatch: pytest.Monke
 
 
 def test_room_is_kept_for_one_who_waits_only_after_many_times_as_long_as_tasks_run() -> None:
-    pool = PoolRecord(PoolSpec("p", Resources.of(gpu=8), patience_s=60.0, patience_runs=10.0))
-    assert pool.patience_s == 60.0
+    pool = PoolRecord(PoolSpec("p", Resources.of(gpu=8), starvation_timeout_s=60.0, starvation_runs=10.0))
+    assert pool.starvation_timeout_s == 60.0
     pool.ran(2.0)
-    assert pool.patience_s == 60.0
+    assert pool.starvation_timeout_s == 60.0
     for _ in range(500):
         pool.ran(100.0)
-    assert pool.patience_s == pytest.approx(1_000.0, rel=0.01)
+    assert pool.starvation_timeout_s == pytest.approx(1_000.0, rel=0.01)
     assert (
-        PoolRecord(dataclasses.replace(pool.spec, patience_runs=0.0), run_count=9, run_mean_s=100.0).patience_s == 60.0
+        PoolRecord(
+            dataclasses.replace(pool.spec, starvation_runs=0.0), run_count=9, run_mean_s=100.0
+        ).starvation_timeout_s
+        == 60.0
     )
 
 
@@ -333,7 +336,7 @@ def test_with_patience_a_gang_starts_sooner_and_others_wait_for_it() -> None:
     )
     started = {}
     for runs in (0.0, 1_000.0):
-        machine, first = scheduler(PoolPolicy("t", "trimtab", pool={"patience_runs": runs}), 8, 8)
+        machine, first = scheduler(PoolPolicy("t", "trimtab", pool={"starvation_runs": runs}), 8, 8)
         outcome = PoolReplay(machine, asked, PoolReality(nodes(1), 8, AT_ONCE), first=first).run()
         (gang,) = [life for life in outcome.lives if life.work.gpus == 8]
         started[runs] = gang.first_start_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 
-from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, add_chapter
+from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, add_story_entry
 from trimtab.machines.elastic import events as e
 from trimtab.machines.elastic.state import (
     OVER,
@@ -322,7 +322,7 @@ class MemberTransitions(ElasticState):
 
     def _tell(self, name: str, state: str, reason: Reason, now: float) -> None:
         story = self.stories.setdefault(name, [])
-        add_chapter(story, StoryEntry(now, state, reason))
+        add_story_entry(story, StoryEntry(now, state, reason))
         if len(self.stories) > STORIES_KEPT + len(self.members):
             kept = self.members.keys() | {self.spec.name, name}
             del self.stories[next(one for one in self.stories if one not in kept)]

@@ -23,7 +23,7 @@ from typing import Any
 
 from trimtab.core.codec import decode, encode
 from trimtab.core.errors import InputError, nearest
-from trimtab.core.reasons import STORY_KEPT, Reason, ReasonCode, StoryEntry, add_chapter
+from trimtab.core.reasons import STORY_KEPT, Reason, ReasonCode, StoryEntry, add_story_entry
 from trimtab.machines.nodes import events as e
 from trimtab.machines.nodes import state as words
 from trimtab.machines.nodes.state import Announced, NodeDrain, NodeShape, TrackedNode
@@ -351,7 +351,7 @@ class NodeMachine:
 
     def _write(self, node: TrackedNode, state: NodeState, reason: Reason, now: float) -> None:
         node.reason = reason
-        add_chapter(node.story, StoryEntry(now, state.value, reason))
+        add_story_entry(node.story, StoryEntry(now, state.value, reason))
         self._changed(node)
 
     def _remember(self, node: TrackedNode) -> None:

@@ -71,7 +71,7 @@ def place(
     return tuple(rows[at] for at in range(len(bundles)))
 
 
-def could_ever(
+def never_placeable(
     total: Vector, there: NDArray[np.bool_], bundles: Sequence[Vector], strategy: PlacementStrategy
 ) -> str | None:
     """Why these bundles could not even be placed on the empty cluster, or None. Only certainties."""

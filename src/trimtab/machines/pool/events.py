@@ -324,9 +324,9 @@ class StopTask:
     task: str
     attempt: int
     reason: Reason
-    tell_s: float  # how long `cancel()` (or, with notice, `drain()`) may take; 0: not called
+    cancel_grace_s: float  # how long `cancel()` (or, with notice, `drain()`) may take; 0: not called
     notice: bool = False
-    save_s: float = 0.0  # how long saving may take; 0: not saved
+    checkpoint_timeout_s: float = 0.0  # how long saving may take; 0: not saved
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,11 @@ def outstanding(books: PoolState, start_grace_s: float) -> list[e.PoolInstructio
         if task.state is TaskState.starting and task.started:
             found.append(e.StartTask(task.id, task.attempt, task.places, task.saved, deadline - start_grace_s))
         elif task.state is TaskState.cancelling:
-            found.append(e.StopTask(task.id, task.attempt, task.reason, task.tell_s, task.notice, task.save_s))
+            found.append(
+                e.StopTask(
+                    task.id, task.attempt, task.reason, task.cancel_grace_s, task.notice, task.checkpoint_timeout_s
+                )
+            )
         elif task.moving == "parking":
             found.append(e.ParkTask(task.id, task.attempt, deadline))
         elif task.moving == "unparking":

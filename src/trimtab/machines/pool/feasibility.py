@@ -14,7 +14,7 @@ import numpy as np
 from trimtab.core.errors import InputError, nearest
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.core.resources import total
-from trimtab.machines.pool.binpack import could_ever, fitting, place
+from trimtab.machines.pool.binpack import never_placeable, fitting, place
 from trimtab.machines.pool.capacity import Vector
 from trimtab.machines.pool.events import RecoveredTask
 from trimtab.machines.pool.preemption import PreemptionPlan, PreemptionPlanner
@@ -342,7 +342,7 @@ def never_on_nodes(books: PoolState, spec: TaskSpec) -> str | None:
     known = books.nevers.get((spec.size, strategy))
     if known is None or known[0] != books.node_epoch:
         ledger = books.ledger
-        why = could_ever(ledger.total, ledger.there(), _asks(books, spec), strategy)
+        why = never_placeable(ledger.total, ledger.there(), _asks(books, spec), strategy)
         if len(books.nevers) > 1_000:
             books.nevers.clear()
         known = (books.node_epoch, None if why is None else f"it asks {total(spec.size)}, and {why}")

@@ -27,7 +27,10 @@ def line(one: e.PoolInstruction) -> str:
         places = " ".join(f"{place.group}/{place.bundle}" for place in one.places)
         return f"start {one.task} #{one.attempt} in {places}" + (" from its saved state" if one.restore else "")
     if isinstance(one, e.StopTask):
-        ways = (f"tell {one.tell_s:g} s" if one.tell_s else "", f"save {one.save_s:g} s" if one.save_s else "")
+        ways = (
+            f"tell {one.cancel_grace_s:g} s" if one.cancel_grace_s else "",
+            f"save {one.checkpoint_timeout_s:g} s" if one.checkpoint_timeout_s else "",
+        )
         said = ", ".join(word for word in (*ways, "with notice" if one.notice else "") if word)
         return f"stop {one.task} #{one.attempt} for {one.reason.code.value}" + (f": {said}" if said else "")
     return f"{'park' if isinstance(one, e.ParkTask) else 'unpark'} {one.task} #{one.attempt}"

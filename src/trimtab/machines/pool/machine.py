@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 from trimtab.core.codec import encode
 from trimtab.core.errors import InputError
-from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, add_chapter
+from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, add_story_entry
 from trimtab.core.resources import NOTHING
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool import explain as telling
@@ -264,7 +264,7 @@ class PoolMachine(TaskTransitions):
 
     def _tell_node(self, node: str, now: float, what: str, sentence: str) -> None:
         story = self.node_stories.setdefault(node, [])
-        add_chapter(story, StoryEntry(now, what, Reason(_NODE_CODES[what], sentence or what)))
+        add_story_entry(story, StoryEntry(now, what, Reason(_NODE_CODES[what], sentence or what)))
         if len(self.node_stories) > ENDED_KEPT:
             del self.node_stories[next(iter(self.node_stories))]
 
@@ -425,7 +425,7 @@ class PoolMachine(TaskTransitions):
             reason = Reason(ReasonCode.start_timeout, f"not started within {task.spec.start_timeout_s:g} s")
             self._to_cancelling(task, StopOutcome.again, reason, now, tell=False)
         elif task.state is TaskState.cancelling:
-            task.tell_s = task.save_s = 0.0
+            task.cancel_grace_s = task.checkpoint_timeout_s = 0.0
             self._issue_stop(task, now)
         elif task.moving is not None:
             reason = Reason(ReasonCode.process_died, f"{task.moving} took more than {TURN_S:g} s")
@@ -539,7 +539,7 @@ class PoolMachine(TaskTransitions):
     def _be_patient(self, task: PoolTask, patient: dict[str, StarvationReserve], now: float) -> bool:
         """One who has waited too long has what is free kept for it, while those behind it are looked at."""
         pool = self.pools[task.spec.pool]
-        overdue = now - task.since >= pool.patience_s and task.spec.pool not in patient and not pool.drained
+        overdue = now - task.since >= pool.starvation_timeout_s and task.spec.pool not in patient and not pool.drained
         if not overdue or not room.would_fit_alone(self, task.spec):
             return False
         patient[task.spec.pool] = kept = room.to_keep(self, task)

@@ -45,9 +45,9 @@ class PoolTask:
     borrowed: bool = False  # in a reserved slot of others
     after: StopOutcome | None = None  # only while cancelling
     after_reason: Reason | None = None
-    tell_s: float = 0.0  # of the stop under way
+    cancel_grace_s: float = 0.0  # of the stop under way
     notice: bool = False
-    save_s: float = 0.0
+    checkpoint_timeout_s: float = 0.0
     keep_slot: bool = True
     shares: str | None = None  # whose slots it takes turns in; forgotten when those are gone
     moving: str | None = None  # "parking" or "unparking", only while running or parked
@@ -138,9 +138,9 @@ class PoolRecord:
         self.run_mean_s += (seconds - self.run_mean_s) / min(self.run_count, RUNS_REMEMBERED)
 
     @property
-    def patience_s(self) -> float:
+    def starvation_timeout_s(self) -> float:
         """After so long, room is kept for one who waits: it takes about as long as tasks run until enough is free."""
-        return max(self.spec.patience_s, self.spec.patience_runs * self.run_mean_s)
+        return max(self.spec.starvation_timeout_s, self.spec.starvation_runs * self.run_mean_s)
 
 
 @dataclass

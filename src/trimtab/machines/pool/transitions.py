@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, add_chapter
+from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, add_story_entry
 from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool import feasibility as room
@@ -322,15 +322,17 @@ class TaskTransitions(PoolState):
         tell = tell and task.state is not TaskState.starting
         notice = tell and after is StopOutcome.evicted and task.spec.notice_s is not None
         task.notice = notice
-        task.tell_s = float(task.spec.notice_s or 0.0) if notice else policy.cancel_timeout_s if tell else 0.0
-        task.save_s = policy.save_timeout_s if save and tell else 0.0
+        task.cancel_grace_s = float(task.spec.notice_s or 0.0) if notice else policy.cancel_timeout_s if tell else 0.0
+        task.checkpoint_timeout_s = policy.save_timeout_s if save and tell else 0.0
         self._to(task, TaskState.cancelling, reason, now, None)
         self._issue_stop(task, now)
 
     def _issue_stop(self, task: PoolTask, now: float) -> None:
-        task.deadline = now + task.tell_s + task.save_s + STOP_GRACE_S
+        task.deadline = now + task.cancel_grace_s + task.checkpoint_timeout_s + STOP_GRACE_S
         self.timer(task.deadline, "task", task.id)
-        self._out.append(e.StopTask(task.id, task.attempt, task.reason, task.tell_s, task.notice, task.save_s))
+        self._out.append(
+            e.StopTask(task.id, task.attempt, task.reason, task.cancel_grace_s, task.notice, task.checkpoint_timeout_s)
+        )
 
     def _stopped(self, task: PoolTask, now: float) -> None:
         """Nothing of the task is left on its slots: it leaves them, and goes where it was to go."""
@@ -402,7 +404,7 @@ class TaskTransitions(PoolState):
         self._write(task, state.value, reason, now)
 
     def _write(self, task: PoolTask, state: str, reason: Reason, now: float) -> None:
-        add_chapter(task.story, StoryEntry(now, state, reason))
+        add_story_entry(task.story, StoryEntry(now, state, reason))
 
     # ---- turns -----------------------------------------------------------------------------------------------------
 
