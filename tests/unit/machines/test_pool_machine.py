@@ -513,22 +513,26 @@ def test_looking_for_what_is_to_be_kept_changes_nothing():
     one.run(task("a", 3), task("b", 3))
     one.submit(gang("big", 2, 4))
     books = one.machine
-    books.hold_back(room.to_keep(books, books.tasks["big"]))  # so that every sum has something in it
+    books.apply_reserve(room.starvation_reserve(books, books.tasks["big"]))  # so that every sum has something in it
 
     def said() -> list[object]:
-        ledger, shelf = books.ledger, books.shelves["p"]
+        ledger, shelf = books.capacity, books.pool_groups["p"]
         sums = (ledger.kept, ledger.idle, ledger.free, ledger.held, ledger.quota_kept["p"])
-        return [one.tolist() for one in sums] + [shelf.kept_bundles, shelf.idle_bundles, one.dumped()]
+        return [one.tolist() for one in sums] + [shelf.claimed_bundles, shelf.idle_bundles, one.dumped()]
 
     before = said()
     waits = books.tasks["big"]
-    kept = room.to_keep(books, waits)
-    room.spot(books, waits), room.soon(books, waits), room.choose(books, waits, one.now, everyone=True)
-    room.would_fit_alone(books, waits.spec), room.never(books, waits.spec), room.shortage(books, waits.spec)
+    kept = room.starvation_reserve(books, waits)
+    (
+        room.find_assignment(books, waits),
+        room.assign_after_release(books, waits),
+        room.plan_preemption(books, waits, one.now, ignore_policy=True),
+    )
+    room.would_fit_alone(books, waits.spec), room.never_fits(books, waits.spec), room.shortage(books, waits.spec)
     assert said() == before
-    books.hold_back(kept)
+    books.apply_reserve(kept)
     assert said() != before
-    books.give_back(kept)
+    books.release_reserve(kept)
     assert said() == before
 
 
@@ -538,12 +542,12 @@ def test_what_is_kept_and_given_back_leaves_the_books_as_they_were():
     one.end("small")  # its slot is idle now, and can be kept as well
     one.submit(task("big", 4))
     books = one.machine
-    before, position = one.dumped(), books.gains.position
-    kept = room.to_keep(books, books.tasks["big"])
+    before, position = one.dumped(), books.hints.position
+    kept = room.starvation_reserve(books, books.tasks["big"])
     assert kept.groups
-    books.hold_back(kept)
-    books.give_back(kept)
-    assert (one.dumped(), books.gains.position) == (before, position)
+    books.apply_reserve(kept)
+    books.release_reserve(kept)
+    assert (one.dumped(), books.hints.position) == (before, position)
     books.check()
 
 

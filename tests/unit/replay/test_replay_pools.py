@@ -299,13 +299,13 @@ def test_an_end_looks_only_at_those_whom_it_could_help(monkeypatch: pytest.Monke
     small = [(float(at), 500.0 + at, 1, 5.0) for at in range(8)]
     large = [(20.0 + at, 50.0, 8, 1.0 + at / 100) for at in range(30)]  # each a kind of its own, and none may evict
     looked: list[str] = []
-    spot = room.spot
+    spot = room.find_assignment
 
     def counted(books: PoolState, task: PoolTask) -> Assignment | Reason:
         looked.append(task.id)
         return spot(books, task)
 
-    monkeypatch.setattr(room, "spot", counted)
+    monkeypatch.setattr(room, "find_assignment", counted)
     asked = tasks(*small, *large)
     outcome = run("trimtab", asked, PoolReality(nodes(1), 8, AT_ONCE), check_every=10**9)
     assert all(life.done_s is not None for life in outcome.lives)

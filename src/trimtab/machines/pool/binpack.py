@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from trimtab.machines.pool.capacity import Vector
 from trimtab.model.pool import PlacementStrategy
 
-CPU, GPU = 0, 1  # columns of the ledger
+CPU, GPU = 0, 1  # columns of the capacity
 
 
 def fitting(free: Vector, ask: Vector) -> NDArray[np.bool_]:

@@ -39,8 +39,8 @@ class ClusterCapacity:
         self.shape = 0  # changes with what nodes have, which are usable, and what is reserved of them
         self._free: Vector | None = None
         # No usable row has more than this free, nor with its idle slots; less may be true until `tighten`.
-        self._most: tuple[list[int], list[int]] | None = None
-        self._tight = False
+        self._max_free: tuple[list[int], list[int]] | None = None
+        self._max_is_exact = False
         self._holes: list[int] = []  # a heap of the rows of lost nodes
         self.quota: dict[str, Vector] = {}
         self.used: dict[str, Vector] = {}
@@ -93,11 +93,11 @@ class ClusterCapacity:
             for pool in by_pool:
                 by_pool[pool] = wider(by_pool[pool])
         self._vectors.clear()
-        self._free = self._most = None
+        self._free = self._max_free = None
 
     # ---- nodes ----
 
-    def there(self) -> NDArray[np.bool_]:
+    def node_rows(self) -> NDArray[np.bool_]:
         """Which rows are nodes."""
         found = np.zeros(len(self.total), np.bool_)
         found[list(self.row_of.values())] = True
@@ -115,7 +115,7 @@ class ClusterCapacity:
         self.outside[row] = self.vector(outside)
         self.usable[row] = node not in self.cordoned
         self.shape += 1
-        self._free = self._most = None
+        self._free = self._max_free = None
 
     def set_row(self, row: int, node: str | None) -> None:
         """The node of a row as a snapshot has it; None where one was lost."""
@@ -142,7 +142,7 @@ class ClusterCapacity:
 
     def cordon(self, node: str, on: bool) -> None:
         """Nothing new goes to the node, or may again."""
-        self._most = None
+        self._max_free = None
         self.shape += 1
         (self.cordoned.add if on else self.cordoned.discard)(node)
         row = self.row_of.get(node)
@@ -159,7 +159,7 @@ class ClusterCapacity:
             matrix[row] = 0
         self.usable[row] = False
         self.shape += 1
-        self._free = self._most = None
+        self._free = self._max_free = None
 
     @property
     def free(self) -> Vector:
@@ -170,29 +170,29 @@ class ClusterCapacity:
 
     def too_large(self, ask: Vector, *, with_idle: bool = False) -> bool:
         """Whether no usable row has so much of each resource; False says nothing."""
-        if self._most is None:
+        if self._max_free is None:
             self.tighten()
-        most = (self._most or ([], []))[with_idle]
+        most = (self._max_free or ([], []))[with_idle]
         return any(units > have for units, have in zip(ask.tolist(), most, strict=True))
 
     def tighten(self) -> None:
         """What the most is that any usable row has, exactly. Keeping it so all the time would take too long."""
-        if self._tight and self._most is not None:
+        if self._max_is_exact and self._max_free is not None:
             return
-        self._tight = True
+        self._max_is_exact = True
         usable = self.usable[: len(self.nodes)]
         if not usable.any():
             nothing = [0] * self.total.shape[1]
-            self._most = (nothing, list(nothing))
+            self._max_free = (nothing, list(nothing))
             return
         free, idle = self.free[: len(usable)][usable], self.idle[: len(usable)][usable]
-        self._most = (free.max(axis=0).tolist(), (free + idle).max(axis=0).tolist())
+        self._max_free = (free.max(axis=0).tolist(), (free + idle).max(axis=0).tolist())
 
-    def _no_less(self, row: int, bundle: Resources) -> None:
+    def _raise_max(self, row: int, bundle: Resources) -> None:
         """Something of the row is free or idle again: it may be the one that has most now."""
-        if self._most is None:
+        if self._max_free is None:
             return
-        free, with_idle = self._most
+        free, with_idle = self._max_free
         for name, _ in bundle:
             column = self.columns[name]
             left = int(self.free[row, column])
@@ -200,7 +200,7 @@ class ClusterCapacity:
             with_idle[column] = max(with_idle[column], left + int(self.idle[row, column]))
 
     def _add(self, matrix: Vector, nodes: Sequence[str], bundles: Sequence[Resources], sign: int, free: int) -> None:
-        self._tight = False
+        self._max_is_exact = False
         for node, bundle in zip(nodes, bundles, strict=True):
             row = self.row_of.get(node)
             if row is None:
@@ -216,7 +216,7 @@ class ClusterCapacity:
                 else:
                     self._free[row] -= vector
             if sign * (free or 1) > 0:
-                self._no_less(row, bundle)
+                self._raise_max(row, bundle)
 
     def hold(self, nodes: Sequence[str], bundles: Sequence[Resources]) -> None:
         """A group takes this."""
@@ -232,7 +232,7 @@ class ClusterCapacity:
         """A dynamic group fell idle, or is not idle any more."""
         self._add(self.idle, nodes, bundles, 1 if idle else -1, 0)
 
-    def fitted(self, vector: Vector) -> Vector:
+    def widened(self, vector: Vector) -> Vector:
         """A vector made before a resource was first heard of, as wide as vectors are now."""
         missing = self.total.shape[1] - len(vector)
         return np.concatenate([vector, np.zeros(missing, np.int64)]) if missing else vector
@@ -242,10 +242,10 @@ class ClusterCapacity:
         row = self.row_of.get(node)
         if row is None:
             return
-        self._tight = False
+        self._max_is_exact = False
         if sign < 0:
-            self._most = None
-        vector = self.fitted(vector)
+            self._max_free = None
+        vector = self.widened(vector)
         self.kept[row] += sign * vector
         if self._free is not None:
             self._free[row] -= sign * vector

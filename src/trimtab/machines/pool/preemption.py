@@ -41,7 +41,7 @@ class PreemptionPlan:
     victims: tuple[tuple[str, ReasonCode], ...] = ()
     reclaims: tuple[str, ...] = ()  # idle groups to be removed
     awaits: tuple[str, ...] = ()  # groups that are going anyway
-    again_at: float | None = None  # when time alone might change the answer
+    retry_at: float | None = None  # when time alone might change the answer
 
     @property
     def found(self) -> bool:
@@ -61,8 +61,8 @@ class _PreemptionOption:
 class PreemptionPlanner:
     """Chooses, over the machine's books."""
 
-    def __init__(self, books: PoolState) -> None:
-        self._books = books
+    def __init__(self, state: PoolState) -> None:
+        self._state = state
 
     def choose(
         self,
@@ -73,29 +73,29 @@ class PreemptionPlanner:
         budget_left: int | None,
         slots_left: int | None,
         idle_slots: int,
-        everyone: bool = False,
+        ignore_policy: bool = False,
     ) -> PreemptionPlan:
         """The cheapest way for the task to start.
 
-        `everyone`: as if anybody could leave, which tells what would have to end. `slots_left`: dynamic bundles the
-        pool may still make; `idle_slots`: those it could remove at once.
+        `ignore_policy`: as if every task were evictable, to tell what would have to end. `slots_left`: dynamic bundles
+        the pool may still create; `idle_slots`: those it could remove at once.
         """
-        books, policy = self._books, self._books.policy
-        candidates = books.candidates
-        search = _PreemptionSearch(books, task, now)
+        state, policy = self._state, self._state.policy
+        candidates = state.candidates
+        search = _PreemptionSearch(state, task, now)
         spec = task.spec
-        pool = books.pools[spec.pool]
+        pool = state.pools[spec.pool]
         owner = spec.priority >= pool.spec.reserved_priority
-        again_at: float | None = None
+        retry_at: float | None = None
         search.may_evict = may_evict
         if may_evict:
-            search.may, again_at = candidates.allowed(task, now, policy)
-        if everyone:
+            search.may, retry_at = candidates.allowed(task, now, policy)
+        if ignore_policy:
             search.may = np.array([name is not None for name in candidates.names], np.bool_)
         search.slots_left = None if slots_left is None else slots_left + idle_slots
         ways: list[_PreemptionOption] = []
         if len(spec.bundles) == 1:
-            slots = list(books.shelves[spec.pool].reserved.values())
+            slots = list(state.pool_groups[spec.pool].reserved.values())
             ways += search.into_slots(slots, owner=owner, borrow=pool.spec.borrow and spec.evictable)
         if pool.spec.dynamic:
             strategy = spec.strategy or pool.spec.strategy
@@ -105,9 +105,9 @@ class PreemptionPlanner:
         if budget_left is not None:
             ways = [way for way in ways if len(way.lines) <= budget_left]
         if not ways:
-            return PreemptionPlan(again_at=again_at)
+            return PreemptionPlan(retry_at=retry_at)
         best = min(ways, key=lambda way: (search.cost(way.lines), way.group is None))
-        tenants = books.groups[best.group].tenants if best.group else []
+        tenants = state.groups[best.group].tenants if best.group else []
 
         def why(line: int) -> ReasonCode:
             # Whoever borrowed the very slot leaves because its owner is back, whatever the policy says.
@@ -116,7 +116,7 @@ class PreemptionPlanner:
 
         order = sorted(best.lines, key=search.price)
         victims = tuple((str(candidates.names[line]), why(line)) for line in order)
-        nodes = tuple(str(books.ledger.nodes[row]) for row in best.rows)
+        nodes = tuple(str(state.capacity.nodes[row]) for row in best.rows)
         reclaims = () if best.group else search.reclaims(best, slots_left)
         return PreemptionPlan(nodes, best.group, victims, reclaims)
 
@@ -124,9 +124,9 @@ class PreemptionPlanner:
 class _PreemptionSearch:
     """One search, for one task."""
 
-    def __init__(self, books: PoolState, task: PoolTask, now: float) -> None:
-        ledger, candidates = books.ledger, books.candidates
-        self.books, self.ledger, self.candidates = books, ledger, candidates
+    def __init__(self, state: PoolState, task: PoolTask, now: float) -> None:
+        capacity, candidates = state.capacity, state.candidates
+        self.state, self.capacity, self.candidates = state, capacity, candidates
         self.task = task
         self.may: NDArray[np.bool_] = np.zeros(len(candidates.names), np.bool_)
         self._prices: dict[int, tuple[int, float, float, int]] = {}
@@ -134,9 +134,9 @@ class _PreemptionSearch:
         self.slots_left: int | None = None
         self.now = now
         spec = task.spec
-        self.asks = [ledger.vector(bundle) for bundle in spec.size]
-        self.asks = [ledger.vector(bundle) for bundle in spec.size]  # again: all of one width now
-        self.quota_lack = np.maximum(0, ledger.sum_vector(spec.bundles) - ledger.quota_left(spec.pool))
+        self.asks = [capacity.vector(bundle) for bundle in spec.size]
+        self.asks = [capacity.vector(bundle) for bundle in spec.size]  # again: all of one width now
+        self.quota_lack = np.maximum(0, capacity.sum_vector(spec.bundles) - capacity.quota_left(spec.pool))
         candidates._fit()
         self.mine = candidates.same_pool(spec.pool)
 
@@ -179,13 +179,13 @@ class _PreemptionSearch:
         spec = self.task.spec
         ways = []
         for group in reserved:
-            if group.stand is not PgState.standing or not spec.bundles[0].within(group.bundles[0]):
+            if group.state is not PgState.ready or not spec.bundles[0].within(group.bundles[0]):
                 continue
-            if not self.books.usable(group):
+            if not self.state.usable(group):
                 continue
             if group.idle and (owner or borrow):
                 base: list[int] = []
-            elif owner and len(group.tenants) == 1 and self._may_leave_slot(group.tenants[0]):
+            elif owner and len(group.tenants) == 1 and self._may_be_evicted_from_slot(group.tenants[0]):
                 base = [self.candidates.at[group.tenants[0]]]
             else:
                 continue
@@ -194,7 +194,7 @@ class _PreemptionSearch:
                 ways.append(_PreemptionOption((), group.id, lines))
         return ways
 
-    def _may_leave_slot(self, task: str) -> bool:
+    def _may_be_evicted_from_slot(self, task: str) -> bool:
         """Whether the policy lets it leave a reserved slot, or the switch under which it borrowed it."""
         at = self.candidates.at.get(task)
         if at is None:
@@ -206,11 +206,11 @@ class _PreemptionSearch:
 
     def onto_nodes(self, strategy: PlacementStrategy) -> _PreemptionOption | None:
         """Make a new group, where others leave."""
-        ledger = self.ledger
-        available = ledger.free + ledger.idle
+        capacity = self.capacity
+        available = capacity.free + capacity.idle
         slots_needed = 0 if self.slots_left is None else max(0, len(self.asks) - self.slots_left)
-        none = any(ledger.too_large(ask, with_idle=True) for ask in self.asks[:1] + self.asks[-1:])
-        rows = None if none else place(available, ledger.usable, self.asks, strategy)
+        none = any(capacity.too_large(ask, with_idle=True) for ask in self.asks[:1] + self.asks[-1:])
+        rows = None if none else place(available, capacity.usable, self.asks, strategy)
         if rows is not None:
             lines = self._cover_pool([], slots_needed)
             return None if lines is None else _PreemptionOption(rows, None, lines)
@@ -218,7 +218,7 @@ class _PreemptionSearch:
             return None
         if len(self.asks) == 1 or strategy is PlacementStrategy.strict_pack:
             ask: Vector = np.asarray(np.sum(self.asks, axis=0, dtype=np.int64))
-            found = self._one_node(available, ledger.usable, ask, slots_needed, [])
+            found = self._one_node(available, capacity.usable, ask, slots_needed, [])
             if found is None:
                 return None
             row, lines = found
@@ -365,7 +365,7 @@ class _PreemptionSearch:
             )
             return node and self._pool_covered(base + kept, slots_needed)
 
-        return self._taken_back(lines, enough)
+        return self._minimal(lines, enough)
 
     def _cover(self, lacks: list[int], gains: dict[int, list[int]]) -> list[int] | None:
         """The cheapest of the smallest sets whose gains cover all that is lacking."""
@@ -411,9 +411,9 @@ class _PreemptionSearch:
             kept.append(best)
             for place_at in wanted:
                 left[place_at] -= gains[best][place_at]
-        return self._taken_back(kept, enough)
+        return self._minimal(kept, enough)
 
-    def _taken_back(self, lines: Sequence[int], enough: Callable[[list[int]], bool]) -> list[int]:
+    def _minimal(self, lines: Sequence[int], enough: Callable[[list[int]], bool]) -> list[int]:
         """Without whoever could be spared, the dearest first."""
         kept = list(lines)
         for at in sorted(lines, key=self.price, reverse=True):
@@ -468,7 +468,7 @@ class _PreemptionSearch:
             more.append(int(lines[best]))
             lack = lack - gain[best]
             gain[best] = 0
-        return base + self._taken_back(more, lambda some: self._pool_covered(base + some, slots_needed))
+        return base + self._minimal(more, lambda some: self._pool_covered(base + some, slots_needed))
 
     # ---- gangs over several nodes ----
 
@@ -479,7 +479,7 @@ class _PreemptionSearch:
         columns = self.candidates
         begun = available.copy()
         available = available.copy()
-        usable = self.ledger.usable[: len(available)].copy()
+        usable = self.capacity.usable[: len(available)].copy()
         order = sorted(range(len(self.asks)), key=lambda at: (-int(self.asks[at][1]), -int(self.asks[at][0]), at))
         leaving: list[int] = []
         taken = np.zeros(len(usable), np.bool_)
@@ -531,7 +531,7 @@ class _PreemptionSearch:
             found = place(freed, usable[few], self.asks, strategy)
             return None if found is None else tuple(int(few[at]) for at in found)
 
-        kept = self._taken_back(
+        kept = self._minimal(
             lines, lambda some: self._pool_covered(some, slots_needed) and rows_without(some) is not None
         )
         rows = rows_without(kept)
@@ -541,10 +541,10 @@ class _PreemptionSearch:
 
     def reclaims(self, way: _PreemptionOption, slots_left: int | None) -> tuple[str, ...]:
         """The idle groups whose room or number is needed, and none that is not."""
-        ledger, columns = self.ledger, self.candidates
+        capacity, columns = self.capacity, self.candidates
         lacks: dict[int, Vector] = {}
         for row, ask in zip(way.rows, self.asks, strict=True):
-            lacks[row] = lacks.get(row, -ledger.free[row]) + ask
+            lacks[row] = lacks.get(row, -capacity.free[row]) + ask
         slots = 0 if slots_left is None else len(self.asks) - slots_left
         for line in way.lines:
             for row, vector in columns.parts[line]:
@@ -555,12 +555,12 @@ class _PreemptionSearch:
         pool = self.task.spec.pool
         chosen: list[PlacementGroup] = []
         if slots > 0 or any((lack > 0).any() for lack in lacks.values()):
-            shelves = self.books.shelves.values()
-            idle = [group for shelf in shelves for line in shelf.idle.values() for group in line]
+            pool_groups = self.state.pool_groups.values()
+            idle = [group for owned in pool_groups for line in owned.idle.values() for group in line]
             # Those of its own pool first: they also make room under its limit.
             idle.sort(key=lambda group: (group.pool != pool, group.seq))
             for group in idle:
-                on_rows = any(ledger.row_of.get(node) in lacks for node in group.nodes)
+                on_rows = any(capacity.row_of.get(node) in lacks for node in group.nodes)
                 if on_rows or (slots > 0 and group.pool == pool):
                     chosen.append(group)
 
@@ -568,9 +568,9 @@ class _PreemptionSearch:
             left = {row: lack.copy() for row, lack in lacks.items()}
             for group in kept:
                 for node, bundle in zip(group.nodes, group.bundles, strict=True):
-                    row = ledger.row_of.get(node)
+                    row = capacity.row_of.get(node)
                     if row in left:
-                        left[row] -= ledger.vector(bundle)
+                        left[row] -= capacity.vector(bundle)
             room = all((lack <= 0).all() for lack in left.values())
             return room and sum(len(group.bundles) for group in kept if group.pool == pool) >= slots
 

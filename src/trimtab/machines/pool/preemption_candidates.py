@@ -18,14 +18,14 @@ from trimtab.machines.pool.records import PlacementGroup, PlacementGroupKind, Po
 from trimtab.model.pool import Labels, PreemptionPolicy
 
 GAP_GRAIN = 1e-9  # gaps are differences of decimals such as 8.5 and 9.0
-ABROAD, SPREAD = -1, -2  # rows of tasks that free no node (in reserved slots), and of gangs
+NO_ROW, MANY_ROWS = -1, -2  # rows of tasks that free no node (in reserved slots), and of gangs
 
 
 class PreemptionCandidates:
     """Columns over the tasks that hold slots."""
 
-    def __init__(self, ledger: ClusterCapacity) -> None:
-        self._ledger = ledger
+    def __init__(self, capacity: ClusterCapacity) -> None:
+        self._capacity = capacity
         self.at: dict[str, int] = {}
         self.names: list[str | None] = []
         self.by_row: dict[int, list[int]] = {}
@@ -37,9 +37,9 @@ class PreemptionCandidates:
         self._rules_of: PreemptionPolicy | None = None
         self._rules_found: dict[Labels, list[bool]] = {}  # by the newcomer's labels, for every label set
         self.parts: dict[int, tuple[tuple[int, Vector], ...]] = {}  # what goes free, by row
-        width = ledger.total.shape[1]
+        width = capacity.total.shape[1]
         self._columns: dict[str, NDArray[Any]] = {
-            "row": np.full(0, ABROAD, np.int64),
+            "row": np.full(0, NO_ROW, np.int64),
             "priority": np.zeros(0),
             "since": np.zeros(0),
             "estimate": np.zeros(0),
@@ -60,10 +60,10 @@ class PreemptionCandidates:
     def add(self, task: PoolTask, group: PlacementGroup, alone: bool) -> None:
         """The task holds slots now; `alone`: nobody shares them."""
         self._lowest = None
-        ledger = self._ledger
-        uses = ledger.sum_vector(task.uses)
+        capacity = self._capacity
+        uses = capacity.sum_vector(task.uses)
         for bundle in group.bundles:
-            ledger.vector(bundle)
+            capacity.vector(bundle)
         self._fit()
         at = self._holes.pop() if self._holes else self._new_line()
         self.names[at] = task.id
@@ -72,11 +72,11 @@ class PreemptionCandidates:
         parts: dict[int, Vector] = {}
         if dynamic:
             for node, bundle in zip(group.nodes, group.bundles, strict=True):
-                row = ledger.row_of.get(node)
+                row = capacity.row_of.get(node)
                 if row is not None:
-                    vector = ledger.vector(bundle)
+                    vector = capacity.vector(bundle)
                     parts[row] = parts[row] + vector if row in parts else vector
-        row = ABROAD if not parts else next(iter(parts)) if len(parts) == 1 else SPREAD
+        row = NO_ROW if not parts else next(iter(parts)) if len(parts) == 1 else MANY_ROWS
         self.parts[at] = tuple(parts.items())
         columns = self._columns
         columns["row"][at] = row
@@ -94,7 +94,7 @@ class PreemptionCandidates:
         columns["uses"][at] = uses
         if row >= 0:
             self.by_row.setdefault(row, []).append(at)
-        elif row == SPREAD:
+        elif row == MANY_ROWS:
             self.spread.append(at)
 
     def drop(self, task: str) -> None:
@@ -106,7 +106,7 @@ class PreemptionCandidates:
         row = int(self._columns["row"][at])
         if row >= 0:
             self.by_row[row].remove(at)
-        elif row == SPREAD:
+        elif row == MANY_ROWS:
             self.spread.remove(at)
         self._columns["evictable"][at] = False
         self._columns["borrowed"][at] = False
@@ -114,25 +114,25 @@ class PreemptionCandidates:
         del self.parts[at]
         self._holes.append(at)
 
-    def may_leave(self, task: str) -> bool:
+    def may_be_evicted(self, task: str) -> bool:
         """Whether it holds slots that it may have to leave for others."""
         at = self.at.get(task)
         return at is not None and bool(self._columns["evictable"][at])
 
-    def nobody(self, priority: float, policy: PreemptionPolicy | None) -> bool:
+    def none_evictable(self, priority: float, policy: PreemptionPolicy | None) -> bool:
         """Whether it is certain that nobody may leave for one of this priority; False says nothing."""
         if policy is None:
             return True
         if self._lowest is None:
             evictable = self["evictable"]
             self._lowest = float(self["priority"][evictable].min()) if evictable.any() else math.inf
-        return priority - self._lowest + GAP_GRAIN < least_gap(policy)
+        return priority - self._lowest + GAP_GRAIN < min_gap(policy)
 
     def releases(self, row: int, column: int, priority: float, policy: PreemptionPolicy | None) -> int:
         """The most of a resource that could go free on a row for one of this priority."""
         if policy is None:
             return 0
-        columns, most = self._columns, priority - least_gap(policy) + GAP_GRAIN
+        columns, most = self._columns, priority - min_gap(policy) + GAP_GRAIN
         priorities, evictable = columns["priority"], columns["evictable"]
         freed = 0
         for at in self.by_row.get(row, ()):
@@ -156,14 +156,14 @@ class PreemptionCandidates:
         may = self._by_policy(task, policy)
         if task.evictions:
             may &= ~self._as_high(task)
-        again_at = None
+        retry_at = None
         if policy.min_runtime_s > 0:
             grown_at = self["since"] + policy.min_runtime_s
             young = may & (grown_at > now)
             if young.any():
-                again_at = float(grown_at[young].min())
+                retry_at = float(grown_at[young].min())
                 may &= ~young
-        return may, again_at
+        return may, retry_at
 
     def spared(self, task: PoolTask, policy: PreemptionPolicy | None) -> set[str]:
         """Who might have to leave for the task, had it not been evicted itself."""
@@ -195,7 +195,7 @@ class PreemptionCandidates:
         """To what rows have of a resource, add the most that could go free for one of this priority."""
         if policy is None:
             return
-        may = self["evictable"] & (self["priority"] <= priority - least_gap(policy) + GAP_GRAIN)
+        may = self["evictable"] & (self["priority"] <= priority - min_gap(policy) + GAP_GRAIN)
         single = may & (self["row"] >= 0)
         np.add.at(room, self["row"][single], self["release"][single, column])
         for at in self.spread:
@@ -258,8 +258,8 @@ class PreemptionCandidates:
         return at
 
     def _fit(self) -> None:
-        """As many resources as the ledger knows."""
-        width = self._ledger.total.shape[1]
+        """As many resources as the capacity knows."""
+        width = self._capacity.total.shape[1]
         missing = width - self._columns["uses"].shape[1]
         if missing > 0:
             for name in ("release", "uses"):
@@ -269,7 +269,7 @@ class PreemptionCandidates:
                 self.parts[at] = tuple((row, np.concatenate([one, np.zeros(missing, np.int64)])) for row, one in parts)
 
 
-def least_gap(policy: PreemptionPolicy) -> float:
+def min_gap(policy: PreemptionPolicy) -> float:
     """The least gap in priority under which anybody may have to leave."""
     gaps = [policy.same_pool_gap] if policy.same_pool else []
     gaps += [policy.label_gap] if policy.label_rules else []

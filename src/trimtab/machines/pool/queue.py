@@ -49,7 +49,7 @@ class ClassQueue:
         self.entries: list[QueueEntry] = []
         self.size = kind.room or kind.bundles
         self.uniform = all(bundle == self.size[0] for bundle in self.size)
-        self.wanted: list[tuple[int, int]] | None = None  # of a bundle, by column of the ledger; once it is asked for
+        self.wanted: list[tuple[int, int]] | None = None  # of a bundle, by column of the capacity; once it is asked for
 
 
 class PendingQueue:

@@ -17,7 +17,7 @@ class QueueingHints(NamedTuple):
     """All that was gained behind some point."""
 
     rows: frozenset[int]  # something is free or idle there, or will be in a moment
-    leavers: frozenset[int]  # somebody is there who may have to leave
+    evictable_rows: frozenset[int]  # somebody is there who may have to leave
     pools: frozenset[str]  # less of the quota is used
     anything: bool
 
@@ -53,9 +53,9 @@ class HintLog:
         """Something is free or idle there, or will be in a moment."""
         self._add("row", row)
 
-    def leaver(self, row: int) -> None:
+    def evictable(self, row: int) -> None:
         """Somebody is there who may have to leave."""
-        self._add("leaver", row)
+        self._add("evictable", row)
 
     def pool(self, pool: str) -> None:
         """Less of its quota is used."""
@@ -101,7 +101,7 @@ def _sum(entries: Iterable[tuple[str, int | str]]) -> QueueingHints:
     nothing: set[int | str] = set()
     return QueueingHints(
         frozenset(int(one) for one in by_what.get("row", nothing)),
-        frozenset(int(one) for one in by_what.get("leaver", nothing)),
+        frozenset(int(one) for one in by_what.get("evictable", nothing)),
         frozenset(str(one) for one in by_what.get("pool", nothing)),
         "anything" in by_what,
     )

@@ -20,7 +20,7 @@ class StopOutcome(str, enum.Enum):
     """What becomes of a task once its processes are gone."""
 
     evicted = "evicted"
-    again = "again"  # started again after a loss, as often as it may
+    retry = "retry"  # started again after a loss, as often as it may
     done = "done"
     failed = "failed"
     cancelled = "cancelled"
@@ -43,8 +43,8 @@ class PoolTask:
     started: bool = False  # Start was issued for this attempt
     started_at: float | None = None  # of this attempt's work
     borrowed: bool = False  # in a reserved slot of others
-    after: StopOutcome | None = None  # only while cancelling
-    after_reason: Reason | None = None
+    outcome: StopOutcome | None = None  # only while cancelling
+    outcome_reason: Reason | None = None
     cancel_grace_s: float = 0.0  # of the stop under way
     notice: bool = False
     checkpoint_timeout_s: float = 0.0
@@ -85,8 +85,8 @@ class PlacementGroupKind(str, enum.Enum):
 class PgState(str, enum.Enum):
     """How a placement group stands."""
 
-    making = "making"
-    standing = "standing"
+    creating = "creating"
+    ready = "ready"
     removing = "removing"  # nobody is in it; its room counts as taken until it is gone
     broken = "broken"  # part of it is lost; removed as soon as nobody is in it
 
@@ -100,7 +100,7 @@ class PlacementGroup:
     kind: PlacementGroupKind
     bundles: tuple[Resources, ...]
     nodes: tuple[str, ...]
-    stand: PgState
+    state: PgState
     deadline: float | None
     tenants: list[str] = field(default_factory=list)  # tasks in it, and tasks that wait for their turn in it
     turns: list[str] = field(default_factory=list)  # who asked for a turn, first come first served
@@ -112,7 +112,7 @@ class PlacementGroup:
     @property
     def idle(self) -> bool:
         """Whether it stands and nobody is in it."""
-        return self.stand is PgState.standing and not self.tenants
+        return self.state is PgState.ready and not self.tenants
 
 
 @dataclass

@@ -75,7 +75,7 @@ class PoolGroups:
     idle: dict[tuple[Resources, ...], IdleGroups] = field(default_factory=dict)  # dynamic ones, by size
     dynamic_bundles: int = 0  # also of groups that are being made or removed
     idle_bundles: int = 0
-    kept_bundles: int = 0  # that claims will make
+    claimed_bundles: int = 0  # that claims will make
 
 
 @dataclass
@@ -149,19 +149,23 @@ class PoolState:
         self.ended: list[str] = []
         self.rechecks: set[float] = set()  # when the queue is to be looked at again
         self.node_stories: dict[str, list[StoryEntry]] = {}
-        self.gains = HintLog()  # what was gained since the machine's verdicts; it dumps both
+        self.hints = HintLog()  # what was gained since the machine's verdicts; it dumps both
         # What follows can be worked out from the above, and is not in a snapshot.
-        self.ledger = ClusterCapacity()
-        self.candidates = PreemptionCandidates(self.ledger)
+        self.capacity = ClusterCapacity()
+        self.candidates = PreemptionCandidates(self.capacity)
         self.waiting = PendingQueue()  # tasks in the queue that neither have a claim nor share slots
-        self.shelves: dict[str, PoolGroups] = {}
-        self.going: dict[
+        self.pool_groups: dict[str, PoolGroups] = {}
+        self.releasing: dict[
             str, PlacementGroup
         ] = {}  # groups that are removed, or will be: their room is free in a moment
         self.needs: dict[str, RemainingNeed] = {}  # of claims
         self.node_epoch = 0  # changes whenever a node does
-        self.nevers: dict[tuple[object, ...], tuple[int, str | None]] = {}  # by epoch, what nodes can never hold
-        self.alone: dict[tuple[object, ...], tuple[int, bool]] = {}  # by shape, what would fit if all tasks ended
+        self.never_fits_cache: dict[
+            tuple[object, ...], tuple[int, str | None]
+        ] = {}  # by epoch, what nodes can never hold
+        self.fits_alone_cache: dict[
+            tuple[object, ...], tuple[int, bool]
+        ] = {}  # by shape, what would fit if all tasks ended
         self.timers: list[tuple[float, str, str]] = []  # a heap; deadlines that have changed since are passed over
 
     # ---- time ----
@@ -193,22 +197,22 @@ class PoolState:
 
     def use(self, task: PoolTask, uses: tuple[Resources, ...]) -> None:
         """What the task uses of its quota changes."""
-        self.ledger.use(task.spec.pool, task.uses, -1)
-        self.ledger.use(task.spec.pool, uses, 1)
+        self.capacity.use(task.spec.pool, task.uses, -1)
+        self.capacity.use(task.spec.pool, uses, 1)
         if task.uses:
-            self.gains.pool(task.spec.pool)
+            self.hints.pool(task.spec.pool)
         task.uses = uses
 
-    def candidate(self, task: PoolTask) -> None:
+    def update_candidate(self, task: PoolTask) -> None:
         """The task holds slots: it may have to leave them one day."""
         group = self.groups[task.places[0].group]
-        before = self.candidates.may_leave(task.id)
+        before = self.candidates.may_be_evicted(task.id)
         self.candidates.drop(task.id)
         if task.state in (TaskState.starting, TaskState.running):
             self.candidates.add(task, group, len(group.tenants) == 1)
-            if not before and self.candidates.may_leave(task.id):
+            if not before and self.candidates.may_be_evicted(task.id):
                 for row in self._rows(group):
-                    self.gains.leaver(row)
+                    self.hints.evictable(row)
 
     def may_evict(self, task: PoolTask) -> bool:
         """Whether others may have to leave for it: an evicted task that returns is content with what is free."""
@@ -217,145 +221,147 @@ class PoolState:
 
     # ---- groups ----
 
-    def gained(self, group: PlacementGroup) -> None:
+    def hint_released(self, group: PlacementGroup) -> None:
         """What the group holds is free or idle, or will be; also its pool's slots, where its nodes are lost."""
-        self.gains.pool(group.pool)
+        self.hints.pool(group.pool)
         for row in self._rows(group):
-            self.gains.row(row)
+            self.hints.row(row)
 
     def _rows(self, group: PlacementGroup) -> Iterator[int]:
-        return (self.ledger.row_of[node] for node in set(group.nodes) if node in self.ledger.row_of)
+        return (self.capacity.row_of[node] for node in set(group.nodes) if node in self.capacity.row_of)
 
-    def goes(self, group: PlacementGroup) -> None:
+    def mark_releasing(self, group: PlacementGroup) -> None:
         """The group will be removed."""
-        self.going[group.id] = group
-        self.gained(group)
+        self.releasing[group.id] = group
+        self.hint_released(group)
 
     def add_pool(self, pool: PoolRecord) -> None:
         """A pool is there."""
         self.pools[pool.spec.name] = pool
-        self.shelves[pool.spec.name] = PoolGroups()
-        self.ledger.set_pool(pool.spec.name, pool.spec.quota)
+        self.pool_groups[pool.spec.name] = PoolGroups()
+        self.capacity.set_pool(pool.spec.name, pool.spec.quota)
 
     def add_group(self, group: PlacementGroup) -> None:
         """A group is being made: its room is held from now on."""
         self.groups[group.id] = group
-        shelf = self.shelves[group.pool]
-        shelf.groups[group.id] = group
+        owned = self.pool_groups[group.pool]
+        owned.groups[group.id] = group
         if group.kind is PlacementGroupKind.reserved:
-            shelf.reserved[group.id] = group
-            self.ledger.shape += 1
+            owned.reserved[group.id] = group
+            self.capacity.shape += 1
         else:
-            shelf.dynamic_bundles += len(group.bundles)
-        self.ledger.hold(group.nodes, group.bundles)
-        if group.stand in (PgState.removing, PgState.broken):
-            self.going[group.id] = group
+            owned.dynamic_bundles += len(group.bundles)
+        self.capacity.hold(group.nodes, group.bundles)
+        if group.state in (PgState.removing, PgState.broken):
+            self.releasing[group.id] = group
 
     def drop_group(self, group: PlacementGroup) -> None:
         """Nothing of the group is left."""
         del self.groups[group.id]
-        self.going.pop(group.id, None)
-        shelf = self.shelves[group.pool]
-        del shelf.groups[group.id]
+        self.releasing.pop(group.id, None)
+        owned = self.pool_groups[group.pool]
+        del owned.groups[group.id]
         if group.kind is PlacementGroupKind.reserved:
-            del shelf.reserved[group.id]
-            self.ledger.shape += 1
+            del owned.reserved[group.id]
+            self.capacity.shape += 1
         else:
-            shelf.dynamic_bundles -= len(group.bundles)
-        self.ledger.release(group.nodes, group.bundles)
-        self.gained(group)
+            owned.dynamic_bundles -= len(group.bundles)
+        self.capacity.release(group.nodes, group.bundles)
+        self.hint_released(group)
 
     def set_idle(self, group: PlacementGroup, idle: bool) -> None:
         """A dynamic group fell idle, or is about to become anything else. Saying it twice changes nothing."""
         if group.kind is PlacementGroupKind.reserved:
             return
-        shelf = self.shelves[group.pool]
-        line = shelf.idle.setdefault(group.bundles, IdleGroups())
+        owned = self.pool_groups[group.pool]
+        line = owned.idle.setdefault(group.bundles, IdleGroups())
         if idle != (group in line):
             sign = 1 if idle else -1
-            shelf.idle_bundles += sign * len(group.bundles)
-            self.ledger.set_idle(group.nodes, group.bundles, idle)
+            owned.idle_bundles += sign * len(group.bundles)
+            self.capacity.set_idle(group.nodes, group.bundles, idle)
             if idle:
                 line.add(group)
-                self.gained(group)
+                self.hint_released(group)
             else:
                 line.remove(group)
         if not line:
-            del shelf.idle[group.bundles]
+            del owned.idle[group.bundles]
 
     def usable(self, group: PlacementGroup) -> bool:
         """Whether every node of the group is there and takes something new."""
-        rows = [self.ledger.row_of.get(node) for node in group.nodes]
-        return all(row is not None and self.ledger.usable[row] for row in rows)
+        rows = [self.capacity.row_of.get(node) for node in group.nodes]
+        return all(row is not None and self.capacity.usable[row] for row in rows)
 
     # ---- claims ----
 
     def keep(self, claim: ResourceClaim) -> None:
         """Keep for a claim what is free already of what it needs: all that does not come from those who are leaving."""
-        task, ledger = self.tasks[claim.task], self.ledger
-        need = self.needs[claim.task] = RemainingNeed({}, ledger.sum_vector(task.spec.bundles).copy(), len(claim.nodes))
+        task, capacity = self.tasks[claim.task], self.capacity
+        need = self.needs[claim.task] = RemainingNeed(
+            {}, capacity.sum_vector(task.spec.bundles).copy(), len(claim.nodes)
+        )
         if claim.nodes:
             for node, bundle in zip(claim.nodes, task.spec.size, strict=True):
-                vector = ledger.vector(bundle)
+                vector = capacity.vector(bundle)
                 need.nodes[node] = need.nodes[node] + vector if node in need.nodes else vector.copy()
         for name in claim.groups:
             self._lean(need, self.groups[name], task.spec.pool, 1)
         for name in claim.tasks:
             if self.tasks[name].spec.pool == task.spec.pool:
-                need.quota = need.quota - ledger.sum_vector(self.tasks[name].uses)
+                need.quota = need.quota - capacity.sum_vector(self.tasks[name].uses)
         self._keep_need(need, task.spec.pool, 1)
 
-    def keep_instead(self, claim: ResourceClaim, used: tuple[Resources, ...], group: PlacementGroup | None) -> None:
+    def keep_released(self, claim: ResourceClaim, used: tuple[Resources, ...], group: PlacementGroup | None) -> None:
         """Somebody whom the claim leaned on is gone: what it was to give is free now, and kept."""
         pool = self.tasks[claim.task].spec.pool
         need = self.needs[claim.task]
         self._keep_need(need, pool, -1)
         if used:
-            need.quota = self.ledger.fitted(need.quota) + self.ledger.sum_vector(used)
+            need.quota = self.capacity.widened(need.quota) + self.capacity.sum_vector(used)
         if group is not None:
             self._lean(need, group, pool, -1)
         self._keep_need(need, pool, 1)
 
-    def unkeep(self, claim: ResourceClaim) -> None:
+    def stop_keeping(self, claim: ResourceClaim) -> None:
         """Keep nothing for the claim any more."""
         need = self.needs.pop(claim.task, None)
         if need is not None:
             self._keep_need(need, self.tasks[claim.task].spec.pool, -1)
 
-    def hold_back(self, kept: StarvationReserve) -> None:
+    def apply_reserve(self, kept: StarvationReserve) -> None:
         """Reserve this for its task alone, until it is given back."""
         for node, part in kept.nodes:
-            self.ledger.keep(node, part, 1)
-        self.ledger.quota_kept[kept.pool] += kept.quota
-        self.shelves[kept.pool].kept_bundles += kept.slots
+            self.capacity.keep(node, part, 1)
+        self.capacity.quota_kept[kept.pool] += kept.quota
+        self.pool_groups[kept.pool].claimed_bundles += kept.slots
         for name in kept.groups:
             self.set_idle(self.groups[name], False)
 
-    def give_back(self, kept: StarvationReserve) -> None:
+    def release_reserve(self, kept: StarvationReserve) -> None:
         """It is kept no longer."""
         for node, part in kept.nodes:
-            self.ledger.keep(node, part, -1)
-        self.ledger.quota_kept[kept.pool] -= kept.quota
-        self.shelves[kept.pool].kept_bundles -= kept.slots
-        position = self.gains.position
+            self.capacity.keep(node, part, -1)
+        self.capacity.quota_kept[kept.pool] -= kept.quota
+        self.pool_groups[kept.pool].claimed_bundles -= kept.slots
+        position = self.hints.position
         for name in kept.groups:
             self.set_idle(self.groups[name], True)
-        self.gains.take_back(position)  # they were idle all the time
+        self.hints.take_back(position)  # they were idle all the time
 
     def _lean(self, need: RemainingNeed, group: PlacementGroup, pool: str, sign: int) -> None:
         """The need is less by what a group will give up; or, with -1, again as large."""
-        ledger = self.ledger
+        capacity = self.capacity
         if group.kind is PlacementGroupKind.dynamic and group.pool == pool:
             need.slots -= sign * len(group.bundles)
         for node, bundle in zip(group.nodes, group.bundles, strict=True):
             if node in need.nodes:
-                need.nodes[node] = ledger.fitted(need.nodes[node]) - sign * ledger.vector(bundle)
+                need.nodes[node] = capacity.widened(need.nodes[node]) - sign * capacity.vector(bundle)
 
     def _keep_need(self, need: RemainingNeed, pool: str, sign: int) -> None:
         for node, vector in need.nodes.items():
-            self.ledger.keep(node, np.maximum(0, vector), sign)
-        self.ledger.quota_kept[pool] += sign * np.maximum(0, self.ledger.fitted(need.quota))
-        self.shelves[pool].kept_bundles += sign * max(0, need.slots)
+            self.capacity.keep(node, np.maximum(0, vector), sign)
+        self.capacity.quota_kept[pool] += sign * np.maximum(0, self.capacity.widened(need.quota))
+        self.pool_groups[pool].claimed_bundles += sign * max(0, need.slots)
 
     # ---- snapshots ----
 
@@ -371,8 +377,8 @@ class PoolState:
             "claims": [encode(claim) for claim in self.claims.values()],
             "nodes": [encode(node) for node in self.nodes.values()],
             "changed_nodes": sorted(self.changed_nodes),
-            "rows": list(self.ledger.nodes),
-            "cordoned": sorted(self.ledger.cordoned),
+            "rows": list(self.capacity.nodes),
+            "cordoned": sorted(self.capacity.cordoned),
             "ended": list(self.ended),
             "evictions": [encode(one) for one in self.evictions],
             "eviction_count": self.eviction_count,
@@ -384,15 +390,15 @@ class PoolState:
         """Fill empty books from a snapshot."""
         self.now, self.seq = float(data["now"]), int(data["seq"])
         self.policy = None if data["policy"] is None else decode(PreemptionPolicy, data["policy"])
-        ledger = self.ledger
+        capacity = self.capacity
         for node in (decode(e.NodeJoined, one) for one in data["nodes"]):
             self.nodes[node.node] = node
         self.changed_nodes.update(data["changed_nodes"])
-        ledger.cordoned.update(data["cordoned"])
+        capacity.cordoned.update(data["cordoned"])
         for row, name in enumerate(data["rows"]):
-            ledger.set_row(row, name)
+            capacity.set_row(row, name)
             if name is not None:
-                ledger.set_node(name, self.nodes[name].total, self.nodes[name].outside)
+                capacity.set_node(name, self.nodes[name].total, self.nodes[name].outside)
         for pool in (decode(PoolRecord, one) for one in data["pools"]):
             self.add_pool(pool)
         for task in (decode(PoolTask, one) for one in data["tasks"]):
@@ -407,8 +413,8 @@ class PoolState:
         for task in self.tasks.values():
             self.timer(task.deadline, "task", task.id)
             if task.places:
-                ledger.use(task.spec.pool, task.uses, 1)
-                self.candidate(task)
+                capacity.use(task.spec.pool, task.uses, 1)
+                self.update_candidate(task)
             elif task.state in IN_QUEUE and task.id not in self.claims and task.shares is None:
                 self.waiting.add(task, self.may_evict(task))
         for claim in self.claims.values():
@@ -426,47 +432,47 @@ class PoolState:
 
     def check(self) -> None:
         """Verify every invariant against the records; raises AssertionError."""
-        ledger = self.ledger
-        held, idle = np.zeros_like(ledger.held), np.zeros_like(ledger.idle)
+        capacity = self.capacity
+        held, idle = np.zeros_like(capacity.held), np.zeros_like(capacity.idle)
         for group in self.groups.values():
             assert group.pool in self.pools, f"{group.id} is of no pool"
             for node, bundle in zip(group.nodes, group.bundles, strict=True):
                 assert node == "" or node in self.nodes, f"{group.id} lies on a node that is not there"
                 if node:
-                    held[ledger.row_of[node]] += ledger.vector(bundle)
+                    held[capacity.row_of[node]] += capacity.vector(bundle)
                     if group.idle and group.kind is PlacementGroupKind.dynamic:
-                        idle[ledger.row_of[node]] += ledger.vector(bundle)
+                        idle[capacity.row_of[node]] += capacity.vector(bundle)
             lost = "" in group.nodes
-            assert not lost or group.stand in (PgState.broken, PgState.removing), f"{group.id} is trusted after a loss"
+            assert not lost or group.state in (PgState.broken, PgState.removing), f"{group.id} is trusted after a loss"
             assert group.active is None or group.active in group.tenants, f"{group.id} has an active stranger"
             for name in group.tenants:
                 self._check_tenant(group, name)
-            assert group.stand is not PgState.removing or not group.tenants, f"{group.id} is removed under a tenant"
-        going = {name for name, group in self.groups.items() if group.stand in (PgState.removing, PgState.broken)}
-        assert going == self.going.keys(), "groups that are going are miscounted"
-        assert (held == ledger.held).all(), "what groups hold is not what the books say"
-        assert (idle == ledger.idle).all(), "what is idle is not what the books say"
-        ours = ledger.held + ledger.kept
-        for node, row in ledger.row_of.items():
-            over = (ours[row] > ledger.total[row] - ledger.outside[row]).any()
+            assert group.state is not PgState.removing or not group.tenants, f"{group.id} is removed under a tenant"
+        releasing = {name for name, group in self.groups.items() if group.state in (PgState.removing, PgState.broken)}
+        assert releasing == self.releasing.keys(), "groups that are going are miscounted"
+        assert (held == capacity.held).all(), "what groups hold is not what the books say"
+        assert (idle == capacity.idle).all(), "what is idle is not what the books say"
+        ours = capacity.held + capacity.kept
+        for node, row in capacity.row_of.items():
+            over = (ours[row] > capacity.total[row] - capacity.outside[row]).any()
             assert not over or node in self.changed_nodes, f"more is held or kept than node {node} has"
         for name, pool in self.pools.items():
-            used = np.zeros_like(ledger.used[name])
+            used = np.zeros_like(capacity.used[name])
             for task in self.tasks.values():
                 if task.spec.pool == name and task.uses:
-                    used = used + ledger.sum_vector(task.uses)
-            assert (used == ledger.used[name]).all(), f"what pool {name} uses is not what the books say"
-            assert pool.lowered or (ledger.quota_left(name) >= 0).all(), f"pool {name} is over its quota"
-            shelf = self.shelves[name]
-            there = sum(len(one.bundles) for one in shelf.groups.values() if one.kind is PlacementGroupKind.dynamic)
-            assert there == shelf.dynamic_bundles, f"dynamic slots of pool {name} are miscounted"
+                    used = used + capacity.sum_vector(task.uses)
+            assert (used == capacity.used[name]).all(), f"what pool {name} uses is not what the books say"
+            assert pool.lowered or (capacity.quota_left(name) >= 0).all(), f"pool {name} is over its quota"
+            owned = self.pool_groups[name]
+            there = sum(len(one.bundles) for one in owned.groups.values() if one.kind is PlacementGroupKind.dynamic)
+            assert there == owned.dynamic_bundles, f"dynamic slots of pool {name} are miscounted"
             idle_names = {
-                one.id for one in shelf.groups.values() if one.idle and one.kind is PlacementGroupKind.dynamic
+                one.id for one in owned.groups.values() if one.idle and one.kind is PlacementGroupKind.dynamic
             }
-            known = {one.id for line in shelf.idle.values() for one in line}
+            known = {one.id for line in owned.idle.values() for one in line}
             assert known == idle_names, f"idle slots of {name} differ"
             limit = pool.spec.dynamic_limit
-            assert limit is None or there + shelf.kept_bundles <= limit, f"pool {name} is over its limit of slots"
+            assert limit is None or there + owned.claimed_bundles <= limit, f"pool {name} is over its limit of slots"
         for task in self.tasks.values():
             self._check_task(task)
         at_work = {name for name, task in self.tasks.items() if task.state in (TaskState.starting, TaskState.running)}

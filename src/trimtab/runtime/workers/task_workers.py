@@ -337,7 +337,8 @@ class TaskWorkerManager:
         keep_as = kept_name(member)
         try:
             answer = await self._wardens.ask(
-                member.node, "stop", member.pid, member.born, cancel_grace_s, notice, checkpoint_timeout_s, state_path, keep_as,
+                member.node, "stop", member.pid, member.born,
+                cancel_grace_s, notice, checkpoint_timeout_s, state_path, keep_as,
                 timeout_s=max(0.0, cancel_grace_s) + max(0.0, checkpoint_timeout_s) + _END_S,
             )  # fmt: skip
         except UnreachableError as fault:
