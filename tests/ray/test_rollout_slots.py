@@ -357,7 +357,7 @@ def test_a_node_has_places_for_what_is_left_of_it_and_none_before_it_may_be_used
     assert places_on(node("a", 8, NodeState.suspect), unit) == 4, "silent for a moment"
     for state in (NodeState.held, NodeState.draining, NodeState.lost):
         assert places_on(node("a", 8, state), unit) == 0
-    assert places_on(node("a", 8, told=False), unit) == 0
+    assert places_on(node("a", 8, announced=False), unit) == 0
 
 
 def test_workers_follow_nodes_within_limits_and_those_whose_node_goes_go_first() -> None:

@@ -54,7 +54,7 @@ class NodeView:
     deadline: float | None = None  # of a drain, or when a held node is used again
     unlike: bool = False  # other accelerators, or another number of them, than most nodes have
     losses: int = 0  # how often it was lost
-    told: bool = True  # False: it joined or drains, and the window in which others may do the same is still open
+    announced: bool = True  # False: it joined or drains, and the window in which others may do the same is still open
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,14 @@ class NodePolicy:
     lost_s: float = 10.0  # silent for so long: lost
     join_window_s: float = 0.3  # joins within it are one change
     drain_window_s: float = 3.0  # drains within it are one change ...
-    hurry_s: float = 10.0  # ... unless a deadline is nearer than this: then at once
+    urgent_drain_s: float = 10.0  # ... unless a deadline is nearer than this: then at once
     free_losses: int = 1  # so many losses within `forget_s` are taken without holding the node back
     hold_s: float = 5.0  # held so long after the next one, twice as long after each further one
-    hold_most_s: float = 300.0
+    max_hold_s: float = 300.0
     forget_s: float = 600.0  # a loss is forgotten after so long
 
     def __post_init__(self) -> None:
-        for name in ("suspect_s", "lost_s", "join_window_s", "drain_window_s", "hurry_s", "hold_s", "hold_most_s",
+        for name in ("suspect_s", "lost_s", "join_window_s", "drain_window_s", "urgent_drain_s", "hold_s", "max_hold_s",
                      "forget_s"):  # fmt: skip
             if not is_number(getattr(self, name), 0, LONGEST_S):
                 raise _no_seconds(name, getattr(self, name), "the node policy")
@@ -100,7 +100,7 @@ class NodePolicy:
 class MemberState(str, enum.Enum):
     """Where a member of an elastic group is."""
 
-    asked = "asked"  # its task was submitted; it waits for room or is being constructed
+    pending = "pending"  # its task was submitted; it waits for room or is being constructed
     ready = "ready"  # constructed; enters the world at the next step boundary
     working = "working"  # has a rank in the world of this epoch
     leaving = "leaving"  # still has its rank; goes at the next step boundary
@@ -113,16 +113,16 @@ class ElasticSpec:
 
     name: str
     unit: Resources  # what one member asks
-    least: int = 1  # fewer: the group waits
-    most: int | None = None  # None: as many as there is room for
-    wait_s: float = 600.0  # how long it waits below `least` before it gives up
+    min_members: int = 1  # fewer: the group waits
+    max_members: int | None = None  # None: as many as there is room for
+    wait_s: float = 600.0  # how long it waits below `min_members` before it gives up
     step_timeout_s: float = 600.0  # a member that takes longer hangs
     health_every_s: float = 5.0  # 0: never asked
     health_timeout_s: float = 5.0
     restarts: int = 10  # unplanned replacements within `restart_window_s` before no more are tried
     restart_window_s: float = 600.0
     back_off_s: float = 0.5  # before a second replacement in a row, twice as long before each further one
-    back_off_most_s: float = 30.0
+    max_back_off_s: float = 30.0
     handover_s: float = 5.0  # a draining member is out so long before its node's deadline, at the latest
 
     def __post_init__(self) -> None:
@@ -131,14 +131,14 @@ class ElasticSpec:
             raise InputError(f"{self.name!r} cannot be the name of a group", hint="letters, digits, - . and _")
         if not self.unit:
             raise InputError("a member must ask for something", where=where, hint='per_node={"gpu": 1}')
-        check_whole("min", self.least, where, 1)
-        if self.most is not None:
-            check_whole("max", self.most, where)
-        if self.most is not None and self.most < self.least:
-            raise InputError(f"max {self.most} is less than min {self.least}", where=where)
+        check_whole("min", self.min_members, where, 1)
+        if self.max_members is not None:
+            check_whole("max", self.max_members, where)
+        if self.max_members is not None and self.max_members < self.min_members:
+            raise InputError(f"max {self.max_members} is less than min {self.min_members}", where=where)
         check_whole("restarts", self.restarts, where)
         for name in ("wait_s", "step_timeout_s", "health_every_s", "health_timeout_s", "restart_window_s",
-                     "back_off_s", "back_off_most_s", "handover_s"):  # fmt: skip
+                     "back_off_s", "max_back_off_s", "handover_s"):  # fmt: skip
             if not is_number(getattr(self, name), 0, LONGEST_S):
                 raise _no_seconds(name, getattr(self, name), where)
         if 0 < self.health_every_s < SHORTEST_S:

@@ -73,11 +73,11 @@ def test_a_node_that_joins_is_used_at_once_and_told_of_after_a_moment():
     (use,) = fleet.tell(NodeSeen("a", facts()))
     assert (use.node, use.reason.code) == ("a", ReasonCode.joined)
     assert fleet.changes == []
-    assert not fleet.view("a").told
+    assert not fleet.view("a").announced
     fleet.wait(POLICY.join_window_s)
     (change,) = fleet.changes
     assert (change.number, change.joined, change.reason.code) == (1, ("a",), ReasonCode.joined)
-    assert fleet.view("a").told
+    assert fleet.view("a").announced
     assert fleet.machine.last_change == 1
 
 
@@ -277,7 +277,7 @@ def test_a_flapping_node_does_not_cause_a_change_per_flap():
         fleet.wait(0.5)
     assert fleet.state("a") is NodeState.held
     assert fleet.view("a").reason.code is ReasonCode.flapping
-    assert fleet.view("a").deadline == pytest.approx(fleet.now - 0.5 + POLICY.hold_most_s)
+    assert fleet.view("a").deadline == pytest.approx(fleet.now - 0.5 + POLICY.max_hold_s)
     assert len(fleet.changes) <= 3  # lost, back, lost
     assert fleet.order() == ["head", "a"]
 

@@ -42,7 +42,7 @@ class ElasticMember:
     reason: Reason
     since: float
     node: str = ""  # empty: it waits, or is being constructed
-    stands_in: str = ""  # for whom it was started
+    replaces: str = ""  # for whom it was started
     restart_at: float | None = None  # it counts as a restart, made then ...
     restart_weight: int = 0  # ... so many times ...
     restart_node: str = ""  # ... for one that was lost there
@@ -51,7 +51,7 @@ class ElasticMember:
     causes: tuple[LeaveCause, ...] = ()  # of a leaving one, one of each code; in the order they came
     health_due: float | None = None
     health_by: float | None = None  # when the answer is due
-    end_by: float | None = None  # of one that is gone: when its end is due to be confirmed
+    stop_by: float | None = None  # of one that is gone: when its end is due to be confirmed
 
     @property
     def leave_by(self) -> float | None:
@@ -81,8 +81,8 @@ class ElasticState:
     world: World | None = None  # the last one that was entered
     # Of the phase: entering and stepping have a deadline; waiting has one of its own, which a failed try does not move.
     deadline: float | None = None
-    coming: World | None = None  # exactly while entering
-    leavers: tuple[str, ...] = ()  # of `coming`
+    next_world: World | None = None  # exactly while entering
+    leavers: tuple[str, ...] = ()  # of `next_world`
     wants_step: bool = False  # a step was asked for and is not complete
     redo: bool = False  # it was begun and interrupted
     interrupting: Reason | None = None  # InterruptStep was said
@@ -90,19 +90,19 @@ class ElasticState:
     wait_reason: Reason | None = None
     wait_key: str = ""  # what the last Wait was about
     retry_at: float = 0.0  # no world or step is tried before: the last one failed, and nobody knows why
-    fruitless: int = 0  # such failures in a row
+    failed_attempts: int = 0  # such failures in a row
     # Members.
-    made: int = 0
+    created_count: int = 0
     members: dict[str, ElasticMember] = field(
         default_factory=dict
     )  # in order of number; gone ones until that is confirmed
     nodes: tuple[NodeView, ...] = ()
     nodes_known: bool = False
     change: int = 0
-    asked: int | None = None  # what a person wants
+    requested: int | None = None  # what a person wants
     want: int = 0  # as it was said last
     # Replacements.
-    debts: list[LostMember] = field(default_factory=list)
+    pending_replacements: list[LostMember] = field(default_factory=list)
     restarts: list[float] = field(default_factory=list)  # within the window
     rounds: int = 0  # of replacements in a row, none of which has completed a step
     round_open: bool = False  # a loss that belongs to the last round: nothing was started since
@@ -111,7 +111,7 @@ class ElasticState:
     fatal: str = ""  # why the last start failed that another would not mend
     ever_started: bool = False
     # Telling.
-    outs: list[tuple[str, Reason]] = field(default_factory=list)  # who is gone since the last world was entered
+    departed: list[tuple[str, Reason]] = field(default_factory=list)  # who is gone since the last world was entered
     restart_count: int = 0
     redone_count: int = 0
     end_reason: Reason | None = None
@@ -140,7 +140,7 @@ class MemberCapacity:
         return self.ready + sum(units for node, units in self.silent if node in holding)
 
 
-def room_on(nodes: tuple[NodeView, ...], unit: Resources) -> MemberCapacity:
+def member_capacity(nodes: tuple[NodeView, ...], unit: Resources) -> MemberCapacity:
     """What these nodes offer."""
     states = NodeState
     return MemberCapacity(
@@ -150,25 +150,25 @@ def room_on(nodes: tuple[NodeView, ...], unit: Resources) -> MemberCapacity:
     )
 
 
-def plain(books: ElasticState, size: int, wanted: int) -> dict[str, object]:
+def group_view(state: ElasticState, size: int, wanted: int) -> dict[str, object]:
     """A group as people and programs see it."""
-    ranks = {name: rank for rank, name in enumerate(books.world.members)} if books.world is not None else {}
+    ranks = {name: rank for rank, name in enumerate(state.world.members)} if state.world is not None else {}
     return {
-        "name": books.spec.name,
-        "phase": books.phase.value,
+        "name": state.spec.name,
+        "phase": state.phase.value,
         "size": size,
         "wanted": wanted,
-        "least": books.spec.least,
-        "most": books.spec.most,
-        "asked": books.asked,
-        "epoch": books.world.epoch if books.world is not None else 0,
-        "step": books.step,
-        "change": books.change,
-        "restarts": books.restart_count,
-        "redone": books.redone_count,
-        "waiting": str(books.wait_reason) if books.phase is ElasticPhase.waiting and books.wait_reason else None,
-        "wait_deadline": books.wait_deadline if books.phase is ElasticPhase.waiting else None,
-        "ended": str(books.end_reason) if books.end_reason is not None else None,
+        "least": state.spec.min_members,
+        "most": state.spec.max_members,
+        "asked": state.requested,
+        "epoch": state.world.epoch if state.world is not None else 0,
+        "step": state.step,
+        "change": state.change,
+        "restarts": state.restart_count,
+        "redone": state.redone_count,
+        "waiting": str(state.wait_reason) if state.phase is ElasticPhase.waiting and state.wait_reason else None,
+        "wait_deadline": state.wait_deadline if state.phase is ElasticPhase.waiting else None,
+        "ended": str(state.end_reason) if state.end_reason is not None else None,
         "members": [
             {
                 "id": one.id,
@@ -178,6 +178,6 @@ def plain(books: ElasticState, size: int, wanted: int) -> dict[str, object]:
                 "since": one.since,
                 "reason": {"code": one.reason.code.value, "sentence": one.reason.sentence},
             }
-            for one in books.members.values()
+            for one in state.members.values()
         ],
     }

@@ -45,23 +45,23 @@ class NodeMachine:
         self._kinds: Counter[NodeShape] = Counter()  # of nodes that are there; none of them zero
         self._timers: list[tuple[float, str]] = []  # a heap; has every node's `_due`, and some that have changed since
         self._armed: dict[str, float] = {}  # by node: the timer set last, so that none is set twice in a row
-        self._places: dict[str, str] = {}  # by name: the node that had it last
+        self._by_name: dict[str, str] = {}  # by name: the node that had it last
         self._order: list[TrackedNode] = []  # all, in node order
-        self._untold: dict[str, TrackedNode] = {}  # that have a `tell_by`
+        self._unannounced: dict[str, TrackedNode] = {}  # that have a `announce_by`
         self._common: NodeShape | None = None
         self._common_known = False
         self._views: dict[str, NodeView] = {}  # those that have not changed since they were looked at
         self._seen: tuple[int, tuple[NodeView, ...]] = (-1, ())  # by version
-        self._telling = False
+        self._announce_due = False
         self._out: list[e.NodeInstruction] = []
-        self._doors: dict[type, Callable[[Any, float], None]] = {
+        self._handlers: dict[type, Callable[[Any, float], None]] = {
             e.NodeSeen: self._on_node_seen,
             e.NodeGone: self._on_node_gone,
-            e.HeartbeatReceived: self._on_link_heard,
-            e.HeartbeatMissed: self._on_link_silent,
-            e.ConnectionBroken: self._on_link_broken,
-            e.DrainRequested: self._on_drain_asked,
-            e.DrainCancelled: self._on_drain_over,
+            e.HeartbeatReceived: self._on_heartbeat_received,
+            e.HeartbeatMissed: self._on_heartbeat_missed,
+            e.ConnectionBroken: self._on_connection_broken,
+            e.DrainRequested: self._on_drain_requested,
+            e.DrainCancelled: self._on_drain_cancelled,
             e.NodeTick: self._on_tick,
         }
 
@@ -70,11 +70,11 @@ class NodeMachine:
     def handle(self, event: e.NodeEvent, now: float) -> list[e.NodeInstruction]:
         """What is to be done about the event. Raises InputError for a wrong ask, with nothing changed."""
         now = max(float(now), self.now)
-        self._out, self._telling = [], False
-        self._doors[type(event)](event, now)
+        self._out, self._announce_due = [], False
+        self._handlers[type(event)](event, now)
         self.now = now
-        if self._telling:
-            self._tell(now)
+        if self._announce_due:
+            self._announce(now)
         return self._out
 
     def next_deadline(self) -> float | None:
@@ -96,7 +96,7 @@ class NodeMachine:
             return
         changed = node.facts != event.facts or node.outside != event.outside
         if changed:
-            self._figures(node, event)
+            self._update_facts(node, event)
         if not node.listed:
             node.listed = True
             self._gone_to_there(node, Reason(ReasonCode.returned, "Ray has it again"), now)
@@ -123,7 +123,7 @@ class NodeMachine:
 
     # ---- news of links ---------------------------------------------------------------------------------------------
 
-    def _on_link_heard(self, event: e.HeartbeatReceived, now: float) -> None:
+    def _on_heartbeat_received(self, event: e.HeartbeatReceived, now: float) -> None:
         node = self.nodes.get(event.node)
         if node is None:
             return
@@ -133,7 +133,7 @@ class NodeMachine:
         elif not node.there and node.listed:
             self._gone_to_there(node, Reason(ReasonCode.returned, "its link speaks again"), now)
 
-    def _on_link_silent(self, event: e.HeartbeatMissed, now: float) -> None:
+    def _on_heartbeat_missed(self, event: e.HeartbeatMissed, now: float) -> None:
         node = self.nodes.get(event.node)
         if node is None or not node.there or event.silent_s < self.policy.suspect_s:
             return
@@ -146,7 +146,7 @@ class NodeMachine:
         elif node.state is NodeState.held:
             self._hold_longer(node, now)
 
-    def _on_link_broken(self, event: e.ConnectionBroken, now: float) -> None:
+    def _on_connection_broken(self, event: e.ConnectionBroken, now: float) -> None:
         node = self.nodes.get(event.node)
         if node is None or not node.there:
             return
@@ -157,8 +157,8 @@ class NodeMachine:
 
     # ---- drains ----------------------------------------------------------------------------------------------------
 
-    def _on_drain_asked(self, event: e.DrainRequested, now: float) -> None:
-        node = self._to_be_drained(event)
+    def _on_drain_requested(self, event: e.DrainRequested, now: float) -> None:
+        node = self._node_to_drain(event)
         if not node.there:
             return
         before = node.drain
@@ -168,16 +168,16 @@ class NodeMachine:
         if before is None:
             node.drain = drain
             self._to_draining(node, now)
-        elif (before.asked, before.reason.code) == (drain.asked, code):
+        elif (before.requested, before.reason.code) == (drain.requested, code):
             return
         elif words.sooner(deadline, before.deadline, SAME_S) or code is before.reason.code is ReasonCode.drain_asked:
             # Ray repeats itself and what we told it, by another clock; and nobody puts off what Ray said.
             node.drain = drain
-            self._write(node, node.state, drain.reason, now)
-            self._empty(node)
-            self._note(node, now)
+            self._record(node, node.state, drain.reason, now)
+            self._drain(node)
+            self._update_announcement(node, now)
 
-    def _to_be_drained(self, event: e.DrainRequested) -> TrackedNode:
+    def _node_to_drain(self, event: e.DrainRequested) -> TrackedNode:
         node = self.nodes.get(event.node)
         if node is None:
             known = [name for name, one in self.nodes.items() if one.there]
@@ -186,13 +186,14 @@ class NodeMachine:
             raise InputError(f"there is no node {event.node}", hint=hint)
         if node.facts.head:
             raise InputError(
-                f"node {node.title} is the head: the cluster ends with it", hint="drain workers, or stop the cluster"
+                f"node {node.display_name} is the head: the cluster ends with it",
+                hint="drain workers, or stop the cluster",
             )
         if not node.there and not event.by_ray:
-            raise InputError(f"node {node.title} is gone already", hint=str(node.reason))
+            raise InputError(f"node {node.display_name} is gone already", hint=str(node.reason))
         return node
 
-    def _on_drain_over(self, event: e.DrainCancelled, now: float) -> None:
+    def _on_drain_cancelled(self, event: e.DrainCancelled, now: float) -> None:
         node = self.nodes.get(event.node)
         if node is None or node.drain is None:
             return
@@ -205,9 +206,9 @@ class NodeMachine:
     def _on_tick(self, event: e.NodeTick, now: float) -> None:
         while (at := self.next_deadline()) is not None and at <= now:
             node = self.nodes[self._pop_timer()]
-            if node.tell_by is not None and node.tell_by <= now:
-                self._telling = True
-                self._tell(now)
+            if node.announce_by is not None and node.announce_by <= now:
+                self._announce_due = True
+                self._announce(now)
             if not node.there and not node.listed and node.since + self.policy.forget_s <= now:
                 self._gone_to_forgotten(node)
                 continue
@@ -221,8 +222,8 @@ class NodeMachine:
     def _due(self, node: TrackedNode) -> float | None:
         """When time alone changes something about the node."""
         dues = []
-        if node.tell_by is not None:
-            dues.append(node.tell_by)
+        if node.announce_by is not None:
+            dues.append(node.announce_by)
         if node.losses:
             dues.append(node.losses[0] + self.policy.forget_s)
         if node.state is NodeState.held and node.hold_until is not None:
@@ -249,7 +250,7 @@ class NodeMachine:
         reason = Reason(ReasonCode.joined, "Ray has it for the first time")
         place = words.name_of(event.facts)
         node = TrackedNode(event.node, event.facts, event.outside, now, NodeState.lost, reason, now, place)
-        before = self.nodes.get(self._places.get(place, ""))
+        before = self.nodes.get(self._by_name.get(place, ""))
         if before is not None and not before.there:
             # The same one, started again: what it did under its other id is not forgotten.
             node.losses = list(before.losses)
@@ -262,13 +263,13 @@ class NodeMachine:
         over = len(node.losses) - self.policy.free_losses
         node.hold_until = None
         if over > 0:
-            node.hold_until = now + min(self.policy.hold_most_s, self.policy.hold_s * 2.0 ** min(over - 1, 64))
+            node.hold_until = now + min(self.policy.max_hold_s, self.policy.hold_s * 2.0 ** min(over - 1, 64))
         if node.drain is not None:
             self._to_draining(node, now)
         elif node.hold_until is not None:
             self._to_held(node, now)
         else:
-            self._to_ready(node, self._with_what(node, reason), now)
+            self._to_ready(node, self._with_gpus(node, reason), now)
 
     def _to_ready(self, node: TrackedNode, reason: Reason, now: float) -> None:
         self._to(node, NodeState.ready, reason, now)
@@ -297,7 +298,7 @@ class NodeMachine:
 
     def _ready_to_suspect(self, node: TrackedNode, reason: Reason, now: float) -> None:
         self._to(node, NodeState.suspect, reason, now)
-        self._spare(node, reason)
+        self._cordon(node, reason)
 
     def _suspect_to_ready(self, node: TrackedNode, now: float) -> None:
         self._to_ready(node, Reason(ReasonCode.returned, "its link speaks again"), now)
@@ -305,7 +306,7 @@ class NodeMachine:
     def _to_draining(self, node: TrackedNode, now: float) -> None:
         assert node.drain is not None
         self._to(node, NodeState.draining, node.drain.reason, now)
-        self._empty(node)
+        self._drain(node)
 
     def _draining_to_there(self, node: TrackedNode, reason: Reason, now: float) -> None:
         if node.hold_until is not None and node.hold_until > now and not node.in_use:
@@ -319,11 +320,11 @@ class NodeMachine:
         self._forget_losses(node, now)
         node.losses.append(now)
         self._to(node, NodeState.lost, reason, now)
-        self._lose(node)
+        self._remove(node)
 
     def _there_to_left(self, node: TrackedNode, reason: Reason, now: float) -> None:
         self._to(node, NodeState.left, reason, now)
-        self._lose(node)
+        self._remove(node)
 
     def _lost_to_left(self, node: TrackedNode, reason: Reason, now: float) -> None:
         """It was no loss: the link was only faster than the news that the node would end."""
@@ -335,8 +336,8 @@ class NodeMachine:
         del self.nodes[node.id]
         self._order.remove(node)
         self._changed(node)
-        if node.place and self._places.get(node.place) == node.id:
-            del self._places[node.place]
+        if node.place and self._by_name.get(node.place) == node.id:
+            del self._by_name[node.place]
 
     # ---- what every transition does --------------------------------------------------------------------------------
 
@@ -344,12 +345,12 @@ class NodeMachine:
         self._count(node, -1)
         if state is not node.state or not node.story:
             node.since = now
-        self._write(node, state, reason, now)
+        self._record(node, state, reason, now)
         node.state = state
         self._count(node, 1)
-        self._note(node, now)
+        self._update_announcement(node, now)
 
-    def _write(self, node: TrackedNode, state: NodeState, reason: Reason, now: float) -> None:
+    def _record(self, node: TrackedNode, state: NodeState, reason: Reason, now: float) -> None:
         node.reason = reason
         add_story_entry(node.story, StoryEntry(now, state.value, reason))
         self._changed(node)
@@ -358,13 +359,13 @@ class NodeMachine:
         self.nodes[node.id] = node
         insort(self._order, node, key=words.rank)
         if node.place:
-            self._places[node.place] = node.id
+            self._by_name[node.place] = node.id
 
     def _changed(self, node: TrackedNode) -> None:
         self._views.pop(node.id, None)
         self.version += 1
 
-    def _figures(self, node: TrackedNode, event: e.NodeSeen) -> None:
+    def _update_facts(self, node: TrackedNode, event: e.NodeSeen) -> None:
         self._count(node, -1)
         head = node.facts.head
         node.facts, node.outside = event.facts, event.outside
@@ -388,34 +389,34 @@ class NodeMachine:
         node.in_use = True
         self._out.append(e.UseNode(node.id, node.facts, node.outside, reason))
 
-    def _spare(self, node: TrackedNode, reason: Reason) -> None:
+    def _cordon(self, node: TrackedNode, reason: Reason) -> None:
         if node.in_use:
             self._out.append(e.CordonNode(node.id, reason))
 
-    def _empty(self, node: TrackedNode) -> None:
+    def _drain(self, node: TrackedNode) -> None:
         if node.in_use and node.drain is not None:
             self._out.append(e.DrainNode(node.id, node.drain.deadline, node.drain.reason))
 
-    def _lose(self, node: TrackedNode) -> None:
+    def _remove(self, node: TrackedNode) -> None:
         if node.in_use:
             node.in_use = False
             self._out.append(e.RemoveNode(node.id, node.reason))
 
     # ---- changes ---------------------------------------------------------------------------------------------------
 
-    def _note(self, node: TrackedNode, now: float) -> None:
+    def _update_announcement(self, node: TrackedNode, now: float) -> None:
         """Groups are to be told of the node by and by, at once, or not at all if it is again as they believe."""
-        if node.state is NodeState.left and node.told is Announced.draining:
-            node.told = Announced.absent  # it was said that it would go
-        what = words.to_be_told(node)
-        if what is node.told:
-            node.tell_by = None
-            self._untold.pop(node.id, None)
+        if node.state is NodeState.left and node.announced is Announced.draining:
+            node.announced = Announced.absent  # it was said that it would go
+        what = words.to_announce(node)
+        if what is node.announced:
+            node.announce_by = None
+            self._unannounced.pop(node.id, None)
         else:
             by = now + self._window_s(node, what, now)
-            node.tell_by = by if node.tell_by is None else min(by, node.tell_by)
-            self._untold[node.id] = node
-            self._telling = self._telling or node.tell_by <= now
+            node.announce_by = by if node.announce_by is None else min(by, node.announce_by)
+            self._unannounced[node.id] = node
+            self._announce_due = self._announce_due or node.announce_by <= now
         self._arm(node)
 
     def _window_s(self, node: TrackedNode, what: Announced, now: float) -> float:
@@ -423,26 +424,26 @@ class NodeMachine:
         if what is Announced.used:
             return self.policy.join_window_s
         deadline = node.drain.deadline if node.drain is not None else None
-        if what is Announced.absent or (deadline is not None and deadline - now < self.policy.hurry_s):
+        if what is Announced.absent or (deadline is not None and deadline - now < self.policy.urgent_drain_s):
             return 0.0
         return self.policy.drain_window_s
 
-    def _tell(self, now: float) -> None:
+    def _announce(self, now: float) -> None:
         """One change of all that is pending; joins whose window is over leave drains their own, longer one."""
-        pending = list(self._untold.values())
-        if all(words.to_be_told(node) is Announced.used for node in pending if (node.tell_by or 0.0) <= now):
-            pending = [node for node in pending if words.to_be_told(node) is Announced.used]
-        told: dict[Announced, list[TrackedNode]] = {what: [] for what in Announced}
+        pending = list(self._unannounced.values())
+        if all(words.to_announce(node) is Announced.used for node in pending if (node.announce_by or 0.0) <= now):
+            pending = [node for node in pending if words.to_announce(node) is Announced.used]
+        announced: dict[Announced, list[TrackedNode]] = {what: [] for what in Announced}
         for node in sorted(pending, key=words.rank):
-            node.told, node.tell_by = words.to_be_told(node), None
-            del self._untold[node.id]
-            told[node.told].append(node)
+            node.announced, node.announce_by = words.to_announce(node), None
+            del self._unannounced[node.id]
+            announced[node.announced].append(node)
             self._changed(node)
             self._arm(node)
-        self._telling = False
+        self._announce_due = False
         if not pending:
             return
-        joined, draining, lost = told[Announced.used], told[Announced.draining], told[Announced.absent]
+        joined, draining, lost = announced[Announced.used], announced[Announced.draining], announced[Announced.absent]
         self.last_change += 1
         self._out.append(
             e.AnnounceNodeChange(
@@ -489,7 +490,7 @@ class NodeMachine:
                 deadline,
                 node.kind is not None and node.kind != common,
                 len(node.losses),
-                node.tell_by is None,
+                node.announce_by is None,
             )
         return view
 
@@ -504,7 +505,7 @@ class NodeMachine:
             self._common, self._common_known = common, True
         return self._common
 
-    def _with_what(self, node: TrackedNode, reason: Reason) -> Reason:
+    def _with_gpus(self, node: TrackedNode, reason: Reason) -> Reason:
         """Why it is used, and what is particular about it. The node does not count itself."""
         mine, common = (node.facts.kind, node.facts.total.get("gpu")), self._most_common()
         if not mine[1]:
@@ -538,8 +539,8 @@ class NodeMachine:
             machine._remember(node)
             machine._count(node, 1)
             machine._arm(node)
-            if node.tell_by is not None:
-                machine._untold[node.id] = node
+            if node.announce_by is not None:
+                machine._unannounced[node.id] = node
         return machine
 
     # ---- what must be true -----------------------------------------------------------------------------------------
@@ -559,13 +560,13 @@ class NodeMachine:
             )
             assert node.state is not NodeState.ready or (node.in_use and node.drain is None), f"{name}: ready"
             assert (node.state is NodeState.draining) == (node.there and node.drain is not None), f"{name}: drain"
-            assert (node.tell_by is None) == (node.told is words.to_be_told(node)), (
-                f"{name}: {node.told}, {node.tell_by}"
+            assert (node.announce_by is None) == (node.announced is words.to_announce(node)), (
+                f"{name}: {node.announced}, {node.announce_by}"
             )
             assert node.there or node.listed or due is not None, f"{name} is never forgotten"
-            assert (name in self._untold) == (node.tell_by is not None), f"{name}: untold"
+            assert (name in self._unannounced) == (node.announce_by is not None), f"{name}: untold"
             assert len(node.story) <= STORY_KEPT, f"{name}: its story grows"
         assert self._kinds == Counter(node.kind for node in self.nodes.values() if node.kind is not None), "kinds"
         assert self._order == sorted(self.nodes.values(), key=words.rank), "order"
-        assert self._untold.keys() <= self.nodes.keys(), "untold"
-        assert all(name in self.nodes for name in self._places.values()), "a place of nobody"
+        assert self._unannounced.keys() <= self.nodes.keys(), "untold"
+        assert all(name in self.nodes for name in self._by_name.values()), "a place of nobody"

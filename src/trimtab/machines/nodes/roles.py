@@ -331,10 +331,10 @@ def _company(name: str, was: ComponentGroup | None, becomes: ComponentGroup | No
     if was is None or becomes is None:
         return ""
     others = [other for other in becomes.components if other != name]
-    told = ""
+    announced = ""
     if was.components != becomes.components:
-        told = f", shared with {', '.join(others)}" if others else ", of its own"
-    return told + (f", on {becomes.kind}" if was.kind != becomes.kind else "")
+        announced = f", shared with {', '.join(others)}" if others else ", of its own"
+    return announced + (f", on {becomes.kind}" if was.kind != becomes.kind else "")
 
 
 def _gpus(count: int) -> str:

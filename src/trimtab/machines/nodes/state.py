@@ -27,7 +27,7 @@ class NodeDrain:
     """That a node will go."""
 
     deadline: float | None  # never before the moment it was asked
-    asked: float | None  # as it was asked, so that asking the same again is known
+    requested: float | None  # as it was asked, so that asking the same again is known
     reason: Reason
 
 
@@ -49,8 +49,8 @@ class TrackedNode:
     drain: NodeDrain | None = None  # may outlast a loss, as long as Ray lists the node
     hold_until: float | None = None
     losses: list[float] = field(default_factory=list)  # when; of its name, too; not older than the policy remembers
-    told: Announced = Announced.absent
-    tell_by: float | None = None  # exactly when groups believe something else than what is
+    announced: Announced = Announced.absent
+    announce_by: float | None = None  # exactly when groups believe something else than what is
     story: list[StoryEntry] = field(default_factory=list)
 
     @property
@@ -65,16 +65,16 @@ class TrackedNode:
         return (self.facts.kind, gpus) if gpus and self.there else None
 
     @property
-    def title(self) -> str:
+    def display_name(self) -> str:
         """What people call it."""
-        return title(self.id, self.facts)
+        return display_name(self.id, self.facts)
 
 
-def to_be_told(node: TrackedNode) -> Announced:
+def to_announce(node: TrackedNode) -> Announced:
     """What groups ought to believe: who drains is news only to those who knew it."""
     if node.state in (NodeState.ready, NodeState.suspect):
         return Announced.used
-    if node.state is NodeState.draining and node.told is not Announced.absent:
+    if node.state is NodeState.draining and node.announced is not Announced.absent:
         return Announced.draining
     return Announced.absent
 
@@ -84,7 +84,7 @@ def name_of(facts: NodeFacts) -> str:
     return facts.name if facts.name != facts.address else ""
 
 
-def title(node: str, facts: NodeFacts | None) -> str:
+def display_name(node: str, facts: NodeFacts | None) -> str:
     """What people call a node: its name, or the beginning of Ray's long id."""
     return (name_of(facts) if facts is not None else "") or (node[:12] if len(node) > 20 else node)
 
@@ -104,7 +104,7 @@ def change_reason(joined: list[TrackedNode], draining: list[TrackedNode], lost: 
 
 def _titles(nodes: list[TrackedNode]) -> str:
     more = f" and {len(nodes) - NAMED} more" if len(nodes) > NAMED else ""
-    return ", ".join(node.title for node in nodes[:NAMED]) + more
+    return ", ".join(node.display_name for node in nodes[:NAMED]) + more
 
 
 def went(node: TrackedNode, why: str) -> str:

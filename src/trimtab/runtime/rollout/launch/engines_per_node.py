@@ -30,7 +30,7 @@ def on_slots(worker: str, **settings: object) -> WorkerSpec:
 
 def places_on(node: NodeView, unit: Resources, per_node: int | None = None) -> int:
     """Engines that a node has room for: what others than trimtab hold of it is left out."""
-    if node.state not in (NodeState.ready, NodeState.suspect) or not node.told:
+    if node.state not in (NodeState.ready, NodeState.suspect) or not node.announced:
         return 0  # one that is silent for a moment keeps what it has
     free = node.facts.total.minus(node.outside)
     fit = min((free.get(name) // units for name, units in unit), default=0)
