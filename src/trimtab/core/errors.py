@@ -9,10 +9,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-MOST_SHOWN = 1_000
+MAX_LINE_CHARS = 1_000
 """Characters of one line of an error."""
 
-LONGEST_WORD = 200
+MAX_KEY_CHARS = 200
 """A longer one is no misspelt key."""
 
 
@@ -58,10 +58,10 @@ class UnreachableError(TrimtabError):
     exit_status = 4
 
 
-def printable(text: str, most: int = MOST_SHOWN) -> str:
+def printable(text: str, limit: int = MAX_LINE_CHARS) -> str:
     """A text that any terminal can show: control characters and lone surrogates escaped, a long middle left out."""
-    if len(text) > most:
-        text = f"{text[: most * 2 // 3]} ... {text[-most // 4 :]}"
+    if len(text) > limit:
+        text = f"{text[: limit * 2 // 3]} ... {text[-limit // 4 :]}"
     if text.isprintable():
         return text
     return "".join(
@@ -71,7 +71,7 @@ def printable(text: str, most: int = MOST_SHOWN) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that the user most likely meant, if any is near enough."""
-    if len(word) > LONGEST_WORD:
+    if len(word) > MAX_KEY_CHARS:
         return None
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
     return matches[0] if matches else None

@@ -13,8 +13,8 @@ from typing import Any
 
 from trimtab.core.errors import InputError
 
-LARGEST = 10**30
-DEEPEST = 100
+MAX_NUMBER = 10**30
+MAX_DEPTH = 100
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -53,14 +53,14 @@ def fault_of(data: Any) -> tuple[str, str] | None:
             if _SURROGATE.search(one):
                 return "this text holds half of a character (a lone surrogate)", keys
         elif kind is int:
-            if not -LARGEST <= one <= LARGEST:
-                return f"this number is beyond {LARGEST:.0e}", keys
+            if not -MAX_NUMBER <= one <= MAX_NUMBER:
+                return f"this number is beyond {MAX_NUMBER:.0e}", keys
         elif isinstance(one, Mapping | list | tuple | set):
             if id(one) in seen:
                 continue
             seen.add(id(one))
-            if level > DEEPEST:
-                return f"this is nested more than {DEEPEST} levels deep", keys[:60]
+            if level > MAX_DEPTH:
+                return f"this is nested more than {MAX_DEPTH} levels deep", keys[:60]
             if isinstance(one, Mapping):
                 waiting += ((key, keys, level + 1) for key in one)
                 waiting += ((value, f"{keys}.{key}" if keys else str(key), level + 1) for key, value in _named(one))
@@ -71,7 +71,7 @@ def fault_of(data: Any) -> tuple[str, str] | None:
 
 def _named(data: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
     """Keys and values; keys that cannot be written are reported by themselves."""
-    return [(key if not isinstance(key, int) or abs(key) <= LARGEST else "", value) for key, value in data.items()]
+    return [(key if not isinstance(key, int) or abs(key) <= MAX_NUMBER else "", value) for key, value in data.items()]
 
 
 def _whole(text: str) -> int:

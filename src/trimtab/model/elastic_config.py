@@ -18,9 +18,9 @@ from trimtab.core.numbers import SHORTEST_S, is_number, is_whole
 NARROW_GAP = 0.15  # thresholds nearer to each other than this are warned of
 HIGH_THRESHOLD = 0.95  # above it requests wait before another worker is asked for
 
-LONGEST_S = 1e8  # three years; the machine's own limits are sums of these
-MOST_WORKERS = 1_000_000  # and requests of one worker
-MOST_SHARE = 100.0  # of capacity
+MAX_TIME_S = 1e8  # three years; the machine's own limits are sums of these
+MAX_WORKERS = 1_000_000  # and requests of one worker
+MAX_SHARE = 100.0  # of capacity
 
 WHERE = "elastic_config"
 
@@ -49,17 +49,17 @@ class ElasticConfig:
 
     def __post_init__(self) -> None:
         for name in ("scale_down_threshold", "scale_up_threshold"):
-            if not is_number(getattr(self, name), 0, MOST_SHARE):
-                raise _wrong(name, getattr(self, name), f"a share of capacity from 0 to {MOST_SHARE:g}, as 0.5")
+            if not is_number(getattr(self, name), 0, MAX_SHARE):
+                raise _wrong(name, getattr(self, name), f"a share of capacity from 0 to {MAX_SHARE:g}, as 0.5")
         for name in ("min_workers", "max_workers", "requests_per_worker_capacity"):
             value = getattr(self, name)
-            if not is_whole(value, 1, MOST_WORKERS):
-                raise _wrong(name, value, f"a whole number, 1 or more, up to {MOST_WORKERS}")
+            if not is_whole(value, 1, MAX_WORKERS):
+                raise _wrong(name, value, f"a whole number, 1 or more, up to {MAX_WORKERS}")
         for name in ("drain_timeout", "scale_down_cooldown", "scale_up_cooldown", "min_stable_period"):
-            if not is_number(getattr(self, name), 0, LONGEST_S):
-                raise _wrong(name, getattr(self, name), f"a number of seconds, 0 or more, up to {LONGEST_S:g}")
-        if not is_number(self.monitoring_interval, SHORTEST_S, LONGEST_S):
-            takes = f"a number of seconds above 0: {SHORTEST_S:g} to {LONGEST_S:g}"
+            if not is_number(getattr(self, name), 0, MAX_TIME_S):
+                raise _wrong(name, getattr(self, name), f"a number of seconds, 0 or more, up to {MAX_TIME_S:g}")
+        if not is_number(self.monitoring_interval, SHORTEST_S, MAX_TIME_S):
+            takes = f"a number of seconds above 0: {SHORTEST_S:g} to {MAX_TIME_S:g}"
             raise _wrong("monitoring_interval", self.monitoring_interval, takes)
         for name in ("enable_elastic", "scale_down_requires_demand"):
             if not isinstance(getattr(self, name), bool):

@@ -16,8 +16,8 @@ from trimtab.core.resources import Resources, total
 
 Labels = tuple[tuple[str, str], ...]  # sorted by label
 
-MOST_PRIORITY = 1e6  # gaps of tenths are told apart among priorities of up to so much
-MOST_HOSTS = 10_000  # warm ones of a pool
+MAX_PRIORITY = 1e6  # gaps of tenths are told apart among priorities of up to so much
+MAX_WARM_PROCESSES = 10_000  # warm ones of a pool
 
 
 class TaskState(str, enum.Enum):
@@ -84,10 +84,10 @@ class PoolSpec:
         if any(character in self.name for character in "/\\\n\0") or self.name in (".", ".."):
             raise InputError(f"{self.name!r} cannot be the name of a pool", hint="letters, digits, - and _")
         for name in ("reserved_priority", "wait_s", "starvation_timeout_s", "starvation_runs"):
-            check_number(name, getattr(self, name), where, -MOST_PRIORITY if name == "reserved_priority" else 0.0)
+            check_number(name, getattr(self, name), where, -MAX_PRIORITY if name == "reserved_priority" else 0.0)
         check_whole("max_dynamic_pgs", self.dynamic_limit or 0, where)
-        check_whole("target_agents", self.target_hosts, where, most=MOST_HOSTS)
-        check_whole("warm_each", self.hosts_each, where, most=MOST_HOSTS)
+        check_whole("target_agents", self.target_hosts, where, maximum=MAX_WARM_PROCESSES)
+        check_whole("warm_each", self.hosts_each, where, maximum=MAX_WARM_PROCESSES)
         if any(not spec for spec in self.reserved):
             raise InputError("a reserved slot must hold something", where=where)
         together = total(self.reserved)
@@ -129,7 +129,7 @@ class TaskSpec:
         where = f"task {self.id}"
         if not isinstance(self.id, str) or not self.id or any(character in self.id for character in "/\\\n\0"):
             raise InputError(f"{self.id!r} cannot be the id of a task", hint="letters, digits, - . and _")
-        check_number("priority", self.priority, where, -MOST_PRIORITY, MOST_PRIORITY)
+        check_number("priority", self.priority, where, -MAX_PRIORITY, MAX_PRIORITY)
         check_number("estimated_duration", self.estimate_s, where)
         check_number("start_timeout_s", self.start_timeout_s, where)
         check_number("wait_s", self.wait_s or 0, where)

@@ -11,12 +11,12 @@ import math
 from dataclasses import dataclass, fields
 
 from trimtab.core.errors import InputError
-from trimtab.core.numbers import LONGEST_S, MOST, SHORTEST_S, is_number, is_whole
+from trimtab.core.numbers import LONGEST_S, MAX_COUNT, SHORTEST_S, is_number, is_whole
 from trimtab.core.reasons import Reason
 
 DEFAULT_CLASS = "default"
-MOST_WORKERS = 1_000_000
-MOST_TRIES = 100  # of what is tried again twice as late each time
+MAX_WORKERS = 1_000_000
+MAX_TRIES = 100  # of what is tried again twice as late each time
 
 
 class WorkerState(str, enum.Enum):
@@ -130,8 +130,8 @@ class RequestClass:
         if not self.name:
             raise InputError("a request class needs a name")
         if not is_whole(self.queue_limit, 1):
-            raise InputError(f"class {self.name}: queue_limit is {self.queue_limit}", hint=f"from 1 to {MOST}")
-        if not is_whole(self.priority, -MOST):
+            raise InputError(f"class {self.name}: queue_limit is {self.queue_limit}", hint=f"from 1 to {MAX_COUNT}")
+        if not is_whole(self.priority, -MAX_COUNT):
             raise InputError(f"class {self.name}: priority is {self.priority}", hint="a whole number")
         _seconds(f"class {self.name}: deadline_s", self.deadline_s)
 
@@ -196,8 +196,8 @@ class WorkerSpec:
 class RolloutRules:
     """How workers and requests are judged. Seconds, unless said otherwise."""
 
-    least: int = 1  # workers, by plan
-    most: int = 8
+    min_workers: int = 1  # by plan
+    max_workers: int = 8
     capacity: int = 8  # requests that one worker is expected to carry, for scaling
     version: int = 0  # of the weights that engines are started with
     classes: tuple[RequestClass, ...] = (RequestClass(),)
@@ -228,13 +228,16 @@ class RolloutRules:
     key_kept_s: float = 600.0  # for which an answer is given again for its key
 
     def __post_init__(self) -> None:
-        if not (is_whole(self.least, 0, MOST_WORKERS) and is_whole(self.most, self.least, MOST_WORKERS)):
+        if not (
+            is_whole(self.min_workers, 0, MAX_WORKERS) and is_whole(self.max_workers, self.min_workers, MAX_WORKERS)
+        ):
             raise InputError(
-                f"least {self.least}, most {self.most} workers", hint=f"0 <= least <= most <= {MOST_WORKERS}"
+                f"min_workers is {self.min_workers}, max_workers {self.max_workers}",
+                hint=f"0 <= min_workers <= max_workers <= {MAX_WORKERS}",
             )
         if not is_whole(self.capacity, 1):
             raise InputError(f"capacity is {self.capacity} requests a worker", hint="at least 1")
-        if not is_whole(self.version, most=math.inf):
+        if not is_whole(self.version, maximum=math.inf):
             raise InputError(f"version is {self.version}", hint="a whole number")
         names = [one.name for one in self.classes]
         if not names or len(set(names)) < len(names):
@@ -244,16 +247,16 @@ class RolloutRules:
                 _seconds(one.name, getattr(self, one.name))
         if self.monitor_s < SHORTEST_S:
             raise InputError(f"monitor_s is {self.monitor_s}", hint=f"seconds, {SHORTEST_S:g} or more")
-        for name, most in (("kv_full", 1.0), ("affinity_requests", 1e6)):
-            if not is_number(getattr(self, name), 0, most):
-                raise InputError(f"{name} is {getattr(self, name)}", hint=f"from 0 to {most:g}")
+        for name, maximum in (("kv_full", 1.0), ("affinity_requests", 1e6)):
+            if not is_number(getattr(self, name), 0, maximum):
+                raise InputError(f"{name} is {getattr(self, name)}", hint=f"from 0 to {maximum:g}")
         if self.lost_s < self.suspect_s:
             raise InputError(f"lost_s {self.lost_s} is under suspect_s {self.suspect_s}")
         counts = {"tries": 1, "faults": 1, "poison_count": 1, "retries": 0, "affinity_window": 0, "answers_kept": 0}
-        for name, fewest in counts.items():
-            most = MOST_TRIES if name == "tries" else MOST
-            if not is_whole(getattr(self, name), fewest, most):
-                raise InputError(f"{name} is {getattr(self, name)}", hint=f"a whole number from {fewest} to {most}")
+        for name, minimum in counts.items():
+            maximum = MAX_TRIES if name == "tries" else MAX_COUNT
+            if not is_whole(getattr(self, name), minimum, maximum):
+                raise InputError(f"{name} is {getattr(self, name)}", hint=f"a whole number from {minimum} to {maximum}")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import enum
 from dataclasses import dataclass
 
 from trimtab.core.errors import InputError
-from trimtab.core.numbers import LONGEST_S, MOST, is_number, is_whole
+from trimtab.core.numbers import LONGEST_S, MAX_COUNT, is_number, is_whole
 from trimtab.core.reasons import Reason
 from trimtab.model.plan import Plan
 
@@ -35,8 +35,8 @@ class MigrationStage(str, enum.Enum):
 
 STAGES = tuple(MigrationStage)
 
-MOST_SHARE = 1_000.0  # of a cost, an iteration or a spread
-MOST_OF = {"window": 10_000, "tries": 100}
+MAX_SHARE = 1_000.0  # of a cost, an iteration or a spread
+MAX_COUNTS = {"window": 10_000, "tries": 100}
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,17 @@ class ReplanRules:
     def __post_init__(self) -> None:
         for name in ("margin", "least_gain", "noise", "noise_widths", "trust", "assumed_move_s", "stage_limit_s",
                      "rollback_limit_s", "wait_s", "back_off_s", "range_slack"):  # fmt: skip
-            most = LONGEST_S if name.endswith("_s") else MOST_SHARE
-            if not is_number(getattr(self, name), 0, most):
-                raise InputError(f"{name} must be a number of 0 or more, up to {most:g}", where="the rules of the run")
-        least = {"horizon_iterations": 1, "dwell_iterations": 0, "least_iterations": 1, "window": 4, "tries": 1}
-        for name, fewest in least.items():
-            most_often = MOST_OF.get(name, MOST)
-            if not is_whole(getattr(self, name), fewest, most_often):
+            maximum = LONGEST_S if name.endswith("_s") else MAX_SHARE
+            if not is_number(getattr(self, name), 0, maximum):
                 raise InputError(
-                    f"{name} must be a whole number of {fewest} or more, up to {most_often}",
+                    f"{name} must be a number of 0 or more, up to {maximum:g}", where="the rules of the run"
+                )
+        minimum = {"horizon_iterations": 1, "dwell_iterations": 0, "least_iterations": 1, "window": 4, "tries": 1}
+        for name, minimum_count in minimum.items():
+            maximum_count = MAX_COUNTS.get(name, MAX_COUNT)
+            if not is_whole(getattr(self, name), minimum_count, maximum_count):
+                raise InputError(
+                    f"{name} must be a whole number of {minimum_count} or more, up to {maximum_count}",
                     where="the rules of the run",
                 )
         for name in ("stage_limit_s", "rollback_limit_s"):

@@ -14,9 +14,9 @@ from trimtab.core.errors import TrimtabError
 ODD = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, TrimtabError)
 """What taking an odd event may raise."""
 
-MOST_GPUS = 65_536
-MOST_COUNT = 10**9
-LONGEST_S = 1e12
+MAX_GPUS = 65_536
+MAX_COUNT = 10**9
+MAX_TIME_S = 1e12
 
 _COUNTS = (
     *("number", "iteration", "iterations", "after", "void", "move", "step", "least", "most", "batches", "seed"),
@@ -34,16 +34,16 @@ def read_event(line: str | bytes) -> dict[str, Any]:
         raise ValueError("this is no event")
     waiting: list[tuple[Any, str, float | None]] = [(event, "", None)]
     while waiting:
-        one, key, most = waiting.pop()
+        one, key, limit = waiting.pop()
         if isinstance(one, dict):
-            waiting += ((value, name, _most(name, most)) for name, value in one.items() if name not in _FREE)
+            waiting += ((value, name, _limit(name, limit)) for name, value in one.items() if name not in _FREE)
         elif isinstance(one, list):
-            waiting += ((value, key, most) for value in one)
-        elif most is not None and isinstance(one, int | float) and not abs(one) <= most:
-            raise ValueError(f"{key} is {one:.6g}, beyond {most:.6g}")
+            waiting += ((value, key, limit) for value in one)
+        elif limit is not None and isinstance(one, int | float) and not abs(one) <= limit:
+            raise ValueError(f"{key} is {one:.6g}, beyond {limit:.6g}")
     nodes = event.get("nodes")
-    if isinstance(nodes, list) and sum(_gpus(node) for node in nodes) > MOST_GPUS:
-        raise ValueError(f"the nodes have more than {MOST_GPUS:,} GPUs")
+    if isinstance(nodes, list) and sum(_gpus(node) for node in nodes) > MAX_GPUS:
+        raise ValueError(f"the nodes have more than {MAX_GPUS:,} GPUs")
     return event
 
 
@@ -64,13 +64,13 @@ def _words(data: Any) -> bool:
     return isinstance(data, list) and all(isinstance(one, str) for one in data)
 
 
-def _most(key: str, above: float | None) -> float | None:
+def _limit(key: str, above: float | None) -> float | None:
     """How large a number may be under a key; what is not known by itself is as what it is a part of."""
     if key in _COUNTS:
-        return MOST_COUNT
+        return MAX_COUNT
     if key in _GPUS:
-        return MOST_GPUS
-    return LONGEST_S if key in _TIMES or key.endswith("_s") else above
+        return MAX_GPUS
+    return MAX_TIME_S if key in _TIMES or key.endswith("_s") else above
 
 
 def _gpus(node: Any) -> int:

@@ -47,7 +47,7 @@ class Group:
     """A machine, a clock, and one who does what it says when told to."""
 
     def __init__(self, **settings) -> None:
-        settings = {"least": 1, "health_every_s": 0.0, **settings}
+        settings = {"min_members": 1, "health_every_s": 0.0, **settings}
         self.machine, self.now = ElasticMachine(ElasticSpec("g", UNIT, **settings)), 100.0
         self.started = 0
 

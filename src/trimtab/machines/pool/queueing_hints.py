@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-MOST = 256  # of them in the log; beyond that it is everything
+MAX_ENTRIES = 256  # of them in the log; beyond that it is everything
 
 
 class QueueingHints(NamedTuple):
@@ -67,7 +67,7 @@ class HintLog:
 
     def _add(self, what: str, where: int | str) -> None:
         self._entries.append((what, where))
-        if len(self._entries) > MOST:
+        if len(self._entries) > MAX_ENTRIES:
             self._begin += len(self._entries) - 1
             self._entries = [("anything", "")]
 

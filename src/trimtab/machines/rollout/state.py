@@ -27,7 +27,7 @@ class RolloutState:
 
     def __init__(self, rules: RolloutRules) -> None:
         self.rules = rules
-        self.rest = RolloutCounters(version=rules.version, least=rules.least, most=rules.most)
+        self.rest = RolloutCounters(version=rules.version, least=rules.min_workers, most=rules.max_workers)
         self.workers: dict[str, RolloutWorker] = {}  # in order of joining
         self.requests: dict[str, RolloutRequest] = {}  # accepted and not answered
         self.past: dict[str, RolloutRequest] = {}  # answered not long ago, oldest first
