@@ -46,7 +46,8 @@ MARK = f"slots-{uuid.uuid4().hex[:8]}"
 GPU = {"gpu": 1}
 GREEDY = SamplingParams(max_tokens=200, temperature=0.0)
 RULES = RolloutRules(
-    min_workers=1, max_workers=4, capacity=4, monitor_s=0.2, drain_s=3.0, abort_s=1.0, stall_s=60.0, suspect_s=0.5, lost_s=5.0,
+    min_workers=1, max_workers=4, capacity=4, monitor_s=0.2, drain_s=3.0, abort_s=1.0, stall_s=60.0, suspect_s=0.5,
+    lost_s=5.0,
     back_off_s=0.2, probe_s=2.0, stop_s=30.0, retries=20,
 )  # fmt: skip
 
