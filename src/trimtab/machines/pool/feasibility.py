@@ -157,66 +157,66 @@ def plan_preemption(state: PoolState, task: PoolTask, now: float, *, ignore_poli
     return choice
 
 
-def could_help(state: PoolState, line: ClassQueue, verdict: Unschedulable, hints: QueueingHints) -> bool:
+def could_help(state: PoolState, queue: ClassQueue, verdict: Unschedulable, hints: QueueingHints) -> bool:
     """Whether any of this may give room to those of a line, who found none before; False is certain."""
     if hints.anything:
         return True
     if not hints.rows and not hints.evictable_rows and not hints.pools:
         return False
-    kind, capacity = line.kind, state.capacity
+    kind, capacity = queue.kind, state.capacity
     pool = state.pools[kind.pool].spec
-    if not pool.dynamic or pool.dynamic_limit is not None or pool.reserved or not line.uniform:
+    if not pool.dynamic or pool.dynamic_limit is not None or pool.reserved or not queue.uniform:
         return True  # bundles that differ are placed by a rule that may find room where it missed some before
     if verdict.quota_alone:
         enough = (
             kind.pool in hints.pools and (capacity.sum_vector(kind.bundles) <= capacity.quota_left(kind.pool)).all()
         )
-        return bool(enough) or _evicts(state, line)
-    if any(_could_take(state, row, line, evicts=False) for row in hints.rows):
+        return bool(enough) or _evicts(state, queue)
+    if any(_could_take(state, row, queue, evicts=False) for row in hints.rows):
         return True
-    return _evicts(state, line) and any(
-        _could_take(state, row, line, evicts=True) for row in hints.rows | hints.evictable_rows
+    return _evicts(state, queue) and any(
+        _could_take(state, row, queue, evicts=True) for row in hints.rows | hints.evictable_rows
     )
 
 
-def quota_alone(state: PoolState, line: ClassQueue) -> bool:
+def quota_alone(state: PoolState, queue: ClassQueue) -> bool:
     """Of a line whose quota is short: whether nodes might have room for it, if all who may leave did; False is certain.
 
     Where they have none, it does not matter how much of the quota is left.
     """
     capacity, candidates = state.capacity, state.candidates
-    evicts = _evicts(state, line)
+    evicts = _evicts(state, queue)
     found = capacity.usable.copy()
-    for column, units in _wanted(state, line):
+    for column, units in _wanted(state, queue):
         room = np.maximum(capacity.free[:, column], 0) + capacity.idle[:, column]
         for group in state.releasing.values():
             for node, bundle in zip(group.nodes, group.bundles, strict=True):
                 if node in capacity.row_of:
                     room[capacity.row_of[node]] += capacity.vector(bundle)[column]
         if evicts:
-            candidates.add_releases(room, column, line.kind.priority, state.policy)
+            candidates.add_releases(room, column, queue.kind.priority, state.policy)
         found &= room >= units
     return bool(found.any())
 
 
-def _evicts(state: PoolState, line: ClassQueue) -> bool:
+def _evicts(state: PoolState, queue: ClassQueue) -> bool:
     """Whether anybody might have to leave for those of the line."""
-    return line.kind.may_evict and not state.candidates.none_evictable(line.kind.priority, state.policy)
+    return queue.kind.may_evict and not state.candidates.none_evictable(queue.kind.priority, state.policy)
 
 
-def _wanted(state: PoolState, line: ClassQueue) -> list[tuple[int, int]]:
+def _wanted(state: PoolState, queue: ClassQueue) -> list[tuple[int, int]]:
     """What a bundle of the line asks, by column of the capacity."""
-    if line.wanted is None:
-        line.wanted = [(state.capacity.columns[name], units) for name, units in line.size[0]]
-    return line.wanted
+    if queue.wanted is None:
+        queue.wanted = [(state.capacity.columns[name], units) for name, units in queue.size[0]]
+    return queue.wanted
 
 
-def _could_take(state: PoolState, row: int, line: ClassQueue, *, evicts: bool) -> bool:
+def _could_take(state: PoolState, row: int, queue: ClassQueue, *, evicts: bool) -> bool:
     """Whether a row might take a bundle, with what is going, and if all who may leave for it did."""
     capacity = state.capacity
     if not capacity.usable[row]:
         return False
-    for column, units in _wanted(state, line):
+    for column, units in _wanted(state, queue):
         # Less than nothing is free where others took more than there is: slots that stand can be had all the same.
         room = max(0, int(capacity.free[row, column])) + int(capacity.idle[row, column])
         if room < units and state.releasing:
@@ -227,7 +227,7 @@ def _could_take(state: PoolState, row: int, line: ClassQueue, *, evicts: bool) -
                 if capacity.row_of.get(node) == row
             )
         if room < units and evicts:
-            room += state.candidates.releases(row, column, line.kind.priority, state.policy)
+            room += state.candidates.releases(row, column, queue.kind.priority, state.policy)
         if room < units:
             return False
     return True
@@ -315,9 +315,9 @@ def starvation_reserve(state: PoolState, task: PoolTask) -> StarvationReserve:
 
 def _idle_by_node(state: PoolState) -> dict[str, list[PlacementGroup]]:
     """Idle dynamic groups by the nodes they lie on, the oldest first."""
-    lines = [line for owned in state.pool_groups.values() for line in owned.idle.values()]
+    queues = [queue for owned in state.pool_groups.values() for queue in owned.idle.values()]
     found: dict[str, list[PlacementGroup]] = {}
-    for group in sorted((group for line in lines for group in line), key=lambda group: group.seq):
+    for group in sorted((group for queue in queues for group in queue), key=lambda group: group.seq):
         for node in dict.fromkeys(group.nodes):
             found.setdefault(node, []).append(group)
     return found

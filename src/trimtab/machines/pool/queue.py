@@ -56,18 +56,18 @@ class PendingQueue:
     """Waiting tasks by kind."""
 
     def __init__(self) -> None:
-        self._lines: dict[SchedulingClass, ClassQueue] = {}
-        self._line_of: dict[str, tuple[ClassQueue, QueueEntry]] = {}
+        self._queues: dict[SchedulingClass, ClassQueue] = {}
+        self._queue_of: dict[str, tuple[ClassQueue, QueueEntry]] = {}
 
     def __len__(self) -> int:
-        return len(self._line_of)
+        return len(self._queue_of)
 
-    def lines(self) -> Iterable[ClassQueue]:
+    def queues(self) -> Iterable[ClassQueue]:
         """All lines in which somebody waits."""
-        return self._lines.values()
+        return self._queues.values()
 
     def __contains__(self, task: str) -> bool:
-        return task in self._line_of
+        return task in self._queue_of
 
     def add(self, task: PoolTask, may_evict: bool) -> tuple[ClassQueue, bool]:
         """The task waits; its line, and whether it is the first of it."""
@@ -87,44 +87,44 @@ class PendingQueue:
             task.evictions > 0,
         )
         entry = (age_key(task), task.seq, task.id)
-        line = self._lines.get(kind)
-        if line is None:
-            line = self._lines[kind] = ClassQueue(kind)
-        bisect.insort(line.entries, entry)
-        self._line_of[task.id] = (line, entry)
-        return line, line.entries[0] is entry
+        queue = self._queues.get(kind)
+        if queue is None:
+            queue = self._queues[kind] = ClassQueue(kind)
+        bisect.insort(queue.entries, entry)
+        self._queue_of[task.id] = (queue, entry)
+        return queue, queue.entries[0] is entry
 
-    def line_of(self, task: str) -> ClassQueue:
+    def queue_of(self, task: str) -> ClassQueue:
         """The line in which a task waits."""
-        return self._line_of[task][0]
+        return self._queue_of[task][0]
 
     def remove(self, task: str) -> None:
         """The task waits no longer."""
-        found = self._line_of.pop(task, None)
+        found = self._queue_of.pop(task, None)
         if found is None:
             return
-        line, entry = found
-        del line.entries[bisect.bisect_left(line.entries, entry)]
-        if not line.entries:
-            del self._lines[line.kind]
+        queue, entry = found
+        del queue.entries[bisect.bisect_left(queue.entries, entry)]
+        if not queue.entries:
+            del self._queues[queue.kind]
 
     def heads(self) -> list[tuple[QueueEntry, ClassQueue]]:
         """The first of every line, as a heap."""
-        heap = [(line.entries[0], line) for line in self._lines.values()]
+        heap = [(queue.entries[0], queue) for queue in self._queues.values()]
         # Entries differ in their second part at the latest, so lines are never compared.
         heapq.heapify(heap)
         return heap
 
     @staticmethod
-    def after(line: ClassQueue, entry: QueueEntry) -> QueueEntry | None:
+    def after(queue: ClassQueue, entry: QueueEntry) -> QueueEntry | None:
         """The next of the line behind the entry."""
-        at = bisect.bisect_right(line.entries, entry)
-        return line.entries[at] if at < len(line.entries) else None
+        at = bisect.bisect_right(queue.entries, entry)
+        return queue.entries[at] if at < len(queue.entries) else None
 
     def in_order(self, pool: str | None = None) -> Iterator[str]:
         """All of them, or those of one pool, in the order they are looked at."""
-        lines = [line.entries for kind, line in self._lines.items() if pool is None or kind.pool == pool]
-        for _, _, task in heapq.merge(*lines):
+        queues = [queue.entries for kind, queue in self._queues.items() if pool is None or kind.pool == pool]
+        for _, _, task in heapq.merge(*queues):
             yield task
 
 

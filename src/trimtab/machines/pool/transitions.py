@@ -13,7 +13,6 @@ from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, add_story_entry
 from trimtab.core.resources import Resources
 from trimtab.machines.pool import events as e
 from trimtab.machines.pool import feasibility
-from trimtab.machines.pool.binpack import place
 from trimtab.machines.pool.feasibility import Assignment
 from trimtab.machines.pool.preemption import PreemptionPlan
 from trimtab.machines.pool.queue import ClassQueue
@@ -71,10 +70,10 @@ class TaskTransitions(PoolState):
         self._dirty = True
 
     def _enqueue(self, task: PoolTask) -> None:
-        line, first = self.waiting.add(task, self.may_evict(task))
+        queue, first = self.waiting.add(task, self.may_evict(task))
         if first:
-            self._unschedulable.pop(line, None)
-        elif line in self._unschedulable:
+            self._unschedulable.pop(queue, None)
+        elif queue in self._unschedulable:
             self._wait(task, Reason(ReasonCode.queued, "others that ask the same came first"), task.since)
         self._dirty = True
 
@@ -496,25 +495,6 @@ class TaskTransitions(PoolState):
         self._issue_start(task, now)
 
     # ---- the life of a group ---------------------------------------------------------------------------------------
-
-    def _create_reserved(self, now: float) -> None:
-        """Make the reserved slots that are not there, as far as there is room."""
-        for pool in self.pools.values():
-            missing = len(pool.spec.reserved) - len(pool.retired)
-            if not missing or pool.dropped or pool.not_before > now:
-                continue
-            there = {group.spec_index for group in self.pool_groups[pool.spec.name].reserved.values()}
-            for index, size in enumerate(pool.spec.reserved):
-                if index in there or index in pool.retired:
-                    continue
-                capacity = self.capacity
-                rows = place(capacity.free, capacity.usable, [capacity.vector(size)], pool.spec.strategy)
-                if rows is not None:
-                    nodes = (str(capacity.nodes[rows[0]]),)
-                    group = self._create_group(
-                        pool.spec.name, PlacementGroupKind.reserved, (size,), nodes, pool.spec.strategy, now
-                    )
-                    group.spec_index = index
 
     def _create_group(
         self,
