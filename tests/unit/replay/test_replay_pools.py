@@ -240,7 +240,7 @@ def _gives_back_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def _hears_of_nothing_that_falls_free(patch: pytest.MonkeyPatch) -> None:
-    for what in ("row", "leaver", "pool"):
+    for what in ("row", "evictable", "pool"):
         patch.setattr(HintLog, what, lambda self, where: None)
 
 
