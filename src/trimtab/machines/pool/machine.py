@@ -1,12 +1,12 @@
-"""Who runs now, and who yields: the state machine of pools.
+"""The pool state machine: which tasks run, wait or are evicted.
 
-`handle(event, now)` is the one door. It never blocks, looks at no clock and asks nobody; the same events give the same
-instructions. A wrong ask raises before anything is changed. What must never happen: more held than a node or a quota
-has; an eviction that no rule, switch or person allows; a victim that could be spared; half a gang; a task that waits
-without a reason and a deadline. Room that is being made for a task is claimed, so nobody else takes it.
+`handle(event, now)` is the only entry point. It never blocks and reads no clock; the same events give the same
+instructions. An invalid request raises before anything is changed. What must never happen: more held than a node or a
+quota has; an eviction that no rule, switch or user allows; an eviction that is not needed; half a gang; a task that
+waits without a reason and a deadline. Capacity that is being freed for a task is claimed, so no other task takes it.
 
-Slots (bundles of placement groups) hold what nodes have; tasks in them use the quota of their pool. The machine says
-which node every bundle goes to, so its books are exact; a group that is lost in part is given up whole.
+Slots (bundles of placement groups) occupy nodes; tasks in them use the quota of their pool. The machine chooses the
+node of every bundle, so its accounting is exact; a placement group that is lost in part is removed whole.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from trimtab.model.pool import ENDED, IN_QUEUE, PoolSpec, TaskExplanation, TaskS
 class PoolMachine(TaskScheduling):
     """Pools, tasks and slots. Events in, instructions out."""
 
-    # ---- the door --------------------------------------------------------------------------------------------------
+    # ---- entry point ------------------------------------------------------------------------------------------------
 
     def handle(self, event: e.PoolEvent, now: float) -> list[e.PoolInstruction]:
-        """What is to be done about the event. Raises InputError for a wrong ask, with nothing changed."""
+        """The instructions that follow. Raises InputError for an invalid request, with nothing changed."""
         now = max(float(now), self.now)
         self._out = []
         _HANDLERS[type(event)](self, event, now)
@@ -53,7 +53,7 @@ class PoolMachine(TaskScheduling):
             self._schedule(now)
         return self._out
 
-    # ---- asks ------------------------------------------------------------------------------------------------------
+    # ---- requests ---------------------------------------------------------------------------------------------------
 
     def _on_pool_ensured(self, event: e.PoolEnsured, now: float) -> None:
         spec = event.spec
@@ -72,7 +72,7 @@ class PoolMachine(TaskScheduling):
 
     def _on_quota_set(self, event: e.QuotaSet, now: float) -> None:
         pool = feasibility.known_pool(self, event.pool)
-        pool.spec = replace(pool.spec, quota=event.quota)  # refused where its reserved slots are more than that
+        pool.spec = replace(pool.spec, quota=event.quota)  # raises where its reserved slots exceed it
         self.capacity.set_quota(event.pool, event.quota)
         pool.lowered = bool((self.capacity.quota_left(event.pool) < 0).any())
         self._wake_all()
@@ -109,7 +109,7 @@ class PoolMachine(TaskScheduling):
         wait_s = pool.spec.wait_s if spec.wait_s is None else spec.wait_s
         queued = Reason(ReasonCode.queued, "just submitted")
         task = PoolTask(spec, self.seq, now, TaskState.waiting, queued, now, now + wait_s, shares=spec.shares)
-        # Late news of an earlier task of this id must not be taken for news of this one.
+        # Late events of an earlier task of this id must not apply to this one.
         task.attempt = before.attempt if before is not None else 0
         self.tasks[spec.id] = task
         self._record(task, task.state.value, queued, now)
@@ -211,7 +211,7 @@ class PoolMachine(TaskScheduling):
             self._drop_claim(claim, now, requeue=True)
         self.capacity.drop_node(event.node)
         for group in hit:
-            # A node of that name that comes back owes this group nothing.
+            # A node of that name that comes back holds nothing of this group.
             group.nodes = tuple("" if node == event.node else node for node in group.nodes)
             self._break_group(group, reason, now)
         self._record_node(
@@ -225,7 +225,7 @@ class PoolMachine(TaskScheduling):
         if len(self.node_stories) > MAX_ENDED_TASKS:
             del self.node_stories[next(iter(self.node_stories))]
 
-    # ---- news of groups --------------------------------------------------------------------------------------------
+    # ---- placement groups -------------------------------------------------------------------------------------------
 
     def _on_placement_group_ready(self, event: e.PlacementGroupReady, now: float) -> None:
         group = self.groups.get(event.group)
@@ -259,7 +259,7 @@ class PoolMachine(TaskScheduling):
         self._break_group(group, Reason(ReasonCode.slot_lost, f"its placement group was lost: {event.why}"), now)
         self._wake_all()
 
-    # ---- news of tasks ---------------------------------------------------------------------------------------------
+    # ---- tasks ------------------------------------------------------------------------------------------------------
 
     def _on_task_started(self, event: e.TaskStarted, now: float) -> None:
         task = self._current(event.task, event.attempt)
@@ -294,7 +294,7 @@ class PoolMachine(TaskScheduling):
             self._to_cancelling(task, outcome, reason, now, graceful=False)
         elif task.state is TaskState.cancelling and task.outcome is StopOutcome.retry:
             self._set_outcome(task, outcome, reason)
-        # One that was told to leave may return early from its work: that is not its end.
+        # A task being evicted may return early from its entry method: that is not its end.
 
     def _on_task_died(self, event: e.TaskDied, now: float) -> None:
         task = self._current(event.task, event.attempt)
@@ -344,6 +344,37 @@ class PoolMachine(TaskScheduling):
                 self._to_recovered(found, now)
         self._wake_all()
 
+    def _to_recovered(self, found: e.RecoveredTask, now: float) -> None:
+        """Adopt a running task of which no record exists."""
+        spec = found.spec
+        pool = self.pools[spec.pool]
+        kind = PlacementGroupKind.dynamic if found.reserved is None else PlacementGroupKind.reserved
+        size = spec.size if found.reserved is None else (pool.spec.reserved[found.reserved],)
+        # New groups are numbered from here on, so that no name is used twice.
+        number = found.group.removeprefix("g")
+        self.seq = max(self.seq + 1, int(number) if number.isdecimal() else 0)
+        group = PlacementGroup(
+            found.group,
+            spec.pool,
+            kind,
+            size,
+            found.nodes,
+            PgState.ready,
+            None,
+            spec_index=found.reserved,
+            seq=self.seq,
+        )
+        self.add_group(group)
+        reason = Reason(ReasonCode.found, "it was running when the journal was lost")
+        task = PoolTask(
+            replace(spec, shares=None), self.seq, now, TaskState.running, reason, now, None, attempt=found.attempt
+        )
+        self.tasks[spec.id] = task
+        self._assign(task, group, now)
+        task.started, task.started_at = True, now
+        self._record(task, task.state.value, reason, now)
+        self.update_candidate(task)
+
     def _on_pool_tick(self, event: e.PoolTick, now: float) -> None:
         due = []
         while self.timers and self.timers[0][0] <= now:
@@ -364,7 +395,7 @@ class PoolMachine(TaskScheduling):
             else:
                 self._task_overdue(record, now)
         if self._dirty:
-            # Before anybody who waits is given up, whoever can start does: time may have leapt.
+            # Tasks that can start do so before any waiting task times out: time may have leapt.
             self._schedule(now)
         for at, task in waiting:
             if task.id in self.waiting and task.deadline == at:
@@ -403,16 +434,16 @@ class PoolMachine(TaskScheduling):
             raise InputError(f"there is no node {name}", hint="nodes: " + (", ".join(self.nodes) or "none"))
 
     def _current(self, name: str, attempt: int) -> PoolTask | None:
-        """The task, if the news is of the start that is on now."""
+        """The task, if the event is about its current attempt."""
         task = self.tasks.get(name)
         return task if task is not None and task.attempt == attempt and task.places else None
 
-    # ---- what can be asked -----------------------------------------------------------------------------------------
+    # ---- queries ----------------------------------------------------------------------------------------------------
 
     def would_evict(self, spec: TaskSpec, now: float) -> PreemptionPlan:
-        """Who would leave if the task were submitted now: nothing is changed."""
+        """The preemption plan if the task were submitted now. Changes nothing."""
         feasibility.check_submission(self, spec)
-        task = PoolTask(spec, self.seq + 1, now, TaskState.waiting, Reason(ReasonCode.queued, "asked only"), now, None)
+        task = PoolTask(spec, self.seq + 1, now, TaskState.waiting, Reason(ReasonCode.queued, "dry run"), now, None)
         if feasibility.never_fits(self, spec) is not None or self.pools[spec.pool].drained:
             return PreemptionPlan()
         assignment = feasibility.find_assignment(self, task)
@@ -421,45 +452,41 @@ class PoolMachine(TaskScheduling):
         return feasibility.plan_preemption(self, task, now)
 
     def explain(self, name: str, now: float) -> TaskExplanation:
-        """Why a task is where it is, and what would have to happen."""
         return explain.explain(self, name, now)
 
     def story(self, name: str) -> tuple[StoryEntry, ...]:
-        """The history of a task or a node."""
         return explain.story(self, name)
 
     def pool_view(self, name: str) -> PoolView:
-        """A pool as people and programs see it."""
         return explain.pool_view(self, name)
 
     def totals(self) -> PoolTotals:
-        """All pools together."""
         return explain.totals(self)
 
     def queue(self, pool: str | None = None) -> list[str]:
-        """Waiting tasks in the order they are looked at."""
+        """Waiting tasks in scheduling order."""
         return list(self.waiting.in_order(pool))
 
     def warm_targets(self) -> dict[str, dict[str, int]]:
-        """How many warm hosts each node is to keep, by pool."""
         return explain.warm_targets(self)
 
     def outstanding(self) -> list[e.PoolInstruction]:
-        """All that has been instructed and not answered, to be carried out again by a driver that comes back."""
         return explain.outstanding(self, START_GRACE_S)
 
 
-def _difference(known: PoolSpec, asked: PoolSpec) -> str:
+def _difference(known: PoolSpec, requested: PoolSpec) -> str:
     fields = [
-        name for name in encode(known).keys() | encode(asked).keys() if getattr(known, name) != getattr(asked, name)
+        name
+        for name in encode(known).keys() | encode(requested).keys()
+        if getattr(known, name) != getattr(requested, name)
     ]
     return ", ".join(
-        f"{name} is {_said(getattr(known, name))}, not {_said(getattr(asked, name))}" for name in sorted(fields)
+        f"{name} is {_text(getattr(known, name))}, not {_text(getattr(requested, name))}" for name in sorted(fields)
     )
 
 
-def _said(value: object) -> str:
-    return "[" + ", ".join(str(one) for one in value) + "]" if isinstance(value, tuple) else str(value)
+def _text(value: object) -> str:
+    return "[" + ", ".join(str(item) for item in value) + "]" if isinstance(value, tuple) else str(value)
 
 
 _NODE_CODES = {

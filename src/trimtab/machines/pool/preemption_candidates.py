@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.core.reasons import ReasonCode
+from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.pool.capacity import ClusterCapacity, Vector
 from trimtab.machines.pool.records import PlacementGroup, PlacementGroupKind, PoolTask
 from trimtab.model.pool import Labels, PreemptionPolicy
@@ -287,3 +287,14 @@ def lost_work(
     with np.errstate(divide="ignore", invalid="ignore"):
         progress = np.where(estimate_s > 0, np.minimum(1.0, elapsed_s / estimate_s), 0.5)
     return np.where(saves, 0.0, elapsed_s * progress)
+
+
+def eviction_reason(code: ReasonCode, victim: PoolTask, by: PoolTask) -> Reason:
+    gap = f"priority {by.spec.priority:g} against {victim.spec.priority:g}"
+    why = {
+        ReasonCode.label_rule: f"a label rule allows it, {gap}",
+        ReasonCode.priority: f"{gap} in the same pool",
+        ReasonCode.cross_pool: f"pool {by.spec.pool} may take from pool {victim.spec.pool}, {gap}",
+        ReasonCode.owner_returned: "it had borrowed a reserved slot",
+    }[code]
+    return Reason(code, f"makes room for {by.id}: {why}")

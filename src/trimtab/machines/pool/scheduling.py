@@ -1,4 +1,8 @@
-"""x"""
+"""Which waiting tasks start: scans the queue, preempts, and reserves free capacity for starving tasks.
+
+Scheduling classes whose first task was unschedulable are skipped until a queueing hint says that it could fit now. What
+must never happen: a task is skipped that could start.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +22,14 @@ from trimtab.machines.pool.transitions import TaskTransitions
 
 
 class TaskScheduling(TaskTransitions):
-    """x"""
+    """Scheduling of waiting tasks."""
 
     def _schedule(self, now: float) -> None:
-        """Start whoever can start, in the order of the queue."""
+        """Start every task that can start, in queue order."""
         self._no_assignment.clear()
         self._no_preemption.clear()
         self._dirty = True
-        while self._dirty:  # what is given up on the way (a refused task) may free something
+        while self._dirty:  # ending a refused task may free capacity
             self._dirty = False
             self._create_reserved(now)
             if self._settled():
@@ -36,7 +40,7 @@ class TaskScheduling(TaskTransitions):
                 self.hints.forget(seen)
 
     def _settled(self) -> bool:
-        """Whether nobody who waits could start, without another look."""
+        """Whether no waiting task can start, decided without a scan."""
         for queue in self.waiting.queues():
             verdict = self._unschedulable.get(queue)
             if verdict is None:
@@ -47,14 +51,12 @@ class TaskScheduling(TaskTransitions):
         return True
 
     def _scan(self, now: float) -> None:
-        """Look once at the first of every line, and at those behind one who starts."""
-        starving: dict[
-            str, StarvationReserve
-        ] = {}  # by pool: what is kept for its first waiter, while all are looked at
+        """Try the first task of every class, and the next one of a class after each start."""
+        starving: dict[str, StarvationReserve] = {}  # by pool, for its first starving task, during the scan
         waits: list[tuple[PoolTask, Reason]] = []
-        passed: list[tuple[PoolTask, ClassQueue, Unschedulable]] = []  # whom nothing could help beside what was kept
+        passed: list[tuple[PoolTask, ClassQueue, Unschedulable]] = []  # skipped
         before, self._unschedulable = self._unschedulable, {}
-        covered = 0  # of those who were patient at the last look, so many have as much kept for them as then
+        covered = 0  # reserves of the last scan that are reserved again, at least as large
         heap = self.waiting.heads()
         while heap:
             entry, queue = heapq.heappop(heap)
@@ -69,34 +71,36 @@ class TaskScheduling(TaskTransitions):
                     continue
             elif starving and task.reason.code is not ReasonCode.behind:
                 passed.append((task, queue, verdict))
-            if queue.entries[0] is entry:  # nobody who came back meanwhile is before it
+            if queue.entries[0] is entry:  # no task that returned meanwhile precedes it
                 self._unschedulable[queue] = Unschedulable(
                     self.hints.position, verdict.quota_alone, verdict.timed, len(starving)
                 )
             if self._reserve_if_starving(task, starving, now):
                 covered = self._covered(starving)
-        for kept in starving.values():
-            self.release_reserve(kept)
+        for reserve in starving.values():
+            self.release_reserve(reserve)
         if starving:
-            # Some failed for room that was kept only until now.
+            # Some tasks failed only because of the reserves, which are released now.
             self._no_assignment.clear()
             self._no_preemption.clear()
             waits += [(task, task.reason) for task, queue, verdict in passed if self._could_help(queue, verdict)]
             waits = self._mark_behind(waits)
-            self._unschedulable = {queue: verdict for queue, verdict in self._unschedulable.items() if not verdict.timed}
+            self._unschedulable = {
+                queue: verdict for queue, verdict in self._unschedulable.items() if not verdict.timed
+            }
         self._reserves = list(starving.values())
         for task, reason in waits:
             if task.id in self.waiting:
                 self._wait(task, reason, now)
 
     def _could_help(self, queue: ClassQueue, verdict: Unschedulable) -> bool:
-        """Whether those of the line might find room with what was gained since none of them did."""
+        """Whether the hints since the verdict may make the class schedulable."""
         return feasibility.could_help(self, queue, verdict, self.hints.since(verdict.since))
 
     def _try_class(
         self, queue: ClassQueue, task: PoolTask, waits: list[tuple[PoolTask, Reason]], now: float
     ) -> Unschedulable | None:
-        """Have a task of the line start or make room for it; or why nobody of the line can."""
+        """Start a task or free capacity for it (None); or why its class is unschedulable."""
         self._timed = False
         reason = self._try(task, now)
         if reason is None:
@@ -107,38 +111,41 @@ class TaskScheduling(TaskTransitions):
             )
             return None
         waits.append((task, reason))
-        return Unschedulable(0, reason.code is ReasonCode.quota and feasibility.quota_alone(self, queue), self._timed, 0)
+        return Unschedulable(
+            0, reason.code is ReasonCode.quota and feasibility.quota_alone(self, queue), self._timed, 0
+        )
 
     def _covered(self, starving: dict[str, StarvationReserve]) -> int:
-        for at, kept in enumerate(self._reserves):
-            if kept.pool not in starving or not starving[kept.pool].covers(kept):
+        """How many reserves of the last scan are covered by those of this one."""
+        for at, reserve in enumerate(self._reserves):
+            if reserve.pool not in starving or not starving[reserve.pool].covers(reserve):
                 return at
         return len(self._reserves)
 
     def _reserve_if_starving(self, task: PoolTask, starving: dict[str, StarvationReserve], now: float) -> bool:
-        """One who has waited too long has what is free kept for it, while those behind it are looked at."""
+        """Reserve free capacity for a task that has waited too long, for the rest of the scan."""
         pool = self.pools[task.spec.pool]
         overdue = now - task.since >= pool.starvation_timeout_s and task.spec.pool not in starving and not pool.drained
         if not overdue or not feasibility.would_fit_alone(self, task.spec):
             return False
-        starving[task.spec.pool] = kept = feasibility.starvation_reserve(self, task)
-        self.apply_reserve(kept)
+        starving[task.spec.pool] = reserve = feasibility.starvation_reserve(self, task)
+        self.apply_reserve(reserve)
         return True
 
     def _mark_behind(self, waits: list[tuple[PoolTask, Reason]]) -> list[tuple[PoolTask, Reason]]:
-        """With room kept for the patient: whoever would find some otherwise says so."""
-        kept = Reason(ReasonCode.behind, "there is room, kept for one who has waited longer")
+        """Tasks that would fit without the reserves get that as their reason."""
+        behind = Reason(ReasonCode.behind, "there is room, kept for a task that has waited longer")
         found: dict[tuple[object, ...], bool] = {}
-        said = []
+        marked = []
         for task, reason in waits:
             key = feasibility.placement_key(self, task.spec)
             if key not in found:
                 found[key] = isinstance(feasibility.find_assignment(self, task), Assignment)
-            said.append((task, kept if found[key] else reason))
-        return said
+            marked.append((task, behind if found[key] else reason))
+        return marked
 
     def _try(self, task: PoolTask, now: float) -> Reason | None:
-        """Start the task, or begin to make room for it; else why it waits."""
+        """Start the task or begin to free capacity for it (None); or why it waits."""
         pool = self.pools[task.spec.pool]
         if pool.drained:
             return Reason(ReasonCode.drained, f"pool {pool.spec.name} takes nothing new")
@@ -154,20 +161,20 @@ class TaskScheduling(TaskTransitions):
         self._no_assignment[key] = assignment
         rest = (*key[:4], key[5], task.spec.labels, self.may_evict(task), task.evictions > 0)
         if task.spec.priority <= self._no_preemption.get(rest, -math.inf):
-            return assignment  # one who may have more people leave found nobody
-        choice = feasibility.plan_preemption(self, task, now)
-        if choice.found:
-            self._claim(task, choice, now)
+            return assignment  # a task that may evict more found no plan
+        plan = feasibility.plan_preemption(self, task, now)
+        if plan.found:
+            self._claim(task, plan, now)
             return None
-        if choice.retry_at is not None:
+        if plan.retry_at is not None:
             self._timed = True
-            self.recheck(choice.retry_at)
+            self.recheck(plan.retry_at)
         else:
             self._no_preemption[rest] = max(task.spec.priority, self._no_preemption.get(rest, -math.inf))
         return assignment
 
     def _create_reserved(self, now: float) -> None:
-        """Make the reserved slots that are not there, as far as there is room."""
+        """Create missing reserved slots, as far as there is capacity."""
         for pool in self.pools.values():
             missing = len(pool.spec.reserved) - len(pool.retired)
             if not missing or pool.dropped or pool.not_before > now:
@@ -189,40 +196,38 @@ class TaskScheduling(TaskTransitions):
 
     @classmethod
     def load(cls, data: dict[str, Any]) -> Self:
-        """A machine that goes on from a snapshot."""
         machine = cls()
         machine.read(data)
-        if "gains" not in data:  # written before verdicts were: everybody is looked at
+        if "gains" not in data:  # of an older version: every class is tried
             machine._wake_all()
             return machine
         machine.hints = HintLog(data["gains"])
-        machine._reserves = [StarvationReserve.of(one) for one in data["kept"]]
+        machine._reserves = [StarvationReserve.of(reserve) for reserve in data["kept"]]
         machine._unschedulable = {
             machine.waiting.queue_of(name): Unschedulable(*verdict) for name, verdict in data["blocked"]
         }
         return machine
 
     def dump(self) -> dict[str, Any]:
-        """All that is remembered, as plain data: the records, and the verdicts of the last look.
+        """State and unschedulable verdicts as plain data.
 
-        Verdicts say who is passed over until something is gained, and follow from no record: they are of the moment
-        when somebody was looked at. Without them a machine read from this would look at others than the one that goes
-        on, and tell other reasons and deadlines; and a controller's snapshots are written by another process that
-        replays its journal, while it goes on with its own.
+        The verdicts depend on the moment of the scan and cannot be derived from the records. Without them a loaded
+        machine would try other tasks, and give other reasons and deadlines, than the machine that runs on; and a
+        controller's snapshots are written by another process that replays its journal.
         """
         blocked = [(queue, verdict) for queue, verdict in self._unschedulable.items() if queue.entries]
         begin = min((verdict.since for _, verdict in blocked), default=self.hints.position)
         return {
             **super().dump(),
-            "gains": [list(one) for one in self.hints.entries(begin)],
-            "kept": [one.plain() for one in self._reserves],
+            "gains": [list(entry) for entry in self.hints.entries(begin)],
+            "kept": [reserve.plain() for reserve in self._reserves],
             "blocked": sorted(
                 [queue.entries[0][2], list(verdict._replace(since=verdict.since - begin))] for queue, verdict in blocked
             ),
         }
 
     def check(self) -> None:
-        """Verify every invariant, also that nobody who is passed over could start; raises AssertionError."""
+        """Verify every invariant, also that no skipped task could start; raises AssertionError."""
         super().check()
         for queue, verdict in self._unschedulable.items():
             if not queue.entries or verdict.kept or verdict.timed or self._could_help(queue, verdict):

@@ -1,13 +1,11 @@
-"""The lives of tasks and groups: every transition, named after its edge, with what follows from it.
+"""Transitions of tasks and placement groups, with the instructions that follow from them.
 
-Keeps the books true through each change and says what is to be done; when a change is due is decided by the machine,
-which is the only one to call it. A task leaves its slots only when its processes are gone; room that is being made for
-a task is claimed until it has it; a group that is lost in part is given up whole.
+Keeps the accounting exact through each change; the machine decides when a transition is due and is the only caller. A
+task releases its slots only when its processes are gone; capacity that is being freed for a task is claimed until the
+task has it; a group that is lost in part is removed whole.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, add_story_entry
 from trimtab.core.resources import Resources
@@ -15,6 +13,7 @@ from trimtab.machines.pool import events as e
 from trimtab.machines.pool import feasibility
 from trimtab.machines.pool.feasibility import Assignment
 from trimtab.machines.pool.preemption import PreemptionPlan
+from trimtab.machines.pool.preemption_candidates import eviction_reason
 from trimtab.machines.pool.queue import ClassQueue
 from trimtab.machines.pool.queueing_hints import Unschedulable
 from trimtab.machines.pool.records import (
@@ -31,8 +30,8 @@ from trimtab.model.pool import ENDED, IN_QUEUE, BundlePlacement, PlacementStrate
 
 CREATE_GROUP_TIMEOUT_S = 60.0
 REMOVE_GROUP_TIMEOUT_S = 60.0
-START_GRACE_S = 30.0  # beyond its own deadline, until a start counts as lost
-STOP_GRACE_S = 60.0  # beyond telling and saving, until a stop is issued again
+START_GRACE_S = 30.0  # beyond its deadline, then a start counts as lost
+STOP_GRACE_S = 60.0  # beyond cancel and checkpoint, then a stop is issued again
 TURN_TIMEOUT_S = 300.0
 START_TRIES = 3
 BACK_OFF_S = 0.25  # doubles with every loss
@@ -42,29 +41,29 @@ MAX_EVICTIONS = 1_000
 
 
 class TaskTransitions(PoolState):
-    """Transitions over the books."""
+    """Transitions over the pool state."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Lines in which nobody found room or a way to make any; as long as nothing is gained that could help.
+        # Classes that neither fit nor can preempt, as long as no hint says otherwise.
         self._unschedulable: dict[ClassQueue, Unschedulable] = {}
-        self._reserves: list[StarvationReserve] = []  # what was kept for the patient when that was found
-        self._timed = False  # whether time alone may change that the one looked at last finds no room
-        self._no_assignment: dict[tuple[object, ...], Reason] = {}  # why sizes found none, while one event is handled
-        # By all that decides it but priority: the highest that found nobody to leave, since anything changed.
+        self._reserves: list[StarvationReserve] = []  # during the scan that found that
+        self._timed = False  # whether time alone may make the last tried task schedulable
+        self._no_assignment: dict[tuple[object, ...], Reason] = {}  # by placement key, within one event
+        # By all that decides it but priority: the highest priority that found no preemption plan.
         self._no_preemption: dict[tuple[object, ...], float] = {}
         self._dirty = False
         self._out: list[e.PoolInstruction] = []
 
-    # ---- the queue -------------------------------------------------------------------------------------------------
+    # ---- queue ------------------------------------------------------------------------------------------------------
 
     def _wake_all(self) -> None:
-        """Anybody may have room now who had none: everybody is looked at again."""
+        """Any waiting task may be schedulable now: try all classes again."""
         self.hints.anything()
         self._wake()
 
     def _wake(self) -> None:
-        """Something was gained: those whom it could help are looked at again."""
+        """Try the classes again that recorded hints could help."""
         self._no_assignment.clear()
         self._no_preemption.clear()
         self._dirty = True
@@ -84,13 +83,13 @@ class TaskTransitions(PoolState):
 
     # ---- claims ----------------------------------------------------------------------------------------------------
 
-    def _claim(self, task: PoolTask, choice: PreemptionPlan, now: float) -> None:
-        """Have the victims leave, and keep what goes free for the task."""
+    def _claim(self, task: PoolTask, plan: PreemptionPlan, now: float) -> None:
+        """Evict the victims and keep the capacity that becomes free for the task."""
         self._no_preemption.clear()
         self.waiting.remove(task.id)
-        victims = [self.tasks[name] for name, _ in choice.victims]
-        group_id, nodes = choice.group, choice.nodes
-        if group_id is None and len(victims) == 1 and not choice.reclaims:
+        victims = [self.tasks[name] for name, _ in plan.victims]
+        group_id, nodes = plan.group, plan.nodes
+        if group_id is None and len(victims) == 1 and not plan.reclaims:
             theirs = self.groups[victims[0].places[0].group]
             size = task.spec.size
             same = theirs.pool == task.spec.pool and theirs.bundles == size and theirs.nodes == nodes
@@ -107,9 +106,9 @@ class TaskTransitions(PoolState):
             task.id,
             nodes,
             group_id,
-            [one.id for one in victims],
-            [*leaving, *choice.reclaims, *choice.awaits],
-            tuple(one.id for one in victims),
+            [victim.id for victim in victims],
+            [*leaving, *plan.reclaims, *plan.awaits],
+            tuple(victim.id for victim in victims),
         )
         self.claims[task.id] = claim
         if group_id is not None:
@@ -122,15 +121,15 @@ class TaskTransitions(PoolState):
         task.deadline = max(task.deadline or 0.0, now + stop_s + STOP_GRACE_S + REMOVE_GROUP_TIMEOUT_S)
         self.timer(task.deadline, "task", task.id)
         self.keep(claim)
-        for group in choice.reclaims:
+        for group in plan.reclaims:
             self._to_removing(self.groups[group], now)
-        for victim, (_, code) in zip(victims, choice.victims, strict=True):
-            self._evict(victim, task, _eviction_reason(code, victim, task), now)
-        if self.claims.get(task.id) is claim:  # victims that had not begun are gone already
+        for victim, (_, code) in zip(victims, plan.victims, strict=True):
+            self._evict(victim, task, eviction_reason(code, victim, task), now)
+        if self.claims.get(task.id) is claim:  # victims that had not started are gone already
             self._claim_if_ready(claim, now)
 
     def _drop_claim(self, claim: ResourceClaim, now: float, *, requeue: bool) -> None:
-        """The room cannot be had, or is not wanted any more."""
+        """The claimed capacity cannot be had, or is not needed any more."""
         self.stop_keeping(claim)
         del self.claims[claim.task]
         if claim.group is not None and claim.group in self.groups:
@@ -150,7 +149,7 @@ class TaskTransitions(PoolState):
         used: tuple[Resources, ...] = (),
         group: PlacementGroup | None = None,
     ) -> None:
-        """Somebody whom claims wait for is gone."""
+        """A task or group that claims wait for is gone."""
         for claim in list(self.claims.values()):
             if task is not None and task.id in claim.tasks:
                 claim.tasks.remove(task.id)
@@ -198,10 +197,9 @@ class TaskTransitions(PoolState):
         graceful = policy.cancel_timeout_s if task.spec.notice_s is None else task.spec.notice_s
         return graceful + policy.save_timeout_s
 
-    # ---- the life of a task ----------------------------------------------------------------------------------------
+    # ---- tasks ------------------------------------------------------------------------------------------------------
 
     def _to_starting(self, task: PoolTask, assignment: Assignment, now: float) -> None:
-        """From the queue, or from a claim."""
         self._no_preemption.clear()
         spec = task.spec
         pool = self.pools[spec.pool]
@@ -227,41 +225,10 @@ class TaskTransitions(PoolState):
         for other in [other for other in self.tasks.values() if other.shares == task.id] if spec.room else ():
             if other.state in IN_QUEUE and self._group_shared_by(other) is None:
                 self._join_slots(other, now)
-        self._dirty = True  # here is one more who might have to leave for others
-
-    def _to_recovered(self, found: e.RecoveredTask, now: float) -> None:
-        """A task that nobody remembers runs: from now on it is remembered."""
-        spec = found.spec
-        pool = self.pools[spec.pool]
-        kind = PlacementGroupKind.dynamic if found.reserved is None else PlacementGroupKind.reserved
-        size = spec.size if found.reserved is None else (pool.spec.reserved[found.reserved],)
-        # New groups are numbered on from here, so that no name is used twice.
-        number = found.group.removeprefix("g")
-        self.seq = max(self.seq + 1, int(number) if number.isdecimal() else 0)
-        group = PlacementGroup(
-            found.group,
-            spec.pool,
-            kind,
-            size,
-            found.nodes,
-            PgState.ready,
-            None,
-            spec_index=found.reserved,
-            seq=self.seq,
-        )
-        self.add_group(group)
-        reason = Reason(ReasonCode.found, "it was running when the journal was lost")
-        task = PoolTask(
-            replace(spec, shares=None), self.seq, now, TaskState.running, reason, now, None, attempt=found.attempt
-        )
-        self.tasks[spec.id] = task
-        self._assign(task, group, now)
-        task.started, task.started_at = True, now
-        self._record(task, task.state.value, reason, now)
-        self.update_candidate(task)
+        self._dirty = True  # one more task that may be evicted
 
     def _assign(self, task: PoolTask, group: PlacementGroup, now: float) -> None:
-        """The task is the active tenant of the group."""
+        """Make the task the active tenant of the group."""
         if task.id not in group.tenants:
             group.tenants.append(task.id)
         group.active = task.id
@@ -290,14 +257,14 @@ class TaskTransitions(PoolState):
         keep_slot: bool = True,
         graceful: bool = True,
     ) -> None:
-        """The task is to end, whatever its state."""
+        """End the task, whatever its state."""
         if task.id in self.claims:
             self._drop_claim(self.claims[task.id], now, requeue=False)
         task.keep_slot = keep_slot
         if task.state in IN_QUEUE:
             self.waiting.remove(task.id)
             if any(kept.task == task.id for kept in self._reserves):
-                self.hints.anything()  # what was kept for it
+                self.hints.anything()  # its reserve
             self._leave_turns(task, now)
             self._to_ended(task, TaskState(outcome.value), reason, now)
         elif task.state is TaskState.cancelling:
@@ -311,7 +278,6 @@ class TaskTransitions(PoolState):
     def _to_cancelling(
         self, task: PoolTask, outcome: StopOutcome, reason: Reason, now: float, *, graceful: bool, save: bool = False
     ) -> None:
-        """From starting, running or parked."""
         self.candidates.drop(task.id)
         self._set_outcome(task, outcome, reason)
         task.moving = None
@@ -319,7 +285,7 @@ class TaskTransitions(PoolState):
             self._stopped(task, now)
             return
         policy = self.policy or PreemptionPolicy()
-        # What is not constructed yet has nothing to tell and nothing to save.
+        # A task that is not constructed has nothing to cancel and nothing to checkpoint.
         graceful = graceful and task.state is not TaskState.starting
         notice = graceful and outcome is StopOutcome.evicted and task.spec.notice_s is not None
         task.notice = notice
@@ -338,7 +304,7 @@ class TaskTransitions(PoolState):
         )
 
     def _stopped(self, task: PoolTask, now: float) -> None:
-        """Nothing of the task is left on its slots: it leaves them, and goes where it was to go."""
+        """All processes of the task are gone: release its slots and carry out its stop outcome."""
         outcome, reason = task.outcome or StopOutcome.retry, task.outcome_reason or task.reason
         task.outcome = task.outcome_reason = None
         self.candidates.drop(task.id)
@@ -365,7 +331,7 @@ class TaskTransitions(PoolState):
 
     def _retry_after_loss(self, task: PoolTask, reason: Reason, now: float) -> None:
         task.losses += 1
-        # A start that failed by bad luck has done nothing yet: it is tried again in any case.
+        # A start that failed without being fatal has done no work: it is retried in any case.
         allowed = max(task.spec.restarts, START_TRIES if reason.code is ReasonCode.start_failed else 0)
         if task.spec.restarts >= 0 and allowed < task.losses:
             if allowed:
@@ -383,7 +349,7 @@ class TaskTransitions(PoolState):
 
     def _to_queue(self, task: PoolTask, state: TaskState, reason: Reason, now: float) -> None:
         pool = self.pools[task.spec.pool]
-        # A task that asked for "at once or not at all" has been accepted once; it waits like others to return.
+        # A task submitted with "at once or not at all" was accepted once; it waits like others to return.
         wait_s = task.spec.wait_s or pool.spec.wait_s
         task.shares = None
         self._to(task, state, reason, now, now + wait_s)
@@ -392,7 +358,7 @@ class TaskTransitions(PoolState):
     def _to_ended(self, task: PoolTask, state: TaskState, reason: Reason, now: float) -> None:
         self._to(task, state, reason, now, None)
         self.ended.append(task.id)
-        for other in [one for one in self.tasks.values() if one.shares == task.id] if task.spec.room else ():
+        for other in [other for other in self.tasks.values() if other.shares == task.id] if task.spec.room else ():
             if other.state in IN_QUEUE and self._group_shared_by(other) is None:
                 other.shares = None
                 self._enqueue(other)
@@ -412,11 +378,11 @@ class TaskTransitions(PoolState):
     # ---- turns -----------------------------------------------------------------------------------------------------
 
     def _join_slots(self, task: PoolTask, now: float) -> None:
-        """A task that shares slots waits at them for its turn."""
+        """A task that shares slots waits there for its turn."""
         owner = self.tasks.get(task.shares or "")
         group = self.groups.get(owner.places[0].group) if owner is not None and owner.places else None
         if group is not None and any(claim.group == group.id for claim in self.claims.values()):
-            group = None  # somebody else takes it over
+            group = None  # another task takes it over
         if group is not None and group.state in (PgState.creating, PgState.ready) and task.id not in group.tenants:
             group.tenants.append(task.id)
             for other in group.tenants:
@@ -442,7 +408,7 @@ class TaskTransitions(PoolState):
             self._leave(task, group, now)
 
     def _next_turn(self, group: PlacementGroup, now: float) -> None:
-        """Give the group's devices to whoever asked first; or have its active tenant parked for them."""
+        """Activate the first tenant that requested a turn; or park the active one for it."""
         if group.state is not PgState.ready:
             return
         group.turns = [name for name in group.turns if name in group.tenants and name != group.active]
@@ -469,7 +435,7 @@ class TaskTransitions(PoolState):
             return
 
     def _turn_fits(self, task: PoolTask, instead_of: PoolTask | None) -> bool:
-        """Whether the quota allows it to be active."""
+        """Whether the quota allows the task to be active."""
         capacity = self.capacity
         need = capacity.sum_vector(task.spec.bundles) - (capacity.sum_vector(task.uses) if task.uses else 0)
         if instead_of is not None:
@@ -494,7 +460,7 @@ class TaskTransitions(PoolState):
         self.update_candidate(task)
         self._issue_start(task, now)
 
-    # ---- the life of a group ---------------------------------------------------------------------------------------
+    # ---- placement groups -------------------------------------------------------------------------------------------
 
     def _create_group(
         self,
@@ -515,7 +481,6 @@ class TaskTransitions(PoolState):
         return group
 
     def _leave(self, task: PoolTask, group: PlacementGroup, now: float) -> None:
-        """The task is not in the group any more."""
         if task.id in group.tenants:
             group.tenants.remove(task.id)
         if task.id in group.turns:
@@ -536,7 +501,7 @@ class TaskTransitions(PoolState):
             self._idle_or_remove(group, now, keep=task.keep_slot)
 
     def _idle_or_remove(self, group: PlacementGroup, now: float, keep: bool = True) -> None:
-        """Nobody is in the group: keep it for the next, or remove it."""
+        """The group is empty: keep it for reuse, or remove it."""
         pool = self.pools[group.pool]
         wanted = any(group.id in claim.groups for claim in self.claims.values())
         if group.kind is PlacementGroupKind.reserved:
@@ -562,14 +527,13 @@ class TaskTransitions(PoolState):
         self._out.append(e.RemovePlacementGroup(group.id))
 
     def _group_removed(self, group: PlacementGroup, now: float) -> None:
-        """Nothing of the group is left."""
         self.drop_group(group)
         self._update_claims(now, group=group)
         self._forget_pool(group.pool)
         self._wake()
 
     def _break_group(self, group: PlacementGroup, reason: Reason, now: float, *, evict: bool = False) -> None:
-        """Part of the group is lost, or will be (`evict`): whoever is in it stops, and then it is removed."""
+        """Part of the group is lost, or will be (`evict`): stop its tasks, then remove it."""
         if group.state is PgState.removing:
             return
         group.state, group.deadline = PgState.broken, None
@@ -591,7 +555,7 @@ class TaskTransitions(PoolState):
             self._to_removing(group, now)
 
     def _requeue_tenants(self, group: PlacementGroup, reason: Reason, now: float) -> None:
-        """The group will not stand: its tenants wait again."""
+        """The group will not become ready: its tenants wait again."""
         for name in list(group.tenants):
             task = self.tasks[name]
             group.tenants.remove(name)
@@ -607,7 +571,7 @@ class TaskTransitions(PoolState):
                 self._enqueue(task)
 
     def _forget_pool(self, name: str) -> None:
-        """A pool that was dropped is forgotten once nothing of it is left."""
+        """Forget a dropped pool once nothing of it is left."""
         pool = self.pools[name]
         if not pool.dropped or self.pool_groups[name].groups:
             return
@@ -623,14 +587,3 @@ class TaskTransitions(PoolState):
             self._wake_all()
         elif group.active is not None:
             self._issue_start(self.tasks[group.active], now)
-
-
-def _eviction_reason(code: ReasonCode, victim: PoolTask, by: PoolTask) -> Reason:
-    gap = f"priority {by.spec.priority:g} against {victim.spec.priority:g}"
-    why = {
-        ReasonCode.label_rule: f"a label rule allows it, {gap}",
-        ReasonCode.priority: f"{gap} in the same pool",
-        ReasonCode.cross_pool: f"pool {by.spec.pool} may take from pool {victim.spec.pool}, {gap}",
-        ReasonCode.owner_returned: "it had borrowed a reserved slot",
-    }[code]
-    return Reason(code, f"makes room for {by.id}: {why}")
