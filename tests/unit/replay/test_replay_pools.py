@@ -277,7 +277,7 @@ def _miscounts_a_quota(patch: pytest.MonkeyPatch) -> None:
         (_hears_of_nothing_that_falls_free, "nothing happens any more|waits, and there is room for it"),
         (_thinks_that_gains_help_nobody, "nothing happens any more|waits, and there is room for it"),
         (_says_starts_twice, "runs already"),
-        (_miscounts_a_quota, "is not what the books say"),
+        (_miscounts_a_quota, "is not what the accounting says"),
     ],
 )
 @pytest.mark.parametrize("check_every", [7, 10**9])

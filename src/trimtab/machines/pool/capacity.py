@@ -1,8 +1,8 @@
-"""The books: what every node has and holds, what every pool may use and uses. Exact whole numbers, in arrays.
+"""Capacity accounting: what every node has and holds, what every pool may use and uses. Exact integers, in arrays.
 
-A row is a node, a column a resource. It decides nothing; it must never let what is held exceed what there is, which
-`PoolMachine.check` verifies against the records. Rows of lost nodes are used again, so that the order of nodes, which
-breaks ties, is the same in a replay and after reading a snapshot.
+A row is a node, a column a resource. What is held must never exceed what there is; `PoolMachine.check` verifies that
+against the records. Rows of lost nodes are reused, so that the order of nodes, which breaks ties, is the same in a
+replay and after loading a snapshot.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FIRST_COLUMNS = ("cpu", "gpu", "memory")
 
 
 class ClusterCapacity:
-    """Nodes and pools as matrices of whole numbers."""
+    """Nodes and pools as integer matrices."""
 
     def __init__(self) -> None:
         self.columns: dict[str, int] = {name: at for at, name in enumerate(FIRST_COLUMNS)}
@@ -31,14 +31,14 @@ class ClusterCapacity:
         width = 8
         self.total: Vector = np.zeros((0, width), np.int64)
         self.outside: Vector = np.zeros((0, width), np.int64)
-        self.held: Vector = np.zeros((0, width), np.int64)  # by groups, also those being made or removed
+        self.held: Vector = np.zeros((0, width), np.int64)  # by groups, also those being created or removed
         self.kept: Vector = np.zeros((0, width), np.int64)  # for claims
-        self.idle: Vector = np.zeros((0, width), np.int64)  # of what is held: dynamic groups that nobody is in
-        self.usable: NDArray[np.bool_] = np.zeros(0, np.bool_)  # there, and not cordoned
+        self.idle: Vector = np.zeros((0, width), np.int64)  # part of held: empty dynamic groups
+        self.usable: NDArray[np.bool_] = np.zeros(0, np.bool_)  # up, and not cordoned
         self.cordoned: set[str] = set()
-        self.shape = 0  # changes with what nodes have, which are usable, and what is reserved of them
+        self.shape = 0  # changes with total capacity, usable nodes and reserved slots
         self._free: Vector | None = None
-        # No usable row has more than this free, nor with its idle slots; less may be true until `tighten`.
+        # Upper bounds on what any usable row has free, without and with its idle slots; exact after `tighten`.
         self._max_free: tuple[list[int], list[int]] | None = None
         self._max_is_exact = False
         self._holes: list[int] = []  # a heap of the rows of lost nodes
@@ -49,7 +49,7 @@ class ClusterCapacity:
     # ---- vectors ----
 
     def vector(self, amounts: Resources) -> Vector:
-        """Amounts as a vector; not to be changed."""
+        """Amounts as a vector; read-only."""
         known = self._vectors.get(amounts)
         if known is None:
             for name, _ in amounts:
@@ -64,17 +64,16 @@ class ClusterCapacity:
         return known
 
     def sum_vector(self, bundles: Sequence[Resources]) -> Vector:
-        """All bundles together."""
         if len(bundles) == 1:
             return self.vector(bundles[0])
-        # First every column, then the sum: a new column makes older vectors too short.
-        for one in bundles:
-            self.vector(one)
-        together: Vector = np.sum([self.vector(one) for one in bundles], axis=0, dtype=np.int64)
+        # Add every column first: a new column makes older vectors too short.
+        for bundle in bundles:
+            self.vector(bundle)
+        together: Vector = np.sum([self.vector(bundle) for bundle in bundles], axis=0, dtype=np.int64)
         return together
 
     def resources(self, vector: Vector) -> Resources:
-        """A vector as amounts; what is negative counts as nothing."""
+        """A vector as amounts; negative ones count as zero."""
         return Resources(tuple(sorted((name, int(vector[at])) for name, at in self.columns.items() if vector[at] > 0)))
 
     def _add_column(self, name: str) -> None:
@@ -104,7 +103,6 @@ class ClusterCapacity:
         return found
 
     def set_node(self, node: str, amounts: Resources, outside: Resources) -> None:
-        """A node is there, with these figures."""
         self.vector(amounts), self.vector(outside)
         row = self.row_of.get(node)
         if row is None:
@@ -118,7 +116,7 @@ class ClusterCapacity:
         self._free = self._max_free = None
 
     def set_row(self, row: int, node: str | None) -> None:
-        """The node of a row as a snapshot has it; None where one was lost."""
+        """The node of a row of a snapshot; None where a node was lost."""
         while len(self.nodes) <= row:
             self._new_row()
         self.nodes[row] = node
@@ -141,7 +139,7 @@ class ClusterCapacity:
         return row
 
     def cordon(self, node: str, on: bool) -> None:
-        """Nothing new goes to the node, or may again."""
+        """Exclude the node from placement, or include it again."""
         self._max_free = None
         self.shape += 1
         (self.cordoned.add if on else self.cordoned.discard)(node)
@@ -150,7 +148,6 @@ class ClusterCapacity:
             self.usable[row] = not on
 
     def drop_node(self, node: str) -> None:
-        """The node is gone, and all that was held of it."""
         row = self.row_of.pop(node)
         self.nodes[row] = None
         heapq.heappush(self._holes, row)
@@ -163,20 +160,20 @@ class ClusterCapacity:
 
     @property
     def free(self) -> Vector:
-        """What nobody holds or keeps, by row. Negative where others took more than was left."""
+        """What is neither held nor kept, by row. Negative where other users of Ray took more than was left."""
         if self._free is None:
             self._free = self.total - self.outside - self.held - self.kept
         return self._free
 
     def too_large(self, ask: Vector, *, with_idle: bool = False) -> bool:
-        """Whether no usable row has so much of each resource; False says nothing."""
+        """Whether no usable row has that much of each resource; False is not conclusive."""
         if self._max_free is None:
             self.tighten()
         most = (self._max_free or ([], []))[with_idle]
         return any(units > have for units, have in zip(ask.tolist(), most, strict=True))
 
     def tighten(self) -> None:
-        """What the most is that any usable row has, exactly. Keeping it so all the time would take too long."""
+        """Compute the exact per-column maximum over usable rows; keeping it exact all the time is too slow."""
         if self._max_is_exact and self._max_free is not None:
             return
         self._max_is_exact = True
@@ -189,7 +186,7 @@ class ClusterCapacity:
         self._max_free = (free.max(axis=0).tolist(), (free + idle).max(axis=0).tolist())
 
     def _raise_max(self, row: int, bundle: Resources) -> None:
-        """Something of the row is free or idle again: it may be the one that has most now."""
+        """Capacity of the row became free or idle: raise the maximum where needed."""
         if self._max_free is None:
             return
         free, with_idle = self._max_free
@@ -204,7 +201,7 @@ class ClusterCapacity:
         for node, bundle in zip(nodes, bundles, strict=True):
             row = self.row_of.get(node)
             if row is None:
-                continue  # lost; its row is empty already
+                continue  # lost; its row is cleared already
             vector = self.vector(bundle)
             if sign > 0:
                 matrix[row] += vector
@@ -219,21 +216,18 @@ class ClusterCapacity:
                 self._raise_max(row, bundle)
 
     def hold(self, nodes: Sequence[str], bundles: Sequence[Resources]) -> None:
-        """A group takes this."""
         for bundle in bundles:
             self.vector(bundle)
         self._add(self.held, nodes, bundles, 1, -1)
 
     def release(self, nodes: Sequence[str], bundles: Sequence[Resources]) -> None:
-        """A group is gone."""
         self._add(self.held, nodes, bundles, -1, -1)
 
     def set_idle(self, nodes: Sequence[str], bundles: Sequence[Resources], idle: bool) -> None:
-        """A dynamic group fell idle, or is not idle any more."""
         self._add(self.idle, nodes, bundles, 1 if idle else -1, 0)
 
     def widened(self, vector: Vector) -> Vector:
-        """A vector made before a resource was first heard of, as wide as vectors are now."""
+        """A vector created before the latest resources were added, at the current width."""
         missing = self.total.shape[1] - len(vector)
         return np.concatenate([vector, np.zeros(missing, np.int64)]) if missing else vector
 
@@ -253,23 +247,19 @@ class ClusterCapacity:
     # ---- pools ----
 
     def set_pool(self, pool: str, quota: Resources) -> None:
-        """A pool is there."""
         self.vector(quota)
         self.quota[pool] = self.vector(quota).copy()
         self.used[pool] = np.zeros_like(self.quota[pool])
         self.quota_kept[pool] = np.zeros_like(self.quota[pool])
 
     def set_quota(self, pool: str, quota: Resources) -> None:
-        """A pool may use so much from now on."""
         self.vector(quota)
         self.quota[pool] = self.vector(quota).copy()
 
     def use(self, pool: str, bundles: Sequence[Resources], sign: int) -> None:
-        """A task uses this of its pool's quota, or not any more."""
         for bundle in bundles:
             vector = self.vector(bundle)
             self.used[pool] += sign * vector
 
     def quota_left(self, pool: str) -> Vector:
-        """What the pool may still use."""
         return self.quota[pool] - self.used[pool] - self.quota_kept[pool]

@@ -1,4 +1,4 @@
-"""Tells why things are as they are: one task, a pool, the totals. Reads the books and changes nothing."""
+"""Explains a task, a pool, the totals, and lists outstanding instructions. Changes nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trimtab.model.pool import IN_QUEUE, TaskExplanation, TaskState
 
 @dataclass(frozen=True)
 class PoolView:
-    """A pool as people and programs see it."""
+    """A pool for display and for programs."""
 
     name: str
     quota: dict[str, float]
@@ -23,7 +23,7 @@ class PoolView:
     drained: bool
     tasks: dict[str, int]  # by state
     queue: tuple[str, ...]
-    slots: dict[str, int]  # reserved, dynamic, idle, taken, making, removing, wanted (reserved and not there)
+    slots: dict[str, int]  # reserved, dynamic, idle, taken, making, removing, wanted (reserved and missing)
     reuse_count: int
     made_count: int
     destroyed_count: int
@@ -43,7 +43,7 @@ class PoolTotals:
 
 
 def explain(state: PoolState, name: str, now: float) -> TaskExplanation:
-    """Why a task is where it is, and what would have to happen."""
+    """Why a task is in its state, and what would have to happen for it to start."""
     task = feasibility.known_task(state, name)
     reason = task.reason
     position = None
@@ -61,7 +61,7 @@ def explain(state: PoolState, name: str, now: float) -> TaskExplanation:
                 )
                 reason = _with_spared(state, task, needs, reason)
             else:
-                reason = Reason(ReasonCode.behind, "there is room, kept for one who has waited longer")
+                reason = Reason(ReasonCode.behind, "there is room, kept for a task that has waited longer")
     elif task.id in state.claims:
         needs = tuple(state.claims[task.id].tasks)
     out_s = task.evicted_s + (now - task.since if task.state is TaskState.evicted else 0.0)
@@ -86,7 +86,7 @@ def explain(state: PoolState, name: str, now: float) -> TaskExplanation:
 
 
 def _with_spared(state: PoolState, task: PoolTask, needs: tuple[str, ...], reason: Reason) -> Reason:
-    """The reason, and that a task which was evicted itself does not evict its equals."""
+    """The reason, extended by the rule that an evicted task does not evict its equals."""
     if not state.may_evict(task):
         return reason
     spared = state.candidates.spared(task, state.policy)
@@ -98,7 +98,6 @@ def _with_spared(state: PoolState, task: PoolTask, needs: tuple[str, ...], reaso
 
 
 def story(state: PoolState, name: str) -> tuple[StoryEntry, ...]:
-    """The history of a task or a node."""
     if name in state.tasks:
         return tuple(state.tasks[name].story)
     if name in state.node_stories:
@@ -107,7 +106,6 @@ def story(state: PoolState, name: str) -> tuple[StoryEntry, ...]:
 
 
 def pool_view(state: PoolState, name: str) -> PoolView:
-    """One pool."""
     pool = feasibility.known_pool(state, name)
     capacity, owned = state.capacity, state.pool_groups[name]
     groups = owned.groups.values()
@@ -144,7 +142,6 @@ def pool_view(state: PoolState, name: str) -> PoolView:
 
 
 def totals(state: PoolState) -> PoolTotals:
-    """All pools together."""
     by_state: dict[str, int] = {}
     for task in state.tasks.values():
         by_state[task.state.value] = by_state.get(task.state.value, 0) + 1
@@ -155,10 +152,7 @@ def totals(state: PoolState) -> PoolTotals:
 
 
 def warm_targets(state: PoolState) -> dict[str, dict[str, int]]:
-    """How many warm hosts each node is to keep, by pool.
-
-    Those of a pool that are for all nodes together are spread evenly.
-    """
+    """Target number of warm processes by node and pool; `target_hosts` are spread evenly."""
     nodes = [node for node in state.nodes if node not in state.capacity.cordoned]
     targets: dict[str, dict[str, int]] = {node: {} for node in nodes}
     for pool in state.pools.values():
@@ -171,7 +165,7 @@ def warm_targets(state: PoolState) -> dict[str, dict[str, int]]:
 
 
 def outstanding(state: PoolState, start_grace_s: float) -> list[e.PoolInstruction]:
-    """All that has been instructed and not answered, to be carried out again by a driver that comes back."""
+    """Instructions without an outcome, to be executed again by a restarted controller."""
     found: list[e.PoolInstruction] = []
     for group in state.groups.values():
         if group.state is PgState.creating:

@@ -1,7 +1,7 @@
-"""Looks for room: where a task could go as things are, who would have to leave, and whether it can ever run.
+"""Feasibility: where a task fits now, what would have to be evicted for it, and whether it can ever run.
 
-Reads the books and changes nothing they say, so that everything here can be asked as a dry run; answers that take long
-are remembered beside them. What is to be kept or given back is the caller's to write down (`PoolState.apply_reserve`).
+Reads the pool state and changes nothing in it but caches, so everything here can be called as a dry run. Reserves are
+applied and released by the caller (`PoolState.apply_reserve`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from trimtab.machines.pool.records import PlacementGroup, PlacementGroupKind, Po
 from trimtab.machines.pool.state import PoolState, StarvationReserve
 from trimtab.model.pool import ENDED, PlacementStrategy, TaskSpec
 
-CLOSED_NAMED = 4  # nodes in a sentence that take nothing new
+CORDONED_NAMED = 4  # in a sentence
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Where a task can go: a group that is there, or nodes for a new one; and why."""
+    """Where a task goes: an existing group, or nodes for a new one; and why."""
 
     group: str | None
     nodes: tuple[str, ...]
@@ -37,18 +37,17 @@ class Assignment:
 
 
 def strategy_of(state: PoolState, spec: TaskSpec) -> PlacementStrategy:
-    """How the task's bundles are to lie."""
     return spec.strategy or state.pools[spec.pool].spec.strategy
 
 
 def placement_key(state: PoolState, spec: TaskSpec) -> tuple[object, ...]:
-    """What the answer of `spot` rests on: tasks that are alike in it find room together, or do not."""
+    """What `find_assignment` depends on: tasks with equal keys fit together, or not at all."""
     owner = spec.priority >= state.pools[spec.pool].spec.reserved_priority
     return spec.pool, spec.bundles, spec.room, spec.strategy, owner, spec.evictable
 
 
 def find_assignment(state: PoolState, task: PoolTask) -> Assignment | Reason:
-    """Where the task could go with nobody leaving, or why it cannot."""
+    """Where the task fits without evictions, or why it does not."""
     spec, capacity = task.spec, state.capacity
     pool = state.pools[spec.pool].spec
     short_of = capacity.sum_vector(spec.bundles) - capacity.quota_left(spec.pool)
@@ -87,10 +86,10 @@ def find_assignment(state: PoolState, task: PoolTask) -> Assignment | Reason:
 
 
 def assign_after_release(state: PoolState, task: PoolTask) -> PreemptionPlan:
-    """Room that is there as soon as slots that are going, for nobody in particular, are gone."""
+    """Where the task fits once unclaimed groups that are being removed are gone."""
     claimed = {name for claim in state.claims.values() for name in claim.groups}
     releasing = sorted(
-        (group for name, group in state.releasing.items() if name not in claimed), key=lambda one: one.seq
+        (group for name, group in state.releasing.items() if name not in claimed), key=lambda group: group.seq
     )
     spec, capacity = task.spec, state.capacity
     own = [group.id for group in releasing if group.pool == spec.pool and group.kind is PlacementGroupKind.dynamic]
@@ -117,14 +116,14 @@ def assign_after_release(state: PoolState, task: PoolTask) -> PreemptionPlan:
 
 
 def plan_preemption(state: PoolState, task: PoolTask, now: float, *, ignore_policy: bool = False) -> PreemptionPlan:
-    """Who would have to leave for the task; with `ignore_policy`, as if anybody could."""
+    """The evictions that let the task start; with `ignore_policy`, as if every task were evictable."""
     waiting_only = assign_after_release(state, task) if not ignore_policy and state.releasing else PreemptionPlan()
     if waiting_only.found:
         return waiting_only
     policy = state.policy
     owned = state.pool_groups[task.spec.pool]
     may_evict = state.may_evict(task)
-    if not ignore_policy and not may_evict and not any(one.idle for one in state.pool_groups.values()):
+    if not ignore_policy and not may_evict and not any(groups.idle for groups in state.pool_groups.values()):
         return PreemptionPlan()
     if (
         not ignore_policy
@@ -136,13 +135,13 @@ def plan_preemption(state: PoolState, task: PoolTask, now: float, *, ignore_poli
         if not state.pools[task.spec.pool].spec.dynamic or any(
             state.capacity.too_large(ask, with_idle=True) for ask in asks[:1] + asks[-1:]
         ):
-            return PreemptionPlan()  # nobody leaves, and idle slots are not enough
+            return PreemptionPlan()  # nothing is evictable, and idle slots are not enough
     budget_left, recent = None, []
     if policy is not None and policy.budget is not None and not ignore_policy:
         begin = now - policy.budget_window_s
-        recent = [one.at for one in state.evictions if one.at > begin and one.by is not None]
+        recent = [eviction.at for eviction in state.evictions if eviction.at > begin and eviction.by is not None]
         budget_left = max(0, policy.budget - len(recent))
-    choice = PreemptionPlanner(state).choose(
+    plan = PreemptionPlanner(state).choose(
         task,
         now,
         may_evict=may_evict,
@@ -151,14 +150,14 @@ def plan_preemption(state: PoolState, task: PoolTask, now: float, *, ignore_poli
         idle_slots=owned.idle_bundles,
         ignore_policy=ignore_policy,
     )
-    if not choice.found and recent and policy is not None:
+    if not plan.found and recent and policy is not None:
         window_ends = min(recent) + policy.budget_window_s
-        choice = replace(choice, retry_at=min(window_ends, choice.retry_at or window_ends))
-    return choice
+        plan = replace(plan, retry_at=min(window_ends, plan.retry_at or window_ends))
+    return plan
 
 
 def could_help(state: PoolState, queue: ClassQueue, verdict: Unschedulable, hints: QueueingHints) -> bool:
-    """Whether any of this may give room to those of a line, who found none before; False is certain."""
+    """Whether the hints may make an unschedulable class schedulable; False is certain."""
     if hints.anything:
         return True
     if not hints.rows and not hints.evictable_rows and not hints.pools:
@@ -166,7 +165,7 @@ def could_help(state: PoolState, queue: ClassQueue, verdict: Unschedulable, hint
     kind, capacity = queue.kind, state.capacity
     pool = state.pools[kind.pool].spec
     if not pool.dynamic or pool.dynamic_limit is not None or pool.reserved or not queue.uniform:
-        return True  # bundles that differ are placed by a rule that may find room where it missed some before
+        return True  # bundles of different sizes are placed by a heuristic that may succeed now
     if verdict.quota_alone:
         enough = (
             kind.pool in hints.pools and (capacity.sum_vector(kind.bundles) <= capacity.quota_left(kind.pool)).all()
@@ -180,9 +179,9 @@ def could_help(state: PoolState, queue: ClassQueue, verdict: Unschedulable, hint
 
 
 def quota_alone(state: PoolState, queue: ClassQueue) -> bool:
-    """Of a line whose quota is short: whether nodes might have room for it, if all who may leave did; False is certain.
+    """For a class whose quota is short: whether nodes might fit it if all evictable tasks left; False is certain.
 
-    Where they have none, it does not matter how much of the quota is left.
+    Where no node could fit it, the remaining quota does not matter.
     """
     capacity, candidates = state.capacity, state.candidates
     evicts = _evicts(state, queue)
@@ -200,24 +199,24 @@ def quota_alone(state: PoolState, queue: ClassQueue) -> bool:
 
 
 def _evicts(state: PoolState, queue: ClassQueue) -> bool:
-    """Whether anybody might have to leave for those of the line."""
+    """Whether any task might be evicted for the class."""
     return queue.kind.may_evict and not state.candidates.none_evictable(queue.kind.priority, state.policy)
 
 
 def _wanted(state: PoolState, queue: ClassQueue) -> list[tuple[int, int]]:
-    """What a bundle of the line asks, by column of the capacity."""
+    """What a bundle of the class requests, by column of ClusterCapacity."""
     if queue.wanted is None:
         queue.wanted = [(state.capacity.columns[name], units) for name, units in queue.size[0]]
     return queue.wanted
 
 
 def _could_take(state: PoolState, row: int, queue: ClassQueue, *, evicts: bool) -> bool:
-    """Whether a row might take a bundle, with what is going, and if all who may leave for it did."""
+    """Whether a row might fit a bundle, counting releasing groups and, with `evicts`, evictable tasks."""
     capacity = state.capacity
     if not capacity.usable[row]:
         return False
     for column, units in _wanted(state, queue):
-        # Less than nothing is free where others took more than there is: slots that stand can be had all the same.
+        # Free capacity is negative where other users of Ray took too much; existing slots are usable all the same.
         room = max(0, int(capacity.free[row, column])) + int(capacity.idle[row, column])
         if room < units and state.releasing:
             room += sum(
@@ -234,7 +233,7 @@ def _could_take(state: PoolState, row: int, queue: ClassQueue, *, evicts: bool) 
 
 
 def claim_fits(state: PoolState, claim: ResourceClaim) -> bool:
-    """Whether the room that was made for a claim is there, with nothing kept for it any more."""
+    """Whether the capacity of a claim is free, once nothing is kept for it any more."""
     if claim.group is not None:
         return state.usable(state.groups[claim.group])
     capacity = state.capacity
@@ -248,14 +247,14 @@ def claim_fits(state: PoolState, claim: ResourceClaim) -> bool:
 
 
 def slots_left(state: PoolState, pool: str) -> int | None:
-    """Dynamic bundles that the pool may still make; those being removed count until they are gone."""
+    """Dynamic bundles that the pool may still create; those being removed count until they are gone."""
     limit = state.pools[pool].spec.dynamic_limit
     owned = state.pool_groups[pool]
     return None if limit is None else limit - owned.dynamic_bundles - owned.claimed_bundles
 
 
 def would_fit_alone(state: PoolState, spec: TaskSpec) -> bool:
-    """Whether it would find room if every task ended: reserved slots and what others hold may stand in its way."""
+    """Whether it would fit if every task ended; reserved slots and other users of Ray may prevent that."""
     strategy = strategy_of(state, spec)
     known = state.fits_alone_cache.get((spec.size, strategy))
     if known is None or known[0] != state.capacity.shape:
@@ -277,11 +276,11 @@ def _fits_alone(state: PoolState, spec: TaskSpec, strategy: PlacementStrategy) -
 
 
 def starvation_reserve(state: PoolState, task: PoolTask) -> StarvationReserve:
-    """What the task could use of what is free: where it lacks least, of its quota, and of its pool's slots."""
+    """What the task could use of the free capacity: on the nodes that lack least, in its quota and its slots."""
     spec, capacity = task.spec, state.capacity
     quota = np.minimum(capacity.sum_vector(spec.bundles), np.maximum(0, capacity.quota_left(spec.pool)))
     left = slots_left(state, spec.pool)
-    kept = StarvationReserve(
+    reserve = StarvationReserve(
         spec.id, spec.pool, [], quota, 0 if left is None else max(0, min(left, len(spec.size))), []
     )
     rows = np.flatnonzero(capacity.usable[: len(capacity.nodes)])
@@ -301,33 +300,33 @@ def starvation_reserve(state: PoolState, task: PoolTask) -> StarvationReserve:
         name = str(capacity.nodes[row])
         part = np.minimum(ask, free[row])
         free[row] -= part
-        kept.nodes.append((name, part))
+        reserve.nodes.append((name, part))
         missing = ask - part
         for group in idle_on.get(name, ()) if (missing > 0).any() else ():
-            if (missing > 0).any() and group.id not in kept.groups:
-                kept.groups.append(group.id)
+            if (missing > 0).any() and group.id not in reserve.groups:
+                reserve.groups.append(group.id)
                 for node, bundle in zip(group.nodes, group.bundles, strict=True):
                     idle[capacity.row_of[node]] -= capacity.vector(bundle)
                     if node == name:
                         missing = missing - capacity.vector(bundle)
-    return kept
+    return reserve
 
 
 def _idle_by_node(state: PoolState) -> dict[str, list[PlacementGroup]]:
-    """Idle dynamic groups by the nodes they lie on, the oldest first."""
-    queues = [queue for owned in state.pool_groups.values() for queue in owned.idle.values()]
+    """Idle dynamic groups by node, oldest first."""
+    idle = [groups for owned in state.pool_groups.values() for groups in owned.idle.values()]
     found: dict[str, list[PlacementGroup]] = {}
-    for group in sorted((group for queue in queues for group in queue), key=lambda group: group.seq):
+    for group in sorted((group for groups in idle for group in groups), key=lambda group: group.seq):
         for node in dict.fromkeys(group.nodes):
             found.setdefault(node, []).append(group)
     return found
 
 
-# ---- certainties ----
+# ---- certain refusals ----
 
 
 def never_fits(state: PoolState, spec: TaskSpec) -> str | None:
-    """Why the task can never run as things are, if that is certain."""
+    """Why the task can never run on the current cluster, if that is certain."""
     pool = state.pools[spec.pool].spec
     whole = total(spec.bundles)
     if not whole.within(pool.quota):
@@ -335,7 +334,7 @@ def never_fits(state: PoolState, spec: TaskSpec) -> str | None:
     if spec.shares is not None:
         return None
     may_reserved = len(spec.size) == 1 and (spec.priority >= pool.reserved_priority or (pool.borrow and spec.evictable))
-    if may_reserved and any(spec.size[0].within(one) for one in pool.reserved):
+    if may_reserved and any(spec.size[0].within(slot) for slot in pool.reserved):
         return None
     if not pool.dynamic:
         return f"pool {spec.pool} makes no dynamic slots, and none of its reserved ones may take it"
@@ -345,7 +344,7 @@ def never_fits(state: PoolState, spec: TaskSpec) -> str | None:
 
 
 def never_fits_nodes(state: PoolState, spec: TaskSpec) -> str | None:
-    """Why the nodes that are there could not take it even if they were empty."""
+    """Why the nodes could not fit it even if they were empty."""
     strategy = strategy_of(state, spec)
     known = state.never_fits_cache.get((spec.size, strategy))
     if known is None or known[0] != state.node_epoch:
@@ -359,7 +358,7 @@ def never_fits_nodes(state: PoolState, spec: TaskSpec) -> str | None:
 
 
 def can_recover(state: PoolState, found: RecoveredTask) -> bool:
-    """Whether a task that nobody remembers fits into the books as it is found."""
+    """Whether a running task without a record fits into the state."""
     spec = found.spec
     if spec.pool not in state.pools or spec.id in state.tasks or found.group in state.groups:
         return False
@@ -375,7 +374,7 @@ def can_recover(state: PoolState, found: RecoveredTask) -> bool:
 
 
 def check_submission(state: PoolState, spec: TaskSpec) -> None:
-    """Raise for a task that cannot be taken, with nothing changed."""
+    """Raise InputError for a task that cannot be accepted."""
     pool = known_pool(state, spec.pool)
     if pool.dropped:
         raise InputError(f"pool {spec.pool} is being removed")
@@ -395,16 +394,18 @@ def _check_sharing(state: PoolState, spec: TaskSpec) -> None:
         raise InputError(
             f"it cannot share the slot of {spec.shares}",
             where=where,
-            hint="whoever is to share its slots is of the same pool, has slots of its own, and states `room` for them",
+            hint="tasks share slots with a task of the same pool that has slots of its own and states `room` for them",
         )
     size = owner.spec.room
     if len(size) != len(spec.bundles):
         raise InputError(f"{spec.shares} has {len(size)} slots, and it needs {len(spec.bundles)}", where=where)
-    tenants = [one.spec for one in state.tasks.values() if one.shares == spec.shares and one.state not in ENDED]
+    tenants = [
+        tenant.spec for tenant in state.tasks.values() if tenant.shares == spec.shares and tenant.state not in ENDED
+    ]
     tenants += [owner.spec, spec]
     for at, room in enumerate(size):
         for active in tenants:
-            rest = total([one.residual[at] for one in tenants if one is not active and one.residual])
+            rest = total([tenant.residual[at] for tenant in tenants if tenant is not active and tenant.residual])
             if not active.bundles[at].plus(rest).within(room):
                 raise InputError(
                     f"slot {at + 1} of {spec.shares} has {room}, too little for {active.id} and what others keep",
@@ -413,7 +414,6 @@ def _check_sharing(state: PoolState, spec: TaskSpec) -> None:
 
 
 def known_pool(state: PoolState, name: str) -> PoolRecord:
-    """The pool, or an error that names those that exist."""
     pool = state.pools.get(name)
     if pool is None:
         near = nearest(name, state.pools)
@@ -423,7 +423,6 @@ def known_pool(state: PoolState, name: str) -> PoolRecord:
 
 
 def known_task(state: PoolState, name: str) -> PoolTask:
-    """The task, or an error."""
     task = state.tasks.get(name)
     if task is None:
         near = nearest(name, state.tasks)
@@ -432,18 +431,18 @@ def known_task(state: PoolState, name: str) -> PoolTask:
 
 
 def short_node_id(node: str) -> str:
-    """A node's id as people can bear it."""
+    """Node id, shortened for display."""
     return node[:8] if len(node) > 24 else node
 
 
 def _asks(state: PoolState, spec: TaskSpec) -> list[Vector]:
     for bundle in spec.size:
         state.capacity.vector(bundle)
-    return [state.capacity.vector(bundle) for bundle in spec.size]  # all of one width now
+    return [state.capacity.vector(bundle) for bundle in spec.size]  # after all columns were added
 
 
 def _idle_reserved(state: PoolState, spec: TaskSpec) -> PlacementGroup | None:
-    """The smallest idle reserved slot that the task fits into."""
+    """The smallest idle reserved slot that fits the task."""
     if spec.gang:
         return None
     fitting = [
@@ -462,9 +461,9 @@ def _satisfies(group: PlacementGroup, strategy: PlacementStrategy) -> bool:
 
 
 def shortage(state: PoolState, spec: TaskSpec) -> str:
-    """Where most of it would fit, and what is missing there."""
+    """The node that comes nearest to fitting the task, and what it lacks."""
     capacity = state.capacity
-    ask = capacity.vector(max(spec.size, key=lambda one: (one.get("gpu"), one.get("cpu"))))
+    ask = capacity.vector(max(spec.size, key=lambda bundle: (bundle.get("gpu"), bundle.get("cpu"))))
     rows = np.nonzero(capacity.usable[: len(capacity.nodes)])[0]
     if not len(rows):
         return "no node takes anything new"
@@ -484,7 +483,7 @@ def shortage(state: PoolState, spec: TaskSpec) -> str:
 
 
 def _cordoned_text(state: PoolState, spec: TaskSpec) -> str:
-    """Nodes that take nothing new, where they could take some of it."""
+    """Cordoned nodes that could hold a part of the task."""
     capacity = state.capacity
     names = [
         node
@@ -494,12 +493,12 @@ def _cordoned_text(state: PoolState, spec: TaskSpec) -> str:
     ]
     if not names:
         return ""
-    said = [
+    texts = [
         f"{short_node_id(node)} {'is draining' if state.node_stories[node][-1].state == 'emptied' else 'is cordoned'}"
-        for node in names[:CLOSED_NAMED]
+        for node in names[:CORDONED_NAMED]
     ]
-    more = f" and {len(names) - CLOSED_NAMED} more" if len(names) > CLOSED_NAMED else ""
-    return f"; not counted: {', '.join(said)}{more}"
+    more = f" and {len(names) - CORDONED_NAMED} more" if len(names) > CORDONED_NAMED else ""
+    return f"; not counted: {', '.join(texts)}{more}"
 
 
 def _nodes_text(nodes: Sequence[str]) -> str:

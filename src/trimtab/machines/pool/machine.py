@@ -41,6 +41,12 @@ from trimtab.model.pool import ENDED, IN_QUEUE, PoolSpec, TaskExplanation, TaskS
 class PoolMachine(TaskScheduling):
     """Pools, tasks and slots. Events in, instructions out."""
 
+    @classmethod
+    def load(cls, data: dict[str, Any]) -> PoolMachine:
+        machine = cls()
+        machine.read(data)
+        return machine
+
     # ---- entry point ------------------------------------------------------------------------------------------------
 
     def handle(self, event: e.PoolEvent, now: float) -> list[e.PoolInstruction]:

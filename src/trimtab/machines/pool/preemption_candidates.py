@@ -1,7 +1,7 @@
-"""The tasks that hold slots, as columns: whoever might have to leave, looked through all at once.
+"""Tasks that hold slots and may be evicted, as arrays for vectorized search.
 
-It knows facts and arithmetic of gaps; which of them are to leave is decided in `victims`. One line per task in a state
-that holds slots and is not leaving already.
+Holds facts and priority gaps; `preemption` chooses among them. One index per task that holds slots and is not stopping
+already.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from trimtab.machines.pool.capacity import ClusterCapacity, Vector
 from trimtab.machines.pool.records import PlacementGroup, PlacementGroupKind, PoolTask
 from trimtab.model.pool import Labels, PreemptionPolicy
 
-GAP_GRAIN = 1e-9  # gaps are differences of decimals such as 8.5 and 9.0
-NO_ROW, MANY_ROWS = -1, -2  # rows of tasks that free no node (in reserved slots), and of gangs
+GAP_GRAIN = 1e-9  # tolerance: gaps are differences of decimals such as 8.5 and 9.0
+NO_ROW, MANY_ROWS = -1, -2  # rows of tasks that free no node (in reserved slots), and of gangs on several
 
 
 class PreemptionCandidates:
@@ -31,12 +31,12 @@ class PreemptionCandidates:
         self.by_row: dict[int, list[int]] = {}
         self.spread: list[int] = []  # gangs
         self._holes: list[int] = []
-        self._lowest: float | None = None  # priority of anybody who may be evicted at all
+        self._lowest: float | None = None  # priority of any evictable task
         self._pools: dict[str, int] = {}
         self._label_sets: dict[Labels, int] = {}
         self._rules_of: PreemptionPolicy | None = None
-        self._rules_found: dict[Labels, list[bool]] = {}  # by the newcomer's labels, for every label set
-        self.parts: dict[int, tuple[tuple[int, Vector], ...]] = {}  # what goes free, by row
+        self._rules_found: dict[Labels, list[bool]] = {}  # by the preemptor's labels, for every label set
+        self.parts: dict[int, tuple[tuple[int, Vector], ...]] = {}  # what an eviction frees, by row
         width = capacity.total.shape[1]
         self._columns: dict[str, NDArray[Any]] = {
             "row": np.full(0, NO_ROW, np.int64),
@@ -48,9 +48,9 @@ class PreemptionCandidates:
             "labels": np.zeros(0, np.int64),
             "evictable": np.zeros(0, np.bool_),
             "borrowed": np.zeros(0, np.bool_),
-            "slots": np.zeros(0, np.int64),  # dynamic bundles that go free
+            "slots": np.zeros(0, np.int64),  # dynamic bundles that an eviction frees
             "seq": np.zeros(0, np.int64),
-            "release": np.zeros((0, width), np.int64),  # of its node
+            "release": np.zeros((0, width), np.int64),  # on its node
             "uses": np.zeros((0, width), np.int64),  # of its quota
         }
 
@@ -58,14 +58,14 @@ class PreemptionCandidates:
         return self._columns[column][: len(self.names)]
 
     def add(self, task: PoolTask, group: PlacementGroup, alone: bool) -> None:
-        """The task holds slots now; `alone`: nobody shares them."""
+        """The task holds slots now; `alone`: it does not share them."""
         self._lowest = None
         capacity = self._capacity
         uses = capacity.sum_vector(task.uses)
         for bundle in group.bundles:
             capacity.vector(bundle)
         self._fit()
-        at = self._holes.pop() if self._holes else self._new_line()
+        at = self._holes.pop() if self._holes else self._new_index()
         self.names[at] = task.id
         self.at[task.id] = at
         dynamic = group.kind is PlacementGroupKind.dynamic and alone
@@ -98,7 +98,6 @@ class PreemptionCandidates:
             self.spread.append(at)
 
     def drop(self, task: str) -> None:
-        """The task is leaving, or is gone."""
         at = self.at.pop(task, None)
         if at is None:
             return
@@ -115,12 +114,11 @@ class PreemptionCandidates:
         self._holes.append(at)
 
     def may_be_evicted(self, task: str) -> bool:
-        """Whether it holds slots that it may have to leave for others."""
         at = self.at.get(task)
         return at is not None and bool(self._columns["evictable"][at])
 
     def none_evictable(self, priority: float, policy: PreemptionPolicy | None) -> bool:
-        """Whether it is certain that nobody may leave for one of this priority; False says nothing."""
+        """Whether certainly no task may be evicted for this priority; False is not conclusive."""
         if policy is None:
             return True
         if self._lowest is None:
@@ -129,7 +127,7 @@ class PreemptionCandidates:
         return priority - self._lowest + GAP_GRAIN < min_gap(policy)
 
     def releases(self, row: int, column: int, priority: float, policy: PreemptionPolicy | None) -> int:
-        """The most of a resource that could go free on a row for one of this priority."""
+        """The most of a resource that evictions for this priority could free on a row."""
         if policy is None:
             return 0
         columns, most = self._columns, priority - min_gap(policy) + GAP_GRAIN
@@ -146,10 +144,10 @@ class PreemptionCandidates:
     def allowed(
         self, task: PoolTask, now: float, policy: PreemptionPolicy | None
     ) -> tuple[NDArray[np.bool_], float | None]:
-        """Whom the policy lets leave for the task; and when `min_runtime_s` first protects another one no longer.
+        """Which tasks the policy allows to evict; and when `min_runtime_s` stops protecting the next one.
 
-        A task that was evicted itself has only those leave whose priority is lower, however small a gap the policy asks
-        for: or two that may evict each other would do so for ever, and neither would run.
+        A task that was evicted itself may only evict lower priorities, however small a gap the policy asks for:
+        otherwise two tasks could evict each other for ever, and neither would run.
         """
         if policy is None:
             return np.zeros(len(self.names), np.bool_), None
@@ -166,17 +164,16 @@ class PreemptionCandidates:
         return may, retry_at
 
     def spared(self, task: PoolTask, policy: PreemptionPolicy | None) -> set[str]:
-        """Who might have to leave for the task, had it not been evicted itself."""
+        """Tasks that could be evicted for the task, had it not been evicted itself."""
         if policy is None or not task.evictions:
             return set()
         return {str(self.names[at]) for at in np.flatnonzero(self._by_policy(task, policy) & self._as_high(task))}
 
     def _as_high(self, task: PoolTask) -> NDArray[np.bool_]:
-        """Whose priority is not lower than the task's."""
         return np.asarray(task.spec.priority - self["priority"] <= GAP_GRAIN)
 
     def _by_policy(self, task: PoolTask, policy: PreemptionPolicy) -> NDArray[np.bool_]:
-        """Whom rules and gaps let leave for the task."""
+        """Which tasks rules and gaps allow to evict for the task."""
         spec = task.spec
         same = self.same_pool(spec.pool)
         gap = spec.priority - self["priority"] + GAP_GRAIN
@@ -192,7 +189,7 @@ class PreemptionCandidates:
         return np.asarray(may & self["evictable"])
 
     def add_releases(self, room: Vector, column: int, priority: float, policy: PreemptionPolicy | None) -> None:
-        """To what rows have of a resource, add the most that could go free for one of this priority."""
+        """Add to each row the most of a resource that evictions for this priority could free."""
         if policy is None:
             return
         may = self["evictable"] & (self["priority"] <= priority - min_gap(policy) + GAP_GRAIN)
@@ -204,7 +201,7 @@ class PreemptionCandidates:
                     room[row] += vector[column]
 
     def reason(self, at: int, task: PoolTask, policy: PreemptionPolicy | None) -> ReasonCode:
-        """What allows this eviction."""
+        """Which rule allows this eviction."""
         spec = task.spec
         if self["pool"][at] != self._pools.get(spec.pool, -1):
             return ReasonCode.cross_pool
@@ -214,16 +211,15 @@ class PreemptionCandidates:
         return ReasonCode.priority
 
     def same_pool(self, pool: str) -> NDArray[np.bool_]:
-        """Who is in the pool."""
         return np.asarray(self["pool"] == self._pools.get(pool, -1))
 
-    def lost(self, lines: NDArray[np.int64], now: float) -> NDArray[np.float64]:
-        """The work that would be lost, in seconds."""
-        elapsed = np.maximum(0.0, now - self["since"][lines])
-        return lost_work(elapsed, self["estimate"][lines], self["saves"][lines])
+    def lost(self, indices: NDArray[np.int64], now: float) -> NDArray[np.float64]:
+        """Work that would be lost, in seconds."""
+        elapsed = np.maximum(0.0, now - self["since"][indices])
+        return lost_work(elapsed, self["estimate"][indices], self["saves"][indices])
 
     def lost_by(self, at: int, now: float) -> float:
-        """The work that one would lose; the same as `lost`, without arrays."""
+        """Same as `lost` for a single index, without arrays."""
         columns = self._columns
         if columns["saves"][at]:
             return 0.0
@@ -232,7 +228,7 @@ class PreemptionCandidates:
         return elapsed * (min(1.0, elapsed / estimate) if estimate > 0 else 0.5)
 
     def _by_rule(self, labels: Labels, policy: PreemptionPolicy) -> NDArray[np.bool_]:
-        """Which label sets may be evicted by somebody with these labels."""
+        """Which label sets may be evicted by a task with these labels."""
         if policy is not self._rules_of:
             self._rules_of, self._rules_found = policy, {}
         found = self._rules_found.setdefault(labels, [])
@@ -248,7 +244,7 @@ class PreemptionCandidates:
                 found.append(any(value in victims.get(label, ()) for label, value in theirs))
         return np.array(found or [False], np.bool_)
 
-    def _new_line(self) -> int:
+    def _new_index(self) -> int:
         at = len(self.names)
         self.names.append(None)
         if at >= len(self._columns["seq"]):
@@ -258,7 +254,7 @@ class PreemptionCandidates:
         return at
 
     def _fit(self) -> None:
-        """As many resources as the capacity knows."""
+        """Widen the columns to the current number of resources."""
         width = self._capacity.total.shape[1]
         missing = width - self._columns["uses"].shape[1]
         if missing > 0:
@@ -266,11 +262,13 @@ class PreemptionCandidates:
                 column = self._columns[name]
                 self._columns[name] = np.concatenate([column, np.zeros((len(column), missing), np.int64)], axis=1)
             for at, parts in self.parts.items():
-                self.parts[at] = tuple((row, np.concatenate([one, np.zeros(missing, np.int64)])) for row, one in parts)
+                self.parts[at] = tuple(
+                    (row, np.concatenate([vector, np.zeros(missing, np.int64)])) for row, vector in parts
+                )
 
 
 def min_gap(policy: PreemptionPolicy) -> float:
-    """The least gap in priority under which anybody may have to leave."""
+    """The smallest priority gap that allows any eviction."""
     gaps = [policy.same_pool_gap] if policy.same_pool else []
     gaps += [policy.label_gap] if policy.label_rules else []
     gaps += [policy.cross_pool_gap] if policy.cross_pool else []
@@ -280,9 +278,9 @@ def min_gap(policy: PreemptionPolicy) -> float:
 def lost_work(
     elapsed_s: NDArray[np.float64], estimate_s: NDArray[np.float64], saves: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
-    """Seconds of work that an eviction throws away: nothing where state is saved, more the nearer the end is.
+    """Seconds of work that an eviction throws away: none where state is saved, more the nearer the end is.
 
-    Elapsed seconds count by the share of the estimate that is behind them, and by half where there is no estimate.
+    Elapsed seconds are weighted by the completed share of the estimate, and by half where there is none.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         progress = np.where(estimate_s > 0, np.minimum(1.0, elapsed_s / estimate_s), 0.5)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from typing import Any, Self
+from typing import Any
 
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.pool import feasibility
@@ -194,19 +194,16 @@ class TaskScheduling(TaskTransitions):
 
     # ---- snapshots ---------------------------------------------------------------------------------------------------
 
-    @classmethod
-    def load(cls, data: dict[str, Any]) -> Self:
-        machine = cls()
-        machine.read(data)
+    def read(self, data: dict[str, Any]) -> None:
+        super().read(data)
         if "gains" not in data:  # of an older version: every class is tried
-            machine._wake_all()
-            return machine
-        machine.hints = HintLog(data["gains"])
-        machine._reserves = [StarvationReserve.of(reserve) for reserve in data["kept"]]
-        machine._unschedulable = {
-            machine.waiting.queue_of(name): Unschedulable(*verdict) for name, verdict in data["blocked"]
+            self._wake_all()
+            return
+        self.hints = HintLog(data["gains"])
+        self._reserves = [StarvationReserve.of(reserve) for reserve in data["kept"]]
+        self._unschedulable = {
+            self.waiting.queue_of(name): Unschedulable(*verdict) for name, verdict in data["blocked"]
         }
-        return machine
 
     def dump(self) -> dict[str, Any]:
         """State and unschedulable verdicts as plain data.
