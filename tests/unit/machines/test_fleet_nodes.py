@@ -10,7 +10,6 @@ from fleet_world import facts
 from trimtab.core.errors import InputError
 from trimtab.core.reasons import ReasonCode
 from trimtab.core.resources import Resources
-from trimtab.machines.nodes.drain import evict_after_s
 from trimtab.machines.nodes.events import (
     AnnounceNodeChange,
     ConnectionBroken,
@@ -27,6 +26,7 @@ from trimtab.machines.nodes.events import (
     UseNode,
 )
 from trimtab.machines.nodes.machine import NodeMachine
+from trimtab.machines.nodes.state import evict_after_s
 from trimtab.model.nodes import NodePolicy, NodeState
 from trimtab.model.pool import PreemptionPolicy
 

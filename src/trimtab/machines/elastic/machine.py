@@ -1,20 +1,19 @@
-"""How large an elastic group is, who has which rank, and when a step is run, interrupted, redone or waited for.
+"""The elastic group machine: group size, ranks, and when a step runs, is interrupted, redone or waited for.
 
-`handle(event, now)` is the one door: it looks at no clock and asks nobody, and the same events give the same
-instructions. It is called by whoever submits members to a pool and runs their steps.
+`handle(event, now)` is the only entry point; it reads no clock, and the same events give the same instructions.
 
-The transition that must not exist is stepping to entering: a world never changes under a step. Ranks, the split of a
-batch and what is averaged belong to the world that a step was begun with; if a member came or went in the middle, a
-step would be half of one world and half of another, and would count once, twice or not at all. So who comes waits for
-the boundary, who has to go waits for it as well, and where that cannot be (a loss, or a drain whose deadline comes
-first) the step is interrupted, and redone whole in the next world.
+The transition that must not exist is stepping to entering: a world never changes during a step. Ranks, the split of a
+batch and the reduction belong to the world that a step started with; otherwise a step would be half of one world and
+half of another, and would count once, twice or not at all. So newcomers and leavers wait for the boundary. Where that
+is impossible (a loss, or a drain whose deadline comes first) the step is interrupted, and redone whole in the next
+world.
 
-What must never happen besides: a step with fewer members than the least (the group says that it waits, and for how
-long), a wait without a deadline, a leaver ended before somebody else has its state while there is anybody to take it.
+What must never happen besides: a step below the minimum number of members (the group reports that it waits, and until
+when); a wait without a deadline; a leaver ended before another member has its state, if any member can take it.
 
 A leaver goes at the first boundary that leaves enough members. Otherwise it works on until its node's deadline minus
-the time that a handover takes; after that no step is begun with it, and one that runs is interrupted. If there are
-still too few, the group waits with the leaver alive, as the source of the state for whoever comes.
+the handover time; after that no step starts with it, and a running one is interrupted. If there are still too few
+members, the group waits with the leaver alive, as the source of the state for newcomers.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from trimtab.machines.elastic.state import OVER, ElasticMember, ElasticPhase, gr
 from trimtab.machines.nodes.state import display_name
 from trimtab.model.nodes import MemberState, NodeState, World
 
-INTERRUPT_TIMEOUT_S = 30.0  # until an interruption that nobody confirmed is said again
-MAX_FAILED_ATTEMPTS = 6  # failures in a row with nobody to blame
+INTERRUPT_TIMEOUT_S = 30.0  # until an unconfirmed InterruptStep is issued again
+MAX_FAILED_ATTEMPTS = 6  # in a row, without a known cause
 
 
 class ElasticMachine(MemberTransitions):
     """An elastic group. Events in, instructions out."""
 
-    # ---- the door --------------------------------------------------------------------------------------------------
+    # ---- entry point ------------------------------------------------------------------------------------------------
 
     def handle(self, event: e.ElasticEvent, now: float) -> list[e.ElasticInstruction]:
-        """What is to be done about the event. Raises InputError for a wrong ask, with nothing changed."""
+        """The instructions that follow. Raises InputError for an invalid request, with nothing changed."""
         now = max(float(now), self.now)
         self._out = []
         _HANDLERS[type(event)](self, event, now)
@@ -51,19 +50,19 @@ class ElasticMachine(MemberTransitions):
         return self._out if self.phase is not ElasticPhase.closed or isinstance(event, e.GroupClosed) else []
 
     def _settle(self, now: float) -> None:
-        """What follows from how things are now, whatever the event was."""
+        """What follows from the current state, whatever the event was."""
         self._ready_to_gone_with_nodes(now)
         self._fill(now)
-        if self.fatal and not self.ever_started and not any(one.stop_by is None for one in self.members.values()):
+        if self.fatal and not self.ever_started and not any(member.stop_by is None for member in self.members.values()):
             self._give_up(Reason(ReasonCode.start_failed, f"no member could be started: {self.fatal}"), now)
         elif self.phase is ElasticPhase.stepping:
             self._interrupt_if_needed(now)
         elif self.phase is ElasticPhase.waiting or (self.phase is ElasticPhase.idle and self._leaving()):
-            # Between two steps nobody who is to leave has to wait for the next one.
+            # Between two steps leavers do not wait for the next one.
             self._advance(now)
 
     def next_deadline(self) -> float | None:
-        """When a Tick is due at the latest."""
+        """When an ElasticTick is due at the latest."""
         if self.phase in OVER:
             return None
         dues = [self._replace_due()]
@@ -73,26 +72,28 @@ class ElasticMachine(MemberTransitions):
             dues.append(self.wait_deadline)
         if self.retry_at > self.now:
             dues.append(self.retry_at)
-        for one in self.members.values():
-            dues += [one.health_due if one.health_by is None else one.health_by, one.stop_by]
-            dues.append(one.leave_by if one.leave_by is not None and one.leave_by > self.now else None)
+        for member in self.members.values():
+            dues += [member.health_due if member.health_by is None else member.health_by, member.stop_by]
+            dues.append(member.leave_by if member.leave_by is not None and member.leave_by > self.now else None)
         return min((due for due in dues if due is not None), default=None)
 
-    # ---- news of nodes and members ---------------------------------------------------------------------------------
+    # ---- events of nodes and members --------------------------------------------------------------------------------
 
     def _on_nodes_changed(self, event: e.NodesChanged, now: float) -> None:
-        before = {one.node: display_name(one.node, one.facts) for one in self.nodes}
+        before = {node.node: display_name(node.node, node.facts) for node in self.nodes}
         self.nodes, self.nodes_known, self.change = event.nodes, True, max(self.change, event.change)
-        there = {one.node: one for one in event.nodes}
-        for member in [one for one in self.members.values() if one.node and one.state is not MemberState.gone]:
+        there = {node.node: node for node in event.nodes}
+        for member in [
+            member for member in self.members.values() if member.node and member.state is not MemberState.gone
+        ]:
             node = there.get(member.node)
             if node is None and (member.node in before or member.state is not MemberState.ready):
-                # Its process may live on where nobody sees it: it is told to end as well.
+                # Its process may still run unseen: it is stopped as well.
                 name = before.get(member.node, display_name(member.node, None))
                 self._to_lost(member, Reason(ReasonCode.node_lost, f"node {name} is gone"), now, end=True)
             elif node is not None and node.state is NodeState.draining:
                 self._to_leaving(member, self._draining(member.node), node.deadline, now)
-            elif node is not None and any(one.reason.code is ReasonCode.node_draining for one in member.causes):
+            elif node is not None and any(cause.reason.code is ReasonCode.node_draining for cause in member.causes):
                 sentence = f"node {self._node_name(member.node)} stays after all"
                 self._leaving_to_staying(member, ReasonCode.node_draining, Reason(ReasonCode.drain_over, sentence), now)
         self._forgive_node_losses(before.keys() - there.keys())
@@ -138,7 +139,7 @@ class ElasticMachine(MemberTransitions):
         if member is not None and member.state is MemberState.gone:
             self._gone_to_forgotten(member)
         elif member is not None:
-            self._to_lost(member, Reason(ReasonCode.process_died, "it ended without being told to"), now, end=False)
+            self._to_lost(member, Reason(ReasonCode.process_died, "it ended without being stopped"), now, end=False)
 
     def _on_member_preempted(self, event: e.MemberPreempted, now: float) -> None:
         member = self._live_member(event.member)
@@ -156,11 +157,11 @@ class ElasticMachine(MemberTransitions):
             member.health_due = now + self.spec.health_every_s if member.state is not MemberState.leaving else None
 
     def _live_member(self, name: str) -> ElasticMember | None:
-        """The member, if it is not on its way out of the books: late news of others changes nothing."""
+        """The member unless it is gone: late events of gone members change nothing."""
         member = self.members.get(name)
         return member if member is not None and member.state is not MemberState.gone else None
 
-    # ---- news of steps ---------------------------------------------------------------------------------------------
+    # ---- events of steps --------------------------------------------------------------------------------------------
 
     def _on_step_boundary(self, event: e.StepBoundary, now: float) -> None:
         if not event.wanted:
@@ -169,7 +170,7 @@ class ElasticMachine(MemberTransitions):
         if self.phase is ElasticPhase.stepping or self.phase in OVER:
             return
         if self.epoch == 0 and not self.wants_step:
-            self.step = event.step  # training goes on where an earlier run ended
+            self.step = event.step  # training continues where an earlier run ended
         elif event.step != self.step:
             raise InputError(f"group {self.spec.name} has completed {self.step} steps, not {event.step}")
         self.wants_step = True
@@ -177,7 +178,7 @@ class ElasticMachine(MemberTransitions):
             self.phase = ElasticPhase.waiting
 
     def _withdraw(self) -> None:
-        """The step that was asked for is not wanted any more; nobody has committed it."""
+        """The requested step is not wanted any more; no member has committed it."""
         if self.phase in OVER:
             return
         self.wants_step = self.redo = False
@@ -191,7 +192,7 @@ class ElasticMachine(MemberTransitions):
         if self.next_world is None or event.epoch != self.epoch:
             return
         world, leavers = self.next_world, self.leavers
-        self.world, self.departed = world, [one for one in self.departed if one[0] in world.members]
+        self.world, self.departed = world, [entry for entry in self.departed if entry[0] in world.members]
         self._entering_to(ElasticPhase.waiting if self.wants_step else ElasticPhase.idle)
         self._clear_wait()
         for name in world.members:
@@ -206,7 +207,7 @@ class ElasticMachine(MemberTransitions):
                 self._leaving_to_gone(member, now)
         self._record(self.spec.name, f"world {world.epoch} of {world.size}", world.reason, now)
         if self.wants_step and not self._broken() and not self._overdue_leavers(now):
-            # Whoever has come meanwhile enters at the next boundary: a trickle of them must not put off every step.
+            # Later newcomers enter at the next boundary: a trickle of them must not delay every step.
             self._waiting_to_stepping(now)
 
     def _on_world_failed(self, event: e.WorldFailed, now: float) -> None:
@@ -268,7 +269,7 @@ class ElasticMachine(MemberTransitions):
         self.phase, self.deadline, self.interrupting = phase, None, None
 
     def _failed_attempt(self, sentence: str, now: float) -> None:
-        """It failed and nobody is known to be at fault: often the news of a loss is still on its way."""
+        """A failure without a known cause: often a loss that is not reported yet."""
         self.failed_attempts += 1
         self.retry_at = now + self._back_off(self.failed_attempts)
         if self.failed_attempts >= MAX_FAILED_ATTEMPTS:
@@ -277,7 +278,7 @@ class ElasticMachine(MemberTransitions):
                 now,
             )
 
-    # ---- asks, and time --------------------------------------------------------------------------------------------
+    # ---- requests, and time -----------------------------------------------------------------------------------------
 
     def _on_resize_requested(self, event: e.ResizeRequested, now: float) -> None:
         least, most = self.spec.min_members, self.spec.max_members
@@ -288,7 +289,7 @@ class ElasticMachine(MemberTransitions):
 
     def _on_group_closed(self, event: e.GroupClosed, now: float) -> None:
         reason = Reason(ReasonCode.completed, "the group ends")
-        for member in [one for one in self.members.values() if one.state is not MemberState.gone]:
+        for member in [member for member in self.members.values() if member.state is not MemberState.gone]:
             self._to_gone(member, reason, now, end=True)
         self._over(ElasticPhase.closed, reason, now)
 
@@ -307,7 +308,7 @@ class ElasticMachine(MemberTransitions):
             fresh = tuple(name for name in self.next_world.members if not self._ranked(name))
             self._world_failed(fresh, f"not entered after {self.spec.step_timeout_s:g} s", now)
 
-    # ---- going on --------------------------------------------------------------------------------------------------
+    # ---- progress ---------------------------------------------------------------------------------------------------
 
     def _advance(self, now: float) -> None:
         """The next step in the same world, or the next world first, or a wait."""
@@ -318,35 +319,38 @@ class ElasticMachine(MemberTransitions):
             if self.wants_step:
                 self._wait(len(stay), now)
             return
-        same = self.world is not None and self.world.members == tuple(one.id for one in stay) and not self._broken()
+        same = (
+            self.world is not None and self.world.members == tuple(member.id for member in stay) and not self._broken()
+        )
         if not same:
             self._to_entering(stay, drop, now)
         elif self.wants_step:
             self._waiting_to_stepping(now)
 
     def _next_members(self, now: float) -> tuple[list[ElasticMember], list[ElasticMember]]:
-        """Who has a rank in the next world, in the order of ranks, and who leaves."""
-        order = {one.node: at for at, one in enumerate(self.nodes)}
-        usable = {one.node for one in self.nodes if one.state is NodeState.ready}
-        states = MemberState
+        """Members of the next world in rank order, and those that leave."""
+        order = {node.node: at for at, node in enumerate(self.nodes)}
+        usable = {node.node for node in self.nodes if node.state is NodeState.ready}
         stay = [
-            one
-            for one in self.members.values()
-            if one.state is states.working or (one.state is states.ready and one.node in usable)
+            member
+            for member in self.members.values()
+            if member.state is MemberState.working or (member.state is MemberState.ready and member.node in usable)
         ]
         leaving = self._leaving()
-        can_wait = [one for one in leaving if one.leave_by is None or one.leave_by > now]
-        can_wait.sort(key=lambda one: (one.leave_by is not None, -(one.leave_by or 0.0), one.number))
+        can_wait = [member for member in leaving if member.leave_by is None or member.leave_by > now]
+        can_wait.sort(key=lambda member: (member.leave_by is not None, -(member.leave_by or 0.0), member.number))
         stay += can_wait[: max(0, self.spec.min_members - len(stay))]
-        stay.sort(key=lambda one: (order[one.node], one.number))
-        return stay, [one for one in leaving if one not in stay]
+        stay.sort(key=lambda member: (order[member.node], member.number))
+        return stay, [member for member in leaving if member not in stay]
 
     def _to_entering(self, stay: list[ElasticMember], drop: list[ElasticMember], now: float) -> None:
-        newcomers = [one for one in stay if one.state is MemberState.ready]
+        newcomers = [member for member in stay if member.state is MemberState.ready]
         reason = self._world_reason(newcomers, drop)
         self.epoch += 1
-        self.next_world = World(self.epoch, tuple(one.id for one in stay), tuple(one.node for one in stay), reason)
-        self.leavers = tuple(one.id for one in drop)
+        self.next_world = World(
+            self.epoch, tuple(member.id for member in stay), tuple(member.node for member in stay), reason
+        )
+        self.leavers = tuple(member.id for member in drop)
         self.phase, self.deadline = ElasticPhase.entering, now + self.spec.step_timeout_s
         sources = self._sources(newcomers, stay, drop)
         self._out.append(e.EnterWorld(self.next_world, sources, self.leavers, self.deadline))
@@ -354,24 +358,24 @@ class ElasticMachine(MemberTransitions):
     def _sources(
         self, newcomers: list[ElasticMember], stay: list[ElasticMember], drop: list[ElasticMember]
     ) -> tuple[tuple[str, str | None], ...]:
-        """Whose state each newcomer takes over: its leaver's, or that of the member that has come furthest.
+        """The state source of each newcomer: its leaver, or the member that completed most steps.
 
-        One that the pool took away and gave back has its own state; where nobody else has one, it keeps it (None).
+        A member that the pool evicted and restarted has its own state; without another source it keeps it (None).
         """
-        ranked = [one for one in (*stay, *drop) if one.step is not None and one not in newcomers]
-        others = ranked or [one for one in self.members.values() if one.step is not None and one.node]
-        best = max(others, key=lambda one: (one.step or 0, -others.index(one)), default=None)
-        leavers = {one.id for one in drop if best is not None and one.step == best.step}
-        named = []
-        for one in newcomers:
-            source = one.replaces if one.replaces in leavers else (best.id if best is not None else None)
-            named.append((one.id, source if source != one.id else None))
-        return tuple(named)
+        ranked = [member for member in (*stay, *drop) if member.step is not None and member not in newcomers]
+        others = ranked or [member for member in self.members.values() if member.step is not None and member.node]
+        best = max(others, key=lambda member: (member.step or 0, -others.index(member)), default=None)
+        leavers = {member.id for member in drop if best is not None and member.step == best.step}
+        sources = []
+        for member in newcomers:
+            source = member.replaces if member.replaces in leavers else (best.id if best is not None else None)
+            sources.append((member.id, source if source != member.id else None))
+        return tuple(sources)
 
     def _world_reason(self, newcomers: list[ElasticMember], drop: list[ElasticMember]) -> Reason:
-        said = [f"{name} is gone ({reason.sentence})" for name, reason in self.departed]
-        said += [f"{one.id} leaves ({one.reason.sentence})" for one in drop]
-        said += [f"{one.id} is new on node {self._node_name(one.node)}" for one in newcomers]
+        parts = [f"{name} is gone ({reason.sentence})" for name, reason in self.departed]
+        parts += [f"{member.id} leaves ({member.reason.sentence})" for member in drop]
+        parts += [f"{member.id} is new on node {self._node_name(member.node)}" for member in newcomers]
         if self.world is None:
             code = ReasonCode.began
         elif self.departed:
@@ -379,8 +383,10 @@ class ElasticMachine(MemberTransitions):
         elif drop:
             code = drop[0].reason.code
         else:
-            code = ReasonCode.replaced if any(one.restart_at is not None for one in newcomers) else ReasonCode.grow
-        return Reason(code, "; ".join(said) or "ranks follow the order of nodes")
+            code = (
+                ReasonCode.replaced if any(member.restart_at is not None for member in newcomers) else ReasonCode.grow
+            )
+        return Reason(code, "; ".join(parts) or "ranks follow the order of nodes")
 
     def _waiting_to_stepping(self, now: float) -> None:
         assert self.world is not None
@@ -392,17 +398,19 @@ class ElasticMachine(MemberTransitions):
     # ---- interruptions ---------------------------------------------------------------------------------------------
 
     def _broken(self) -> bool:
-        """Whether somebody who has a rank is not there any more."""
+        """Whether a member with a rank is gone."""
         if self.world is None:
             return False
         ranked = (MemberState.working, MemberState.leaving)
-        return any((one := self.members.get(name)) is None or one.state not in ranked for name in self.world.members)
+        return any(
+            (member := self.members.get(name)) is None or member.state not in ranked for name in self.world.members
+        )
 
     def _leaving(self) -> list[ElasticMember]:
-        return [one for one in self.members.values() if one.state is MemberState.leaving]
+        return [member for member in self.members.values() if member.state is MemberState.leaving]
 
     def _overdue_leavers(self, now: float) -> list[ElasticMember]:
-        return [one for one in self.members.values() if one.leave_by is not None and one.leave_by <= now]
+        return [member for member in self.members.values() if member.leave_by is not None and member.leave_by <= now]
 
     def _interrupt_if_needed(self, now: float) -> None:
         if self.interrupting is not None:
@@ -420,7 +428,7 @@ class ElasticMachine(MemberTransitions):
         self.interrupting, self.deadline = reason, now + INTERRUPT_TIMEOUT_S
         self._out.append(e.InterruptStep(self.step + 1, reason))
 
-    # ---- waiting, and the end --------------------------------------------------------------------------------------
+    # ---- waiting, and the end ---------------------------------------------------------------------------------------
 
     def _wait(self, there: int, now: float) -> None:
         cause = self._why_too_few(now)
@@ -452,13 +460,13 @@ class ElasticMachine(MemberTransitions):
                 ReasonCode.back_off,
                 f"{self.pending_replacements[0].member} is replaced in {self.not_before - now:.3g} s",
             )
-        requested = [one for one in self.members.values() if one.state is MemberState.pending]
-        if requested:
-            return Reason(requested[0].reason.code, f"{requested[0].id} is on its way ({requested[0].reason})")
+        pending = [member for member in self.members.values() if member.state is MemberState.pending]
+        if pending:
+            return Reason(pending[0].reason.code, f"{pending[0].id} is on its way ({pending[0].reason})")
         return Reason(ReasonCode.no_node, "those that run are on nodes that cannot be used now")
 
     def _give_up(self, reason: Reason, now: float) -> None:
-        """Members are left as they are, for whoever wants to save something; `GroupClosed` ends them."""
+        """Members stay up, so that state can still be saved; `GroupClosed` ends them."""
         if self.phase not in OVER:
             self._over(ElasticPhase.given_up, reason, now)
             self._out.append(e.FailGroup(reason))
@@ -470,25 +478,22 @@ class ElasticMachine(MemberTransitions):
         self.end_reason = self.end_reason or reason
         self._record(self.spec.name, phase.value, reason, now)
 
-    # ---- what can be asked -----------------------------------------------------------------------------------------
+    # ---- queries ----------------------------------------------------------------------------------------------------
 
     @property
     def size(self) -> int:
-        """How many members have a rank, and are there."""
-        return sum(one.state in (MemberState.working, MemberState.leaving) for one in self.members.values())
+        """Members that have a rank and are up."""
+        return sum(member.state in (MemberState.working, MemberState.leaving) for member in self.members.values())
 
     def view(self) -> dict[str, object]:
-        """The group and its members as plain data."""
         return group_view(self, self.size, self.wanted)
 
     def dump(self) -> dict[str, Any]:
-        """All that is remembered, as plain data."""
         data: dict[str, Any] = encode(self)
         return data
 
     @classmethod
     def load(cls, data: dict[str, Any]) -> ElasticMachine:
-        """A machine that goes on from a snapshot."""
         return decode(cls, data)
 
     def check(self) -> None:
@@ -502,7 +507,7 @@ class ElasticMachine(MemberTransitions):
         if self.phase is ElasticPhase.waiting:
             assert self.wait_deadline is not None or self.retry_at > self.now, "waits without a deadline"
         if self.phase is ElasticPhase.stepping:
-            assert self.interrupting is not None or not self._broken(), "a step that nobody can complete"
+            assert self.interrupting is not None or not self._broken(), "a step that cannot complete"
         for world in (self.world, self.next_world):
             assert world is None or world.size >= self.spec.min_members, "a world that is too small"
             assert world is None or len(set(world.members)) == world.size, "a member with two ranks"

@@ -1,8 +1,8 @@
-"""The lives of a group's members: every transition, named after its edge, and who is started, replaced or ended.
+"""Transitions of group members, and which members are started, replaced or ended.
 
-Called by the group machine alone. What must never happen here: a member that is started without end because it dies
-each time (replacements wait longer and longer, and stop at a cap until their window has passed), a working member
-that goes in the middle of a step when it could wait for the boundary, and an id that is used twice.
+Called by the group machine only. What must never happen: endless restarts of a member that dies each time (replacements
+back off, and stop at a limit until its window has passed); a working member that leaves in the middle of a step when it
+could wait for the boundary; an id that is used twice.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from trimtab.machines.nodes.state import display_name
 from trimtab.model.nodes import MemberState, NodeView
 
 MAX_STORIES = 200
-GRACE_S = 30.0  # beyond a deadline that whoever drives the machine keeps itself
-STOP_TIMEOUT_S = 60.0  # until an end that nobody confirmed is said again
-FATAL_WEIGHT = 3  # restarts that a start counts for when the next one would fail the same way
+GRACE_S = 30.0  # beyond a deadline that the runtime enforces itself
+STOP_TIMEOUT_S = 60.0  # until an unconfirmed StopMember is issued again
+FATAL_WEIGHT = 3  # restarts that a fatal start failure counts for
 
 
 class MemberTransitions(ElasticState):
-    """Transitions of members over the books."""
+    """Transitions of members."""
 
-    _out: list[e.ElasticInstruction]  # of the event that is being handled
-    _capacity_of: tuple[tuple[NodeView, ...], MemberCapacity] | None = None  # of the nodes that it was worked out for
+    _out: list[e.ElasticInstruction]  # of the current event
+    _capacity_of: tuple[tuple[NodeView, ...], MemberCapacity] | None = None  # with the nodes it was computed for
 
-    # ---- how many --------------------------------------------------------------------------------------------------
+    # ---- size -------------------------------------------------------------------------------------------------------
 
     @property
     def wanted(self) -> int:
-        """How many members there should be: what a person asked, or as many as there is room for, within limits."""
+        """Target number of members: as requested, or as many as fit, within limits."""
         if self.requested is not None:
             return self.requested
         room = self._capacity().capacity(self.members)
@@ -52,18 +52,20 @@ class MemberTransitions(ElasticState):
         return self._capacity_of[1]
 
     def _staying(self) -> list[ElasticMember]:
-        """Those that are there or on their way, and are to stay."""
-        return [one for one in self.members.values() if one.state not in (MemberState.leaving, MemberState.gone)]
+        """Members that are up or pending, and are to stay."""
+        return [
+            member for member in self.members.values() if member.state not in (MemberState.leaving, MemberState.gone)
+        ]
 
     def _fill(self, now: float) -> None:
-        """Start who is missing and end who is too many."""
+        """Start missing members and end surplus ones."""
         if not self.nodes_known:
             return
         self._request_units()
         self._end_surplus(now)
         self._recall_leavers(now)
         missing = self.wanted - len(self._staying())
-        del self.pending_replacements[max(0, missing) :]  # what went together with its node is not to be replaced
+        del self.pending_replacements[max(0, missing) :]  # members lost with their node are not replaced
         more = missing - len(self.pending_replacements)
         if more > 0:
             self._start_more(more, now)
@@ -86,43 +88,48 @@ class MemberTransitions(ElasticState):
             return
         reason = Reason(ReasonCode.shrink, f"members wanted: {self.wanted}; there or on their way: {len(staying)}")
         waiting = [
-            one for one in reversed(staying) if one.state is MemberState.pending and not self._irreplaceable(one)
+            member
+            for member in reversed(staying)
+            if member.state is MemberState.pending and not self._irreplaceable(member)
         ]
         for member in waiting[:over]:
             self._pending_to_gone(member, reason, now)
-        # Those that have their room keep it, unless a limit or a person says otherwise: it is theirs.
+        # Members that have their capacity keep it, unless a limit or a request says otherwise.
         limit = self.requested if self.requested is not None else self.spec.max_members
         staying = self._staying()
         for member in self._last_first(staying)[: max(0, len(staying) - limit) if limit is not None else 0]:
             self._to_leaving(member, reason, None, now)
 
     def _recall_leavers(self, now: float) -> None:
-        """Whoever was to leave only because fewer were wanted stays, as far as more are wanted again."""
+        """Members that leave only because fewer were wanted stay, as far as more are wanted again."""
         missing = self.wanted - len(self._staying())
         reason = Reason(ReasonCode.grow, f"members wanted again: {self.wanted}")
         spared = [
-            one
-            for one in self.members.values()
-            if one.state is MemberState.leaving and all(cause.reason.code is ReasonCode.shrink for cause in one.causes)
+            member
+            for member in self.members.values()
+            if member.state is MemberState.leaving
+            and all(cause.reason.code is ReasonCode.shrink for cause in member.causes)
         ]
         for member in spared[: max(0, missing)]:
             self._leaving_to_staying(member, ReasonCode.shrink, reason, now)
 
     def _last_first(self, members: list[ElasticMember]) -> list[ElasticMember]:
-        """Newcomers before those that work, then the highest rank first; the only one that has the state last."""
+        """Newcomers before working members, then highest rank first; the only holder of the state last."""
         ranks = {name: at for at, name in enumerate(self.world.members)} if self.world is not None else {}
 
-        def order(one: ElasticMember) -> tuple[bool, bool, int, int]:
-            working = one.state is MemberState.working
-            return self._irreplaceable(one), working, -ranks.get(one.id, 0), -one.number
+        def order(member: ElasticMember) -> tuple[bool, bool, int, int]:
+            working = member.state is MemberState.working
+            return self._irreplaceable(member), working, -ranks.get(member.id, 0), -member.number
 
         return sorted(members, key=order)
 
     def _start_more(self, count: int, now: float) -> None:
-        """First in place of those that leave, then to grow."""
-        replaced_names = {one.replaces for one in self.members.values()}
+        """First replacements of leavers, then growth."""
+        replaced_names = {member.replaces for member in self.members.values()}
         leavers = [
-            one for one in self.members.values() if one.state is MemberState.leaving and one.id not in replaced_names
+            member
+            for member in self.members.values()
+            if member.state is MemberState.leaving and member.id not in replaced_names
         ]
         for leaver in leavers[:count]:
             sentence = f"in place of {leaver.id}, which leaves: {leaver.reason.sentence}"
@@ -140,7 +147,7 @@ class MemberTransitions(ElasticState):
 
     def _may_replace(self, now: float) -> bool:
         if self.fatal and not self.ever_started:
-            return False  # either another start succeeds, or the group gives up
+            return False  # either another start succeeds, or the group fails
         self.restarts = [at for at in self.restarts if at + self.spec.restart_window_s > now]
         capped = len(self.restarts) >= self.spec.restarts
         if capped and not self.capped:
@@ -152,7 +159,7 @@ class MemberTransitions(ElasticState):
         return not capped and self.not_before <= now
 
     def _replace_due(self) -> float | None:
-        """When the next replacement may be made, if one is wanted."""
+        """When the next pending replacement may be started."""
         if not self.pending_replacements or (self.fatal and not self.ever_started):
             return None
         if len(self.restarts) < self.spec.restarts:
@@ -182,14 +189,14 @@ class MemberTransitions(ElasticState):
         self._to(member, MemberState.ready, Reason(member.reason.code, f"it runs on node {self._node_name(node)}"), now)
 
     def _ready_to_gone_with_nodes(self, now: float) -> None:
-        """Whoever has no rank yet does not wait for a boundary when its node will go."""
+        """A member without a rank does not wait for a boundary when its node drains."""
         draining = self._capacity().draining
         for member in list(self.members.values()) if draining else ():
             if member.state is MemberState.ready and member.node in draining:
                 self._to_leaving(member, self._draining(member.node), None, now)
 
     def _back_to_pending(self, member: ElasticMember, reason: Reason, now: float) -> None:
-        """The pool took its room and will give it another: its state is kept for it, its rank is not."""
+        """The pool took its capacity and will give it another: it keeps its state, not its rank."""
         self._left_world(member, reason)
         member.node, member.health_due, member.health_by, member.causes = "", None, None, ()
         self._to(member, MemberState.pending, reason, now)
@@ -198,9 +205,9 @@ class MemberTransitions(ElasticState):
         self._to(member, MemberState.working, Reason(member.reason.code, f"it has a rank in world {self.epoch}"), now)
 
     def _to_leaving(self, member: ElasticMember, reason: Reason, deadline: float | None, now: float) -> None:
-        """It goes at the next boundary; at once if it has no rank to give up.
+        """Leave at the next boundary; at once without a rank.
 
-        One whom the pool gave back the only state that there is, and no rank yet, is left to the pool, which keeps it.
+        A member without a rank that holds the only state is left to the pool, which keeps that state.
         """
         if member.state is MemberState.pending:
             self._pending_to_gone(member, reason, now)
@@ -209,8 +216,8 @@ class MemberTransitions(ElasticState):
                 self._to_gone(member, reason, now, end=True)
         else:
             cause = LeaveCause(reason, None if deadline is None else deadline - self.spec.handover_s)
-            codes = [one.reason.code for one in member.causes]
-            member.health_due = None  # an answer that is due stays due
+            codes = [cause.reason.code for cause in member.causes]
+            member.health_due = None  # a result that is due stays due
             if reason.code in codes:
                 at = codes.index(reason.code)
                 member.causes = (*member.causes[:at], cause, *member.causes[at + 1 :])
@@ -219,8 +226,8 @@ class MemberTransitions(ElasticState):
                 self._to(member, MemberState.leaving, reason, now)
 
     def _leaving_to_staying(self, member: ElasticMember, over: ReasonCode, reason: Reason, now: float) -> None:
-        """One cause is over; where there is another one, it leaves for that."""
-        member.causes = tuple(one for one in member.causes if one.reason.code is not over)
+        """A cause is over; with another cause it still leaves."""
+        member.causes = tuple(cause for cause in member.causes if cause.reason.code is not over)
         if member.causes:
             self._to(member, MemberState.leaving, member.causes[0].reason, now)
             return
@@ -243,18 +250,18 @@ class MemberTransitions(ElasticState):
             member.restart_at = None
 
     def _forgive_node_losses(self, gone: AbstractSet[str]) -> None:
-        """Whoever was lost together with its node is no sign that members do not work."""
-        self.pending_replacements = [one for one in self.pending_replacements if one.node not in gone]
+        """Members lost together with their node do not count as restarts."""
+        self.pending_replacements = [lost for lost in self.pending_replacements if lost.node not in gone]
         for member in self.members.values():
             if member.restart_node in gone:
                 self._uncount_restart(member)
 
     def _to_lost(self, member: ElasticMember, reason: Reason, now: float, *, end: bool, weight: int = 1) -> None:
-        """Unplanned: it is to be replaced, unless it was to go anyway."""
+        """Unplanned loss: replace it, unless it was leaving anyway."""
         planned, node = member.state is MemberState.leaving, member.node
         self._left_world(member, reason)
         self._to_gone(member, reason, now, end=end)
-        self.retry_at = now  # now it is known why it failed
+        self.retry_at = now  # the cause of the failure is known now
         if planned:
             return
         self.pending_replacements.append(LostMember(member.id, node, reason, weight))
@@ -283,7 +290,7 @@ class MemberTransitions(ElasticState):
 
     def _left_world(self, member: ElasticMember, reason: Reason) -> None:
         if self._ranked(member.id) or self._in_next_world(member):
-            self.departed = [*(one for one in self.departed if one[0] != member.id), (member.id, reason)]
+            self.departed = [*(entry for entry in self.departed if entry[0] != member.id), (member.id, reason)]
 
     def _ranked(self, name: str) -> bool:
         return self.world is not None and name in self.world.members
@@ -292,15 +299,17 @@ class MemberTransitions(ElasticState):
         return self.next_world is not None and member.id in self.next_world.members
 
     def _irreplaceable(self, member: ElasticMember) -> bool:
-        """Whether nobody else has the state that it has."""
-        others = [one.step for one in self.members.values() if one is not member and one.state is not MemberState.gone]
+        """Whether no other member has its state."""
+        others = [
+            other.step for other in self.members.values() if other is not member and other.state is not MemberState.gone
+        ]
         return member.step is not None and all(step is None or step < member.step for step in others)
 
     def _node_name(self, node: str) -> str:
-        return display_name(node, next((one.facts for one in self.nodes if one.node == node), None))
+        return display_name(node, next((view.facts for view in self.nodes if view.node == node), None))
 
     def _draining(self, node: str) -> Reason:
-        why = next((f": {one.reason.sentence}" for one in self.nodes if one.node == node), "")
+        why = next((f": {view.reason.sentence}" for view in self.nodes if view.node == node), "")
         return Reason(ReasonCode.node_draining, f"node {self._node_name(node)} will go{why}")
 
     # ---- health ----------------------------------------------------------------------------------------------------
@@ -325,7 +334,7 @@ class MemberTransitions(ElasticState):
     # ---- stories ---------------------------------------------------------------------------------------------------
 
     def story(self, name: str) -> tuple[StoryEntry, ...]:
-        """What became of the group (by its name) or of a member, as long as it is remembered."""
+        """Story of the group (by its name) or of a member, as long as it is remembered."""
         return tuple(self.stories.get(name, ()))
 
     def _record(self, name: str, state: str, reason: Reason, now: float) -> None:
@@ -333,28 +342,34 @@ class MemberTransitions(ElasticState):
         add_story_entry(story, StoryEntry(now, state, reason))
         if len(self.stories) > MAX_STORIES + len(self.members):
             kept = self.members.keys() | {self.spec.name, name}
-            del self.stories[next(one for one in self.stories if one not in kept)]
+            del self.stories[next(known for known in self.stories if known not in kept)]
 
     def check_members(self) -> None:
-        """Raise AssertionError where the members contradict each other or the books."""
-        for name, one in self.members.items():
-            assert name == one.id == f"{self.spec.name}-{one.number:04d}"
-            assert one.number <= self.created_count
-            assert one.reason.sentence, f"{name} has no reason"
-            assert self.stories[name][-1].state == one.state.value, f"{name}: story"
-            assert (one.state is MemberState.gone) == (one.stop_by is not None), f"{name}: gone without an end"
-            assert one.node or one.state in (MemberState.pending, MemberState.gone), f"{name} works nowhere"
-            assert bool(one.causes) == (one.state is MemberState.leaving), f"{name}: leaves without a cause, or stays"
-            assert one.health_by is None or one.node, f"{name}: health"
-            assert one.health_due is None or one.state in (MemberState.ready, MemberState.working), f"{name}: health"
-            in_world = self._ranked(name) or self._in_next_world(one)
-            assert in_world or one.state not in (MemberState.working, MemberState.leaving), f"{name} has no rank"
-        numbers = [one.number for one in self.members.values()]
+        """Raise AssertionError where the members contradict each other."""
+        for name, member in self.members.items():
+            assert name == member.id == f"{self.spec.name}-{member.number:04d}"
+            assert member.number <= self.created_count
+            assert member.reason.sentence, f"{name} has no reason"
+            assert self.stories[name][-1].state == member.state.value, f"{name}: story"
+            assert (member.state is MemberState.gone) == (member.stop_by is not None), f"{name}: gone without an end"
+            assert member.node or member.state in (MemberState.pending, MemberState.gone), f"{name} works nowhere"
+            assert bool(member.causes) == (member.state is MemberState.leaving), (
+                f"{name}: leaves without a cause, or stays"
+            )
+            assert member.health_by is None or member.node, f"{name}: health"
+            assert member.health_due is None or member.state in (MemberState.ready, MemberState.working), (
+                f"{name}: health"
+            )
+            in_world = self._ranked(name) or self._in_next_world(member)
+            assert in_world or member.state not in (MemberState.working, MemberState.leaving), f"{name} has no rank"
+        numbers = [member.number for member in self.members.values()]
         assert numbers == sorted(numbers), "members in another order than made"
         if self.phase not in OVER and self.nodes_known:
             missing = self.wanted - len(self._staying())
-            # Whoever waits with the only state that there is waits on, however few are wanted.
-            spared = sum(one.state is MemberState.pending and self._irreplaceable(one) for one in self._staying())
+            # A pending member with the only state stays pending, however few are wanted.
+            spared = sum(
+                member.state is MemberState.pending and self._irreplaceable(member) for member in self._staying()
+            )
             assert -spared <= missing - len(self.pending_replacements) <= 0, (
                 f"{missing} are missing, {len(self.pending_replacements)} with a reason"
             )

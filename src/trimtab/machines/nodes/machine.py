@@ -1,16 +1,15 @@
-"""Which nodes there are, which of them may be used, and when those who grow and shrink with them are told.
+"""The node machine: which nodes are up, which may be used, and when changes are announced to elastic groups.
 
-`handle(event, now)` is the one door: it looks at no clock and asks nobody, and the same events give the same
-instructions. It is called by whoever listens to Ray and to the nodes' own links.
+`handle(event, now)` is the only entry point; it reads no clock, and the same events give the same instructions.
 
-The transition that must not exist is lost to ready because Ray still lists the node. Ray goes on listing a killed node
-for a quarter of a minute and a frozen one for a whole one; if that brought it back, everything that had just been given
-up there would be placed there again, and be lost again. A lost node comes back when its own link speaks, or when Ray
-had dropped it and has it anew. Nor is a node ever lost by a Tick: how long a link has been silent is what the link
-says, or a machine that was itself asleep would lose every node on waking.
+The transition that must not exist is lost to ready because Ray still lists the node. Ray lists a killed node for 15 s
+and a frozen one for 60 s; if that brought it back, everything that was just moved away would be placed there again, and
+be lost again. A lost node returns when its own connection has a heartbeat, or when Ray dropped it and lists it anew.
+Nor is a node ever lost by a NodeTick: only a HeartbeatMissed event tells how long a connection was silent, or a machine
+that was itself suspended would lose every node on waking.
 
-What must never happen besides: a change of groups per flap of one node (who was lost too often is held back, longer
-each time); a drain that is heard of late; memory that grows with the nodes that were.
+What must never happen besides: an announcement per flap of a node (nodes that were lost too often are held, longer each
+time); a late announcement of a drain; memory that grows with the nodes of the past.
 """
 
 from __future__ import annotations
@@ -25,32 +24,45 @@ from trimtab.core.codec import decode, encode
 from trimtab.core.errors import InputError, nearest
 from trimtab.core.reasons import STORY_KEPT, Reason, ReasonCode, StoryEntry, add_story_entry
 from trimtab.machines.nodes import events as e
-from trimtab.machines.nodes import state as words
-from trimtab.machines.nodes.state import Announced, NodeDrain, NodeShape, TrackedNode
+from trimtab.machines.nodes.state import (
+    Announced,
+    NodeDrain,
+    NodeShape,
+    TrackedNode,
+    change_reason,
+    departure_text,
+    duration_text,
+    gpu_text,
+    is_sooner,
+    name_of,
+    node_order,
+    resources_text,
+    to_announce,
+)
 from trimtab.model.nodes import NodeChange, NodePolicy, NodeState, NodeView
 
-SAME_S = 1.0  # two deadlines that are not further apart are the same one, read from two clocks
+SAME_S = 1.0  # deadlines closer than this are the same, read from two clocks
 
 
 class NodeMachine:
-    """Nodes as they come and go. Events in, instructions out."""
+    """Nodes as they join and leave. Events in, instructions out."""
 
     def __init__(self, policy: NodePolicy = NodePolicy()) -> None:  # noqa: B008 -- it is frozen
         self.policy = policy
         self.now = 0.0
-        self.version = 0  # grows with every change that `views` shows
+        self.version = 0  # incremented with every change that `views` shows
         self.last_change = 0
-        self.nodes: dict[str, TrackedNode] = {}  # that are there, or were not long ago
-        # What follows can be worked out from the above, and is not in a snapshot.
-        self._kinds: Counter[NodeShape] = Counter()  # of nodes that are there; none of them zero
-        self._timers: list[tuple[float, str]] = []  # a heap; has every node's `_due`, and some that have changed since
-        self._armed: dict[str, float] = {}  # by node: the timer set last, so that none is set twice in a row
-        self._by_name: dict[str, str] = {}  # by name: the node that had it last
+        self.nodes: dict[str, TrackedNode] = {}  # up, or gone not long ago
+        # Derived from the above; not in a snapshot.
+        self._kinds: Counter[NodeShape] = Counter()  # of nodes that are up; no zero counts
+        self._timers: list[tuple[float, str]] = []  # a heap; has every node's `_due`, and outdated ones
+        self._armed: dict[str, float] = {}  # by node: its latest timer, so that none is set twice in a row
+        self._by_name: dict[str, str] = {}  # by given name: the node that had it last
         self._order: list[TrackedNode] = []  # all, in node order
         self._unannounced: dict[str, TrackedNode] = {}  # that have a `announce_by`
         self._common: NodeShape | None = None
         self._common_known = False
-        self._views: dict[str, NodeView] = {}  # those that have not changed since they were looked at
+        self._views: dict[str, NodeView] = {}  # up-to-date ones
         self._seen: tuple[int, tuple[NodeView, ...]] = (-1, ())  # by version
         self._announce_due = False
         self._out: list[e.NodeInstruction] = []
@@ -65,10 +77,10 @@ class NodeMachine:
             e.NodeTick: self._on_tick,
         }
 
-    # ---- the door --------------------------------------------------------------------------------------------------
+    # ---- entry point ------------------------------------------------------------------------------------------------
 
     def handle(self, event: e.NodeEvent, now: float) -> list[e.NodeInstruction]:
-        """What is to be done about the event. Raises InputError for a wrong ask, with nothing changed."""
+        """The instructions that follow. Raises InputError for an invalid request, with nothing changed."""
         now = max(float(now), self.now)
         self._out, self._announce_due = [], False
         self._handlers[type(event)](event, now)
@@ -78,7 +90,7 @@ class NodeMachine:
         return self._out
 
     def next_deadline(self) -> float | None:
-        """When a Tick is due at the latest."""
+        """When a NodeTick is due at the latest."""
         while self._timers:
             at, name = self._timers[0]
             node = self.nodes.get(name)
@@ -87,7 +99,7 @@ class NodeMachine:
             self._pop_timer()
         return None
 
-    # ---- news of Ray -----------------------------------------------------------------------------------------------
+    # ---- events of Ray ----------------------------------------------------------------------------------------------
 
     def _on_node_seen(self, event: e.NodeSeen, now: float) -> None:
         node = self.nodes.get(event.node)
@@ -101,7 +113,7 @@ class NodeMachine:
             node.listed = True
             self._gone_to_there(node, Reason(ReasonCode.returned, "Ray has it again"), now)
         elif changed and node.state is NodeState.ready:
-            self._use(node, Reason(ReasonCode.changed, words.figures(node.facts, node.outside)))
+            self._use(node, Reason(ReasonCode.changed, resources_text(node.facts, node.outside)))
         if changed:
             self._changed(node)
 
@@ -112,16 +124,18 @@ class NodeMachine:
         announced = event.expected or node.drain is not None
         node.listed = False
         if node.there and announced:
-            self._there_to_left(node, Reason(ReasonCode.left, words.went(node, "Ray says that it ended in order")), now)
+            self._there_to_left(
+                node, Reason(ReasonCode.left, departure_text(node, "Ray says that it ended in order")), now
+            )
         elif node.there:
             self._there_to_lost(node, Reason(ReasonCode.ray_lost, "Ray does not have it any more"), now)
         elif event.expected and node.state is NodeState.lost:
             self._lost_to_left(node, Reason(ReasonCode.left, "its link broke because it ended in order"), now)
-        node.drain = None  # whoever comes back under this id is not on its way out
+        node.drain = None  # a node that returns under this id is not draining
         self._changed(node)
         self._arm(node)
 
-    # ---- news of links ---------------------------------------------------------------------------------------------
+    # ---- events of connections --------------------------------------------------------------------------------------
 
     def _on_heartbeat_received(self, event: e.HeartbeatReceived, now: float) -> None:
         node = self.nodes.get(event.node)
@@ -151,7 +165,7 @@ class NodeMachine:
         if node is None or not node.there:
             return
         if node.state is NodeState.draining:
-            self._there_to_left(node, Reason(ReasonCode.left, words.went(node, event.why)), now)
+            self._there_to_left(node, Reason(ReasonCode.left, departure_text(node, event.why)), now)
         else:
             self._there_to_lost(node, Reason(ReasonCode.link_broken, event.why), now)
 
@@ -164,14 +178,14 @@ class NodeMachine:
         before = node.drain
         code = ReasonCode.drain_seen if event.by_ray else ReasonCode.drain_asked
         deadline = None if event.deadline is None else max(float(event.deadline), now)
-        drain = NodeDrain(deadline, event.deadline, Reason(code, event.cause + words.until("given", deadline, now)))
+        drain = NodeDrain(deadline, event.deadline, Reason(code, event.cause + duration_text("given", deadline, now)))
         if before is None:
             node.drain = drain
             self._to_draining(node, now)
         elif (before.requested, before.reason.code) == (drain.requested, code):
             return
-        elif words.sooner(deadline, before.deadline, SAME_S) or code is before.reason.code is ReasonCode.drain_asked:
-            # Ray repeats itself and what we told it, by another clock; and nobody puts off what Ray said.
+        elif is_sooner(deadline, before.deadline, SAME_S) or code is before.reason.code is ReasonCode.drain_asked:
+            # Ray repeats its drains and ours, by another clock; and no request postpones a drain by Ray.
             node.drain = drain
             self._record(node, node.state, drain.reason, now)
             self._drain(node)
@@ -180,7 +194,7 @@ class NodeMachine:
     def _node_to_drain(self, event: e.DrainRequested) -> TrackedNode:
         node = self.nodes.get(event.node)
         if node is None:
-            known = [name for name, one in self.nodes.items() if one.there]
+            known = [name for name, node in self.nodes.items() if node.there]
             near = nearest(event.node, known)
             hint = f"did you mean {near}?" if near else "nodes: " + (", ".join(sorted(known)[:8]) or "none")
             raise InputError(f"there is no node {event.node}", hint=hint)
@@ -248,11 +262,11 @@ class NodeMachine:
 
     def _new_to_there(self, event: e.NodeSeen, now: float) -> None:
         reason = Reason(ReasonCode.joined, "Ray has it for the first time")
-        place = words.name_of(event.facts)
+        place = name_of(event.facts)
         node = TrackedNode(event.node, event.facts, event.outside, now, NodeState.lost, reason, now, place)
         before = self.nodes.get(self._by_name.get(place, ""))
         if before is not None and not before.there:
-            # The same one, started again: what it did under its other id is not forgotten.
+            # The same node, restarted: its losses under the other id still count.
             node.losses = list(before.losses)
         self._remember(node)
         self._gone_to_there(node, reason, now)
@@ -280,7 +294,7 @@ class NodeMachine:
         self._to(
             node,
             NodeState.held,
-            Reason(ReasonCode.flapping, sentence + words.until("held for", node.hold_until, now)),
+            Reason(ReasonCode.flapping, sentence + duration_text("held for", node.hold_until, now)),
             now,
         )
 
@@ -289,7 +303,7 @@ class NodeMachine:
         self._to_ready(node, Reason(ReasonCode.steady, f"it has been steady for {now - node.since:.3g} s"), now)
 
     def _hold_longer(self, node: TrackedNode, now: float) -> None:
-        """It fell silent while it was to show that it is steady: that begins again."""
+        """It fell silent while held: the hold starts again."""
         hold_until = max(node.hold_until or 0.0, now + self.policy.hold_s)
         if hold_until != node.hold_until:
             node.hold_until = hold_until
@@ -327,7 +341,7 @@ class NodeMachine:
         self._remove(node)
 
     def _lost_to_left(self, node: TrackedNode, reason: Reason, now: float) -> None:
-        """It was no loss: the link was only faster than the news that the node would end."""
+        """It was no loss: the connection broke before the orderly end was reported."""
         if node.losses and node.losses[-1] == node.since:
             node.losses.pop()
         self._to(node, NodeState.left, reason, now)
@@ -339,7 +353,7 @@ class NodeMachine:
         if node.place and self._by_name.get(node.place) == node.id:
             del self._by_name[node.place]
 
-    # ---- what every transition does --------------------------------------------------------------------------------
+    # ---- common to all transitions ----------------------------------------------------------------------------------
 
     def _to(self, node: TrackedNode, state: NodeState, reason: Reason, now: float) -> None:
         self._count(node, -1)
@@ -357,7 +371,7 @@ class NodeMachine:
 
     def _remember(self, node: TrackedNode) -> None:
         self.nodes[node.id] = node
-        insort(self._order, node, key=words.rank)
+        insort(self._order, node, key=node_order)
         if node.place:
             self._by_name[node.place] = node.id
 
@@ -370,7 +384,7 @@ class NodeMachine:
         head = node.facts.head
         node.facts, node.outside = event.facts, event.outside
         if head != node.facts.head:
-            self._order.sort(key=words.rank)
+            self._order.sort(key=node_order)
         self._count(node, 1)
 
     def _count(self, node: TrackedNode, sign: int) -> None:
@@ -383,7 +397,7 @@ class NodeMachine:
     def _forget_losses(self, node: TrackedNode, now: float) -> None:
         node.losses = [at for at in node.losses if at + self.policy.forget_s > now]
 
-    # ---- instructions: only the pool's nodes are spared, emptied and lost ----
+    # ---- instructions: only nodes in use are cordoned, drained and removed ----
 
     def _use(self, node: TrackedNode, reason: Reason) -> None:
         node.in_use = True
@@ -402,13 +416,13 @@ class NodeMachine:
             node.in_use = False
             self._out.append(e.RemoveNode(node.id, node.reason))
 
-    # ---- changes ---------------------------------------------------------------------------------------------------
+    # ---- announcements ----------------------------------------------------------------------------------------------
 
     def _update_announcement(self, node: TrackedNode, now: float) -> None:
-        """Groups are to be told of the node by and by, at once, or not at all if it is again as they believe."""
+        """Schedule an announcement of the node, or cancel it if what was announced is true again."""
         if node.state is NodeState.left and node.announced is Announced.draining:
-            node.announced = Announced.absent  # it was said that it would go
-        what = words.to_announce(node)
+            node.announced = Announced.absent  # its departure was announced by the drain
+        what = to_announce(node)
         if what is node.announced:
             node.announce_by = None
             self._unannounced.pop(node.id, None)
@@ -420,7 +434,7 @@ class NodeMachine:
         self._arm(node)
 
     def _window_s(self, node: TrackedNode, what: Announced, now: float) -> float:
-        """How long the news may wait for more of its kind."""
+        """How long the announcement may wait for more changes."""
         if what is Announced.used:
             return self.policy.join_window_s
         deadline = node.drain.deadline if node.drain is not None else None
@@ -429,13 +443,13 @@ class NodeMachine:
         return self.policy.drain_window_s
 
     def _announce(self, now: float) -> None:
-        """One change of all that is pending; joins whose window is over leave drains their own, longer one."""
+        """Announce all pending changes as one; due joins leave pending drains their longer window."""
         pending = list(self._unannounced.values())
-        if all(words.to_announce(node) is Announced.used for node in pending if (node.announce_by or 0.0) <= now):
-            pending = [node for node in pending if words.to_announce(node) is Announced.used]
+        if all(to_announce(node) is Announced.used for node in pending if (node.announce_by or 0.0) <= now):
+            pending = [node for node in pending if to_announce(node) is Announced.used]
         announced: dict[Announced, list[TrackedNode]] = {what: [] for what in Announced}
-        for node in sorted(pending, key=words.rank):
-            node.announced, node.announce_by = words.to_announce(node), None
+        for node in sorted(pending, key=node_order):
+            node.announced, node.announce_by = to_announce(node), None
             del self._unannounced[node.id]
             announced[node.announced].append(node)
             self._changed(node)
@@ -453,28 +467,27 @@ class NodeMachine:
                     tuple(node.id for node in joined),
                     tuple(node.id for node in draining),
                     tuple(node.id for node in lost),
-                    words.change_reason(joined, draining, lost),
+                    change_reason(joined, draining, lost),
                 )
             )
         )
 
-    # ---- what can be asked -----------------------------------------------------------------------------------------
+    # ---- queries ----------------------------------------------------------------------------------------------------
 
     def views(self, now: float, gone: bool = False) -> tuple[NodeView, ...]:
-        """The nodes that are there, in node order (the head, then who came first); with `gone` all remembered ones.
+        """Nodes that are up, in node order (head first, then by join time); with `gone` all remembered ones.
 
-        As of the last event: what time alone changes until `now` is shown after the next Tick.
+        As of the last event: changes by time alone are visible after the next NodeTick.
         """
         if self._seen[0] != self.version:
             self._seen = (self.version, tuple(self._view(node) for node in self._order if node.there))
         return tuple(self._view(node) for node in self._order) if gone else self._seen[1]
 
     def story(self, node: str) -> tuple[StoryEntry, ...]:
-        """What became of a node, as long as it is remembered."""
         return tuple(self.nodes[node].story) if node in self.nodes else ()
 
     def _view(self, node: TrackedNode) -> NodeView:
-        common = self._most_common()  # clears all views where it is another than before
+        common = self._most_common()  # clears all views where it changed
         view = self._views.get(node.id)
         if view is None:
             deadline = node.hold_until if node.state is NodeState.held else None
@@ -495,32 +508,33 @@ class NodeMachine:
         return view
 
     def _most_common(self) -> NodeShape | None:
-        """What most nodes with accelerators have; among equals, what the first of them in node order has."""
+        """The accelerators of most nodes; among equals, those of the first in node order."""
         if not self._common_known:
             most = max(self._kinds.values(), default=0)
             kinds = [kind for kind, count in self._kinds.items() if count == most]
-            common = kinds[0] if len(kinds) == 1 else next((one.kind for one in self._order if one.kind in kinds), None)
+            common = (
+                kinds[0] if len(kinds) == 1 else next((node.kind for node in self._order if node.kind in kinds), None)
+            )
             if common != self._common:
                 self._views.clear()
             self._common, self._common_known = common, True
         return self._common
 
     def _with_gpus(self, node: TrackedNode, reason: Reason) -> Reason:
-        """Why it is used, and what is particular about it. The node does not count itself."""
+        """The reason, with the GPUs of the node. The node itself is not counted yet."""
         mine, common = (node.facts.kind, node.facts.total.get("gpu")), self._most_common()
         if not mine[1]:
             return Reason(reason.code, f"{reason.sentence}; it has no GPU")
         if common is not None and mine != common:
             return Reason(
                 ReasonCode.unlike,
-                f"{reason.sentence}; it has {words.gpu_text(mine)}, most have {words.gpu_text(common)}",
+                f"{reason.sentence}; it has {gpu_text(mine)}, most have {gpu_text(common)}",
             )
-        return Reason(reason.code, f"{reason.sentence}; it has {words.gpu_text(mine)}")
+        return Reason(reason.code, f"{reason.sentence}; it has {gpu_text(mine)}")
 
     # ---- snapshots -------------------------------------------------------------------------------------------------
 
     def dump(self) -> dict[str, Any]:
-        """All that is remembered, as plain data."""
         return {
             "policy": encode(self.policy),
             "now": self.now,
@@ -531,11 +545,11 @@ class NodeMachine:
 
     @classmethod
     def load(cls, data: dict[str, Any], policy: NodePolicy | None = None) -> NodeMachine:
-        """A machine that goes on from a snapshot, with its policy or another."""
+        """A machine from a snapshot, with its policy or another."""
         machine = cls(decode(NodePolicy, data["policy"]) if policy is None else policy)
         machine.now, machine.version, machine.last_change = data["now"], data["version"], data["last_change"]
-        for one in data["nodes"]:
-            node = decode(TrackedNode, one)
+        for data_of_node in data["nodes"]:
+            node = decode(TrackedNode, data_of_node)
             machine._remember(node)
             machine._count(node, 1)
             machine._arm(node)
@@ -543,7 +557,7 @@ class NodeMachine:
                 machine._unannounced[node.id] = node
         return machine
 
-    # ---- what must be true -----------------------------------------------------------------------------------------
+    # ---- invariants -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise AssertionError where the machine contradicts itself."""
@@ -560,13 +574,13 @@ class NodeMachine:
             )
             assert node.state is not NodeState.ready or (node.in_use and node.drain is None), f"{name}: ready"
             assert (node.state is NodeState.draining) == (node.there and node.drain is not None), f"{name}: drain"
-            assert (node.announce_by is None) == (node.announced is words.to_announce(node)), (
+            assert (node.announce_by is None) == (node.announced is to_announce(node)), (
                 f"{name}: {node.announced}, {node.announce_by}"
             )
             assert node.there or node.listed or due is not None, f"{name} is never forgotten"
             assert (name in self._unannounced) == (node.announce_by is not None), f"{name}: untold"
             assert len(node.story) <= STORY_KEPT, f"{name}: its story grows"
         assert self._kinds == Counter(node.kind for node in self.nodes.values() if node.kind is not None), "kinds"
-        assert self._order == sorted(self.nodes.values(), key=words.rank), "order"
+        assert self._order == sorted(self.nodes.values(), key=node_order), "order"
         assert self._unannounced.keys() <= self.nodes.keys(), "untold"
-        assert all(name in self.nodes for name in self._by_name.values()), "a place of nobody"
+        assert all(name in self.nodes for name in self._by_name.values()), "a name of a forgotten node"

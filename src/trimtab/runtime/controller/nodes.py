@@ -22,9 +22,8 @@ from trimtab.core.errors import InputError, TrimtabError
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.core.resources import GRAIN, NOTHING, Resources, total
 from trimtab.machines.nodes import events as news
-from trimtab.machines.nodes.drain import evict_after_s
 from trimtab.machines.nodes.machine import NodeMachine
-from trimtab.machines.nodes.state import TrackedNode
+from trimtab.machines.nodes.state import TrackedNode, evict_after_s
 from trimtab.machines.pool.events import NodeCordoned, NodeDrained, NodeJoined, NodeLost, PoolEvent
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.machines.pool.records import PgState
