@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from hypothesis.internal.conjecture import providers
 from playwright.sync_api import Browser, sync_playwright
 
 from faults import Faults
+from lean_ray import make_lean
 from pages import ARGUMENTS
 
 # Files that have a Ray of their own, the longest first. They mostly wait, so one of them runs beside two that compute.
@@ -63,8 +63,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Whoever starts us in the background has Ctrl-C ignored, and so would every child that a test sends it to.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A worker process of Ray costs half a second of CPU: none is started before there is work for it.
-os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+make_lean()
 
 # What hypothesis draws depends on the test alone, not on the constants of every module imported so far.
 assert callable(providers._get_local_constants)

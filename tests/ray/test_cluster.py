@@ -215,14 +215,14 @@ def test_a_new_cluster_wants_a_token_exactly_where_ray_would(place: Place) -> No
 # ---- a cluster ----------------------------------------------------------------------------------------------------
 
 
-def test_twelve_adds_at_once_for_three_free_gpus_give_each_gpu_once(here: Place) -> None:
-    adding = [here.begin("add", "--timeout", "600") for _ in range(12)]
+def test_six_adds_at_once_for_three_free_gpus_give_each_gpu_once(here: Place) -> None:
+    adding = [here.begin("add", "--timeout", "600") for _ in range(6)]
     ended = [(one, *one.communicate(timeout=600)) for one in adding]
     told = [err for one, _, err in ended if one.returncode == 3]
     said = [out for one, out, _ in ended if one.returncode == 0]
     assert len(said) == 3, [err for _, _, err in ended]
     assert sorted(line.split("GPU ")[1][0] for line in said) == ["1", "2", "3"]
-    assert len(told) == 9
+    assert len(told) == 3
     for why in told:
         assert "no GPU is left: this machine has 4 faked GPUs (0-3)" in why
         assert "GPU 1 is gpu-1's" in why
@@ -264,6 +264,7 @@ def test_the_gpu_of_a_killed_node_returns_and_the_next_node_takes_it_and_no_othe
     }
 
 
+@pytest.mark.long
 def test_a_node_whose_ray_is_stopped_by_others_ends_whole_and_says_so(workers: Place) -> None:
     """As `ray stop` does it; that itself would end other clusters on this machine, which is why we never call it."""
     family = workers.family("gpu-1")
@@ -313,6 +314,7 @@ def test_a_drained_node_that_is_busy_is_seen_by_all_and_goes_at_its_deadline(wor
     assert "its deadline has passed" in workers.cause("gpu-2")
 
 
+@pytest.mark.long
 def test_a_removed_node_is_gone_with_all_its_processes(workers: Place) -> None:
     family = workers.family("gpu-1")
     done = workers.done("remove", "gpu-1")
@@ -336,6 +338,7 @@ def test_a_second_start_on_the_same_port_is_refused_with_what_to_do(here: Place)
     assert "`trimtab cluster stop`" in done.stderr
 
 
+@pytest.mark.long
 def test_a_node_joins_by_address_from_where_nothing_is_known_of_the_cluster(here: Place) -> None:
     """As from another machine: another ledger, and a token that has to be brought along."""
     there = Place()

@@ -374,7 +374,7 @@ def test_a_killed_process_is_started_again_as_often_as_it_may(pool: Pool) -> Non
         task.wait("done", timeout=30)
 
 
-@pytest.mark.parametrize("shared_dir", [False, True])
+@pytest.mark.parametrize("shared_dir", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_an_evicted_task_returns_with_its_state(tmp_path: Path, shared_dir: bool) -> None:
     with own_session(state_dir=str(tmp_path / "states") if shared_dir else None) as session:
         session.preemption(cancel_timeout_s=2.0, save_timeout_s=10.0)
@@ -448,6 +448,7 @@ def test_killed_while_a_task_starts_the_task_is_made_once(tmp_path: Path) -> Non
         assert task.seen.attempt == 1
 
 
+@pytest.mark.long
 def test_what_died_while_the_controller_was_away_is_started_again(tmp_path: Path) -> None:
     with own_session() as session:
         pool = session.pool("p", {"cpu": 2})
@@ -491,6 +492,7 @@ def test_a_new_controller_on_an_old_journal_goes_on_where_the_last_one_stopped(t
 # ---- the journal ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_journal_that_is_gone_is_said_and_what_runs_is_taken_up_again(tmp_path: Path, cluster: Any) -> None:
     journal = tmp_path / "journal"
     with own_session(journal_dir=str(journal)) as session:
@@ -591,6 +593,7 @@ def client(session: Session, work: str, cluster: Any) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long
 def test_two_client_processes_use_one_controller_at_once(cluster: Any) -> None:
     work = (
         "tasks = [pool.submit(Own, resources={'cpu': 1}, run='square', run_args=(n,)) for n in range(6)]\n"

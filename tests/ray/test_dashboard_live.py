@@ -134,6 +134,7 @@ def confirm(page: Page, wanted: str) -> None:
     dialog.get_by_role("button", name="Ask", exact=True).click()
 
 
+@pytest.mark.long
 def test_a_real_run_is_watched_with_a_preemption_a_node_that_joins_and_a_move_and_asked_for_changes(
     browser: Browser, ray: EmbeddedRay, tmp_path: Path
 ) -> None:

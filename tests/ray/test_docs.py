@@ -23,7 +23,7 @@ def blocks(page: Path) -> list[str]:
 
 
 # These start clusters and engines, and what they show is tested by its own name too.
-LONG = re.compile(r"trimtab demo|try_it\.sh|trimtab cluster start|engines\.yaml")
+LONG = re.compile(r"trimtab demo|try_it\.sh|trimtab cluster start|engines\.yaml|profile layers|partition .*--run")
 
 
 def commands() -> list[Any]:

@@ -353,6 +353,7 @@ def keys_of(command: str) -> set[str]:
     return set(re.findall(r"`(\w+)`", row[1]))
 
 
+@pytest.mark.long
 def test_the_python_of_the_page_runs_as_it_stands(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     for_all: dict[str, Any] = {"__name__": "page"}

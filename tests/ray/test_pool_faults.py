@@ -131,7 +131,7 @@ class Stuck:
 # ---- the controller dies while a task saves ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("saved", ["while it is away", "when it is back"])
+@pytest.mark.parametrize("saved", ["while it is away", pytest.param("when it is back", marks=pytest.mark.long)])
 def test_a_state_saved_for_a_controller_that_died_is_restored(tmp_path: Path, saved: str) -> None:
     with own_session() as session:
         session.preemption(cancel_timeout_s=60.0, save_timeout_s=60.0)
@@ -184,7 +184,7 @@ def test_a_submission_to_a_full_disk_says_what_is_full_and_what_to_do(tmp_path: 
         assert task.result(timeout=LONG_S) == "xxx"
 
 
-@pytest.mark.parametrize("shared_dir", [False, True])
+@pytest.mark.parametrize("shared_dir", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_state_saved_to_a_full_disk_is_not_lost(tmp_path: Path, shared_dir: bool) -> None:
     with (
         small_disk(tmp_path / "disk", "3m") as disk,
@@ -233,7 +233,7 @@ def test_a_state_that_only_its_node_has_outlives_the_controller(tmp_path: Path) 
 # ---- a start that hangs -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("plain", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_start_that_takes_too_long_ends_with_its_own_reason(plain: bool) -> None:
     with own_session() as session:
         pool = session.pool("p", {"cpu": 1})

@@ -57,6 +57,7 @@ def lived(one: Scene, node: Joining, journal: Path) -> JournalWorld:
     return world
 
 
+@pytest.mark.long
 def test_a_live_run_and_its_replay_give_the_same_instructions_at_the_same_times(
     node: Joining, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -285,6 +285,7 @@ def test_no_request_is_lost_when_an_engine_dies_waits_for_room_or_is_evicted(ses
     run(play(), within_s=300)
 
 
+@pytest.mark.long
 def test_engines_follow_nodes_that_drain_and_join_and_are_lost(nodes: Nodes, session: Session, slots: Pool) -> None:
     async def play() -> None:
         async with engines(session, slots, least=1, most=8) as (pool, launcher):

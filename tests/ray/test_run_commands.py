@@ -471,6 +471,7 @@ def test_on_ray_a_job_is_run_and_one_that_asks_for_more_than_there_is_refused(
     assert sorted(one.name for one in (tmp_path / "runs").iterdir()) == ["small-1"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ray_here")
 def test_on_ray_a_component_whose_process_dies_comes_back_and_nothing_counts_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -545,6 +546,7 @@ def two_ctrl_c_while_it_starts(tmp_path: Path, after_s: float, gap_s: float) -> 
     assert family(None, mark) == [], (after_s, gap_s)
 
 
+@pytest.mark.long
 def test_two_ctrl_c_while_ray_starts_end_it_and_leave_nothing(tmp_path: Path) -> None:
     for after_s, gap_s in ((0.3, 0.3), (2.5, 0.02)):
         two_ctrl_c_while_it_starts(tmp_path, after_s, gap_s)

@@ -449,6 +449,7 @@ def test_no_answer_is_lost_or_changed_when_engines_die_are_evicted_added_and_rem
     assert same(step.end(), right)
 
 
+@pytest.mark.long
 def test_a_run_on_a_cluster_has_its_engines_on_slots_and_leaves_none(session: Session, tmp_path: Path) -> None:
     text = (ROOT / "examples" / "grpo" / "engines.yaml").read_text().replace("nodes: 2", "nodes: 1")
     path = tmp_path / "job.yaml"
