@@ -18,15 +18,15 @@ members, the group waits with the leaver alive, as the source of the state for n
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from trimtab.core.codec import decode, encode
+from trimtab.core.dispatch import handlers_of
 from trimtab.core.errors import InputError
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.machines.elastic import events as e
 from trimtab.machines.elastic.members import FATAL_WEIGHT, GRACE_S, MemberTransitions
-from trimtab.machines.elastic.state import OVER, ElasticMember, ElasticPhase, group_view
+from trimtab.machines.elastic.state import LIVE, OVER, ElasticMember, ElasticPhase, group_view
 from trimtab.machines.nodes.state import display_name
 from trimtab.model.nodes import MemberState, NodeState, World
 
@@ -83,9 +83,7 @@ class ElasticMachine(MemberTransitions):
         before = {node.node: display_name(node.node, node.facts) for node in self.nodes}
         self.nodes, self.nodes_known, self.change = event.nodes, True, max(self.change, event.change)
         there = {node.node: node for node in event.nodes}
-        for member in [
-            member for member in self.members.values() if member.node and member.state is not MemberState.gone
-        ]:
+        for member in [member for member in self._in_state(*LIVE) if member.node]:
             node = there.get(member.node)
             if node is None and (member.node in before or member.state is not MemberState.ready):
                 # Its process may still run unseen: it is stopped as well.
@@ -273,10 +271,8 @@ class ElasticMachine(MemberTransitions):
         self.failed_attempts += 1
         self.retry_at = now + self._back_off(self.failed_attempts)
         if self.failed_attempts >= MAX_FAILED_ATTEMPTS:
-            self._give_up(
-                Reason(ReasonCode.cap, f"{sentence}; {self.failed_attempts} times in a row, with no member at fault"),
-                now,
-            )
+            sentence = f"{sentence}; {self.failed_attempts} times in a row, with no member at fault"
+            self._give_up(Reason(ReasonCode.cap, sentence), now)
 
     # ---- requests, and time -----------------------------------------------------------------------------------------
 
@@ -289,11 +285,11 @@ class ElasticMachine(MemberTransitions):
 
     def _on_group_closed(self, event: e.GroupClosed, now: float) -> None:
         reason = Reason(ReasonCode.completed, "the group ends")
-        for member in [member for member in self.members.values() if member.state is not MemberState.gone]:
+        for member in self._in_state(*LIVE):
             self._to_gone(member, reason, now, end=True)
         self._over(ElasticPhase.closed, reason, now)
 
-    def _on_tick(self, event: e.ElasticTick, now: float) -> None:
+    def _on_elastic_tick(self, event: e.ElasticTick, now: float) -> None:
         if self.phase in OVER:
             return
         self._resend_stops(now)
@@ -319,10 +315,8 @@ class ElasticMachine(MemberTransitions):
             if self.wants_step:
                 self._wait(len(stay), now)
             return
-        same = (
-            self.world is not None and self.world.members == tuple(member.id for member in stay) and not self._broken()
-        )
-        if not same:
+        names = tuple(member.id for member in stay)
+        if self.world is None or self.world.members != names or self._broken():
             self._to_entering(stay, drop, now)
         elif self.wants_step:
             self._waiting_to_stepping(now)
@@ -347,9 +341,8 @@ class ElasticMachine(MemberTransitions):
         newcomers = [member for member in stay if member.state is MemberState.ready]
         reason = self._world_reason(newcomers, drop)
         self.epoch += 1
-        self.next_world = World(
-            self.epoch, tuple(member.id for member in stay), tuple(member.node for member in stay), reason
-        )
+        names, nodes = tuple(member.id for member in stay), tuple(member.node for member in stay)
+        self.next_world = World(self.epoch, names, nodes, reason)
         self.leavers = tuple(member.id for member in drop)
         self.phase, self.deadline = ElasticPhase.entering, now + self.spec.step_timeout_s
         sources = self._sources(newcomers, stay, drop)
@@ -406,9 +399,6 @@ class ElasticMachine(MemberTransitions):
             (member := self.members.get(name)) is None or member.state not in ranked for name in self.world.members
         )
 
-    def _leaving(self) -> list[ElasticMember]:
-        return [member for member in self.members.values() if member.state is MemberState.leaving]
-
     def _overdue_leavers(self, now: float) -> list[ElasticMember]:
         return [member for member in self.members.values() if member.leave_by is not None and member.leave_by <= now]
 
@@ -453,12 +443,12 @@ class ElasticMachine(MemberTransitions):
     def _why_too_few(self, now: float) -> Reason:
         if self.fatal and not self.ever_started:
             return Reason(ReasonCode.start_failed, self.fatal)
-        if self.pending_replacements and self.capped:
+        if self.unreplaced and self.capped:
             return Reason(ReasonCode.cap, f"started again {len(self.restarts)} times: no more are tried for now")
-        if self.pending_replacements:
+        if self.unreplaced:
             return Reason(
                 ReasonCode.back_off,
-                f"{self.pending_replacements[0].member} is replaced in {self.not_before - now:.3g} s",
+                f"{self.unreplaced[0].member} is replaced in {self.not_before - now:.3g} s",
             )
         pending = [member for member in self.members.values() if member.state is MemberState.pending]
         if pending:
@@ -513,20 +503,4 @@ class ElasticMachine(MemberTransitions):
             assert world is None or len(set(world.members)) == world.size, "a member with two ranks"
 
 
-_HANDLERS: dict[type, Callable[[ElasticMachine, Any, float], None]] = {
-    e.NodesChanged: ElasticMachine._on_nodes_changed,
-    e.MemberPending: ElasticMachine._on_member_pending,
-    e.MemberStarted: ElasticMachine._on_member_started,
-    e.MemberLost: ElasticMachine._on_member_lost,
-    e.MemberLeft: ElasticMachine._on_member_left,
-    e.MemberPreempted: ElasticMachine._on_member_preempted,
-    e.HealthChecked: ElasticMachine._on_health_checked,
-    e.StepBoundary: ElasticMachine._on_step_boundary,
-    e.WorldEntered: ElasticMachine._on_world_entered,
-    e.WorldFailed: ElasticMachine._on_world_failed,
-    e.StepDone: ElasticMachine._on_step_done,
-    e.StepInterrupted: ElasticMachine._on_step_interrupted,
-    e.ResizeRequested: ElasticMachine._on_resize_requested,
-    e.GroupClosed: ElasticMachine._on_group_closed,
-    e.ElasticTick: ElasticMachine._on_tick,
-}
+_HANDLERS = handlers_of(ElasticMachine, e.ElasticEvent)

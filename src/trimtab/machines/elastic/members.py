@@ -53,9 +53,13 @@ class MemberTransitions(ElasticState):
 
     def _staying(self) -> list[ElasticMember]:
         """Members that are up or pending, and are to stay."""
-        return [
-            member for member in self.members.values() if member.state not in (MemberState.leaving, MemberState.gone)
-        ]
+        return self._in_state(MemberState.pending, MemberState.ready, MemberState.working)
+
+    def _leaving(self) -> list[ElasticMember]:
+        return self._in_state(MemberState.leaving)
+
+    def _in_state(self, *states: MemberState) -> list[ElasticMember]:
+        return [member for member in self.members.values() if member.state in states]
 
     def _fill(self, now: float) -> None:
         """Start missing members and end surplus ones."""
@@ -65,15 +69,15 @@ class MemberTransitions(ElasticState):
         self._end_surplus(now)
         self._recall_leavers(now)
         missing = self.wanted - len(self._staying())
-        del self.pending_replacements[max(0, missing) :]  # members lost with their node are not replaced
-        more = missing - len(self.pending_replacements)
+        del self.unreplaced[max(0, missing) :]  # members lost with their node are not replaced
+        more = missing - len(self.unreplaced)
         if more > 0:
             self._start_more(more, now)
-        if self.pending_replacements and self._may_replace(now):
+        if self.unreplaced and self._may_replace(now):
             self.round_open = False
-            for debt in self.pending_replacements:
-                self._start_replacement(debt, now)
-            self.pending_replacements.clear()
+            for lost in self.unreplaced:
+                self._start_replacement(lost, now)
+            self.unreplaced.clear()
 
     def _request_units(self) -> None:
         want = self.wanted if self.requested is not None or self.spec.max_members is None else self.spec.max_members
@@ -87,12 +91,8 @@ class MemberTransitions(ElasticState):
         if over <= 0:
             return
         reason = Reason(ReasonCode.shrink, f"members wanted: {self.wanted}; there or on their way: {len(staying)}")
-        waiting = [
-            member
-            for member in reversed(staying)
-            if member.state is MemberState.pending and not self._irreplaceable(member)
-        ]
-        for member in waiting[:over]:
+        pending = [member for member in self._in_state(MemberState.pending) if not self._irreplaceable(member)]
+        for member in pending[::-1][:over]:
             self._pending_to_gone(member, reason, now)
         # Members that have their capacity keep it, unless a limit or a request says otherwise.
         limit = self.requested if self.requested is not None else self.spec.max_members
@@ -104,13 +104,8 @@ class MemberTransitions(ElasticState):
         """Members that leave only because fewer were wanted stay, as far as more are wanted again."""
         missing = self.wanted - len(self._staying())
         reason = Reason(ReasonCode.grow, f"members wanted again: {self.wanted}")
-        spared = [
-            member
-            for member in self.members.values()
-            if member.state is MemberState.leaving
-            and all(cause.reason.code is ReasonCode.shrink for cause in member.causes)
-        ]
-        for member in spared[: max(0, missing)]:
+        surplus = [m for m in self._leaving() if all(cause.reason.code is ReasonCode.shrink for cause in m.causes)]
+        for member in surplus[: max(0, missing)]:
             self._leaving_to_staying(member, ReasonCode.shrink, reason, now)
 
     def _last_first(self, members: list[ElasticMember]) -> list[ElasticMember]:
@@ -125,12 +120,8 @@ class MemberTransitions(ElasticState):
 
     def _start_more(self, count: int, now: float) -> None:
         """First replacements of leavers, then growth."""
-        replaced_names = {member.replaces for member in self.members.values()}
-        leavers = [
-            member
-            for member in self.members.values()
-            if member.state is MemberState.leaving and member.id not in replaced_names
-        ]
+        replaced = {member.replaces for member in self.members.values()}
+        leavers = [leaver for leaver in self._leaving() if leaver.id not in replaced]
         for leaver in leavers[:count]:
             sentence = f"in place of {leaver.id}, which leaves: {leaver.reason.sentence}"
             self._new_to_pending(Reason(leaver.reason.code, sentence), leaver.id, now)
@@ -138,11 +129,11 @@ class MemberTransitions(ElasticState):
         for _ in range(count - len(leavers)):
             self._new_to_pending(grow, "", now)
 
-    def _start_replacement(self, debt: LostMember, now: float) -> None:
-        reason = Reason(ReasonCode.replaced, f"in place of {debt.member}: {debt.reason.sentence}")
-        member = self._new_to_pending(reason, debt.member, now)
-        member.restart_at, member.restart_weight, member.restart_node = now, debt.weight, debt.node
-        self.restarts += [now] * debt.weight
+    def _start_replacement(self, lost: LostMember, now: float) -> None:
+        reason = Reason(ReasonCode.replaced, f"in place of {lost.member}: {lost.reason.sentence}")
+        member = self._new_to_pending(reason, lost.member, now)
+        member.restart_at, member.restart_weight, member.restart_node = now, lost.weight, lost.node
+        self.restarts += [now] * lost.weight
         self.restart_count += 1
 
     def _may_replace(self, now: float) -> bool:
@@ -152,15 +143,14 @@ class MemberTransitions(ElasticState):
         capped = len(self.restarts) >= self.spec.restarts
         if capped and not self.capped:
             sentence = f"members were started again {len(self.restarts)} times within {self.spec.restart_window_s:g} s"
-            self._record(
-                self.spec.name, "capped", Reason(ReasonCode.cap, f"{sentence}: no more are tried for now"), now
-            )
+            reason = Reason(ReasonCode.cap, f"{sentence}: no more are tried for now")
+            self._record(self.spec.name, "capped", reason, now)
         self.capped = capped
         return not capped and self.not_before <= now
 
     def _replace_due(self) -> float | None:
         """When the next pending replacement may be started."""
-        if not self.pending_replacements or (self.fatal and not self.ever_started):
+        if not self.unreplaced or (self.fatal and not self.ever_started):
             return None
         if len(self.restarts) < self.spec.restarts:
             return self.not_before
@@ -173,10 +163,8 @@ class MemberTransitions(ElasticState):
 
     def _new_to_pending(self, reason: Reason, replaces: str, now: float) -> ElasticMember:
         self.created_count += 1
-        member = ElasticMember(
-            f"{self.spec.name}-{self.created_count:04d}", self.created_count, MemberState.pending, reason, now
-        )
-        member.replaces = replaces
+        name = f"{self.spec.name}-{self.created_count:04d}"
+        member = ElasticMember(name, self.created_count, MemberState.pending, reason, now, replaces=replaces)
         self.members[member.id] = member
         self._to(member, MemberState.pending, reason, now)
         self._out.append(e.StartMember(member.id, reason))
@@ -251,7 +239,7 @@ class MemberTransitions(ElasticState):
 
     def _forgive_node_losses(self, gone: AbstractSet[str]) -> None:
         """Members lost together with their node do not count as restarts."""
-        self.pending_replacements = [lost for lost in self.pending_replacements if lost.node not in gone]
+        self.unreplaced = [lost for lost in self.unreplaced if lost.node not in gone]
         for member in self.members.values():
             if member.restart_node in gone:
                 self._uncount_restart(member)
@@ -264,7 +252,7 @@ class MemberTransitions(ElasticState):
         self.retry_at = now  # the cause of the failure is known now
         if planned:
             return
-        self.pending_replacements.append(LostMember(member.id, node, reason, weight))
+        self.unreplaced.append(LostMember(member.id, node, reason, weight))
         if not self.round_open:
             self.round_open = True
             self.rounds += 1
@@ -370,8 +358,8 @@ class MemberTransitions(ElasticState):
             spared = sum(
                 member.state is MemberState.pending and self._irreplaceable(member) for member in self._staying()
             )
-            assert -spared <= missing - len(self.pending_replacements) <= 0, (
-                f"{missing} are missing, {len(self.pending_replacements)} with a reason"
+            assert -spared <= missing - len(self.unreplaced) <= 0, (
+                f"{missing} are missing, {len(self.unreplaced)} with a reason"
             )
             assert self.phase is not ElasticPhase.entering or self.next_world is not None
         assert len(self.restarts) <= self.spec.restarts + FATAL_WEIGHT * max(1, self.created_count)

@@ -22,6 +22,7 @@ class ElasticPhase(str, enum.Enum):
 
 
 OVER = (ElasticPhase.given_up, ElasticPhase.closed)
+LIVE = tuple(state for state in MemberState if state is not MemberState.gone)
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class ElasticState:
     requested: int | None = None  # by a user
     want: int = 0  # by the last RequestUnits
     # Replacements.
-    pending_replacements: list[LostMember] = field(default_factory=list)
+    unreplaced: list[LostMember] = field(default_factory=list)
     restarts: list[float] = field(default_factory=list)  # within the window
     rounds: int = 0  # of replacements in a row that completed no step
     round_open: bool = False  # no replacement was started since the last loss

@@ -17,10 +17,10 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 from trimtab.core.codec import decode, encode
+from trimtab.core.dispatch import handlers_of
 from trimtab.core.errors import InputError, nearest
 from trimtab.core.reasons import STORY_KEPT, Reason, ReasonCode, StoryEntry, add_story_entry
 from trimtab.machines.nodes import events as e
@@ -66,16 +66,6 @@ class NodeMachine:
         self._seen: tuple[int, tuple[NodeView, ...]] = (-1, ())  # by version
         self._announce_due = False
         self._out: list[e.NodeInstruction] = []
-        self._handlers: dict[type, Callable[[Any, float], None]] = {
-            e.NodeSeen: self._on_node_seen,
-            e.NodeGone: self._on_node_gone,
-            e.HeartbeatReceived: self._on_heartbeat_received,
-            e.HeartbeatMissed: self._on_heartbeat_missed,
-            e.ConnectionBroken: self._on_connection_broken,
-            e.DrainRequested: self._on_drain_requested,
-            e.DrainCancelled: self._on_drain_cancelled,
-            e.NodeTick: self._on_tick,
-        }
 
     # ---- entry point ------------------------------------------------------------------------------------------------
 
@@ -83,7 +73,7 @@ class NodeMachine:
         """The instructions that follow. Raises InputError for an invalid request, with nothing changed."""
         now = max(float(now), self.now)
         self._out, self._announce_due = [], False
-        self._handlers[type(event)](event, now)
+        _HANDLERS[type(event)](self, event, now)
         self.now = now
         if self._announce_due:
             self._announce(now)
@@ -217,7 +207,7 @@ class NodeMachine:
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
-    def _on_tick(self, event: e.NodeTick, now: float) -> None:
+    def _on_node_tick(self, event: e.NodeTick, now: float) -> None:
         while (at := self.next_deadline()) is not None and at <= now:
             node = self.nodes[self._pop_timer()]
             if node.announce_by is not None and node.announce_by <= now:
@@ -584,3 +574,6 @@ class NodeMachine:
         assert self._order == sorted(self.nodes.values(), key=node_order), "order"
         assert self._unannounced.keys() <= self.nodes.keys(), "untold"
         assert all(name in self.nodes for name in self._by_name.values()), "a name of a forgotten node"
+
+
+_HANDLERS = handlers_of(NodeMachine, e.NodeEvent)

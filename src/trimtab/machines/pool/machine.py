@@ -12,12 +12,11 @@ node of every bundle, so its accounting is exact; a placement group that is lost
 from __future__ import annotations
 
 import heapq
-import re
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 from trimtab.core.codec import encode
+from trimtab.core.dispatch import handlers_of
 from trimtab.core.errors import InputError
 from trimtab.core.reasons import Reason, ReasonCode, StoryEntry, add_story_entry
 from trimtab.core.resources import NOTHING
@@ -502,7 +501,4 @@ _NODE_CODES = {
     "emptied": ReasonCode.node_draining,
     "lost": ReasonCode.node_lost,
 }
-_HANDLERS: dict[type, Callable[[PoolMachine, Any, float], None]] = {
-    event: getattr(PoolMachine, "_on" + re.sub("([A-Z])", r"_\1", event.__name__).lower())
-    for event in get_args(e.PoolEvent)
-}
+_HANDLERS = handlers_of(PoolMachine, e.PoolEvent)
