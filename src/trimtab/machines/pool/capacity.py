@@ -8,7 +8,7 @@ replay and after loading a snapshot.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -222,6 +222,12 @@ class ClusterCapacity:
 
     def release(self, nodes: Sequence[str], bundles: Sequence[Resources]) -> None:
         self._add(self.held, nodes, bundles, -1, -1)
+
+    def parts(self, nodes: Sequence[str], bundles: Sequence[Resources]) -> Iterator[tuple[int, Vector]]:
+        """Row and vector of each bundle whose node is up."""
+        for node, bundle in zip(nodes, bundles, strict=True):
+            if node in self.row_of:
+                yield self.row_of[node], self.vector(bundle)
 
     def set_idle(self, nodes: Sequence[str], bundles: Sequence[Resources], idle: bool) -> None:
         self._add(self.idle, nodes, bundles, 1 if idle else -1, 0)

@@ -104,9 +104,8 @@ def assign_after_release(state: PoolState, task: PoolTask) -> PreemptionPlan:
         return PreemptionPlan()
     free = capacity.free.copy()
     for group in releasing:
-        for node, bundle in zip(group.nodes, group.bundles, strict=True):
-            if node in capacity.row_of:
-                free[capacity.row_of[node]] += capacity.vector(bundle)
+        for row, vector in capacity.parts(group.nodes, group.bundles):
+            free[row] += vector
     rows = place(free, capacity.usable, asks, strategy_of(state, spec))
     if rows is None:
         return PreemptionPlan()
@@ -189,9 +188,8 @@ def quota_alone(state: PoolState, queue: ClassQueue) -> bool:
     for column, units in _wanted(state, queue):
         room = np.maximum(capacity.free[:, column], 0) + capacity.idle[:, column]
         for group in state.releasing.values():
-            for node, bundle in zip(group.nodes, group.bundles, strict=True):
-                if node in capacity.row_of:
-                    room[capacity.row_of[node]] += capacity.vector(bundle)[column]
+            for row, vector in capacity.parts(group.nodes, group.bundles):
+                room[row] += vector[column]
         if evicts:
             candidates.add_releases(room, column, queue.kind.priority, state.policy)
         found &= room >= units
@@ -220,10 +218,10 @@ def _could_take(state: PoolState, row: int, queue: ClassQueue, *, evicts: bool) 
         room = max(0, int(capacity.free[row, column])) + int(capacity.idle[row, column])
         if room < units and state.releasing:
             room += sum(
-                int(capacity.vector(bundle)[column])
+                int(vector[column])
                 for group in state.releasing.values()
-                for node, bundle in zip(group.nodes, group.bundles, strict=True)
-                if capacity.row_of.get(node) == row
+                for at, vector in capacity.parts(group.nodes, group.bundles)
+                if at == row
             )
         if room < units and evicts:
             room += state.candidates.releases(row, column, queue.kind.priority, state.policy)
@@ -269,9 +267,8 @@ def _fits_alone(state: PoolState, spec: TaskSpec, strategy: PlacementStrategy) -
     empty = capacity.total - capacity.outside
     for owned in state.pool_groups.values():
         for group in owned.reserved.values():
-            for node, bundle in zip(group.nodes, group.bundles, strict=True):
-                if node in capacity.row_of:
-                    empty[capacity.row_of[node]] -= capacity.vector(bundle)
+            for row, vector in capacity.parts(group.nodes, group.bundles):
+                empty[row] -= vector
     return place(empty, capacity.usable, _asks(state, spec), strategy) is not None
 
 

@@ -17,24 +17,18 @@ def lines(instructions: Sequence[e.PoolInstruction]) -> list[str]:
 
 def line(instruction: e.PoolInstruction) -> str:
     if isinstance(instruction, e.CreatePlacementGroup):
-        bundles = " + ".join(
-            f"{bundle} on {node}" for bundle, node in zip(instruction.bundles, instruction.nodes, strict=True)
-        )
+        places = zip(instruction.bundles, instruction.nodes, strict=True)
+        bundles = " + ".join(f"{bundle} on {node}" for bundle, node in places)
         return f"make {instruction.group} of {instruction.pool}: {bundles}"
     if isinstance(instruction, e.RemovePlacementGroup):
         return f"remove {instruction.group}"
+    task = f"{instruction.task} #{instruction.attempt}"
     if isinstance(instruction, e.StartTask):
-        places = " ".join(f"{place.group}/{place.bundle}" for place in instruction.places)
-        return f"start {instruction.task} #{instruction.attempt} in {places}" + (
-            " from its saved state" if instruction.restore else ""
-        )
+        slots = " ".join(f"{place.group}/{place.bundle}" for place in instruction.places)
+        return f"start {task} in {slots}{' from its saved state' if instruction.restore else ''}"
     if isinstance(instruction, e.StopTask):
-        ways = (
-            f"tell {instruction.cancel_grace_s:g} s" if instruction.cancel_grace_s else "",
-            f"save {instruction.checkpoint_timeout_s:g} s" if instruction.checkpoint_timeout_s else "",
-        )
-        details = ", ".join(word for word in (*ways, "with notice" if instruction.notice else "") if word)
-        return f"stop {instruction.task} #{instruction.attempt} for {instruction.reason.code.value}" + (
-            f": {details}" if details else ""
-        )
-    return f"{'park' if isinstance(instruction, e.ParkTask) else 'unpark'} {instruction.task} #{instruction.attempt}"
+        cancel_s, save_s = instruction.cancel_grace_s, instruction.checkpoint_timeout_s
+        details = [f"tell {cancel_s:g} s"] * (cancel_s != 0) + [f"save {save_s:g} s"] * (save_s != 0)
+        details += ["with notice"] * instruction.notice
+        return f"stop {task} for {instruction.reason.code.value}{': ' if details else ''}{', '.join(details)}"
+    return f"{'park' if isinstance(instruction, e.ParkTask) else 'unpark'} {task}"

@@ -573,10 +573,9 @@ class _PreemptionSearch:
         def enough(kept: list[PlacementGroup]) -> bool:
             left = {row: lack.copy() for row, lack in lacks.items()}
             for group in kept:
-                for node, bundle in zip(group.nodes, group.bundles, strict=True):
-                    row = capacity.row_of.get(node)
+                for row, vector in capacity.parts(group.nodes, group.bundles):
                     if row in left:
-                        left[row] -= capacity.vector(bundle)
+                        left[row] -= vector
             room = all((lack <= 0).all() for lack in left.values())
             return room and sum(len(group.bundles) for group in kept if group.pool == pool) >= slots
 

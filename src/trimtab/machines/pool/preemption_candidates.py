@@ -71,11 +71,8 @@ class PreemptionCandidates:
         dynamic = group.kind is PlacementGroupKind.dynamic and alone
         parts: dict[int, Vector] = {}
         if dynamic:
-            for node, bundle in zip(group.nodes, group.bundles, strict=True):
-                row = capacity.row_of.get(node)
-                if row is not None:
-                    vector = capacity.vector(bundle)
-                    parts[row] = parts[row] + vector if row in parts else vector
+            for row, vector in capacity.parts(group.nodes, group.bundles):
+                parts[row] = parts[row] + vector if row in parts else vector
         row = NO_ROW if not parts else next(iter(parts)) if len(parts) == 1 else MANY_ROWS
         self.parts[at] = tuple(parts.items())
         columns = self._columns
