@@ -174,7 +174,7 @@ def test_explain_says_why_a_group_is_not_larger(capsys: pytest.CaptureFixture[st
     waits = {"code": "NO_NODE", "sentence": "it asks 8 gpu, and no node is large enough"}
     members = [
         {"member": "t-0001", "task": "t-0001", "state": "working", "node": "ab" * 28, "rank": 0, "reason": waits},
-        {"member": "t-0002", "task": "t-0002", "state": "asked", "node": None, "rank": None, "reason": waits},
+        {"member": "t-0002", "task": "t-0002", "state": "pending", "node": None, "rank": None, "reason": waits},
     ]
     facts = {"state": "working", "reason": waits, "deadline": None, "pool": "rlhf", "unit": {"gpu": 8.0}, "size": 1}
     session.ask("publish", "group", "trainers", {**facts, "wanted": 2, "members": members}, session.client)

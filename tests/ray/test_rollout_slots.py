@@ -46,7 +46,8 @@ MARK = f"slots-{uuid.uuid4().hex[:8]}"
 GPU = {"gpu": 1}
 GREEDY = SamplingParams(max_tokens=200, temperature=0.0)
 RULES = RolloutRules(
-    least=1, most=4, capacity=4, monitor_s=0.2, drain_s=3.0, abort_s=1.0, stall_s=60.0, suspect_s=0.5, lost_s=5.0,
+    min_workers=1, max_workers=4, capacity=4, monitor_s=0.2, drain_s=3.0, abort_s=1.0, stall_s=60.0, suspect_s=0.5,
+    lost_s=5.0,
     back_off_s=0.2, probe_s=2.0, stop_s=30.0, retries=20,
 )  # fmt: skip
 
@@ -358,7 +359,7 @@ def test_a_node_has_places_for_what_is_left_of_it_and_none_before_it_may_be_used
     assert engines_that_fit(node("a", 8, NodeState.suspect), unit) == 4, "silent for a moment"
     for state in (NodeState.held, NodeState.draining, NodeState.lost):
         assert engines_that_fit(node("a", 8, state), unit) == 0
-    assert engines_that_fit(node("a", 8, told=False), unit) == 0
+    assert engines_that_fit(node("a", 8, announced=False), unit) == 0
 
 
 def test_workers_follow_nodes_within_limits_and_those_whose_node_goes_go_first() -> None:

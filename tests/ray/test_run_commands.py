@@ -647,7 +647,7 @@ def test_what_nobody_else_could_import_or_keep_is_refused(tmp_path: Path) -> Non
         pass
 
     both = {"rollout": run_parts.Bare, "trainer": {"use": run_parts.Bare, "after": "rollout"}}
-    with pytest.raises(InputError, match="inside of a function"):
+    with pytest.raises(InputError, match="inside a function"):
         trimtab.Job({**both, "rollout": Inside})
     with pytest.raises(InputError, match="rollout is a Bare: a class is expected"):
         trimtab.Job({**both, "rollout": run_parts.Bare(None)})

@@ -106,7 +106,7 @@ class RolloutWorld:
         self.journal: list[tuple[float, Any, list[Any]]] = []
         self.counted: Counter[str] = Counter()
         self.numbers = 0
-        self.most = rules.most
+        self.most = rules.max_workers
         self.broken = False
 
     # ---- events ----------------------------------------------------------------------------------------------------

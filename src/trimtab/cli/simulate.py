@@ -38,7 +38,9 @@ def simulate(
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, max=256, help="Runs at the same time.")] = 1,
     sweep: Annotated[
         str | None,
-        typer.Option("--sweep", help="Try a setting of trimtab: patience_s=60,600,3600 or same_pool_gap=1..5."),
+        typer.Option(
+            "--sweep", help="Try a setting of trimtab: starvation_timeout_s=60,600,3600 or same_pool_gap=1..5."
+        ),
     ] = None,
     form: Annotated[SimulateFormat, typer.Option("--format", "-f", help="text, json or csv.")] = SimulateFormat.text,
     html: Annotated[Path | None, typer.Option("--html", help="Write a report with plots to this file.")] = None,

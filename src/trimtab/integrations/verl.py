@@ -398,8 +398,8 @@ class ServerEngine:
 def _rules(settings: BalancerSettings) -> RolloutRules:
     trainer = Owner.trainer
     return RolloutRules(
-        least=0,
-        most=QUEUE_LIMIT,
+        min_workers=0,
+        max_workers=QUEUE_LIMIT,
         capacity=settings.limit,
         ownership=Ownership(sleep=trainer, pause=trainer, refit=trainer, abort=trainer),
         classes=(RequestClass(queue_limit=QUEUE_LIMIT, deadline_s=None),),

@@ -306,7 +306,7 @@ def test_faults_come_before_what_is_stuck_and_notes_last() -> None:
 
 
 def test_the_status_of_a_real_machine_is_understood() -> None:
-    rules = RolloutRules(least=1, most=4, ownership=Ownership(abort=Owner.trainer))
+    rules = RolloutRules(min_workers=1, max_workers=4, ownership=Ownership(abort=Owner.trainer))
     machine = RolloutMachine(rules, ElasticConfig(min_workers=1, max_workers=4, monitoring_interval=1.0))
     now = 0.0
     for name in ("a", "b"):

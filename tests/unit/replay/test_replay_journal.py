@@ -76,7 +76,7 @@ class Play:
             elif isinstance(one, e.StartTask):
                 more += self.tell(e.TaskStarted(one.task, one.attempt), after=after)
             elif isinstance(one, e.StopTask):
-                kept = saved and one.save_s > 0
+                kept = saved and one.checkpoint_timeout_s > 0
                 more += self.tell(e.TaskStopped(one.task, one.attempt, "returned", kept), after=after)
         return [*out, *self.answer(more, saved=saved, after=after)] if more else list(out)
 
@@ -384,7 +384,7 @@ def test_a_pool_that_is_dropped_and_asked_for_again_is_another_once_its_tasks_ha
     play.answer(play.submit("a"))
     play.tell(e.PoolDrained("p"))
     play.answer(play.tell(e.PoolDropped("p"), after=10.0))
-    play.tell(e.PoolEnsured(PoolSpec("p", Resources.of(gpu=1), patience_s=5.0)))
+    play.tell(e.PoolEnsured(PoolSpec("p", Resources.of(gpu=1), starvation_timeout_s=5.0)))
     play.answer(play.submit("b"))
     play.ended("b", after=10.0)
     world = world_of(play.record())
@@ -454,7 +454,7 @@ def test_a_file_holds_one_policy_a_list_or_the_policies_of_a_scenario(tmp_path: 
     names = [
         [one.name for one in read_others([policy_file(tmp_path, text)])]
         for text in (
-            "pool: {patience_s: 5}",
+            "pool: {starvation_timeout_s: 5}",
             "[fifo, {use: las, threshold_gpu_s: 5}]",
             "{cluster: {nodes: 1}, policies: [fifo, {use: trimtab, name: eager}]}",
         )
@@ -481,7 +481,7 @@ def test_settings_of_one_pool_and_rules_by_label_change_what_the_journal_has(tmp
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("pool: {patiense_s: 5}", "did you mean patience_s"),
+        ("pool: {starvatoin_timeout_s: 5}", "did you mean starvation_timeout_s"),
         ("preemption: {same_pool_gab: 5}", "did you mean same_pool_gap"),
         ("preemption: {same_pool_gap: -1}", "at least 0"),
         ("preemption: {label_rules: [1]}", "label_rules"),

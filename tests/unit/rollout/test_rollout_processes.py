@@ -291,7 +291,14 @@ def test_an_engine_ends_also_when_its_guard_is_killed(tmp_path: Path) -> None:
 
 def test_a_pool_starts_refits_restarts_and_stops_its_processes(tmp_path: Path) -> None:
     rules = RolloutRules(
-        least=1, most=2, monitor_s=0.1, drain_s=2.0, abort_s=1.0, back_off_s=0.1, suspect_s=0.5, probe_s=2.0
+        min_workers=1,
+        max_workers=2,
+        monitor_s=0.1,
+        drain_s=2.0,
+        abort_s=1.0,
+        back_off_s=0.1,
+        suspect_s=0.5,
+        probe_s=2.0,
     )
     greedily = SamplingParams(max_tokens=30, temperature=0.0)
     other = str(tiny_gguf(shift=0.5))

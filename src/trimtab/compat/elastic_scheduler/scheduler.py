@@ -522,8 +522,8 @@ def _rules(config: ElasticConfig, calls: WorkerGroupCalls) -> RolloutRules:
     """The machine's rules that these settings mean."""
     call_s = calls.timeout_s + 1.0  # the machine's deadline comes after the call's own
     return RolloutRules(
-        least=config.min_workers,
-        most=config.max_workers,
+        min_workers=config.min_workers,
+        max_workers=config.max_workers,
         capacity=config.requests_per_worker_capacity,
         version=VERSION,
         classes=(RequestClass(queue_limit=MOST_QUEUED),),

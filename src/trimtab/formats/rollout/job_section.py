@@ -41,8 +41,8 @@ MOST_RULE = elastic_config_file.LONGEST_S
 SMALLEST = f"{SECTION}: {{engines: ['http://127.0.0.1:8000']}}"
 
 SAID_ELSEWHERE = {
-    "least": "elastic_config.min_workers",
-    "most": "elastic_config.max_workers",
+    "min_workers": "elastic_config.min_workers",
+    "max_workers": "elastic_config.max_workers",
     "capacity": "elastic_config.requests_per_worker_capacity",
     "monitor_s": "elastic_config.monitoring_interval",
     "drain_s": "elastic_config.drain_timeout",
@@ -283,14 +283,14 @@ def _rules(
     }
     if elastic is not None:
         values |= {
-            "least": elastic.min_workers, "most": elastic.max_workers,
+            "min_workers": elastic.min_workers, "max_workers": elastic.max_workers,
             "capacity": elastic.requests_per_worker_capacity, "monitor_s": elastic.monitoring_interval,
             "drain_s": elastic.drain_timeout,
         }  # fmt: skip
     else:
         values |= {
-            "least": 1,
-            "most": MOST_ENGINES,
+            "min_workers": 1,
+            "max_workers": MOST_ENGINES,
             "capacity": min((one.limit for one in engines), default=USUAL_LIMIT),
         }
     # The machine gives a deed up later than whoever carries it out does.

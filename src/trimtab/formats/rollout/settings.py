@@ -130,7 +130,7 @@ class RolloutSettings:
     def warnings(self) -> list[str]:
         """What is allowed and likely to disappoint, a sentence each."""
         said = self.elastic.warnings() if self.elastic_said else []
-        most, least = self.rules.most, self.rules.least
+        most, least = self.rules.max_workers, self.rules.min_workers
         count = self.count
         if count is not None and count > most:
             said.append(f"{count} engines, but max_workers is {most}: {count - most} of them never serve")

@@ -111,7 +111,7 @@ class RolloutRequest:
     worker: str = ""  # where its attempt is; empty unless sent, streaming or moving
     again: bool = False  # what it has is thrown away at the next cut
     breaks: int = 0
-    deadly: int = 0  # engines in a row that were gone before they made a token of it
+    poison_count: int = 0  # engines in a row that were gone before they made a token of it
     moves: int = 0
     avoid: str = ""  # the worker it broke on
     wanted: list[str] = field(default_factory=list)  # whom the answer goes to: itself, and others with its key

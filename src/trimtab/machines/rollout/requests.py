@@ -312,9 +312,9 @@ class RequestTransitions:
     def _gone_under(self, request: RolloutRequest, sent: SentAttempt, gone: bool) -> None:
         """Whether the engine may have died of it: then it must not take all others with it."""
         if not gone or request.tokens > sent.base:
-            request.deadly = 0
+            request.poison_count = 0
         elif request.avoid != request.worker:  # another engine than the one before
-            request.deadly += 1
+            request.poison_count += 1
 
     def lay_ghosts(self, worker: RolloutWorker) -> None:
         """Its process is gone for certain."""
@@ -344,8 +344,8 @@ class RequestTransitions:
         """It broke: again, with what it has, unless it has all or broke too often."""
         request.breaks += 1
         request.avoid = worker.id
-        if request.deadly >= self.books.rules.deadly:
-            engines = counted(request.deadly, "engine")
+        if request.poison_count >= self.books.rules.poison_count:
+            engines = counted(request.poison_count, "engine")
             sentence = f"{engines} in a row were gone before its first token, at last {worker.id}: {why}"
             self._fail(request, Reason(ReasonCode.retries_used, sentence))
         elif request.breaks > self.books.rules.retries and request.tokens < request.spec.max_tokens:

@@ -10,7 +10,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator
 
-from trimtab.core.reasons import Reason, StoryEntry, add_chapter
+from trimtab.core.reasons import Reason, StoryEntry, add_story_entry
 from trimtab.machines.rollout.events import RolloutInstruction
 from trimtab.machines.rollout.policies.policy import Taker
 from trimtab.machines.rollout.records import OngoingRefit, RolloutCounters, RolloutRequest, RolloutWorker, SentAttempt
@@ -27,7 +27,7 @@ class RolloutState:
 
     def __init__(self, rules: RolloutRules) -> None:
         self.rules = rules
-        self.rest = RolloutCounters(version=rules.version, least=rules.least, most=rules.most)
+        self.rest = RolloutCounters(version=rules.version, least=rules.min_workers, most=rules.max_workers)
         self.workers: dict[str, RolloutWorker] = {}  # in order of joining
         self.requests: dict[str, RolloutRequest] = {}  # accepted and not answered
         self.past: dict[str, RolloutRequest] = {}  # answered not long ago, oldest first
@@ -54,14 +54,14 @@ class RolloutState:
         if state is not worker.state:
             worker.since = now
         worker.state, worker.reason = state, reason
-        add_chapter(worker.story, StoryEntry(now, state.value, reason))
+        add_story_entry(worker.story, StoryEntry(now, state.value, reason))
         self.touch("w", worker.id)
 
     def write_request(self, request: RolloutRequest, state: RequestState, reason: Reason) -> None:
         """The request is now there, for this reason."""
         now = self.rest.now
         request.state, request.reason, request.since = state, reason, now
-        add_chapter(request.story, StoryEntry(now, state.value, reason))
+        add_story_entry(request.story, StoryEntry(now, state.value, reason))
 
     # ---- questions -------------------------------------------------------------------------------------------------
 

@@ -121,8 +121,8 @@ def pool_data(spec: PoolSpec, view: Data, tasks: Iterable[TaskSnapshot]) -> dict
         "return_preempts": spec.return_preempts,
         "preload": list(spec.preload),
         "wait_s": spec.wait_s,
-        "patience_s": spec.patience_s,
-        "patience_runs": spec.patience_runs,
+        "starvation_timeout_s": spec.starvation_timeout_s,
+        "starvation_runs": spec.starvation_runs,
         "tasks": [
             {
                 "id": one.id,

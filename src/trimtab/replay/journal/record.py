@@ -178,7 +178,7 @@ class _JournalReader:
         """Who and what was there."""
         machine, settings = self._machine, self._record.settings
         settings += [(0.0, one) for one in machine.nodes.values()]
-        settings += [(0.0, e.NodeCordoned(node)) for node in sorted(machine.ledger.cordoned)]
+        settings += [(0.0, e.NodeCordoned(node)) for node in sorted(machine.capacity.cordoned)]
         self._pools.update(list(machine.pools))
         settings += [(0.0, e.PoolEnsured(one.spec)) for one in machine.pools.values()]
         settings += [(0.0, e.PoolDrained(name)) for name, one in machine.pools.items() if one.drained]
@@ -187,7 +187,7 @@ class _JournalReader:
         living = [one for one in machine.tasks.values() if one.state not in ENDED]
         places = {name: at for at, name in enumerate(machine.queue())}
         # Of one that was about to go for good there is nothing left to do.
-        living = [one for one in living if one.after in (None, StopOutcome.evicted, StopOutcome.again)]
+        living = [one for one in living if one.outcome in (None, StopOutcome.evicted, StopOutcome.retry)]
         for task in sorted(living, key=lambda one: (places.get(one.id, -1), one.started_at or 0.0, one.seq)):
             self._was_there(task)
         for instruction in machine.outstanding():
@@ -202,7 +202,7 @@ class _JournalReader:
             story.attempts.append(attempt)
             if task.state is TaskState.cancelling:
                 attempt.over_s = 0.0
-                attempt.leaves, attempt.lost = task.after is StopOutcome.evicted, task.after is StopOutcome.again
+                attempt.leaves, attempt.lost = task.outcome is StopOutcome.evicted, task.outcome is StopOutcome.retry
 
     def hear(self, number: int, now: float, event: Any, told: InstructionLines | None) -> None:
         """One event."""
@@ -260,8 +260,8 @@ class _JournalReader:
             return
         attempt.over_s = self._now_s
         task = self._machine.tasks.get(one.task)
-        after = None if task is None else task.after
-        attempt.leaves, attempt.lost = after is StopOutcome.evicted, after is StopOutcome.again
+        after = None if task is None else task.outcome
+        attempt.leaves, attempt.lost = after is StopOutcome.evicted, after is StopOutcome.retry
         story.evictions += attempt.leaves
         story.losses += attempt.lost
         if isinstance(self._event, (e.TaskEnded, e.CompleteRequested, e.CancelRequested)):

@@ -146,7 +146,8 @@ class BaselineScheduler:
     def stop(self, job: BaselineJob, reason: Reason, save_s: float = 0.0) -> None:
         """Its processes are to go."""
         job.state = "stopping"
-        self.out.append(e.StopTask(job.spec.id, job.attempt, reason, TELL_S if save_s else 0.0, save_s=save_s))
+        grace_s = TELL_S if save_s else 0.0
+        self.out.append(e.StopTask(job.spec.id, job.attempt, reason, grace_s, checkpoint_timeout_s=save_s))
 
     def _ends(self, job: BaselineJob) -> None:
         self.ended(job)

@@ -345,9 +345,11 @@ class PoolReplay:
             self._evictions += 1
             if life.began_s is not None:
                 saving = self._took("save", one.task, one.attempt)
-                saved = life.work.spec.saves and saving <= one.save_s
+                saved = life.work.spec.saves and saving <= one.checkpoint_timeout_s
                 self._worked_until(life, now, kept=saved)
-                took = min(took, one.tell_s) + (min(saving, one.save_s) if life.work.spec.saves else 0.0)
+                took = min(took, one.cancel_grace_s) + (
+                    min(saving, one.checkpoint_timeout_s) if life.work.spec.saves else 0.0
+                )
         self._agenda.put(now + took, e.TaskStopped(one.task, one.attempt, "returned", saved))
 
     def _took(self, what: str, name: str, attempt: int) -> float:

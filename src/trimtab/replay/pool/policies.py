@@ -20,7 +20,7 @@ FOR_EVER_S = 1e9
 PREEMPTION_KEYS = tuple(
     one.name for one in fields(PreemptionPolicy) if one.name not in ("label_rules", "protected_pools", "cross_pool")
 )
-POOL_KEYS = ("patience_s", "patience_runs", "reuse", "return_preempts")
+POOL_KEYS = ("starvation_timeout_s", "starvation_runs", "reuse", "return_preempts")
 SWITCHES = ("same_pool", "reuse", "return_preempts")  # true or false, the others are numbers
 
 KNOWN = {

@@ -109,8 +109,8 @@ class RolloutReplay:
     ) -> None:
         self.fleet = fleet
         rules = RolloutRules(
-            least=elastic.min_workers,
-            most=min(elastic.max_workers, fleet.engines),
+            min_workers=elastic.min_workers,
+            max_workers=min(elastic.max_workers, fleet.engines),
             capacity=elastic.requests_per_worker_capacity,
             monitor_s=elastic.monitoring_interval,
             drain_s=elastic.drain_timeout,
@@ -122,7 +122,7 @@ class RolloutReplay:
         self.outcome = RolloutOutcome()
         self._heard, self._check_every = heard, check_every
         self._agenda: Agenda[tuple[str, int] | e.RolloutEvent] = Agenda()
-        self._engines = {f"e{at}": SimulatedEngine(fleet.speed) for at in range(rules.most)}
+        self._engines = {f"e{at}": SimulatedEngine(fleet.speed) for at in range(rules.max_workers)}
         self._asked: dict[str, _SimulatedRequest] = {}  # not answered
         self._answered: set[str] = set()
         self._where: dict[AttemptKey, tuple[str, int]] = {}  # engine, and tokens that were there before

@@ -172,8 +172,8 @@ class Session:
         labels: Mapping[str, str] | None = None,
         strategy: str = "STRICT_PACK",
         wait_s: float = 3600.0,
-        patience_s: float = 60.0,
-        patience_runs: float = 20.0,
+        starvation_timeout_s: float = 60.0,
+        starvation_runs: float = 20.0,
         ends_with_me: bool = False,
     ) -> Pool:
         """The pool of this name: with a quota it is made (or is there with the same settings), without one it must be.
@@ -202,8 +202,8 @@ class Session:
             hosts_each=warm_each,
             preload=tuple(preload),
             wait_s=wait_s,
-            patience_s=patience_s,
-            patience_runs=patience_runs,
+            starvation_timeout_s=starvation_timeout_s,
+            starvation_runs=starvation_runs,
             client=self.client if ends_with_me else None,
         )
         self.ask("ensure_pool", spec, environments.of_this_process(self._ray), own_paths())

@@ -367,14 +367,14 @@ class ControllerLoop:
         while True:
             await asyncio.sleep(LOOK_AT_GROUPS_S)
             # Only what stood before Ray was asked can be missed in its answer.
-            standing = [one for one in self.machine.groups.values() if one.stand is PgState.standing]
+            standing = [one for one in self.machine.groups.values() if one.state is PgState.ready]
             try:
                 seen = await asyncio.wait_for(self.members.groups(), nodes.ANSWER_S)
             except Exception as fault:
                 log.warning("Ray does not say which placement groups there are: %s", fault)
                 continue
             for group in standing:
-                if group.id not in self.machine.groups or group.stand is not PgState.standing:
+                if group.id not in self.machine.groups or group.state is not PgState.ready:
                     continue
                 if group.id not in seen:
                     self.feed(events.PlacementGroupLost(group.id, "somebody removed the placement group"))

@@ -326,7 +326,7 @@ class InstructionExecutor:
         if all(ready):
             self._is_started(one, members, "found running after the controller came back")
             return
-        stop = StopTask(one.task, one.attempt, self._world.machine.tasks[one.task].reason, tell_s=0.0)
+        stop = StopTask(one.task, one.attempt, self._world.machine.tasks[one.task].reason, cancel_grace_s=0.0)
         await asyncio.gather(*(self._stop_member(member, stop) for member in members))
         self.running.pop(one.task, None)
         self._dead.pop((one.task, one.attempt), None)
@@ -478,18 +478,20 @@ class InstructionExecutor:
         self._world.feed(TaskStopped(one.task, one.attempt, cancel, saved, "; ".join(dict.fromkeys(notes))))
 
     async def _stop_member(self, member: TaskWorker, one: StopTask) -> WorkerStopResult:
-        path = str(self._state_path(member)) if self._hosts_save and one.save_s else None
-        limit_s = one.tell_s + one.save_s + STOP_SLACK_S
-        tell_s, save_s, tries = one.tell_s, one.save_s, 0
+        path = str(self._state_path(member)) if self._hosts_save and one.checkpoint_timeout_s else None
+        limit_s = one.cancel_grace_s + one.checkpoint_timeout_s + STOP_SLACK_S
+        cancel_grace_s, checkpoint_timeout_s, tries = one.cancel_grace_s, one.checkpoint_timeout_s, 0
         while True:
             try:
-                return await asyncio.wait_for(self._members.stop(member, tell_s, one.notice, save_s, path), limit_s)
+                return await asyncio.wait_for(
+                    self._members.stop(member, cancel_grace_s, one.notice, checkpoint_timeout_s, path), limit_s
+                )
             except Exception as fault:
                 if not self._world.alive(member.node):
                     return WorkerStopResult("not called", note="its node is gone")
                 log.warning("a process of %s could not be stopped: %s; trying again", member.task, _said(fault))
             # Its slot is not given on before it is gone for certain.
-            tell_s = save_s = 0.0
+            cancel_grace_s = checkpoint_timeout_s = 0.0
             await asyncio.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
             tries += 1
 
@@ -500,7 +502,7 @@ class InstructionExecutor:
         self, one: StopTask, members: Sequence[TaskWorker], outcomes: Sequence[WorkerStopResult]
     ) -> tuple[bool, list[str]]:
         record = self._world.machine.tasks.get(one.task)
-        if not one.save_s or record is None:
+        if not one.checkpoint_timeout_s or record is None:
             return False, []
         states = {
             member.rank: SavedMemberState(member.node, kept_name(member), outcome.state)

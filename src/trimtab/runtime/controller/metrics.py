@@ -174,7 +174,7 @@ class PoolMetrics:
                     slots[group.pool][_standing(group)] += len(group.bundles)
         for name, pool in self._machine.pools.items():
             if name in slots:
-                there = len(self._machine.shelves[name].reserved) + len(pool.retired)
+                there = len(self._machine.pool_groups[name].reserved) + len(pool.retired)
                 slots[name]["wanted"] = len(pool.spec.reserved) - there
         self._tell(SLOTS, {(pool, state): n for pool, by in slots.items() for state, n in by.items()})
 
@@ -204,9 +204,9 @@ async def _in_parts(records: Collection[Record]) -> AsyncIterator[list[Record]]:
 
 
 def _standing(group: PlacementGroup) -> str:
-    if group.stand is PgState.standing:
+    if group.state is PgState.ready:
         return "taken" if group.tenants else "idle"
-    return "making" if group.stand is PgState.making else "removing"
+    return "making" if group.state is PgState.creating else "removing"
 
 
 def _waited_since(task: PoolTask) -> tuple[float | None, float | None]:

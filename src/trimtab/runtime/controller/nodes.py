@@ -22,9 +22,8 @@ from trimtab.core.errors import InputError, TrimtabError
 from trimtab.core.reasons import Reason, ReasonCode
 from trimtab.core.resources import GRAIN, NOTHING, Resources, total
 from trimtab.machines.nodes import events as news
-from trimtab.machines.nodes.drain import evict_after_s
 from trimtab.machines.nodes.machine import NodeMachine
-from trimtab.machines.nodes.state import TrackedNode
+from trimtab.machines.nodes.state import TrackedNode, evict_after_s
 from trimtab.machines.pool.events import NodeCordoned, NodeDrained, NodeJoined, NodeLost, PoolEvent
 from trimtab.machines.pool.machine import PoolMachine
 from trimtab.machines.pool.records import PgState
@@ -288,7 +287,7 @@ class NodeMonitor:
         told = self.known.get(one.node)
         outside = held.outside(one)
         if told is not None:
-            stands = all(stand is PgState.standing for _, stand in held.groups)
+            stands = all(stand is PgState.ready for _, stand in held.groups)
             settled = stands and held.groups == self._groups.get(one.node)
             seen_twice = settled and self._before.get(one.node) == outside
             self._groups[one.node], self._before[one.node] = held.groups, outside
@@ -441,7 +440,7 @@ class NodeMonitor:
         for group in self._world.machine.groups.values():
             if group.id != without:
                 for bundle, node in zip(group.bundles, group.nodes, strict=True):
-                    groups.setdefault(node, []).append((group.id, group.stand))
+                    groups.setdefault(node, []).append((group.id, group.state))
                     bundles.setdefault(node, []).append(bundle)
         return {node: NodeHoldings(tuple(groups[node]), total(bundles[node])) for node in groups}
 

@@ -142,7 +142,7 @@ def _whole(record: PoolTask, found: Collection[TaskWorker]) -> bool:
 
 def _tell_lost_groups(world: RecoveryContext, seen: dict[str, FoundPlacementGroup]) -> None:
     for group in list(world.machine.groups.values()):
-        if group.stand is not PgState.standing:
+        if group.state is not PgState.ready:
             continue
         there = seen.get(group.id)
         if there is None:

@@ -92,8 +92,8 @@ class ElasticGroup:
         self.spec = ElasticSpec(
             name=name,
             unit=Resources.of(per_node if per_node is not None else {"gpu": 1}, where=where),
-            least=min,
-            most=max,
+            min_members=min,
+            max_members=max,
             wait_s=wait_s,
             step_timeout_s=step_timeout_s,
             health_every_s=health_every_s,
@@ -222,7 +222,7 @@ class ElasticGroup:
             return pool
         if isinstance(pool, str):
             return self._session.pool(pool)
-        most = self.spec.most or MANY
+        most = self.spec.max_members or MANY
         quota = {name: amount * most for name, amount in self.spec.unit.floats().items()}
         own = self._session.pool(self._own_pool, quota, reuse=False, warm_each=1, preload=preload, ends_with_me=True)
 

@@ -544,6 +544,6 @@ class GroupController:
 
 def _as_told(view: NodeView) -> NodeView | None:
     """A node as the last change told it: what comes and goes within one window changes the world once."""
-    if view.told:
+    if view.announced:
         return view
     return replace(view, state=NodeState.suspect, deadline=None) if view.state is NodeState.draining else None

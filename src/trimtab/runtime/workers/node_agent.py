@@ -102,7 +102,14 @@ class NodeAgent:
         return is_alive_here(process)
 
     async def stop(
-        self, pid: int, start: float, tell_s: float, notice: bool, save_s: float, path: str | None, keep_as: str
+        self,
+        pid: int,
+        start: float,
+        cancel_grace_s: float,
+        notice: bool,
+        checkpoint_timeout_s: float,
+        path: str | None,
+        keep_as: str,
     ) -> tuple[str, bool, bytes | None, str]:
         """Tell it, save it, end it: how `cancel` went, whether its state is saved, the state, a note.
 
@@ -110,20 +117,31 @@ class NodeAgent:
         """
         key = (pid, start)
         if key not in self._stops:
-            self._stops[key] = asyncio.create_task(self._stop(pid, start, tell_s, notice, save_s, path, keep_as))
+            self._stops[key] = asyncio.create_task(
+                self._stop(pid, start, cancel_grace_s, notice, checkpoint_timeout_s, path, keep_as)
+            )
             self._stops[key].add_done_callback(lambda _: self._stops.pop(key, None))
         return await asyncio.shield(self._stops[key])
 
     async def _stop(
-        self, pid: int, start: float, tell_s: float, notice: bool, save_s: float, path: str | None, keep_as: str
+        self,
+        pid: int,
+        start: float,
+        cancel_grace_s: float,
+        notice: bool,
+        checkpoint_timeout_s: float,
+        path: str | None,
+        keep_as: str,
     ) -> tuple[str, bool, bytes | None, str]:
         cancel, state, saved, notes = "not called", b"", False, []
-        if tell_s > 0:
-            answer, _ = await self._ask(pid, start, tell_s, {"do": "tell", "notice": notice, "seconds": tell_s})
+        if cancel_grace_s > 0:
+            answer, _ = await self._ask(
+                pid, start, cancel_grace_s, {"do": "tell", "notice": notice, "seconds": cancel_grace_s}
+            )
             cancel = answer["word"]
             notes.append(answer.get("note", ""))
-        if save_s > 0 and cancel != "timed out":
-            answer, state = await self._ask(pid, start, save_s, {"do": "save", "path": path})
+        if checkpoint_timeout_s > 0 and cancel != "timed out":
+            answer, state = await self._ask(pid, start, checkpoint_timeout_s, {"do": "save", "path": path})
             saved = answer["word"] == "returned"
             if answer["word"] in ("raised", "timed out"):
                 notes.append(f"save() {answer['word']}: {answer.get('note', '')}".rstrip(": "))

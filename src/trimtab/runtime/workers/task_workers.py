@@ -322,7 +322,12 @@ class TaskWorkerManager:
         return EntryOutcome(*found)
 
     async def stop(
-        self, member: TaskWorker, tell_s: float, notice: bool, save_s: float, state_path: str | None
+        self,
+        member: TaskWorker,
+        cancel_grace_s: float,
+        notice: bool,
+        checkpoint_timeout_s: float,
+        state_path: str | None,
     ) -> WorkerStopResult:
         """Tell it, save it, end it. On return the process does not exist, whatever it did.
 
@@ -332,8 +337,9 @@ class TaskWorkerManager:
         keep_as = kept_name(member)
         try:
             answer = await self._wardens.ask(
-                member.node, "stop", member.pid, member.born, tell_s, notice, save_s, state_path, keep_as,
-                timeout_s=max(0.0, tell_s) + max(0.0, save_s) + _END_S,
+                member.node, "stop", member.pid, member.born,
+                cancel_grace_s, notice, checkpoint_timeout_s, state_path, keep_as,
+                timeout_s=max(0.0, cancel_grace_s) + max(0.0, checkpoint_timeout_s) + _END_S,
             )  # fmt: skip
         except UnreachableError as fault:
             if member.node not in self._wardens.nodes:

@@ -30,7 +30,7 @@ def slot_worker(worker: str, **settings: object) -> WorkerSpec:
 
 def engines_that_fit(node: NodeView, unit: Resources, per_node: int | None = None) -> int:
     """Number of engines that fit on a node, beside what is used outside trimtab."""
-    if node.state not in (NodeState.ready, NodeState.suspect) or not node.told:
+    if node.state not in (NodeState.ready, NodeState.suspect) or not node.announced:
         return 0  # a suspect node keeps its workers
     free = node.facts.total.minus(node.outside)
     fit = min((free.get(name) // units for name, units in unit), default=0)

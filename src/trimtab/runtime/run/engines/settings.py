@@ -15,7 +15,7 @@ from trimtab.runtime.rollout.launch.launcher import EngineCommand
 T = TypeVar("T")
 LEAST_MONITOR_S = RANGES["monitoring_interval"][0]
 
-OF_OURS = ("least", "most", "capacity", "version", "ownership", "classes")
+OF_OURS = ("min_workers", "max_workers", "capacity", "version", "ownership", "classes")
 """Rules that the run sets, and not the job file."""
 
 
@@ -89,7 +89,11 @@ class EngineSettings:
         owner = Owner.trimtab if self.command is None else Owner.trainer
         usual = {"monitor_s": 1.0, "drain_s": float(self.notice_s), "back_off_s": 0.5, "retries": 20}
         return RolloutRules(
-            **{**usual, **given}, least=least, most=most, capacity=self.capacity, ownership=Ownership(refit=owner)
+            **{**usual, **given},
+            min_workers=least,
+            max_workers=most,
+            capacity=self.capacity,
+            ownership=Ownership(refit=owner),
         )
 
     def elastic_config(self) -> ElasticConfig | None:
