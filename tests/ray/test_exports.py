@@ -116,7 +116,7 @@ def test_a_pod_is_drained_before_it_goes_and_has_the_time_for_it() -> None:
 
 
 def test_with_autoscaling_pods_come_and_go_within_limits() -> None:
-    data = written(cluster(32), autoscale=True, least=1, most=9)
+    data = written(cluster(32), autoscale=True, min_replicas=1, max_replicas=9)
     assert data["spec"]["autoscalerOptions"]["version"] == "v2"
     group, _ = worker(data)
     assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (1, 4, 9)
@@ -166,7 +166,7 @@ def test_a_manifest_that_kubernetes_would_refuse_is_not_written(options: dict[st
 
 def test_limits_for_unlike_groups_are_refused() -> None:
     with pytest.raises(InputError, match="would be of which"):
-        written(UNLIKE, autoscale=True, most=5)
+        written(UNLIKE, autoscale=True, max_replicas=5)
 
 
 # ---- Slurm --------------------------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ def test_on_a_real_ray_the_worker_is_drained_and_the_command_goes_on(tmp_path: P
 
 
 def test_enough_nodes_are_enough(tmp_path: Path) -> None:
-    options = BatchOptions("a", ("echo", "ran"), join_s=1, least=1)
+    options = BatchOptions("a", ("echo", "ran"), join_s=1, min_nodes=1)
     with Machine(tmp_path, "localhost").runs(options, free_port()) as process:
         out, _ = process.communicate(timeout=DEADLINE)
         assert (process.returncode, out) == (0, "ran\n")

@@ -96,7 +96,7 @@ def plan(
     noise_share = share(noise, "--noise")
     loaded, notes = _read(file, overrides or [], profile, from_run)
     file = loaded.path
-    log.debug("read %s as %s", file, loaded.dialect)
+    log.debug("read %s as %s", file, loaded.file_format)
     try:
         began = time.perf_counter()
         space, outcome = best_plan(loaded.job, loaded.rules)
@@ -114,7 +114,7 @@ def plan(
     except TrimtabError as error:
         # The planner knows keys of trimtab's own form only; which file they stand in is known here.
         if error.where is None or not error.where.startswith(str(file)):
-            own = loaded.dialect == "trimtab" and error.where is not None
+            own = loaded.file_format == "trimtab" and error.where is not None
             error.where = f"{file}: {error.where}" if own else str(file)
         raise
     settings = _settings(loaded, result)
@@ -190,7 +190,7 @@ def _show(
 
     other = _other_settings(loaded, result)
     answer(
-        as_data(result, settings, loaded.dialect, searched, other),
+        as_data(result, settings, loaded.file_format, searched, other),
         Format(form.value),
         lambda: print_text(out, result, settings, searched, noise, other),
     )

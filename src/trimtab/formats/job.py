@@ -46,9 +46,9 @@ from trimtab.model.workflow import (
 )
 
 NAME = "trimtab"
-MOST_GPUS = 65_536
-MOST_BATCHES = 65_536
-MOST_AHEAD = 64  # iterations that rollouts may be ahead (staleness)
+MAX_GPUS = 65_536
+MAX_BATCHES = 65_536
+MAX_STALENESS = 64  # iterations that rollouts may be ahead (staleness)
 
 
 def _whole(value: Any) -> Any:
@@ -68,7 +68,7 @@ def _number(value: Any) -> Any:
     return value
 
 
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MOST_GPUS, strict=True)]
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MAX_GPUS, strict=True)]
 Seconds = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1e9, allow_inf_nan=False)]
 Gigabytes = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1e6, allow_inf_nan=False)]
 Share = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1, allow_inf_nan=False)]
@@ -106,7 +106,7 @@ class NodeSection(_Section):
     """One node of `cluster.nodes`, when that is a list."""
 
     name: Name | None = None
-    gpus: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MOST_GPUS, strict=True)]
+    gpus: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MAX_GPUS, strict=True)]
     gpu: Name | None = None
     gpu_memory_gb: Gigabytes | None = None
     host_memory_gb: Gigabytes | None = None
@@ -117,7 +117,7 @@ class ClusterSection(_Section):
     """The `cluster` section."""
 
     nodes: Annotated[
-        Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MOST_GPUS, strict=True), Tag("<one>")]
+        Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MAX_GPUS, strict=True), Tag("<one>")]
         | Annotated[list[NodeSection], Tag("<list>")],
         _Form,
     ] = 1
@@ -192,8 +192,8 @@ class SyncSection(_Section):
 class WorkflowSection(_Section):
     """The `workflow` section."""
 
-    batches: Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MOST_BATCHES, strict=True)] = 1
-    staleness: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MOST_AHEAD, strict=True)] = 0
+    batches: Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MAX_BATCHES, strict=True)] = 1
+    staleness: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MAX_STALENESS, strict=True)] = 0
     components: dict[Name, ComponentSection]
     weight_sync: SyncSection | None = None
 
@@ -245,7 +245,7 @@ def read(config: Mapping[str, Any], path: Path, profile: Profile | None = None) 
     if file.placement is not None:
         current = _current(file.placement, workflow, cluster, name)
     return LoadedJob(
-        dialect=NAME,
+        file_format=NAME,
         path=path,
         job=PlacementJob(cluster, workflow),
         settings=lambda plan: settings(plan, cluster),
@@ -306,9 +306,9 @@ def _cluster(section: ClusterSection, name: str) -> Cluster:
             for i in range(section.nodes)
         )
     cluster = Cluster(nodes)
-    if cluster.gpus > MOST_GPUS:
+    if cluster.gpus > MAX_GPUS:
         raise InputError(
-            f"{cluster.gpus} GPUs are more than the {MOST_GPUS} trimtab plans for", where=f"{name}: cluster"
+            f"{cluster.gpus} GPUs are more than the {MAX_GPUS} trimtab plans for", where=f"{name}: cluster"
         )
     return cluster
 

@@ -57,8 +57,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
                 error.where = error.where or str(path)
                 raise
             ahead = loaded.job.workflow.staleness
-            if ahead > job.MOST_AHEAD:
-                raise InputError(f"{ahead} iterations ahead are more than {job.MOST_AHEAD}", where=str(path))
+            if ahead > job.MAX_STALENESS:
+                raise InputError(f"{ahead} iterations ahead are more than {job.MAX_STALENESS}", where=str(path))
             return loaded
     if job.matches(composed.config):
         return job.read(composed.config, path, profile)

@@ -38,7 +38,7 @@ class LoadedJob:
     `states` whether the file says that value already, so that nothing need be written.
     """
 
-    dialect: str
+    file_format: str
     path: Path
     job: PlacementJob
     settings: Callable[[Plan], PlanSettings]

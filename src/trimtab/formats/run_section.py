@@ -23,12 +23,12 @@ from typing import Any
 from trimtab.core.errors import InputError, nearest
 from trimtab.model.run import ReplanMode, ReplanRules
 
-LEAST = {"iterations": 1, "save_every": 1, "profile_iterations": 2}
+MINIMUM = {"iterations": 1, "save_every": 1, "profile_iterations": 2}
 WHOLE = ("iterations", "seed", "save_every", "profile_iterations")
 NUMBERS = ("step_limit_s", "priority")
 KEYS = (*WHOLE, *NUMBERS, "modules_from", "loop")
 LARGEST = 1e9
-LEAST_S = 0.001
+MIN_S = 0.001
 _DEFAULTS = ReplanRules()
 LOOP_KEYS = tuple(field.name for field in fields(ReplanRules))
 
@@ -69,8 +69,8 @@ def read_section(section: Any, file: Path, components: Collection[str]) -> RunSe
             stated["rules"] = read_rules(value, at, components)
         else:
             raise unknown_key(key, KEYS, at)
-    if not stated.get("step_limit_s", 1.0) >= LEAST_S:
-        hint = f"from {LEAST_S:g} to {LARGEST:g} seconds"
+    if not stated.get("step_limit_s", 1.0) >= MIN_S:
+        hint = f"from {MIN_S:g} to {LARGEST:g} seconds"
         raise InputError("step_limit_s is more than 0", where=f"{where}.step_limit_s", hint=hint)
     return RunSection(**stated)
 
@@ -79,8 +79,8 @@ def whole(value: Any, key: str, where: str) -> int:
     """A whole number of the run, checked."""
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) > LARGEST:
         raise _not_right(key, value, where, "a whole number is expected")
-    if value < LEAST.get(key, value):
-        raise InputError(f"{key} is a whole number of {LEAST[key]} or more", where=where)
+    if value < MINIMUM.get(key, value):
+        raise InputError(f"{key} is a whole number of {MINIMUM[key]} or more", where=where)
     return value
 
 

@@ -97,7 +97,7 @@ def shell_words(settings: PlanSettings) -> list[str]:
     return [shlex.quote(line) for line in settings.words or overrides(settings)]
 
 
-def elsewhere(
+def uneditable_keys(
     settings: PlanSettings,
     literal: Callable[[str], bool],
     states: Callable[[str, Any], bool] = lambda key, value: False,
@@ -113,7 +113,7 @@ def apply(
     states: Callable[[str, Any], bool] = lambda key, value: False,
 ) -> Path | None:
     """Write the settings into the file; gives the path of the backup, or None where nothing had to change."""
-    stuck = elsewhere(settings, literal, states)
+    stuck = uneditable_keys(settings, literal, states)
     if stuck:
         raise InputError(
             f"not written: {', '.join(stuck)} does not stand in the file itself",
@@ -148,7 +148,7 @@ def edited(text: str, changes: Mapping[str, Any], name: str = "the file") -> str
     return result
 
 
-def standing(text: str, key: str) -> KeyStanding:
+def key_standing(text: str, key: str) -> KeyStanding:
     """Whether a dotted key stands in YAML text with a literal value, is absent there, or only refers elsewhere."""
     try:
         root = _compose(text)

@@ -30,7 +30,7 @@ PLAIN_WITHOUT_BIAS = ("falcon", "mpt")
 QKV_BIAS = ("qwen", "qwen2", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "chatglm")
 QK_NORM = ("qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_text", "qwen3_vl_moe", "gemma3", "gemma3_text")
 FOUR_NORMS = ("gemma2", "gemma3", "gemma3_text")
-TIED_UNLESS_SAID = ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "opt", "bloom", "falcon", "gpt_bigcode")
+TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "opt", "bloom", "falcon", "gpt_bigcode")
 GATED = (
     *("llama", "mistral", "mixtral", "gemma", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4", "phi3", "olmo"),
     *("internlm2", "baichuan", "yi", "cohere", "granite", "minicpm", "glm4_moe", "kimi_k2"),
@@ -151,7 +151,7 @@ def from_config(data: Mapping[str, Any], name: str) -> Architecture:
     if latent:
         head_size = fields.count("qk_nope_head_dim") + fields.count("qk_rope_head_dim")
     attention, kv_values = _attention(fields, kind, hidden, heads, kv_heads, head_size)
-    tied = data.get("tie_word_embeddings", kind in TIED_UNLESS_SAID)
+    tied = data.get("tie_word_embeddings", kind in TIED_BY_DEFAULT)
     embedding = vocabulary * hidden
     if kind in ("gpt2", "gpt_bigcode"):
         embedding += fields.count("n_positions") * hidden

@@ -33,7 +33,7 @@ OPTIMIZERS: Mapping[str, tuple[float, str]] = {
     "sgd-momentum": (4, "one fp32 momentum"),
 }
 PRECISIONS: Mapping[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
-MOST = 10**9
+MAX_COUNT = 10**9
 OFFLOADS = ("none", "optimizer", "all")
 
 
@@ -123,8 +123,8 @@ def estimate(model: Architecture, settings: MemorySettings) -> tuple[MemoryNeed,
 def check(settings: MemorySettings) -> MemorySettings:
     """The settings with their words in order, or an InputError that names the option."""
     for name in ("gpus", "tp", "pp", "ep", "micro_batch", "sequence_length", "rollout_tp", "concurrent"):
-        if not 1 <= getattr(settings, name) <= MOST:
-            raise InputError(f"--{name.replace('_', '-')} is a count from 1 to {MOST:,}")
+        if not 1 <= getattr(settings, name) <= MAX_COUNT:
+            raise InputError(f"--{name.replace('_', '-')} is a count from 1 to {MAX_COUNT:,}")
     if settings.zero not in (0, 1, 2, 3):
         raise InputError("--zero is 0, 1, 2 or 3", hint="1 is a distributed optimiser, 3 is FSDP")
     if not 0 < settings.kv_share <= 1:

@@ -258,7 +258,7 @@ def test_under_an_advised_placement_times_that_have_become_waits_are_no_costs(tm
     run.advising.carried_out(adviser.advice)
     # Side by side every timer but the rollout's contains waiting: as costs they would call for yet another plan.
     told = Told({"rollout": 110.0, "inference": 105.0, "actor": 120.0}, steps=30, overlap=0.6, seed=4)
-    run.log.anew("run.log")
+    run.log.file_replaced("run.log")
     run.take(RLINF.write(told))
     assert run.whats() == ["advised", "restarted"]
     waits = {part.name: part.wait is not None for part in run.advising.picture().parts}

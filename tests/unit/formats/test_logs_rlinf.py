@@ -11,7 +11,7 @@ from trimtab.model.profile import Profile
 
 DATA = Path(__file__).parents[2] / "data" / "logs"
 ROOT = Path(__file__).parents[3]
-EIGHT = logs_gpus.from_words(["8"])
+EIGHT = logs_gpus.from_options(["8"])
 
 
 def bar(steps: int, **times: float) -> str:

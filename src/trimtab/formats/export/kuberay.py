@@ -42,7 +42,7 @@ CPUS_PER_GPU = 4
 MEMORY_GB_PER_GPU = 32
 HEAD_CPUS = 4
 HEAD_MEMORY_GB = 16
-SPARE_S = 30
+STOP_MARGIN_S = 30
 """Between the end of a drain and the end of its pod: for processes to stop."""
 
 
@@ -63,8 +63,8 @@ class PodOptions:
     ray_version: str
     namespace: str | None = None
     autoscale: bool = False
-    least: int | None = None  # worker pods; None: 0 with autoscaling
-    most: int | None = None  # None: as many as the job's cluster has nodes
+    min_replicas: int | None = None  # worker pods; None: 0 with autoscaling
+    max_replicas: int | None = None  # None: as many as the job's cluster has nodes
     idle_s: int = 300  # with autoscaling: a pod without work goes after so long
     head_gpus: int = 0
     drain_s: int = 120  # what runs in a pod has so long to save and move
@@ -87,7 +87,7 @@ class PodOptions:
         for name, value, lowest in (("--head-gpus", self.head_gpus, 0), ("--drain", self.drain_s, 1)):
             if value < lowest:
                 raise InputError(f"{name} must be at least {lowest}, but is {value}", where=where)
-        if not self.autoscale and (self.least is not None or self.most is not None):
+        if not self.autoscale and (self.min_replicas is not None or self.max_replicas is not None):
             raise InputError("--min and --max go with --autoscale", where=where)
 
 
@@ -96,7 +96,7 @@ def manifest(cluster: Cluster, options: PodOptions) -> Manifest:
     if not cluster.nodes:
         raise InputError("the job's cluster has no nodes", where="cluster.nodes")
     groups = Counter(replace(node, name="") for node in cluster.nodes)
-    if len(groups) > 1 and (options.least is not None or options.most is not None):
+    if len(groups) > 1 and (options.min_replicas is not None or options.max_replicas is not None):
         raise InputError(
             f"the job has {len(groups)} kinds of node: --min and --max would be of which?",
             where="command line",
@@ -162,22 +162,22 @@ def _worker_groups(groups: Mapping[Node, int], options: PodOptions, notes: list[
 
 
 def _worker_group(name: str, node: Node, count: int, options: PodOptions, notes: list[str]) -> dict[str, Any]:
-    most = count if options.most is None else options.most
-    least = (0 if options.autoscale else count) if options.least is None else options.least
-    if not 0 <= least <= most:
-        raise InputError(f"--min {least} and --max {most} do not go together", where="command line")
+    max_replicas = count if options.max_replicas is None else options.max_replicas
+    min_replicas = (0 if options.autoscale else count) if options.min_replicas is None else options.min_replicas
+    if not 0 <= min_replicas <= max_replicas:
+        raise InputError(f"--min {min_replicas} and --max {max_replicas} do not go together", where="command line")
     spec = {
         **_restarts(options),
-        "terminationGracePeriodSeconds": options.drain_s + SPARE_S,
+        "terminationGracePeriodSeconds": options.drain_s + STOP_MARGIN_S,
         **_selector(node, options, notes),
         **_tolerations(node.gpus),
         "containers": [_worker(name, node, options, notes)],
     }
     return {
         "groupName": name,
-        "replicas": min(max(count, least), most),
-        "minReplicas": least,
-        "maxReplicas": most,
+        "replicas": min(max(count, min_replicas), max_replicas),
+        "minReplicas": min_replicas,
+        "maxReplicas": max_replicas,
         "rayStartParams": {},
         "template": {"spec": spec},
     }

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from trimtab.core.errors import InputError
 from trimtab.model.workflow import Cluster, Node
 
-SPARE_S = 15
+STOP_MARGIN_S = 15
 """Between the end of a drain and the time limit: for processes to stop."""
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:@/+-]*")
@@ -32,7 +32,7 @@ class BatchOptions:
     partition: str | None = None
     account: str | None = None
     gpu_type: str | None = None  # as Slurm names it; None: the job's kind in small letters; empty: any
-    least: int | None = None  # nodes without which the command is not run; None: all
+    min_nodes: int | None = None  # nodes without which the command is not run; None: all
     join_s: int = 300
     warn_s: int = 120  # before the time limit
     port: int = 6379
@@ -51,7 +51,7 @@ class BatchOptions:
             raise InputError(
                 f"{self.time!r} is no time limit", where="command line: --time", hint="24:00:00, 2-12 or 90 (minutes)"
             )
-        if self.warn_s <= 2 * SPARE_S:
+        if self.warn_s <= 2 * STOP_MARGIN_S:
             raise InputError(f"{self.warn_s} s are too short for a drain", where="command line: --drain")
         if self.join_s < 1 or not 1 <= self.port <= 65_535:
             raise InputError("a wait takes a second at least, and a port is 1 to 65535", where="command line")
@@ -60,18 +60,18 @@ class BatchOptions:
 def script(cluster: Cluster, options: BatchOptions) -> str:
     """The batch script for a job's cluster. Raises InputError where its nodes are unlike each other."""
     node, count = _alike(cluster)
-    least = count if options.least is None else options.least
-    if not 1 <= least <= count:
-        raise InputError(f"--min {least}: the job has {count} nodes", where="command line")
+    min_nodes = count if options.min_nodes is None else options.min_nodes
+    if not 1 <= min_nodes <= count:
+        raise InputError(f"--min {min_nodes}: the job has {count} nodes", where="command line")
     lines = [
         "#!/usr/bin/env bash",
         *(f"#SBATCH --{line}" for line in _directives(node, count, options)),
         _BODY.format(
             nodes=count,
             gpus=node.gpus,
-            least=least,
+            min_nodes=min_nodes,
             join_s=options.join_s,
-            drain_s=options.warn_s - SPARE_S,
+            drain_s=options.warn_s - STOP_MARGIN_S,
             port=options.port,
             command=shlex.join(options.command or ("sleep", "infinity")),
             setup=f"\n{options.setup.strip()}\n" if options.setup.strip() else "",
@@ -122,7 +122,7 @@ set -euo pipefail
 
 nodes={nodes}
 gpus_per_node={gpus}
-least={least}       # fewer nodes than this after join_s seconds: the command is not run
+min_nodes={min_nodes}   # fewer nodes than this after join_s seconds: the command is not run
 join_s={join_s}
 drain_s={drain_s}   # what runs has so long to save, when the time limit is near
 port="${{RAY_PORT:-{port}}}"
@@ -139,7 +139,7 @@ export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
 
 steps=()
 run=""
-ends_at=0 # in seconds of this script; 0: nobody knows
+ends_at=0 # in seconds of this script; 0: not known
 
 # shellcheck disable=SC2329 # called by a trap
 stop() {{ # ends what this script started, whatever ends it
@@ -201,10 +201,10 @@ for host in "${{hosts[@]:1}}"; do
     on_node "$host" --address="$RAY_ADDRESS"
 done
 
-python3 - "$least" "$join_s" "${{hosts[@]}}" <<'PYTHON'
+python3 - "$min_nodes" "$join_s" "${{hosts[@]}}" <<'PYTHON'
 import logging, sys, time
 import ray
-least, seconds, hosts = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+min_nodes, seconds, hosts = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
 end = time.monotonic() + seconds
 ray.init(address="auto", logging_level=logging.ERROR, log_to_driver=False)
 while True:
@@ -216,7 +216,7 @@ while True:
 ray.shutdown()
 if missing:
     print(f"not there after {{seconds:g}} s: {{', '.join(missing)}}", file=sys.stderr)
-if len(hosts) - len(missing) < least:
+if len(hosts) - len(missing) < min_nodes:
     sys.exit(4)
 PYTHON
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from trimtab.core.errors import InfeasibleError, InputError, nearest
-from trimtab.formats.frameworks.hydra_config import MOST_COUNT, ConfigReader
+from trimtab.formats.frameworks.hydra_config import MAX_COUNT, ConfigReader
 from trimtab.model.plan import AllowedGroup, FrameworkRules, Plan
 from trimtab.model.profile import ComponentProfile, Profile
 from trimtab.model.workflow import ANY_KIND, Cluster, Component, Node, Variant, WeightSync
@@ -40,8 +40,8 @@ def even_cluster(nodes: int, gpus_per_node: int) -> Cluster:
 
 def check_gpus(gpus: int, what: str, where: str | None = None) -> None:
     """Raise InputError for more GPUs than a plan is made for, before anything counts through them."""
-    if gpus > MOST_COUNT:
-        raise InputError(f"{what} are {gpus:,} GPUs: plans are made for 1 to {MOST_COUNT:,}", where=where)
+    if gpus > MAX_COUNT:
+        raise InputError(f"{what} are {gpus:,} GPUs: plans are made for 1 to {MAX_COUNT:,}", where=where)
 
 
 def component(

@@ -26,9 +26,9 @@ from trimtab.formats import yaml_text
 MAX_EXPANDED_NODES = 500_000
 """Aliases may multiply a small file without bound; more than this is no config."""
 MAX_PARENTS = 32
-MOST_COUNT = 65_536
+MAX_COUNT = 65_536
 """GPUs, nodes, batches, parallel sizes: as many as a job file of trimtab's own form may have."""
-MOST_NUMBER = 1e9
+MAX_NUMBER = 1e9
 
 _REQUIRED = object()
 
@@ -120,28 +120,28 @@ class ConfigReader:
         return value
 
     def positive_int(self, key: str, default: Any = _REQUIRED, hint: str | None = None) -> Any:
-        """A whole number from 1 to `MOST_COUNT`; without a default the key must be there."""
+        """A whole number from 1 to `MAX_COUNT`; without a default the key must be there."""
         value = self._value(key, default, hint)
         if value is default and default is not _REQUIRED:
             return default
         number = as_number(value)
-        if number is None or number != int(number) or not 1 <= number <= MOST_COUNT:
+        if number is None or number != int(number) or not 1 <= number <= MAX_COUNT:
             raise InputError(
-                f"a whole number above 0, from 1 to {MOST_COUNT:,}, is expected, not {value!r:.60}",
+                f"a whole number above 0, from 1 to {MAX_COUNT:,}, is expected, not {value!r:.60}",
                 where=self.where(key),
                 hint=hint,
             )
         return int(number)
 
     def number(self, key: str, default: Any = _REQUIRED, hint: str | None = None) -> Any:
-        """A finite number from 0 to `MOST_NUMBER`."""
+        """A finite number from 0 to `MAX_NUMBER`."""
         value = self._value(key, default, hint)
         if value is default and default is not _REQUIRED:
             return default
         number = as_number(value)
-        if number is None or not 0 <= number <= MOST_NUMBER:
+        if number is None or not 0 <= number <= MAX_NUMBER:
             raise InputError(
-                f"a finite number of at least 0, at most {MOST_NUMBER:g}, is expected, not {value!r:.60}",
+                f"a finite number of at least 0, at most {MAX_NUMBER:g}, is expected, not {value!r:.60}",
                 where=self.where(key),
                 hint=hint,
             )
@@ -216,11 +216,11 @@ class ComposedConfig:
 
         if self.on_command_line(key):
             return False
-        standing = write_back.standing(self._text, key)
-        if standing == "absent":
+        key_standing = write_back.key_standing(self._text, key)
+        if key_standing == "absent":
             return not self.reader.has(key)
         # A defaults file may add to a mapping, or come after this file: then editing here would not do.
-        return standing == "literal" and self._own.get(key) == self.reader.get(key)
+        return key_standing == "literal" and self._own.get(key) == self.reader.get(key)
 
     def states(self, key: str, value: Any) -> bool:
         """Whether the file (without the command line) already says this."""

@@ -19,7 +19,7 @@ from trimtab.formats.logs.records import LogFramework, LogLine, LogParser, StepR
 NEAR_LINES = 50
 """Two processes that log the same step without a mark of their own do so within so many lines; a restart takes more."""
 
-MOST_PROCESSES = 256
+MAX_PROCESSES = 256
 LATE_STEPS = 1
 """A process seen for the first time that is further behind than this was started anew."""
 
@@ -69,7 +69,7 @@ class RunLog:
     def __init__(self, framework: LogFramework) -> None:
         self.framework = framework
         self.joined = JoinedSteps(framework)
-        self.others = 0  # records that another process told already
+        self.duplicates = 0  # records that another process told already
         self._files: dict[str, _LogFile] = {}
         self._waiting: list[
             tuple[StepRecord, bool]
@@ -93,7 +93,7 @@ class RunLog:
         self._read(file, data)
         return self._given(all_of=False)
 
-    def anew(self, name: str) -> None:
+    def file_replaced(self, name: str) -> None:
         """The file was truncated or replaced: what follows is its beginning. What was half there is lost."""
         file = self._files.get(name)
         if file is None:
@@ -162,7 +162,7 @@ class RunLog:
 
     def _process(self, file: _LogFile, mark: str) -> _LogProcess:
         if mark not in file.processes:
-            while len(file.processes) >= MOST_PROCESSES:
+            while len(file.processes) >= MAX_PROCESSES:
                 del file.processes[next(iter(file.processes))]
             file.processes[mark] = _LogProcess(self.framework.parser(), named=bool(mark))
         return file.processes[mark]
@@ -192,7 +192,7 @@ class RunLog:
         timed = any(name.startswith(self.framework.prefix) for name in record.values)
         if record.whole and timed and newest is not None and self._told_already(file, process, record, newest):
             process.newest = max(process.newest, record.step)
-            self.others += 1
+            self.duplicates += 1
             return
         before = dict(newest.values) if newest is not None else {}
         pieces = len(self.joined.pieces)

@@ -72,7 +72,7 @@ class RunConfig:
         if job.matches(composed.config):
             return None
         known = (rlinf, verl, nemo_rl, openrlhf)
-        return next((dialect.NAME for dialect in known if dialect.matches(composed.reader)), None)
+        return next((file_format.NAME for file_format in known if file_format.matches(composed.reader)), None)
 
     def asynchronous(self) -> str | None:
         """The mode, where it is one in which generation runs beside training."""

@@ -17,7 +17,7 @@ from trimtab.formats import yaml_text
 from trimtab.formats.frameworks.hydra_config import ConfigReader, compose
 from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
 
-HOW_TO_SAY = "--gpus 16, or per component --gpus rollout=8 --gpus trainer=8, or --config with the run's configuration"
+GPUS_HINT = "--gpus 16, or per component --gpus rollout=8 --gpus trainer=8, or --config with the run's configuration"
 
 ROLES: Mapping[str, tuple[str, ...]] = {
     "rollout": ("rollout", "generation"),
@@ -37,7 +37,7 @@ class RunFacts:
     `asynchronous` names the mode where it is one; `shared` says that all components take turns on the same GPUs.
     """
 
-    everywhere: int | None = None
+    default_gpus: int | None = None
     by_name: Mapping[str, int] = field(default_factory=dict)
     answers_per_step: int | None = None
     asynchronous: str | None = None
@@ -50,26 +50,26 @@ class RunFacts:
         for role, members in ROLES.items():
             if component in members and role in self.by_name:
                 return self.by_name[role]
-        if self.everywhere is None and component == "weight_sync" and self.by_name:
+        if self.default_gpus is None and component == "weight_sync" and self.by_name:
             # The copy reaches every GPU that takes part in it.
             return max(self.by_name.values())
-        return self.everywhere
+        return self.default_gpus
 
-    def over(self, other: RunFacts) -> RunFacts:
+    def with_defaults(self, other: RunFacts) -> RunFacts:
         """These facts, and the other's where these are silent."""
         return RunFacts(
-            everywhere=self.everywhere if self.everywhere is not None else other.everywhere,
+            default_gpus=self.default_gpus if self.default_gpus is not None else other.default_gpus,
             # A count for all components is meant for all: it is not mixed with another source's exceptions.
-            by_name=dict(self.by_name) if self.everywhere is not None else {**other.by_name, **self.by_name},
+            by_name=dict(self.by_name) if self.default_gpus is not None else {**other.by_name, **self.by_name},
             answers_per_step=self.answers_per_step or other.answers_per_step,
             asynchronous=self.asynchronous or other.asynchronous,
             shared=self.shared or other.shared,
         )
 
 
-def from_words(words: Iterable[str]) -> RunFacts:
+def from_options(words: Iterable[str]) -> RunFacts:
     """The counts of `--gpus`: `16`, or `rollout=8`."""
-    everywhere: int | None = None
+    default_gpus: int | None = None
     by_name: dict[str, int] = {}
     for word in words:
         name, equals, count = word.rpartition("=")
@@ -80,8 +80,8 @@ def from_words(words: Iterable[str]) -> RunFacts:
         if name:
             by_name[name] = gpus
         else:
-            everywhere = gpus
-    return RunFacts(everywhere, by_name)
+            default_gpus = gpus
+    return RunFacts(default_gpus, by_name)
 
 
 def check_names(facts: RunFacts, components: Iterable[str]) -> None:
@@ -132,7 +132,7 @@ def _nemo_rl(reader: ConfigReader) -> RunFacts:
     try:
         gpus = nemo_rl.gpus_of(reader)
     except InputError as error:
-        raise InputError(error.what, where=error.where, hint=f"say the GPUs yourself: {HOW_TO_SAY}") from None
+        raise InputError(error.what, where=error.where, hint=f"say the GPUs yourself: {GPUS_HINT}") from None
     by_name = {"generation": gpus.generation, **({"reward": gpus.reward} if gpus.reward else {})}
     algorithm = next((name for name in ("grpo", "ppo", "distillation") if reader.has(name)), "grpo")
     keys = (f"{algorithm}.num_prompts_per_step", f"{algorithm}.num_generations_per_prompt")
@@ -155,7 +155,7 @@ def _rlinf(config: Mapping[str, Any], name: str) -> RunFacts:
                 raise InputError(
                     f"the GPUs of {component.strip()} cannot be counted from {value!r:.80}",
                     where=f"{name}: cluster.component_placement",
-                    hint=HOW_TO_SAY,
+                    hint=GPUS_HINT,
                 )
             by_name[component.strip()] = gpus
     if "actor" in by_name:
@@ -195,7 +195,7 @@ def _count(config: Mapping[str, Any], dotted: str, name: str) -> int:
     value = _get(config, dotted)
     if not _is_count(value):
         found = "is not stated" if value is None else f"is {value!r:.60}, no plain number above 0"
-        raise InputError(f"{dotted} {found}", where=name, hint=f"say the GPUs yourself: {HOW_TO_SAY}")
+        raise InputError(f"{dotted} {found}", where=name, hint=f"say the GPUs yourself: {GPUS_HINT}")
     return int(value)
 
 

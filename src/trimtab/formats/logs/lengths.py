@@ -18,7 +18,7 @@ from trimtab.formats.logs.records import LogLine, read_lines
 
 TOKEN_KEYS = ("response_tokens", "response_length", "output_tokens", "completion_tokens", "num_tokens")
 TEXT_KEYS = ("output", "response", "completion")
-MOST_TOKENS = 1e12
+MAX_TOKENS = 1e12
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 
 CompletionCurve = tuple[tuple[float, float], ...]
@@ -143,7 +143,7 @@ def _answer(data: Mapping[str, Any] | None, units: set[str]) -> _AnswerLength | 
         value = data.get(key)
         if isinstance(value, list):
             value = len(value)
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MOST_TOKENS:
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MAX_TOKENS:
             units.add("tokens")
             return _AnswerLength(float(value), prompt)
     for key in TEXT_KEYS:

@@ -15,11 +15,11 @@ from trimtab.model.profile import ComponentProfile
 WARMUP_STEPS = 2
 """Steps dropped at the start of a run: compilation, CUDA graphs and cold caches make them longer."""
 
-STEPS_FOR_DRIFT = 6
+MIN_DRIFT_STEPS = 6
 """With fewer steps a third of the run is a single step or none, and a drift would be noise."""
 
-STEPS_TO_TRUST = 5
-DRIFT_WORTH_TELLING = 0.1
+MIN_RELIABLE_STEPS = 5
+MIN_REPORTED_DRIFT = 0.1
 SHORTEST = 1e-9
 """Shares of less than this say nothing."""
 
@@ -62,7 +62,7 @@ def spread(values: Sequence[float]) -> float | None:
 
 def drift(values: Sequence[float]) -> float | None:
     """The relative change from the first to the last third of the run; `None` for a short run."""
-    if len(values) < STEPS_FOR_DRIFT:
+    if len(values) < MIN_DRIFT_STEPS:
         return None
     third = len(values) // 3
     first, last = statistics.median(values[:third]), statistics.median(values[-third:])
@@ -71,7 +71,7 @@ def drift(values: Sequence[float]) -> float | None:
 
 def drift_note(component: ComponentProfile, samples: Sequence[CostSample], by_length: bool = True) -> str | None:
     """A sentence on where a drift comes from: longer answers, or a dearer token (where length matters at all)."""
-    if component.drift is None or abs(component.drift) < DRIFT_WORTH_TELLING:
+    if component.drift is None or abs(component.drift) < MIN_REPORTED_DRIFT:
         return None
     sentence = f"{component.name} drifts by {component.drift:+.0%} from the first to the last third of the run"
     if not by_length:

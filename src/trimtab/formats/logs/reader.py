@@ -107,7 +107,7 @@ def read(
     said = facts or RunFacts()
     facts = said
     if config is not None:
-        facts = said.over(logs_gpus.from_config(config, source.name))
+        facts = said.with_defaults(logs_gpus.from_config(config, source.name))
     run = _join(source, files)
     steps = run.steps(warmup)
     found = sum(len(piece) for piece in run.pieces)
@@ -226,7 +226,7 @@ def _profile(
     missing = [name for name in samples if facts.gpus(name) is None]
     if missing:
         raise InputError(
-            f"on how many GPUs did these run: {', '.join(missing)}? A log does not say", hint=logs_gpus.HOW_TO_SAY
+            f"on how many GPUs did these run: {', '.join(missing)}? A log does not say", hint=logs_gpus.GPUS_HINT
         )
     notes = _step_notes(framework, run, steps, warmup)
     iteration = _iteration(framework, steps)
@@ -269,7 +269,7 @@ def waits_of(
     waits = framework.waiting(frozenset(name for record in steps for name in record.values))
     if facts.asynchronous:
         waits.setdefault(_first(samples), f"in {facts.asynchronous} mode it runs beside the training")
-    overlap = None if framework.own_times else _overlap(framework, steps, samples, waits)
+    overlap = None if framework.timers_exclude_waits else _overlap(framework, steps, samples, waits)
     if overlap is None:
         return waits, False
     if facts.shared and framework.last in samples and derive_last(framework, steps, samples, waits):
@@ -373,8 +373,8 @@ def _step_notes(framework: LogFramework, run: JoinedSteps, steps: list[StepRecor
         notes.append(f"logged more than once, with the same values, and counted once: {_steps(run.repeated)}")
     if run.cut_off:
         notes.append(f"cut off in the log, and left out: {_steps(run.cut_off)}")
-    if len(steps) < measured.STEPS_TO_TRUST:
-        notes.append(f"{_steps(len(steps))} are few: medians of {measured.STEPS_TO_TRUST} or more are steadier")
+    if len(steps) < measured.MIN_RELIABLE_STEPS:
+        notes.append(f"{_steps(len(steps))} are few: medians of {measured.MIN_RELIABLE_STEPS} or more are steadier")
     periodic = sum(bool(periodic_work(framework, record.values)) for record in steps)
     if periodic:
         notes.append(f"validation, checkpoints or the like fell into {_steps(periodic)}; their totals are left out")

@@ -66,7 +66,7 @@ class LogFramework:
     `parts` maps a component to alternatives, each a set of timers that are added up; the first alternative with any
     timer present counts. `waiting` looks at all names a run logged and tells which components' times are waits, and
     why. `amounts` gives (response tokens of the step, mean answer length), either of which may be unknown. `reward` is
-    the name under which the mean reward of a step is logged. `own_times` says that timers hold no waiting for others,
+    the name under which the mean reward of a step is logged. `timers_exclude_waits` says that timers hold no waiting for others,
     even where components run side by side. `last` is the component whose timer may start before its input is there;
     `beside` are timers of no component that are part of a step. `starts` finds the beginning of a console line that a
     narrow window may have broken.
@@ -86,7 +86,7 @@ class LogFramework:
     waiting: Callable[[frozenset[str]], dict[str, str]]
     amounts: Callable[[Mapping[str, float]], tuple[float | None, float | None]]
     reward: str = ""
-    own_times: bool = False
+    timers_exclude_waits: bool = False
     last: str = ""
     beside: tuple[str, ...] = ()
     starts: re.Pattern[str] | None = None

@@ -16,7 +16,7 @@ from trimtab.formats.logs.records import LogLine, clean, number, process_of, unc
 NARROWEST, WIDEST = 40, 320
 """Columns of windows from which logs are copied; a line that is wider was not broken."""
 
-MOST_PIECES = 1_000
+MAX_PIECES = 1_000
 TRIMMED = 2
 """Columns by which a broken line may be short, where blanks at its end were lost."""
 
@@ -41,7 +41,7 @@ class WrappedLines:
         """The lines that are whole now, each with the mark of the process that wrote it."""
         if self._pieces and self._goes_on(raw):
             self._join(raw)
-            if whole and self._pieces < MOST_PIECES and self._last >= self._width - TRIMMED:
+            if whole and self._pieces < MAX_PIECES and self._last >= self._width - TRIMMED:
                 return
             yield from self._given(whole)
             return

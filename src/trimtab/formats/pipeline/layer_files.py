@@ -25,7 +25,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 from trimtab.core import plain_data as plain
 from trimtab.core.errors import InputError
 from trimtab.formats import files, yaml_text
-from trimtab.formats.pipeline.pipeedge import MOST
+from trimtab.formats.pipeline.pipeedge import MAX_VALUE
 
 KIND = "trimtab layer profile"
 # A device's memory also holds what no layer owns: the runtime, the allocator's slack, the operating system.
@@ -402,16 +402,16 @@ def _list(data: Mapping[str, Any], key: str, name: str) -> list[Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_VALUE
 
 
 def _number(value: Any, where: str) -> float:
     if not _is_number(value):
-        raise InputError(f"a number of 0 or more, up to {MOST:.0f}, is expected, not {value!r:.40}", where=where)
+        raise InputError(f"a number of 0 or more, up to {MAX_VALUE:.0f}, is expected, not {value!r:.40}", where=where)
     return float(value)
 
 
 def _count(value: Any, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST:
-        raise InputError(f"a whole number, 0 to {MOST:.0f}, is expected, not {value!r:.40}", where=where)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_VALUE:
+        raise InputError(f"a whole number, 0 to {MAX_VALUE:.0f}, is expected, not {value!r:.40}", where=where)
     return value

@@ -22,7 +22,7 @@ from trimtab.core.errors import InputError, nearest
 from trimtab.formats import yaml_text
 from trimtab.model.pipeline import DeviceType, Host, HostLink, ModelChain, PipelineJob, Schedule
 
-MOST = float(2**53)
+MAX_VALUE = float(2**53)
 """Numbers beyond this are mistakes, and would not add up exactly."""
 
 _SAME = {
@@ -368,7 +368,7 @@ def _number(value: Any, where: str) -> float:
         raise InputError(f"a number is expected, not {_kind(value)}", where=where)
     if isinstance(value, float) and not math.isfinite(value):
         raise InputError(f"a finite number is expected, not {value}", where=where)
-    if not 0 <= value <= MOST:
+    if not 0 <= value <= MAX_VALUE:
         raise InputError(f"{_short(value)} is {'negative' if value < 0 else 'too large'}", where=where)
     return float(value)
 

@@ -22,7 +22,7 @@ from trimtab.core.errors import InputError, nearest
 from trimtab.formats import yaml_text
 from trimtab.formats.rollout import elastic_config as elastic_config_file
 from trimtab.formats.rollout.schema import (
-    MOST_ENGINES,
+    MAX_ENGINES,
     EngineSection,
     GatewaySection,
     RequestClassSection,
@@ -35,12 +35,12 @@ from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.rollout import DEFAULT_CLASS, Owner, Ownership, RequestClass, RolloutRules
 
 SECTION = "rollout"
-DEED_SPARE_S = 30.0
-USUAL_LIMIT = 64
-MOST_RULE = elastic_config_file.LONGEST_S
+ACTION_MARGIN_S = 30.0
+DEFAULT_LIMIT = 64
+MAX_RULE = elastic_config_file.LONGEST_S
 SMALLEST = f"{SECTION}: {{engines: ['http://127.0.0.1:8000']}}"
 
-SAID_ELSEWHERE = {
+STATED_ELSEWHERE = {
     "least": "elastic_config.min_workers",
     "most": "elastic_config.max_workers",
     "capacity": "elastic_config.requests_per_worker_capacity",
@@ -103,7 +103,7 @@ def from_data(data: Any, text: str, path: Path) -> RolloutSettings:
         engines=engines,
         rules=_rules(section, elastic, engines, at),
         elastic=elastic or STATIC,
-        elastic_said=elastic is not None,
+        has_elastic_config=elastic is not None,
         gateway=GatewayFileSettings(**section.gateway.model_dump()),
         follow_weights=section.follow_weights,
         journal=None if section.journal is None else path.parent / section.journal,
@@ -249,8 +249,8 @@ def _check_names(found: Sequence[AttachedEngine | StartedEngines], at: _FileLoca
                 hint = "give one of them another name" if not name.startswith("http") else "leave one of them out"
                 raise at.wrong(f"{name} is there twice", SECTION, "engines", index, hint=hint)
             seen[name] = index
-    if sum(one.count or 0 for one in found) > MOST_ENGINES:
-        raise at.wrong(f"more than {MOST_ENGINES} engines", SECTION, "engines")
+    if sum(one.count or 0 for one in found) > MAX_ENGINES:
+        raise at.wrong(f"more than {MAX_ENGINES} engines", SECTION, "engines")
 
 
 def _rules(
@@ -259,12 +259,12 @@ def _rules(
     engines: Sequence[AttachedEngine | StartedEngines],
     at: _FileLocation,
 ) -> RolloutRules:
-    known = {one.name: one.type for one in fields(RolloutRules) if one.name not in SAID_ELSEWHERE}
+    known = {one.name: one.type for one in fields(RolloutRules) if one.name not in STATED_ELSEWHERE}
     hints = get_type_hints(RolloutRules)
     for key, value in section.rules.items():
         keys = (SECTION, "rules", str(key))
-        if key in SAID_ELSEWHERE:
-            raise at.wrong(f"{key} is said elsewhere", *keys, hint=f"it is {SAID_ELSEWHERE[key]}")
+        if key in STATED_ELSEWHERE:
+            raise at.wrong(f"{key} is said elsewhere", *keys, hint=f"it is {STATED_ELSEWHERE[key]}")
         if key not in known:
             near = nearest(str(key), known)
             raise at.wrong(
@@ -273,8 +273,8 @@ def _rules(
         kind = int if hints[key] is int else float
         if isinstance(value, bool) or not isinstance(value, int | (float if kind is float else int)):
             raise at.wrong(f"{key} is not right: {value!r:.60}", *keys, hint="a number" if kind is float else "a count")
-        if not 0 <= value <= MOST_RULE:
-            raise at.wrong(f"{key} is {value:g}", *keys, hint=f"from 0 to {MOST_RULE:g}")
+        if not 0 <= value <= MAX_RULE:
+            raise at.wrong(f"{key} is {value:g}", *keys, hint=f"from 0 to {MAX_RULE:g}")
     values: dict[str, Any] = {
         **section.rules,
         "version": section.version,
@@ -290,13 +290,13 @@ def _rules(
     else:
         values |= {
             "least": 1,
-            "most": MOST_ENGINES,
-            "capacity": min((one.limit for one in engines), default=USUAL_LIMIT),
+            "most": MAX_ENGINES,
+            "capacity": min((one.limit for one in engines), default=DEFAULT_LIMIT),
         }
     # The machine gives a deed up later than whoever carries it out does.
     for key in ("start_s", "stop_s"):
         if key not in section.rules:
-            own = [getattr(one, key) + DEED_SPARE_S for one in engines if isinstance(one, StartedEngines)]
+            own = [getattr(one, key) + ACTION_MARGIN_S for one in engines if isinstance(one, StartedEngines)]
             values[key] = max([getattr(RolloutRules, key), *own])
     try:
         return RolloutRules(**values)

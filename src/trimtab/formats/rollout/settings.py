@@ -19,7 +19,7 @@ from ruamel.yaml.error import YAMLError
 from trimtab.model.elastic_config import ElasticConfig
 from trimtab.model.rollout import RolloutRules
 
-USUAL_PORT = 8268
+DEFAULT_PORT = 8268
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class GatewayFileSettings:
     """Where the gateway listens, whom it answers, and how much of it. Seconds, unless said otherwise."""
 
     host: str = "127.0.0.1"
-    port: int = USUAL_PORT  # 0: any that is free
+    port: int = DEFAULT_PORT  # 0: any that is free
     allowed_hosts: tuple[str, ...] = ()  # names by which callers know this machine (Host header)
     worker_hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")  # where workers that callers add may be
     open_requests: bool | None = None  # generations need no token; None: on loopback only
@@ -109,7 +109,7 @@ class RolloutSettings:
     engines: tuple[AttachedEngine | StartedEngines, ...]
     rules: RolloutRules
     elastic: ElasticConfig
-    elastic_said: bool  # the file has an elastic_config block
+    has_elastic_config: bool  # the file has an elastic_config block
     gateway: GatewayFileSettings = GatewayFileSettings()
     follow_weights: bool = False  # a trainer refits engines by itself: what they report is followed
     journal: Path | None = None
@@ -129,7 +129,7 @@ class RolloutSettings:
 
     def warnings(self) -> list[str]:
         """What is allowed and likely to disappoint, a sentence each."""
-        said = self.elastic.warnings() if self.elastic_said else []
+        said = self.elastic.warnings() if self.has_elastic_config else []
         most, least = self.rules.most, self.rules.least
         count = self.count
         if count is not None and count > most:
@@ -139,7 +139,7 @@ class RolloutSettings:
         elif count is not None and count < least:
             said.append(f"{count} engines, but min_workers is {least}: there will never be so many")
         for one in self.engines:
-            if self.elastic_said and one.limit < self.rules.capacity:
+            if self.has_elastic_config and one.limit < self.rules.capacity:
                 said.append(
                     f"{one.label}: limit {one.limit} is below requests_per_worker_capacity "
                     f"{self.rules.capacity}: its load never reaches what scaling looks for"

@@ -138,7 +138,7 @@ class _Config:
             even_nodes=True,
         )
         return LoadedJob(
-            dialect=NAME,
+            file_format=NAME,
             path=self.composed.path,
             job=PlacementJob(cluster=self.cluster, workflow=workflow),
             settings=lambda plan: self._settings(plan, rules),

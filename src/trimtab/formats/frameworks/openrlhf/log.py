@@ -75,5 +75,5 @@ OPENRLHF = LogFramework(
     waiting=_waiting,
     amounts=_amounts,
     reward="train/reward",
-    own_times=True,
+    timers_exclude_waits=True,
 )

@@ -95,7 +95,7 @@ class _Reasoning:
         check_workflow(workflow)
         rules = self._rules(components)
         return LoadedJob(
-            dialect=NAME,
+            file_format=NAME,
             path=self.composed.path,
             job=PlacementJob(cluster=even_cluster(self.nodes, self.gpus_per_node), workflow=workflow),
             settings=lambda plan: self._settings(plan, rules),

@@ -116,7 +116,7 @@ def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
         return PlanSettings(values=values, block=block(reader, nodes, values))
 
     return LoadedJob(
-        dialect="rlinf",
+        file_format="rlinf",
         path=composed.path,
         job=PlacementJob(cluster=even_cluster(nodes, per_node), workflow=workflow),
         settings=settings,
