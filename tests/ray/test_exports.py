@@ -154,8 +154,8 @@ def test_labels_of_ones_own_replace_those_by_kind_and_tokens_are_asked_for() -> 
         ({"name": "a" * 60}, "cannot be the name"),
         ({"name": "on"}, "true or false"),
         ({"image": "two words"}, "no container image"),
-        ({"least": 1}, "go with --autoscale"),
-        ({"autoscale": True, "least": 5, "most": 4}, "do not go together"),
+        ({"min_replicas": 1}, "go with --autoscale"),
+        ({"autoscale": True, "min_replicas": 5, "max_replicas": 4}, "do not go together"),
         ({"drain_s": 0}, "--drain must be at least 1"),
     ],
 )
@@ -204,7 +204,7 @@ def test_a_script_is_clean_shell_whatever_the_command(command: tuple[str, ...], 
         ({"name": "a", "partition": "gpu --wrap"}, "cannot stand in a line"),
         ({"name": "a", "time": "soon"}, "no time limit"),
         ({"name": "a", "warn_s": 20}, "too short for a drain"),
-        ({"name": "a", "least": 9}, "the job has 2 nodes"),
+        ({"name": "a", "min_nodes": 9}, "the job has 2 nodes"),
     ],
 )
 def test_what_slurm_would_misread_is_refused(options: dict[str, Any], said: str) -> None:
