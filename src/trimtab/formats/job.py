@@ -1,7 +1,7 @@
-"""trimtab's own job file: what a cluster has, what a workflow costs.
+"""Reads trimtab's job file: the cluster and the costs of a workflow.
 
-Every key is checked when it is read: unknown ones are refused with the nearest known key, numbers must be finite and in
-range. Nothing is guessed: what is not stated is not checked, and the answer says so.
+Every key is checked: unknown keys are refused with the nearest known one, numbers must be finite and in range. Nothing
+is guessed: what is not stated is not checked, and the answer says so.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from trimtab.model.workflow import (
 NAME = "trimtab"
 MAX_GPUS = 65_536
 MAX_BATCHES = 65_536
-MAX_STALENESS = 64  # iterations that rollouts may be ahead (staleness)
+MAX_STALENESS = 64  # iterations that rollouts may be ahead
 
 
 def _whole(value: Any) -> Any:
-    """Counts may be written as numbers or as digit strings; booleans are neither."""
+    """Counts are numbers or digit strings, never booleans."""
     if isinstance(value, bool):
         raise ValueError("a whole number is expected, not true or false")
     if isinstance(value, str) and value.strip().isdecimal() and len(value) < 12:
@@ -77,7 +77,7 @@ Points = dict[Count, Seconds]
 
 
 def _form(value: Any) -> str:
-    """Which of its forms a value has, so that an error speaks of that form alone."""
+    """The form of a union value, so that errors are about that form alone."""
     if isinstance(value, BaseModel):
         return "<section>"
     if isinstance(value, Mapping):
@@ -103,7 +103,7 @@ class _Section(BaseModel):
 
 
 class NodeSection(_Section):
-    """One node of `cluster.nodes`, when that is a list."""
+    """An entry of `cluster.nodes`, when that is a list."""
 
     name: Name | None = None
     gpus: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MAX_GPUS, strict=True)]
@@ -144,7 +144,7 @@ class MemorySection(_Section):
 
 
 class CostSection(_Section):
-    """What a component and a variant of it have in common."""
+    """Keys that a component and its variants share."""
 
     seconds: SecondsForms | None = None
     gpus: list[Count] | None = None
@@ -163,7 +163,7 @@ class VariantSection(CostSection):
 
 
 class ComponentSection(CostSection):
-    """One component."""
+    """A component."""
 
     after: Annotated[Annotated[list[Name], Tag("<list>")] | Annotated[Name, Tag("<one>")], _Form] = Field(
         default_factory=list
@@ -175,7 +175,7 @@ class ComponentSection(CostSection):
     device: Literal["gpu", "cpu"] = "gpu"
     cpus: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
     variants: Annotated[list[VariantSection], Field(min_length=1, max_length=16)] | None = None
-    use: Any = None  # these three are read by whoever runs the job
+    use: Any = None  # these three are read by `trimtab run`
     settings: Any = None
     emulate: Any = None
 
@@ -204,23 +204,23 @@ class JobFile(_Section):
     cluster: ClusterSection
     workflow: WorkflowSection
     placement: dict[Name, str | int] | None = None
-    rollout: Any = None  # these two are read by `formats.rollout_file`
+    rollout: Any = None  # these two are read by `formats.rollout.job_section`
     elastic_config: Any = None
     run: Any = None  # read by `formats.run_section`
 
 
 def matches(config: Mapping[str, Any]) -> bool:
-    """Whether a file is in trimtab's own form."""
+    """Whether the data has the keys of trimtab's job file."""
     return "workflow" in config or set(config) <= set(JobFile.model_fields)
 
 
 def read(config: Mapping[str, Any], path: Path, profile: Profile | None = None) -> LoadedJob:
-    """A job from the data of a file; InputError names the key that is wrong."""
+    """A job from the data of a file; InputError names the wrong key."""
     name = str(path)
     try:
         file = JobFile.model_validate(dict(config))
     except ValidationError as error:
-        raise _explained(error, name) from None
+        raise _input_error(error, name) from None
     except RecursionError:
         raise InputError("the file is nested too deeply", where=name) from None
     cluster = _cluster(file.cluster, name)
@@ -250,7 +250,7 @@ def read(config: Mapping[str, Any], path: Path, profile: Profile | None = None) 
         job=PlacementJob(cluster, workflow),
         settings=lambda plan: settings(plan, cluster),
         current=current,
-        # Everything in this form stands in the one file; a missing `placement` is added at its end.
+        # This format has no parent files; a missing `placement` is added at the end.
         literal=lambda key: True,
         states=lambda key, value: key == "placement" and file.placement == value,
     )
@@ -332,7 +332,7 @@ def _component(name: str, section: ComponentSection, cluster: Cluster, profile: 
         "switch_seconds": section.switch_seconds,
         "engine": section.engine,
     }
-    measures = section.use is not None or section.emulate not in (None, False)  # running it tells what it costs
+    measures = section.use is not None or section.emulate not in (None, False)  # running it measures its cost
     if section.device == "cpu":
         for key in ("gpus", "multiple_of", "variants", "memory_gb", "floor_seconds"):
             if getattr(section, key) is not None:
@@ -377,7 +377,7 @@ def _not_measured(name: str, file: str, where: str) -> InputError:
 
 
 def _inherit(variant: VariantSection, section: ComponentSection) -> VariantSection:
-    """A variant with what the component states for all of its variants."""
+    """The variant with the component's values as defaults."""
     shared = {
         key: getattr(section, key)
         for key in CostSection.model_fields
@@ -418,7 +418,7 @@ def _variant(name: str, section: CostSection, cluster: Cluster, where: str) -> V
     by_kind = {ANY_KIND: stated} if all(isinstance(key, int) for key in stated) else stated
     for kind, points in by_kind.items():
         if kind != ANY_KIND and kind not in cluster.kinds and cluster.kinds != (ANY_KIND,):
-            # A kind that the cluster lacks is no fault: profiles travel between clusters. A misspelt one is.
+            # Profiles move between clusters, so a kind that the cluster lacks is fine. A misspelt one is not.
             near = nearest(kind, cluster.kinds)
             if near:
                 raise InputError(f"the cluster has no {kind}; did you mean {near}?", where=f"{where}.seconds.{kind}")
@@ -428,12 +428,12 @@ def _variant(name: str, section: CostSection, cluster: Cluster, where: str) -> V
             )
         seconds[kind] = tuple(sorted((int(g), float(s)) for g, s in points.items()))
     floor = section.floor_seconds or 0.0
-    least = min((s for points in seconds.values() for _, s in points), default=0.0)
-    if floor > least:
+    shortest = min((s for points in seconds.values() for _, s in points), default=0.0)
+    if floor > shortest:
         raise InputError(
-            f"the floor of {floor:g} s is above a measured {least:g} s",
+            f"the floor of {floor:g} s is above a measured {shortest:g} s",
             where=f"{where}.floor_seconds",
-            hint="the floor is the part of the time that more GPUs do not shorten: at most the least measured time",
+            hint="the floor is the part of the time that more GPUs do not shorten: at most the shortest measured time",
         )
     return Variant(
         name=name,
@@ -481,8 +481,8 @@ def _current(placement: Mapping[str, str | int], workflow: Workflow, cluster: Cl
     return CurrentPlacement(ranks, f"{name}: placement")
 
 
-def _explained(error: ValidationError, name: str) -> InputError:
-    """The first fault that pydantic found, in our words."""
+def _input_error(error: ValidationError, name: str) -> InputError:
+    """The first error of pydantic as an InputError."""
     faults = sorted(error.errors(), key=lambda fault: (fault["type"] != "extra_forbidden", -len(fault["loc"])))
     fault = faults[0]
     path = [str(part) for part in fault["loc"] if not _is_branch(part)]
@@ -511,14 +511,14 @@ def _explained(error: ValidationError, name: str) -> InputError:
 
 
 def _is_branch(part: int | str) -> bool:
-    """Whether a step of a pydantic location names a type of a union rather than a key of the file."""
+    """Whether a part of a pydantic location names a union branch rather than a key of the file."""
     return isinstance(part, str) and (
         part in {"int", "float", "str", "[key]"} or part.startswith(("<", "constrained-", "function-", "literal["))
     )
 
 
 def _known_keys(path: list[str]) -> list[str]:
-    """The keys that a section of the file may have."""
+    """The known keys of a section."""
     model: type[BaseModel] = JobFile
     step = [part for part in path if not part.isdecimal()]
     if step[:1] == ["cluster"]:

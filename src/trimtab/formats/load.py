@@ -1,4 +1,4 @@
-"""The one door for job files: finds out which dialect a file is in, and reads it."""
+"""Reads job files: detects the format of a file and calls its reader."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trimtab.model.profile import Profile
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | None = None) -> LoadedJob:
-    """Read a job file in any dialect, with `key=value` overrides and a measured profile."""
+    """Read a job file or framework config, with `key=value` overrides and a measured profile."""
     path = Path(path)
     text = yaml_text.read_text(path)
     if path.suffix == ".sh" or text.startswith("#!"):
         raise InputError(
-            "a script that starts a run is no config",
+            "this is a launch script, not a config",
             where=str(path),
             hint="give the config that the run resolved: outputs/DATE/TIME/.hydra/config.yaml where it was started, or "
             "the config that the script names, with the script's overrides",
@@ -34,7 +34,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
         )
     if job.matches(data) and "${" not in text:
         return job.read(overridden(data, overrides), path, profile)
-    # Frameworks' files need OmegaConf and Hydra, whose import costs more than planning does.
+    # Framework configs need OmegaConf and Hydra, whose import takes longer than planning.
     from trimtab.formats.frameworks.hydra_config import compose
     from trimtab.formats.frameworks.nemo_rl import config as nemo_rl
     from trimtab.formats.frameworks.openrlhf import config as openrlhf
@@ -56,21 +56,21 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
             except InputError as error:
                 error.where = error.where or str(path)
                 raise
-            ahead = loaded.job.workflow.staleness
-            if ahead > job.MAX_STALENESS:
-                raise InputError(f"{ahead} iterations ahead are more than {job.MAX_STALENESS}", where=str(path))
+            staleness = loaded.job.workflow.staleness
+            if staleness > job.MAX_STALENESS:
+                raise InputError(f"staleness is {staleness}: at most {job.MAX_STALENESS} is planned", where=str(path))
             return loaded
     if job.matches(composed.config):
         return job.read(composed.config, path, profile)
     raise InputError(
-        "this is no job file that trimtab knows",
+        "unknown job file format",
         where=str(path),
-        hint="known are trimtab's own form (cluster, workflow) and the configs of RLinf, verl, NeMo RL and OpenRLHF",
+        hint="known are trimtab's job file (cluster, workflow) and the configs of RLinf, verl, NeMo RL and OpenRLHF",
     )
 
 
 def overridden(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The data with `a.b=value` applied; values are YAML."""
+    """The data with `a.b=value` overrides applied; values are YAML."""
     result = dict(data)
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -83,10 +83,10 @@ def overridden(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
             )
         place = result
         for part in parts[:-1]:
-            following = place.get(part, {})
-            if not isinstance(following, Mapping):
+            child = place.get(part, {})
+            if not isinstance(child, Mapping):
                 raise InputError(f"{key} cannot be set: {part} is no mapping", where="command line")
-            # Copied along the way only: aliases of a YAML file may make the whole of it without end.
-            place[part] = place = dict(following)
+            # Only the path is copied: YAML aliases may make the whole data infinite.
+            place[part] = place = dict(child)
         place[parts[-1]] = yaml_text.parse(value, f"command line: {override}")
     return result
