@@ -1,11 +1,10 @@
-"""The `rollout:` section of a job file, and the `elastic_config:` block beside it: which engines serve, and how.
+"""Reads the `rollout:` section of a job file and the `elastic_config:` block beside it: engines, rules, scaling.
 
-Read whole and checked before anything is started: an unknown key is refused with the nearest known one, a contradiction
-with the line it stands in. What is not said has a default that works, so the smallest file names one engine. Only these
-two sections are looked at; what else a job file has is the planner's business.
+Both are checked before anything is started: an unknown key is refused with the nearest known one, a contradiction with
+its line. Everything but the engines has a default. Other sections of a job file are ignored here.
 
-Engines are attached by their address, where somebody else runs them, or started from a command, several alike. Without
-`elastic_config` all of them serve, whatever the load.
+Engines are attached by address, where they run already, or started from a command, several alike. Without
+`elastic_config` all of them serve at any load.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ SECTION = "rollout"
 ACTION_MARGIN_S = 30.0
 DEFAULT_LIMIT = 64
 MAX_RULE = elastic_config_file.LONGEST_S
-SMALLEST = f"{SECTION}: {{engines: ['http://127.0.0.1:8000']}}"
+MINIMAL = f"{SECTION}: {{engines: ['http://127.0.0.1:8000']}}"
 
 STATED_ELSEWHERE = {
     "least": "elastic_config.min_workers",
@@ -50,7 +49,7 @@ STATED_ELSEWHERE = {
     "classes": f"{SECTION}.classes",
     "ownership": f"{SECTION}.ownership",
 }
-"""Rules that another key of the file has, so that each is said in one place."""
+"""Rules that have another key in the file, so that each is stated in one place."""
 
 
 STARTED_ONLY = (
@@ -74,25 +73,24 @@ ON_A_POOL = ("gpus", "cpus", "memory_gb", "priority", "per_node")
 
 
 def read(path: Path) -> RolloutSettings:
-    """The settings in a job file. InputError with file, line and key where something is wrong."""
+    """The settings in a job file. InputError names file, line and key."""
     text = yaml_text.read_text(path)
     return from_text(text, path)
 
 
 def from_text(text: str, path: Path) -> RolloutSettings:
-    """The settings in the text of a job file."""
     return from_data(yaml_text.parse(text, str(path)), text, path)
 
 
 def from_data(data: Any, text: str, path: Path) -> RolloutSettings:
-    """The settings in the data of a job file; the text says in which line something stands."""
+    """The settings in the data of a job file; the text is for the line numbers in errors."""
     name = str(path)
     if not isinstance(data, Mapping) or data.get(SECTION) is None:
         raise _no_section(data, name)
     try:
         section = RolloutSection.model_validate({SECTION: data[SECTION]}[SECTION])
     except ValidationError as error:
-        raise _explained(error, text, name) from None
+        raise _input_error(error, text, name) from None
     except RecursionError:
         raise InputError("the file is nested too deeply", where=name) from None
     at = _FileLocation(text, name)
@@ -116,15 +114,15 @@ def from_data(data: Any, text: str, path: Path) -> RolloutSettings:
 def _no_section(data: Any, name: str) -> InputError:
     if not isinstance(data, Mapping):
         found = "nothing" if data is None else type(data).__name__
-        return InputError(f"a job file is a mapping of keys, this one holds {found}", where=name, hint=SMALLEST)
+        return InputError(f"a job file is a mapping of keys, this one holds {found}", where=name, hint=MINIMAL)
     near = nearest(SECTION, [str(key) for key in data if key != SECTION])
-    meant = f"did you mean {SECTION} instead of {near}?" if near and SECTION not in data else f"the least is {SMALLEST}"
+    meant = f"did you mean {SECTION} instead of {near}?" if near and SECTION not in data else f"add {MINIMAL}"
     return InputError(f"this file has no {SECTION} section", where=name, hint=meant)
 
 
 @dataclass(frozen=True)
 class _FileLocation:
-    """Says where in the file something is wrong."""
+    """File, text and name of a job file, for the locations in errors."""
 
     text: str
     name: str
@@ -151,8 +149,8 @@ def _elastic(data: Mapping[Any, Any], at: _FileLocation) -> ElasticConfig | None
 
 def _engines(section: RolloutSection, at: _FileLocation) -> tuple[AttachedEngine | StartedEngines, ...]:
     found: list[AttachedEngine | StartedEngines] = []
-    for index, one in enumerate(section.engines):
-        entry = EngineSection(url=one) if isinstance(one, str) else one
+    for index, item in enumerate(section.engines):
+        entry = EngineSection(url=item) if isinstance(item, str) else item
         keys = (SECTION, "engines", index)
         found.append(_attached(entry, at, keys) if entry.url is not None else _started(entry, at, keys))
     _check_names(found, at)
@@ -196,8 +194,8 @@ def _started(entry: EngineSection, at: _FileLocation, keys: tuple[str | int, ...
         for key in ON_A_POOL:
             if key in entry.model_fields_set:
                 raise at.wrong(
-                    f"{key} is asked of a pool, and these engines are processes of this machine", *keys, key,
-                    hint="pool: NAME starts them on its slots",
+                    f"{key} applies to engines on a pool, and these are processes of this machine", *keys, key,
+                    hint="add pool: NAME to start them on a pool",
                 )  # fmt: skip
     follows = entry.count == "nodes"
     if follows and entry.pool is None:
@@ -240,16 +238,18 @@ def _started(entry: EngineSection, at: _FileLocation, keys: tuple[str | int, ...
 
 
 def _check_names(found: Sequence[AttachedEngine | StartedEngines], at: _FileLocation) -> None:
-    """No two workers of one name, and no engine twice."""
+    """Refuse duplicate worker names and duplicate engines."""
     seen: dict[str, int] = {}
-    for index, one in enumerate(found):
-        names: Iterable[str] = (one.url, one.label) if isinstance(one, AttachedEngine) else one.names or (one.name,)
+    for index, engine in enumerate(found):
+        names: Iterable[str] = (
+            (engine.url, engine.label) if isinstance(engine, AttachedEngine) else engine.names or (engine.name,)
+        )
         for name in dict.fromkeys(names):
             if name in seen:
                 hint = "give one of them another name" if not name.startswith("http") else "leave one of them out"
                 raise at.wrong(f"{name} is there twice", SECTION, "engines", index, hint=hint)
             seen[name] = index
-    if sum(one.count or 0 for one in found) > MAX_ENGINES:
+    if sum(engine.count or 0 for engine in found) > MAX_ENGINES:
         raise at.wrong(f"more than {MAX_ENGINES} engines", SECTION, "engines")
 
 
@@ -259,12 +259,12 @@ def _rules(
     engines: Sequence[AttachedEngine | StartedEngines],
     at: _FileLocation,
 ) -> RolloutRules:
-    known = {one.name: one.type for one in fields(RolloutRules) if one.name not in STATED_ELSEWHERE}
+    known = {field.name: field.type for field in fields(RolloutRules) if field.name not in STATED_ELSEWHERE}
     hints = get_type_hints(RolloutRules)
     for key, value in section.rules.items():
         keys = (SECTION, "rules", str(key))
         if key in STATED_ELSEWHERE:
-            raise at.wrong(f"{key} is said elsewhere", *keys, hint=f"it is {STATED_ELSEWHERE[key]}")
+            raise at.wrong(f"{key} is no key of rules", *keys, hint=f"use {STATED_ELSEWHERE[key]}")
         if key not in known:
             near = nearest(str(key), known)
             raise at.wrong(
@@ -291,12 +291,12 @@ def _rules(
         values |= {
             "least": 1,
             "most": MAX_ENGINES,
-            "capacity": min((one.limit for one in engines), default=DEFAULT_LIMIT),
+            "capacity": min((engine.limit for engine in engines), default=DEFAULT_LIMIT),
         }
-    # The machine gives a deed up later than whoever carries it out does.
+    # The machine's timeouts are longer than those of the launcher that starts and stops engines.
     for key in ("start_s", "stop_s"):
         if key not in section.rules:
-            own = [getattr(one, key) + ACTION_MARGIN_S for one in engines if isinstance(one, StartedEngines)]
+            own = [getattr(item, key) + ACTION_MARGIN_S for item in engines if isinstance(item, StartedEngines)]
             values[key] = max([getattr(RolloutRules, key), *own])
     try:
         return RolloutRules(**values)
@@ -306,14 +306,14 @@ def _rules(
 
 
 def _classes(section: RolloutSection) -> tuple[RequestClass, ...]:
-    """Those of the file, and the usual one for requests that name none."""
-    stated = {name: RequestClass(name, **one.model_dump()) for name, one in section.classes.items()}
+    """The classes of the file, and the default one for requests that name none."""
+    stated = {name: RequestClass(name, **entry.model_dump()) for name, entry in section.classes.items()}
     return tuple({DEFAULT_CLASS: RequestClass(), **stated}.values())
 
 
 def _ownership(section: RolloutSection, at: _FileLocation) -> Ownership:
     owners: dict[str, Owner] = {}
-    verbs = [one.name for one in fields(Ownership)]
+    verbs = [field.name for field in fields(Ownership)]
     for verb, owner in section.ownership.items():
         keys = (SECTION, "ownership", verb)
         if verb not in verbs:
@@ -321,17 +321,17 @@ def _ownership(section: RolloutSection, at: _FileLocation) -> Ownership:
             raise at.wrong(
                 f"unknown key {verb}", *keys, hint=f"did you mean {near}?" if near else f"verbs: {', '.join(verbs)}"
             )
-        if owner not in [one.value for one in Owner]:
+        if owner not in [member.value for member in Owner]:
             raise at.wrong(f"{verb} cannot be owned by {owner!r}", *keys, hint="trimtab or trainer")
         owners[verb] = Owner(owner)
     return Ownership(**owners)
 
 
-# ---- what was wrong --------------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-def _explained(error: ValidationError, text: str, name: str) -> InputError:
-    """The first fault that pydantic found, in our words."""
+def _input_error(error: ValidationError, text: str, name: str) -> InputError:
+    """The first error of pydantic as an InputError."""
     faults = sorted(error.errors(), key=lambda fault: (fault["type"] != "extra_forbidden", -len(fault["loc"])))
     fault = faults[0]
     keys = [part for part in fault["loc"] if not _is_branch(part)]
@@ -357,7 +357,7 @@ def _explained(error: ValidationError, text: str, name: str) -> InputError:
 
 
 def _is_branch(part: int | str) -> bool:
-    """Whether a step of a pydantic location names a type of a union rather than a key of the file."""
+    """Whether a part of a pydantic location names a union branch rather than a key of the file."""
     return isinstance(part, str) and (
         part in {"int", "float", "str", "[key]", "EngineSection"}
         or part.startswith(("constrained-", "function-", "literal["))
@@ -365,7 +365,7 @@ def _is_branch(part: int | str) -> bool:
 
 
 def _known_keys(keys: Sequence[str | int]) -> list[str]:
-    """The keys that a section may have."""
+    """The known keys of a section."""
     models: dict[str, type[BaseModel]] = {
         "engines": EngineSection, "classes": RequestClassSection, "gateway": GatewaySection
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The `rollout:` section of a job file as pydantic reads it: keys, types, ranges, defaults. Made sense of elsewhere."""
+"""The pydantic schema of the `rollout:` section of a job file: keys, types, ranges, defaults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trimtab.formats.job import Name, Seconds
 from trimtab.formats.rollout.settings import DEFAULT_PORT, GatewayFileSettings
 
 MAX_ENGINES = 4_096
-MIN_S = 0.001  # of a time that something has to be done in
+MIN_S = 0.001  # of a timeout
 
 
 def _no_bool(value: Any) -> Any:
@@ -22,7 +22,7 @@ def _no_bool(value: Any) -> Any:
 
 
 def _words(value: Any) -> Any:
-    """A command as a list or as one line of a shell."""
+    """A command as a list or as a shell line."""
     if isinstance(value, str):
         try:
             return shlex.split(value)
@@ -34,11 +34,11 @@ def _words(value: Any) -> Any:
 
 
 def _texts(value: Any) -> Any:
-    """Variables of an environment may be written as numbers."""
+    """Environment variables may be written as numbers."""
     if isinstance(value, Mapping):
         return {
-            key: str(one) if isinstance(one, int | float) and not isinstance(one, bool) else one
-            for key, one in value.items()
+            key: str(text) if isinstance(text, int | float) and not isinstance(text, bool) else text
+            for key, text in value.items()
         }
     return value
 
@@ -59,7 +59,7 @@ class _Section(BaseModel):
 
 
 class EngineSection(_Section):
-    """One entry of `engines`."""
+    """An entry of `engines`."""
 
     url: str | None = None
     kind: Literal["vllm", "sglang", "llamacpp"] | None = None
@@ -88,7 +88,7 @@ class EngineSection(_Section):
 
 
 class RequestClassSection(_Section):
-    """One entry of `classes`."""
+    """An entry of `classes`."""
 
     priority: Annotated[int, BeforeValidator(_no_bool), Field(ge=-1_000_000, le=1_000_000, strict=True)] = 0
     queue_limit: Whole = 10_000
