@@ -165,7 +165,7 @@ def test_a_manifest_that_kubernetes_would_refuse_is_not_written(options: dict[st
 
 
 def test_limits_for_unlike_groups_are_refused() -> None:
-    with pytest.raises(InputError, match="would be of which"):
+    with pytest.raises(InputError, match="are ambiguous"):
         written(UNLIKE, autoscale=True, max_replicas=5)
 
 

@@ -94,9 +94,9 @@ def run_pipeline(
 ) -> PipelineRun:
     """Run a schedule and measure it.
 
-    `chain` and `make_input` come from `profile.block_chain`; without them only an emulation is possible, which then moves no
-    data. `stretch` slows emulated time down; by itself it makes the bottleneck last a tenth of a second at least, and
-    long enough for this machine to compute a microbatch meanwhile.
+    `chain` and `make_input` come from `profile.block_chain`; without them only an emulation is possible, which then
+    moves no data. `stretch` slows emulated time down; by itself it makes the bottleneck last a tenth of a second at
+    least, and long enough for this machine to compute a microbatch meanwhile.
     `devices` names the torch device of a host where it is not the CPU. `timeout_s` bounds every single wait.
     """
     _check(schedule, chain, make_input, emulate, buffers_in, buffers_out, microbatches, stretch, threads, timeout_s)
