@@ -8,9 +8,15 @@ from typing import Any
 
 from trimtab.core.errors import InputError
 from trimtab.formats import job, yaml_text
-from trimtab.formats.frameworks import not_rl
 from trimtab.formats.loaded import LoadedJob
 from trimtab.model.profile import Profile
+
+_SFT = "supervised fine-tuning"
+_PREFERENCE = "training on preferences (DPO or a reward model)"
+_EVALUATION = "an evaluation"
+
+_NEMO_RL = {"sft": _SFT, "dpo": _PREFERENCE, "rm": _PREFERENCE, "eval": _EVALUATION}
+_RL_SECTIONS = ("actor_rollout_ref", "grpo", "distillation", "ppo", "vllm")
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | None = None) -> LoadedJob:
@@ -45,9 +51,9 @@ def load(path: str | Path, overrides: Sequence[str] = (), profile: Profile | Non
         composed = compose(path, overrides)
     except InputError:
         if not overrides:
-            not_rl.refuse(data, str(path))
+            refuse_non_rl(data, str(path))
         raise
-    not_rl.refuse(composed.config, str(path))
+    refuse_non_rl(composed.config, str(path))
     known = ((rlinf.matches, rlinf.read), (verl.matches, verl.read), (nemo_rl.matches, nemo_rl.read))
     for matches, read in (*known, (openrlhf.matches, openrlhf.read)):
         if matches(composed.reader):
@@ -90,3 +96,44 @@ def overridden(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
             place[part] = place = dict(child)
         place[parts[-1]] = yaml_text.parse(value, f"command line: {override}")
     return result
+
+
+def non_rl_purpose(data: Mapping[str, Any]) -> str | None:
+    """What a framework config is for, if it is not for reinforcement learning."""
+    runner, inputs = _section(data, "runner"), _section(data, "data")
+    task = str(runner.get("task_type") or "")
+    if task == "sft":
+        return _SFT
+    if task.endswith("_eval") or (task and runner.get("only_eval") is True):
+        return _EVALUATION
+    if task or any(_section(data, name) for name in _RL_SECTIONS):
+        return None
+    for name, meaning in _NEMO_RL.items():
+        if _section(data, name):
+            return meaning
+    if "chosen_key" in inputs:
+        return _PREFERENCE
+    if "response_key" in inputs and "path" in inputs:
+        return _EVALUATION
+    if "output_path" in inputs and "path" in inputs:
+        return "generation without training"
+    trains = "train_files" in inputs and "trainer" in data and ("optim" in data or "engine" in data)
+    if trains or ("dataset" in inputs and "output_key" in inputs):
+        return _SFT
+    return None
+
+
+def refuse_non_rl(data: Mapping[str, Any], where: str) -> None:
+    """Raise InputError for a config without RL: there is no rollout to place beside training."""
+    what = non_rl_purpose(data)
+    if what is not None:
+        raise InputError(
+            f"not an RL job: this is {what}",
+            where=where,
+            hint="plans are made for a rollout and training that share a cluster; there is nothing to place here",
+        )
+
+
+def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = data.get(name)
+    return found if isinstance(found, Mapping) else {}

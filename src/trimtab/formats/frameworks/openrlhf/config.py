@@ -1,10 +1,9 @@
-"""OpenRLHF's flags as YAML: engines share the training GPUs (`colocate_all`) or have GPUs of their own.
+"""Reads OpenRLHF's flags as YAML: engines share the training GPUs (`colocate_all`) or have their own.
 
-OpenRLHF takes flags such as `--actor.num_nodes`; the file has the same names as nested keys, or they are given as
-overrides; what is not stated is what its launcher takes then. Making experience and training are one set of GPUs.
-Nothing tells how long a critic, a reward model or a reference on GPUs of its own takes: it keeps them, and they are no
-part of the plan. Costs come from a profile. In asynchronous runs generation runs beside the training and is always
-apart.
+OpenRLHF takes flags such as `--actor.num_nodes`; the file has the same names as nested keys, or they are overrides;
+defaults are its launcher's. Making experience and training share their GPUs. There is no timer for a critic, a reward
+model or a reference on GPUs of its own: it keeps them, and they are not part of the plan. Costs come from a profile. In
+asynchronous runs generation runs beside training, always on GPUs of its own.
 """
 
 from __future__ import annotations
@@ -38,21 +37,19 @@ NAME = "openrlhf"
 
 COMPONENTS = ("rollout", "inference", "actor")
 
-_PER_NODE = 8  # OpenRLHF's own number where flags do not say
+_PER_NODE = 8  # OpenRLHF's default
 
 
 def matches(reader: ConfigReader) -> bool:
-    """Whether these are OpenRLHF's flags."""
     return reader.has("vllm.num_engines")
 
 
 def read(composed: ComposedConfig, profile: Profile | None) -> LoadedJob:
-    """OpenRLHF's flags and a profile as a job."""
     return _Config(composed, profile).loaded()
 
 
 class _Config:
-    """One set of flags, while it is being read."""
+    """State while the flags are read."""
 
     def __init__(self, composed: ComposedConfig, profile: Profile | None) -> None:
         self.composed = composed
@@ -92,7 +89,7 @@ class _Config:
         self.cluster = _without(even_cluster(nodes, per_node), outside)
 
     def _others(self) -> tuple[tuple[str, ...], dict[str, int]]:
-        """The models besides the actor: those on its GPUs, and the GPUs of those that have their own."""
+        """(models on the actor's GPUs, GPUs of models that have their own)."""
         reader = self.reader
         size = {
             role: int(reader.positive_int(f"{role}.num_nodes", 1))
@@ -125,7 +122,7 @@ class _Config:
         )
         check_workflow(workflow)
         training: list[str] = [name for name in ("inference", "actor") if name in self.costs]
-        # What has GPUs of its own would share, or the other way round: then its time would be another.
+        # If a model with its own GPUs would share them, or the reverse, its time would change.
         stays = bool(self.apart) or any(role in self.beside for role in ("critic", "reward"))
         options: list[list[list[str]]] = []
         if self.shares or not (self.is_async or stays):
@@ -157,7 +154,7 @@ class _Config:
 
     def _apart_text(self) -> tuple[str, ...]:
         return tuple(
-            f"{role} on {gpus} GPUs of its own: they are no part of the plan, and no timer tells what it takes"
+            f"{role} on {gpus} GPUs of its own: not part of the plan, as there is no timer for it"
             for role, gpus in self.apart.items()
         )
 
@@ -168,14 +165,14 @@ class _Config:
         return component(self.costs[name], after=after[name], sizes=self._training_sizes())
 
     def _training_sizes(self) -> AllowedGpuCounts:
-        """DeepSpeed splits a training batch evenly into micro-batches, and every process makes some experience."""
+        """DeepSpeed splits a training batch evenly into micro-batches, and every process makes experience."""
         read = self.reader.positive_int
         parallel = product(self.reader, ("ds.tensor_parallel_size", "ds.ring_attn_size"))
         batch, micro = int(read("train.batch_size", 128)), int(read("train.micro_batch_size", 1))
         samples = int(read("rollout.batch_size", 1024)) * int(read("rollout.n_samples_per_prompt", 1))
-        most = min(samples // int(read("rollout.micro_batch_size", 1)), self.cluster.gpus // parallel)
+        highest = min(samples // int(read("rollout.micro_batch_size", 1)), self.cluster.gpus // parallel)
         return AllowedGpuCounts(
-            parallel, tuple(dp * parallel for dp in range(1, most + 1) if batch % (micro * dp) == 0)
+            parallel, tuple(dp * parallel for dp in range(1, highest + 1) if batch % (micro * dp) == 0)
         )
 
     def _current(self) -> CurrentPlacement:
@@ -199,12 +196,12 @@ class _Config:
         if not self.is_async:
             values |= {"train.colocate_all": shared, "vllm.enable_sleep": shared}
         off = [f"--{name}" for name, value in values.items() if value is False and self.reader.boolean(name, False)]
-        said = (f"leave out {', '.join(off)}",) if off else ()
-        return PlanSettings(values, block_text(nested(values)), said, tuple(_flags(values)))
+        advice = (f"leave out {', '.join(off)}",) if off else ()
+        return PlanSettings(values, block_text(nested(values)), advice, tuple(_flags(values)))
 
 
 def _without(cluster: Cluster, gpus: int) -> Cluster:
-    """The cluster without so many GPUs, taken from its last nodes."""
+    """The cluster without `gpus` GPUs, taken from its last nodes."""
     left = []
     for node in reversed(cluster.nodes):
         taken = min(gpus, node.gpus)
@@ -214,7 +211,7 @@ def _without(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _flags(values: Mapping[str, Any]) -> list[str]:
-    """Settings as OpenRLHF takes them; one that is off has to be left out."""
+    """Settings as OpenRLHF's flags; a flag that is off is left out."""
     found: list[str] = []
     for name, value in values.items():
         if isinstance(value, bool):

@@ -1,8 +1,8 @@
-"""How OpenRLHF logs: a line `Global step N: {...}` for every step, and TensorBoard's `train/timing/*`.
+"""Parses OpenRLHF's logs: a line `Global step N: {...}` for every step, and TensorBoard's `train/timing/*`.
 
-The total of a synchronous run is the sum of its timers. Where it is not, generation ran beside the training; each timer
-is still of the component's own work, but for the weight sync, which then waits until a batch is generated: that is
-marked, and never passed off as a cost. Checkpoints and evaluation are in no timer and no total.
+In a synchronous run the total is the sum of the timers. Otherwise generation ran beside training; each timer is still
+the component's own work, except the weight sync, which then waits for a generated batch: it is marked and must never
+count as a cost. Checkpoints and evaluation are in no timer and no total.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _PREFIX = "train/"
 _TIMING = "train/timing/"
 _BESIDE = "train/generation_beside_training"
 _PARTS = ("generation", "make_experience", "ppo_train", "broadcast")
-_OFF = 0.01  # sums that differ by more than this share are no rounding
+_OFF = 0.01  # relative difference that is more than rounding
 
 
 class _Parser:
-    """A step in a line."""
+    """A step per line."""
 
     def take(self, line: LogLine) -> Iterator[StepRecord]:
         if found := _STEP.search(line.text):

@@ -1,9 +1,9 @@
-"""How RLinf logs: the metric table of `metrics.log`, the progress bar's `<name>_time=`, TensorBoard's `time/*`.
+"""Parses RLinf's logs: the metric table of `metrics.log`, the progress bar's `<name>_time=`, TensorBoard's `time/*`.
 
 The embodied runner prints the table; the reasoning runner shows its times behind the progress bar. Timers of workers
-that exchange data while they run (environment and rollout; every stage of a pipeline; rewards, which are computed as
-answers come; training with FSDP, whose timer starts with the step) contain waiting. Where a timer of the computing
-alone exists it is taken; otherwise the time is marked.
+that exchange data while they run (environment and rollout; every pipeline stage; rewards, computed as responses come;
+FSDP training, whose timer starts with the step) contain waiting. Where a timer of the computation alone exists it is
+used; otherwise the time is marked as a wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SECTIONS = {"Time": "time/", "Rollout": "rollout/"}
 
 
 class _Parser:
-    """A table over many lines, or a progress bar's state in one."""
+    """A table over several lines, or a progress bar's state in one."""
 
     def __init__(self) -> None:
         self._table: StepRecord | None = None
@@ -52,7 +52,7 @@ class _Parser:
 def _read_row(table: StepRecord, prefix: str, text: str) -> None:
     for cell in text.split("│"):
         name, equals, value = cell.strip().rpartition("=")
-        # A cell too narrow for its text ends in an ellipsis and is no number.
+        # A cell too narrow for its text ends in an ellipsis: no number.
         if equals and RLINF.keeps(prefix + name) and (read := number(value)) is not None:
             table.values[prefix + name] = read
 
