@@ -200,8 +200,8 @@ def test_a_script_is_clean_shell_whatever_the_command(command: tuple[str, ...], 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"name": "a\n#SBATCH --uid=0"}, "cannot stand in a line"),
-        ({"name": "a", "partition": "gpu --wrap"}, "cannot stand in a line"),
+        ({"name": "a\n#SBATCH --uid=0"}, "not allowed in an #SBATCH line"),
+        ({"name": "a", "partition": "gpu --wrap"}, "not allowed in an #SBATCH line"),
         ({"name": "a", "time": "soon"}, "no time limit"),
         ({"name": "a", "warn_s": 20}, "too short for a drain"),
         ({"name": "a", "min_nodes": 9}, "the job has 2 nodes"),

@@ -227,12 +227,12 @@ def _write_pictures(
 
 def _write_to(output: Path, loaded: LoadedJob, settings: PlanSettings) -> None:
     from trimtab.formats import yaml_text
-    from trimtab.formats.write_back import edited, elsewhere
+    from trimtab.formats.write_back import edited, uneditable_keys
 
-    stuck = elsewhere(settings, loaded.literal, loaded.states)
+    stuck = uneditable_keys(settings, loaded.literal, loaded.states)
     if stuck:
         raise InputError(
-            f"not written: {', '.join(stuck)} does not stand in the file itself",
+            f"not written: {', '.join(stuck)} is not set in the file itself",
             where=str(loaded.path),
             hint="give the overrides on the command line of the run instead (--format overrides)",
         )
@@ -241,11 +241,11 @@ def _write_to(output: Path, loaded: LoadedJob, settings: PlanSettings) -> None:
 
 
 def _apply(loaded: LoadedJob, settings: PlanSettings) -> None:
-    from trimtab.formats.write_back import apply, elsewhere, shell_words
+    from trimtab.formats.write_back import apply, shell_words, uneditable_keys
 
-    stuck = elsewhere(settings, loaded.literal, loaded.states)
+    stuck = uneditable_keys(settings, loaded.literal, loaded.states)
     if stuck:
-        err.print(f"{loaded.path} is left as it is: {', '.join(stuck)} does not stand in the file itself.")
+        err.print(f"{loaded.path} is left as it is: {', '.join(stuck)} is not set in the file itself.")
         err.print("Give these overrides to the run instead:")
         for word in shell_words(settings):
             err.print(f"  {word}", markup=False)

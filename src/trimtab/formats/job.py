@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,7 +26,7 @@ from pydantic import (
 from trimtab.core.errors import InputError, nearest
 from trimtab.core.ranks import ranks_text
 from trimtab.formats.loaded import LoadedJob, PlanSettings
-from trimtab.formats.run_section import read_section
+from trimtab.formats.run_section import read_section, unknown_key
 from trimtab.formats.yaml_text import dump
 from trimtab.model.plan import CurrentPlacement, Plan
 from trimtab.model.profile import Profile
@@ -482,39 +482,44 @@ def _current(placement: Mapping[str, str | int], workflow: Workflow, cluster: Cl
 
 
 def _input_error(error: ValidationError, name: str) -> InputError:
-    """The first error of pydantic as an InputError."""
-    faults = sorted(error.errors(), key=lambda fault: (fault["type"] != "extra_forbidden", -len(fault["loc"])))
-    fault = faults[0]
-    path = [str(part) for part in fault["loc"] if not _is_branch(part)]
+    fault, keys = first_fault(error, prefixes=("<",))
+    path = [str(key) for key in keys]
+    last = path[-1] if path else "the file"
     where = f"{name}: {'.'.join(path) or 'top level'}"
+    example = "see `trimtab plan --help` for a whole example"
     if fault["type"] == "extra_forbidden":
-        known = _known_keys(path[:-1])
-        near = nearest(path[-1], known)
-        return InputError(
-            f"unknown key {path[-1]}",
-            where=where,
-            hint=f"did you mean {near}?" if near else f"known keys here: {', '.join(known)}",
-        )
+        return unknown_key(last, _known_keys(path[:-1]), where)
     if fault["type"] == "missing":
-        return InputError(f"{path[-1]} is missing", where=where, hint="see `trimtab plan --help` for a whole example")
+        return InputError(f"{last} is missing", where=where, hint=example)
     if fault["type"].startswith("union_tag"):
-        return InputError(
-            f"{path[-1] if path else 'the file'} has a form that is not known here",
-            where=where,
-            hint="see `trimtab plan --help` for a whole example",
+        return InputError(f"{last} has a form that is not known here", where=where, hint=example)
+    return invalid_value(fault, last, where)
+
+
+def first_fault(
+    error: ValidationError, *, names: Sequence[str] = (), prefixes: tuple[str, ...] = ()
+) -> tuple[Any, list[int | str]]:
+    """The first error of pydantic, unknown keys before others, and its keys in the file.
+
+    Parts of a location that name a branch of a union are left out; `names` and `prefixes` are those of the caller.
+    """
+    faults = sorted(error.errors(), key=lambda fault: (fault["type"] != "extra_forbidden", -len(fault["loc"])))
+
+    def is_branch(part: int | str) -> bool:
+        return isinstance(part, str) and (
+            part in {"int", "float", "str", "[key]", *names}
+            or part.startswith(("constrained-", "function-", "literal[", *prefixes))
         )
+
+    return faults[0], [part for part in faults[0]["loc"] if not is_branch(part)]
+
+
+def invalid_value(fault: Any, key: str, where: str) -> InputError:
+    """The error for a value that pydantic refused."""
     message = fault["msg"].removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]
     given = fault.get("input")
     shown = "" if isinstance(given, Mapping | list) else f": {given!r}"[:80]
-    return InputError(f"{path[-1] if path else 'the file'} is not right{shown}", where=where, hint=message)
-
-
-def _is_branch(part: int | str) -> bool:
-    """Whether a part of a pydantic location names a union branch rather than a key of the file."""
-    return isinstance(part, str) and (
-        part in {"int", "float", "str", "[key]"} or part.startswith(("<", "constrained-", "function-", "literal["))
-    )
+    return InputError(f"{key} is not right{shown}", where=where, hint=message[:1].lower() + message[1:])
 
 
 def _known_keys(path: list[str]) -> list[str]:

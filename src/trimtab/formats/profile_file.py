@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trimtab.core.errors import InputError, nearest
+from trimtab.core.errors import InputError
 from trimtab.formats import files, yaml_text
+from trimtab.formats.run_section import unknown_key
 from trimtab.model.profile import ComponentProfile, Profile
 
 TOP_KEYS = ("source", "notes", "components")
@@ -213,9 +214,7 @@ def _completion(data: Any, where: str) -> tuple[tuple[float, float], ...]:
 def _known(data: Mapping[Any, Any], known: tuple[str, ...], where: str) -> None:
     for key in data:
         if key not in known:
-            near = nearest(str(key), known)
-            hint = f"did you mean {near}?" if near else f"known keys: {', '.join(known)}"
-            raise InputError(f"unknown key {key}", where=where, hint=hint)
+            raise unknown_key(key, known, where)
 
 
 def _mapping(data: Any, where: str) -> Mapping[Any, Any]:

@@ -126,7 +126,7 @@ def profile_layers(
         start = guarded(lambda: chain.begin(given), "the model", device)
         notes: dict[str, None] = {}
         if chain.outside:
-            notes[f"{chain.outside:,} parameters stand outside the blocks and are not part of this profile"] = None
+            notes[f"{chain.outside:,} parameters are outside the blocks and not part of this profile"] = None
         crossing = [_crossing(start, batch_size, kind, notes)]
         activations: list[float] = []
         carried = start

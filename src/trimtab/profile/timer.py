@@ -80,8 +80,8 @@ class Recorder:
         with self._lock:
             self._marked = True
             self._end_iteration()
-            mine = self._current = _Iteration()
-        return _IterationMark(self, mine)
+            started = self._current = _Iteration()
+        return _IterationMark(self, started)
 
     def profile(self, *, gpus: int | None = None, warmup: int = 2, kind: str = "") -> Profile:
         """The profile so far. `gpus` applies to components whose blocks state no count."""
@@ -101,7 +101,7 @@ class Recorder:
         unknown = sorted({name for name, stated in samples if stated is None}) if gpus is None else []
         if unknown:
             raise InputError(
-                f"on how many GPUs did these run: {', '.join(unknown)}?",
+                f"the number of GPUs is not known of: {', '.join(unknown)}",
                 hint=f'component("{unknown[0]}", gpus=8), or save(path, gpus=8) for all',
             )
         runs = []

@@ -62,7 +62,7 @@ def test_a_block_list_inside_a_module_is_found_and_its_side_arguments_travel(fac
     assert profile.names == ("body.layers.0", "body.layers.1", "body.layers.2")
     assert profile.parameters_in == hidden + mask
     assert profile.parameters_out == (hidden + mask, hidden + mask, hidden)  # the mask ends with the last block
-    assert any("1,650 parameters stand outside" in note for note in profile.notes)
+    assert any("1,650 parameters are outside" in note for note in profile.notes)
     assert any("torch.bool" in note for note in profile.notes)
     assert any("without the batch dimension" in note for note in profile.notes)
 

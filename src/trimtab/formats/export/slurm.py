@@ -46,7 +46,7 @@ class BatchOptions:
             ("--gpu-type", self.gpu_type or None),
         ):
             if value is not None and not _WORD.fullmatch(value):
-                raise InputError(f"{value!r} cannot stand in a line that Slurm reads", where=f"command line: {option}")
+                raise InputError(f"{value!r} is not allowed in an #SBATCH line", where=f"command line: {option}")
         if not _TIME.fullmatch(self.time):
             raise InputError(
                 f"{self.time!r} is no time limit", where="command line: --time", hint="24:00:00, 2-12 or 90 (minutes)"

@@ -52,13 +52,13 @@ def _resolvers() -> Iterator[None]:
     """Register the frameworks' resolvers while a value is read: OmegaConf's are process-wide."""
     from omegaconf import OmegaConf
 
-    mine = [name for name in _RESOLVERS if not OmegaConf.has_resolver(name)]
-    for name in mine:
+    added = [name for name in _RESOLVERS if not OmegaConf.has_resolver(name)]
+    for name in added:
         OmegaConf.register_new_resolver(name, _RESOLVERS[name])
     try:
         yield
     finally:
-        for name in mine:
+        for name in added:
             OmegaConf.clear_resolver(name)
 
 

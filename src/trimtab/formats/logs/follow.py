@@ -142,7 +142,7 @@ class RunLog:
         if kind:
             file.events = EventBytes(self.framework.keeps)
         else:
-            file.lines = LineBytes(self.framework.needles, self.framework.starts)
+            file.lines = LineBytes(self.framework.needles, self.framework.line_start)
         data, file.head = file.head, b""
         return data
 
@@ -238,10 +238,10 @@ def _step(framework: LogFramework, record: StepRecord, restart: bool) -> LoggedS
 class LineBytes:
     """Splits a text file into lines that contain a needle, each with its number and process."""
 
-    def __init__(self, needles: tuple[bytes, ...], starts: re.Pattern[str] | None = None) -> None:
+    def __init__(self, needles: tuple[bytes, ...], line_start: re.Pattern[str] | None = None) -> None:
         self.count = 0
         self._needles = needles
-        self._wraps = WrappedLines(starts)
+        self._wraps = WrappedLines(line_start)
         self._rest = b""
 
     def take(self, data: bytes) -> Iterator[tuple[int, str, LogLine]]:

@@ -52,9 +52,9 @@ class RunConfig:
         loaded = self.load(Profile("", some))
         if loaded.current is None:
             raise InputError(
-                "the configuration does not say where the components are now",
+                "the config does not state where the components are now",
                 where=str(self.path),
-                hint="give the configuration that the run was started with, and its overrides",
+                hint="give the config that the run was started with, and its overrides",
             )
         return loaded.current, loaded.job.cluster
 
@@ -122,7 +122,7 @@ class TimerReading:
 
     def length(self, step: LoggedStep) -> float | None:
         """Mean response length in tokens."""
-        return self.framework.amounts(step.values)[1]
+        return self.framework.token_counts(step.values)[1]
 
 
 def reading_of(framework: LogFramework, steps: Sequence[LoggedStep], facts: RunFacts) -> TimerReading:
@@ -131,7 +131,8 @@ def reading_of(framework: LogFramework, steps: Sequence[LoggedStep], facts: RunF
     samples = logs.samples_of(framework, records, facts)
     if not samples:
         raise InputError(
-            f"no component's time is among what this {framework.name} log holds", hint=f"supported: {framework.reads}"
+            f"no component's time is among what this {framework.name} log holds",
+            hint=f"supported: {framework.supported_logs}",
         )
     waits, derived = logs.waits_of(framework, records, samples, facts)
     return TimerReading(framework, facts, waits, derived)

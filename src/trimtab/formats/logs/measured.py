@@ -76,8 +76,8 @@ def drift_note(component: ComponentProfile, samples: Sequence[CostSample], by_le
     sentence = f"{component.name} drifts by {component.drift:+.0%} from the first to the last third of the run"
     if not by_length:
         return sentence
-    amounts = [sample.tokens or sample.length for sample in samples]
-    known = [amount for amount in amounts if amount and amount >= 1]
+    token_counts = [sample.tokens or sample.length for sample in samples]
+    known = [amount for amount in token_counts if amount and amount >= 1]
     if len(known) < len(samples):
         return f"{sentence}; answer lengths are not logged, so it may be longer answers"
     length = drift(known)

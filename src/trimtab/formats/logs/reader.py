@@ -113,7 +113,7 @@ def read(
     found = sum(len(piece) for piece in run.pieces)
     if not found:
         raise InputError(
-            f"no step with timings of {source.name} is in {_named(files)}", hint=f"supported: {source.reads}"
+            f"no step with timings of {source.name} is in {_named(files)}", hint=f"supported: {source.supported_logs}"
         )
     if not steps:
         raise InputError(
@@ -136,11 +136,11 @@ def detect(files: Sequence[Path]) -> LogFramework:
                     if scalar.tag.startswith(framework.prefix):
                         return framework
             continue
-        for line in unwrapped(raw_lines(path), VERL.starts):
+        for line in unwrapped(raw_lines(path), VERL.line_start):
             for framework in FRAMEWORKS.values():
                 if framework.marker.search(line.text):
                     return framework
-    known = "; ".join(framework.reads for framework in FRAMEWORKS.values())
+    known = "; ".join(framework.supported_logs for framework in FRAMEWORKS.values())
     hint = f"supported: {known}"
     if any(rollout_lengths.looks_like_dump(path) for path in files):
         hint = "these are answers, not timings: give them with --lengths beside the run's log"
@@ -174,7 +174,7 @@ def files_of(path: Path) -> list[Path]:
 
 def _records(framework: LogFramework, path: Path, run: JoinedSteps) -> Iterator[StepRecord]:
     if not tensorboard_events.is_event_file(path):
-        yield from framework.parse(unwrapped(raw_lines(path), framework.starts))
+        yield from framework.parse(unwrapped(raw_lines(path), framework.line_start))
         return
 
     def cut_off() -> None:
@@ -224,7 +224,7 @@ def _profile(
     missing = [name for name in samples if facts.gpus(name) is None]
     if missing:
         raise InputError(
-            f"on how many GPUs did these run: {', '.join(missing)}? A log does not say", hint=logs_gpus.GPUS_HINT
+            f"the log does not state the number of GPUs of: {', '.join(missing)}", hint=logs_gpus.GPUS_HINT
         )
     notes = _step_notes(framework, run, steps, warmup)
     iteration = _iteration(framework, steps)
@@ -282,7 +282,7 @@ def samples_of(framework: LogFramework, steps: Iterable[StepRecord], facts: RunF
     """The samples of each component, one per step that has it."""
     samples: dict[str, list[CostSample]] = {}
     for record in steps:
-        tokens, length = framework.amounts(record.values)
+        tokens, length = framework.token_counts(record.values)
         if tokens is None and length is not None and facts.answers_per_step:
             tokens = length * facts.answers_per_step
         for name in framework.parts:
@@ -301,11 +301,11 @@ def derive_last(
     for record in _plain_steps(framework, steps):
         others = [name for name in samples if name != framework.last and name not in waits]
         taken = sum(seconds_of(framework, name, record) or 0.0 for name in others)
-        taken += sum(record.values.get(framework.prefix + name, 0.0) for name in framework.beside)
+        taken += sum(record.values.get(framework.prefix + name, 0.0) for name in framework.other_timers)
         left = record.values[framework.prefix + framework.total] - taken
         if left <= 0:
             return False
-        derived.append(CostSample(left, *framework.amounts(record.values)))
+        derived.append(CostSample(left, *framework.token_counts(record.values)))
     samples[framework.last] = derived
     return bool(derived)
 

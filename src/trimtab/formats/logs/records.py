@@ -65,19 +65,19 @@ class LogFramework:
     - A line without any of the `needles` is skipped.
     - `parts` maps a component to alternatives, each a set of timers to add up; the first one with any timer counts.
     - `waiting` takes all names that a run logged and returns the components whose times are waits, with the reason.
-    - `amounts` returns (response tokens of the step, mean response length), each None if unknown.
+    - `token_counts` returns (response tokens of the step, mean response length), each None if unknown.
     - `reward` is the name of a step's mean reward.
     - `timers_exclude_waits`: timers contain no waiting, even where components run side by side.
     - `last` is the component whose timer may start before its input is there.
-    - `beside` are timers of no component that are part of a step.
-    - `starts` finds the start of a console line that a narrow window may have wrapped.
-    - `reads` lists the supported kinds of logs, for messages.
+    - `other_timers` are timers of no component that are part of a step.
+    - `line_start` finds the start of a console line that a narrow window may have wrapped.
+    - `supported_logs` lists the supported kinds of logs, for messages.
     """
 
     name: str
-    reads: str
+    supported_logs: str
     prefix: str
-    kept: tuple[str, ...]
+    kept_prefixes: tuple[str, ...]
     marker: re.Pattern[str]
     parser: Callable[[], LogParser]
     needles: tuple[bytes, ...]
@@ -86,16 +86,16 @@ class LogFramework:
     periodic: tuple[str, ...]
     idle: tuple[str, ...]
     waiting: Callable[[frozenset[str]], dict[str, str]]
-    amounts: Callable[[Mapping[str, float]], tuple[float | None, float | None]]
+    token_counts: Callable[[Mapping[str, float]], tuple[float | None, float | None]]
     reward: str = ""
     timers_exclude_waits: bool = False
     last: str = ""
-    beside: tuple[str, ...] = ()
-    starts: re.Pattern[str] | None = None
+    other_timers: tuple[str, ...] = ()
+    line_start: re.Pattern[str] | None = None
 
     def keeps(self, name: str) -> bool:
         """Whether a logged value is used; the rest is dropped early, as logs are large."""
-        return name.startswith(self.kept)
+        return name.startswith(self.kept_prefixes)
 
     def parse(self, lines: Iterable[LogLine]) -> Iterator[StepRecord]:
         parser = self.parser()

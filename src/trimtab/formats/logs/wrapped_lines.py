@@ -24,10 +24,10 @@ _WORDS = frozenset(("nan", "inf", "-inf", "True", "False", "None"))
 
 
 class WrappedLines:
-    """Joins wrapped lines. `starts` finds the start of a line that may be wrapped."""
+    """Joins wrapped lines. `line_start` finds the start of a line that may be wrapped."""
 
-    def __init__(self, starts: re.Pattern[str] | None) -> None:
-        self._starts = starts
+    def __init__(self, line_start: re.Pattern[str] | None) -> None:
+        self._starts = line_start
         self._open = ""
         self._pieces = 0
         self._width = self._last = 0
@@ -82,9 +82,9 @@ class WrappedLines:
         self._last = len(text)
 
 
-def unwrapped(lines: Iterable[tuple[str, bool]], starts: re.Pattern[str] | None) -> Iterator[LogLine]:
+def unwrapped(lines: Iterable[tuple[str, bool]], line_start: re.Pattern[str] | None) -> Iterator[LogLine]:
     """The lines of a log with wrapped ones joined."""
-    wraps = WrappedLines(starts)
+    wraps = WrappedLines(line_start)
     for raw, whole in lines:
         for _, line in wraps.take(raw, whole):
             yield line

@@ -198,11 +198,11 @@ def _types(
     out: list[DeviceType] = []
     others: set[tuple[int, str]] = set()
     for name in sorted(named):
-        mine = [host.name for host in hosts if host.type == name]
+        members = [host.name for host in hosts if host.type == name]
         if name not in by_name:
-            if mine:
+            if members:
                 raise InputError(
-                    f"host {mine[0]} is of an unknown type {name}",
+                    f"host {members[0]} is of an unknown type {name}",
                     where=f"{devices}: {name}",
                     hint=f"{path} must describe it; {_meant(name, by_name)}",
                 )
@@ -249,13 +249,13 @@ def _profile(
 ) -> tuple[tuple[float, ...], set[tuple[int, str]]]:
     """(times of a model on a device type, settings it was profiled with)."""
     profiles = entry.get("model_profiles")
-    mine = _mapping(profiles, f"{where}.model_profiles").get(model.name) if profiles is not None else None
-    if mine is None:
+    rows = _mapping(profiles, f"{where}.model_profiles").get(model.name) if profiles is not None else None
+    if rows is None:
         warnings.append(f"{where} has no profile of {model.name}: its hosts hold no layers")
         return (), set()
     found: tuple[float, ...] = ()
     seen = set()
-    for at, profile in enumerate(_list(mine, f"{where}.model_profiles.{model.name}")):
+    for at, profile in enumerate(_list(rows, f"{where}.model_profiles.{model.name}")):
         place = f"{where}.model_profiles.{model.name}[{at}]"
         profile = _mapping(profile, place)
         size = _integer(_key(profile, "batch_size", place), f"{place}.batch_size")

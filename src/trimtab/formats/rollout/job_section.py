@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from trimtab.core.errors import InputError, nearest
 from trimtab.formats import yaml_text
+from trimtab.formats.job import first_fault, invalid_value
 from trimtab.formats.rollout import elastic_config as elastic_config_file
 from trimtab.formats.rollout.schema import (
     MAX_ENGINES,
@@ -28,6 +29,7 @@ from trimtab.formats.rollout.schema import (
     RolloutSection,
 )
 from trimtab.formats.rollout.settings import AttachedEngine, GatewayFileSettings, RolloutSettings, StartedEngines, place
+from trimtab.formats.run_section import unknown_key
 from trimtab.machines.rollout.machine import STATIC
 from trimtab.machines.rollout.policies import policy as scaling
 from trimtab.model.elastic_config import ElasticConfig
@@ -127,7 +129,7 @@ class _FileLocation:
     text: str
     name: str
 
-    def wrong(self, what: str, *keys: str | int, hint: str | None = None) -> InputError:
+    def error(self, what: str, *keys: str | int, hint: str | None = None) -> InputError:
         return InputError(what, where=self.place(*keys), hint=hint)
 
     def place(self, *keys: str | int) -> str:
@@ -166,10 +168,10 @@ def _attached(entry: EngineSection, at: _FileLocation, keys: tuple[str | int, ..
         parts, port = urlsplit(""), -1
     if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or parts.path:
         meant = f"http://{parts.netloc}" if parts.netloc and not parts.scheme else "http://HOST:PORT"
-        raise at.wrong(f"'{entry.url}' is no address of an engine", *keys, "url", hint=f"write {meant}")
+        raise at.error(f"'{entry.url}' is no address of an engine", *keys, "url", hint=f"write {meant}")
     for key in (*STARTED_ONLY, *ON_A_POOL, "kind"):
         if key in entry.model_fields_set:
-            raise at.wrong(
+            raise at.error(
                 f"{key} is for engines that trimtab starts, and this one has a url", *keys, key,
                 hint="leave the url out, or this",
             )  # fmt: skip
@@ -180,37 +182,37 @@ def _attached(entry: EngineSection, at: _FileLocation, keys: tuple[str | int, ..
 
 def _started(entry: EngineSection, at: _FileLocation, keys: tuple[str | int, ...]) -> StartedEngines:
     if entry.kind is None and entry.command is None:
-        raise at.wrong(
+        raise at.error(
             "an engine has a url (it runs already), or a kind or command (trimtab starts it)",
             *keys,
             hint="url: http://127.0.0.1:8000, or kind: vllm with model: PATH",
         )
     if entry.model is None and (entry.command is None or "{model}" in " ".join(entry.command)):
-        raise at.wrong("no model is given for the engine's command", *keys, hint="model: PATH or its name")
+        raise at.error("no model is given for the engine's command", *keys, hint="model: PATH or its name")
     for key in ATTACHED_ONLY:
         if key in entry.model_fields_set:
-            raise at.wrong(f"{key} is for engines that run already", *keys, key, hint=f"{SECTION}.version, or leave it")
+            raise at.error(f"{key} is for engines that run already", *keys, key, hint=f"{SECTION}.version, or leave it")
     if entry.pool is None:
         for key in ON_A_POOL:
             if key in entry.model_fields_set:
-                raise at.wrong(
+                raise at.error(
                     f"{key} applies to engines on a pool, and these are processes of this machine", *keys, key,
                     hint="add pool: NAME to start them on a pool",
                 )  # fmt: skip
     follows = entry.count == "nodes"
     if follows and entry.pool is None:
-        raise at.wrong("only engines of a pool follow its nodes", *keys, "count", hint="a number, or pool: NAME")
+        raise at.error("only engines of a pool follow its nodes", *keys, "count", hint="a number, or pool: NAME")
     if entry.per_node is not None and not follows:
-        raise at.wrong("per_node goes with `count: nodes`", *keys, "per_node")
+        raise at.error("per_node goes with `count: nodes`", *keys, "per_node")
     if entry.pool is not None and entry.devices:
-        raise at.wrong("devices are for processes of this machine; a pool gives its own", *keys, "devices")
+        raise at.error("devices are for processes of this machine; a pool gives its own", *keys, "devices")
     if isinstance(entry.count, int) and 0 < len(entry.devices) < entry.count:
         few = f"{entry.count} engines, and devices for {len(entry.devices)}"
-        raise at.wrong(few, *keys, "devices", hint="one entry for each engine: ['0', '1'], or '0,1' for one with two")
+        raise at.error(few, *keys, "devices", hint="one entry for each engine: ['0', '1'], or '0,1' for one with two")
     can_sleep = entry.kind in ("vllm", "sglang") and entry.pool is None
     if entry.idle == "sleep" and not can_sleep:
         why = "a slot is only free when its engine has ended" if entry.pool is not None else "this engine cannot sleep"
-        raise at.wrong(why, *keys, "idle", hint="idle: stop")
+        raise at.error(why, *keys, "idle", hint="idle: stop")
     return StartedEngines(
         name=entry.name or entry.kind or "engine",
         kind=entry.kind or "",
@@ -247,10 +249,10 @@ def _check_names(found: Sequence[AttachedEngine | StartedEngines], at: _FileLoca
         for name in dict.fromkeys(names):
             if name in seen:
                 hint = "give one of them another name" if not name.startswith("http") else "leave one of them out"
-                raise at.wrong(f"{name} is there twice", SECTION, "engines", index, hint=hint)
+                raise at.error(f"{name} is there twice", SECTION, "engines", index, hint=hint)
             seen[name] = index
     if sum(engine.count or 0 for engine in found) > MAX_ENGINES:
-        raise at.wrong(f"more than {MAX_ENGINES} engines", SECTION, "engines")
+        raise at.error(f"more than {MAX_ENGINES} engines", SECTION, "engines")
 
 
 def _rules(
@@ -264,17 +266,14 @@ def _rules(
     for key, value in section.rules.items():
         keys = (SECTION, "rules", str(key))
         if key in STATED_ELSEWHERE:
-            raise at.wrong(f"{key} is no key of rules", *keys, hint=f"use {STATED_ELSEWHERE[key]}")
+            raise at.error(f"{key} is no key of rules", *keys, hint=f"use {STATED_ELSEWHERE[key]}")
         if key not in known:
-            near = nearest(str(key), known)
-            raise at.wrong(
-                f"unknown key {key}", *keys, hint=f"did you mean {near}?" if near else f"known: {', '.join(known)}"
-            )
+            raise unknown_key(key, known, at.place(*keys))
         kind = int if hints[key] is int else float
         if isinstance(value, bool) or not isinstance(value, int | (float if kind is float else int)):
-            raise at.wrong(f"{key} is not right: {value!r:.60}", *keys, hint="a number" if kind is float else "a count")
+            raise at.error(f"{key} is not right: {value!r:.60}", *keys, hint="a number" if kind is float else "a count")
         if not 0 <= value <= MAX_RULE:
-            raise at.wrong(f"{key} is {value:g}", *keys, hint=f"from 0 to {MAX_RULE:g}")
+            raise at.error(f"{key} is {value:g}", *keys, hint=f"from 0 to {MAX_RULE:g}")
     values: dict[str, Any] = {
         **section.rules,
         "version": section.version,
@@ -317,12 +316,9 @@ def _ownership(section: RolloutSection, at: _FileLocation) -> Ownership:
     for verb, owner in section.ownership.items():
         keys = (SECTION, "ownership", verb)
         if verb not in verbs:
-            near = nearest(verb, verbs)
-            raise at.wrong(
-                f"unknown key {verb}", *keys, hint=f"did you mean {near}?" if near else f"verbs: {', '.join(verbs)}"
-            )
+            raise unknown_key(verb, verbs, at.place(*keys))
         if owner not in [member.value for member in Owner]:
-            raise at.wrong(f"{verb} cannot be owned by {owner!r}", *keys, hint="trimtab or trainer")
+            raise at.error(f"{verb} cannot be owned by {owner!r}", *keys, hint="trimtab or trainer")
         owners[verb] = Owner(owner)
     return Ownership(**owners)
 
@@ -331,37 +327,19 @@ def _ownership(section: RolloutSection, at: _FileLocation) -> Ownership:
 
 
 def _input_error(error: ValidationError, text: str, name: str) -> InputError:
-    """The first error of pydantic as an InputError."""
-    faults = sorted(error.errors(), key=lambda fault: (fault["type"] != "extra_forbidden", -len(fault["loc"])))
-    fault = faults[0]
-    keys = [part for part in fault["loc"] if not _is_branch(part)]
+    fault, keys = first_fault(error, names=("EngineSection",))
     last = str(keys[-1]) if keys else SECTION
     where = place(text, name, (SECTION, *keys))
     if fault["type"] == "extra_forbidden":
         if last == elastic_config_file.BLOCK:
-            return InputError(
-                f"{last} does not belong here", where=where, hint=f"it stands beside {SECTION}, not in it"
-            )
-        known = _known_keys(keys[:-1])
-        near = nearest(last, known)
-        hint = f"did you mean {near}?" if near else f"known keys here: {', '.join(known)}"
-        return InputError(f"unknown key {last}", where=where, hint=hint)
-    message = fault["msg"].removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]
+            return InputError(f"{last} does not belong here", where=where, hint=f"put it beside {SECTION}, not in it")
+        return unknown_key(last, _known_keys(keys[:-1]), where)
+    invalid = invalid_value(fault, last, where)
     given = fault.get("input")
-    shown = "" if isinstance(given, Mapping | list) else f": {given!r}"[:80]
     if last == "kind" and isinstance(given, str):
         near = nearest(given, ("vllm", "sglang", "llamacpp"))
-        message = f"did you mean {near}?" if near else f"{message}; a `command` of your own needs no kind"
-    return InputError(f"{last} is not right{shown}", where=where, hint=message)
-
-
-def _is_branch(part: int | str) -> bool:
-    """Whether a part of a pydantic location names a union branch rather than a key of the file."""
-    return isinstance(part, str) and (
-        part in {"int", "float", "str", "[key]", "EngineSection"}
-        or part.startswith(("constrained-", "function-", "literal["))
-    )
+        invalid.hint = f"did you mean {near}?" if near else f"{invalid.hint}; a `command` of your own needs no kind"
+    return invalid
 
 
 def _known_keys(keys: Sequence[str | int]) -> list[str]:

@@ -139,7 +139,7 @@ class RolloutSettings:
             if self.has_elastic_config and engine.limit < self.rules.capacity:
                 warnings.append(
                     f"{engine.label}: limit {engine.limit} is below requests_per_worker_capacity "
-                    f"{self.rules.capacity}: its load never reaches what scaling looks for"
+                    f"{self.rules.capacity}: scaling never sees it fully loaded"
                 )
         return warnings
 

@@ -193,7 +193,7 @@ class Follower:
         raise InputError(
             f"no step with timings of {framework.name} is in the log ({self.log.lines} lines were read)",
             where=", ".join(str(path) for path in self.tail.paths),
-            hint=f"read are: {framework.reads}",
+            hint=f"supported: {framework.supported_logs}",
         )
 
     def _frame(self, news: list[FollowEvent], steps: list[LoggedStep], ended: str | None) -> FollowFrame:

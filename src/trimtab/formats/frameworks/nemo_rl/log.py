@@ -78,15 +78,15 @@ def _waiting(names: frozenset[str]) -> dict[str, str]:
     return {"generation": "in asynchronous runs exposed_generation is only what the trainer waited for"}
 
 
-def _amounts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
+def _token_counts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
     return tokens_of(values.get("train/mean_gen_tokens_per_sample"), values.get("train/global_valid_seqs"))
 
 
 NEMO_RL = LogFramework(
     name="nemo_rl",
-    reads="NeMo RL: console blocks `Timing:` / `• Total step time: ...s`, TensorBoard",
+    supported_logs="NeMo RL: console blocks `Timing:` / `• Total step time: ...s`, TensorBoard",
     prefix="timing/train/",
-    kept=("timing/train/", "train/mean_gen_tokens_per_sample", "train/global_valid_seqs", "train/reward"),
+    kept_prefixes=("timing/train/", "train/mean_gen_tokens_per_sample", "train/global_valid_seqs", "train/reward"),
     marker=_TOTAL_BULLET,
     parser=_Parser,
     needles=("•".encode(), b"Timing:", b" Step ", b"Performance Metrics:", b"Results:"),
@@ -107,6 +107,6 @@ NEMO_RL = LogFramework(
     periodic=("checkpointing", "validation", "total_validation_time", "idle/validation"),
     idle=("idle/",),
     waiting=_waiting,
-    amounts=_amounts,
+    token_counts=_token_counts,
     reward="train/reward",
 )

@@ -69,9 +69,9 @@ class _Config:
                 "they are the same",
                 where=reader.where("vllm.num_engines"),
             )
-        self.beside, self.apart = self._others()
+        self.on_actor_gpus, self.separate = self._others()
         taken = self.actor_gpus if self.shares else self.actor_gpus + self.rollout_gpus
-        outside = sum(self.apart.values())
+        outside = sum(self.separate.values())
         nodes, per_node = (actor_nodes, actor_per_node) if self.shares else (1, taken + outside)
         if reader.has("trimtab.nodes") or reader.has("trimtab.gpus_per_node"):
             nodes = int(reader.positive_int("trimtab.nodes", 1))
@@ -123,7 +123,7 @@ class _Config:
         check_workflow(workflow)
         training: list[str] = [name for name in ("inference", "actor") if name in self.costs]
         # If a model with its own GPUs would share them, or the reverse, its time would change.
-        stays = bool(self.apart) or any(role in self.beside for role in ("critic", "reward"))
+        stays = bool(self.separate) or any(role in self.on_actor_gpus for role in ("critic", "reward"))
         options: list[list[list[str]]] = []
         if self.shares or not (self.is_async or stays):
             options.append([["rollout", *training]])
@@ -155,7 +155,7 @@ class _Config:
     def _apart_text(self) -> tuple[str, ...]:
         return tuple(
             f"{role} on {gpus} GPUs of its own: not part of the plan, as there is no timer for it"
-            for role, gpus in self.apart.items()
+            for role, gpus in self.separate.items()
         )
 
     def _component(self, name: str) -> Component:
@@ -188,9 +188,9 @@ class _Config:
         shared = gpus["rollout"] == gpus["actor"]
         nodes, per_node = node_counts(gpus["actor"], self.cluster, "actor")
         values: dict[str, Any] = {"actor.num_nodes": nodes, "actor.num_gpus_per_node": per_node}
-        for role in self.beside:
+        for role in self.on_actor_gpus:
             values |= {f"{role}.num_nodes": nodes, f"{role}.num_gpus_per_node": per_node}
-        if "ref" in self.beside:
+        if "ref" in self.on_actor_gpus:
             values["train.colocate_actor_ref"] = True
         values["vllm.num_engines"] = len(gpus["rollout"]) // self.engine_gpus
         if not self.is_async:

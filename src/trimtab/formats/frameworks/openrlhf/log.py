@@ -51,15 +51,15 @@ def _waiting(names: frozenset[str]) -> dict[str, str]:
     return {"weight_sync": "in asynchronous runs it contains waiting for the batch that is being generated"}
 
 
-def _amounts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
+def _token_counts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
     return tokens_of(values.get("train/response_length"), None)
 
 
 OPENRLHF = LogFramework(
     name="openrlhf",
-    reads="OpenRLHF: console lines `Global step 1: {'timing/generation': ...}`, TensorBoard",
+    supported_logs="OpenRLHF: console lines `Global step 1: {'timing/generation': ...}`, TensorBoard",
     prefix=_TIMING,
-    kept=(_TIMING, "train/response_length", "train/reward"),
+    kept_prefixes=(_TIMING, "train/response_length", "train/reward"),
     marker=_STEP_WITH_TIMES,
     parser=_Parser,
     needles=(b"Global step ",),
@@ -73,7 +73,7 @@ OPENRLHF = LogFramework(
     periodic=(),
     idle=(),
     waiting=_waiting,
-    amounts=_amounts,
+    token_counts=_token_counts,
     reward="train/reward",
     timers_exclude_waits=True,
 )

@@ -135,7 +135,7 @@ class _Reasoning:
             raise InputError(
                 "trainer_cost and actor_cost are two names for one cost",
                 where=reader.where("profile_data"),
-                hint="keep the one whose name stands in cluster.component_placement",
+                hint="keep the one that is named in cluster.component_placement",
             )
         trainer = both[0] if both else "actor"
         measured_on: int = reader.positive_int("profile_data.gpus", self.total)
@@ -258,7 +258,7 @@ class _Reasoning:
         for name, gpus in planned.items():
             if gpus != tuple(range(gpus[0], gpus[-1] + 1)):
                 raise InputError(
-                    f"the GPUs of {name} have gaps, and RLinf wants them contiguous",
+                    f"the GPUs of {name} have gaps, and RLinf requires them to be contiguous",
                     where=self.reader.where(f"{rlinf_placement.KEY}.{name}"),
                 )
         return placed

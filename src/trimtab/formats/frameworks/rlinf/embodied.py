@@ -231,8 +231,8 @@ def _stated(
             "actor_cost: SECONDS}",
         )
     check_profile_keys(reader, ("env_profile_data", "rollout_profile_data", "actor_cost", "gpus"))
-    env, most_envs = _points(reader, "env_profile_data", env_num, total)
-    rollout, most_rollouts = _points(reader, "rollout_profile_data", env_num, total)
+    env, max_envs = _points(reader, "env_profile_data", env_num, total)
+    rollout, max_rollouts = _points(reader, "rollout_profile_data", env_num, total)
     costs = {
         "env": ComponentProfile("env", env),
         "rollout": ComponentProfile("rollout", rollout),
@@ -242,14 +242,14 @@ def _stated(
     }
     sizes = {
         "env": AllowedGpuCounts(
-            gpus=tuple(g for g in range(1, total + 1) if env_num % g == 0 and env_num / g <= most_envs)
+            gpus=tuple(g for g in range(1, total + 1) if env_num % g == 0 and env_num / g <= max_envs)
         ),
-        "rollout": AllowedGpuCounts(gpus=tuple(g for g in range(1, total + 1) if env_num / g <= most_rollouts)),
+        "rollout": AllowedGpuCounts(gpus=tuple(g for g in range(1, total + 1) if env_num / g <= max_rollouts)),
         "actor": AllowedGpuCounts(),
     }
     for name in ("env", "rollout"):
         if not sizes[name].gpus:
-            most = most_envs if name == "env" else most_rollouts
+            most = max_envs if name == "env" else max_rollouts
             raise InputError(
                 f"{env_num} environments on up to {total} GPUs are more per instance than the {most:g} measured, or "
                 "do not divide evenly",

@@ -89,16 +89,16 @@ def _waiting(names: frozenset[str]) -> dict[str, str]:
     return waits
 
 
-def _amounts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
+def _token_counts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
     length = values.get("rollout/response_length") or values.get("rollout/average_response_length")
     return tokens_of(length, values.get("rollout/total_num_sequence"))
 
 
 RLINF = LogFramework(
     name="rlinf",
-    reads="RLinf: the metric table (metrics.log), the progress bar with `rollout_time=...`, TensorBoard",
+    supported_logs="RLinf: the metric table (metrics.log), the progress bar with `rollout_time=...`, TensorBoard",
     prefix="time/",
-    kept=(
+    kept_prefixes=(
         "time/",
         "rollout/response_length",
         "rollout/average_response_length",
@@ -132,8 +132,8 @@ RLINF = LogFramework(
     periodic=("eval", "save_checkpoint", "evaluate"),
     idle=("actor/wait_for_rollout_store_ready", "actor/recv_traj"),
     waiting=_waiting,
-    amounts=_amounts,
+    token_counts=_token_counts,
     reward="rollout/rewards",
     last="actor",
-    beside=("prepare_data",),
+    other_timers=("prepare_data",),
 )

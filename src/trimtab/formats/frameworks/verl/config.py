@@ -220,7 +220,7 @@ class _Config:
         nodes, gpus = self.pools["trainer"]
         if nodes * gpus < 2:
             return []
-        mine, theirs = (
+        trainer, rollout = (
             ((nodes - nodes // 2, gpus), (nodes // 2, gpus)) if nodes > 1 else ((1, gpus - gpus // 2), (1, gpus // 2))
         )
         if self.reader.has("trainer.v1") and self.reader.get("trainer.use_v1", True) is True:
@@ -234,7 +234,7 @@ class _Config:
             words = ["++actor_rollout_ref.hybrid_engine=false"]
         if self.reward_model and "reward" in self.costs and "reward" not in self.pools:
             return []  # its pool would need some of these GPUs too
-        for section, (count, each) in (("trainer", mine), (key, theirs)):
+        for section, (count, each) in (("trainer", trainer), (key, rollout)):
             words += [f"++{section}.nnodes={count}", f"++{section}.n_gpus_per_node={each}"]
         return [*words, f"++trimtab.nodes={len(self.cluster.nodes)}", f"++trimtab.gpus_per_node={gpus}"]
 
@@ -291,11 +291,11 @@ class _Config:
             else positions_of(layout, nodes)
         )
         ranks: dict[str, tuple[int, ...]] = {}
-        for pool, mine in zip(self.pools, positions, strict=True):
+        for pool, gpus in zip(self.pools, positions, strict=True):
             if pool == "trainer":
-                ranks.update({name: tuple(mine) for name in self.costs if not self._on_cpu(name)})
+                ranks.update({name: tuple(gpus) for name in self.costs if not self._on_cpu(name)})
             elif pool in self.costs:
-                ranks[pool] = tuple(mine)
+                ranks[pool] = tuple(gpus)
         return CurrentPlacement(ranks=ranks, where=self.reader.where("trainer"))
 
     def _on_cpu(self, name: str) -> bool:

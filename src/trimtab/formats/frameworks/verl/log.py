@@ -94,7 +94,7 @@ def _waiting(names: frozenset[str]) -> dict[str, str]:
     return {"rollout": f"in verl's {modes[0]} mode timing_s/gen is the trainer's wait for samples"}
 
 
-def _amounts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
+def _token_counts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
     length = values.get("response_length/mean")
     prompt = values.get("prompt_length/mean")
     total = values.get("perf/total_num_tokens")
@@ -108,9 +108,9 @@ def _amounts(values: Mapping[str, float]) -> tuple[float | None, float | None]:
 
 VERL = LogFramework(
     name="verl",
-    reads="verl: console lines `step:1 - timing_s/gen:...`, the file logger's JSON lines, TensorBoard",
+    supported_logs="verl: console lines `step:1 - timing_s/gen:...`, the file logger's JSON lines, TensorBoard",
     prefix="timing_s/",
-    kept=(
+    kept_prefixes=(
         "timing_s/",
         "timing_per_token_ms/gen",
         "perf/total_num_tokens",
@@ -141,8 +141,8 @@ VERL = LogFramework(
     periodic=("save_checkpoint", "testing", "start_profile", "stop_profile"),
     idle=("generate_async", "wait_for_enough_samples", "switch_wait"),
     waiting=_waiting,
-    amounts=_amounts,
+    token_counts=_token_counts,
     reward="critic/rewards/mean",
-    beside=("dump_rollout_generations",),
-    starts=_STEP,
+    other_timers=("dump_rollout_generations",),
+    line_start=_STEP,
 )
