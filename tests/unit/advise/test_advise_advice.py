@@ -295,7 +295,7 @@ def test_lengths_drift_beside_costs(tmp_path: Path) -> None:
 def test_a_configuration_that_does_not_say_where_things_are_is_refused(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(RLINF.config.replace(', component_placement: {"actor,rollout,reward": all}', ""))
-    with pytest.raises(InputError, match="does not say where"):
+    with pytest.raises(InputError, match="does not state where"):
         Run(RLINF, tmp_path, config=config).take(RLINF.write(RLINF.steady(1)))
 
 

@@ -186,7 +186,7 @@ def test_a_component_without_time_is_left_out(tmp_path: Path) -> None:
 
 def test_gpu_counts_are_never_guessed(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "run.jsonl", [(n, timings(n)) for n in range(1, 6)])
-    with pytest.raises(InputError, match="on how many GPUs") as error:
+    with pytest.raises(InputError, match="does not state the number of GPUs") as error:
         logs.read([path])
     assert "--gpus" in str(error.value)
     with pytest.raises(InputError, match="update_actor"):
