@@ -213,7 +213,7 @@ def test_what_slurm_would_misread_is_refused(options: dict[str, Any], said: str)
 
 
 def test_unlike_nodes_are_refused_for_slurm() -> None:
-    with pytest.raises(InputError, match="are unlike"):
+    with pytest.raises(InputError, match="nodes differ"):
         script(UNLIKE, BatchOptions("a"))
 
 
