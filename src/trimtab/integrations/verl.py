@@ -51,7 +51,7 @@ from trimtab.runtime.rollout.pool import RolloutPool
 log = logging.getLogger("trimtab.integrations.verl")
 
 NO_SERVER = "No available servers in load balancer"  # verl's clients retry on this text
-CALLS_AT_ONCE = 1_000_000  # of the actor: waiting callers must never block a release
+MAX_CONCURRENCY = 1_000_000  # of the actor: waiting callers must never block a release
 QUEUE_LIMIT = 1_000_000
 REMOVED = "removed by verl"
 WATCH_MODES = ("actor", "http", "none")
@@ -397,4 +397,4 @@ def _digest(prompt: Sequence[int]) -> str:
     return hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8).hexdigest()
 
 
-LoadBalancer = ray.remote(num_cpus=0, max_concurrency=CALLS_AT_ONCE)(Balancer)
+LoadBalancer = ray.remote(num_cpus=0, max_concurrency=MAX_CONCURRENCY)(Balancer)
