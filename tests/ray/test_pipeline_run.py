@@ -18,7 +18,7 @@ from trimtab.cli.pipeline_run import run_answer, run_data, run_text
 from trimtab.core.errors import InputError, UnreachableError
 from trimtab.formats.pipeline import layer_files
 from trimtab.model.pipeline import ModelChain, PartitionAnswer, PipelineJob, PipelineStage, Schedule
-from trimtab.profile import layers
+from trimtab.profile import block_chain, layers
 from trimtab.runtime.pipeline.runner import PipelineRun, run_pipeline
 from trimtab.runtime.pipeline.stage import StageActor, StageError, StageSettings, _pass_time
 from trimtab.runtime.rayapi.connect import answers, connected
@@ -42,11 +42,11 @@ def schedule(*stages: tuple[int, int, float, float]) -> Schedule:
     )
 
 
-def chain(factory: str, model_input: str, **where: str) -> tuple[layers.BlockChain, Any]:
+def chain(factory: str, model_input: str, **where: str) -> tuple[block_chain.BlockChain, Any]:
     settings = {"dtype": "torch.float32", "device": "cpu"}
     return (
-        layers.load_chain(f"{MODELS}:{factory}", **where, **settings),
-        layers.input_maker(model_input, batch_size=2, **settings),
+        block_chain.load_chain(f"{MODELS}:{factory}", **where, **settings),
+        block_chain.input_maker(model_input, batch_size=2, **settings),
     )
 
 

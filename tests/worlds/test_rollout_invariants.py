@@ -34,7 +34,7 @@ from trimtab.model.rollout import (
 
 STEPS = 60
 RUNS = 150
-MOST_ENGINES = 9
+MAX_ENGINES = 9
 AT = st.integers(0, 1_000)  # which of those there are, modulo their number
 
 TROUBLES = (
@@ -170,7 +170,7 @@ class Fate(RuleBasedStateMachine):
     def deliver(self):
         self.world.deliver()
 
-    @precondition(lambda self: len(self.world.engines) < MOST_ENGINES)
+    @precondition(lambda self: len(self.world.engines) < MAX_ENGINES)
     @rule(
         startable=st.booleans(),
         up=st.booleans(),

@@ -131,7 +131,7 @@ def _on(loaded: LoadedJob, cluster: Cluster, measured: Profile | None) -> Loaded
     from trimtab.formats.load import load
     from trimtab.model.workflow import ANY_KIND
 
-    if loaded.dialect == job.NAME:
+    if loaded.file_format == job.NAME:
         return replace(
             loaded,
             job=replace(loaded.job, cluster=cluster),
@@ -140,10 +140,12 @@ def _on(loaded: LoadedJob, cluster: Cluster, measured: Profile | None) -> Loaded
     own_form = "unlike nodes can be told in trimtab's own form of a job file"
     kinds = {replace(node, name="") for node in (*loaded.job.cluster.nodes, *cluster.nodes)}
     if len({(node.gpus, node.gpu) for node in kinds}) > 1:
-        raise InputError(f"a config of {loaded.dialect} has nodes of one kind", where=str(loaded.path), hint=own_form)
-    key = NODES_KEY[loaded.dialect]
+        raise InputError(
+            f"a config of {loaded.file_format} has nodes of one kind", where=str(loaded.path), hint=own_form
+        )
+    key = NODES_KEY[loaded.file_format]
     overrides = [f"{key}={len(cluster.nodes)}"]
-    if loaded.dialect == "rlinf" and measured is None:
+    if loaded.file_format == "rlinf" and measured is None:
         # Costs in an RLinf file are of all its GPUs unless it says of how many: of those from before, here.
         points = [v.points(ANY_KIND) for c in loaded.job.workflow.components for v in c.variants]
         overrides += [f"++profile_data.gpus={gpus}" for ((gpus, _),) in [p for p in points if len(p) == 1][:1]]
@@ -239,8 +241,8 @@ def kuberay(
         ray_version=version,
         namespace=namespace,
         autoscale=autoscale,
-        least=least,
-        most=most,
+        min_replicas=least,
+        max_replicas=most,
         head_gpus=head_gpus,
         drain_s=drain,
         selector=_labels(selector) if selector else None,
@@ -294,7 +296,7 @@ def slurm(
         partition=partition,
         account=account,
         gpu_type=gpu_type,
-        least=least,
+        min_nodes=least,
         join_s=join_timeout,
         warn_s=drain,
         port=port,

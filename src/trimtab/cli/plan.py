@@ -96,7 +96,7 @@ def plan(
     noise_share = share(noise, "--noise")
     loaded, notes = _read(file, overrides or [], profile, from_run)
     file = loaded.path
-    log.debug("read %s as %s", file, loaded.dialect)
+    log.debug("read %s as %s", file, loaded.file_format)
     try:
         began = time.perf_counter()
         space, outcome = best_plan(loaded.job, loaded.rules)
@@ -114,7 +114,7 @@ def plan(
     except TrimtabError as error:
         # The planner knows keys of trimtab's own form only; which file they stand in is known here.
         if error.where is None or not error.where.startswith(str(file)):
-            own = loaded.dialect == "trimtab" and error.where is not None
+            own = loaded.file_format == "trimtab" and error.where is not None
             error.where = f"{file}: {error.where}" if own else str(file)
         raise
     settings = _settings(loaded, result)
@@ -190,7 +190,7 @@ def _show(
 
     other = _other_settings(loaded, result)
     answer(
-        as_data(result, settings, loaded.dialect, searched, other),
+        as_data(result, settings, loaded.file_format, searched, other),
         Format(form.value),
         lambda: print_text(out, result, settings, searched, noise, other),
     )
@@ -227,12 +227,12 @@ def _write_pictures(
 
 def _write_to(output: Path, loaded: LoadedJob, settings: PlanSettings) -> None:
     from trimtab.formats import yaml_text
-    from trimtab.formats.write_back import edited, elsewhere
+    from trimtab.formats.write_back import edited, uneditable_keys
 
-    stuck = elsewhere(settings, loaded.literal, loaded.states)
+    stuck = uneditable_keys(settings, loaded.literal, loaded.states)
     if stuck:
         raise InputError(
-            f"not written: {', '.join(stuck)} does not stand in the file itself",
+            f"not written: {', '.join(stuck)} is not set in the file itself",
             where=str(loaded.path),
             hint="give the overrides on the command line of the run instead (--format overrides)",
         )
@@ -241,11 +241,11 @@ def _write_to(output: Path, loaded: LoadedJob, settings: PlanSettings) -> None:
 
 
 def _apply(loaded: LoadedJob, settings: PlanSettings) -> None:
-    from trimtab.formats.write_back import apply, elsewhere, shell_words
+    from trimtab.formats.write_back import apply, shell_words, uneditable_keys
 
-    stuck = elsewhere(settings, loaded.literal, loaded.states)
+    stuck = uneditable_keys(settings, loaded.literal, loaded.states)
     if stuck:
-        err.print(f"{loaded.path} is left as it is: {', '.join(stuck)} does not stand in the file itself.")
+        err.print(f"{loaded.path} is left as it is: {', '.join(stuck)} is not set in the file itself.")
         err.print("Give these overrides to the run instead:")
         for word in shell_words(settings):
             err.print(f"  {word}", markup=False)

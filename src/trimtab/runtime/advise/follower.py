@@ -150,7 +150,7 @@ class Follower:
         steps = []
         for name, data in self.tail.read():
             if data is None:
-                self.log.anew(name)
+                self.log.file_replaced(name)
             else:
                 steps += self.log.take(name, data)
         return steps
@@ -193,7 +193,7 @@ class Follower:
         raise InputError(
             f"no step with timings of {framework.name} is in the log ({self.log.lines} lines were read)",
             where=", ".join(str(path) for path in self.tail.paths),
-            hint=f"read are: {framework.reads}",
+            hint=f"supported: {framework.supported_logs}",
         )
 
     def _frame(self, news: list[FollowEvent], steps: list[LoggedStep], ended: str | None) -> FollowFrame:
@@ -210,8 +210,8 @@ class Follower:
             notes.append(f"not there at the moment: {', '.join(sorted(str(path) for path in self.tail.gone))}")
         if self.tail.not_read:
             notes.append(f"logs of other ranks are not read: {len(self.tail.not_read)} of them")
-        if log.others:
-            notes.append(f"told by several processes, and counted once: {_times(log.others)}")
+        if log.duplicates:
+            notes.append(f"told by several processes, and counted once: {_times(log.duplicates)}")
         if log.joined.repeated:
             notes.append(f"logged again with the same values, and counted once: {_times(log.joined.repeated)}")
         if log.joined.cut_off:

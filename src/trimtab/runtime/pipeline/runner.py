@@ -22,7 +22,7 @@ from trimtab.runtime.pipeline.stage import StageActor, StageError, StageSettings
 from trimtab.runtime.rayapi.connect import connected, heeded_interrupts, import_ray, node_of
 
 if TYPE_CHECKING:
-    from trimtab.profile.layers import BlockChain
+    from trimtab.profile.block_chain import BlockChain
 
 OutputComparison = Literal["equal", "close", "different", "not compared"]
 
@@ -94,9 +94,9 @@ def run_pipeline(
 ) -> PipelineRun:
     """Run a schedule and measure it.
 
-    `chain` and `make_input` come from `profile.layers`; without them only an emulation is possible, which then moves no
-    data. `stretch` slows emulated time down; by itself it makes the bottleneck last a tenth of a second at least, and
-    long enough for this machine to compute a microbatch meanwhile.
+    `chain` and `make_input` come from `profile.block_chain`; without them only an emulation is possible, which then
+    moves no data. `stretch` slows emulated time down; by itself it makes the bottleneck last a tenth of a second at
+    least, and long enough for this machine to compute a microbatch meanwhile.
     `devices` names the torch device of a host where it is not the CPU. `timeout_s` bounds every single wait.
     """
     _check(schedule, chain, make_input, emulate, buffers_in, buffers_out, microbatches, stretch, threads, timeout_s)
@@ -217,9 +217,9 @@ def _whole(
     chain: BlockChain, make_input: Callable[[int], Any], count: int, threads: int
 ) -> tuple[list[Any], list[Any], float]:
     """Some inputs as the first block takes them, what the whole chain makes of each, and the seconds that it takes."""
-    from trimtab.profile import layers
+    from trimtab.profile import block_chain
 
-    torch = layers.import_torch()
+    torch = block_chain.import_torch()
     before = torch.get_num_threads()
     # As many threads as a stage has: kernels split sums by threads, and sums in another order end in other bits.
     torch.set_num_threads(threads)
@@ -412,14 +412,14 @@ def _compared(results: Sequence[Any], expected: Sequence[Any]) -> tuple[OutputCo
     """Whether every result is what the whole model gave for the same input, and by how much they differ."""
     if not expected:
         return "not compared", 0.0
-    from trimtab.profile import layers
+    from trimtab.profile import block_chain
 
-    torch = layers.import_torch()
+    torch = block_chain.import_torch()
     worst: OutputComparison = "equal"
     largest = 0.0
     for number, result in enumerate(results):
-        wanted = list(layers.tensors_in(expected[number % len(expected)]))
-        found = list(layers.tensors_in(result))
+        wanted = list(block_chain.tensors_in(expected[number % len(expected)]))
+        found = list(block_chain.tensors_in(result))
         if len(wanted) != len(found):
             return "different", float("inf")
         for one, other in zip(wanted, found, strict=True):

@@ -82,13 +82,13 @@ class StageActor:
         import sys
 
         sys.path.extend(entry for entry in self._settings.python_path if entry not in sys.path)
-        from trimtab.profile import layers
+        from trimtab.profile import block_chain
 
-        torch = layers.import_torch()
+        torch = block_chain.import_torch()
         torch.set_num_threads(self._settings.threads)
         if self._settings.imports:
-            layers.load(self._settings.imports)  # so that classes of a file that is no package are found
-        place = layers.device_of(self._settings.device)
+            block_chain.load(self._settings.imports)  # so that classes of a file that is no package are found
+        place = block_chain.device_of(self._settings.device)
         self._blocks = tuple(block.to(place) for block in pickle.loads(blocks))
         return self._settings.name
 
@@ -153,16 +153,16 @@ class StageActor:
     def _compute(self, carried: Any) -> Any:
         if not self._blocks:
             return carried
-        from trimtab.profile import layers
+        from trimtab.profile import block_chain
 
-        torch = layers.import_torch()
-        place = layers.device_of(self._settings.device)
+        torch = block_chain.import_torch()
+        place = block_chain.device_of(self._settings.device)
         with torch.inference_mode():
-            carried = layers.on_device(carried, place)
+            carried = block_chain.on_device(carried, place)
             for block in self._blocks:
-                carried = layers.step(block, carried)
+                carried = block_chain.step(block, carried)
             # Onto the host also where the device is a GPU: the object store is the host's memory.
-            return layers.on_device(carried, torch.device("cpu"))
+            return block_chain.on_device(carried, torch.device("cpu"))
 
     def _next_input(self, done: int) -> tuple[int, Any, float]:
         deadline = time.monotonic() + self._settings.timeout_s
