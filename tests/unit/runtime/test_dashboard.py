@@ -140,7 +140,7 @@ def test_what_is_told_late_does_not_take_the_place_of_what_is_newer(tmp_path: Pa
     board.take({**late, "t_s": run.t, "state": "active"})
     board.take(late)
     assert board.workers["rollout w0"].state == "active"
-    told = board.told("worker", "rollout w0")
+    told = board.story_of("worker", "rollout w0")
     assert told is not None
     assert len(told["chapters"]) == 3
 

@@ -61,7 +61,7 @@ class ClusterStatusLoop:
         there, users = self._gpus_now(cluster)
         return cluster_text.status_data(cluster, seen, there, users, notes)
 
-    def while_it_lives(self) -> dict[str, Any] | None:
+    def status_while_alive(self) -> dict[str, Any] | None:
         """The status; None when the head has ended."""
         cluster = self._ledger.read().get(self._cluster.address, self._cluster)
         if cluster.head is None or not cluster.head.stands:
@@ -122,7 +122,7 @@ def signals_interrupt() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def deaf() -> Iterator[None]:
+def ignore_signals() -> Iterator[None]:
     """A second Ctrl-C does not cut the cleaning up short; it has deadlines of its own."""
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}

@@ -33,7 +33,7 @@ ENDING = "it ends after the iteration under way; Ctrl-C once more ends it at onc
 
 
 class RunDisplay:
-    """Shows a run from `with` to its end; `heard` is its ear."""
+    """Shows a run from `with` to its end; `on_event` is its ear."""
 
     def __init__(self, title: str, story: RunNarrator, *, quiet: bool = False) -> None:
         self._title = title
@@ -64,10 +64,10 @@ class RunDisplay:
             self._live.stop()
             self._live = None
 
-    def heard(self, event: str, facts: dict[str, Any]) -> None:
+    def on_event(self, event: str, facts: dict[str, Any]) -> None:
         """Take an event, in whatever thread it comes."""
         self._has_begun = self._has_begun or event == "plan"
-        lines = self.story.heard(event, facts)
+        lines = self.story.on_event(event, facts)
         if self._quiet:
             return
         if event == "iteration":
@@ -136,7 +136,7 @@ class RunDisplay:
 
 
 @contextlib.contextmanager
-def signals_told(interrupted: Callable[[int], None], asked: Callable[[], None]) -> Iterator[None]:
+def signal_callbacks(interrupted: Callable[[int], None], asked: Callable[[], None]) -> Iterator[None]:
     """Within, `interrupted` hears of Ctrl-C as soon as it is pressed, and how often; `asked` of SIGUSR1.
 
     What Ctrl-C does is the run's business. A signal handler of Python's may come in the midst of anything; a byte in a
@@ -184,7 +184,7 @@ def _tell_signals(reading: int, interrupted: Callable[[int], None], asked: Calla
 
 
 @contextlib.contextmanager
-def answers_alone() -> Iterator[None]:
+def stdout_to_stderr() -> Iterator[None]:
     """Within, whatever components print goes to standard error: on standard output stands the answer alone."""
     with contextlib.redirect_stdout(sys.stderr):
         yield

@@ -92,7 +92,7 @@ def of(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
-def say_more(there: int, shown: int) -> None:
+def print_more(there: int, shown: int) -> None:
     """Say how many were left out."""
     if there > shown:
         out.print(f"and {there - shown} more: --format json has all")

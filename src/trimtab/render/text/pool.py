@@ -19,9 +19,9 @@ from trimtab.render.text.formatting import (
     counts,
     facts,
     of,
+    print_more,
     print_story,
     reason_data,
-    say_more,
     show,
     span,
     story_data,
@@ -200,7 +200,7 @@ def print_status(data: Data) -> None:
     if data["waiting"]:
         out.print()
         show(_waiting_table(data["waiting"][:WAITING_SHOWN]))
-        say_more(len(data["waiting"]), WAITING_SHOWN)
+        print_more(len(data["waiting"]), WAITING_SHOWN)
     out.print()
     show(nodes_table(data["nodes"], controller["time"]))
     if data["groups"]:
@@ -266,7 +266,7 @@ def print_pool(data: Data) -> None:
             table.add_row(escape(one["id"]), one["state"], f"{one['priority']:g}", nodes, why(one["reason"]))
         out.print()
         show(table)
-        say_more(len(data["tasks"]), TASKS_SHOWN)
+        print_more(len(data["tasks"]), TASKS_SHOWN)
 
 
 def print_drained(pool: str, view: Data) -> None:

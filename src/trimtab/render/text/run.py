@@ -33,7 +33,7 @@ NEWS = ("TAKEN", "RETURNED", "PROCESS_DIED", "NODE_LOST")
 
 
 class RunNarrator:
-    """Follows a run by its events: `heard` gives the lines that are worth a line of their own."""
+    """Follows a run by its events: `on_event` gives the lines that are worth a line of their own."""
 
     def __init__(self, iterations: int, *, measuring: bool = False) -> None:
         self.iterations = iterations
@@ -69,12 +69,12 @@ class RunNarrator:
             "lost": self._lost,
         }
 
-    def heard(self, event: str, facts: EventFacts) -> list[str]:
+    def on_event(self, event: str, facts: EventFacts) -> list[str]:
         """Take an event; the lines that it is worth, none for most."""
         teller = self._tellers.get(event)
         return list(teller(facts)) if teller is not None else []
 
-    def say_next(self) -> None:
+    def report_next_decision(self) -> None:
         """Somebody asked: the next decision is worth a line, whatever it is."""
         self._is_asked = True
 

@@ -82,11 +82,11 @@ def run_parts(board: RunBoard, height: int) -> list[RenderableType]:
     if spent:
         rows = []
         for cost in spent:
-            seats = story.plans[-1].seats(cost.component) if story.plans else ()
+            gpu_slots = story.plans[-1].gpu_slots(cost.component) if story.plans else ()
             rows.append(
                 [
                     cost.component,
-                    str(len(seats)) if seats else "CPU",
+                    str(len(gpu_slots)) if gpu_slots else "CPU",
                     _seconds(cost.predicted_s),
                     _seconds(cost.busy_s),
                     _seconds(cost.wait_s),
@@ -112,7 +112,7 @@ def run_parts(board: RunBoard, height: int) -> list[RenderableType]:
         going = f", {len(board.leaving)} will go" if board.leaving else ""
         parts += ["", f"nodes: {len(nodes)} with {gpus} GPUs{going}"]
     used = 4 + len(spent) + len(tasks) + 8
-    newest = [one for one in story.happenings if one.kind != "saved"][-max(3, min(20, height - used)) :]
+    newest = [one for one in story.timeline_events if one.kind != "saved"][-max(3, min(20, height - used)) :]
     if newest:
         rows = [[duration(one.t_s), one.title, _why(one.code, one.reason)] for one in newest]
         parts += ["", _table(("at", "what", "why"), rows)]
@@ -126,7 +126,7 @@ def _head(board: RunBoard) -> Table:
     promised = story.prediction(len(story.plans) - 1) if story.plans else None
     count = f"{len(done)} of {story.wanted}" if story.wanted else str(len(done))
     grid = Table.grid(padding=(0, 3, 0, 0))
-    grid.add_row(f"[bold]{escape(story.job or 'run')}[/]", escape(board.standing))
+    grid.add_row(f"[bold]{escape(story.job or 'run')}[/]", escape(board.status_sentence))
     said = f"{duration(median(walls)) if walls else '-'} each"
     said += f", {duration(promised)} predicted" if promised is not None else ""
     grid.add_row(f"{count} iterations", f"{duration(story.end_s)}; {said}")

@@ -17,7 +17,7 @@ from trimtab.render.html.kit.labels import duration, share
 from trimtab.render.html.run.facts import ReportEvent, ReportMigration, ReportNode, as_text, counted, whole
 from trimtab.render.html.run.figures import ReportCost, costs, idle_shares
 from trimtab.render.html.run.story import RunStory
-from trimtab.render.html.run.summary import standing
+from trimtab.render.html.run.summary import status_sentence
 
 Subject = tuple[str, str]
 """What a story is of: task, worker, node, component, move or mark, and its name."""
@@ -64,7 +64,7 @@ class RunBoard:
     tasks: dict[str, SubjectStatus] = field(default_factory=dict)
     workers: dict[str, SubjectStatus] = field(default_factory=dict)
     leaving: tuple[str, ...] = ()
-    lives: bool | None = None  # whether the run's process is there, where that is known
+    is_alive: bool | None = None  # whether the run's process is there, where that is known
     lines: int = 0
     _about: list[Subject | None] = field(default_factory=list)  # whom each happening was about
     _chapters: dict[Subject, list[int]] = field(default_factory=dict)
@@ -72,24 +72,24 @@ class RunBoard:
     def take(self, event: Mapping[str, Any] | None) -> None:
         """One event; None stands for a line that is none."""
         self.lines += 1
-        before = len(self.story.happenings)
+        before = len(self.story.timeline_events)
         try:
             if event is None:
                 raise ValueError("no event")
             self.story.take(event)
         except ODD:
-            self.story.unclear.append(self.lines)
+            self.story.unparsed_lines.append(self.lines)
             return
-        for at in range(before, len(self.story.happenings)):
-            subjects = list(self._subjects(event, self.story.happenings[at]))
+        for at in range(before, len(self.story.timeline_events)):
+            subjects = list(self._subjects(event, self.story.timeline_events[at]))
             self._about.append(subjects[0] if subjects else None)
             for subject in subjects:
                 self._chapters.setdefault(subject, []).append(at)
         kind = event["event"]
         if kind == "cluster":
             self.leaving = tuple(map(str, event.get("leaving") or ()))
-        elif kind in ("task", "worker") and len(self.story.happenings) > before:
-            self._stands(kind, event, self.story.happenings[-1])
+        elif kind in ("task", "worker") and len(self.story.timeline_events) > before:
+            self._stands(kind, event, self.story.timeline_events[-1])
 
     def _stands(self, kind: str, event: Mapping[str, Any], happening: ReportEvent) -> None:
         if kind == "task":
@@ -144,19 +144,19 @@ class RunBoard:
                 yield "node", max(named, key=len)
 
     @property
-    def standing(self) -> str:
+    def status_sentence(self) -> str:
         """How it stands with the run, in a sentence."""
         story = self.story
-        if not story.events or story.state or story.is_advised or self.lives is None:
-            return standing(story)
-        if self.lives:
+        if not story.events or story.state or story.is_advised or self.is_alive is None:
+            return status_sentence(story)
+        if self.is_alive:
             return "It runs."
         return "It did not come to its end: its process is gone. `trimtab run --resume` goes on with it."
 
     @property
-    def goes_on(self) -> bool:
+    def is_active(self) -> bool:
         """Whether there is a run that can be asked for something; of one on another machine it is believed."""
-        return bool(self.lines) and not self.story.state and not self.story.is_advised and self.lives is not False
+        return bool(self.lines) and not self.story.state and not self.story.is_advised and self.is_alive is not False
 
     # ---- asking ------------------------------------------------------------------------------------------------------
 
@@ -173,23 +173,23 @@ class RunBoard:
 
     def is_there(self, node: ReportNode) -> bool:
         """Whether a node is there now."""
-        return bool(node.lives) and node.lives[-1][1] is None
+        return bool(node.presence) and node.presence[-1][1] is None
 
     def on_node(self, name: str) -> dict[str, list[int]]:
         """Components that the plan of now has on a node, with their GPUs of it."""
         plan = self.story.plans[-1] if self.story.plans else None
         found: dict[str, list[int]] = {}
-        for names, seats in plan.groups if plan is not None else ():
-            gpus = [gpu for node, gpu in seats if node == name]
+        for names, gpu_slots in plan.groups if plan is not None else ():
+            gpus = [gpu for node, gpu in gpu_slots if node == name]
             if gpus:
                 found.update(dict.fromkeys(names, gpus))
         return found
 
-    def about(self, at: int) -> Subject | None:
+    def subject_of(self, at: int) -> Subject | None:
         """Whom a happening was about, by its number."""
         return self._about[at] if 0 <= at < len(self._about) else None
 
-    def told(self, kind: str, name: str) -> dict[str, Any] | None:
+    def story_of(self, kind: str, name: str) -> dict[str, Any] | None:
         """A story for the page: title, facts, and chapters of time, what and why. None where there is no such one."""
         if kind == "mark":
             return self._mark(name)
@@ -199,7 +199,7 @@ class RunBoard:
         found = facts(name) if facts is not None else None
         if found is None:
             return None
-        chapters = [self.story.happenings[at] for at in self._chapters.get((kind, name), ())]
+        chapters = [self.story.timeline_events[at] for at in self._chapters.get((kind, name), ())]
         return {
             "kind": kind,
             "name": name,
@@ -209,11 +209,11 @@ class RunBoard:
 
     def _mark(self, name: str) -> dict[str, Any] | None:
         at = int(name) if name.isdecimal() and len(name) < 9 else -1
-        if not 0 <= at < len(self.story.happenings):
+        if not 0 <= at < len(self.story.timeline_events):
             return None
         subject = self._about[at]
-        found = self.told(*subject) if subject is not None else None
-        one = self.story.happenings[at]
+        found = self.story_of(*subject) if subject is not None else None
+        one = self.story.timeline_events[at]
         if found is None:
             return {"kind": "event", "name": one.title, "facts": [], "chapters": [_chapter(one)]}
         return {**found, "at": round(one.t_s, 6)}
@@ -237,7 +237,7 @@ class RunBoard:
         if node is None:
             return None
         times = ", ".join(
-            f"{duration(since)} to {duration(until) if until is not None else 'now'}" for since, until in node.lives
+            f"{duration(since)} to {duration(until) if until is not None else 'now'}" for since, until in node.presence
         )
         here = "; ".join(f"{one} on GPU {ranks_text(gpus)}" for one, gpus in self.on_node(name).items())
         state = "will go" if name in self.leaving else "there" if self.is_there(node) else "gone"
@@ -249,10 +249,10 @@ class RunBoard:
         if one is None:
             return None
         plan = self.story.plans[-1] if self.story.plans else None
-        seats = plan.seats(name) if plan is not None else ()
-        nodes = ", ".join(dict.fromkeys(node for node, _ in seats if node))
+        gpu_slots = plan.gpu_slots(name) if plan is not None else ()
+        nodes = ", ".join(dict.fromkeys(node for node, _ in gpu_slots if node))
         return [
-            ("runs on", f"{counted(len(seats), 'GPU')}{f' of {nodes}' if nodes else ''}" if seats else "CPUs"),
+            ("runs on", f"{counted(len(gpu_slots), 'GPU')}{f' of {nodes}' if nodes else ''}" if gpu_slots else "CPUs"),
             ("own time", _seconds(one.busy_s)),
             ("planned", _seconds(one.predicted_s)),
             ("waits", _seconds(one.wait_s)),

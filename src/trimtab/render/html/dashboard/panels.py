@@ -35,7 +35,7 @@ def run_panels(board: RunBoard, line: LiveTimeline) -> Panels:
     story = board.story
     names = metric_names(story)
     return {
-        "standing": escape(board.standing),
+        "standing": escape(board.status_sentence),
         "tiles": _tiles(story, line, names),
         "legend": line.legend,
         "components": _components(board),
@@ -94,15 +94,15 @@ def _tiles(story: RunStory, line: LiveTimeline, names: Sequence[str]) -> str:
             f"{duration(promised)} predicted" if promised is not None else "no prediction",
         ),
     ]
-    if (there_gpu_s := line.there_gpu_s) > 0:
-        idle = max(0.0, 1 - line.used_gpu_s / there_gpu_s)
+    if (available_gpu_s := line.available_gpu_s) > 0:
+        idle = max(0.0, 1 - line.used_gpu_s / available_gpu_s)
         tiles.append(("GPUs idle", share(idle), f"of {counted(story.gpus, 'GPU')}"))
     arrived = sum(move.state == "arrived" for move in story.moves)
     back = sum(move.state == "rolled back" for move in story.moves)
     # A worker whose slot was taken is told as a worker, as a task, or as both.
     evicted = max(
-        sum(one.lane == "tasks" and one.kind == "evicted" for one in story.happenings),
-        sum(one.code == "TAKEN" and one.kind == "left" and ROOM in one.reason for one in story.happenings),
+        sum(one.lane == "tasks" and one.kind == "evicted" for one in story.timeline_events),
+        sum(one.code == "TAKEN" and one.kind == "left" and ROOM in one.reason for one in story.timeline_events),
     )
     tiles.append(("Moves", str(arrived), f"{back} rolled back, {evicted} evicted"))
     values = [value for name in names[:1] for _, value in course(done, name)]
@@ -119,12 +119,12 @@ def _components(board: RunBoard) -> str:
     rows = []
     plan = board.story.plans[-1] if board.story.plans else None
     for at, cost in enumerate(board.costs):
-        seats = plan.seats(cost.component) if plan is not None else ()
+        gpu_slots = plan.gpu_slots(cost.component) if plan is not None else ()
         key = f'<span class="named"><span class="tt-key key{at % COLOURS}"></span>'
         rows.append(
             _row(
                 f"{key}{named('component', cost.component)}</span>",
-                _cell(str(len(seats)) if seats else "CPU"),
+                _cell(str(len(gpu_slots)) if gpu_slots else "CPU"),
                 _figure(cost.predicted_s),
                 _figure(cost.busy_s),
                 _figure(cost.wait_s),
@@ -199,7 +199,9 @@ def _moves(story: RunStory) -> str:
 def _events(story: RunStory) -> str:
     """What happened, the newest first; states saved one after another, and what moves say twice, are left out."""
     shown = [
-        (at, one) for at, one in enumerate(story.happenings) if one.kind != "saved" and (one.lane or one.kind != "told")
+        (at, one)
+        for at, one in enumerate(story.timeline_events)
+        if one.kind != "saved" and (one.lane or one.kind != "told")
     ]
     newest = sorted(shown, key=lambda pair: pair[1].t_s, reverse=True)
     rows = [

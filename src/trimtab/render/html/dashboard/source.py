@@ -95,9 +95,9 @@ class DashboardSource:
                 panels["fleet"] = fleet_panel(self.status["nodes"], without=[node.name for node in story.nodes])
             if story.is_advised and self.advised is not None:
                 panels = self.advised.among(panels)
-            if story.unclear:
-                notes.append(f"{len(story.unclear)} lines of events.jsonl could not be understood")
-            strong = next((one for one in reversed(story.happenings) if one.strong or one.kind in TOLD), None)
+            if story.unparsed_lines:
+                notes.append(f"{len(story.unparsed_lines)} lines of events.jsonl could not be understood")
+            strong = next((one for one in reversed(story.timeline_events) if one.strong or one.kind in TOLD), None)
             note = f"{strong.title}. {strong.reason}".strip() if strong is not None else ""
         return {"title": self._title, "panels": panels, "note": note, "notes": notes, "changes": self._changes()}
 
@@ -121,8 +121,8 @@ class DashboardSource:
             self._is_new = True
         for event in events:
             self.board.take(event)
-        before, self.board.lives = self.board.lives, asks.lives(self._tail.path.parent)
-        return anew or bool(events) or before != self.board.lives
+        before, self.board.is_alive = self.board.is_alive, asks.lives(self._tail.path.parent)
+        return anew or bool(events) or before != self.board.is_alive
 
     def _weigh(self) -> bool:
         """See what workers have to do; whether it is more or less than before."""
@@ -138,15 +138,15 @@ class DashboardSource:
 
     def story(self, kind: str, name: str) -> Mapping[str, Any] | None:
         """A story: by what the run wrote, and else by what the controller knows."""
-        found = self.board.told(kind, name) if self.board is not None else None
+        found = self.board.story_of(kind, name) if self.board is not None else None
         if found is None and self._controller is not None:
             found = self._controller.story(kind, name)
         return None if found is None else {**found, "offers": self._offers(found["kind"], found["name"])}
 
     def _changes(self) -> list[str]:
         """What can be asked for here and now."""
-        found = ["replan"] if self.board is not None and self.board.goes_on else []
-        if self.board is not None and self.board.goes_on and self.board.workers:
+        found = ["replan"] if self.board is not None and self.board.is_active else []
+        if self.board is not None and self.board.is_active and self.board.workers:
             found += ["drain-worker", "resume-worker"]
         return found + (["drain-node", "drain-pool"] if self._controller is not None else [])
 

@@ -37,7 +37,7 @@ class LiveTimeline:
     def whole(self) -> dict[str, Any]:
         """All of it, as far as it was told."""
         data = chart_data(run_chart(self._story))
-        _name(data, self._story.happenings, 0)
+        _name(data, self._story.timeline_events, 0)
         return data
 
     def news(self) -> dict[str, Any]:
@@ -53,8 +53,8 @@ class LiveTimeline:
     def _added(self) -> dict[str, Any] | None:
         """What is new; None where it does not come after what was told."""
         story = self._story
-        bars, marks = story.bars[self._bar_count :], story.happenings[self._mark_count :]
-        chart = run_chart(replace(story, bars=bars, happenings=marks))
+        bars, marks = story.bars[self._bar_count :], story.timeline_events[self._mark_count :]
+        chart = run_chart(replace(story, bars=bars, timeline_events=marks))
         data = chart_data(chart)
         starts = {str(track["rows"]): track["bars"] for track in data["tracks"]}
         if any(found[0] < self._starts.get(rows, 0.0) for rows, found in starts.items()):
@@ -64,7 +64,7 @@ class LiveTimeline:
         self._looks.update({(bar.component, bar.doing, bar.void): bar for bar in bars})
         for one in marks:
             self._kinds.setdefault((one.lane, one.kind), one)
-        self._bar_count, self._mark_count = len(story.bars), len(story.happenings)
+        self._bar_count, self._mark_count = len(story.bars), len(story.timeline_events)
         self.used_gpu_s += chart.used_gpu_s
         used = {lane for lane, _ in self._kinds}
         data["lanes"] = [[lane, words] for lane, words in LANES.items() if lane in used]
@@ -75,9 +75,9 @@ class LiveTimeline:
         return told | {name: data[name] for name in ("tracks", "marks") if data[name]}
 
     @property
-    def there_gpu_s(self) -> float:
+    def available_gpu_s(self) -> float:
         """GPU seconds that there were."""
-        return self._small().there_gpu_s
+        return self._small().available_gpu_s
 
     @property
     def legend(self) -> str:
@@ -92,8 +92,8 @@ class LiveTimeline:
         return RunChart(story.components, tuple(story.nodes), story.on_cpu, tracks, kinds, (), story.end_s)
 
 
-def _name(data: Mapping[str, Any], happenings: list[ReportEvent], first: int) -> None:
+def _name(data: Mapping[str, Any], timeline_events: list[ReportEvent], first: int) -> None:
     """Give marks numbers that stay, whatever is told late: in the order in which they were told."""
-    order = sorted(range(len(happenings)), key=lambda at: happenings[at].t_s)
+    order = sorted(range(len(timeline_events)), key=lambda at: timeline_events[at].t_s)
     for mark in data["marks"]:
         mark[6] = first + order[mark[6]]

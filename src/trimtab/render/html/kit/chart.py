@@ -92,10 +92,10 @@ def gaps(row: ChartRow, seconds: float) -> list[tuple[float, float]]:
     return [*found, (free_from, seconds)] if free_from < seconds else found
 
 
-def joined(stretches: Iterable[ChartBar], least_seconds: float) -> list[ChartBar]:
+def joined(stretches: Iterable[ChartBar], min_gap_s: float) -> list[ChartBar]:
     """Stretches to draw: in order, none over another, those that the eye could not tell apart as one.
 
-    Two are joined when less than `least_seconds` lies between them and they are of one kind, or the first is itself
+    Two are joined when less than `min_gap_s` lies between them and they are of one kind, or the first is itself
     shorter than that. The one with the most work in it gives its name, and `busy` keeps the share that is work.
     """
     out: list[ChartBar] = []
@@ -106,9 +106,9 @@ def joined(stretches: Iterable[ChartBar], least_seconds: float) -> list[ChartBar
             continue
         kind = replace(stretch, start=0.0, end=0.0)
         work = (stretch.end - start) * stretch.busy
-        if out and start - out[-1].end < least_seconds:
+        if out and start - out[-1].end < min_gap_s:
             last, parts = out[-1], worked[-1]
-            if replace(last, start=0.0, end=0.0, busy=stretch.busy) == kind or last.end - last.start < least_seconds:
+            if replace(last, start=0.0, end=0.0, busy=stretch.busy) == kind or last.end - last.start < min_gap_s:
                 parts[kind] = parts.get(kind, 0.0) + work
                 main = max(parts, key=lambda k: parts[k])
                 busy = min(1.0, sum(parts.values()) / (stretch.end - last.start))

@@ -16,7 +16,7 @@ from trimtab.model.run import Iteration
 GpuKey = tuple[str, int]
 """A node, and a GPU of it."""
 
-BROKEN_OFF = "broken off"
+MOVE_INTERRUPTED = "broken off"
 """The state of a move that was under way when the run was resumed, until somebody says what became of it."""
 
 _MOST_GPUS = 100_000
@@ -35,9 +35,9 @@ class ReportPlan:
     groups: tuple[tuple[tuple[str, ...], tuple[GpuKey, ...]], ...]
     costs_s: Mapping[str, float]
 
-    def seats(self, component: str) -> tuple[GpuKey, ...]:
+    def gpu_slots(self, component: str) -> tuple[GpuKey, ...]:
         """Where a component is; nowhere for one on CPUs."""
-        return next((seats for names, seats in self.groups if component in names), ())
+        return next((gpu_slots for names, gpu_slots in self.groups if component in names), ())
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class ReportMigration:
     @property
     def is_open(self) -> bool:
         """Whether more may be told of it."""
-        return self.ended_s is None or self.state == BROKEN_OFF
+        return self.ended_s is None or self.state == MOVE_INTERRUPTED
 
     @property
     def cost_s(self) -> float:
@@ -135,7 +135,7 @@ class ReportNode:
     name: str
     gpus: int
     kind: str
-    lives: list[tuple[float, float | None]] = field(default_factory=list)
+    presence: list[tuple[float, float | None]] = field(default_factory=list)
 
 
 def finite(value: Any) -> float | None:

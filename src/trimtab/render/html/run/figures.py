@@ -43,7 +43,9 @@ def idle_shares(story: RunStory) -> dict[str, list[tuple[int, float]]]:
         wall_s = one.iteration.wall_s
         if wall_s <= 0 or one.plan < 0:
             continue
-        groups = {name: frozenset(names) for names, seats in story.plans[one.plan].groups if seats for name in names}
+        groups = {
+            name: frozenset(names) for names, gpu_slots in story.plans[one.plan].groups if gpu_slots for name in names
+        }
         for name in story.components:
             together = groups.get(name, frozenset((name,)))
             if together not in spells:
@@ -177,7 +179,7 @@ def ends_of(values: Sequence[float]) -> tuple[float, float]:
     return fmean(values[:some]), fmean(values[-some:])
 
 
-def runs_of_equal(decisions: Sequence[ReportDecision]) -> list[tuple[ReportDecision, ReportDecision, int]]:
+def group_equal(decisions: Sequence[ReportDecision]) -> list[tuple[ReportDecision, ReportDecision, int]]:
     """Decisions one after another that say the same, as the first, the last and how many."""
     out: list[tuple[ReportDecision, ReportDecision, int]] = []
     for one in decisions:

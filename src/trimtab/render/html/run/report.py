@@ -33,12 +33,12 @@ from trimtab.render.html.run.figures import (
     course,
     ends_of,
     errors,
+    group_equal,
     idle_shares,
     metric_names,
-    runs_of_equal,
 )
 from trimtab.render.html.run.story import RunStory
-from trimtab.render.html.run.summary import in_words, is_elsewhere, standing
+from trimtab.render.html.run.summary import has_virtual_clock, status_sentence, summary_lines
 from trimtab.render.html.run.timeline import RunChart, chart_data, legend, run_chart, static_svg
 
 _MOST_ROWS = 150
@@ -86,18 +86,18 @@ def style() -> str:
 
 
 def _headline(story: RunStory, chart: RunChart, spent: list[ReportCost], names: list[str], title: str) -> str:
-    lines = "".join(f"<li>{escape(line)}</li>" for line in in_words(story, chart, spent, names))
+    lines = "".join(f"<li>{escape(line)}</li>" for line in summary_lines(story, chart, spent, names))
     tiles = "".join(f"<div><dt>{name}</dt>{value}</div>" for name, value in _tiles(story, chart, names))
     warned = ""
-    if story.unclear:
-        where = ", ".join(map(str, story.unclear[:5])) + (" …" if len(story.unclear) > 5 else "")
-        count = counted(len(story.unclear), "line")
+    if story.unparsed_lines:
+        where = ", ".join(map(str, story.unparsed_lines[:5])) + (" …" if len(story.unparsed_lines) > 5 else "")
+        count = counted(len(story.unparsed_lines), "line")
         warned = (
             f'<p class="lede warn">{count} of events.jsonl could not be understood and are left out: {where}.</p>\n'
         )
     return (
         f'<header>\n<p class="eyebrow">trimtab report · {escape(story.job or "run")}</p>\n<h1>{escape(title)}</h1>\n'
-        f'<p class="lede">{escape(standing(story))}</p>\n{warned}'
+        f'<p class="lede">{escape(status_sentence(story))}</p>\n{warned}'
         f'<dl class="numbers">{tiles}</dl>\n<ul class="plain said">{lines}</ul>\n</header>'
     )
 
@@ -111,12 +111,12 @@ def _tiles(story: RunStory, chart: RunChart, names: list[str]) -> list[tuple[str
         ("Iterations", f"<dd>{count}<small>{of}</small></dd>"),
         (
             "Time",
-            f"<dd>{duration(story.end_s)}<small>{'of the plan' if is_elsewhere(story) else 'in all'}</small></dd>",
+            f"<dd>{duration(story.end_s)}<small>{'of the plan' if has_virtual_clock(story) else 'in all'}</small></dd>",
         ),
         ("Moves", f"<dd>{arrived}<small>{f'{back} rolled back' if back else 'none rolled back'}</small></dd>"),
     ]
-    if chart.there_gpu_s > 0:
-        part = max(0.0, 1 - chart.used_gpu_s / chart.there_gpu_s)
+    if chart.available_gpu_s > 0:
+        part = max(0.0, 1 - chart.used_gpu_s / chart.available_gpu_s)
         tiles.append(("GPUs idle", f"<dd>{share(part)}<small>of the time they were there</small></dd>"))
     off = [abs(error) for _, error in errors(story)]
     if off:
@@ -137,7 +137,7 @@ def _timeline(story: RunStory, chart: RunChart) -> str:
     drawn = both(lambda width, name: static_svg(chart, width, name, "The run over time"), "run")
     clock = (
         "Time is that of the plan, as if components ran side by side"
-        if is_elsewhere(story)
+        if has_virtual_clock(story)
         else "Time is the run's own"
     )
     lede = f"{clock}; a row for each GPU. Grey is idle; where a row is empty, the node was not there."
@@ -157,9 +157,9 @@ def _json(data: dict[str, Any]) -> str:
 
 def _happened(story: RunStory) -> str:
     """The marks of the timeline in words; states that were saved one after another are one line."""
-    if not story.happenings:
+    if not story.timeline_events:
         return ""
-    ordered = sorted(enumerate(sorted(story.happenings, key=lambda one: one.t_s)), key=lambda pair: pair[1].t_s)
+    ordered = sorted(enumerate(sorted(story.timeline_events, key=lambda one: one.t_s)), key=lambda pair: pair[1].t_s)
     rows, saved = [], 0
     for at, one in ordered:
         saved += one.kind == "saved"
@@ -177,7 +177,7 @@ def _happened(story: RunStory) -> str:
     columns = "".join(f'<th scope="col">{words}</th>' for words in ("At", "What", "Why"))
     head = f"<thead><tr>{columns}</tr></thead>"
     body = scroll("What happened", f"{head}\n<tbody>\n{chr(10).join(rows)}\n</tbody>", css="bare tall events")
-    lede = f"{counted(len(story.happenings), 'event')} beside the iterations, {saved} of them saved states."
+    lede = f"{counted(len(story.timeline_events), 'event')} beside the iterations, {saved} of them saved states."
     return section("events", "What happened", lede, card(left + body))
 
 
@@ -214,7 +214,7 @@ def _plan(story: RunStory, plan: ReportPlan) -> str:
         middle = median(measured)
         off = f" ({middle / predicted - 1:+.1%})".replace("%", " %") if predicted else ""
         came = f", {duration(middle)} measured at the median{off}"
-    groups = "; ".join(f"{_and(names)} on {_seats_words(seats)}" for names, seats in plan.groups if seats)
+    groups = "; ".join(f"{_and(names)} on {_seats_words(gpu_slots)}" for names, gpu_slots in plan.groups if gpu_slots)
     spent = ", ".join(f"{escape(name)} {duration(cost)}" for name, cost in plan.costs_s.items()) if predicted else ""
     more = f"<p>Costs it was made with: {spent}.</p>" if spent else ""
     return (
@@ -228,13 +228,13 @@ def _and(names: Sequence[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _seats_words(seats: tuple[tuple[str, int], ...]) -> str:
+def _seats_words(gpu_slots: tuple[tuple[str, int], ...]) -> str:
     nodes: dict[str, list[int]] = {}
-    for node, gpu in seats:
+    for node, gpu in gpu_slots:
         nodes.setdefault(node, []).append(gpu)
     listed = [f"{node} {ranks_text(gpus)}".strip() for node, gpus in nodes.items()]
     some = ", ".join(listed[:6]) + (f" and {len(listed) - 6} more nodes" if len(listed) > 6 else "")
-    return f"{counted(len(seats), 'GPU')} ({some})"
+    return f"{counted(len(gpu_slots), 'GPU')} ({some})"
 
 
 def _moves(moves: list[ReportMigration]) -> str:
@@ -289,7 +289,7 @@ def _decisions(story: RunStory) -> str:
     if not story.decisions:
         return ""
     rows = ""
-    groups = runs_of_equal(story.decisions)
+    groups = group_equal(story.decisions)
     for first, last, count in groups[-_MOST_ROWS:]:
         span = str(first.iteration) if first.iteration == last.iteration else f"{first.iteration} to {last.iteration}"
         gain = last.numbers.get("gain_s")

@@ -22,7 +22,7 @@ from trimtab.core.errors import InputError
 from trimtab.model.run import Iteration
 from trimtab.model.run_events import ODD, read_event
 from trimtab.render.html.run.facts import (
-    BROKEN_OFF,
+    MOVE_INTERRUPTED,
     GpuKey,
     ReportBar,
     ReportDecision,
@@ -68,8 +68,8 @@ class RunStory:
     done: list[ReportIteration] = field(default_factory=list)
     moves: list[ReportMigration] = field(default_factory=list)
     decisions: list[ReportDecision] = field(default_factory=list)
-    happenings: list[ReportEvent] = field(default_factory=list)
-    unclear: list[int] = field(default_factory=list)  # lines that could not be understood
+    timeline_events: list[ReportEvent] = field(default_factory=list)
+    unparsed_lines: list[int] = field(default_factory=list)  # lines that could not be understood
     resumes: int = 0
     events: int = 0
     _order: list[tuple[str, int]] = field(default_factory=list)  # nodes as ranks of plans count through them
@@ -96,7 +96,7 @@ class RunStory:
     @property
     def on_cpu(self) -> tuple[str, ...]:
         """Components that no plan gave GPUs."""
-        placed = {name for plan in self.plans for group, seats in plan.groups if seats for name in group}
+        placed = {name for plan in self.plans for group, gpu_slots in plan.groups if gpu_slots for name in group}
         return tuple(name for name in self.components if name not in placed)
 
     @property
@@ -148,7 +148,7 @@ class RunStory:
         return t_s
 
     def _happened(self, t_s: float, lane: str, kind: str, title: str, *, strong: bool = False, **why: Any) -> None:
-        self.happenings.append(
+        self.timeline_events.append(
             ReportEvent(t_s, lane, kind, title, as_text(why.get("code")), as_text(why.get("reason")), strong)
         )
 
@@ -167,7 +167,7 @@ class RunStory:
         void = self._void_after(after)
         for move in self.moves:
             if move.ended_s is None:  # whoever was in the midst of it is not there any more
-                move.state, move.ended_s = BROKEN_OFF, t_s
+                move.state, move.ended_s = MOVE_INTERRUPTED, t_s
         self.resumes += 1
         self.state = self.end_code = self.end_reason = ""
         again = f"; {counted(void, 'iteration')} after that is run again" if void == 1 else ""
@@ -196,7 +196,7 @@ class RunStory:
     def _voided(self, after: int) -> int:
         """Those that a loss made void a moment ago."""
         numbers = [one.iteration.number for one in self.done if one.void and one.iteration.number > after]
-        is_told = bool(self.happenings) and self.happenings[-1].kind == "lost"
+        is_told = bool(self.timeline_events) and self.timeline_events[-1].kind == "lost"
         return len(set(numbers)) if is_told else 0
 
     def _take_plan(self, event: Mapping[str, Any]) -> None:
@@ -222,9 +222,9 @@ class RunStory:
         placed = self._targets.get(json.dumps(groups)) if event.get("why") == "move" else None
         if placed is None:
             self._make_room(max((rank for some in ranks for rank in some), default=-1) + 1)
-            seats = [(name, gpu) for name, gpus in self._order for gpu in range(gpus)]
+            gpu_slots = [(name, gpu) for name, gpus in self._order for gpu in range(gpus)]
             placed = tuple(
-                (names, tuple(seats[rank] for rank in some)) for names, some in zip(named, ranks, strict=True)
+                (names, tuple(gpu_slots[rank] for rank in some)) for names, some in zip(named, ranks, strict=True)
             )
         predicted = finite(event.get("predicted_s"))
         if costs and all(cost == UNMEASURED_S for cost in costs.values()):
@@ -255,10 +255,10 @@ class RunStory:
         t_s = self._time(event)
         now = {name for name, _, _ in listed}
         known = {node.name: node for node in self.nodes}
-        present = {node.name for node in self.nodes if node.lives and node.lives[-1][1] is None}
+        present = {node.name for node in self.nodes if node.presence and node.presence[-1][1] is None}
         for name in sorted(present - now):
             node = known[name]
-            node.lives[-1] = (node.lives[-1][0], t_s)
+            node.presence[-1] = (node.presence[-1][0], t_s)
             self._happened(t_s, "nodes", "lost", f"node {name} is gone{gpus_of(node.gpus, node.kind)}", strong=True)
         for name, gpus, kind in listed:
             if name in known:
@@ -267,7 +267,7 @@ class RunStory:
                 known[name] = ReportNode(name, gpus, kind)
                 self.nodes.append(known[name])
             if name not in present:
-                known[name].lives.append((0.0 if first else t_s, None))
+                known[name].presence.append((0.0 if first else t_s, None))
                 if not first:
                     self._happened(t_s, "nodes", "joined", f"node {name} joined{gpus_of(gpus, kind)}", strong=True)
         self._order = [(name, gpus) for name, gpus, _ in listed]
@@ -435,8 +435,8 @@ def read_story(folder: Path) -> RunStory:
         try:
             story.take(read_event(line))
         except ODD:  # noqa: PERF203
-            story.unclear.append(number)
-    if story.unclear and len(story.unclear) >= data.count(b"\n"):
+            story.unparsed_lines.append(number)
+    if story.unparsed_lines and len(story.unparsed_lines) >= data.count(b"\n"):
         raise InputError("no line of it can be understood", where=str(path), hint="is it the folder of a run?")
     return story
 

@@ -16,7 +16,7 @@ _UNLIKE = 0.1  # the clock of the process and the run's timeline differ by more 
 _DRIFTED = 0.1
 
 
-def in_words(story: RunStory, chart: RunChart, costs: list[ReportCost], metrics: list[str]) -> list[str]:
+def summary_lines(story: RunStory, chart: RunChart, costs: list[ReportCost], metrics: list[str]) -> list[str]:
     """The lines, the most important first."""
     lines = [
         _length(story),
@@ -34,7 +34,7 @@ def in_words(story: RunStory, chart: RunChart, costs: list[ReportCost], metrics:
     return [line for line in lines if line][:MOST_LINES]
 
 
-def standing(story: RunStory) -> str:
+def status_sentence(story: RunStory) -> str:
     """How it stands with the run, in a sentence."""
     if not story.events:
         return "Nothing has been written yet: the run has only begun, or never did."
@@ -46,7 +46,7 @@ def standing(story: RunStory) -> str:
     return f"{story.state.capitalize()}: {reason}." if reason else f"{story.state.capitalize()}."
 
 
-def is_elsewhere(story: RunStory) -> bool:
+def has_virtual_clock(story: RunStory) -> bool:
     """Whether the run's timeline is another than the clock on the wall: one process, timed as if side by side."""
     there_s, here_s = story.wall_s, story.here_s
     return bool(story.iterations) and here_s > 0 and abs(here_s - there_s) > _UNLIKE * max(here_s, there_s)
@@ -63,7 +63,7 @@ def _length(story: RunStory) -> str:
 
 
 def _clock(story: RunStory) -> str:
-    if not is_elsewhere(story):
+    if not has_virtual_clock(story):
         return ""
     return (
         "Times are those of the plan: it ran in one process, one component after another, as if they ran side by side. "
@@ -136,9 +136,9 @@ def _drift(costs: list[ReportCost]) -> str:
 
 
 def _idle(chart: RunChart, costs: list[ReportCost]) -> str:
-    if chart.there_gpu_s <= 0:
+    if chart.available_gpu_s <= 0:
         return ""
-    whole = share(max(0.0, 1 - chart.used_gpu_s / chart.there_gpu_s))
+    whole = share(max(0.0, 1 - chart.used_gpu_s / chart.available_gpu_s))
     placed = [cost for cost in costs if cost.idle is not None and cost.component not in chart.on_cpu]
     most = max(placed, key=lambda cost: cost.idle or 0.0, default=None)
     who = f"; those of {most.component} most ({share(most.idle)} of an iteration)" if most and most.idle else ""
@@ -146,7 +146,7 @@ def _idle(chart: RunChart, costs: list[ReportCost]) -> str:
 
 
 def _others(story: RunStory) -> str:
-    kinds = Counter((one.lane, one.kind) for one in story.happenings)
+    kinds = Counter((one.lane, one.kind) for one in story.timeline_events)
     said = []
     for key, words in (
         (("nodes", "joined"), "node{s} joined"),
@@ -162,7 +162,7 @@ def _others(story: RunStory) -> str:
 
 
 def _losses(story: RunStory) -> str:
-    lost = [one for one in story.happenings if (one.lane, one.kind) == ("run", "lost")]
+    lost = [one for one in story.timeline_events if (one.lane, one.kind) == ("run", "lost")]
     void = [one for one in story.done if one.void]
     said = []
     if lost:

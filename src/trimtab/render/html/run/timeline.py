@@ -103,12 +103,12 @@ class RunChart:
         )
 
     @property
-    def there_gpu_s(self) -> float:
+    def available_gpu_s(self) -> float:
         """GPU seconds that there were."""
         return sum(
             node.gpus * ((self.end_s if until is None else until) - since)
             for node in self.nodes
-            for since, until in node.lives
+            for since, until in node.presence
         )
 
 
@@ -121,9 +121,9 @@ def run_chart(story: RunStory) -> RunChart:
     for bar in story.bars:
         key = (bar.plan, bar.component, bar.gpus)
         if key not in rows_of:
-            seats = story.plans[bar.plan].seats(bar.component) if bar.plan >= 0 else ()
-            rows_of[key] = _rows(seats[: bar.gpus] if bar.gpus else seats, places)
-            if not seats and bar.component in on_cpu:
+            gpu_slots = story.plans[bar.plan].gpu_slots(bar.component) if bar.plan >= 0 else ()
+            rows_of[key] = _rows(gpu_slots[: bar.gpus] if bar.gpus else gpu_slots, places)
+            if not gpu_slots and bar.component in on_cpu:
                 at = on_cpu.index(bar.component)
                 rows_of[key] = ((-1, at, at),)
         if rows_of[key]:
@@ -134,16 +134,16 @@ def run_chart(story: RunStory) -> RunChart:
         tuple(story.nodes),
         on_cpu,
         tracks,
-        tuple(sorted(story.happenings, key=lambda one: one.t_s)),
+        tuple(sorted(story.timeline_events, key=lambda one: one.t_s)),
         tuple(story.moves),
         story.end_s,
         not story.state,
     )
 
 
-def _rows(seats: tuple[GpuKey, ...], places: Mapping[str, int]) -> Rows:
+def _rows(gpu_slots: tuple[GpuKey, ...], places: Mapping[str, int]) -> Rows:
     found: list[list[int]] = []
-    for node, gpu in sorted((places[name], gpu) for name, gpu in seats):
+    for node, gpu in sorted((places[name], gpu) for name, gpu in gpu_slots):
         if found and found[-1][0] == node and found[-1][2] == gpu - 1:
             found[-1][2] = gpu
         else:
@@ -171,7 +171,7 @@ def chart_data(chart: RunChart) -> dict[str, Any]:
     return {
         "keys": list(chart.keys),
         "nodes": [
-            {"name": node.name, "kind": node.kind, "gpus": node.gpus, "lives": [list(life) for life in node.lives]}
+            {"name": node.name, "kind": node.kind, "gpus": node.gpus, "lives": [list(life) for life in node.presence]}
             for node in chart.nodes
         ],
         "cpu": list(chart.on_cpu),
@@ -306,7 +306,7 @@ class _Drawing:
 
     def idle(self, node: ReportNode, top: float) -> None:
         """The times in which a node is there; what nothing is drawn over is idle."""
-        for since, until in node.lives:
+        for since, until in node.presence:
             x0, x1 = self.x(since), self.x(self.chart.end_s if until is None else until)
             tip = f"{node.name or 'GPUs'}: idle where nothing is drawn"
             self.out.append(rect(x0, top, x1 - x0, node.gpus * self.row, "track idle", tip))
