@@ -123,14 +123,14 @@ class RunDisplay:
         table.add_column("component")
         for heading in ("GPUs", "computes", "planned", "waits"):
             table.add_column(heading, justify="right")
-        for one in self.story.components:
-            planned = self.story.costs_s.get(one["component"])
+        for component in self.story.components:
+            planned = self.story.costs_s.get(component["component"])
             table.add_row(
-                escape(str(one["component"])),
-                str(one.get("gpus") or "CPU"),
-                seconds(float(one["busy_s"])),
+                escape(str(component["component"])),
+                str(component.get("gpus") or "CPU"),
+                seconds(float(component["busy_s"])),
                 "-" if planned is None or self.story.measuring else seconds(planned),
-                seconds(float(one.get("wait_s", 0.0))),
+                seconds(float(component.get("wait_s", 0.0))),
             )
         return table
 

@@ -63,17 +63,19 @@ class _TimedRun(Generic[Figures]):
 
 def pool_runs(scenario: PoolScenario, jobs: int) -> list[PoolFigures]:
     """Every policy with every seed, policy by policy."""
-    return _all(_TimedRun(PoolRuns(scenario).one), [one.name for one in scenario.policies], scenario.seeds, jobs)
+    return _all(_TimedRun(PoolRuns(scenario).one), [policy.name for policy in scenario.policies], scenario.seeds, jobs)
 
 
 def rollout_runs(scenario: RolloutScenario, jobs: int) -> list[RolloutFigures]:
     """Every policy with every seed, policy by policy."""
-    return _all(_TimedRun(RolloutRuns(scenario).one), [one.name for one in scenario.policies], scenario.seeds, jobs)
+    return _all(
+        _TimedRun(RolloutRuns(scenario).one), [policy.name for policy in scenario.policies], scenario.seeds, jobs
+    )
 
 
 def loop_runs(scenario: ReplanScenario, jobs: int) -> list[ReplanFigures]:
     """Every policy with every seed, policy by policy."""
-    return _all(_TimedRun(scenario.run), [one.name for one in scenario.policies], scenario.seeds, jobs)
+    return _all(_TimedRun(scenario.run), [policy.name for policy in scenario.policies], scenario.seeds, jobs)
 
 
 def _all(run: _TimedRun[Figures], names: list[str], seeds: tuple[int, ...], jobs: int) -> list[Figures]:
@@ -88,10 +90,10 @@ def _all(run: _TimedRun[Figures], names: list[str], seeds: tuple[int, ...], jobs
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(f"{len(asked)} runs", total=len(asked))
         runs = _here(run, names, asked, bar, task) if jobs <= 1 else _apart(run, asked, jobs)
-        for number, (one, figures) in enumerate(runs, 1):
-            found[one] = figures
+        for number, (request, figures) in enumerate(runs, 1):
+            found[request] = figures
             bar.update(task, completed=number, description=f"{number} of {len(asked)} runs")
-    return [found[one] for one in asked]
+    return [found[request] for request in asked]
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def _here(
 
 def _apart(run: _TimedRun[Figures], asked: list[RunRequest], jobs: int) -> Iterator[tuple[RunRequest, Figures]]:
     with ProcessPoolExecutor(min(jobs, len(asked)), mp_context=get_context("spawn")) as crew:
-        by_run: dict[Future[Figures], RunRequest] = {crew.submit(run, *one): one for one in asked}
+        by_run: dict[Future[Figures], RunRequest] = {crew.submit(run, *request): request for request in asked}
         try:
             for done in as_completed(by_run):
                 yield by_run[done], done.result()

@@ -34,8 +34,8 @@ def print_story(story: Sequence[Data]) -> None:
     table = plain_table()
     for heading in ("when", "state", "why"):
         table.add_column(heading)
-    for one in story:
-        table.add_row(clock(one["at"]), one["state"], why(one))
+    for entry in story:
+        table.add_row(clock(entry["at"]), entry["state"], why(entry))
     out.print()
     show(table)
 
@@ -111,4 +111,4 @@ def reason_data(reason: Reason) -> dict[str, str]:
 
 def story_data(story: Iterable[StoryEntry]) -> list[dict[str, Any]]:
     """A story, for programs."""
-    return [{"at": one.at, "state": one.state, **reason_data(one.reason)} for one in story]
+    return [{"at": entry.at, "state": entry.state, **reason_data(entry.reason)} for entry in story]

@@ -73,7 +73,7 @@ class ReplaySummary:
         if self.world is None or not self.others:
             return list(self.world.facts) if self.world is not None else []
         first, *more = self.world.facts
-        drawn = [f"where it was not done then, {one}" for one in self.world.times.text()]
+        drawn = [f"where it was not done then, {sentence}" for sentence in self.world.times.text()]
         return [first, *self.world.assumed[:1], *more, *self.world.assumed[1:], self.near_text(), *drawn]
 
     def near_text(self) -> str:
@@ -81,13 +81,13 @@ class ReplaySummary:
         near = self.near
         if near is None:
             return f"how near this is to what was is not known: {self.not_again}"
-        said = (
+        agreement_text = (
             f"all {near.instructions:,} instructions are the same in the same order"
             if near.same == near.instructions and not near.first
             else f"the first {near.same:,} of {near.instructions:,} instructions are the same ({near.first})"
         )
         return (
-            f"the policy that ran, replayed: {said}; completion times are off by {near.completion_mean:.1%} on average "
+            f"the policy that ran, replayed: {agreement_text}; completion times are off by {near.completion_mean:.1%} on average "
             f"and {near.completion_worst:.1%} at most, the last end by {near.makespan:.1%}"
         )
 
@@ -104,8 +104,14 @@ class ReplaySummary:
             "same": record.same,
             "marked": record.marked,
             "differences": [
-                {"event": one.number, "at_s": one.at_s, "kind": one.event, "then": list(one.then), "now": list(one.now)}
-                for one in record.differences
+                {
+                    "event": difference.number,
+                    "at_s": difference.at_s,
+                    "kind": difference.event,
+                    "then": list(difference.then),
+                    "now": list(difference.now),
+                }
+                for difference in record.differences
             ],
             "unasked": record.unasked,
             "from_snapshot": record.from_snapshot,
@@ -166,7 +172,7 @@ def replayed(name: str, record: JournalRecord, others: Sequence[AlternativePolic
     was = recorded(world)
     if not others:
         return ReplaySummary(name, record, world, (was.figures,))
-    ready = [fitted(one, world) for one in others]
+    ready = [fitted(policy, world) for policy in others]
     near, not_again, runs = None, "", [was.figures]
     try:
         again = _timed(world, UNCHANGED)
@@ -176,7 +182,7 @@ def replayed(name: str, record: JournalRecord, others: Sequence[AlternativePolic
         near = agreement(world, was, again)
         runs.append(again.figures)
         ready = [UNCHANGED, *ready]
-    runs += [_timed(world, one).figures for one in ready if one is not UNCHANGED]
+    runs += [_timed(world, policy).figures for policy in ready if policy is not UNCHANGED]
     return ReplaySummary(name, record, world, tuple(runs), near, tuple(ready), not_again=not_again)
 
 
@@ -210,7 +216,7 @@ def not_the_same(record: JournalRecord, where: str) -> InputError:
     """The error for a journal that comes to something else now."""
     if record.differences:
         first = record.differences[0]
-        then, now = ("; ".join(one) or "nothing" for one in (first.then, first.now))
+        then, now = ("; ".join(instructions) or "nothing" for instructions in (first.then, first.now))
         what = f"event {first.number} ({first.event}, after {first.at_s:.3f} s): then {then}; now {now}"
     else:
         what = "answers to what was not instructed: " + ", ".join(record.unasked[:SHOWN])

@@ -37,38 +37,40 @@ GONE = ("lost", "left")
 def nodes_data(status: Data, ray_nodes: Sequence[Data]) -> list[dict[str, Any]]:
     """All nodes that are there or were not long ago. `ray_nodes` are Ray's words about them."""
     hosts = {node["NodeID"]: node.get("NodeManagerHostname") for node in ray_nodes}
-    used = {one["node"] for one in status["nodes"]}
+    used = {node["node"] for node in status["nodes"]}
     return [
         {
-            "node": one.node,
-            "name": one.facts.name or None,
-            "host": hosts.get(one.node),
-            "state": one.state.value,
-            "reason": reason_data(one.reason),
-            "since": one.since,
-            "deadline": one.deadline,
-            "unlike": one.unlike,
-            "losses": one.losses,
-            "used": one.node in used,
-            "total": one.facts.total.floats(),
-            "outside": one.outside.floats(),
-            "warm_hosts": status["warm_hosts"].get(one.node),
+            "node": view.node,
+            "name": view.facts.name or None,
+            "host": hosts.get(view.node),
+            "state": view.state.value,
+            "reason": reason_data(view.reason),
+            "since": view.since,
+            "deadline": view.deadline,
+            "unlike": view.unlike,
+            "losses": view.losses,
+            "used": view.node in used,
+            "total": view.facts.total.floats(),
+            "outside": view.outside.floats(),
+            "warm_hosts": status["warm_hosts"].get(view.node),
         }
-        for one in (decode(NodeView, each) for each in status["fleet"])
+        for view in (decode(NodeView, row) for row in status["fleet"])
     ]
 
 
 def node_data(node: str, story: Sequence[StoryEntry], status: Data, tasks: Iterable[TaskSnapshot]) -> dict[str, Any]:
     """What `trimtab explain` answers for a node."""
-    known = next((one for one in nodes_data(status, ()) if one["node"] == node), None)
+    known = next((known_node for known_node in nodes_data(status, ()) if known_node["node"] == node), None)
     return {
         "node": node,
         "there": known is not None and known["state"] not in GONE,
         **{key: known[key] if known else None for key in ("state", "reason", "deadline", "total", "outside")},
         "warm_hosts": status["warm_hosts"].get(node),
-        "tasks": sorted({one.id for one in tasks for member in one.members if member.node == node}),
+        "tasks": sorted({task.id for task in tasks for member in task.members if member.node == node}),
         "groups": sorted(
-            one["id"] for one in status["groups"] if any(each["node"] == node for each in one.get("members", ()))
+            group["id"]
+            for group in status["groups"]
+            if any(member["node"] == node for member in group.get("members", ()))
         ),
         "story": story_data(story),
         "time": status["time"],
@@ -77,7 +79,7 @@ def node_data(node: str, story: Sequence[StoryEntry], status: Data, tasks: Itera
 
 def group_data(group: str, status: Data) -> dict[str, Any] | None:
     """What `trimtab explain` answers for an elastic group; None where there is no such group."""
-    found = next((one for one in status["groups"] if one["id"] == group), None)
+    found = next((row for row in status["groups"] if row["id"] == group), None)
     return None if found is None else {"group": group, **found, "time": status["time"]}
 
 
@@ -89,16 +91,16 @@ def nodes_table(nodes: Sequence[Data], now: float) -> Table:
     table = plain_table()
     for heading in ("node", "host", "state", "has", "held by others", "warm hosts", "why"):
         table.add_column(heading)
-    for one in nodes:
-        warm = one["warm_hosts"] or {}
+    for node in nodes:
+        warm = node["warm_hosts"] or {}
         table.add_row(
-            one["node"][:12],
-            escape(one["name"] or one["host"] or "-"),
-            _state(one, now),
-            amounts(one["total"]),
-            amounts(one["outside"]) if one["outside"] else "-",
+            node["node"][:12],
+            escape(node["name"] or node["host"] or "-"),
+            _state(node, now),
+            amounts(node["total"]),
+            amounts(node["outside"]) if node["outside"] else "-",
             counts(warm, warm) or "-",
-            why(one["reason"]) if one["state"] != "ready" or one["unlike"] else "",
+            why(node["reason"]) if node["state"] != "ready" or node["unlike"] else "",
         )
     return table
 
@@ -108,16 +110,16 @@ def groups_table(groups: Sequence[Data]) -> Table:
     table = plain_table()
     for heading in ("group", "pool", "members", "limits", "step", "redone", "restarts", "why"):
         table.add_column(heading, justify="right" if heading in ("step", "redone", "restarts") else "left")
-    for one in groups:
+    for group in groups:
         table.add_row(
-            escape(one["id"]),
-            escape(str(one.get("pool") or "-")),
-            f"{one.get('size', 0)} of {one.get('wanted', 0)} wanted",
-            _limits(one),
-            str(one.get("step", 0)),
-            str(one.get("redone", 0)),
-            str(one.get("restarts", 0)),
-            why(one["reason"]) if one.get("reason") else "",
+            escape(group["id"]),
+            escape(str(group.get("pool") or "-")),
+            f"{group.get('size', 0)} of {group.get('wanted', 0)} wanted",
+            _limits(group),
+            str(group.get("step", 0)),
+            str(group.get("redone", 0)),
+            str(group.get("restarts", 0)),
+            why(group["reason"]) if group.get("reason") else "",
         )
     return table
 
@@ -161,9 +163,11 @@ def print_group(data: Data) -> None:
         table = plain_table()
         for heading in ("rank", "member", "state", "node", "why"):
             table.add_column(heading, justify="right" if heading == "rank" else "left")
-        for one in members:
-            rank = "-" if one["rank"] is None else str(one["rank"])
-            table.add_row(rank, escape(one["member"]), one["state"], (one["node"] or "-")[:12], why(one["reason"]))
+        for member in members:
+            rank = "-" if member["rank"] is None else str(member["rank"])
+            table.add_row(
+                rank, escape(member["member"]), member["state"], (member["node"] or "-")[:12], why(member["reason"])
+            )
         out.print()
         show(table)
     if data.get("story"):

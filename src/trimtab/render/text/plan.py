@@ -219,7 +219,7 @@ def _components(plan: Plan) -> Table:
         if any(other.variant for other in plan.components):
             cells.append(escape(c.variant) or "-")
         mark = "*" if c.extrapolated else ""
-        times = [f"{unit * one:.1f}" for one in (c.seconds, c.start, c.end)]
+        times = [f"{unit * value:.1f}" for value in (c.seconds, c.start, c.end)]
         cells += [f"{times[0]}{mark}", *times[1:], f"{c.idle_share:.0%}"]
         table.add_row(*cells)
     if any(c.extrapolated for c in plan.components):

@@ -53,8 +53,12 @@ def status_data(status: Data, tasks: Iterable[TaskSnapshot], nodes: Sequence[Dat
         "pools": status["pools"],
         "tasks": status["tasks"],
         "waiting": sorted(
-            (_waiting_data(one, queues[one.pool]) for one in tasks if one.state in IN_QUEUE and one.pool in queues),
-            key=lambda one: (one["pool"], one["position"] is None, one["position"] or 0),
+            (
+                _waiting_data(task, queues[task.pool])
+                for task in tasks
+                if task.state in IN_QUEUE and task.pool in queues
+            ),
+            key=lambda task: (task["pool"], task["position"] is None, task["position"] or 0),
         ),
         "nodes": nodes_data(status, nodes),
         "groups": status["groups"],
@@ -88,7 +92,7 @@ def explanation_data(explanation: TaskExplanation, status: Data) -> dict[str, An
         "evicted_s": explanation.evicted_s,
         "attempts": explanation.attempts,
         "how": explanation.how,
-        "places": [{"group": one.group, "bundle": one.bundle, "node": one.node} for one in explanation.places],
+        "places": [{"group": place.group, "bundle": place.bundle, "node": place.node} for place in explanation.places],
         "story": story_data(explanation.story),
         "time": status["time"],
     }
@@ -112,7 +116,7 @@ def pool_data(spec: PoolSpec, view: Data, tasks: Iterable[TaskSnapshot]) -> dict
         "tasks_by_state": view["tasks"],
         "labels": dict(spec.labels),
         "strategy": spec.strategy.value,
-        "reserved": [one.floats() for one in spec.reserved],
+        "reserved": [resources.floats() for resources in spec.reserved],
         "reserved_priority": spec.reserved_priority,
         "dynamic": spec.dynamic,
         "dynamic_limit": spec.dynamic_limit,
@@ -125,24 +129,24 @@ def pool_data(spec: PoolSpec, view: Data, tasks: Iterable[TaskSnapshot]) -> dict
         "patience_runs": spec.patience_runs,
         "tasks": [
             {
-                "id": one.id,
-                "state": one.state.value,
-                "reason": reason_data(one.reason),
-                "priority": one.priority,
-                "labels": dict(one.labels),
-                "attempt": one.attempt,
-                "evictions": one.evictions,
-                "nodes": sorted({member.node for member in one.members}),
-                "how": one.how,
+                "id": task.id,
+                "state": task.state.value,
+                "reason": reason_data(task.reason),
+                "priority": task.priority,
+                "labels": dict(task.labels),
+                "attempt": task.attempt,
+                "evictions": task.evictions,
+                "nodes": sorted({member.node for member in task.members}),
+                "how": task.how,
             }
-            for one in tasks
+            for task in tasks
         ],
     }
 
 
 def exporter(nodes: Sequence[Data], fault: str | None) -> dict[str, Any]:
     """Where the metrics of the controller can be scraped, or why they cannot. `fault` is the controller's own."""
-    head = next((one for one in nodes if one["Alive"] and "node:__internal_head__" in one["Resources"]), None)
+    head = next((node for node in nodes if node["Alive"] and "node:__internal_head__" in node["Resources"]), None)
     port = head["MetricsExportPort"] if head else 0
     if head is None or port <= 0:
         missing = "Ray's exporter does not run: it comes with `pip install 'ray[default]'` on the head node"
@@ -244,7 +248,7 @@ def print_pool(data: Data) -> None:
     """One pool with its tasks."""
     limit = "no limit" if data["dynamic_limit"] is None else f"at most {data['dynamic_limit']}"
     kept = "kept for reuse" if data["reuse"] else "removed after use"
-    reserved = "; ".join(amounts(one) for one in data["reserved"]) or "none"
+    reserved = "; ".join(amounts(resources) for resources in data["reserved"]) or "none"
     turns = f"for priority {data['reserved_priority']:g} and above" + (", others may borrow" if data["borrow"] else "")
     evicted = ", ".join(f"{n} {code}" for code, n in data["evictions"].items()) or "none"
     facts(
@@ -261,9 +265,9 @@ def print_pool(data: Data) -> None:
         table = plain_table()
         for heading in ("task", "state", "priority", "nodes", "why"):
             table.add_column(heading, justify="right" if heading == "priority" else "left")
-        for one in data["tasks"][-TASKS_SHOWN:]:
-            nodes = ", ".join(node[:12] for node in one["nodes"]) or "-"
-            table.add_row(escape(one["id"]), one["state"], f"{one['priority']:g}", nodes, why(one["reason"]))
+        for task in data["tasks"][-TASKS_SHOWN:]:
+            nodes = ", ".join(node[:12] for node in task["nodes"]) or "-"
+            table.add_row(escape(task["id"]), task["state"], f"{task['priority']:g}", nodes, why(task["reason"]))
         out.print()
         show(table)
         print_more(len(data["tasks"]), TASKS_SHOWN)
@@ -298,7 +302,7 @@ def print_explanation(data: Data) -> None:
     if data["how"]:
         rows.append(("runs in", data["how"]))
     if data["places"]:
-        nodes = sorted({one["node"][:12] for one in data["places"]})
+        nodes = sorted({place["node"][:12] for place in data["places"]})
         rows.append(("places", f"{of(len(data['places']), 'slot')} on {', '.join(nodes)}"))
     if data["attempts"] > 1:
         rows.append(("starts", str(data["attempts"])))
@@ -317,13 +321,13 @@ def _waiting_table(waiting: Sequence[Data]) -> Table:
     table = plain_table()
     for heading in ("waits", "pool", "place", "priority", "why"):
         table.add_column(heading, justify="right" if heading in ("place", "priority") else "left")
-    for one in waiting:
+    for task in waiting:
         table.add_row(
-            escape(one["id"]) + (" (evicted)" if one["state"] == "evicted" else ""),
-            escape(one["pool"]),
-            str(one["position"] or "-"),
-            f"{one['priority']:g}",
-            why(one["reason"]),
+            escape(task["id"]) + (" (evicted)" if task["state"] == "evicted" else ""),
+            escape(task["pool"]),
+            str(task["position"] or "-"),
+            f"{task['priority']:g}",
+            why(task["reason"]),
         )
     return table
 

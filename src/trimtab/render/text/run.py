@@ -238,11 +238,11 @@ def _target(facts: EventFacts) -> str:
 
 def flat(metrics: Mapping[str, Mapping[str, float | None]]) -> dict[str, float]:
     """Figures by their name; by component and name where two components use the same one."""
-    names = [key for one in metrics.values() for key in one]
+    names = [key for values in metrics.values() for key in values]
     return {
         key if names.count(key) == 1 else f"{component}.{key}": value
-        for component, one in metrics.items()
-        for key, value in one.items()
+        for component, values in metrics.items()
+        for key, value in values.items()
         if value is not None
     }
 
@@ -286,4 +286,4 @@ def _prediction(data: EventFacts) -> str:
 
 
 def _rewards_first(metrics: Mapping[str, EventFacts]) -> list[tuple[str, EventFacts]]:
-    return sorted(metrics.items(), key=lambda one: "reward" not in one[0])
+    return sorted(metrics.items(), key=lambda item: "reward" not in item[0])

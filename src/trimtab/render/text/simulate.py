@@ -56,7 +56,7 @@ def answer_data(
     return {
         "scenario": scenario.name,
         "assumptions": scenario.assumptions(),
-        "policies": {one.name: one.text() for one in scenario.policies},
+        "policies": {policy.name: policy.text() for policy in scenario.policies},
         "seeds": list(scenario.seeds),
         "recommendation": None if advice is None else asdict(advice),
         "summary": [
@@ -98,8 +98,8 @@ def print_answer(scenario: PolicyComparison, runs: Sequence[PoolFigures], advice
     show(figures_table(runs, several))
     if advice is not None:
         out.print(f"\n{escape(advice.sentence)}")
-    events, looks = sum(one.events for one in runs), sum(one.looks for one in runs)
-    seconds = sum(one.seconds for one in runs)
+    events, looks = sum(run.events for run in runs), sum(run.looks for run in runs)
+    seconds = sum(run.seconds for run in runs)
     out.print(
         f"\n{len(runs)} runs, {events:,} events in {seconds:,.1f} s; what must be true was looked at {looks:,} times, "
         "and held",

@@ -57,7 +57,7 @@ def _headline(seen: RunPicture, title: str) -> str:
         band = f"{share(max(advice.low, 0.0))} to {share(advice.high)}"
         numbers.append(("To be gained", f'<dd class="good">{share(advice.gain)}<small>{band} of a step</small></dd>'))
     tiles = "".join(f"<div><dt>{name}</dt>{value}</div>" for name, value in numbers)
-    now = " | ".join(f"{', '.join(one.components)} on {one.gpus} GPUs" for one in seen.sharing)
+    now = " | ".join(f"{', '.join(group.components)} on {group.gpus} GPUs" for group in seen.sharing)
     return (
         f'<header>\n<p class="eyebrow">trimtab advise · {escape(seen.framework)}</p>\n<h1>{escape(title)}</h1>\n'
         f'<p class="lede">{escape(now)}</p>\n<dl class="numbers">{tiles}</dl>\n</header>'
@@ -154,19 +154,19 @@ def _some(steps: Sequence[LoggedStep]) -> list[LoggedStep]:
 def _row(index: int, part: ComponentSummary) -> str:
     spread = "" if part.spread is None else f"±{part.spread:.0%}"
     drift = "" if part.drift is None else f"{part.drift:+.0%}"
-    said = f"a wait, no cost: {escape(part.wait)}" if part.wait else "has drifted" if part.drifted else ""
+    note = f"a wait, no cost: {escape(part.wait)}" if part.wait else "has drifted" if part.drifted else ""
     numbers = (gpus_text(part), f"{part.seconds:,.1f}", "" if part.share is None else share(part.share))
     cells = "".join(f'<td class="number">{cell}</td>' for cell in (*numbers, spread, drift))
     return (
         f'<tr><th scope="row"><span class="named"><span class="tt-key key{index % timeline.COLOURS}"></span>'
-        f"<span>{escape(part.name)}</span></span></th>{cells}<td>{said}</td></tr>"
+        f"<span>{escape(part.name)}</span></span></th>{cells}<td>{note}</td></tr>"
     )
 
 
 def _history(history: Sequence[FollowEvent]) -> str:
     if not history:
         return ""
-    items = "".join(f"<li>step {one.step}: {escape(one.what)}: {escape(one.sentence)}</li>" for one in history)
+    items = "".join(f"<li>step {event.step}: {escape(event.what)}: {escape(event.sentence)}</li>" for event in history)
     return (
         '<section aria-labelledby="h-history">\n<h2 id="h-history">What happened</h2>\n'
         f'<ul class="plain">{items}</ul>\n</section>'

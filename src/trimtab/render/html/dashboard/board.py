@@ -97,27 +97,32 @@ class RunBoard:
         else:
             name, group, state = worker_name(event), str(event["component"]), str(event["state"])
         known = self.tasks if kind == "task" else self.workers
-        one = known.setdefault(name, SubjectStatus(name, group, str(event.get("worker", name))))
-        if happening.t_s < one.since_s:  # told late: what is known is newer
+        status = known.setdefault(name, SubjectStatus(name, group, str(event.get("worker", name))))
+        if happening.t_s < status.since_s:  # told late: what is known is newer
             return
         gone = (
             state in ("evicted", "preempted") if kind == "task" else happening.kind == "left" and bool(happening.lane)
         )
-        one.times += gone
-        if state != one.state:
-            one.since_s = happening.t_s
-        one.group, one.state, one.code, one.reason = group or one.group, state, happening.code, happening.reason
-        one.gpus = whole(event.get("gpus")) if "gpus" in event else one.gpus
-        one.running = whole(event.get("running"))
+        status.times += gone
+        if state != status.state:
+            status.since_s = happening.t_s
+        status.group, status.state, status.code, status.reason = (
+            group or status.group,
+            state,
+            happening.code,
+            happening.reason,
+        )
+        status.gpus = whole(event.get("gpus")) if "gpus" in event else status.gpus
+        status.running = whole(event.get("running"))
 
     def load(self, component: str, loads: Mapping[str, tuple[int, int]]) -> bool:
         """What a component's workers have to do now; whether that is news. Empty where nobody tells."""
         changed = False
-        for one in self.workers.values():
-            if one.group == component and (loads or one.limit is not None):
-                now = loads.get(one.id, (None, None))
-                changed = changed or now != (one.running, one.limit)
-                one.running, one.limit = now
+        for worker in self.workers.values():
+            if worker.group == component and (loads or worker.limit is not None):
+                now = loads.get(worker.id, (None, None))
+                changed = changed or now != (worker.running, worker.limit)
+                worker.running, worker.limit = now
         return changed
 
     def _subjects(self, event: Mapping[str, Any], happening: ReportEvent) -> Iterator[Subject]:
@@ -139,7 +144,7 @@ class RunBoard:
             for name in event.get("leaving") or ():
                 yield "node", str(name)
         elif kind == "cluster":
-            named = [one.name for one in self.story.nodes if happening.title.startswith(f"node {one.name} ")]
+            named = [node.name for node in self.story.nodes if happening.title.startswith(f"node {node.name} ")]
             if named:
                 yield "node", max(named, key=len)
 
@@ -166,7 +171,7 @@ class RunBoard:
         story = self.story
         done = story.done[-RECENT:]
         if len(story.done) > RECENT:
-            numbers = {one.iteration.number for one in done}
+            numbers = {record.iteration.number for record in done}
             bars = story.bars[-RECENT * BARS_EACH :]
             story = replace(story, done=done, bars=[bar for bar in bars if bar.iteration in numbers])
         return costs(story, idle_shares(story))
@@ -203,8 +208,8 @@ class RunBoard:
         return {
             "kind": kind,
             "name": name,
-            "facts": [[word, said] for word, said in found if said],
-            "chapters": [_chapter(one) for one in sorted(chapters, key=lambda one: one.t_s)],
+            "facts": [[word, value] for word, value in found if value],
+            "chapters": [_chapter(event) for event in sorted(chapters, key=lambda event: event.t_s)],
         }
 
     def _mark(self, name: str) -> dict[str, Any] | None:
@@ -213,68 +218,68 @@ class RunBoard:
             return None
         subject = self._about[at]
         found = self.story_of(*subject) if subject is not None else None
-        one = self.story.timeline_events[at]
+        event = self.story.timeline_events[at]
         if found is None:
-            return {"kind": "event", "name": one.title, "facts": [], "chapters": [_chapter(one)]}
-        return {**found, "at": round(one.t_s, 6)}
+            return {"kind": "event", "name": event.title, "facts": [], "chapters": [_chapter(event)]}
+        return {**found, "at": round(event.t_s, 6)}
 
     def _task_facts(self, name: str) -> list[tuple[str, str]] | None:
-        one = self.tasks.get(name)
-        if one is None:
+        task = self.tasks.get(name)
+        if task is None:
             return None
-        evicted = counted(one.times, "time") if one.times else ""
-        return [*_standing(one), ("pool", one.group), ("GPUs", _number(one.gpus)), ("evicted", evicted)]
+        evicted = counted(task.times, "time") if task.times else ""
+        return [*_standing(task), ("pool", task.group), ("GPUs", _number(task.gpus)), ("evicted", evicted)]
 
     def _worker_facts(self, name: str) -> list[tuple[str, str]] | None:
-        one = self.workers.get(name)
-        if one is None:
+        worker = self.workers.get(name)
+        if worker is None:
             return None
-        gone = counted(one.times, "time") if one.times else ""
-        return [*_standing(one), ("component", one.group), ("requests", one.load), ("went", gone)]
+        gone = counted(worker.times, "time") if worker.times else ""
+        return [*_standing(worker), ("component", worker.group), ("requests", worker.load), ("went", gone)]
 
     def _node_facts(self, name: str) -> list[tuple[str, str]] | None:
-        node = next((one for one in self.story.nodes if one.name == name), None)
+        node = next((node for node in self.story.nodes if node.name == name), None)
         if node is None:
             return None
         times = ", ".join(
             f"{duration(since)} to {duration(until) if until is not None else 'now'}" for since, until in node.presence
         )
-        here = "; ".join(f"{one} on GPU {ranks_text(gpus)}" for one, gpus in self.on_node(name).items())
+        here = "; ".join(f"{component} on GPU {ranks_text(gpus)}" for component, gpus in self.on_node(name).items())
         state = "will go" if name in self.leaving else "there" if self.is_there(node) else "gone"
         has = f"{node.gpus} × {node.kind}" if node.kind else counted(node.gpus, "GPU")
         return [("state", state), ("has", has), ("there", times), ("runs", here if state != "gone" else "")]
 
     def _component_facts(self, name: str) -> list[tuple[str, str]] | None:
-        one = next((cost for cost in self.costs if cost.component == name), None)
-        if one is None:
+        cost = next((cost for cost in self.costs if cost.component == name), None)
+        if cost is None:
             return None
         plan = self.story.plans[-1] if self.story.plans else None
         gpu_slots = plan.gpu_slots(name) if plan is not None else ()
         nodes = ", ".join(dict.fromkeys(node for node, _ in gpu_slots if node))
         return [
             ("runs on", f"{counted(len(gpu_slots), 'GPU')}{f' of {nodes}' if nodes else ''}" if gpu_slots else "CPUs"),
-            ("own time", _seconds(one.busy_s)),
-            ("planned", _seconds(one.predicted_s)),
-            ("waits", _seconds(one.wait_s)),
-            ("switch", _seconds(one.switch_s)),
-            ("GPUs idle", share(one.idle) if one.idle is not None else ""),
-            ("drift", f"× {one.drift:.2f}" if one.drift is not None else ""),
+            ("own time", _seconds(cost.busy_s)),
+            ("planned", _seconds(cost.predicted_s)),
+            ("waits", _seconds(cost.wait_s)),
+            ("switch", _seconds(cost.switch_s)),
+            ("GPUs idle", share(cost.idle) if cost.idle is not None else ""),
+            ("drift", f"× {cost.drift:.2f}" if cost.drift is not None else ""),
         ]
 
     def _move_facts(self, name: str) -> list[tuple[str, str]] | None:
-        moves = [one for one in self.story.moves if str(one.id) == name]
+        moves = [move for move in self.story.moves if str(move.id) == name]
         if not moves:
             return None
         move: ReportMigration = moves[-1]
         stages = ", ".join(f"{stage} {duration(took)}" for stage, _, took in move.stages)
         gain = move.numbers.get("gain_s")
-        said = duration(gain) if isinstance(gain, (int, float)) and not isinstance(gain, bool) else ""
+        gain_text = duration(gain) if isinstance(gain, (int, float)) and not isinstance(gain, bool) else ""
         return [
             ("state", move.state + (", had to be" if move.forced else "")),
             ("from", move.before),
             ("to", move.after),
             ("why", " ".join(filter(None, (f"{move.code}:" if move.code else "", move.reason)))),
-            ("gain per iteration", said),
+            ("gain per iteration", gain_text),
             ("stages", stages),
             ("took", duration(move.cost_s) if move.cost_s else ""),
             ("outcome", move.outcome),
@@ -287,14 +292,14 @@ def worker_name(event: Mapping[str, Any]) -> str:
     return worker if worker.startswith(component) else f"{component} {worker}"
 
 
-def _standing(one: SubjectStatus) -> list[tuple[str, str]]:
-    why = f"{one.code}: {one.reason}" if one.code and one.reason else one.code or one.reason
-    return [("state", f"{one.state}, since {duration(one.since_s)}"), ("why", why)]
+def _standing(status: SubjectStatus) -> list[tuple[str, str]]:
+    why = f"{status.code}: {status.reason}" if status.code and status.reason else status.code or status.reason
+    return [("state", f"{status.state}, since {duration(status.since_s)}"), ("why", why)]
 
 
-def _chapter(one: ReportEvent) -> list[str]:
-    why = f"{one.code}: {one.reason}" if one.code and one.reason else one.code or one.reason
-    return [duration(one.t_s), one.title, why]
+def _chapter(event: ReportEvent) -> list[str]:
+    why = f"{event.code}: {event.reason}" if event.code and event.reason else event.code or event.reason
+    return [duration(event.t_s), event.title, why]
 
 
 def _number(value: int | None) -> str:

@@ -63,7 +63,8 @@ def _page() -> str:
     styles = "".join(f'<link rel="stylesheet" href="/{name}">\n' for name in STYLES)
     scripts = "".join(f'<script src="/{name}" defer></script>\n' for name in SCRIPTS)
     panels = "\n".join(
-        f'<div class="column">{"".join(_panel(name, title) for name, title in some.items())}</div>' for some in COLUMNS
+        f'<div class="column">{"".join(_panel(name, title) for name, title in column.items())}</div>'
+        for column in COLUMNS
     )
     return f"""<!doctype html>
 <html lang="en">

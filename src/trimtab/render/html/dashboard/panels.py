@@ -73,8 +73,8 @@ def _cell(words: str) -> str:
     return f"<td>{words}</td>"
 
 
-def _figure(value: float | None, said: Callable[[float], str] = duration) -> str:
-    return f'<td class="number">{said(value) if value is not None else "–"}</td>'
+def _figure(value: float | None, render: Callable[[float], str] = duration) -> str:
+    return f'<td class="number">{render(value) if value is not None else "–"}</td>'
 
 
 def _why(code: str, reason: str) -> str:
@@ -83,7 +83,7 @@ def _why(code: str, reason: str) -> str:
 
 def _tiles(story: RunStory, line: LiveTimeline, names: Sequence[str]) -> str:
     done = story.iterations
-    walls = [one.iteration.wall_s for one in done[-20:]]
+    walls = [record.iteration.wall_s for record in done[-20:]]
     promised = story.prediction(len(story.plans) - 1) if story.plans else None
     tiles = [
         ("Iterations", str(len(done)), f"of {story.wanted}" if story.wanted else "done"),
@@ -101,8 +101,8 @@ def _tiles(story: RunStory, line: LiveTimeline, names: Sequence[str]) -> str:
     back = sum(move.state == "rolled back" for move in story.moves)
     # A worker whose slot was taken is told as a worker, as a task, or as both.
     evicted = max(
-        sum(one.lane == "tasks" and one.kind == "evicted" for one in story.timeline_events),
-        sum(one.code == "TAKEN" and one.kind == "left" and ROOM in one.reason for one in story.timeline_events),
+        sum(event.lane == "tasks" and event.kind == "evicted" for event in story.timeline_events),
+        sum(event.code == "TAKEN" and event.kind == "left" and ROOM in event.reason for event in story.timeline_events),
     )
     tiles.append(("Moves", str(arrived), f"{back} rolled back, {evicted} evicted"))
     values = [value for name in names[:1] for _, value in course(done, name)]
@@ -132,8 +132,8 @@ def _components(board: RunBoard) -> str:
             )
         )
     columns = heads("Component", "GPUs", "Planned", "Own time", "Waits", "GPUs idle", words=2)
-    some = f"<p>Medians of the last {RECENT} iterations.</p>" if len(board.story.done) > RECENT else ""
-    return some + table("Components", columns, rows)
+    note = f"<p>Medians of the last {RECENT} iterations.</p>" if len(board.story.done) > RECENT else ""
+    return note + table("Components", columns, rows)
 
 
 def _nodes(board: RunBoard) -> str:
@@ -142,26 +142,28 @@ def _nodes(board: RunBoard) -> str:
         here = board.is_there(node)
         state = "will go" if node.name in board.leaving else "there" if here else "gone"
         css = ' class="warn"' if state != "there" else ""
-        runs = "; ".join(f"{escape(one)} {ranks_text(gpus)}" for one, gpus in board.on_node(node.name).items())
+        runs = "; ".join(
+            f"{escape(component)} {ranks_text(gpus)}" for component, gpus in board.on_node(node.name).items()
+        )
         has = f"{node.gpus} × {escape(node.kind)}" if node.kind else counted(node.gpus, "GPU")
         name = named("node", node.name, node.name or "GPUs of no named node")
         rows.append(_row(name, _cell(f"<span{css}>{state}</span>"), _cell(has), _cell(runs if here and runs else "–")))
     return table("Nodes", heads("Node", "State", "Has", "Runs", words=4), rows, most=300)
 
 
-def _standing(kind: str, one: SubjectStatus, *cells: str) -> str:
-    css = ' class="minor"' if one.is_over else ""
+def _standing(kind: str, status: SubjectStatus, *cells: str) -> str:
+    css = ' class="minor"' if status.is_over else ""
     return (
-        f'<tr{css}><th scope="row">{named(kind, one.name)}</th>{_cell(escape(one.state))}'
-        f"{''.join(cells)}{_cell(_why(one.code, one.reason))}</tr>\n"
+        f'<tr{css}><th scope="row">{named(kind, status.name)}</th>{_cell(escape(status.state))}'
+        f"{''.join(cells)}{_cell(_why(status.code, status.reason))}</tr>\n"
     )
 
 
 def workers_panel(board: RunBoard) -> str:
     """Rollout workers with their states, and how much each has to do."""
     rows = [
-        _standing("worker", one, _cell(escape(one.group)), f'<td class="number">{one.load or "–"}</td>')
-        for one in sorted(board.workers.values(), key=lambda one: (one.group, one.is_over, one.name))
+        _standing("worker", worker, _cell(escape(worker.group)), f'<td class="number">{worker.load or "–"}</td>')
+        for worker in sorted(board.workers.values(), key=lambda worker: (worker.group, worker.is_over, worker.name))
     ]
     columns = '<thead><tr><th scope="col">Worker</th><th scope="col">State</th><th scope="col">Component</th>'
     columns += '<th scope="col" class="number">Requests</th><th scope="col">Why</th></tr></thead>'
@@ -169,8 +171,8 @@ def workers_panel(board: RunBoard) -> str:
 
 
 def _tasks(board: RunBoard) -> str:
-    ordered = sorted(board.tasks.values(), key=lambda one: (not one.is_over, one.since_s))
-    rows = [_standing("task", one, _cell(escape(one.group))) for one in ordered]
+    ordered = sorted(board.tasks.values(), key=lambda task: (not task.is_over, task.since_s))
+    rows = [_standing("task", task, _cell(escape(task.group))) for task in ordered]
     return table("Tasks", heads("Task", "State", "Pool", "Why", words=4), rows)
 
 
@@ -188,26 +190,26 @@ def _moves(story: RunStory) -> str:
             )
         )
     last = story.decisions[-1] if story.decisions else None
-    said = ""
+    text = ""
     if last is not None:
-        said = f"<p>After iteration {last.iteration}: {escape(last.what)}. {_why(last.code, last.reason)}</p>"
+        text = f"<p>After iteration {last.iteration}: {escape(last.what)}. {_why(last.code, last.reason)}</p>"
     columns = '<thead><tr><th scope="col">Move</th><th scope="col">State</th><th scope="col">From and to</th>'
     columns += '<th scope="col" class="number">Took</th><th scope="col">Why</th></tr></thead>'
-    return said + table("Moves", columns, rows)
+    return text + table("Moves", columns, rows)
 
 
 def _events(story: RunStory) -> str:
     """What happened, the newest first; states saved one after another, and what moves say twice, are left out."""
     shown = [
-        (at, one)
-        for at, one in enumerate(story.timeline_events)
-        if one.kind != "saved" and (one.lane or one.kind != "told")
+        (at, event)
+        for at, event in enumerate(story.timeline_events)
+        if event.kind != "saved" and (event.lane or event.kind != "told")
     ]
     newest = sorted(shown, key=lambda pair: pair[1].t_s, reverse=True)
     rows = [
-        f'<tr><td><button type="button" class="rt-at" data-kind="mark" data-name="{at}">{duration(one.t_s)}</button>'
-        f'</td><th scope="row">{escape(one.title)}</th>{_cell(_why(one.code, one.reason))}</tr>\n'
-        for at, one in newest[:MOST_ROWS]
+        f'<tr><td><button type="button" class="rt-at" data-kind="mark" data-name="{at}">{duration(event.t_s)}</button>'
+        f'</td><th scope="row">{escape(event.title)}</th>{_cell(_why(event.code, event.reason))}</tr>\n'
+        for at, event in newest[:MOST_ROWS]
     ]
     if not rows:
         return _NONE
@@ -220,13 +222,13 @@ def _events(story: RunStory) -> str:
 def _predicted(story: RunStory) -> str:
     if not story.iterations:
         return _NONE
-    said, drawn = predicted_curves(story, WIDTHS)
-    return f"<p>{said}</p>{drawn}"
+    lede, drawn = predicted_curves(story, WIDTHS)
+    return f"<p>{lede}</p>{drawn}"
 
 
 def _rewards(story: RunStory, names: Sequence[str]) -> str:
     drawn = [metric_curve(story, name, f"reward{at}", WIDTHS) for at, name in enumerate(names[:MOST_METRICS])]
-    return "".join(f"<p>{escape(one[0])}</p>{one[1]}" for one in drawn if one) or _NONE
+    return "".join(f"<p>{escape(curve[0])}</p>{curve[1]}" for curve in drawn if curve) or _NONE
 
 
 # ---- what a controller tells -----------------------------------------------------------------------------------------
@@ -242,8 +244,8 @@ def controller_panels(data: Mapping[str, Any]) -> Panels:
     }
 
 
-def _amounts(some: Mapping[str, float]) -> str:
-    shown = [f"{amount:g} {name}" for name, amount in some.items() if name in ("gpu", "cpu")]
+def _amounts(resources: Mapping[str, float]) -> str:
+    shown = [f"{amount:g} {name}" for name, amount in resources.items() if name in ("gpu", "cpu")]
     return escape(", ".join(shown) or "nothing")
 
 
@@ -267,13 +269,13 @@ def _pools(pools: Mapping[str, Mapping[str, Any]]) -> str:
 def _queue(waiting: Iterable[Mapping[str, Any]]) -> str:
     rows = [
         _row(
-            named("task", one["id"]),
-            _cell(escape(str(one["pool"]))),
-            _cell(str(one["position"] or "–")),
-            _cell(f"{one['priority']:g}"),
-            _cell(_why(one["reason"]["code"], one["reason"]["sentence"])),
+            named("task", task["id"]),
+            _cell(escape(str(task["pool"]))),
+            _cell(str(task["position"] or "–")),
+            _cell(f"{task['priority']:g}"),
+            _cell(_why(task["reason"]["code"], task["reason"]["sentence"])),
         )
-        for one in waiting
+        for task in waiting
     ]
     columns = heads("Task", "Pool", "Place", "Priority", "Why it waits", words=5)
     return table("Queue", columns, rows[:MOST_ROWS]) if rows else '<p class="none">Nobody waits.</p>'
@@ -282,28 +284,31 @@ def _queue(waiting: Iterable[Mapping[str, Any]]) -> str:
 def fleet_panel(nodes: Iterable[Mapping[str, Any]], without: Sequence[str] = ()) -> str:
     """The nodes of a cluster, but for those that a run on the same page shows; nothing where there are no others."""
     rows = []
-    for one in nodes:
-        why = _why(one["reason"]["code"], one["reason"]["sentence"]) if one.get("reason") else "–"
-        name = one["name"] or one["host"] or one["node"][:12]
-        if name in without or one["node"][:8] in without:
+    for node in nodes:
+        why = _why(node["reason"]["code"], node["reason"]["sentence"]) if node.get("reason") else "–"
+        name = node["name"] or node["host"] or node["node"][:12]
+        if name in without or node["node"][:8] in without:
             continue
         rows.append(
             _row(
-                named("node", one["node"], name), _cell(escape(one["state"])), _cell(_amounts(one["total"])), _cell(why)
+                named("node", node["node"], name),
+                _cell(escape(node["state"])),
+                _cell(_amounts(node["total"])),
+                _cell(why),
             )
         )
     return table("Nodes of the cluster", heads("Node", "State", "Has", "Why", words=4), rows, most=300) if rows else ""
 
 
 def _evictions(data: Mapping[str, Any]) -> str:
-    said = f"<p>{data['evictions']} in all, {data['cross_pool']} of them across pools.</p>"
+    text = f"<p>{data['evictions']} in all, {data['cross_pool']} of them across pools.</p>"
     rows = [
         _row(
-            named("task", one["victim"]),
-            _cell(escape(str(one["victim_pool"]))),
-            _cell(named("task", one["by"]) if one.get("by") else "–"),
-            _cell(_why(one["reason"]["code"], one["reason"]["sentence"])),
+            named("task", eviction["victim"]),
+            _cell(escape(str(eviction["victim_pool"]))),
+            _cell(named("task", eviction["by"]) if eviction.get("by") else "–"),
+            _cell(_why(eviction["reason"]["code"], eviction["reason"]["sentence"])),
         )
-        for one in reversed(data.get("latest", ())[-MOST_ROWS:])
+        for eviction in reversed(data.get("latest", ())[-MOST_ROWS:])
     ]
-    return said + (table("Evictions", heads("Task", "Pool", "For", "Why", words=4), rows) if rows else "")
+    return text + (table("Evictions", heads("Task", "Pool", "For", "Why", words=4), rows) if rows else "")

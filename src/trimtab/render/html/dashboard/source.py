@@ -66,13 +66,13 @@ class DashboardSource:
             return self._small(busier, advised) if busier or advised else None
         line = self._line.news() if self._line is not None else {}
         before, self._shown = self._shown, self._now()
-        told = {name: value for name, value in self._shown.items() if name != "panels" and before.get(name) != value}
+        changes = {name: value for name, value in self._shown.items() if name != "panels" and before.get(name) != value}
         had = before.get("panels", {})
         panels = {name: html for name, html in self._shown["panels"].items() if had.get(name) != html}
         if self._is_new:
             self._is_new = False
             return {"whole": self.whole()}
-        return told | ({"panels": panels} if panels else {}) | ({"timeline": line} if line else {})
+        return changes | ({"panels": panels} if panels else {}) | ({"timeline": line} if line else {})
 
     def _small(self, busier: bool, advised: bool) -> Mapping[str, Any]:
         """How much workers have to do changes all the time: nothing else is made anew for it."""
@@ -97,7 +97,9 @@ class DashboardSource:
                 panels = self.advised.among(panels)
             if story.unparsed_lines:
                 notes.append(f"{len(story.unparsed_lines)} lines of events.jsonl could not be understood")
-            strong = next((one for one in reversed(story.timeline_events) if one.strong or one.kind in TOLD), None)
+            strong = next(
+                (event for event in reversed(story.timeline_events) if event.strong or event.kind in TOLD), None
+            )
             note = f"{strong.title}. {strong.reason}".strip() if strong is not None else ""
         return {"title": self._title, "panels": panels, "note": note, "notes": notes, "changes": self._changes()}
 
@@ -128,8 +130,8 @@ class DashboardSource:
         """See what workers have to do; whether it is more or less than before."""
         if self.board is None or self._folder is None:
             return False
-        components = {one.group for one in self.board.workers.values() if "/" not in one.group}
-        changed = [self.board.load(one, read_load(load_of(self._folder, one))) for one in components]
+        components = {worker.group for worker in self.board.workers.values() if "/" not in worker.group}
+        changed = [self.board.load(component, read_load(load_of(self._folder, component))) for component in components]
         return any(changed)
 
     def files(self) -> Mapping[str, tuple[str, bytes]]:
@@ -154,10 +156,10 @@ class DashboardSource:
         """What can be asked for of this one."""
         wanted = f"drain-{kind}"
         if kind == "worker" and self.board is not None:
-            one = self.board.workers.get(name)
-            if one is None or one.is_over:
+            worker = self.board.workers.get(name)
+            if worker is None or worker.is_over:
                 return []
-            wanted = "drain-worker" if one.state in SERVES else "resume-worker"
+            wanted = "drain-worker" if worker.state in SERVES else "resume-worker"
         return [wanted] if wanted in self._changes() else []
 
     def change(self, what: str, facts: Mapping[str, Any]) -> str:
@@ -177,13 +179,13 @@ class DashboardSource:
 
     def _change_worker(self, folder: Path, what: str, facts: Mapping[str, Any]) -> str:
         assert self.board is not None
-        one = self.board.workers.get(str(facts.get("worker")))
-        if one is None or one.is_over:
+        worker = self.board.workers.get(str(facts.get("worker")))
+        if worker is None or worker.is_over:
             raise InputError("there is no such worker now")
-        asked = {"ask": what, "worker": one.id, "deadline_s": _deadline_s(facts), "why": WHY}
-        asks.ask(folder, asks.of_workers(one.group), asked)
+        asked = {"ask": what, "worker": worker.id, "deadline_s": _deadline_s(facts), "why": WHY}
+        asks.ask(folder, asks.of_workers(worker.group), asked)
         words = "serves nothing new" if what == "drain" else "may serve again"
-        return f"asked: worker {one.name} {words}; its story says what comes of it"
+        return f"asked: worker {worker.name} {words}; its story says what comes of it"
 
     def close(self) -> None:
         """Leave the cluster."""
@@ -258,7 +260,9 @@ class _ControllerSource:
         facts = [
             [key, ", ".join(data[key]) if isinstance(data[key], list) else str(data[key])] for key in keys if data[key]
         ]
-        chapters = [[clock(one["at"]), one["state"], f"{one['code']}: {one['sentence']}"] for one in data["story"]]
+        chapters = [
+            [clock(entry["at"]), entry["state"], f"{entry['code']}: {entry['sentence']}"] for entry in data["story"]
+        ]
         return {"kind": kind, "name": name, "id": name, "facts": [*facts, ["why", why]], "chapters": chapters}
 
     def _pool_story(self, name: str, view: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -44,11 +44,11 @@ class LiveTimeline:
         """What to add since the last time; with `anew` it takes the place of everything."""
         story = self._story
         changed = story.bars is not self._bars or list(story.on_cpu) != self._told["cpu"]
-        told = None if changed and self._bar_count else self._added()
-        if told is None:
+        message = None if changed and self._bar_count else self._added()
+        if message is None:
             self._begin()
-            told = {**(self._added() or {}), "anew": True}
-        return told
+            message = {**(self._added() or {}), "anew": True}
+        return message
 
     def _added(self) -> dict[str, Any] | None:
         """What is new; None where it does not come after what was told."""
@@ -62,17 +62,17 @@ class LiveTimeline:
         _name(data, marks, self._mark_count)
         self._starts.update({rows: found[-5] for rows, found in starts.items()})
         self._looks.update({(bar.component, bar.doing, bar.void): bar for bar in bars})
-        for one in marks:
-            self._kinds.setdefault((one.lane, one.kind), one)
+        for mark in marks:
+            self._kinds.setdefault((mark.lane, mark.kind), mark)
         self._bar_count, self._mark_count = len(story.bars), len(story.timeline_events)
         self.used_gpu_s += chart.used_gpu_s
         used = {lane for lane, _ in self._kinds}
         data["lanes"] = [[lane, words] for lane, words in LANES.items() if lane in used]
-        told = {name: data[name] for name in _WHOLE if self._told.get(name) != data[name]}
+        message = {name: data[name] for name in _WHOLE if self._told.get(name) != data[name]}
         if not self._told.get("keys"):
-            told["shapes"] = data["shapes"]
+            message["shapes"] = data["shapes"]
         self._told = {name: data[name] for name in _WHOLE}
-        return told | {name: data[name] for name in ("tracks", "marks") if data[name]}
+        return message | {name: data[name] for name in ("tracks", "marks") if data[name]}
 
     @property
     def available_gpu_s(self) -> float:

@@ -7,8 +7,8 @@ from trimtab.render.html.kit.labels import escape
 
 def section(name: str, title: str, lede: str, body: str) -> str:
     """A part of the page under its own heading; `title` and `lede` are markup already."""
-    said = f"<p>{lede}</p>\n" if lede else ""
-    return f'<section aria-labelledby="h-{name}">\n<h2 id="h-{name}">{title}</h2>\n{said}{body}\n</section>'
+    lede_html = f"<p>{lede}</p>\n" if lede else ""
+    return f'<section aria-labelledby="h-{name}">\n<h2 id="h-{name}">{title}</h2>\n{lede_html}{body}\n</section>'
 
 
 def card(body: str) -> str:

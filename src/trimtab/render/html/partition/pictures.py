@@ -180,8 +180,8 @@ def steady_chart(answer: PartitionAnswer) -> Chart:
         at += stage.transfer_seconds
     spans = (ChartSpan(0.0, period, f"one microbatch every {duration(period)}"),)
     names = tuple(_name(number) for number in sorted(keys))
-    said = limit_words(answer, answer.limits[0]) if answer.limits else "nothing"
-    description = f"Steady state of {len(schedule.stages)} stages; limited by {said}."
+    limit = limit_words(answer, answer.limits[0]) if answer.limits else "nothing"
+    description = f"Steady state of {len(schedule.stages)} stages; limited by {limit}."
     return Chart("Steady state", tuple(rows), names, window, spans=spans, description=description)
 
 

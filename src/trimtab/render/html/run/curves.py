@@ -50,8 +50,8 @@ def _few(points: Sequence[tuple[int, float]], widths: Widths) -> tuple[Point, ..
 def predicted_curves(story: RunStory, widths: Widths = WIDTHS) -> tuple[str, str]:
     """Iteration times beside what plans promised: what is to be said of them, and the picture with its key."""
     done = story.iterations
-    notes = tuple(", ".join(one.iteration.extra) for one in done) if len(done) <= _MOST_POINTS else ()
-    measured = _few([(one.iteration.number, one.iteration.wall_s) for one in done], widths)
+    notes = tuple(", ".join(record.iteration.extra) for record in done) if len(done) <= _MOST_POINTS else ()
+    measured = _few([(record.iteration.number, record.iteration.wall_s) for record in done], widths)
     curves, key = [ReportCurve("measured", measured, None, notes=notes)], [("line-ink", "measured")]
     promised = [(float(plan.iteration), story.prediction(plan.number)) for plan in story.plans]
     known = any(value is not None for _, value in promised)
@@ -63,9 +63,9 @@ def predicted_curves(story: RunStory, widths: Widths = WIDTHS) -> tuple[str, str
         curves.append(ReportCurve("expected by costs as measured then", current, 1))
         key.append(("line-1", curves[-1].name))
     off = [abs(error) for _, error in errors(story)]
-    said = f"Off by {share(median(off))} at the median, {share(max(off))} at worst." if off else ""
-    chart = CurveChart("Iteration time, predicted and measured", tuple(curves), "seconds", said, _changes(story))
-    lede = f"{said} Dashed: what the plan promised. Upright: another plan." if known else "Nothing was predicted."
+    sentence = f"Off by {share(median(off))} at the median, {share(max(off))} at worst." if off else ""
+    chart = CurveChart("Iteration time, predicted and measured", tuple(curves), "seconds", sentence, _changes(story))
+    lede = f"{sentence} Dashed: what the plan promised. Upright: another plan." if known else "Nothing was predicted."
     return lede.strip(), _drawn(chart, "predicted", _key(key), widths)
 
 
@@ -75,9 +75,9 @@ def metric_curve(story: RunStory, name: str, prefix: str, widths: Widths = WIDTH
     if not points:
         return None
     first, last = ends_of([value for _, value in points])
-    said = f"{name}: from {first:.3g} to {last:.3g}."
-    chart = CurveChart(name, (ReportCurve(name, _few(points, widths), 2),), "number", said, _changes(story))
-    return said, _drawn(chart, prefix, widths=widths)
+    sentence = f"{name}: from {first:.3g} to {last:.3g}."
+    chart = CurveChart(name, (ReportCurve(name, _few(points, widths), 2),), "number", sentence, _changes(story))
+    return sentence, _drawn(chart, prefix, widths=widths)
 
 
 def predicted_section(story: RunStory) -> str:
@@ -95,9 +95,9 @@ def costs_section(story: RunStory, spent: list[ReportCost]) -> str:
     curves = []
     for at, name in enumerate(story.components):
         points = tuple(
-            (float(one.iteration.number), m.busy_s)
-            for one in story.iterations
-            for m in one.iteration.components
+            (float(record.iteration.number), m.busy_s)
+            for record in story.iterations
+            for m in record.iteration.components
             if m.component == name
         )
         curves.append(ReportCurve(name, points, at % COLOURS))
@@ -170,22 +170,20 @@ def figures_section(story: RunStory, names: list[str]) -> str:
     columns = ("Iteration", "Ended at", "Took", "Predicted", *map(escape, (*story.components, *names)))
     by_number = {name: dict(course(done, name)) for name in names}
     rows = ""
-    for one in done[::every]:
-        number = one.iteration.number
-        busy = {m.component: m.busy_s for m in one.iteration.components}
-        predicted = story.prediction(one.plan) if one.plan >= 0 else None
-        cells = [duration(one.end_s), duration(one.iteration.wall_s), duration(predicted) if predicted else "–"]
+    for record in done[::every]:
+        number = record.iteration.number
+        busy = {m.component: m.busy_s for m in record.iteration.components}
+        predicted = story.prediction(record.plan) if record.plan >= 0 else None
+        cells = [duration(record.end_s), duration(record.iteration.wall_s), duration(predicted) if predicted else "–"]
         cells += [duration(busy[name]) if name in busy else "–" for name in story.components]
         cells += [f"{by_number[name][number]:.4g}" if number in by_number[name] else "–" for name in names]
-        extra = f" <small>{escape(', '.join(one.iteration.extra))}</small>" if one.iteration.extra else ""
+        extra = f" <small>{escape(', '.join(record.iteration.extra))}</small>" if record.iteration.extra else ""
         rows += (
             f'<tr><th scope="row">{number}{extra}</th>'
             + "".join(f'<td class="number">{c}</td>' for c in cells)
             + "</tr>\n"
         )
-    some = f", one in {every}" if every > 1 else ""
+    sampled = f", one in {every}" if every > 1 else ""
     table = scroll("Iterations", f"{heads(*columns, words=1)}\n<tbody>{rows}</tbody>", css="tall")
-    body = (
-        f'<details class="card"><summary>{counted(len(done), "iteration")} in figures{some}</summary>{table}</details>'
-    )
+    body = f'<details class="card"><summary>{counted(len(done), "iteration")} in figures{sampled}</summary>{table}</details>'
     return section("figures", "Figures", "What the curves are drawn from.", body)

@@ -160,10 +160,10 @@ def ranks_of(text: Any) -> tuple[int, ...]:
     found: list[int] = []
     for part in str(text).split(",") if str(text).strip() else ():
         first, _, last = part.strip().partition("-")
-        some = range(int(first), int(last or first) + 1)
-        if len(found) + len(some) > _MOST_GPUS:
+        ranks = range(int(first), int(last or first) + 1)
+        if len(found) + len(ranks) > _MOST_GPUS:
             raise ValueError("more GPUs than there can be")
-        found.extend(some)
+        found.extend(ranks)
     return tuple(found)
 
 

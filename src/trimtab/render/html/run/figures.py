@@ -39,19 +39,22 @@ def idle_shares(story: RunStory) -> dict[str, list[tuple[int, float]]]:
     by_name: dict[str, list[tuple[float, float]]] = {}
     for bar in story.bars:
         by_name.setdefault(bar.component, []).append((bar.start, bar.end))
-    for one in story.iterations:
-        wall_s = one.iteration.wall_s
-        if wall_s <= 0 or one.plan < 0:
+    for record in story.iterations:
+        wall_s = record.iteration.wall_s
+        if wall_s <= 0 or record.plan < 0:
             continue
         groups = {
-            name: frozenset(names) for names, gpu_slots in story.plans[one.plan].groups if gpu_slots for name in names
+            name: frozenset(names)
+            for names, gpu_slots in story.plans[record.plan].groups
+            if gpu_slots
+            for name in names
         }
         for name in story.components:
             together = groups.get(name, frozenset((name,)))
             if together not in spells:
-                spells[together] = _BusyTimes([some for other in together for some in by_name.get(other, ())])
-            busy_s = spells[together].between(one.end_s - wall_s, one.end_s)
-            found[name].append((one.iteration.number, min(max(1 - busy_s / wall_s, 0.0), 1.0)))
+                spells[together] = _BusyTimes([interval for other in together for interval in by_name.get(other, ())])
+            busy_s = spells[together].between(record.end_s - wall_s, record.end_s)
+            found[name].append((record.iteration.number, min(max(1 - busy_s / wall_s, 0.0), 1.0)))
     return found
 
 
@@ -81,11 +84,11 @@ class _BusyTimes:
 
 def costs(story: RunStory, idle: dict[str, list[tuple[int, float]]]) -> list[ReportCost]:
     """What each component cost."""
-    counted = [one for one in story.iterations if not one.iteration.extra] or story.iterations
+    counted = [record for record in story.iterations if not record.iteration.extra] or story.iterations
     found = []
     for name in story.components:
-        mine = [(one, m) for one in counted for m in one.iteration.components if m.component == name]
-        last = [m for one, m in mine if one.plan == len(story.plans) - 1] or [m for _, m in mine]
+        mine = [(record, m) for record in counted for m in record.iteration.components if m.component == name]
+        last = [m for record, m in mine if record.plan == len(story.plans) - 1] or [m for _, m in mine]
         shares = [value for _, value in idle.get(name, ())]
         plan = story.plans[-1] if story.plans else None
         known = plan is not None and story.prediction(plan.number) is not None
@@ -120,23 +123,23 @@ def _drift(course: list[tuple[int, float]]) -> float | None:
     longest = max(stays, key=len, default=[])
     if len(longest) < _TENTH:
         return None
-    some = max(3, len(longest) // _TENTH)
-    start = median(longest[1 : 1 + some])  # everything is cold in the first
-    return median(longest[-some:]) / start if start > 0 else None
+    count = max(3, len(longest) // _TENTH)
+    start = median(longest[1 : 1 + count])  # everything is cold in the first
+    return median(longest[-count:]) / start if start > 0 else None
 
 
 def errors(story: RunStory) -> list[tuple[int, float]]:
     """How far measured iterations were from what their plan promised: number, relative difference."""
     return [
-        (one.iteration.number, one.iteration.wall_s / predicted - 1)
-        for one in story.iterations
-        if one.plan >= 0 and not one.iteration.extra and (predicted := story.prediction(one.plan))
+        (record.iteration.number, record.iteration.wall_s / predicted - 1)
+        for record in story.iterations
+        if record.plan >= 0 and not record.iteration.extra and (predicted := story.prediction(record.plan))
     ]
 
 
 def expected(story: RunStory) -> list[tuple[int, float]]:
     """What the plan that ran was expected to take, by costs as measured until then: iteration after which, seconds."""
-    found = [(one.iteration, finite(one.numbers.get("iteration_s"))) for one in story.decisions]
+    found = [(decision.iteration, finite(decision.numbers.get("iteration_s"))) for decision in story.decisions]
     return [(number, value) for number, value in found if value is not None]
 
 
@@ -144,15 +147,17 @@ def expected_errors(story: RunStory) -> list[float]:
     """How far iterations were from what was expected of them after the one before."""
     by_number = dict(expected(story))
     return [
-        one.iteration.wall_s / by_number[before] - 1
-        for one in story.iterations
-        if not one.iteration.extra and by_number.get(before := one.iteration.number - 1)
+        record.iteration.wall_s / by_number[before] - 1
+        for record in story.iterations
+        if not record.iteration.extra and by_number.get(before := record.iteration.number - 1)
     ]
 
 
 def metric_names(story: RunStory, wanted: Sequence[str] = ()) -> list[str]:
     """Metrics to show, as `component.name`: those asked for, or all whose own name begins with reward."""
-    there = sorted({f"{name}.{key}" for one in story.done for name, some in one.metrics.items() for key in some})
+    there = sorted(
+        {f"{name}.{key}" for record in story.done for name, values in record.metrics.items() for key in values}
+    )
     if not wanted:
         return [name for name in there if name.partition(".")[2].lower().startswith("reward")]
     return [name for want in wanted for name in there if name == want or name.partition(".")[2] == want]
@@ -160,32 +165,34 @@ def metric_names(story: RunStory, wanted: Sequence[str] = ()) -> list[str]:
 
 def all_metrics(story: RunStory) -> list[str]:
     """Every metric that components had to show."""
-    return sorted({f"{name}.{key}" for one in story.done for name, some in one.metrics.items() for key in some})
+    return sorted(
+        {f"{name}.{key}" for record in story.done for name, values in record.metrics.items() for key in values}
+    )
 
 
 def course(iterations: Sequence[ReportIteration], metric: str) -> list[tuple[int, float]]:
     """A metric over the iterations."""
     component, _, key = metric.partition(".")
     return [
-        (one.iteration.number, value)
-        for one in iterations
-        if (value := one.metrics.get(component, {}).get(key)) is not None
+        (record.iteration.number, value)
+        for record in iterations
+        if (value := record.metrics.get(component, {}).get(key)) is not None
     ]
 
 
 def ends_of(values: Sequence[float]) -> tuple[float, float]:
     """The beginning and the end of a course: means of a tenth of it each."""
-    some = max(1, len(values) // _TENTH)
-    return fmean(values[:some]), fmean(values[-some:])
+    count = max(1, len(values) // _TENTH)
+    return fmean(values[:count]), fmean(values[-count:])
 
 
 def group_equal(decisions: Sequence[ReportDecision]) -> list[tuple[ReportDecision, ReportDecision, int]]:
     """Decisions one after another that say the same, as the first, the last and how many."""
     out: list[tuple[ReportDecision, ReportDecision, int]] = []
-    for one in decisions:
-        if out and (out[-1][1].what, out[-1][1].code, out[-1][1].plan) == (one.what, one.code, one.plan):
+    for decision in decisions:
+        if out and (out[-1][1].what, out[-1][1].code, out[-1][1].plan) == (decision.what, decision.code, decision.plan):
             first, _, count = out[-1]
-            out[-1] = (first, one, count + 1)
+            out[-1] = (first, decision, count + 1)
         else:
-            out.append((one, one, 1))
+            out.append((decision, decision, 1))
     return out

@@ -159,16 +159,18 @@ def _happened(story: RunStory) -> str:
     """The marks of the timeline in words; states that were saved one after another are one line."""
     if not story.timeline_events:
         return ""
-    ordered = sorted(enumerate(sorted(story.timeline_events, key=lambda one: one.t_s)), key=lambda pair: pair[1].t_s)
+    ordered = sorted(
+        enumerate(sorted(story.timeline_events, key=lambda event: event.t_s)), key=lambda pair: pair[1].t_s
+    )
     rows, saved = [], 0
-    for at, one in ordered:
-        saved += one.kind == "saved"
-        hidden = ' class="minor"' if one.kind == "saved" else ""
-        why = escape(one.reason) or "–"
-        code = f'<small class="code">{escape(one.code)}</small>' if one.code else ""
+    for at, event in ordered:
+        saved += event.kind == "saved"
+        hidden = ' class="minor"' if event.kind == "saved" else ""
+        why = escape(event.reason) or "–"
+        code = f'<small class="code">{escape(event.code)}</small>' if event.code else ""
         rows.append(
-            f'<tr id="e{at}"{hidden}><td>{duration(one.t_s)}</td>'
-            f'<th scope="row">{escape(one.title)}</th><td>{why}{code}</td></tr>'
+            f'<tr id="e{at}"{hidden}><td>{duration(event.t_s)}</td>'
+            f'<th scope="row">{escape(event.title)}</th><td>{why}{code}</td></tr>'
         )
     left = ""
     if len(rows) > 4 * _MOST_ROWS:
@@ -193,9 +195,9 @@ def _plans(story: RunStory) -> str:
 
 
 def _plan(story: RunStory, plan: ReportPlan) -> str:
-    under = [one for one in story.iterations if one.plan == plan.number]
-    measured = [one.iteration.wall_s for one in under if not one.iteration.extra] or [
-        one.iteration.wall_s for one in under
+    under = [record for record in story.iterations if record.plan == plan.number]
+    measured = [record.iteration.wall_s for record in under if not record.iteration.extra] or [
+        record.iteration.wall_s for record in under
     ]
     predicted = story.prediction(plan.number)
     why = {
@@ -233,8 +235,8 @@ def _seats_words(gpu_slots: tuple[tuple[str, int], ...]) -> str:
     for node, gpu in gpu_slots:
         nodes.setdefault(node, []).append(gpu)
     listed = [f"{node} {ranks_text(gpus)}".strip() for node, gpus in nodes.items()]
-    some = ", ".join(listed[:6]) + (f" and {len(listed) - 6} more nodes" if len(listed) > 6 else "")
-    return f"{counted(len(gpu_slots), 'GPU')} ({some})"
+    shown = ", ".join(listed[:6]) + (f" and {len(listed) - 6} more nodes" if len(listed) > 6 else "")
+    return f"{counted(len(gpu_slots), 'GPU')} ({shown})"
 
 
 def _moves(moves: list[ReportMigration]) -> str:
@@ -293,13 +295,13 @@ def _decisions(story: RunStory) -> str:
     for first, last, count in groups[-_MOST_ROWS:]:
         span = str(first.iteration) if first.iteration == last.iteration else f"{first.iteration} to {last.iteration}"
         gain = last.numbers.get("gain_s")
-        said = duration(gain) if isinstance(gain, (int, float)) and not isinstance(gain, bool) else "–"
+        gain_text = duration(gain) if isinstance(gain, (int, float)) and not isinstance(gain, bool) else "–"
         plan = f"<br>{escape(last.plan)}" if last.plan else ""
         rows += (
             f'<tr><th scope="row">{span}</th><td>{escape(last.what)}{f" × {count}" if count > 1 else ""}</td>'
-            f'<td>{escape(last.reason)}{code_of(last.code)}{plan}</td><td class="number">{said}</td></tr>\n'
+            f'<td>{escape(last.reason)}{code_of(last.code)}{plan}</td><td class="number">{gain_text}</td></tr>\n'
         )
-    stays = sum(one.what == "stay" for one in story.decisions)
+    stays = sum(decision.what == "stay" for decision in story.decisions)
     left = f"<p>The last {_MOST_ROWS} of {len(groups)}.</p>" if len(groups) > _MOST_ROWS else ""
     table = scroll("Decisions", f"{heads('Iteration', 'Decision', 'Why', 'Gain seen', words=3)}\n<tbody>{rows}</tbody>")
     body = (

@@ -85,7 +85,7 @@ class RunStory:
     @property
     def iterations(self) -> list[ReportIteration]:
         """Each iteration once, as it counts."""
-        counted = {one.iteration.number: one for one in self.done if not one.void}
+        counted = {record.iteration.number: record for record in self.done if not record.void}
         return [counted[number] for number in sorted(counted)]
 
     @property
@@ -107,12 +107,12 @@ class RunStory:
     @property
     def here_s(self) -> float:
         """What the iterations that count took on the clock of whoever drove them."""
-        return sum(one.here_s for one in self.iterations)
+        return sum(record.here_s for record in self.iterations)
 
     @property
     def wall_s(self) -> float:
         """What they took on the run's timeline."""
-        return sum(one.iteration.wall_s for one in self.iterations)
+        return sum(record.iteration.wall_s for record in self.iterations)
 
     def prediction(self, number: int) -> float | None:
         """What a plan promised; nothing where its costs had yet to be measured."""
@@ -184,18 +184,22 @@ class RunStory:
         """Iterations after a state do not count; gives how many of them there were."""
         if after >= self._last:
             return self._voided(after)
-        numbers = {one.iteration.number for one in self.done if not one.void and one.iteration.number > after}
+        numbers = {
+            record.iteration.number for record in self.done if not record.void and record.iteration.number > after
+        }
         self._void(numbers)
         self._last = after
         return len(numbers)
 
     def _void(self, numbers: set[int]) -> None:
-        self.done = [replace(one, void=True) if one.iteration.number in numbers else one for one in self.done]
+        self.done = [
+            replace(record, void=True) if record.iteration.number in numbers else record for record in self.done
+        ]
         self.bars = [replace(bar, void=True) if bar.iteration in numbers else bar for bar in self.bars]
 
     def _voided(self, after: int) -> int:
         """Those that a loss made void a moment ago."""
-        numbers = [one.iteration.number for one in self.done if one.void and one.iteration.number > after]
+        numbers = [record.iteration.number for record in self.done if record.void and record.iteration.number > after]
         is_told = bool(self.timeline_events) and self.timeline_events[-1].kind == "lost"
         return len(set(numbers)) if is_told else 0
 
@@ -221,10 +225,11 @@ class RunStory:
         words = as_text(event["plan"])
         placed = self._targets.get(json.dumps(groups)) if event.get("why") == "move" else None
         if placed is None:
-            self._make_room(max((rank for some in ranks for rank in some), default=-1) + 1)
+            self._make_room(max((rank for group_ranks in ranks for rank in group_ranks), default=-1) + 1)
             gpu_slots = [(name, gpu) for name, gpus in self._order for gpu in range(gpus)]
             placed = tuple(
-                (names, tuple(gpu_slots[rank] for rank in some)) for names, some in zip(named, ranks, strict=True)
+                (names, tuple(gpu_slots[rank] for rank in group_ranks))
+                for names, group_ranks in zip(named, ranks, strict=True)
             )
         predicted = finite(event.get("predicted_s"))
         if costs and all(cost == UNMEASURED_S for cost in costs.values()):
@@ -283,15 +288,15 @@ class RunStory:
         if not all(math.isfinite(start) and math.isfinite(end) and start <= end for _, _, start, end in raw):
             raise ValueError("a bar that is no stretch of time")
         metrics = {
-            str(name): {str(key): finite(value) for key, value in dict(some).items()}
-            for name, some in dict(event.get("metrics") or {}).items()
+            str(name): {str(key): finite(value) for key, value in dict(values).items()}
+            for name, values in dict(event.get("metrics") or {}).items()
         }
         here_s = finite(event.get("here_s")) or 0.0
         t_s = self._time(event, [start for _, _, start, _ in raw])
         number = iteration.number
         if number <= self._last:  # told again: what was before does not count
             self._void({number})
-        gpus = {one.component: one.gpus for one in iteration.components}
+        gpus = {component.component: component.gpus for component in iteration.components}
         plan = len(self.plans) - 1
         shift = self._shift_s
         mine = [

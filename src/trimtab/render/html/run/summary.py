@@ -57,7 +57,7 @@ def _length(story: RunStory) -> str:
     of = f" of {story.wanted}" if story.wanted and story.wanted != count else ""
     if not count:
         return f"No iteration{of} has ended yet." if not story.state else f"No iteration{of} was done."
-    walls = [one.iteration.wall_s for one in story.iterations]
+    walls = [record.iteration.wall_s for record in story.iterations]
     each = f"{duration(median(walls))} each at the median"
     return f"{count}{of} iteration{'s' if count != 1 else ''} in {duration(story.end_s)}; {each}."
 
@@ -87,30 +87,30 @@ def _moves(moves: list[ReportMigration]) -> str:
         return "No moves."
     arrived = [move for move in moves if move.state == "arrived"]
     back = [move for move in moves if move.state == "rolled back"]
-    said = []
+    parts = []
     if arrived:
         took = duration(median(move.cost_s for move in arrived))
         each = f", {took} each at the median" if len(arrived) > 1 else f" in {took}"
-        said.append(f"{counted(len(arrived), 'move')} done{each}")
+        parts.append(f"{counted(len(arrived), 'move')} done{each}")
     if back:
         why = next((move.outcome for move in back if move.outcome), "")
-        said.append(f"{len(back)} rolled back{f' ({why})' if why else ''}")
+        parts.append(f"{len(back)} rolled back{f' ({why})' if why else ''}")
     others = len(moves) - len(arrived) - len(back)
     if others:
-        said.append(f"{others} not over")
-    return _sentence("; ".join(said))
+        parts.append(f"{others} not over")
+    return _sentence("; ".join(parts))
 
 
 def _decisions(story: RunStory) -> str:
-    stays = [one for one in story.decisions if one.what == "stay"]
-    advice = [one for one in story.decisions if one.what not in ("stay", "advised")]
-    said = []
+    stays = [decision for decision in story.decisions if decision.what == "stay"]
+    advice = [decision for decision in story.decisions if decision.what not in ("stay", "advised")]
+    parts = []
     if stays:
-        common = Counter(one.code for one in stays).most_common(2)
-        said.append(f"{len(stays)} × stay ({', '.join(f'{code} {count}' for code, count in common)})")
+        common = Counter(decision.code for decision in stays).most_common(2)
+        parts.append(f"{len(stays)} × stay ({', '.join(f'{code} {count}' for code, count in common)})")
     if advice:
-        said.append(f"{len(advice)} × advice, the last: {advice[-1].reason or advice[-1].plan}")
-    return f"Decisions: {'; '.join(said)}." if said else ""
+        parts.append(f"{len(advice)} × advice, the last: {advice[-1].reason or advice[-1].plan}")
+    return f"Decisions: {'; '.join(parts)}." if parts else ""
 
 
 def _prediction(story: RunStory) -> str:
@@ -146,33 +146,33 @@ def _idle(chart: RunChart, costs: list[ReportCost]) -> str:
 
 
 def _others(story: RunStory) -> str:
-    kinds = Counter((one.lane, one.kind) for one in story.timeline_events)
-    said = []
+    kinds = Counter((event.lane, event.kind) for event in story.timeline_events)
+    parts = []
     for key, words in (
         (("nodes", "joined"), "node{s} joined"),
         (("nodes", "lost"), "node{s} went"),
         (("tasks", "evicted"), "task{s} evicted"),
     ):
         if kinds[key]:
-            said.append(f"{kinds[key]} {words.format(s='s' if kinds[key] != 1 else '')}")
+            parts.append(f"{kinds[key]} {words.format(s='s' if kinds[key] != 1 else '')}")
     came, went = kinds["workers", "worker"], kinds["workers", "left"]
     if came or went:
-        said.append(f"workers came {counted(came, 'time')} and went {counted(went, 'time')}")
-    return _sentence(", ".join(said)) if said else ""
+        parts.append(f"workers came {counted(came, 'time')} and went {counted(went, 'time')}")
+    return _sentence(", ".join(parts)) if parts else ""
 
 
 def _losses(story: RunStory) -> str:
-    lost = [one for one in story.timeline_events if (one.lane, one.kind) == ("run", "lost")]
-    void = [one for one in story.done if one.void]
-    said = []
+    lost = [event for event in story.timeline_events if (event.lane, event.kind) == ("run", "lost")]
+    void = [record for record in story.done if record.void]
+    parts = []
     if lost:
-        said.append(f"{counted(len(lost), 'loss').replace('losss', 'losses')}, the last: {lost[-1].reason}")
+        parts.append(f"{counted(len(lost), 'loss').replace('losss', 'losses')}, the last: {lost[-1].reason}")
     if story.resumes:
-        said.append(f"resumed {counted(story.resumes, 'time')}")
+        parts.append(f"resumed {counted(story.resumes, 'time')}")
     if void:
-        again = duration(sum(one.iteration.wall_s for one in void))
-        said.append(f"{counted(len(void), 'iteration')} run again ({again})")
-    return _sentence("; ".join(said)) if said else ""
+        again = duration(sum(record.iteration.wall_s for record in void))
+        parts.append(f"{counted(len(void), 'iteration')} run again ({again})")
+    return _sentence("; ".join(parts)) if parts else ""
 
 
 def _sentence(text: str) -> str:

@@ -128,13 +128,13 @@ def run_chart(story: RunStory) -> RunChart:
                 rows_of[key] = ((-1, at, at),)
         if rows_of[key]:
             bars.setdefault(rows_of[key], []).append(bar)
-    tracks = tuple(TimelineTrack(rows, tuple(_apart(some))) for rows, some in bars.items())
+    tracks = tuple(TimelineTrack(rows, tuple(_apart(row_bars))) for rows, row_bars in bars.items())
     return RunChart(
         story.components,
         tuple(story.nodes),
         on_cpu,
         tracks,
-        tuple(sorted(story.timeline_events, key=lambda one: one.t_s)),
+        tuple(sorted(story.timeline_events, key=lambda event: event.t_s)),
         tuple(story.moves),
         story.end_s,
         not story.state,
@@ -153,7 +153,7 @@ def _rows(gpu_slots: tuple[GpuKey, ...], places: Mapping[str, int]) -> Rows:
 
 def _apart(bars: list[ReportBar]) -> Iterator[ReportBar]:
     free_from = 0.0
-    for bar in sorted(bars, key=lambda one: (one.start, one.end)):
+    for bar in sorted(bars, key=lambda bar: (bar.start, bar.end)):
         start = max(bar.start, free_from)
         if bar.end > start:
             yield bar if start == bar.start else replace(bar, start=start)
@@ -346,18 +346,18 @@ class _Drawing:
             ChartBar(bar.start, bar.end, bar.component, _look(bar.doing), "void" if bar.void else "")
             for bar in track.bars
         )
-        for one in joined(stretches, JOIN_PX / self.scale if self.scale else 0.0):
-            x0, x1 = self.x(one.start), self.x(one.end)
-            colour = "sync" if one.look == "sync" else f"k{self.colour[one.key]}"
-            what = {"run": one.key, "switch": f"{one.key}: switch", "sync": "weight sync"}[one.look]
-            tip = f"{what}{' (run again later)' if one.note else ''}\n{duration(one.start)} to {duration(one.end)}"
-            opacity = max(one.busy, 0.2) * (0.35 if one.note else 1.0)
+        for bar in joined(stretches, JOIN_PX / self.scale if self.scale else 0.0):
+            x0, x1 = self.x(bar.start), self.x(bar.end)
+            colour = "sync" if bar.look == "sync" else f"k{self.colour[bar.key]}"
+            what = {"run": bar.key, "switch": f"{bar.key}: switch", "sync": "weight sync"}[bar.look]
+            tip = f"{what}{' (run again later)' if bar.note else ''}\n{duration(bar.start)} to {duration(bar.end)}"
+            opacity = max(bar.busy, 0.2) * (0.35 if bar.note else 1.0)
             faded = f' fill-opacity="{opacity:.2f}"' if opacity < 0.995 else ""
             # One path for all blocks: a stretch is one thing, on however many nodes.
             shape = "".join(f"M{px(x0)} {px(a)}H{px(x1)}V{px(b)}H{px(x0)}Z" for a, b in blocks)
             title = "&#10;".join(map(escape, tip.splitlines()))
             self.out.append(f'<path class="bar {colour}" d="{shape}"{faded}><title>{title}</title></path>')
-            if one.look == "switch" and x1 - x0 > 3:
+            if bar.look == "switch" and x1 - x0 > 3:
                 self.out.append(f'<path class="inside" d="{shape}" fill="url(#{self.prefix}-hatch)"/>')
 
     def separators(self) -> None:

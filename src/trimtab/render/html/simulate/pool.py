@@ -33,51 +33,51 @@ def swept(scenario: PoolScenario, key: str, values: Sequence[float], where: str)
     base = _base(scenario)
     tried = [base]
     for value in values:
-        said = {key: bool(value) if key in SWITCHES else value}
-        one = replace(base, name=f"{base.name}, {key} {value:g}")
+        setting = {key: bool(value) if key in SWITCHES else value}
+        changed = replace(base, name=f"{base.name}, {key} {value:g}")
         if key in PREEMPTION_KEYS:
-            tried.append(replace(one, preemption={**base.preemption, **said}))
+            tried.append(replace(changed, preemption={**base.preemption, **setting}))
         else:
-            tried.append(replace(one, pool={**base.pool, **said}))
-    others = [one for one in scenario.policies if one is not base]
+            tried.append(replace(changed, pool={**base.pool, **setting}))
+    others = [policy for policy in scenario.policies if policy is not base]
     return replace(scenario, policies=(*tried, *others))
 
 
 def _base(scenario: PoolScenario) -> PoolPolicy:
-    return next((one for one in scenario.policies if one.use == "trimtab"), PoolPolicy("trimtab", "trimtab"))
+    return next((policy for policy in scenario.policies if policy.use == "trimtab"), PoolPolicy("trimtab", "trimtab"))
 
 
 def recommendation(scenario: PoolScenario, runs: Sequence[PoolFigures], jobs: int) -> Recommendation:
     """What to do about the setting that was swept. Runs more: those that judge."""
     base = _base(scenario)
-    tried = [one for one in scenario.policies if one is base or one.name.startswith(f"{base.name}, ")]
+    tried = [policy for policy in scenario.policies if policy is base or policy.name.startswith(f"{base.name}, ")]
     chosen_by = _by_name(runs, tried)
     allowed = {name: known for name, known in chosen_by.items() if not _costs(known, chosen_by[base.name])}
     choice = best(base.name, _waits(allowed))
-    asked = tuple(one for one in tried if one.name in (base.name, choice))
-    seeds = tuple(one + APART for one in scenario.seeds)
+    asked = tuple(policy for policy in tried if policy.name in (base.name, choice))
+    seeds = tuple(seed + APART for seed in scenario.seeds)
     judged_by = _by_name(pool_runs(replace(scenario, policies=asked, seeds=seeds), jobs), asked)
     found = recommend(base.name, _waits(allowed), "the mean wait of all tasks", _waits(judged_by))
     cost = _costs(judged_by[choice], judged_by[base.name])
     if cost:
-        said = f"keep {base.name}: with {choice} {cost} where it was not chosen by; {found.sentence}"
-        return replace(found, choose=base.name, sentence=said)
+        sentence = f"keep {base.name}: with {choice} {cost} where it was not chosen by; {found.sentence}"
+        return replace(found, choose=base.name, sentence=sentence)
     return found
 
 
 def _by_name(runs: Sequence[PoolFigures], policies: Sequence[PoolPolicy]) -> ByName:
-    return {each.name: [one for one in runs if one.policy == each.name] for each in policies}
+    return {policy.name: [run for run in runs if run.policy == policy.name] for policy in policies}
 
 
 def _waits(known: Mapping[str, Sequence[PoolFigures]]) -> dict[str, dict[int, float]]:
-    return {name: {one.seed: one.classes[ALL].wait_mean_s for one in runs} for name, runs in known.items()}
+    return {name: {run.seed: run.classes[ALL].wait_mean_s for run in runs} for name, runs in known.items()}
 
 
 def _costs(runs: Sequence[PoolFigures], base: Sequence[PoolFigures]) -> str:
     """What a setting costs that matters more than the waits of all; nothing: an empty word."""
     first = next(iter(base[0].classes))
-    wait, base_wait = (spread(one.classes[first].wait_mean_s for one in each)[0] for each in (runs, base))
+    wait, base_wait = (spread(run.classes[first].wait_mean_s for run in side)[0] for side in (runs, base))
     if wait > max(NO_LONGER * base_wait, NO_WAIT_S):
         return f"the class {first} waits longer"
-    done, base_done = (spread(one.utilisation for one in each)[0] for each in (runs, base))
+    done, base_done = (spread(run.utilisation for run in side)[0] for side in (runs, base))
     return "less work is done" if done < NO_LESS * base_done else ""

@@ -21,7 +21,7 @@ from trimtab.replay.rollout.scenario import RolloutPolicy, RolloutScenario
 
 APART = 1_000  # held-out seeds are so much higher
 WINDOWS = 8  # of a trace: the first is its beginning, three choose, four judge
-KINDS = {one.name: one.type for one in fields(ElasticConfig) if one.type in ("int", "float", "bool")}
+KINDS = {field.name: field.type for field in fields(ElasticConfig) if field.type in ("int", "float", "bool")}
 
 ByName = dict[str, list[RolloutFigures]]
 
@@ -30,7 +30,7 @@ def swept(
     scenario: RolloutScenario, key: str, values: Sequence[float], where: str
 ) -> tuple[RolloutScenario, list[str]]:
     """The scenario with its first policy once as it is and once for every value; and what was left out, and why."""
-    base = next((one for one in scenario.policies if one.use != "static"), None)
+    base = next((policy for policy in scenario.policies if policy.use != "static"), None)
     if base is None:
         raise InputError("only static numbers of engines are asked for", where=where, hint="another --policy")
     if key not in KINDS or key == "max_workers":
@@ -49,7 +49,7 @@ def swept(
             left_out.append(f"{key} {value:g} is left out: {error.what}")
     if not tried:
         raise InputError("; ".join(left_out) or f"{key} has these values already", where=where)
-    others = tuple(one for one in scenario.policies if one is not base)
+    others = tuple(policy for policy in scenario.policies if policy is not base)
     return replace(scenario, policies=(base, *tried, *others)), left_out
 
 
@@ -63,17 +63,17 @@ def _of_kind(key: str, value: float) -> float | int | bool:
 
 def recommendation(scenario: RolloutScenario, runs: Sequence[RolloutFigures], jobs: int) -> Recommendation:
     """What to do about the setting that was swept. Runs more: those that judge."""
-    base = next(one for one in scenario.policies if one.use != "static")
-    tried = [one for one in scenario.policies if one is base or one.name.startswith(f"{base.name}, ")]
+    base = next(policy for policy in scenario.policies if policy.use != "static")
+    tried = [policy for policy in scenario.policies if policy is base or policy.name.startswith(f"{base.name}, ")]
     chosen_by = _windows(scenario, tried, range(1, WINDOWS // 2), jobs) if scenario.trace else _by_name(runs, tried)
     allowed = {name: known for name, known in chosen_by.items() if _no_slower(known, chosen_by[base.name])}
     figures = _engine_s(allowed)
     choice = best(base.name, figures)
-    asked = [one for one in tried if one.name in (base.name, choice)]
+    asked = [policy for policy in tried if policy.name in (base.name, choice)]
     if scenario.trace:
         judged_by = _windows(scenario, asked, range(WINDOWS // 2, WINDOWS), jobs)
     else:
-        seeds = tuple(one + APART for one in scenario.seeds)
+        seeds = tuple(seed + APART for seed in scenario.seeds)
         judged_by = _by_name(rollout_runs(replace(scenario, policies=tuple(asked), seeds=seeds), jobs), asked)
     found = recommend(
         base.name,
@@ -83,31 +83,31 @@ def recommendation(scenario: RolloutScenario, runs: Sequence[RolloutFigures], jo
         "windows" if scenario.trace else "seeds",
     )
     if not _no_slower(judged_by[choice], judged_by[base.name]):
-        said = f"keep {base.name}: {choice} slows down where it was not chosen by; {found.sentence}"
-        return replace(found, choose=base.name, sentence=said)
+        sentence = f"keep {base.name}: {choice} slows down where it was not chosen by; {found.sentence}"
+        return replace(found, choose=base.name, sentence=sentence)
     return found
 
 
 def _windows(scenario: RolloutScenario, policies: Sequence[RolloutPolicy], which: range, jobs: int) -> ByName:
     """Runs of which a part of the trace counts; a part takes the place of a seed."""
-    found: ByName = {one.name: [] for one in policies}
+    found: ByName = {policy.name: [] for policy in policies}
     for at in which:
         part = (at / WINDOWS, (at + 1) / WINDOWS)
-        for one in rollout_runs(replace(scenario, policies=tuple(policies), seeds=(at,), part=part), jobs):
-            found[one.policy].append(one)
+        for run in rollout_runs(replace(scenario, policies=tuple(policies), seeds=(at,), part=part), jobs):
+            found[run.policy].append(run)
     return found
 
 
 def _by_name(runs: Sequence[RolloutFigures], policies: Sequence[RolloutPolicy]) -> ByName:
-    return {each.name: [one for one in runs if one.policy == each.name] for each in policies}
+    return {policy.name: [run for run in runs if run.policy == policy.name] for policy in policies}
 
 
 def _engine_s(known: Mapping[str, Sequence[RolloutFigures]]) -> dict[str, dict[int, float]]:
-    return {name: {one.seed: one.engine_s for one in runs} for name, runs in known.items()}
+    return {name: {run.seed: run.engine_s for run in runs} for name, runs in known.items()}
 
 
 def _no_slower(runs: Sequence[RolloutFigures], base: Sequence[RolloutFigures]) -> bool:
     """Steps as short, within what counts as one pace, and waits as short."""
-    step, base_step = (spread(one.step_s for one in each)[0] for each in (runs, base))
-    wait, base_wait = (spread(one.wait_p99_s for one in each)[0] for each in (runs, base))
+    step, base_step = (spread(run.step_s for run in side)[0] for side in (runs, base))
+    wait, base_wait = (spread(run.wait_p99_s for run in side)[0] for side in (runs, base))
     return step <= SAME_PACE * base_step and wait <= max(base_wait, NO_WAIT_S)

@@ -40,7 +40,7 @@ def report(
         *([] if advice is None else [recommended(advice)]),
         *(_class(name, rows, len(scenario.seeds)) for name in runs[0].classes),
         _cluster(rows, len(scenario.seeds), until),
-        _over_time([one for one in runs if one.seed == first], first if len(scenario.seeds) > 1 else None, until),
+        _over_time([run for run in runs if run.seed == first], first if len(scenario.seeds) > 1 else None, until),
         compared(scenario),
         _assumed(scenario, runs),
         foot(command),
@@ -69,13 +69,13 @@ def _headline(scenario: PolicyComparison, rows: Sequence[PolicySummary], runs: S
         ("Utilisation", f"<dd>{first.mean('utilisation'):.1%}<small>{escape(first.policy)}</small></dd>"),
         (
             "Checked",
-            f'<dd class="good">{sum(one.looks for one in runs):,}<small>looks at what must be true</small></dd>',
+            f'<dd class="good">{sum(run.looks for run in runs):,}<small>looks at what must be true</small></dd>',
         ),
     ]
     drawn = "".join(f"<div><dt>{name}</dt>{value}</div>" for name, value in tiles)
     return (
         f'<header>\n<p class="eyebrow">trimtab {verb}</p>\n<h1>{escape(scenario.name)}</h1>\n'
-        f'<p class="lede">{escape(". ".join(one[:1].upper() + one[1:] for one in scenario.assumptions()[:2]))}.</p>\n'
+        f'<p class="lede">{escape(". ".join(sentence[:1].upper() + sentence[1:] for sentence in scenario.assumptions()[:2]))}.</p>\n'
         f'<dl class="numbers">{drawn}</dl>\n</header>'
     )
 
@@ -126,21 +126,21 @@ def _cluster(rows: Sequence[PolicySummary], seeds: int, until: str) -> str:
             f"{row.mean('redone_gpu_h'):,.1f} GPU h",
             brief(row.mean("makespan_s")),
         )
-        body += line(at, row.policy, "".join(f'<td class="number">{one}</td>' for one in words))
-    said = f"Work that did not have to be done again, as a share of all GPU time until {escape(until)}."
-    return section("cluster", "Cluster", said, pictures, heads, body)
+        body += line(at, row.policy, "".join(f'<td class="number">{cell}</td>' for cell in words))
+    lede = f"Work that did not have to be done again, as a share of all GPU time until {escape(until)}."
+    return section("cluster", "Cluster", lede, pictures, heads, body)
 
 
 def _across(seconds: float) -> tuple[float, str]:
     """The unit in which so long a time is drawn, and its word."""
     units = ((86_400.0, " d"), (3_600.0, " h"), (60.0, " min"))
-    return next((one for one in units if seconds >= 2 * one[0]), (1.0, " s"))
+    return next((unit for unit in units if seconds >= 2 * unit[0]), (1.0, " s"))
 
 
 def _over_time(runs: Sequence[PoolFigures], seed: int | None, until: str) -> str:
-    waiting = [PolicyCurve(one.policy, one.curves.at, one.curves.waiting) for one in runs]
-    used = [PolicyCurve(one.policy, one.curves.at, one.curves.used_gpus) for one in runs]
-    across = _across(max((one.curves.at[-1] for one in runs if one.curves.at), default=0.0))
+    waiting = [PolicyCurve(run.policy, run.curves.at, run.curves.waiting) for run in runs]
+    used = [PolicyCurve(run.policy, run.curves.at, run.curves.used_gpus) for run in runs]
+    across = _across(max((run.curves.at[-1] for run in runs if run.curves.at), default=0.0))
     first = both(lambda wide, name: curves_svg("Tasks that wait", waiting, wide, name, "tasks", across), "waiting")
     second = both(lambda wide, name: curves_svg("GPUs in use", used, wide, name, "GPUs", across), "used")
     words = "Until" if seed is None else f"With seed {seed}, until"
@@ -153,7 +153,7 @@ def _over_time(runs: Sequence[PoolFigures], seed: int | None, until: str) -> str
 
 def compared(scenario: PolicyComparison) -> str:
     """What the policies are."""
-    items = "".join(f"<li><b>{escape(one.name)}</b>: {escape(one.text())}</li>" for one in scenario.policies)
+    items = "".join(f"<li><b>{escape(policy.name)}</b>: {escape(policy.text())}</li>" for policy in scenario.policies)
     return (
         '<section aria-labelledby="h-policies">\n<h2 id="h-policies">What was compared</h2>\n'
         f'<ul class="plain">{items}</ul>\n</section>'
@@ -161,14 +161,14 @@ def compared(scenario: PolicyComparison) -> str:
 
 
 def _assumed(scenario: PolicyComparison, runs: Sequence[PoolFigures]) -> str:
-    events = sum(one.events for one in runs)
-    said = [
+    events = sum(run.events for run in runs)
+    sentences = [
         *scenario.assumptions(),
         f"seeds {', '.join(map(str, scenario.seeds))}: what is drawn by chance depends on them alone, the same for "
         "every policy",
-        f"{events:,} events; full checks of all books: {sum(one.checks for one in runs)}",
+        f"{events:,} events; full checks of all books: {sum(run.checks for run in runs)}",
     ]
-    items = "".join(f"<li>{escape(one)}</li>" for one in said)
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
     return (
         '<section aria-labelledby="h-assumed">\n<h2 id="h-assumed">What was assumed</h2>\n'
         f'<ul class="plain">{items}</ul>\n</section>'
@@ -185,11 +185,11 @@ def both(draw: Drawing, prefix: str) -> str:
     )
 
 
-def section(key: str, title: str, said: str, pictures: str, heads: Sequence[str], body: str) -> str:
+def section(key: str, title: str, lede: str, pictures: str, heads: Sequence[str], body: str) -> str:
     """A part of the page: pictures, and a table with a line for each policy."""
     columns = "".join(f'<th scope="col" class="number">{head}</th>' for head in heads)
     return (
-        f'<section aria-labelledby="h-{escape(key)}">\n<h2 id="h-{escape(key)}">{escape(title)}</h2>\n<p>{said}</p>\n'
+        f'<section aria-labelledby="h-{escape(key)}">\n<h2 id="h-{escape(key)}">{escape(title)}</h2>\n<p>{lede}</p>\n'
         f'<div class="card"><figure>{pictures}</figure>\n'
         f'<div class="scroll" role="region" aria-labelledby="h-{escape(key)}" tabindex="0"><table>\n'
         f'<thead><tr><th scope="col">Policy</th>{columns}</tr></thead>\n<tbody>{body}</tbody>\n</table></div></div>\n'

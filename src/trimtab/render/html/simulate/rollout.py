@@ -60,13 +60,13 @@ def rows(scenario: RolloutScenario, runs: Sequence[RolloutFigures]) -> list[Roll
     """A row for each policy."""
     found = {}
     for policy in scenario.policies:
-        known = [one for one in runs if one.policy == policy.name]
-        found[policy.name] = {name: spread(getattr(one, name) for one in known) for name in FIGURES}
-    static = [found[one.name] for one in scenario.policies if one.use == "static"]
+        known = [run for run in runs if run.policy == policy.name]
+        found[policy.name] = {name: spread(getattr(run, name) for run in known) for name in FIGURES}
+    static = [found[policy.name] for policy in scenario.policies if policy.use == "static"]
     bound = clairvoyant_s(scenario, runs)
     made = []
     for name, figures in found.items():
-        rivals = [one["engine_s"][0] for one in static if _as_fast(scenario, one, figures)]
+        rivals = [fleet["engine_s"][0] for fleet in static if _as_fast(scenario, fleet, figures)]
         engine_s = figures["engine_s"][0]
         against = engine_s / min(rivals) if rivals else None
         made.append(RolloutRow(name, figures, against, None if bound is None else engine_s / bound - 1))
@@ -76,42 +76,42 @@ def rows(scenario: RolloutScenario, runs: Sequence[RolloutFigures]) -> list[Roll
 Means = Mapping[str, tuple[float, float]]
 
 
-def _as_fast(scenario: RolloutScenario, one: Means, other: Means) -> bool:
+def _as_fast(scenario: RolloutScenario, figures: Means, other: Means) -> bool:
     """Whether steps, or waits for an engine, are no longer than those of the other."""
     if scenario.trace is None:
-        return one["step_s"][0] <= SAME_PACE * other["step_s"][0]
-    return one["wait_p99_s"][0] <= max(other["wait_p99_s"][0], NO_WAIT_S)
+        return figures["step_s"][0] <= SAME_PACE * other["step_s"][0]
+    return figures["wait_p99_s"][0] <= max(other["wait_p99_s"][0], NO_WAIT_S)
 
 
 def clairvoyant_s(scenario: RolloutScenario, runs: Sequence[RolloutFigures]) -> float | None:
     """Engine-seconds of one who knows everything and moves for nothing; None: nothing static ran."""
-    numbers = {one.name: one.elastic.max_workers for one in scenario.policies if one.use == "static"}
+    numbers = {policy.name: policy.elastic.max_workers for policy in scenario.policies if policy.use == "static"}
     if not numbers:
         return None
     if scenario.trace is not None:
-        first = [(numbers[one.policy], one) for one in runs if one.policy in numbers and one.seed == scenario.seeds[0]]
+        first = [(numbers[run.policy], run) for run in runs if run.policy in numbers and run.seed == scenario.seeds[0]]
         return clairvoyant_engine_s(first, scenario.fleet.limit)
-    known = {name: [one for one in runs if one.policy == name] for name in numbers}
-    pace_s = min(spread(one.step_s for one in each)[0] for each in known.values())
+    known = {name: [run for run in runs if run.policy == name] for name in numbers}
+    pace_s = min(spread(run.step_s for run in fleet_runs)[0] for fleet_runs in known.values())
     return min(
-        spread(one.busy_s for one in each)[0]
-        for each in known.values()
-        if spread(one.step_s for one in each)[0] <= SAME_PACE * pace_s
+        spread(run.busy_s for run in fleet_runs)[0]
+        for fleet_runs in known.values()
+        if spread(run.step_s for run in fleet_runs)[0] <= SAME_PACE * pace_s
     )
 
 
 def as_csv(runs: Sequence[RolloutFigures]) -> str:
     """A line for each run."""
     page = io.StringIO()
-    lines = [_plain(one) for one in runs]
+    lines = [_plain(run) for run in runs]
     writer = csv.DictWriter(page, list(lines[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     return page.getvalue()
 
 
-def _plain(one: RolloutFigures) -> dict[str, Any]:
-    return {name: value for name, value in asdict(one).items() if name != "loads"}
+def _plain(run: RolloutFigures) -> dict[str, Any]:
+    return {name: value for name, value in asdict(run).items() if name != "loads"}
 
 
 def as_json(scenario: RolloutScenario, runs: Sequence[RolloutFigures], advice: Recommendation | None = None) -> str:
@@ -120,7 +120,7 @@ def as_json(scenario: RolloutScenario, runs: Sequence[RolloutFigures], advice: R
     data: dict[str, Any] = {
         "scenario": scenario.name,
         "assumptions": scenario.assumptions(),
-        "policies": {one.name: one.text() for one in scenario.policies},
+        "policies": {policy.name: policy.text() for policy in scenario.policies},
         "seeds": list(scenario.seeds),
         "clairvoyant_engine_s": clairvoyant_s(scenario, runs),
         "recommendation": None if advice is None else asdict(advice),
@@ -133,7 +133,7 @@ def as_json(scenario: RolloutScenario, runs: Sequence[RolloutFigures], advice: R
             }
             for row in made
         ],
-        "runs": [_plain(one) for one in runs],
+        "runs": [_plain(run) for run in runs],
     }
     return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -163,8 +163,8 @@ def print_answer(
             f"fewer than {made[0].mean('least_engine_s'):,.0f}",
             style="dim",
         )
-    events, seconds = sum(one.events for one in runs), sum(one.seconds for one in runs)
-    answered = sum(one.answered for one in runs)
+    events, seconds = sum(run.events for run in runs), sum(run.seconds for run in runs)
+    answered = sum(run.answered for run in runs)
     out.print(
         f"{len(runs)} runs, {events:,} events in {seconds:,.1f} s; {answered:,} requests, each answered once and whole",
         style="dim",
@@ -199,10 +199,10 @@ def report(
     """The report as HTML. `command` is what made it."""
     made = rows(scenario, runs)
     bound = clairvoyant_s(scenario, runs)
-    said = [*scenario.assumptions(), *(f"{one.name}: {one.text()}" for one in scenario.policies)]
+    sentences = [*scenario.assumptions(), *(f"{policy.name}: {policy.text()}" for policy in scenario.policies)]
     if bound is not None:
-        said.append(f"clairvoyant: {bound:,.0f} engine-seconds at the best pace, asleep whenever not needed")
-    items = "".join(f"<li>{lettering.escape(one)}</li>" for one in said)
+        sentences.append(f"clairvoyant: {bound:,.0f} engine-seconds at the best pace, asleep whenever not needed")
+    items = "".join(f"<li>{lettering.escape(sentence)}</li>" for sentence in sentences)
     engine = [PolicyBar(row.policy, *row.figures["engine_s"], f"{row.mean('engine_s'):,.0f}") for row in made]
     if bound is not None:
         engine.append(PolicyBar("clairvoyant", bound, 0.0, f"{bound:,.0f}"))
@@ -242,12 +242,12 @@ def _advice(advice: Recommendation | None) -> str:
     )
 
 
-def _figure(key: str, title: str, said: str, bars: Sequence[PolicyBar]) -> str:
+def _figure(key: str, title: str, lede: str, bars: Sequence[PolicyBar]) -> str:
     drawn = "".join(
         bars_svg(title, bars, width, f"{key}-{name}").replace('class="tt"', f'class="tt {name}"', 1)
         for name, width in (("wide", WIDE_PX - 60), ("narrow", NARROW_PX))
     )
     return (
-        f'<section aria-labelledby="h-{key}">\n<h2 id="h-{key}">{title}</h2>\n<p>{said}</p>\n'
+        f'<section aria-labelledby="h-{key}">\n<h2 id="h-{key}">{title}</h2>\n<p>{lede}</p>\n'
         f'<div class="card"><figure>{drawn}</figure></div>\n</section>\n'
     )
